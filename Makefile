@@ -1,0 +1,52 @@
+# Everything runs in .venv, which the first target that needs it makes (see tools/setup_env.py).
+# TORCH_INDEX: an extra package index that has torch's CPU build, where plain pip does not find it.
+# PYTHON: the interpreter to make .venv from; only needs Python 3.11 or later.
+
+export TORCH_INDEX PYTHON
+PYTHON ?=
+SETUP := $(firstword $(PYTHON) $(shell command -v python3.11 python3 2>/dev/null) python3) tools/setup_env.py
+RUN := .venv/bin/python
+PYTEST := .venv/bin/pytest
+
+.PHONY: help setup demo lint test test-unit test-full bench clean
+
+help:
+	@echo "make demo       P, D and a router on the CPU; compares every answer with a plain run"
+	@echo "make test       lint, all tests without servers, a pairwise choice of the end-to-end matrix"
+	@echo "make test-unit  all tests without servers"
+	@echo "make test-full  lint and every test, the whole end-to-end matrix included"
+	@echo "make lint       ruff, mypy, links in the documentation"
+	@echo "make bench      the benchmarks (see benchmarks/)"
+	@echo "make setup      .venv only"
+
+setup:
+	@$(SETUP)
+
+demo:
+	@$(SETUP) --plain
+	@$(RUN) examples/demo.py
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	$(RUN) tools/check_links.py
+
+test-unit: setup
+	$(PYTEST)
+
+test: lint
+	$(PYTEST)
+	$(PYTEST) -m "e2e and not matrix"
+
+test-full: lint
+	$(PYTEST)
+	$(PYTEST) -m e2e
+	$(RUN) tools/compat_table.py
+
+bench: setup
+	$(RUN) benchmarks/bind.py
+	$(RUN) benchmarks/pull.py
+
+clean:
+	rm -rf .venv .cache build out

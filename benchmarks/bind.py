@@ -1,0 +1,178 @@
+"""What geometry costs per request (bind) and per handshake (check, plan).
+
+    python benchmarks/bind.py [--reps 200] [--json results.json]
+
+The model is 80 layers of 8 KV heads of 128 channels in bfloat16, with 128 tokens per block: the size of a 70B
+Llama. Addresses are made up and no byte moves. Times are milliseconds of one thread; run it on an idle core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from vllm_pd_connector.geometry.bind import BlockTable, Tail, bind
+from vllm_pd_connector.geometry.check import validate
+from vllm_pd_connector.geometry.codecs import PageView, cpu_attention, key_value
+from vllm_pd_connector.geometry.digest import digests
+from vllm_pd_connector.geometry.manifest import (
+    MANIFEST_VERSION,
+    Coordinates,
+    Group,
+    GroupKind,
+    Manifest,
+    ModelFacts,
+    Segment,
+    Tensor,
+)
+from vllm_pd_connector.geometry.plan import make_plan
+from vllm_pd_connector.geometry.sharding import shard
+from vllm_pd_connector.geometry.topology import check_pd_topology
+
+HEADS, CHANNELS, ITEM = 8, 128, 2
+FACTS = ModelFacts("bench", "LlamaForCausalLM", 80, 8192, HEADS, CHANNELS, "bfloat16", "auto", "default", "none")
+
+
+def make_worker(
+    tp_rank: int, tp_size: int, layout: str = "LBNHC", tokens: int = 128, blocks: int = 2048, layers: int = 80
+) -> Manifest:
+    """One rank with `blocks` blocks; `layout` is vLLM's name, or CPU for a transposed K."""
+    heads = shard(HEADS, tp_size, tp_rank)
+    order = "LBHNC" if layout == "CPU" else layout
+    sizes = {"L": layers, "B": blocks, "H": len(heads), "N": tokens, "C": 2 * CHANNELS * ITEM}
+    strides, step = {}, 1
+    for axis in reversed(order):
+        strides[axis] = step
+        step *= sizes[axis]
+    tensors: list[Tensor] = []
+    for i in range(layers):
+        view = PageView(
+            layer=f"model.layers.{i}.self_attn.attn",
+            group=0,
+            segment=0,
+            offset=i * strides["L"],
+            shape=(blocks, len(heads), tokens, sizes["C"]),
+            strides=(strides["B"], strides["H"], strides["N"], 1),
+            dtype="bfloat16",
+            itemsize=ITEM,
+            pages_per_block=1,
+            heads=heads,
+            total_heads=HEADS,
+        )
+        tensors += cpu_attention(view, CHANNELS) if layout == "CPU" else key_value(view, CHANNELS, CHANNELS)
+    return Manifest(
+        version=MANIFEST_VERSION,
+        engine_id="bench",
+        incarnation="0" * 32,
+        software="bench",
+        model=FACTS,
+        parallel=Coordinates(tp_rank, tp_size, 0, 1, 0, 1, 1, 1),
+        segments=(Segment(1 << 44, step, "cuda", 0),),
+        groups=(Group(GroupKind.FULL, tokens, blocks),),
+        tensors=tuple(tensors),
+        transport="loopback",
+        endpoint=b"",
+    )
+
+
+def scattered(blocks: int, seed: int) -> tuple[BlockTable]:
+    ids = np.random.default_rng(seed).permutation(np.arange(1, 2048))[:blocks]
+    return (BlockTable(0, ids.astype(np.int64)),)
+
+
+def contiguous(blocks: int) -> tuple[BlockTable]:
+    return (BlockTable(0, np.arange(1, blocks + 1, dtype=np.int64)),)
+
+
+def measure(name: str, action: Callable[[], object], reps: int, **more: object) -> dict[str, object]:
+    action()  # patterns are computed by the first request of a shape; `cold` cases build their plan inside
+    times = []
+    for _ in range(reps):
+        start = time.perf_counter()
+        action()
+        times.append((time.perf_counter() - start) * 1e3)
+    p50, p95, p99 = (float(np.percentile(times, q)) for q in (50, 95, 99))
+    return {"case": name, "median_ms": p50, "p95_ms": p95, "p99_ms": p99, "min_ms": min(times), "reps": reps, **more}
+
+
+def bind_cases(reps: int) -> list[dict[str, object]]:
+    rows = []
+
+    def case(name: str, source: Manifest, destination: Manifest, blocks: int, stop: int, *, random: bool, tail: Tail):
+        edge = make_plan(destination, [source]).edges[0]
+        theirs = scattered(blocks, 1) if random else contiguous(blocks)
+        tokens = destination.groups[0].block_tokens
+        needed = -(-stop // tokens)
+        ours = scattered(needed, 2) if random else contiguous(needed)
+        runs = len(bind(edge, theirs, ours, 0, stop, tail=tail))
+        rows.append(measure(name, lambda: bind(edge, theirs, ours, 0, stop, tail=tail), reps, runs=runs))
+
+    full, part = 1024 * 128, 1023 * 128 + 37
+    nhd, hnd, cpu = (make_worker(0, 1, layout) for layout in ("LBNHC", "LBHNC", "CPU"))
+    case("1024 scattered blocks", nhd, nhd, 1024, full, random=True, tail=Tail.EXACT)
+    case("1024 contiguous blocks", nhd, nhd, 1024, full, random=False, tail=Tail.EXACT)
+    case("1024 scattered, exact tail, NHD", nhd, nhd, 1024, part, random=True, tail=Tail.EXACT)
+    case("1024 scattered, exact tail, HND", hnd, hnd, 1024, part, random=True, tail=Tail.EXACT)
+    case("1024 scattered, page tail, HND", hnd, hnd, 1024, part, random=True, tail=Tail.PAGE)
+    case("64 scattered, exact tail, transposed K", cpu, cpu, 64, 63 * 128 + 37, random=True, tail=Tail.EXACT)
+    case("64 scattered, page tail, transposed K", cpu, cpu, 64, 63 * 128 + 37, random=True, tail=Tail.PAGE)
+    packed = make_worker(0, 1, "BLNHC")
+    case("1024 scattered, block-outermost", packed, packed, 1024, full, random=True, tail=Tail.EXACT)
+    half = make_worker(1, 2, "LBHNC")
+    case("1024 scattered, HND, tp 1 to 2", hnd, half, 1024, full, random=True, tail=Tail.EXACT)
+    small = make_worker(0, 1, tokens=48, blocks=4096)
+    case("256 scattered 128-token to 48-token blocks", nhd, small, 256, 256 * 128, random=True, tail=Tail.EXACT)
+    return rows
+
+
+def plan_cases(reps: int) -> list[dict[str, object]]:
+    rows = []
+    for source_tp, destination_tp in ((1, 1), (1, 8), (8, 1), (4, 2), (2, 4), (8, 8), (16, 8), (16, 1)):
+        sources = [make_worker(rank, source_tp) for rank in range(source_tp)]
+        destination = make_worker(destination_tp - 1, destination_tp)
+        edges = len(make_plan(destination, sources).edges)
+        name = f"tp {source_tp} to {destination_tp}"
+        rows.append(measure(f"plan, {name}", lambda d=destination, s=sources: make_plan(d, s), reps, edges=edges))
+    one, eight = make_worker(0, 1), [make_worker(rank, 8) for rank in range(8)]
+    rows.append(measure("validate one manifest", lambda: validate(one), reps))
+    rows.append(measure("check_pd_topology, tp 8 to 1", lambda: check_pd_topology(one, eight), reps))
+
+    def cold() -> None:
+        edge = make_plan(one, [one]).edges[0]
+        bind(edge, scattered(64, 1), scattered(64, 2), 0, 63 * 128 + 37)
+
+    rows.append(measure("plan and first bind, 64 scattered blocks and a tail", cold, reps))
+    return rows
+
+
+def digest_cases(reps: int) -> list[dict[str, object]]:
+    worker = make_worker(0, 1, tokens=128, blocks=20, layers=2)
+    memory = [np.random.default_rng(0).integers(0, 256, worker.segments[0].length, dtype=np.uint8)]
+    tables = (BlockTable(0, np.arange(1, 17, dtype=np.int64)),)
+    size = 16 * 128 * HEADS * 2 * CHANNELS * ITEM * 2
+    return [measure("digest, 2 layers", lambda: digests(worker, memory, tables, 0, 2048), reps, megabytes=size / 1e6)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reps", type=int, default=100)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    options = parser.parse_args()
+    rows = [*bind_cases(options.reps), *plan_cases(max(50, options.reps // 2)), *digest_cases(50)]
+    print(f"{'case':<52} {'median':>8} {'p95':>8} {'p99':>8}   ms")
+    for row in rows:
+        extra = ", ".join(f"{row[key]:g} {key}" for key in ("runs", "edges", "megabytes") if key in row)
+        print(f"{row['case']:<52} {row['median_ms']:8.3f} {row['p95_ms']:8.3f} {row['p99_ms']:8.3f}   {extra}")
+    if options.json:
+        machine = {"python": platform.python_version(), "numpy": np.__version__, "machine": platform.machine()}
+        options.json.write_text(json.dumps({"environment": machine, "results": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""One running pair with its router, the plain run's answers, and what must hold after every test.
+
+At most one pair runs at a time, so tests of one row must be neighbours (see `conftest`). The plain instance runs only
+while it computes the answers of its family; they are kept on disk, keyed by everything that they depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from e2e import digests
+from e2e.matrix import Row
+from e2e.workload import OUTPUT_TOKENS, SCENARIOS, Answer, Prompt, ask, ask_many, completion
+from launch import CPU_FLAGS, Server, Servers, router_spec, vllm_spec
+from make_models import MODELS, make
+
+LEASE_SECONDS = 8.0
+"""How long prefill instances of these tests keep blocks that nobody fetches."""
+
+SETTLE_SECONDS = 60.0
+USAGE = re.compile(r"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$", re.MULTILINE)
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = SETTLE_SECONDS) -> None:
+    """Wait until a condition holds; fail with its name if it does not within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.1)
+
+
+class Baselines:
+    """Tokens of a plain run, by family and prompt."""
+
+    def __init__(self, servers: Servers, cache: Path):
+        self._servers = servers
+        self._cache = cache
+        self._known: dict[str, dict[Prompt, tuple[int, ...]]] = {}
+
+    def tokens(self, family: str, prompt: Prompt) -> tuple[int, ...]:
+        return self.of(family)[prompt]
+
+    def of(self, family: str) -> dict[Prompt, tuple[int, ...]]:
+        """Answers to every prompt of every scenario; starts and stops a plain instance the first time."""
+        if family not in self._known:
+            asked = [prompt for scenario in SCENARIOS.values() for prompt in scenario]
+            path = self._cache / f"{family}-{self._key(family, asked)}.json"
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(self._run(family, asked)))
+            answers = [tuple(tokens) for tokens in json.loads(path.read_text())]
+            self._known[family] = dict(zip(asked, answers, strict=True))
+        return self._known[family]
+
+    def _key(self, family: str, asked: Sequence[Prompt]) -> str:
+        weights = (make(MODELS[family]) / "model.safetensors").read_bytes()
+        versions = [importlib.metadata.version(name) for name in ("vllm", "torch")]
+        facts = json.dumps([versions, MODELS[family].flags, CPU_FLAGS, OUTPUT_TOKENS, list(asked)])
+        return hashlib.sha256(weights + facts.encode()).hexdigest()[:16]
+
+    def _run(self, family: str, asked: Sequence[Prompt]) -> list[tuple[int, ...]]:
+        model = MODELS[family]
+        [plain] = self._servers.start(vllm_spec(f"plain-{family}", make(model), flags=model.flags))
+        try:
+            # One at a time: a batch changes the order of float additions.
+            return [ask(plain.url, completion(family, prompt)).tokens for prompt in asked]
+        finally:
+            self._servers.stop(plain)
+
+
+class Cluster:
+    """The servers of one row."""
+
+    def __init__(self, row: Row, servers: Servers, baselines: Baselines, digest_dir: Path, connector: str):
+        self.row = row
+        self.baselines = baselines
+        self.digest_dir = digest_dir
+        self._servers = servers
+        model = MODELS[row.family]
+        own = {"transport": row.transport, "mode": row.mode, "digest_dir": str(digest_dir)}
+        extra = {"kv_lease_duration": LEASE_SECONDS, **(own if connector == "PDConnector" else {})}
+
+        def spec(name: str, side: str, role: str, tp_size: int) -> Any:
+            transfer = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": extra}
+            flags = (*model.flags, *row.flags(side))
+            # The development mode adds the route that empties the prefix cache.
+            environment = {"VLLM_SERVER_DEV_MODE": "1"}
+            return vllm_spec(
+                f"{row.id}-{name}",
+                make(model),
+                flags=flags,
+                tp_size=tp_size,
+                transfer=transfer,
+                environment=environment,
+            )
+
+        digest_dir.mkdir(parents=True, exist_ok=True)
+        self.prefill, self.decode = servers.start(
+            spec("prefill", "p", "kv_producer", row.p_tp), spec("decode", "d", "kv_consumer", row.d_tp)
+        )
+        [self.router] = servers.start(router_spec(f"{row.id}-router", [self.prefill.url], [self.decode.url]))
+        self._blocks_at_start = {server.spec.name: self._used_blocks(server) for server in (self.prefill, self.decode)}
+
+    @property
+    def model(self) -> str:
+        return self.row.family
+
+    def stop(self) -> None:
+        self._servers.stop(self.router, self.prefill, self.decode)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def body(self, prompt: Prompt, **fields: Any) -> dict[str, Any]:
+        return completion(self.model, prompt, **fields)
+
+    def ask_prefill(self, prompt: Prompt, params: Any) -> Answer:
+        """Run the first leg by hand."""
+        return ask(self.prefill.url, self.body(prompt, max_tokens=1, kv_transfer_params=params))
+
+    def prefill_only(self, prompt: Prompt) -> dict[str, Any]:
+        """Run the first leg by hand and return the parameters for the second."""
+        params = self.ask_prefill(prompt, {"do_remote_decode": True, "do_remote_prefill": False}).kv_transfer_params
+        assert params, "the prefill instance handed nothing over"
+        return params
+
+    def decode_with(self, prompt: Prompt, params: Mapping[str, Any]) -> Answer:
+        """Run the second leg by hand."""
+        return ask(self.decode.url, self.body(prompt, kv_transfer_params=dict(params)))
+
+    def check(self, asked: Sequence[Prompt], at_once: int = 1) -> None:
+        """Send prompts through the router; every answer must be the plain run's, token by token."""
+        answers = ask_many(self.router.url, [self.body(prompt) for prompt in asked], at_once)
+        wrong = [
+            f"prompt of {len(prompt)} tokens: {answer.tokens} instead of {self.baselines.tokens(self.model, prompt)}"
+            for prompt, answer in zip(asked, answers, strict=True)
+            if answer.tokens != self.baselines.tokens(self.model, prompt)
+        ]
+        assert not wrong, "tokens differ from the plain run's:\n" + "\n".join(wrong)
+
+    # -- what must hold after every test ------------------------------------------------------------------------------
+
+    def _used_blocks(self, server: Server) -> float:
+        """Share of the cache's blocks in use. The metric is refreshed by engine steps, so a tiny request makes one."""
+        ask(server.url, self.body((0,), max_tokens=1))
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+            values = USAGE.findall(answer.read().decode())
+        assert values, f"{server.spec.name} has no vllm:kv_cache_usage_perc"
+        return sum(map(float, values))
+
+    def is_settled(self, server: Server) -> bool:
+        """Whether every block of an instance is free that was free when it started."""
+        assert server.process.poll() is None, f"{server.spec.name} died; its log ends with:\n{server.log_tail()}"
+        return self._used_blocks(server) == self._blocks_at_start[server.spec.name]
+
+    def settle(self) -> None:
+        """Wait until every block of both instances is free again."""
+        for server in (self.prefill, self.decode):
+            until(lambda server=server: self.is_settled(server), f"every block of {server.spec.name} is free")
+
+    def forget_prefixes(self) -> None:
+        """Empty the decode side's prefix cache, so that the same prompt is fetched again."""
+        request = urllib.request.Request(f"{self.decode.url}/reset_prefix_cache", method="POST")
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            answer.read()
+
+    def take_digests(self) -> list[digests.Record]:
+        """All records since the last call; they are removed."""
+        records = digests.load(self.digest_dir)
+        for record in records:
+            record.path.unlink()
+        return records

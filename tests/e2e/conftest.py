@@ -1,0 +1,115 @@
+"""Fixtures of the end-to-end tests: the pair of a row, kept for all tests of the row, and the checks after each test.
+
+A test takes `pair` and is parametrised with `over(rows)`. Whatever it did, afterwards both instances must live, every
+block must be free again, and every byte that a decode worker received must equal what the prefill side held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e import digests
+from e2e.cluster import Baselines, Cluster
+from e2e.matrix import ROWS, Row
+from launch import Servers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _row_of(item: pytest.Item) -> Row | None:
+    callspec = getattr(item, "callspec", None)
+    row = callspec.params.get("pair") if callspec else None
+    return row if isinstance(row, Row) else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the tests of one row side by side, after those without a row: a pair takes most of a minute to start."""
+    wanted = config.getoption("--row")
+    dropped = [item for item in items if (row := _row_of(item)) and wanted not in row.id]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in dropped]
+    items.sort(key=lambda item: ROWS.index(row) if (row := _row_of(item)) else -1)
+
+
+class Pairs:
+    """The pair of the row in use; asking for another row ends it."""
+
+    def __init__(self, servers: Servers, directory: Path, connector: str):
+        self._servers = servers
+        self._directory = directory
+        self._connector = connector
+        self._current: Cluster | None = None
+        self._failed: dict[Row, Exception] = {}
+        self.baselines = Baselines(servers, ROOT / ".cache" / "baselines")
+
+    def get(self, row: Row) -> Cluster:
+        if row in self._failed:
+            raise self._failed[row]
+        if self._current is None or self._current.row != row:
+            self.end()
+            self.baselines.of(row.family)
+            try:
+                digest_dir = self._directory / "digests" / row.id
+                self._current = Cluster(row, self._servers, self.baselines, digest_dir, self._connector)
+            except Exception as error:
+                # The row's other tests would wait for the same failure again.
+                self._failed[row] = error
+                raise
+        return self._current
+
+    def end(self) -> None:
+        if self._current is not None:
+            self._current.stop()
+            self._current = None
+
+
+@pytest.fixture(scope="session")
+def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
+    directory = tmp_path_factory.mktemp("e2e")
+    with Servers(directory / "logs") as servers:
+        yield Pairs(servers, directory, request.config.getoption("--kv-connector"))
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest, pairs: Pairs) -> Iterator[Cluster]:
+    cluster = pairs.get(request.param)
+    cluster.take_digests()
+    try:
+        yield cluster
+        cluster.settle()
+    except BaseException:
+        pairs.end()
+        raise
+    wrong = digests.differences(cluster.take_digests())
+    assert not wrong, "bytes on the decode side differ from those on the prefill side:\n" + "\n".join(wrong)
+
+
+# -- results, from which docs/compatibility.md is made ----------------------------------------------------------------
+
+_RESULTS = pytest.StashKey[list[dict[str, object]]]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report: pytest.TestReport = yield  # type: ignore[assignment]
+    row = _row_of(item)
+    if row is not None and (report.when == "call" or report.failed):
+        results = item.config.stash.setdefault(_RESULTS, [])
+        name = getattr(item, "originalname", item.name)
+        results.append({"test": name, "row": dataclasses.asdict(row), "passed": report.passed})
+    return report  # type: ignore[return-value]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    results = session.config.stash.get(_RESULTS, None)
+    if results:
+        path = Path(session.config.getoption("--results"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=1) + "\n")

@@ -1,0 +1,92 @@
+"""The table of end-to-end cases: one row is one pair of prefill and decode instances.
+
+A row names everything that distinguishes a pair; tests take a row and never build servers themselves. `ROWS` is what
+`make test-full` runs. `pairwise(ROWS)` is the choice of `make test`: every two values of two columns that meet in
+some row meet in a chosen one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+
+from make_models import MODELS
+
+CHUNK_TOKENS = 128
+"""Tokens per prefill step in rows that chunk; most prompts of the workload are longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One pair. Block sizes are tokens; 0 is the model's own (see `make_models`)."""
+
+    family: str
+    p_tp: int = 1
+    d_tp: int = 1
+    p_block: int = 0
+    d_block: int = 0
+    chunked: bool = False
+    prefix_caching: bool = True
+    mode: str = "pull"
+    transport: str = "nixl"
+
+    @property
+    def id(self) -> str:
+        """Readable and unique; what differs from the plainest row of the family is named."""
+        parts = [self.family, f"{self.transport}-{self.mode}", f"tp{self.p_tp}to{self.d_tp}"]
+        parts += [f"block{self.p_block}to{self.d_block}"] if (self.p_block, self.d_block) != (0, 0) else []
+        parts += ["chunked"] if self.chunked else []
+        parts += [] if self.prefix_caching else ["nocache"]
+        return "-".join(parts)
+
+    def flags(self, side: str) -> tuple[str, ...]:
+        """`vllm serve` flags of side "p" or "d", beyond those of the model."""
+        block = self.p_block if side == "p" else self.d_block
+        flags = ["--block-size", str(block)] if block else []
+        if side == "p" and self.chunked:
+            flags += ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
+        if MODELS[self.family].prefix_caching:
+            flags.append("--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching")
+        return tuple(flags)
+
+
+def _rows() -> list[Row]:
+    rows = []
+    for family in ("gqa", "swa", "mla"):
+        # vLLM's CPU platform turns chunked prefill and prefix caching off for MLA.
+        both = (True, False) if MODELS[family].prefix_caching else (False,)
+        for p_tp, d_tp, chunked, caching in product((1, 2), (1, 2), both[::-1], both):
+            rows.append(Row(family, p_tp, d_tp, chunked=chunked, prefix_caching=caching))
+    return rows
+
+
+ROWS: list[Row] = _rows()
+
+
+PLAIN_ROWS: list[Row] = [Row(family, prefix_caching=MODELS[family].prefix_caching) for family in ("gqa", "swa", "mla")]
+"""One row per family: equal sides, everything at its default. What does not depend on geometry is tested on these."""
+
+
+def _values(row: Row) -> tuple[object, ...]:
+    """The columns whose pairs must meet; the two sides' sizes count as one value, since it is their pair that acts."""
+    geometry = ((row.p_tp, row.d_tp), (row.p_block, row.d_block))
+    return (row.family, *geometry, row.chunked, row.prefix_caching, row.mode, row.transport)
+
+
+def pairwise(rows: Sequence[Row]) -> list[Row]:
+    """The plain rows and a small choice of the others, so that every pair of column values of `rows` occurs.
+
+    Greedy in a fixed order. Of two rows that cover as much, the one with fewer processes is taken.
+    """
+
+    def pairs(row: Row) -> set[tuple[tuple[int, object], tuple[int, object]]]:
+        return set(combinations(enumerate(_values(row)), 2))
+
+    chosen = [row for row in rows if row in PLAIN_ROWS]
+    missing = set().union(*map(pairs, rows)) - set().union(*map(pairs, chosen))
+    while missing:
+        best = max(rows, key=lambda row: (len(pairs(row) & missing), -row.p_tp - row.d_tp))
+        chosen.append(best)
+        missing -= pairs(best)
+    return [row for row in rows if row in chosen]

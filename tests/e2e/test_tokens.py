@@ -1,0 +1,36 @@
+"""A pair answers with exactly the tokens of one plain instance, in every row of the matrix."""
+
+from __future__ import annotations
+
+from e2e.cluster import Cluster
+from e2e.digests import received
+from e2e.matrix import PLAIN_ROWS, ROWS
+from e2e.over import over
+from e2e.workload import SCENARIOS, Stream
+
+
+@over(ROWS)
+def test_every_answer_is_the_plain_runs(pair: Cluster) -> None:
+    pair.check(SCENARIOS["serial"])
+
+
+@over(ROWS)
+def test_sixteen_requests_at_once_are_answered_as_alone(pair: Cluster) -> None:
+    pair.check(SCENARIOS["concurrent"], at_once=16)
+
+
+@over(PLAIN_ROWS)
+def test_streamed_answers_are_the_plain_runs(pair: Cluster) -> None:
+    for prompt in SCENARIOS["streamed"]:
+        with Stream(pair.router.url, pair.body(prompt)) as stream:
+            assert stream.tokens() == pair.baselines.tokens(pair.model, prompt)
+
+
+@over(PLAIN_ROWS)
+def test_every_prompt_moves_bytes(pair: Cluster) -> None:
+    """The router and the decode instance could both be right without any transfer; this shows that there is one."""
+    prompts = SCENARIOS["moved"]
+    pair.check(prompts)
+    records = received(pair.take_digests())
+    assert len({record.request for record in records}) == len(prompts)
+    assert sorted(record.stop - record.start for record in records) == sorted(map(len, prompts))

@@ -1,0 +1,222 @@
+"""kv_transfer_params: in-tree shapes are understood, everything else is refused with the name of the field."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.protocol.messages import PROTOCOL_VERSION, LeaseRef
+from vllm_pd_connector.protocol.params import (
+    IN_TREE_KEYS,
+    Kind,
+    kind_of,
+    parse_remote_decode,
+    parse_remote_prefill,
+    remote_prefill_params,
+)
+
+NONCE = bytes(range(16))
+# What vLLM's toy proxy, its router and llm-d's sidecar send to a prefill instance.
+ROUTER_TO_PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+# The keys that vLLM 0.32's NIXL pull connector answers with.
+IN_TREE_ANSWER = {
+    "do_remote_prefill",
+    "do_remote_decode",
+    "remote_block_ids",
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "tp_size",
+    "dcp_size",
+    "pp_size",
+    "remote_num_tokens",
+    "remote_blocks_expiry_time",
+    "transfer_mode",
+}
+
+
+def answer(**changes):
+    made = remote_prefill_params(
+        block_ids=([3, 4, 5], [9]),
+        first_blocks=(0, 2),
+        lease=LeaseRef("cmpl-1", NONCE),
+        lease_seconds=30.0,
+        prompt_digest="0123456789abcdef",
+        engine_id="p-0",
+        incarnation="ab" * 16,
+        host="10.0.0.1",
+        port=5600,
+        tp_size=2,
+        dcp_size=1,
+        pp_size=1,
+        num_tokens=33,
+    )
+    return made | changes
+
+
+def test_the_answer_has_the_in_tree_fields_and_one_of_ours_and_survives_json():
+    made = answer()
+    assert set(made) == IN_TREE_ANSWER | {"pd_connector"}
+    parsed = parse_remote_prefill(json.loads(json.dumps(made)))
+    assert parsed.remote_block_ids == ((3, 4, 5), (9,))
+    assert parsed.lease == LeaseRef("cmpl-1", NONCE)
+    assert (parsed.remote_host, parsed.remote_port, parsed.remote_num_tokens) == ("10.0.0.1", 5600, 33)
+    assert parsed.pd_connector.version == PROTOCOL_VERSION
+
+
+@pytest.mark.parametrize("key", sorted(IN_TREE_KEYS))
+def test_fields_of_other_connectors_of_vllm_are_tolerated(key):
+    assert parse_remote_prefill(answer(**{key: object()})) == parse_remote_prefill(answer())
+    assert parse_remote_decode(ROUTER_TO_PREFILL | {key: object()}).do_remote_decode
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"router_note": 1}, "router_note"),
+        ({"remote_block_id": [[1]]}, "remote_block_id"),
+        ({"remote_port": 0}, "remote_port"),
+        ({"remote_port": 65536}, "remote_port"),
+        ({"remote_port": "5600"}, "remote_port"),
+        ({"remote_port": True}, "remote_port"),
+        ({"remote_host": ""}, "remote_host"),
+        ({"remote_host": "a" * 254}, "remote_host"),
+        ({"remote_host": "a;tcp://b"}, "remote_host"),
+        ({"remote_host": "host\n"}, "remote_host"),
+        ({"remote_block_ids": [[-1]]}, "remote_block_ids"),
+        ({"remote_block_ids": [[2**31]]}, "remote_block_ids"),
+        ({"remote_block_ids": [[1.0]]}, "remote_block_ids"),
+        ({"remote_block_ids": [1, 2]}, "remote_block_ids"),
+        ({"remote_block_ids": [[]] * 257}, "remote_block_ids"),
+        ({"remote_block_ids": None}, "remote_block_ids"),
+        ({"remote_num_tokens": -1}, "remote_num_tokens"),
+        ({"tp_size": 0}, "tp_size"),
+        ({"transfer_mode": "teleport"}, "transfer_mode"),
+        ({"remote_request_id": None}, "remote_request_id"),
+        ({"pd_connector": None}, "pd_connector"),
+        ({"pd_connector": {"version": 1, "incarnation": "ab" * 16, "nonce": "zz" * 16}}, "nonce"),
+        ({"pd_connector": {"version": 1, "incarnation": "ab" * 16, "nonce": "ab" * 15}}, "nonce"),
+        ({"pd_connector": {"version": 1, "incarnation": "ab" * 16}}, "nonce"),
+        ({"pd_connector": {"version": 1, "incarnation": "AB" * 16, "nonce": "ab" * 16}}, "incarnation"),
+        ({"pd_connector": {"version": 1, "incarnation": "ab" * 16, "nonce": "ab" * 16, "x": 1}}, "x"),
+        (
+            {"pd_connector": {"version": 77, "incarnation": "ab" * 16, "nonce": "ab" * 16}},
+            f"77 there, 1 to {PROTOCOL_VERSION} here",
+        ),
+    ],
+    ids=str,
+)
+def test_a_field_that_is_not_as_declared_is_refused_by_name(change, named):
+    with pytest.raises(ProtocolError, match=named):
+        parse_remote_prefill(answer(**change))
+
+
+@pytest.mark.parametrize("key", sorted(IN_TREE_ANSWER - {"do_remote_prefill"}))
+def test_a_missing_field_is_refused_by_name(key):
+    with pytest.raises(ProtocolError, match=key):
+        parse_remote_prefill({k: v for k, v in answer().items() if k != key})
+
+
+def test_the_answer_of_another_connector_is_refused_with_what_to_do():
+    in_tree = {key: value for key, value in answer().items() if key in IN_TREE_ANSWER}
+    with pytest.raises(ProtocolError, match="does not run PDConnector"):
+        parse_remote_prefill(in_tree)
+
+
+def test_a_prefill_instance_cannot_make_an_answer_that_would_be_refused():
+    with pytest.raises(ProtocolError, match="remote_request_id"):
+        remote_prefill_params(
+            block_ids=[[1]],
+            lease=LeaseRef("r" * 513, NONCE),
+            engine_id="p",
+            incarnation="ab" * 16,
+            host="h",
+            port=1,
+            tp_size=1,
+            dcp_size=1,
+            pp_size=1,
+            num_tokens=1,
+        )
+
+
+def test_what_routers_send_to_a_prefill_instance_is_understood():
+    assert kind_of(ROUTER_TO_PREFILL) is Kind.REMOTE_DECODE
+    assert parse_remote_decode(ROUTER_TO_PREFILL).do_remote_decode
+    assert parse_remote_decode({"do_remote_decode": True, "transfer_id": "tx-1"}).do_remote_decode
+
+
+@pytest.mark.parametrize("change", [{"remote_host": "h"}, {"remote_block_ids": [[1]]}, {"note": 1}], ids=str)
+def test_values_that_a_prefill_instance_would_have_to_ignore_are_refused(change):
+    with pytest.raises(ProtocolError, match=next(iter(change))):
+        parse_remote_decode(ROUTER_TO_PREFILL | change)
+
+
+@pytest.mark.parametrize(
+    ("params", "kind"),
+    [
+        (None, Kind.NONE),
+        ({}, Kind.NONE),
+        ({"some_other_connector": 1}, Kind.NONE),
+        ({"do_remote_prefill": False, "_remote_blocks_processed": True}, Kind.NONE),
+        ({"do_remote_prefill": True, "do_remote_decode": None}, Kind.REMOTE_PREFILL),
+        ({"do_remote_decode": True}, Kind.REMOTE_DECODE),
+    ],
+    ids=str,
+)
+def test_the_two_flags_decide_the_kind(params, kind):
+    assert kind_of(params) is kind
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"do_remote_prefill": True, "do_remote_decode": True},
+        {"do_remote_prefill": 1},
+        {"do_remote_decode": "yes"},
+        [],
+        "x",
+        3,
+    ],
+    ids=str,
+)
+def test_contradictory_or_odd_flags_are_refused(params):
+    with pytest.raises(ProtocolError, match="kv_transfer_params"):
+        kind_of(params)
+
+
+def test_the_parsers_refuse_each_others_parameters():
+    with pytest.raises(ProtocolError, match="do_remote_prefill is not true"):
+        parse_remote_prefill(ROUTER_TO_PREFILL)
+    with pytest.raises(ProtocolError, match="do_remote_decode is not true"):
+        parse_remote_decode(answer())
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=40) | st.binary(max_size=4),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8) | st.integers(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None)
+@given(values | st.dictionaries(st.sampled_from(sorted(answer())) | st.text(max_size=8), values, max_size=6))
+def test_arbitrary_parameters_are_parsed_or_refused(params):
+    changed = answer(**{str(k): v for k, v in params.items()}) if isinstance(params, dict) else params
+    for candidate in (params, changed):
+        for parse in (kind_of, parse_remote_prefill, parse_remote_decode):
+            try:
+                parse(candidate)
+            except ProtocolError as error:
+                assert len(str(error)) < 5000

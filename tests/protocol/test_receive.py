@@ -1,0 +1,159 @@
+"""One receive: the whole graph of its states is walked, with every event in every state that can be reached."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, replace
+
+import pytest
+
+from vllm_pd_connector.protocol import receive as r
+
+LIMITS = r.Limits(wait_s=10.0, read_s=20.0, confirm_s=5.0)
+HELD = r.Verdict(held=True, reason="")
+LATE = 1e6
+
+EVENTS: list[tuple[r.Event, float]] = [
+    (r.PeerReady(0), 0.0),
+    (r.PeerReady(1), 0.0),
+    (r.PeerReady(3), 0.0),
+    (r.PeerFailed("refused"), 0.0),
+    *[(r.TransferDone(i), 0.0) for i in range(4)],
+    *[(r.TransferFailed(i, "broken", terminal), 0.0) for i in range(4) for terminal in (True, False)],
+    (HELD, 0.0),
+    (r.Verdict(held=False, reason="expired"), 0.0),
+    (r.VerdictTimeout(), 0.0),
+    (r.Abort(), 0.0),
+    (r.Tick(), 0.0),
+    (r.Tick(), LATE),
+]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an observer knows of a receive, independently of the machine."""
+
+    started: int = -1
+    ended: frozenset[int] = frozenset()
+    failed: bool = False
+    verdict: bool = False
+    confirming: bool = False
+    reported: r.Report | None = None
+    drained: bool = False
+
+
+def observe(seen: Seen, event: r.Event, actions: list[r.Action]) -> Seen:
+    """Check the actions against what must hold, and remember them."""
+    running = frozenset(range(max(0, seen.started))) - seen.ended  # an event of an ended transfer changes nothing
+    if isinstance(event, r.TransferDone) and event.index in running:
+        seen = replace(seen, ended=seen.ended | {event.index})
+    if isinstance(event, r.TransferFailed) and event.index in running:
+        seen = replace(seen, failed=True, ended=seen.ended | ({event.index} if event.terminal else set()))
+    if isinstance(event, r.Verdict) and seen.confirming and seen.reported is None:
+        seen = replace(seen, verdict=event.held)
+    if isinstance(event, r.PeerReady) and seen.started < 0 and seen.reported is None:
+        seen = replace(seen, started=event.transfers)
+    for action in actions:
+        unfinished = len(seen.ended) < seen.started
+        match action:
+            case r.StartReads():
+                assert isinstance(event, r.PeerReady) and event.transfers > 0
+            case r.Confirm():
+                assert seen.started >= 0 and not unfinished and not seen.failed and seen.reported is None
+                seen = replace(seen, confirming=True)
+            case r.Report(ok, reason, quarantined):
+                assert seen.reported is None, "reported twice"
+                assert not ok or (seen.verdict and seen.confirming and not unfinished and not seen.failed)
+                assert ok or reason
+                assert quarantined == unfinished
+                seen = replace(seen, reported=action)
+            case r.Drained():
+                assert seen.reported is not None and seen.reported.quarantined and not unfinished and not seen.drained
+                seen = replace(seen, drained=True)
+    if seen.reported is not None and seen.reported.quarantined:
+        assert seen.drained == (len(seen.ended) == seen.started)
+    return seen
+
+
+def test_every_order_of_events_reports_once_and_truthfully():
+    frontier = [(r.Receive(LIMITS, 0.0), Seen())]
+    known = set()
+    ends = set()
+    while frontier:
+        machine, seen = frontier.pop()
+        for event, now in EVENTS:
+            after = deepcopy(machine)
+            watched = observe(seen, event, after.handle(event, now))
+            assert (after.next_deadline() is None) == (watched.reported is not None)
+            key = (after.state, after.writing, watched)
+            if watched.reported is not None:
+                ends.add((after.state, watched.reported.ok, watched.reported.quarantined, watched.drained))
+            if key not in known:
+                known.add(key)
+                frontier.append((after, watched))
+    assert ends == {
+        (r.State.DONE, True, False, False),
+        (r.State.FAILED, False, False, False),
+        (r.State.DRAINING, False, True, False),
+        (r.State.FAILED, False, True, True),
+    }
+    assert len(known) > 100
+
+
+def drive(*events: r.Event) -> tuple[r.Receive, list[r.Action]]:
+    machine = r.Receive(LIMITS, 0.0)
+    actions = [action for event in events for action in machine.handle(event, 1.0)]
+    return machine, actions
+
+
+def test_a_receive_that_works():
+    machine, actions = drive(r.PeerReady(2), r.TransferDone(1), r.TransferDone(0), HELD)
+    assert actions == [r.StartReads(), r.Confirm(), r.Report(ok=True, reason="", quarantined=False)]
+    assert machine.state is r.State.DONE
+
+
+def test_nothing_to_read_is_still_confirmed():
+    assert drive(r.PeerReady(0), HELD)[1] == [r.Confirm(), r.Report(ok=True, reason="", quarantined=False)]
+
+
+def test_an_aborted_request_that_waits_is_reported():
+    assert drive(r.Abort())[1] == [r.Report(ok=False, reason="aborted", quarantined=False)]
+
+
+def test_one_failed_transfer_is_reported_at_once_and_the_others_are_waited_for():
+    machine, actions = drive(r.PeerReady(3), r.TransferDone(0), r.TransferFailed(1, "reset", terminal=True))
+    assert actions[1:] == [r.Report(ok=False, reason="reset", quarantined=True)]
+    assert machine.writing == {2}
+    assert machine.handle(r.TransferDone(2), 2.0) == [r.Drained()]
+
+
+def test_a_failed_transfer_that_may_still_write_keeps_the_quarantine():
+    machine, actions = drive(r.PeerReady(1), r.TransferFailed(0, "timeout", terminal=False))
+    assert actions[1:] == [r.Report(ok=False, reason="timeout", quarantined=True)]
+    assert machine.state is r.State.DRAINING
+    assert machine.handle(r.TransferFailed(0, "peer removed", terminal=True), 2.0) == [r.Drained()]
+
+
+def test_a_refused_verdict_fails_the_request_with_its_reason():
+    _, actions = drive(r.PeerReady(1), r.TransferDone(0), r.Verdict(held=False, reason="the lease expired"))
+    assert isinstance(actions[-1], r.Report) and not actions[-1].ok and "the lease expired" in actions[-1].reason
+
+
+def test_an_unanswered_confirmation_is_repeated_until_the_deadline():
+    machine, _ = drive(r.PeerReady(0))
+    assert machine.handle(r.VerdictTimeout(), 5.0) == [r.Confirm()]
+    assert machine.next_deadline() == 6.0
+    (report,) = machine.handle(r.Tick(), 6.0)
+    assert isinstance(report, r.Report) and "confirming the read took longer than 5 s" in report.reason
+
+
+@pytest.mark.parametrize(
+    ("events", "phase"),
+    [((), "waiting for the peer took longer than 10 s"), ((r.PeerReady(1),), "reading took longer than 20 s")],
+)
+def test_each_phase_has_its_deadline(events, phase):
+    machine, _ = drive(*events)
+    deadline = machine.next_deadline()
+    assert machine.handle(r.Tick(), deadline - 0.001) == []
+    (report,) = machine.handle(r.Tick(), deadline)
+    assert phase in report.reason and report.quarantined == bool(events)

@@ -1,0 +1,388 @@
+"""What every transport must do, run over each of them: loopback in one process, NIXL between two processes.
+
+NIXL runs twice: as it chooses on one host (cross-memory attach), and over TCP, which is what containers without that
+permission and two hosts use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from transport_ends import End, InProcessPeer, ProcessPeer, pattern, runs, until, whole
+
+from vllm_pd_connector.errors import PeerLost, TransferError
+from vllm_pd_connector.transport.base import Status
+
+MIB = 1 << 20
+SIZE = 4 * MIB
+LARGE = 256 * MIB
+LONG = 96 * MIB  # more than one call of any transport copies
+
+AnyPeer = InProcessPeer | ProcessPeer
+
+
+@dataclass(frozen=True)
+class Variant:
+    transport: str
+    options: dict[str, Any]
+    peer: type[AnyPeer]
+
+
+VARIANTS = {
+    "loopback": Variant("loopback", {}, InProcessPeer),
+    "nixl": Variant("nixl", {}, ProcessPeer),
+    "nixl-tcp": Variant("nixl", {"ucx": {"TLS": "tcp,self"}}, ProcessPeer),
+}
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def variant(request: pytest.FixtureRequest) -> Variant:
+    return VARIANTS[request.param]
+
+
+@pytest.fixture(scope="module")
+def living(variant: Variant) -> Iterator[AnyPeer]:
+    """A peer that no test may harm; its memory holds pattern 1 unless a test writes to it."""
+    peer = variant.peer(variant.transport, variant.options, SIZE)
+    yield peer
+    peer.stop()
+
+
+@pytest.fixture
+def spawn(variant: Variant) -> Iterator[Callable[..., AnyPeer]]:
+    """Makes peers that a test may kill."""
+    made: list[AnyPeer] = []
+
+    def make(length: int = SIZE) -> AnyPeer:
+        made.append(variant.peer(variant.transport, variant.options, length))
+        return made[-1]
+
+    yield make
+    for peer in made:
+        peer.stop()
+
+
+@pytest.fixture
+def ends(variant: Variant) -> Iterator[Callable[..., End]]:
+    """Makes the local side."""
+    made: list[End] = []
+
+    def make(length: int = SIZE, **options: Any) -> End:
+        made.append(End(variant.transport, variant.options | options, length))
+        return made[-1]
+
+    yield make
+    for end in made:
+        end.transport.close()
+
+
+@pytest.fixture
+def end(ends: Callable[..., End]) -> End:
+    return ends()
+
+
+def connected(end: End, peer: AnyPeer) -> Any:
+    return end.transport.connect(peer.endpoint, peer.segments)
+
+
+def scattered(count: int, length: int, source: int, destination: int, space: int = SIZE) -> list[tuple[int, int, int]]:
+    """`count` pieces of `length` bytes, in another order on each side, that share no byte on either side."""
+    rng = np.random.default_rng(count)
+    slots = space // length
+    order, reverse = rng.permutation(slots)[:count] * length, rng.permutation(slots)[:count] * length
+    return [(source + int(a), destination + int(b), length) for a, b in zip(order, reverse, strict=True)]
+
+
+def test_read_copies_every_byte_across_adjacent_segments(end: End, living: AnyPeer) -> None:
+    living.call("fill", 1)
+    transfer = end.transport.read(connected(end, living), whole(living.address, end.address, SIZE))
+    end.finish(transfer)
+    assert end.content(0, SIZE) == pattern(1, SIZE)
+
+
+def test_write_copies_every_byte(end: End, living: AnyPeer) -> None:
+    living.call("zero")
+    end.fill(2)
+    end.finish(end.transport.write(connected(end, living), whole(end.address, living.address, SIZE)))
+    assert living.call("content", 0, SIZE) == pattern(2, SIZE)
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 1), (7, 3), (100, 16384), (10_000, 64)])
+def test_scattered_read_puts_each_run_where_it_belongs_and_nothing_elsewhere(
+    end: End, living: AnyPeer, count: int, length: int
+) -> None:
+    living.call("fill", 3)
+    there, rows = pattern(3, SIZE), scattered(count, length, 0, 0)
+    end.finish(
+        end.transport.read(connected(end, living), runs([(living.address + a, end.address + b, n) for a, b, n in rows]))
+    )
+    expected = bytearray(SIZE)
+    for source, destination, size in rows:
+        expected[destination : destination + size] = there[source : source + size]
+    assert end.content(0, SIZE) == bytes(expected)
+
+
+def test_scattered_write_puts_each_run_where_it_belongs_and_nothing_elsewhere(end: End, living: AnyPeer) -> None:
+    living.call("zero")
+    end.fill(4)
+    here, rows = pattern(4, SIZE), scattered(500, 1000, 0, 0)
+    end.finish(
+        end.transport.write(
+            connected(end, living), runs([(end.address + a, living.address + b, n) for a, b, n in rows])
+        )
+    )
+    expected = bytearray(SIZE)
+    for source, destination, size in rows:
+        expected[destination : destination + size] = here[source : source + size]
+    assert living.call("content", 0, SIZE) == bytes(expected)
+
+
+def test_transfers_of_no_bytes_end_and_still_notify(end: End, living: AnyPeer) -> None:
+    peer = connected(end, living)
+    end.finish(end.transport.read(peer, runs([])))
+    end.finish(end.transport.read(peer, runs([(living.address, end.address, 0)])))
+    end.finish(end.transport.write(peer, runs([]), b"nothing came"))
+    assert until(lambda: living.call("notifications"), "a notification") == [b"nothing came"]
+    assert end.content(0, SIZE) == bytes(SIZE)
+
+
+def test_a_transfer_larger_than_one_post_is_whole(ends: Callable[..., End], spawn: Callable[..., AnyPeer]) -> None:
+    end, peer = ends(LARGE), spawn(LARGE)
+    peer.call("fill", 5)
+    end.finish(end.transport.read(connected(end, peer), whole(peer.address, end.address, LARGE)))
+    assert end.digest() == peer.call("digest")
+
+
+def test_the_notification_comes_after_the_bytes(ends: Callable[..., End], spawn: Callable[..., AnyPeer]) -> None:
+    """The writer stops polling the moment the peer says it was told, so its own knowledge proves nothing."""
+    end, peer = ends(LONG), spawn(LONG)
+    end.fill(6)
+    transfer = end.transport.write(connected(end, peer), whole(end.address, peer.address, LONG), b"all there")
+    done = False
+    while not (received := peer.call("notifications")):
+        done = done or end.transport.poll(transfer) is Status.DONE
+    assert received == [b"all there"]
+    assert peer.call("digest") == end.digest()
+
+
+def test_notifications_arrive_in_order_with_any_bytes(end: End, living: AnyPeer) -> None:
+    peer = connected(end, living)
+    sent = [bytes([i]) * (1 + i * 100) for i in range(20)] + [b"\x00\xff" * 5000]
+    for payload in sent:
+        end.transport.notify(peer, payload)
+    received: list[bytes] = []
+    while len(received) < len(sent):
+        received += until(lambda: living.call("notifications"), "a notification")
+    assert received == sent
+
+
+def test_a_peer_that_we_never_connected_to_can_notify_us(end: End, living: AnyPeer) -> None:
+    living.call("notify", *end.hello()[:2], b"from afar")
+    assert until(end.transport.notifications, "a notification") == [b"from afar"]
+
+
+def test_transfers_to_two_peers_run_at_once_and_do_not_mix(
+    ends: Callable[..., End], living: AnyPeer, spawn: Callable[..., AnyPeer]
+) -> None:
+    end, other = ends(2 * SIZE), spawn()
+    living.call("fill", 7)
+    other.call("fill", 8)
+    first, second = connected(end, living), connected(end, other)
+    half = SIZE // 2
+    running = [
+        end.transport.read(first, whole(living.address, end.address, half)),
+        end.transport.read(second, whole(other.address, end.address + SIZE, half)),
+        end.transport.read(first, whole(living.address + half, end.address + half, half)),
+        end.transport.read(second, whole(other.address + half, end.address + SIZE + half, half)),
+    ]
+    for transfer in reversed(running):
+        end.finish(transfer)
+    assert end.content(0, SIZE) == pattern(7, SIZE)
+    assert end.content(SIZE, SIZE) == pattern(8, SIZE)
+
+
+def test_a_damaged_endpoint_is_refused_and_harms_no_living_peer(end: End, living: AnyPeer) -> None:
+    living.call("fill", 9)
+    peer = connected(end, living)
+    whole_endpoint = living.endpoint
+    middle = len(whole_endpoint) // 2
+    flipped = whole_endpoint[:middle] + bytes([whole_endpoint[middle] ^ 1]) + whole_endpoint[middle + 1 :]
+    for damaged in (b"", b"\x00", whole_endpoint[:-1], whole_endpoint[:middle], whole_endpoint + b"\x00", flipped):
+        with pytest.raises(TransferError) as refusal:
+            end.transport.connect(damaged, living.segments)
+        assert refusal.value.terminal
+    end.finish(end.transport.read(peer, whole(living.address, end.address, SIZE)))
+    assert end.content(0, SIZE) == pattern(9, SIZE)
+    end.transport.disconnect(peer)
+    again = connected(end, living)
+    end.finish(end.transport.read(again, whole(living.address, end.address, SIZE)))
+
+
+@pytest.mark.parametrize("side", ["here", "there"])
+@pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, SIZE + 1), (SIZE - 1, 2), (SIZE, 1), (SIZE // 2, SIZE)])
+def test_runs_outside_registered_memory_are_refused_before_anything_moves(
+    end: End, living: AnyPeer, side: str, offset: int, length: int
+) -> None:
+    living.call("fill", 10)
+    peer = connected(end, living)
+    there, here = (living.address, end.address + offset) if side == "here" else (living.address + offset, end.address)
+    good = (living.address, end.address, 100)
+    for start in (
+        lambda: end.transport.read(peer, runs([good, (there, here, length)])),
+        lambda: end.transport.write(peer, runs([(here, there, length)])),
+    ):
+        with pytest.raises(TransferError, match="outside the 2 registered segments") as refusal:
+            start()
+        assert refusal.value.terminal and not refusal.value.retryable
+    assert end.content(0, SIZE) == bytes(SIZE)
+    assert living.call("content", 0, SIZE) == pattern(10, SIZE)
+
+
+def test_a_peer_that_ended_before_we_connect_cannot_be_used(end: End, spawn: Callable[..., AnyPeer]) -> None:
+    peer = spawn()
+    peer.kill()
+    for _ in range(2):
+        with pytest.raises(TransferError) as loss:
+            end.finish(end.transport.read(connected(end, peer), whole(peer.address, end.address, SIZE)))
+        assert loss.value.terminal and loss.value.retryable
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_killed_peer_is_reported_lost_and_its_next_incarnation_works(
+    end: End, spawn: Callable[..., AnyPeer], operation: str
+) -> None:
+    first = spawn()
+    peer = connected(end, first)
+    move = getattr(end.transport, operation)
+    ours = whole(first.address, end.address, SIZE) if operation == "read" else whole(end.address, first.address, SIZE)
+    end.finish(move(peer, ours))
+    first.kill()
+    for _ in range(2):
+        with pytest.raises(PeerLost) as loss:
+            end.finish(move(peer, ours))
+        assert loss.value.terminal and loss.value.retryable
+    end.transport.disconnect(peer)
+
+    second = spawn()
+    assert second.endpoint != first.endpoint
+    second.call("fill", 11)
+    end.finish(end.transport.read(connected(end, second), whole(second.address, end.address, SIZE)))
+    assert end.content(0, SIZE) == pattern(11, SIZE)
+
+
+def test_a_peer_killed_in_the_middle_of_a_transfer_is_reported_lost(
+    ends: Callable[..., End], spawn: Callable[..., AnyPeer]
+) -> None:
+    end, peer = ends(LONG), spawn(LONG)
+    transfer = end.transport.read(connected(end, peer), whole(peer.address, end.address, LONG))
+    peer.kill()
+    with pytest.raises(PeerLost) as loss:
+        end.finish(transfer)
+    assert loss.value.terminal
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_frozen_peer_delays_transfers_and_fails_none(end: End, spawn: Callable[..., AnyPeer], operation: str) -> None:
+    frozen = spawn()
+    frozen.call("fill", 12)
+    peer = connected(end, frozen)
+    end.finish(end.transport.read(peer, whole(frozen.address, end.address, SIZE)))
+    frozen.freeze()
+    if operation == "read":
+        end.zero()
+        transfer = end.transport.read(peer, whole(frozen.address, end.address, SIZE))
+    else:
+        end.fill(13)
+        transfer = end.transport.write(peer, whole(end.address, frozen.address, SIZE), b"written")
+    states = []
+    while len(states) < 1000 and Status.DONE not in states:
+        states.append(end.transport.poll(transfer))
+    frozen.thaw()
+    if Status.DONE not in states:
+        end.finish(transfer)
+    if operation == "read":
+        assert end.content(0, SIZE) == pattern(12, SIZE)
+    else:
+        assert until(lambda: frozen.call("notifications"), "a notification") == [b"written"]
+        assert frozen.call("content", 0, SIZE) == pattern(13, SIZE)
+
+
+def test_a_transfer_in_flight_at_disconnect_ends_and_the_peer_can_come_back(
+    ends: Callable[..., End], spawn: Callable[..., AnyPeer]
+) -> None:
+    end, other = ends(LONG), spawn(LONG)
+    peer = connected(end, other)
+    transfer = end.transport.read(peer, whole(other.address, end.address, LONG))
+    end.transport.disconnect(peer)
+    try:
+        end.finish(transfer)
+    except TransferError as error:
+        assert error.terminal
+    end.zero()
+    nothing = end.digest()
+    other.call("fill", 14)
+    assert end.digest() == nothing, "bytes landed after the transfer had ended"
+    end.finish(end.transport.read(connected(end, other), whole(other.address, end.address, LONG)))
+    assert end.digest() == other.call("digest")
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_close_with_transfers_in_flight_ends_them(
+    ends: Callable[..., End], spawn: Callable[..., AnyPeer], operation: str
+) -> None:
+    end, other = ends(LONG), spawn(LONG)
+    peer = connected(end, other)
+    other.freeze()
+    if operation == "read":
+        end.transport.read(peer, whole(other.address, end.address, LONG))
+    else:
+        end.transport.write(peer, whole(end.address, other.address, LONG), b"never")
+    end.transport.close()
+    other.thaw()
+    end.zero()
+    nothing = end.digest()
+    other.call("fill", 15)
+    assert end.digest() == nothing, "bytes landed after close"
+
+    third = ends(MIB)
+    third.finish(third.transport.read(connected(third, other), whole(other.address, third.address, MIB)))
+    assert third.content(0, MIB) == other.call("content", 0, MIB)
+
+
+def test_an_idle_endpoint_burns_no_cpu(end: End, living: AnyPeer) -> None:
+    """The one test that looks at a clock: two connected ends that do nothing, for two seconds."""
+    living.call("read_all", *end.hello())
+    end.finish(end.transport.read(connected(end, living), whole(living.address, end.address, SIZE)))
+    begin, here, there = time.monotonic(), time.process_time(), living.call("cpu_seconds")
+    time.sleep(2.0)
+    elapsed = time.monotonic() - begin
+    assert (time.process_time() - here) / elapsed < 0.05
+    assert (living.call("cpu_seconds") - there) / elapsed < 0.05
+
+
+def test_ten_thousand_transfers_leave_nothing_behind(end: End, living: AnyPeer) -> None:
+    peer = connected(end, living)
+    rows = runs(scattered(4, 64, living.address, end.address))
+
+    def thousand() -> int:
+        for _ in range(1000):
+            transfer = end.transport.read(peer, rows)
+            while end.transport.poll(transfer) is not Status.DONE:
+                pass
+        return resident_bytes()
+
+    thousand()
+    settled = thousand()
+    for _ in range(7):
+        thousand()
+    assert thousand() - settled < 2 * MIB
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096

@@ -1,0 +1,169 @@
+"""What belongs to one transport or to none: creation, options, endpoints, errors, faults, huge pages."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import mmap
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transport_ends import End, InProcessPeer, whole
+
+from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
+from vllm_pd_connector.geometry.manifest import Segment
+from vllm_pd_connector.transport import hugepages
+from vllm_pd_connector.transport.base import Status
+from vllm_pd_connector.transport.endpoint import seal, unseal
+from vllm_pd_connector.transport.nixl import NixlOptions, backend_parameters, translate
+from vllm_pd_connector.transport.registry import NAMES, create
+
+SIZE = 1 << 16
+
+
+def test_every_known_name_can_be_created() -> None:
+    for name in NAMES:
+        transport = create(name)
+        assert transport.name == name
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("carrier-pigeon", {}, "'carrier-pigeon' is unknown, choose one of nixl, loopback"),
+        ("nixl", {"tls": "tcp"}, "known options: backend"),
+        ("nixl", {"batch_bytes": "many"}, "batch_bytes"),
+        ("nixl", {"batch_bytes": 0}, "at least 1"),
+        ("nixl", {"progress_interval_us": 0}, "at least 1"),
+        ("nixl", {"backend": "POSIX", "ucx": {"TLS": "tcp"}}, "use backend_options"),
+        ("loopback", {"speed": 1}, "known options: none"),
+    ],
+)
+def test_wrong_configuration_names_the_field(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        create(name, options)
+
+
+def test_a_missing_library_is_a_configuration_error_with_an_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(InvalidConfig, match="pip install nixl"):
+        create("nixl")
+
+
+def test_nothing_of_nixl_is_replaced_for_its_other_users() -> None:
+    nixl = importlib.import_module("nixl")
+    before = dict(vars(nixl._bindings)), dict(vars(nixl._api))
+    transport = create("nixl")
+    assert (dict(vars(nixl._bindings)), dict(vars(nixl._api))) == before
+    transport.close()
+
+
+def test_tcp_segments_are_large_unless_someone_chose_otherwise() -> None:
+    def engine(options: NixlOptions, environment: dict[str, str]) -> str:
+        return backend_parameters(options, environment).get("engine_config", "")
+
+    assert engine(NixlOptions(), {}) == "TCP_TX_SEG_SIZE=256k,TCP_RX_SEG_SIZE=256k"
+    assert engine(NixlOptions(), {"UCX_TCP_TX_SEG_SIZE": "8k"}) == "TCP_RX_SEG_SIZE=256k"
+    assert engine(NixlOptions(tcp_segment_size=""), {}) == ""
+    assert engine(NixlOptions(ucx={"TCP_TX_SEG_SIZE": "1m", "TLS": "tcp"}), {}) == (
+        "TCP_TX_SEG_SIZE=1m,TLS=tcp,TCP_RX_SEG_SIZE=256k"
+    )
+    assert backend_parameters(NixlOptions(backend_options={"num_threads": "4"}, tcp_segment_size=""), {}) == {
+        "num_threads": "4"
+    }
+
+
+def test_only_a_failure_of_unknown_extent_leaves_a_started_transfer_unsettled() -> None:
+    assert isinstance(translate("nixlRemoteDisconnectError", "read", True), PeerLost)
+    for refusal in ("nixlNotFoundError", "nixlInvalidParamError", "nixlNotAllowedError"):
+        assert translate(refusal, "read", True).terminal
+    assert not translate("nixlBackendError", "read", True).terminal
+    assert translate("nixlBackendError", "read", False).terminal
+
+
+@given(st.binary(max_size=200), st.integers(0, 10_000), st.integers(1, 255))
+def test_an_endpoint_with_any_wrong_byte_or_length_is_refused(metadata: bytes, place: int, flip: int) -> None:
+    sealed = seal("nixl", "pd-1", metadata)
+    assert unseal("nixl", sealed).metadata == metadata
+    place %= len(sealed)
+    for damaged in (sealed[:place], sealed[:place] + bytes([sealed[place] ^ flip]) + sealed[place + 1 :]):
+        with pytest.raises(TransferError):
+            unseal("nixl", damaged)
+
+
+def test_an_endpoint_of_another_transport_is_refused_with_both_names() -> None:
+    with pytest.raises(TransferError, match="transport: nixl here, loopback there"):
+        unseal("nixl", seal("loopback", "pd-1", b""))
+
+
+def test_an_oversized_endpoint_is_refused_unread() -> None:
+    with pytest.raises(TransferError, match="at most"):
+        unseal("nixl", bytes(17 << 20))
+
+
+def test_loopback_failures_and_holds_are_switched_by_the_test() -> None:
+    end, peer = End("loopback", {}, SIZE), InProcessPeer("loopback", {}, SIZE)
+    peer.call("fill", 1)
+    connection = end.transport.connect(peer.endpoint, peer.segments)
+    everything = whole(peer.address, end.address, SIZE)
+
+    end.transport.faults.held = True
+    held = end.transport.read(connection, everything)
+    assert end.transport.poll(held) is Status.RUNNING
+    assert end.content(0, SIZE) == bytes(SIZE)
+
+    end.transport.faults.failures.append(TransferError("half of it", terminal=False))
+    failing = end.transport.read(connection, everything)
+    with pytest.raises(TransferError, match="half of it") as failure:
+        end.transport.poll(failing)
+    assert not failure.value.terminal
+
+    end.transport.faults.held = False
+    assert end.transport.poll(held) is Status.DONE
+    assert end.content(0, SIZE) == peer.call("content", 0, SIZE)
+    end.transport.close()
+    peer.stop()
+
+
+def test_loopback_refuses_device_memory() -> None:
+    transport = create("loopback")
+    with pytest.raises(TransferError, match="CPU memory only"):
+        transport.register([Segment(address=1 << 40, length=4096, device="cuda", device_id=0)])
+    transport.close()
+
+
+@given(st.integers(1, 1 << 40), st.integers(0, 1 << 30))
+def test_the_huge_part_is_aligned_inside_and_misses_less_than_a_page_per_end(address: int, length: int) -> None:
+    start, size = hugepages.huge_part(address, length)
+    assert start % hugepages.HUGE_PAGE == 0 and size % hugepages.HUGE_PAGE == 0
+    if size:
+        assert address <= start < address + hugepages.HUGE_PAGE
+        assert 0 <= address + length - (start + size) < hugepages.HUGE_PAGE
+    else:
+        assert length < 2 * hugepages.HUGE_PAGE
+
+
+def test_collapsing_changes_no_byte() -> None:
+    with mmap.mmap(-1, 8 << 20) as region:
+        memory = np.frombuffer(region, dtype=np.uint8)
+        memory[:] = np.arange(8 << 20, dtype=np.uint64).astype(np.uint8)
+        before = memory.tobytes()
+        segment = Segment(address=int(memory.ctypes.data), length=8 << 20, device="cpu", device_id=0)
+        thread = hugepages.collapse_in_background([segment])
+        assert thread.daemon
+        thread.join()
+        assert memory.tobytes() == before
+        del memory
+
+
+def test_a_kernel_that_refuses_is_only_a_debug_message(caplog: pytest.LogCaptureFixture) -> None:
+    nowhere = Segment(address=1 << 46, length=4 << 20, device="cpu", device_id=0)
+    on_a_device = Segment(address=1 << 46, length=4 << 20, device="cuda", device_id=0)
+    with caplog.at_level(logging.DEBUG):
+        assert hugepages.collapse([nowhere, on_a_device]) == 0
+    assert "2 of 2 huge pages refused (last: ENOMEM)" in caplog.text

@@ -1,0 +1,6 @@
+"""vllm_pd_connector: a KV connector for vLLM's prefill/decode disaggregation.
+
+Importing this package imports neither vLLM nor torch nor a transport library; see `plugin` for how vLLM loads it.
+"""
+
+__version__ = "0.1.0.dev0"

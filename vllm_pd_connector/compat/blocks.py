@@ -1,0 +1,89 @@
+"""vLLM's requests, block tables and block pool, as the scheduler half needs them.
+
+Source: vLLM 0.32, `v1/request.py`, `v1/core/kv_cache_manager.py`, `v1/core/block_pool.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
+
+NULL_BLOCK = 0
+"""vLLM's placeholder block: its bytes belong to nobody (BlockPool.null_block is the first block)."""
+
+
+def finished_normally(request: Request) -> bool:
+    """Whether the request ran to its end (length or stop token), so that its caches are whole."""
+    return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+def transfer_params(request: Request) -> Any:
+    """The request's `kv_transfer_params`, as the client sent them."""
+    return request.kv_transfer_params
+
+
+def prompt_digest(request: Request, num_tokens: int) -> str:
+    """16 hex digits over the first `num_tokens` prompt tokens and what else decides their cached numbers.
+
+    A receiver compares it with its own, so that parameters of one request are never used for another prompt.
+    Embedded prompts have no token ids; their length alone is covered.
+    """
+    digest = hashlib.blake2b(num_tokens.to_bytes(8, "little"), digest_size=8)
+    if request.prompt_token_ids is not None:
+        digest.update(np.asarray(request.prompt_token_ids[:num_tokens], dtype="<i8").tobytes())
+    for feature in request.mm_features or ():
+        digest.update(str(feature.identifier).encode())
+    digest.update(str(request.lora_request.lora_name if request.lora_request else "").encode())
+    return digest.hexdigest()
+
+
+def owned_blocks(blocks: KVCacheBlocks, groups: Sequence[int]) -> list[KVCacheBlock]:
+    """The real (non-null) blocks of the given groups."""
+    return [block for group in groups for block in blocks.blocks[group] if not block.is_null]
+
+
+class Quarantine:
+    """Extra references on blocks that a failed read may still write into.
+
+    vLLM frees a failed request's blocks as soon as the failure is reported; a reference held here keeps them out of
+    the free queue until the last rank says that nothing moves any more.
+    """
+
+    def __init__(self, pool: BlockPool):
+        self._pool = pool
+        self._blocks: dict[str, list[KVCacheBlock]] = {}
+        self._ranks: dict[str, int] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self._blocks.values()))
+
+    @property
+    def num_free_blocks(self) -> int:
+        return int(self._pool.get_num_free_blocks())
+
+    def add(self, request_id: str, blocks: list[KVCacheBlock], ranks: int) -> None:
+        """`ranks` more ranks may still write into `blocks`, which the request still owns."""
+        if request_id not in self._blocks:
+            self._pool.touch(blocks)
+            self._blocks[request_id] = blocks
+        self._ranks[request_id] = self._ranks.get(request_id, 0) + ranks
+
+    def drain(self, request_id: str, ranks: int) -> None:
+        """`ranks` ranks are done with the request's blocks; the last one gives them back."""
+        if request_id not in self._ranks:
+            return
+        self._ranks[request_id] -= ranks
+        if self._ranks[request_id] <= 0:
+            del self._ranks[request_id]
+            self._pool.free_blocks(reversed(self._blocks.pop(request_id)))

@@ -1,0 +1,88 @@
+"""What vLLM's configuration says about the model and about this worker's place in the instance."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from vllm_pd_connector.geometry.manifest import Coordinates, ModelFacts
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def model_facts(config: VllmConfig, model_id: str | None) -> ModelFacts:
+    """The model facts of a manifest.
+
+    `model_id` overrides the model's name, for instances that serve one model under different local paths. Rope
+    parameters and the speculative method are part of the facts because the cached numbers depend on them.
+    """
+    model = config.model_config
+    return ModelFacts(
+        model=model_id or model.model,
+        architecture=model.architecture,
+        num_layers=model.get_total_num_hidden_layers(),
+        hidden_size=model.get_hidden_size(),
+        num_kv_heads=model.get_total_num_kv_heads(),
+        head_size=model.get_head_size(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(config.cache_config.cache_dtype),
+        rope=_canonical(getattr(model.hf_text_config, "rope_parameters", None)),
+        speculative=_speculative(config),
+    )
+
+
+def _speculative(config: VllmConfig) -> str:
+    """The draft method and model, which decide what the draft layers' caches hold; empty without one."""
+    speculative = config.speculative_config
+    if speculative is None:
+        return ""
+    draft = getattr(speculative, "draft_model_config", None)
+    return _canonical(
+        {
+            "method": speculative.method,
+            "model": getattr(draft, "model", None),
+            "tokens": speculative.num_speculative_tokens,
+        }
+    )
+
+
+def _canonical(value: Any) -> str:
+    return "" if value is None else json.dumps(value, sort_keys=True, default=str)
+
+
+def coordinates(config: VllmConfig) -> Coordinates:
+    """This worker's ranks. Call it in a worker, after the parallel groups exist.
+
+    Source: vLLM 0.32, `vllm/distributed/parallel_state.py`.
+    """
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    parallel = config.parallel_config
+    return Coordinates(
+        tp_rank=get_tp_group().rank_in_group,
+        tp_size=parallel.tensor_parallel_size,
+        pp_rank=get_pp_group().rank_in_group,
+        pp_size=parallel.pipeline_parallel_size,
+        dp_rank=parallel.data_parallel_index,
+        dp_size=parallel.data_parallel_size,
+        dcp_size=parallel.decode_context_parallel_size,
+        pcp_size=parallel.prefill_context_parallel_size,
+    )
+
+
+def engine_id(config: VllmConfig) -> str:
+    """The instance's id; vLLM broadcasts one to all workers before it builds them."""
+    assert config.kv_transfer_config is not None
+    return str(config.kv_transfer_config.engine_id)
+
+
+def world_size(config: VllmConfig) -> int:
+    """Workers of one instance: tensor × pipeline × prefill-context parallel ranks."""
+    return int(config.parallel_config.world_size)
+
+
+def vllm_version() -> str:
+    import vllm
+
+    return str(vllm.__version__)

@@ -1,0 +1,28 @@
+"""torch tensors as memory: which storage, where, how long."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_pd_connector.geometry.manifest import Segment
+
+if TYPE_CHECKING:
+    import torch
+
+
+def segment_of(tensor: torch.Tensor) -> Segment:
+    """The whole storage that a cache view belongs to (vLLM 0.32: one storage for all layers)."""
+    storage = tensor.untyped_storage()
+    device = tensor.device
+    return Segment(
+        address=storage.data_ptr(),
+        length=storage.nbytes(),
+        device=device.type,
+        device_id=device.index or 0,
+    )
+
+
+def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides in bytes, per dimension."""
+    size = tensor.element_size()
+    return tuple(stride * size for stride in tensor.stride())

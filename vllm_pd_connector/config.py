@@ -1,0 +1,90 @@
+"""`kv_connector_extra_config` as one typed, validated object.
+
+Every key has a default that works on one host; unknown keys and wrong types are refused when the engine starts, so
+that a misspelt key never silently means its default. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from vllm_pd_connector.errors import InvalidConfig
+
+DEFAULT_SIDE_CHANNEL_HOST = "127.0.0.1"
+DEFAULT_SIDE_CHANNEL_PORT = 5600
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a user can set. See docs/configuration.md for the table that explains each key.
+
+    Attributes:
+        transport: which library moves the bytes.
+        mode: who starts a transfer; "pull" (the decode side reads) is what this version offers.
+        side_channel_host: address that the prefill side binds and advertises. None: the environment variable
+            VLLM_NIXL_SIDE_CHANNEL_HOST that in-tree launch scripts set, else loopback.
+        side_channel_port: base port; the data-parallel index is added. None: VLLM_NIXL_SIDE_CHANNEL_PORT, else 5600.
+        kv_lease_duration: how long the prefill side keeps a finished request's blocks without a renewal.
+        handshake_timeout: from the first attempt to reach a prefill instance to a usable plan.
+        transfer_timeout: from the first posted read of a request to its last byte.
+        confirm_timeout: for the prefill side's word that the blocks were held while they were read.
+        model_id: name under which both sides know the model; None: the served model's name or path.
+        huge_pages: collapse the caches' memory to huge pages in the background (CPU only; nearly doubles reads).
+        transport_options: keys of the transport; see docs/configuration.md.
+        digest_dir: test switch; every worker writes layout-invariant digests of what it sent or received there.
+    """
+
+    transport: Literal["nixl", "loopback"] = "nixl"
+    mode: Literal["pull"] = "pull"
+    side_channel_host: str | None = None
+    side_channel_port: int | None = None
+    kv_lease_duration: float = 30.0
+    handshake_timeout: float = 10.0
+    transfer_timeout: float = 60.0
+    confirm_timeout: float = 10.0
+    model_id: str | None = None
+    huge_pages: bool = True
+    transport_options: dict[str, Any] = {}
+    digest_dir: str | None = None
+
+    def side_channel(self, data_parallel_index: int, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
+        """Host and port at which this instance's scheduler half listens.
+
+        Raises:
+            InvalidConfig: the environment's port is not a number, or the port is outside 1..65535.
+        """
+        host = self.side_channel_host or environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST") or DEFAULT_SIDE_CHANNEL_HOST
+        base: int | str | None = self.side_channel_port
+        if base is None:
+            base = environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", DEFAULT_SIDE_CHANNEL_PORT)
+        try:
+            port = int(base) + data_parallel_index
+        except ValueError:
+            raise InvalidConfig(f"VLLM_NIXL_SIDE_CHANNEL_PORT is {base!r}: set it to a port number") from None
+        if not 1 <= port <= 65535:
+            raise InvalidConfig(
+                f"side_channel_port {base} + data-parallel index {data_parallel_index} = {port} is outside 1..65535"
+            )
+        return host, port
+
+
+def parse_config(extra: Mapping[str, Any]) -> Config:
+    """Validate `kv_connector_extra_config`.
+
+    Raises:
+        InvalidConfig: an unknown key, a wrong type or a value out of range; the message names the key.
+    """
+    try:
+        config = msgspec.convert(dict(extra), Config)
+    except msgspec.ValidationError as error:
+        raise InvalidConfig(
+            f"kv_connector_extra_config: {error}; the keys are {', '.join(Config.__struct_fields__)}"
+        ) from None
+    for key in ("kv_lease_duration", "handshake_timeout", "transfer_timeout", "confirm_timeout"):
+        value = getattr(config, key)
+        if not 0 < value <= 86400:
+            raise InvalidConfig(f"kv_connector_extra_config.{key} is {value}: it must be in (0, 86400] seconds")
+    return config

@@ -1,0 +1,166 @@
+"""`PDConnector`: vLLM's connector interface, delegated to the two halves and nothing else.
+
+vLLM builds one instance with the scheduler role in the engine core process and one with the worker role in every
+worker. Each method here belongs to one role; see `docs/design/contract.md` for who calls what and when.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_pd_connector.compat.base import (
+    CacheHitSource,
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorPromMetrics,
+    KVConnectorRole,
+    KVConnectorStats,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    PromMetric,
+    PromMetricT,
+    SupportsHMA,
+)
+from vllm_pd_connector.compat.logs import adopt_vllm_logging
+from vllm_pd_connector.config import parse_config
+from vllm_pd_connector.observability.stats import PDPromMetrics, PDStats
+from vllm_pd_connector.scheduler.half import SchedulerHalf
+from vllm_pd_connector.steps import StepMetadata
+from vllm_pd_connector.worker.half import WorkerHalf
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+adopt_vllm_logging()
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedManifest(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM ships no types
+    """One worker's manifest on its way to the scheduler half, as the side channel will serve it."""
+
+    manifest: bytes
+
+
+class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM ships no types
+    """The prefill/decode connector; configured by `--kv-transfer-config`."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(config, vllm_config, kv_cache_config)
+        else:
+            self._worker = WorkerHalf(config, vllm_config, kv_cache_config)
+
+    @property
+    def scheduler(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "a scheduler method was called on the worker's connector"
+        return self._scheduler
+
+    @property
+    def worker(self) -> WorkerHalf:
+        assert self._worker is not None, "a worker method was called on the scheduler's connector"
+        return self._worker
+
+    def shutdown(self) -> None:
+        for half in (self._scheduler, self._worker):
+            if half is not None:
+                half.shutdown()
+
+    # Scheduler role.
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self.scheduler.bind_block_pool(gpu_block_pool)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        ranks = sorted(metadata)
+        self.scheduler.serve([meta.manifest for meta in map(metadata.get, ranks) if isinstance(meta, EncodedManifest)])
+
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.scheduler.num_matched_tokens(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return self.scheduler.group_ids
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self.scheduler.update_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.scheduler.build_metadata()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.scheduler.update_output(connector_output)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.request_finished(request, block_ids)
+
+    # Worker role.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return EncodedManifest(self.worker.encoded_manifest())
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        self.worker.start_step(metadata)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self.worker.transfer_results()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self.worker.take_report()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request is scheduled only after all of its layers arrived."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Nothing: the reader takes the blocks after the request finished."""
+
+    def wait_for_save(self) -> None:
+        """Nothing: see `save_kv_layer`."""
+
+    # Either role, and the API server.
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._scheduler.stats() if self._scheduler is not None else self.worker.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return PDStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return PDPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,269 @@
+"""A request: block ids and a token range become runs of bytes.
+
+Pages of both sides are paired by absolute token position. Cutting the token range at every page boundary of either
+side gives *spans*, each inside one page on both sides; equal or unequal block sizes, kernel blocks inside logical
+blocks, prefix hits and tails are all just such cuts. Spans with the same offsets inside their pages share one pattern
+of the plan; the pattern times the page addresses is the result, with pages as the fast axis so that long stretches of
+consecutive pages come out as one run.
+
+Nothing half-filled is delivered silently: a destination block that takes part must get every token of the range that
+falls into it, or the request fails.
+
+Source: architecture.md, ideas 2 and 3; vLLM 0.32 `v1/core/block_pool.py` (block 0 is the null block).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_pd_connector.errors import BindError
+from vllm_pd_connector.geometry.manifest import Group, GroupKind
+from vllm_pd_connector.geometry.plan import Edge, Family, Paging, concatenate, join, pattern
+from vllm_pd_connector.geometry.runs import Addresses, Runs
+
+NULL_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockTable:
+    """Block ids of one request in one group: entry i holds logical block `first_block` + i; id 0 means absent."""
+
+    first_block: int
+    ids: NDArray[np.int64]
+
+
+BlockTables = Sequence[BlockTable]
+"""One table per KV-cache group of a side, in the order of its manifest's groups."""
+
+
+class Tail(Enum):
+    """What moves of the page in which the token range ends.
+
+    EXACT: only tokens before `stop`. PAGE: the rest of that page too, where both sides' pages are alike. Slots after
+    the last token are written before they are read (attention masks by sequence length), so PAGE is safe when the
+    destination holds nothing of its own there yet, and turns a transposed tail of many short runs into one.
+    """
+
+    EXACT = "exact"
+    PAGE = "page"
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Arrays of shape (n,): pages on both sides, and where and how many tokens inside them."""
+
+    source_page: Addresses
+    destination_page: Addresses
+    source_token: Addresses
+    destination_token: Addresses
+    tokens: Addresses
+
+
+def bind(
+    edge: Edge,
+    source: BlockTables,
+    destination: BlockTables,
+    start: int,
+    stop: int,
+    *,
+    tail: Tail = Tail.EXACT,
+    states: bool = True,
+) -> Runs:
+    """Runs that move tokens [start, stop), in absolute positions, along one edge.
+
+    States have no token positions: the last block of each side's table moves, once, whatever the range; with
+    `states=False` (a push in the middle of a prefill) they stay. Opaque pages move whole, so the range must start at
+    one of their boundaries and their last page moves with all its slots.
+
+    Raises:
+        BindError: a block id outside [1, num_blocks), a table that does not reach the range, a destination block
+            that would stay partly unfilled, or a range that a tensor cannot follow.
+    """
+    if not 0 <= start <= stop:
+        raise BindError(f"token range [{start}, {stop}) is not a range; start must lie between 0 and stop")
+    moving = [f for f in edge.families if (states if f.kind is GroupKind.STATE else start < stop)]
+    for side, tables, groups, used in (
+        ("source", source, edge.source_groups, {f.source.group for f in moving}),
+        ("destination", destination, edge.destination_groups, {f.destination.group for f in moving}),
+    ):
+        if len(tables) != len(groups):
+            raise BindError(f"{side}: {len(tables)} block tables for {len(groups)} groups; give one per group")
+        for group in used:
+            _check_ids(f"{side} group {group}", tables[group], groups[group], unique=side == "destination")
+    parts: list[Runs] = []
+    spans: dict[object, _Spans] = {}
+    for family in moving:
+        theirs, ours = source[family.source.group], destination[family.destination.group]
+        if family.kind is GroupKind.STATE:
+            found = _state_spans(family, theirs, ours)
+        else:
+            stop_ = _widened(family, start, stop, tail)
+            # Families of the same groups mostly have equal pages (K, V and their scales): pair those once.
+            key = family.kind, *_cuts(family.source), *_cuts(family.destination), stop_
+            if (cached := spans.get(key)) is None:
+                cached = spans[key] = _token_spans(family, theirs, ours, start, stop_)
+            found = cached
+        parts.append(_family_runs(family, found))
+    return concatenate(parts)
+
+
+def _cuts(paging: Paging) -> tuple[int, int, int]:
+    return paging.group, paging.page_tokens, paging.pages_per_block
+
+
+def _check_ids(name: str, table: BlockTable, group: Group, *, unique: bool) -> None:
+    ids = table.ids
+    if ids.ndim != 1 or ids.dtype != np.int64 or table.first_block < 0:
+        raise BindError(f"{name}: block ids must be one array of int64 from a logical block >= 0")
+    wrong = ids[(ids < NULL_BLOCK) | (ids >= group.num_blocks)]
+    if len(wrong):
+        raise BindError(f"{name}: block id {wrong[0]} is outside [1, {group.num_blocks}) of this side's cache")
+    if unique:
+        ordered = np.sort(ids)
+        twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] != NULL_BLOCK)]
+        if len(twice):
+            raise BindError(f"{name}: block id {twice[0]} is given twice; two positions would write the same bytes")
+
+
+def _widened(family: Family, start: int, stop: int, tail: Tail) -> int:
+    """Where the range ends for this family: a page boundary where whole pages may or must move."""
+    page = family.destination.page_tokens
+    if family.whole and start % page:
+        raise BindError(
+            f"group {family.destination.group}: tokens from {start} on begin inside an opaque page of {page} tokens, "
+            "which only moves whole; start at a page boundary"
+        )
+    return -(-stop // page) * page if family.whole or (tail is Tail.PAGE and family.alike) else stop
+
+
+def _state_spans(family: Family, theirs: BlockTable, ours: BlockTable) -> _Spans:
+    pages = []
+    for side, group, table in (
+        ("source", family.source.group, theirs),
+        ("destination", family.destination.group, ours),
+    ):
+        if not len(table.ids) or table.ids[-1] == NULL_BLOCK:
+            raise BindError(f"{side} group {group}: no block holds the state; the last id of the table must be set")
+        pages.append(table.ids[-1:])
+    none, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+    return _Spans(pages[0], pages[1], none, none, one)
+
+
+def _token_spans(family: Family, theirs: BlockTable, ours: BlockTable, start: int, stop: int) -> _Spans:
+    a, b = family.source, family.destination
+    edges = [np.arange(start // page * page + page, stop, page) for page in {a.page_tokens, b.page_tokens}]
+    inner = edges[0] if len(edges) == 1 else np.unique(np.concatenate(edges))
+    cuts = np.concatenate(([start], inner, [stop])).astype(np.int64)
+    first, tokens = cuts[:-1], np.diff(cuts)
+    source, source_absent = _pages(a, theirs, first)
+    destination, destination_absent = _pages(b, ours, first)
+    # A windowed table may begin late or with null blocks, but like every other it reaches the last token.
+    unreached = destination_absent if family.kind is GroupKind.FULL else _beyond(b, ours, first)
+    _refuse_any("destination", b, ours, first, unreached)
+    _refuse_any("source", a, theirs, first, source_absent & ~destination_absent)
+    present = slice(None) if not destination_absent.any() else ~destination_absent
+    return _Spans(
+        source[present],
+        destination[present],
+        (first % a.page_tokens)[present],
+        (first % b.page_tokens)[present],
+        tokens[present],
+    )
+
+
+def _beyond(paging: Paging, table: BlockTable, tokens: Addresses) -> NDArray[np.bool_]:
+    """Where token positions lie behind the last entry of a table."""
+    block_tokens = paging.page_tokens * paging.pages_per_block
+    return tokens // block_tokens >= table.first_block + len(table.ids)
+
+
+def _pages(paging: Paging, table: BlockTable, tokens: Addresses) -> tuple[Addresses, NDArray[np.bool_]]:
+    """Pages that hold these token positions, and where there is none (the page is then meaningless)."""
+    page = tokens // paging.page_tokens
+    entry = page // paging.pages_per_block - table.first_block
+    outside = (entry < 0) | (entry >= len(table.ids))
+    if outside.all():
+        return np.zeros_like(page), outside
+    ids = table.ids[np.where(outside, 0, entry)] if outside.any() else table.ids[entry]
+    return ids * paging.pages_per_block + page % paging.pages_per_block, outside | (ids == NULL_BLOCK)
+
+
+def _refuse_any(side: str, paging: Paging, table: BlockTable, tokens: Addresses, missing: NDArray[np.bool_]) -> None:
+    if not missing.any():
+        return
+    token = int(tokens[np.argmax(missing)])
+    block = token // (paging.page_tokens * paging.pages_per_block)
+    last = table.first_block + len(table.ids)
+    if table.first_block <= block < last:
+        problem = "is null there"
+    else:
+        problem = f"is too short: it holds logical blocks [{table.first_block}, {last})"
+    raise BindError(
+        f"{side} group {paging.group}: token {token} needs logical block {block}, but the table {problem}; a "
+        "destination block must be filled completely or not at all"
+    )
+
+
+def _family_runs(family: Family, spans: _Spans) -> Runs:
+    """The pattern of each kind of span at all its pages, joined where one kind of span continues another.
+
+    A run of one span can only continue in the next span. Between spans of one kind it does so by filling its page on
+    both sides, which `_stretches` sees from the page numbers; only runs next to a change of kind need comparing.
+    """
+    if not len(spans.tokens):
+        return Runs.empty()
+    kinds = np.stack((spans.source_token, spans.destination_token, spans.tokens))
+    if family.whole:
+        kinds = np.broadcast_to(np.array([[0], [0], [1]], dtype=np.int64), kinds.shape)
+    change = (kinds[:, 1:] != kinds[:, :-1]).any(axis=0)
+    changing = np.append(change, False) | np.insert(change, 0, False)
+    apart: list[Runs] = []
+    touching: list[Runs] = []
+    for source_token, destination_token, tokens in dict.fromkeys(zip(*kinds.tolist(), strict=True)):
+        alike = (kinds == [[source_token], [destination_token], [tokens]]).all(axis=0)
+        runs = pattern(family, source_token, destination_token, tokens)
+        dense = (runs.length == family.source.page_stride) & (runs.length == family.destination.page_stride)
+        single = _Stretches(spans.source_page[alike], spans.destination_page[alike], 1, changing[alike])
+        for rows, stretches in ((dense, _stretches(single)), (~dense, single)):
+            for chosen, out in ((~stretches.changing, apart), (stretches.changing, touching)):
+                if rows.any() and chosen.any():
+                    out.append(_spread(family, runs, rows, stretches, chosen))
+    return concatenate([*apart, join(touching)] if touching else apart)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretches:
+    """Arrays of shape (n,): `count` consecutive pages on both sides; is another kind of span next to them?"""
+
+    source: Addresses
+    destination: Addresses
+    count: Addresses | int
+    changing: NDArray[np.bool_]
+
+
+def _stretches(pages: _Stretches) -> _Stretches:
+    broken = (np.diff(pages.source) != 1) | (np.diff(pages.destination) != 1)
+    first = np.concatenate(([0], np.flatnonzero(broken) + 1))
+    count = np.diff(np.append(first, len(pages.source)))
+    changing = np.logical_or.reduceat(pages.changing, first)
+    return _Stretches(pages.source[first], pages.destination[first], count, changing)
+
+
+def _spread(
+    family: Family, runs: Runs, rows: NDArray[np.bool_], stretches: _Stretches, chosen: NDArray[np.bool_]
+) -> Runs:
+    """Chosen rows of a pattern at chosen stretches of pages, with the stretches as the fast axis."""
+    source = stretches.source[chosen] * family.source.page_stride
+    destination = stretches.destination[chosen] * family.destination.page_stride
+    count = stretches.count if isinstance(stretches.count, int) else stretches.count[chosen]
+    length = np.multiply.outer(runs.length[rows], count).reshape(-1, np.size(count))
+    return Runs(
+        np.add.outer(runs.source[rows], source).ravel(),
+        np.add.outer(runs.destination[rows], destination).ravel(),
+        np.broadcast_to(length, (len(length), len(source))).ravel(),
+    )

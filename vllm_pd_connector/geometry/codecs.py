@@ -1,0 +1,169 @@
+"""From what vLLM hands over per layer to logical tensors.
+
+vLLM gives every attention layer as one view [B, H, N, C] (pages, heads, tokens, content) whose strides already tell
+which of its six physical layouts was chosen, so one codec per *content* is enough and none per layout:
+
+    key_value      C holds K then V of one token and head
+    cpu_attention  per page and head, N*C bytes hold K transposed [D, N], then V [N, D]
+    latent         C holds one vector per token, the same on every rank (MLA, shared indexers)
+    opaque         anything else: the page is bytes in a form that only equal descriptions share
+
+Recurrent states are described by their owner directly as tensors without a TOKEN axis.
+
+Source: vLLM 0.32 `v1/kv_cache_interface.py` (`compute_layout_strides`), `v1/attention/backends/cpu_attn.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_pd_connector.errors import UnsupportedCache
+from vllm_pd_connector.geometry.manifest import Axis, AxisName, Role, Tensor
+from vllm_pd_connector.geometry.sharding import Interval
+
+
+@dataclass(frozen=True, slots=True)
+class PageView:
+    """One layer's cache as vLLM's [B, H, N, C] view.
+
+    Attributes:
+        offset: bytes from the start of `segment` to element [0, 0, 0, 0].
+        shape: (pages, heads, tokens, content bytes).
+        strides: bytes between neighbours along each axis of `shape`.
+        pages_per_block: consecutive pages that make up one logical block of the group.
+        heads: global indices of the KV heads in this view; `total_heads` is their number in the whole model.
+    """
+
+    layer: str
+    group: int
+    segment: int
+    offset: int
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+    dtype: str
+    itemsize: int
+    pages_per_block: int
+    heads: Interval
+    total_heads: int
+
+
+def key_value(view: PageView, key_size: int, value_size: int) -> tuple[Tensor, Tensor]:
+    """K and V side by side in the content dimension; sizes are elements per head.
+
+    Raises:
+        UnsupportedCache: the content is not exactly K and V of these sizes.
+    """
+    _require_content(view, (key_size + value_size) * view.itemsize)
+    _, head_stride, token_stride, _ = view.strides
+    return (
+        _tensor(view, Role.KEY, 0, token_stride, head_stride, key_size, view.itemsize),
+        _tensor(view, Role.VALUE, key_size * view.itemsize, token_stride, head_stride, value_size, view.itemsize),
+    )
+
+
+def cpu_attention(view: PageView, head_size: int) -> tuple[Tensor, Tensor]:
+    """CPU_ATTN's page: per head K transposed [head_size, tokens], then V [tokens, head_size].
+
+    Raises:
+        UnsupportedCache: the content is not 2 * head_size elements, or the bytes of one head are not contiguous.
+    """
+    _require_content(view, 2 * head_size * view.itemsize)
+    _, _, tokens, content = view.shape
+    _, head_stride, token_stride, _ = view.strides
+    if tokens > 1 and token_stride != content:
+        raise UnsupportedCache(
+            f"{view.layer}: token stride is {token_stride} bytes but a token has {content}; CPU attention reads the "
+            "bytes of one head as one contiguous piece — use the LBHNC layout"
+        )
+    row = head_size * view.itemsize
+    return (
+        _tensor(view, Role.KEY, 0, view.itemsize, head_stride, head_size, tokens * view.itemsize),
+        _tensor(view, Role.VALUE, tokens * row, row, head_stride, head_size, view.itemsize),
+    )
+
+
+def latent(view: PageView, size: int, role: Role = Role.LATENT) -> tuple[Tensor]:
+    """One vector of `size` elements per token, replicated on all ranks (MLA's latent and rope part, an indexer key).
+
+    Raises:
+        UnsupportedCache: more than one head, or the content is not one vector of this size.
+    """
+    if view.shape[1] != 1 or view.total_heads != 1:
+        raise UnsupportedCache(
+            f"{view.layer}: a latent cache has one head, this view has {view.shape[1]} of {view.total_heads}"
+        )
+    _require_content(view, size * view.itemsize)
+    return (_tensor(view, role, 0, view.strides[2], view.strides[1], size, view.itemsize),)
+
+
+def opaque(view: PageView, description: str) -> tuple[Tensor]:
+    """A page of unknown inner form; it moves whole, and only to a peer with an equal description.
+
+    The heads that the page belongs to are kept as an interval of bytes, so that equal tensor-parallel sizes pair
+    rank with rank and unequal ones are refused.
+
+    Raises:
+        UnsupportedCache: no description, or the page is not one contiguous piece.
+    """
+    if not description:
+        raise UnsupportedCache(f"{view.layer}: an opaque page needs a description of its inner form")
+    _, heads, tokens, content = view.shape
+    expected = 1
+    for size, stride in sorted(zip(view.shape[1:], view.strides[1:], strict=True), key=lambda axis: axis[::-1]):
+        if size > 1 and stride != expected:
+            raise UnsupportedCache(
+                f"{view.layer}: an opaque page must be contiguous, but strides {view.strides} of shape {view.shape} "
+                "leave gaps — use a layout that keeps a layer's block together (LBHNC or LBNHC)"
+            )
+        expected *= size
+    per_head = tokens * content
+    axis = Axis(
+        AxisName.BYTE,
+        size=heads * per_head,
+        stride=1,
+        start=view.heads.start * per_head,
+        total=view.total_heads * per_head,
+    )
+    return (_with_axes(view, Role.OPAQUE, 0, (axis,), itemsize=1, description=description),)
+
+
+def _require_content(view: PageView, content: int) -> None:
+    if view.shape[3] != content or view.strides[3] != 1:
+        raise UnsupportedCache(
+            f"{view.layer}: content is {view.shape[3]} bytes with stride {view.strides[3]}, expected {content} with "
+            "stride 1 — describe this cache as opaque, or add a codec for it"
+        )
+    if view.shape[1] != len(view.heads):
+        raise UnsupportedCache(f"{view.layer}: the view has {view.shape[1]} heads but the rank holds {view.heads}")
+
+
+def _tensor(
+    view: PageView, role: Role, offset: int, token_stride: int, head_stride: int, channels: int, channel_stride: int
+) -> Tensor:
+    tokens = view.shape[2]
+    axes = (
+        Axis(AxisName.TOKEN, size=tokens, stride=token_stride, start=0, total=tokens),
+        Axis(AxisName.HEAD, len(view.heads), head_stride, view.heads.start, view.total_heads),
+        Axis(AxisName.CHANNEL, size=channels, stride=channel_stride, start=0, total=channels),
+    )
+    return _with_axes(view, role, offset, axes, view.itemsize)
+
+
+def _with_axes(
+    view: PageView, role: Role, offset: int, axes: tuple[Axis, ...], itemsize: int, description: str = ""
+) -> Tensor:
+    return Tensor(
+        layer=view.layer,
+        role=role,
+        group=view.group,
+        dtype=view.dtype,
+        itemsize=itemsize,
+        segment=view.segment,
+        offset=view.offset + offset,
+        pages=view.shape[0],
+        page_stride=view.strides[0],
+        pages_per_block=view.pages_per_block,
+        page_tokens=view.shape[2],
+        axes=axes,
+        opaque=description,
+    )

@@ -1,0 +1,150 @@
+"""Digests of cache contents that do not depend on layout, block size or parallel sizes.
+
+Two sides that hold the same logical elements get the same 64-bit values, however their bytes are arranged: a value is
+made per (layer, role, global head, token position) of token-indexed tensors and per (layer, role, global index of
+the sharded axis) of states, from the elements alone, in the order of the logical axes. So a wrong byte after a
+transfer is found together with the layer, head and token that it belongs to.
+
+The hash is a sum over elements of value times a fixed odd weight, modulo 2^64, then mixed. It finds accidents; it is
+not meant to resist anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_pd_connector.errors import BindError
+from vllm_pd_connector.geometry.bind import NULL_BLOCK, BlockTables
+from vllm_pd_connector.geometry.manifest import AxisName, GroupKind, Manifest, Role, Tensor
+from vllm_pd_connector.geometry.topology import logical_axes
+
+Values = NDArray[np.uint64]
+PAGES_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Digest:
+    """Values of shape (positions, indices): token positions from `first_token` on, and global indices of the head
+    (or, for convolution states, channel) axis from `first_index` on. States have one position."""
+
+    layer: str
+    role: Role
+    first_token: int
+    first_index: int
+    values: Values
+
+
+def digests(
+    manifest: Manifest, memory: Sequence[NDArray[np.uint8]], tables: BlockTables, start: int, stop: int
+) -> dict[tuple[str, Role], Digest]:
+    """Digest what one worker holds of a request: tokens [start, stop), and the last block of every state table.
+
+    `memory` has the bytes of every segment of the manifest, in order. Positions without a block (outside a window)
+    digest to 0. Opaque tensors have no known elements and are left out.
+
+    Raises:
+        BindError: a state table without a last block, or an id outside the cache.
+    """
+    found = {}
+    for tensor in manifest.tensors:
+        if tensor.opaque:
+            continue
+        group, table = manifest.groups[tensor.group], tables[tensor.group]
+        if len(table.ids) and not 0 <= table.ids.min() <= table.ids.max() < group.num_blocks:
+            raise BindError(f"group {tensor.group}: block ids must lie in [1, {group.num_blocks})")
+        if group.kind is GroupKind.STATE:
+            if not len(table.ids) or table.ids[-1] == NULL_BLOCK:
+                raise BindError(f"group {tensor.group}: no block holds the state")
+            values, first_index = _page_values(tensor, memory[tensor.segment], table.ids[-1:])
+            values = values[0]
+        else:
+            positions = np.arange(start, stop)
+            page = positions // tensor.page_tokens
+            entry = page // tensor.pages_per_block - table.first_block
+            held = (entry >= 0) & (entry < len(table.ids))
+            ids = np.zeros(len(positions), dtype=np.int64)
+            ids[held] = table.ids[entry[held]]
+            held = ids != NULL_BLOCK
+            pages, where = np.unique(
+                (ids * tensor.pages_per_block + page % tensor.pages_per_block)[held], return_inverse=True
+            )
+            per_page, first_index = _page_values(tensor, memory[tensor.segment], pages)
+            values = np.zeros((len(positions), per_page.shape[2]), dtype=np.uint64)
+            values[held] = per_page[where, positions[held] % tensor.page_tokens]
+        found[tensor.layer, tensor.role] = Digest(tensor.layer, tensor.role, start, first_index, values)
+    return found
+
+
+def mismatches(
+    destination: Mapping[tuple[str, Role], Digest], sources: Sequence[Mapping[tuple[str, Role], Digest]]
+) -> list[str]:
+    """Where a destination's digests disagree with those of the source ranks that hold the same; empty if nowhere.
+
+    A part that no source digested is reported too.
+    """
+    found = []
+    for key, mine in destination.items():
+        seen = np.zeros(mine.values.shape, dtype=bool)
+        wrong = np.zeros(mine.values.shape, dtype=bool)
+        for theirs in (source[key] for source in sources if key in source):
+            here, there = _common(mine, theirs)
+            seen[here] = True
+            wrong[here] |= mine.values[here] != theirs.values[there]
+        if (bad := np.argwhere(wrong | ~seen)).size:
+            token, index = bad[0]
+            found.append(
+                f"{mine.layer} {mine.role}: {len(bad)} of {wrong.size} values differ or have no source, first at "
+                f"position {mine.first_token + token} index {mine.first_index + index}"
+            )
+    return found
+
+
+def _common(a: Digest, b: Digest) -> tuple[tuple[slice, slice], tuple[slice, slice]]:
+    """The slices of both value arrays that stand for the same tokens and indices."""
+    slices = []
+    for axis, (first, other) in enumerate(((a.first_token, b.first_token), (a.first_index, b.first_index))):
+        start = max(first, other)
+        stop = max(start, min(first + a.values.shape[axis], other + b.values.shape[axis]))
+        slices.append((slice(start - first, stop - first), slice(start - other, stop - other)))
+    return (slices[0][0], slices[1][0]), (slices[0][1], slices[1][1])
+
+
+def _page_values(tensor: Tensor, memory: NDArray[np.uint8], pages: NDArray[np.int64]) -> tuple[Values, int]:
+    """Values of shape (pages, tokens or 1, indices), and the global number of the first index."""
+    axes = logical_axes(tensor.axes)
+    token = [axis for axis in tensor.axes if axis.name is AxisName.TOKEN]
+    named = [AxisName.HEAD] if token else [AxisName.HEAD, AxisName.CHANNEL]
+    index = next((axis for name in named for axis in axes if axis.name is name), None)
+    inner = [axis for axis in axes if axis is not index]
+    unit = tensor.itemsize if tensor.itemsize in (1, 2, 4, 8) else 1
+    outer = [axis for axis in (token[0] if token else None, index) if axis is not None]
+    view: NDArray[np.unsignedinteger] = np.ndarray(
+        (tensor.pages, *(axis.size for axis in outer + inner), tensor.itemsize // unit),
+        dtype=f"<u{unit}",
+        buffer=memory,
+        offset=tensor.offset,
+        strides=(tensor.page_stride, *(axis.stride for axis in outer + inner), unit),
+    )
+    shape = (token[0].size if token else 1, index.size if index else 1)
+    weights = _weights(int(np.prod(view.shape[1 + len(outer) :])))
+    values = np.empty((len(pages), *shape), dtype=np.uint64)
+    for i in range(0, len(pages), PAGES_AT_ONCE):
+        chunk = view[pages[i : i + PAGES_AT_ONCE]].astype(np.uint64)
+        values[i : i + PAGES_AT_ONCE] = _mix((chunk.reshape(-1, *shape, len(weights)) * weights).sum(axis=-1))
+    return values, index.start if index else 0
+
+
+def _weights(count: int) -> Values:
+    return _mix(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)
+
+
+def _mix(x: Values) -> Values:
+    """A bijection of 64-bit values that spreads every bit (SplitMix64's finaliser), with a start that 0 lacks."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,170 @@
+"""The manifest: what one worker has, as strided logical tensors over memory segments.
+
+A cache is a logical tensor; a layout only says at which byte each element lies:
+
+    byte(page, i0, i1, …) = segment.address + offset + page * page_stride + i0 * axes[0].stride + i1 * axes[1].stride …
+
+NHD and HND, K and V packed in one page, a transposed K, MLA's latent, conv and recurrent states, pages of several
+layers packed in one block: all the same form with other numbers. K and V are two tensors even where they share a
+page; two groups over the same bytes are two tensors with different page strides over one segment.
+
+The structs are also the wire form (msgpack through msgspec), so a manifest received from a peer is only data: call
+`validate` before using one. Lengths, strides and offsets are bytes; sizes, starts and totals are elements.
+
+Source: architecture.md, ideas 1 and 2; vLLM 0.32 `vllm/v1/kv_cache_interface.py` (logical shape [L, B, H, N, C]).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+MANIFEST_VERSION = 1
+
+
+class Role(StrEnum):
+    """What a logical tensor is; two sides' tensors are matched by (layer, role)."""
+
+    KEY = "key"
+    VALUE = "value"
+    LATENT = "latent"
+    INDEX = "index"
+    INDEX_SCALE = "index_scale"
+    KEY_SCALE = "key_scale"
+    VALUE_SCALE = "value_scale"
+    CONV_Q = "conv_q"
+    CONV_K = "conv_k"
+    CONV_V = "conv_v"
+    CONV_X = "conv_x"
+    CONV_B = "conv_b"
+    CONV_C = "conv_c"
+    SSM = "ssm"
+    OPAQUE = "opaque"
+
+
+class AxisName(StrEnum):
+    """Names of logical axes. TOKEN is addressed by absolute token position, all others by global index."""
+
+    TOKEN = "token"
+    HEAD = "head"
+    CHANNEL = "channel"
+    TAP = "tap"
+    DK = "dk"
+    DV = "dv"
+    BYTE = "byte"
+
+
+class GroupKind(StrEnum):
+    """How a KV-cache group's block table is read."""
+
+    FULL = "full"
+    SLIDING_WINDOW = "sliding_window"
+    CHUNKED_LOCAL = "chunked_local"
+    STATE = "state"
+
+
+class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Strict, immutable, comparable by value."""
+
+
+class Segment(Base, frozen=True):
+    """One registered range of memory.
+
+    `device` is "cpu" or "cuda"; `device_id` is the transport's device number (0 on the CPU).
+    """
+
+    address: int
+    length: int
+    device: str
+    device_id: int
+
+
+class Axis(Base, frozen=True):
+    """One logical axis inside a page.
+
+    The page holds elements [start, start + size) of `total` along this axis, `stride` bytes apart. For TOKEN axes
+    start is 0 and total equals size (the page's tokens); an axis that parallelism does not shard has size == total.
+    """
+
+    name: AxisName
+    size: int
+    stride: int
+    start: int
+    total: int
+
+
+class Tensor(Base, frozen=True):
+    """One logical tensor of one layer: `pages` pages of equal shape, `page_stride` bytes apart.
+
+    A logical block of the group is `pages_per_block` consecutive pages (kernel blocks). `page_tokens` is the size of
+    the TOKEN axis (0 for states, which have none). `opaque` is empty for affine tensors; otherwise it describes the
+    page's inner form in words that must be equal on both sides, and the page moves whole or not at all.
+    """
+
+    layer: str
+    role: Role
+    group: int
+    dtype: str
+    itemsize: int
+    segment: int
+    offset: int
+    pages: int
+    page_stride: int
+    pages_per_block: int
+    page_tokens: int
+    axes: tuple[Axis, ...]
+    opaque: str = ""
+
+
+class Group(Base, frozen=True):
+    """One KV-cache group. `window` is in tokens (0: none), `block_tokens` is tokens per logical block."""
+
+    kind: GroupKind
+    block_tokens: int
+    num_blocks: int
+    window: int = 0
+
+
+class ModelFacts(Base, frozen=True):
+    """Facts of the model that decide what the cached numbers mean; compared field by field."""
+
+    model: str
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    kv_cache_dtype: str
+    rope: str
+    speculative: str
+
+
+class Coordinates(Base, frozen=True):
+    """Where this worker stands in its instance's parallel groups."""
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    dcp_size: int
+    pcp_size: int
+
+
+class Manifest(Base, frozen=True):
+    """Everything one worker tells its peers, once per process start (`incarnation`, 32 hex digits)."""
+
+    version: int
+    engine_id: str
+    incarnation: str
+    software: str
+    model: ModelFacts
+    parallel: Coordinates
+    segments: tuple[Segment, ...]
+    groups: tuple[Group, ...]
+    tensors: tuple[Tensor, ...]
+    transport: str
+    endpoint: bytes

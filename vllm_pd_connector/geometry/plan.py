@@ -1,0 +1,390 @@
+"""What must move between two ranks: which part of which tensor, from which source rank.
+
+For one destination rank and all ranks of the source instance, `make_plan` intersects the boxes that both sides hold
+of every logical tensor, picks one owner among the sources that hold equal boxes, and proves that every destination
+element has exactly one writer. What one source rank contributes is an `Edge`: all that `bind` needs, and no manifest.
+
+An edge is made of *families*: tensors whose pages are cut alike on both sides (same groups, page strides and page
+tokens), so that a pair of pages moves all of them. In a family, layers that look alike share one `Bundle`: the pieces
+of one layer, and for every layer where it starts. `pattern` turns a family and a pair of token offsets inside two
+pages into merged runs, valid for page 0 on both sides; every other pair of pages only adds page strides.
+
+Owners: the layers of the destinations that need the same replicated box are laid out on one line and the line is cut
+into equal parts, one per replica. So every replica serves the same share, with as few edges and as long stretches of
+neighbouring layers as possible.
+
+The manifests must have passed `check_pd_topology`. Source: architecture.md, idea 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+
+from vllm_pd_connector.errors import IncompatiblePeer
+from vllm_pd_connector.geometry.manifest import Axis, AxisName, Coordinates, Group, GroupKind, Manifest, Tensor
+from vllm_pd_connector.geometry.runs import Addresses, Runs
+from vllm_pd_connector.geometry.sharding import Box, Interval, intersect, require_one_writer
+from vllm_pd_connector.geometry.topology import box_of, logical_axes, pair_differences
+
+Rank = tuple[int, int]
+"""(pipeline rank, tensor rank) inside one instance."""
+
+MAX_CACHED_RUNS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """How one side's pages follow from token positions and block ids; the stride is in bytes."""
+
+    group: int
+    page_tokens: int
+    pages_per_block: int
+    page_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """`size` elements along one axis, strided in bytes on both sides."""
+
+    size: int
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of one tensor that moves: offsets in bytes from where its layer starts.
+
+    `token` has the strides along the TOKEN axis and the destination's page tokens, or zeros where there is none.
+    """
+
+    source: int
+    destination: int
+    itemsize: int
+    token: Stretch
+    axes: tuple[Stretch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Pieces of one layer, and the addresses in page 0 from which they count, for every layer that looks alike."""
+
+    pieces: tuple[Piece, ...]
+    layers: tuple[str, ...]
+    source: Addresses
+    destination: Addresses
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Family:
+    """Tensors whose pages pair up alike.
+
+    Attributes:
+        kind: how the block tables of the two groups are read.
+        whole: pages only move whole (states and opaque pages).
+        alike: pages hold equally many tokens, strided alike on both sides, so a partly filled page may move whole.
+    """
+
+    kind: GroupKind
+    source: Paging
+    destination: Paging
+    whole: bool
+    alike: bool
+    bundles: tuple[Bundle, ...]
+    patterns: dict[tuple[int, int, int], Runs] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edge:
+    """All that one source rank gives to one destination rank."""
+
+    source: Rank
+    destination: Rank
+    source_groups: tuple[Group, ...]
+    destination_groups: tuple[Group, ...]
+    families: tuple[Family, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """One edge per source rank that contributes, ordered by rank."""
+
+    destination: Rank
+    edges: tuple[Edge, ...]
+
+    def edge(self, source: Rank) -> Edge | None:
+        """The edge from this source rank, or None if it gives nothing."""
+        return next((edge for edge in self.edges if edge.source == source), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A box that the destination needs, and the sources (positions in a candidate list) that could write it."""
+
+    box: Box
+    replicas: tuple[int, ...]
+    position: int  # of this destination among the destinations that need one of these replicas
+    destinations: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A box of one tensor that one source writes, before it is put into a family."""
+
+    layer: str
+    source: Tensor
+    destination: Tensor
+    box: Box
+
+
+def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
+    """Which source rank writes which bytes of this destination rank.
+
+    Raises:
+        IncompatiblePeer: an element without a source writer or with several, tensors that do not mean the same, or
+            a source rank given twice.
+    """
+    ranks = [_rank(source) for source in sources]
+    if len(set(ranks)) != len(ranks):
+        twice = next(rank for rank in ranks if ranks.count(rank) > 1)
+        raise IncompatiblePeer(f"duplicate rank: pipeline {twice[0]} tensor {twice[1]} of the peer is given twice")
+    holders: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
+    for i, source in enumerate(sources):
+        for tensor in source.tensors:
+            holders.setdefault((tensor.layer, tensor.role), []).append((i, tensor))
+
+    known: dict[object, tuple[_Cut, ...]] = {}
+    chosen: list[tuple[Tensor, _Cut, list[tuple[int, Tensor]], dict[str, int]]] = []
+    served: dict[tuple[int, ...], dict[str, int]] = {}  # replicas to the layers they can serve, numbered
+    for tensor in destination.tensors:
+        candidates = holders.get((tensor.layer, tensor.role), [])
+        shape = (_shape(tensor), tuple((i, _shape(peer)) for i, peer in candidates))
+        if (cuts := known.get(shape)) is None:
+            cuts = known[shape] = _cut(tensor, candidates, destination, sources)
+        for cut in cuts:
+            layers = served.setdefault(tuple(candidates[i][0] for i in cut.replicas), {})
+            layers.setdefault(tensor.layer, len(layers))
+            chosen.append((tensor, cut, candidates, layers))
+
+    parts: list[list[_Part]] = [[] for _ in sources]
+    for tensor, cut, candidates, layers in chosen:
+        place = cut.position * len(layers) + layers[tensor.layer]
+        replica = place * len(cut.replicas) // (cut.destinations * len(layers))
+        owner, peer = candidates[cut.replicas[replica]]
+        parts[owner].append(_Part(tensor.layer, peer, tensor, cut.box))
+    edges = [
+        Edge(rank, _rank(destination), source.groups, destination.groups, _families(destination, source, mine))
+        for rank, source, mine in zip(ranks, sources, parts, strict=True)
+        if mine
+    ]
+    return Plan(_rank(destination), tuple(sorted(edges, key=lambda edge: edge.source)))
+
+
+def _rank(manifest: Manifest) -> Rank:
+    return manifest.parallel.pp_rank, manifest.parallel.tp_rank
+
+
+def _shape(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.group, tensor.dtype, tensor.itemsize, tensor.opaque, tensor.page_tokens, tensor.axes
+
+
+def _cut(
+    tensor: Tensor, candidates: Sequence[tuple[int, Tensor]], destination: Manifest, sources: Sequence[Manifest]
+) -> tuple[_Cut, ...]:
+    """Split what the destination holds of a tensor into boxes with one set of equal writers each, and prove it."""
+    name = f"{tensor.layer} {tensor.role}"
+    wanted = box_of(tensor.axes)
+    replicas: dict[Box, list[int]] = {}
+    for position, (i, peer) in enumerate(candidates):
+        if tensor.opaque and peer.opaque and box_of(peer.axes) != wanted and _same_extent(tensor, peer):
+            continue  # another rank's whole page
+        _require_same_meaning(name, tensor, destination, peer, sources[i])
+        replicas.setdefault(box_of(peer.axes), []).append(position)
+    cuts = []
+    for held, positions in replicas.items():
+        if (common := intersect(wanted, held)) is not None:
+            place, count = _place(tensor.axes, destination.parallel, held)
+            cuts.append(_Cut(common, tuple(positions), place, count))
+    require_one_writer(name, wanted, [cut.box for cut in cuts])
+    return tuple(cuts)
+
+
+def _same_extent(a: Tensor, b: Tensor) -> bool:
+    return (a.opaque, a.page_tokens, a.axes[0].size, a.axes[0].total) == (
+        b.opaque,
+        b.page_tokens,
+        b.axes[0].size,
+        b.axes[0].total,
+    )
+
+
+def _require_same_meaning(name: str, tensor: Tensor, mine: Manifest, peer: Tensor, theirs: Manifest) -> None:
+    if found := pair_differences(tensor, mine.groups[tensor.group], peer, theirs.groups[peer.group]):
+        where = f"pipeline rank {theirs.parallel.pp_rank} tensor rank {theirs.parallel.tp_rank}"
+        raise IncompatiblePeer(f"{name}: incompatible with {theirs.engine_id} {where}:", found)
+
+
+def _place(axes: Sequence[Axis], parallel: Coordinates, held: Box) -> tuple[int, int]:
+    """Which of the destination ranks that need a part of `held` this one is, and how many they are.
+
+    The destination's shards are equal, and neighbouring ranks hold replicas of the same one, so its coordinates and
+    its own interval tell everybody's.
+    """
+    shards, size, interval = 1, 1, Interval(0, 1)
+    for axis, theirs in zip(logical_axes(axes), held, strict=True):
+        if axis.size < axis.total:
+            shards, size, interval = axis.total // axis.size, axis.size, theirs
+    replicas = max(1, parallel.tp_size // shards)
+    starts = [rank // replicas * size for rank in range(parallel.tp_size)]
+    needing = [r for r, start in enumerate(starts) if start < interval.stop and interval.start < start + size]
+    return (needing.index(parallel.tp_rank) if parallel.tp_rank in needing else 0), max(1, len(needing))
+
+
+def _families(destination: Manifest, source: Manifest, parts: Iterable[_Part]) -> tuple[Family, ...]:
+    by_paging: dict[tuple[Paging, Paging, bool], list[_Part]] = {}
+    for part in parts:
+        key = _paging(part.source), _paging(part.destination), bool(part.destination.opaque)
+        by_paging.setdefault(key, []).append(part)
+    families = []
+    for (theirs, ours, opaque), members in by_paging.items():
+        kind = destination.groups[ours.group].kind
+        bundles = _bundles(destination, source, members)
+        strides = (s for bundle in bundles for piece in bundle.pieces for s in (piece.token, *piece.axes) if s.size > 1)
+        alike = theirs.page_tokens == ours.page_tokens and all(s.source == s.destination for s in strides)
+        families.append(Family(kind, theirs, ours, opaque or kind is GroupKind.STATE, alike, bundles))
+    return tuple(families)
+
+
+def _paging(tensor: Tensor) -> Paging:
+    return Paging(tensor.group, tensor.page_tokens, tensor.pages_per_block, tensor.page_stride)
+
+
+def _bundles(destination: Manifest, source: Manifest, parts: Iterable[_Part]) -> tuple[Bundle, ...]:
+    alike: dict[tuple[Piece, ...], list[tuple[str, int, int]]] = {}
+    strides: dict[object, tuple[tuple[int, int], Stretch, tuple[Stretch, ...]]] = {}
+    for layer, members in groupby(parts, key=lambda part: part.layer):
+        pieces: list[Piece] = []
+        theirs = ours = 0
+        for part in members:
+            shape = part.source.axes, part.destination.axes, part.box
+            if (found := strides.get(shape)) is None:
+                found = strides[shape] = _stretches(*shape)
+            (from_, to), token, axes = found
+            from_ += source.segments[part.source.segment].address + part.source.offset
+            to += destination.segments[part.destination.segment].address + part.destination.offset
+            if not pieces:
+                theirs, ours = from_, to
+            pieces.append(Piece(from_ - theirs, to - ours, part.destination.itemsize, token, axes))
+        alike.setdefault(tuple(pieces), []).append((layer, theirs, ours))
+    return tuple(
+        Bundle(
+            pieces,
+            tuple(layer for layer, _, _ in layers),
+            np.array([theirs for _, theirs, _ in layers], dtype=np.int64),
+            np.array([ours for _, _, ours in layers], dtype=np.int64),
+        )
+        for pieces, layers in alike.items()
+    )
+
+
+def _stretches(
+    theirs: tuple[Axis, ...], ours: tuple[Axis, ...], box: Box
+) -> tuple[tuple[int, int], Stretch, tuple[Stretch, ...]]:
+    """(source, destination) offsets of a box inside its tensors' pages, and its axes on both sides."""
+    from_ = to = 0
+    axes = []
+    for a, b, part in zip(logical_axes(theirs), logical_axes(ours), box, strict=True):
+        from_ += (part.start - a.start) * a.stride
+        to += (part.start - b.start) * b.stride
+        axes.append(Stretch(len(part), a.stride, b.stride))
+    token = [next((axis for axis in side if axis.name is AxisName.TOKEN), None) for side in (theirs, ours)]
+    a_stride, b_stride = (axis.stride if axis else 0 for axis in token)
+    return (from_, to), Stretch(token[1].size if token[1] else 0, a_stride, b_stride), tuple(axes)
+
+
+def pattern(family: Family, source_token: int, destination_token: int, tokens: int) -> Runs:
+    """Merged runs that move `tokens` tokens of all tensors of a family between page 0 of both sides.
+
+    Token arguments count inside the pages; for pages that only move whole they are (0, 0, 1). Ordered by destination.
+    """
+    key = source_token, destination_token, tokens
+    if (found := family.patterns.get(key)) is None:
+        found = join(_bundle_runs(bundle, *key) for bundle in family.bundles)
+        cached = sum(map(len, family.patterns.values()))
+        while family.patterns and cached + len(found) > MAX_CACHED_RUNS:
+            cached -= len(family.patterns.pop(next(iter(family.patterns))))
+        family.patterns[key] = found
+    return found
+
+
+def _bundle_runs(bundle: Bundle, source_token: int, destination_token: int, tokens: int) -> Runs:
+    layer = join(_piece_runs(piece, source_token, destination_token, tokens) for piece in bundle.pieces)
+    return Runs(
+        np.add.outer(bundle.source, layer.source).ravel(),
+        np.add.outer(bundle.destination, layer.destination).ravel(),
+        np.tile(layer.length, len(bundle.layers)),
+    )
+
+
+def _piece_runs(piece: Piece, source_token: int, destination_token: int, tokens: int) -> Runs:
+    token = Stretch(tokens, piece.token.source, piece.token.destination)
+    axes = [axis for axis in sorted((token, *piece.axes), key=lambda axis: axis.destination) if axis.size > 1]
+    length = piece.itemsize
+    while axes and axes[0].source == axes[0].destination == length:
+        length *= axes.pop(0).size
+    source = np.array(piece.source + source_token * token.source, dtype=np.int64)
+    destination = np.array(piece.destination + destination_token * token.destination, dtype=np.int64)
+    for axis in reversed(axes):
+        steps = np.arange(axis.size, dtype=np.int64)
+        source = np.add.outer(source, steps * axis.source)
+        destination = np.add.outer(destination, steps * axis.destination)
+    return Runs(source.ravel(), destination.ravel(), np.full(source.size, length, dtype=np.int64))
+
+
+def concatenate(parts: Iterable[Runs]) -> Runs:
+    given = tuple(parts)
+    if len(given) == 1:
+        return given[0]
+    return Runs(
+        np.concatenate([Runs.empty().source, *(runs.source for runs in given)]),
+        np.concatenate([Runs.empty().destination, *(runs.destination for runs in given)]),
+        np.concatenate([Runs.empty().length, *(runs.length for runs in given)]),
+    )
+
+
+def join(parts: Iterable[Runs]) -> Runs:
+    """All runs in order of destination, those that continue each other on both sides made one."""
+    runs = concatenate(parts)
+    if len(runs) < 2:
+        return runs
+    source, destination, length = runs.source, runs.destination, runs.length
+    if (destination[1:] < destination[:-1]).any():
+        order = np.argsort(destination, kind="stable")
+        source, destination, length = source[order], destination[order], length[order]
+    reach = length[:-1]
+    apart = (source[1:] - source[:-1] != reach) | (destination[1:] - destination[:-1] != reach)
+    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    return Runs(source[first], destination[first], np.add.reduceat(length, first))
+
+
+def explain(plan: Plan) -> str:
+    """The plan in words: one line per source rank, group pair and kind of layer."""
+    lines = [f"destination pp{plan.destination[0]} tp{plan.destination[1]}"]
+    for edge in plan.edges:
+        lines.append(f"  from pp{edge.source[0]} tp{edge.source[1]}")
+        for family in edge.families:
+            a, b = family.source, family.destination
+            cut = "whole pages" if family.whole else f"{a.page_tokens} to {b.page_tokens} tokens per page"
+            lines.append(f"    {family.kind} group {a.group} to {b.group}, {cut}")
+            for bundle in family.bundles:
+                tokens = () if family.whole else (min(a.page_tokens, b.page_tokens),)
+                runs = join([_bundle_runs(bundle, 0, 0, *(tokens or (1,)))])
+                lines.append(
+                    f"      {len(bundle.layers)} layers from {bundle.layers[0]}: {len(bundle.pieces)} tensors, "
+                    f"{runs.total_bytes} bytes in {len(runs)} runs per page"
+                )
+    return "\n".join(lines)

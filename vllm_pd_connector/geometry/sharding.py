@@ -1,0 +1,103 @@
+"""Which slice of a sharded axis each tensor-parallel rank holds, and what slices have in common.
+
+vLLM splits KV heads evenly over the ranks when there are at least as many heads as ranks, and gives each head to
+`tp_size // num_heads` neighbouring ranks when there are fewer. `shard` is the only place that knows this rule; the
+planner only intersects the intervals that manifests declare, as boxes (one interval per logical axis), and
+`require_one_writer` proves that the pieces it chose fill a destination exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from vllm_pd_connector.errors import IncompatiblePeer, InvalidTopology
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Interval:
+    """Half-open range [start, stop) of elements on one axis, in global indices."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"[{self.start}, {self.stop})"
+
+    def intersect(self, other: Interval) -> Interval | None:
+        """The common part, or None if there is none."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return Interval(start, stop) if start < stop else None
+
+
+Box = tuple[Interval, ...]
+"""One interval per logical axis; two boxes are only comparable when they name the same axes in the same order."""
+
+
+def shard(extent: int, tp_size: int, tp_rank: int) -> Interval:
+    """Slice of an axis of `extent` elements (heads) that rank `tp_rank` of `tp_size` holds.
+
+    Raises:
+        InvalidTopology: neither number divides the other, or the rank is outside the group.
+
+    Source: vLLM 0.32, `ModelConfig.get_num_kv_heads` and the weight loader of `QKVParallelLinear`.
+    """
+    if extent < 1 or tp_size < 1:
+        raise InvalidTopology(f"{extent} heads over tensor-parallel size {tp_size}: both must be at least 1")
+    if not 0 <= tp_rank < tp_size:
+        raise InvalidTopology(f"tensor-parallel rank {tp_rank} is outside its group of {tp_size}")
+    if extent % tp_size == 0:
+        size = extent // tp_size
+        return Interval(tp_rank * size, (tp_rank + 1) * size)
+    if tp_size % extent == 0:
+        head = tp_rank // (tp_size // extent)
+        return Interval(head, head + 1)
+    raise InvalidTopology(
+        f"{extent} heads cannot be split over tensor-parallel size {tp_size}: one must divide the other — "
+        "choose another --tensor-parallel-size"
+    )
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes, or None if there is none."""
+    common = tuple(x.intersect(y) for x, y in zip(a, b, strict=True))
+    return None if None in common else tuple(part for part in common if part is not None)
+
+
+def volume(box: Box) -> int:
+    """Number of elements in a box."""
+    return prod(len(interval) for interval in box)
+
+
+def describe(box: Box) -> str:
+    return " x ".join(map(str, box))
+
+
+def require_one_writer(name: str, destination: Box, pieces: Sequence[Box]) -> None:
+    """Prove that `pieces`, parts of `destination`, cover every element of it exactly once.
+
+    Disjoint parts of a box fill it if and only if their volumes add up to its volume.
+
+    Raises:
+        IncompatiblePeer: an element has no source writer, or multiple writers; names the tensor and the interval.
+    """
+    ordered = sorted(pieces)
+    for i, piece in enumerate(ordered):
+        for other in ordered[i + 1 :]:
+            if other[:1] and other[0].start >= piece[0].stop:
+                break
+            if (common := intersect(piece, other)) is not None:
+                raise IncompatiblePeer(
+                    f"{name}: multiple writers for {describe(common)} — the peer's ranks declare overlapping shards; "
+                    "start every rank of it with the same parallel sizes"
+                )
+    if sum(map(volume, ordered)) != volume(destination):
+        held = ", ".join(map(describe, ordered)) or "nothing"
+        raise IncompatiblePeer(
+            f"{name}: no source writer for a part of {describe(destination)}; the peer's ranks hold {held} — "
+            "all ranks of the peer must be present and serve the same model"
+        )

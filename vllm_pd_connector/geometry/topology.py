@@ -1,0 +1,299 @@
+"""May these two instances be paired, and if not, which fields differ?
+
+The check is made of three questions, each answered completely before the next is asked:
+
+1. Is each side sound? Every manifest is valid, and a set of manifests is one whole instance: one worker for every
+   (pipeline, tensor) rank, all telling the same story, their shards tiling every logical tensor.
+2. Do the cached numbers mean the same? Model facts, dtypes, roles, extents, windows: compared by name.
+3. Does a policy object? What this version cannot do although geometry allows it (`context_parallel_policy`), or what
+   a backend forbids. A policy is any function with the signature of `Policy`.
+
+Block sizes, layouts, tensor and pipeline sizes and capacities may differ: the planner converts between them.
+A result that nobody computed denies.
+
+Source: architecture.md, idea 2; xllm-pd-semantics.md 1.1 (statuses, order of evaluation).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from vllm_pd_connector.errors import Difference, IncompatiblePeer, InvalidManifest, InvalidTopology
+from vllm_pd_connector.geometry.check import validate
+from vllm_pd_connector.geometry.manifest import Axis, AxisName, Group, Manifest, ModelFacts, Tensor
+from vllm_pd_connector.geometry.sharding import Box, Interval, require_one_writer
+
+
+class TopologyStatus(StrEnum):
+    """Verdict on a pair of instances."""
+
+    ALLOW_HOMOGENEOUS = "allow_homogeneous"
+    ALLOW_HETEROGENEOUS = "allow_heterogeneous"
+    DENY = "deny"
+    INVALID_LOCAL = "invalid_local"
+    INVALID_REMOTE = "invalid_remote"
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyCheck:
+    """A verdict with its reason; `differences` is not empty only when the status is DENY."""
+
+    status: TopologyStatus = TopologyStatus.DENY
+    reason: str = "the topology was not checked"
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def allowed(self) -> bool:
+        return self.status in (TopologyStatus.ALLOW_HOMOGENEOUS, TopologyStatus.ALLOW_HETEROGENEOUS)
+
+
+Policy = Callable[[Sequence[Manifest], Sequence[Manifest]], Sequence[Difference]]
+"""Objections of a backend or of this version to (local, remote); empty means none."""
+
+
+def context_parallel_policy(local: Sequence[Manifest], remote: Sequence[Manifest]) -> Sequence[Difference]:
+    """Context parallelism interleaves tokens over ranks, which this version does not plan; both sizes must be 1."""
+    found = []
+    for name, flag in (("dcp_size", "--decode-context-parallel-size"), ("pcp_size", "--prefill-context-parallel-size")):
+        here, there = getattr(local[0].parallel, name), getattr(remote[0].parallel, name)
+        if (here, there) != (1, 1):
+            found.append(Difference(name, str(here), str(there), f"this version needs {flag} 1 on both sides"))
+    return found
+
+
+def check_pd_topology(
+    local: Manifest | Sequence[Manifest],
+    remote: Sequence[Manifest],
+    policy: Policy = context_parallel_policy,
+) -> TopologyCheck:
+    """Compare this worker (one manifest) or this instance (all of them) with a whole remote instance.
+
+    Never raises for what a manifest contains. All differences are collected, not only the first.
+    """
+    ours = (local,) if isinstance(local, Manifest) else tuple(local)
+    versions = sorted({m.version for m in remote} - {m.version for m in ours})
+    if ours and versions:
+        advice = "install the same release of vllm_pd_connector on both sides"
+        return _deny([Difference("manifest version", str(ours[0].version), str(versions[0]), advice)])
+    try:
+        check_instance(ours) if not isinstance(local, Manifest) else validate(local)
+    except (InvalidManifest, InvalidTopology, IncompatiblePeer) as error:
+        return TopologyCheck(TopologyStatus.INVALID_LOCAL, f"invalid local topology: {error}")
+    try:
+        check_instance(remote)
+    except (InvalidManifest, InvalidTopology, IncompatiblePeer) as error:
+        return TopologyCheck(TopologyStatus.INVALID_REMOTE, f"invalid remote topology: {error}")
+    if found := [*instance_differences(ours, remote), *policy(ours, remote)]:
+        return _deny(found)
+    if all(any(_same_geometry(mine, theirs) for theirs in remote) for mine in ours):
+        return TopologyCheck(TopologyStatus.ALLOW_HOMOGENEOUS, "")
+    return TopologyCheck(TopologyStatus.ALLOW_HETEROGENEOUS, "")
+
+
+def _deny(differences: Sequence[Difference]) -> TopologyCheck:
+    reason = "incompatible: " + "; ".join(map(str, differences[:3]))
+    more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+    return TopologyCheck(TopologyStatus.DENY, reason + more, tuple(differences))
+
+
+def check_instance(manifests: Sequence[Manifest]) -> None:
+    """Are these manifests exactly the workers of one instance?
+
+    Raises:
+        InvalidManifest: one of them contradicts itself.
+        InvalidTopology: none, some rank missing or twice, or ranks that disagree about a common fact.
+        IncompatiblePeer: the ranks' shards of a tensor do not tile it.
+    """
+    if not manifests:
+        raise InvalidTopology("no worker manifests; every rank of an instance must publish one")
+    for manifest in manifests:
+        validate(manifest)
+    for name, values in _common_facts(manifests).items():
+        if len(set(values)) > 1:
+            a, b = sorted(set(values))[:2]
+            raise InvalidTopology(f"workers disagree about {name}: {a} and {b}; restart all ranks of the instance")
+    parallel = manifests[0].parallel
+    present = Counter((m.parallel.pp_rank, m.parallel.tp_rank) for m in manifests)
+    for rank in ((pp, tp) for pp in range(parallel.pp_size) for tp in range(parallel.tp_size)):
+        # Prefill context parallelism multiplies the workers; the policy decides about it, not this count.
+        if present[rank] != parallel.pcp_size:
+            problem = "incomplete set of workers" if present[rank] < parallel.pcp_size else "duplicate rank"
+            raise InvalidTopology(
+                f"{problem}: {present[rank]} manifests for pipeline rank {rank[0]} tensor rank {rank[1]}, expected "
+                f"{parallel.pcp_size} (sizes pp {parallel.pp_size}, tp {parallel.tp_size}, pcp {parallel.pcp_size})"
+            )
+    _check_tiling(manifests)
+
+
+def _common_facts(manifests: Sequence[Manifest]) -> dict[str, list[str]]:
+    return {
+        "engine_id": [m.engine_id for m in manifests],
+        "transport": [m.transport for m in manifests],
+        "dp_rank": [str(m.parallel.dp_rank) for m in manifests],
+        **{
+            name: [str(getattr(m.parallel, name)) for m in manifests]
+            for name in ("tp_size", "pp_size", "dp_size", "dcp_size", "pcp_size")
+        },
+        **{name: [str(getattr(m.model, name)) for m in manifests] for name in ModelFacts.__struct_fields__},
+    }
+
+
+def _check_tiling(manifests: Sequence[Manifest]) -> None:
+    holders: dict[tuple[str, str], list[tuple[Axis, ...]]] = {}
+    for tensor in (t for m in manifests for t in m.tensors):
+        holders.setdefault((tensor.layer, tensor.role), []).append(tensor.axes)
+    proven: set[tuple[object, ...]] = set()
+    for (layer, role), shapes in holders.items():
+        distinct = tuple(dict.fromkeys(shapes))
+        if distinct in proven:
+            continue
+        extents = {extents_of(axes) for axes in distinct}
+        if len(extents) > 1:
+            a, b = sorted(map(str, extents))[:2]
+            raise InvalidTopology(f"workers disagree about the extents of {layer} {role}: {a} and {b}")
+        whole = tuple(Interval(0, total) for _, total in next(iter(extents)))
+        require_one_writer(f"{layer} {role}", whole, sorted({box_of(axes) for axes in distinct}))
+        proven.add(distinct)
+
+
+def logical_axes(axes: Iterable[Axis]) -> list[Axis]:
+    """The axes that a box is made of: all but TOKEN, in an order that both sides share."""
+    return sorted((axis for axis in axes if axis.name is not AxisName.TOKEN), key=lambda axis: axis.name)
+
+
+def box_of(axes: Iterable[Axis]) -> Box:
+    """The part of the logical tensor that these axes hold."""
+    return tuple(Interval(axis.start, axis.start + axis.size) for axis in logical_axes(axes))
+
+
+def extents_of(axes: Iterable[Axis]) -> tuple[tuple[str, int], ...]:
+    """(axis name, extent in the whole model) of every logical axis."""
+    return tuple((str(axis.name), axis.total) for axis in logical_axes(axes))
+
+
+_ADVICE = {
+    "model": "serve the same model on both sides",
+    "architecture": "serve the same model on both sides",
+    "num_layers": "serve the same model and --revision on both sides",
+    "hidden_size": "serve the same model and --revision on both sides",
+    "num_kv_heads": "serve the same model and --revision on both sides",
+    "head_size": "serve the same model and --revision on both sides",
+    "dtype": "start both with the same --dtype",
+    "kv_cache_dtype": "start both with the same --kv-cache-dtype",
+    "rope": "start both with the same --rope-scaling, --max-model-len and --hf-overrides",
+    "speculative": "start both with the same --speculative-config",
+}
+
+
+def instance_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) -> list[Difference]:
+    """Every field in which two sound sides differ although it must be equal."""
+    mine, theirs = local[0], remote[0]
+    found = [
+        Difference(name, repr(here), repr(there), _ADVICE[name])
+        for name in ModelFacts.__struct_fields__
+        if (here := getattr(mine.model, name)) != (there := getattr(theirs.model, name))
+    ]
+    if mine.transport != theirs.transport:
+        advice = "set the same transport in kv_connector_extra_config"
+        found.append(Difference("transport", mine.transport, theirs.transport, advice))
+    return found + _role_differences(local, remote) + _tensor_differences(local, remote)
+
+
+def _role_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) -> list[Difference]:
+    here, there = _roles(local), _roles(remote)
+    # One worker of a pipeline holds some of the layers; what only the other side has is then no difference.
+    whole = len({m.parallel.pp_rank for m in local}) == local[0].parallel.pp_size
+    found: dict[tuple[str, str], list[str]] = {}
+    for layer in sorted(here.keys() | (there.keys() if whole else set())):
+        sides = here.get(layer, frozenset()), there.get(layer, frozenset())
+        if sides[0] != sides[1]:
+            printed = [", ".join(sorted(roles)) or "absent" for roles in sides]
+            found.setdefault((printed[0], printed[1]), []).append(layer)
+    advice = "serve the same model with the same attention backend and --speculative-config on both sides"
+    return [Difference(f"caches of {_several(layers)}", *sides, advice) for sides, layers in found.items()]
+
+
+def _roles(manifests: Sequence[Manifest]) -> dict[str, frozenset[str]]:
+    roles: dict[str, set[str]] = {}
+    for tensor in (t for m in manifests for t in m.tensors):
+        roles.setdefault(tensor.layer, set()).add(str(tensor.role))
+    return {layer: frozenset(names) for layer, names in roles.items()}
+
+
+def _several(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _tensor_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) -> list[Difference]:
+    theirs: dict[tuple[str, str], dict[tuple[object, ...], tuple[Tensor, Group]]] = {}
+    for manifest in remote:
+        for tensor in manifest.tensors:
+            group = manifest.groups[tensor.group]
+            theirs.setdefault((tensor.layer, tensor.role), {})[_meaning(tensor, group)] = tensor, group
+    found: dict[Difference, list[str]] = {}
+    for manifest in local:
+        for tensor in manifest.tensors:
+            group = manifest.groups[tensor.group]
+            peers = theirs.get((tensor.layer, tensor.role), {})
+            if tensor.opaque and any(box_of(peer.axes) == box_of(tensor.axes) for peer, _ in peers.values()):
+                peers = {k: v for k, v in peers.items() if box_of(v[0].axes) == box_of(tensor.axes)}
+            for peer, peer_group in peers.values():
+                for difference in pair_differences(tensor, group, peer, peer_group):
+                    names = found.setdefault(difference, [])
+                    if (name := f"{tensor.layer} {tensor.role}") not in names[-1:]:
+                        names.append(name)
+    return [
+        Difference(f"{d.field} of {_several(list(dict.fromkeys(names)))}", d.local, d.remote, d.advice)
+        for d, names in found.items()
+    ]
+
+
+def _meaning(tensor: Tensor, group: Group) -> tuple[object, ...]:
+    """What `pair_differences` looks at; ranks that share it need only one comparison."""
+    box = box_of(tensor.axes) if tensor.opaque else ()
+    pages = tensor.page_tokens if tensor.opaque else bool(tensor.page_tokens)
+    extents = extents_of(tensor.axes)
+    return tensor.dtype, tensor.itemsize, tensor.opaque, pages, extents, box, group.kind, group.window
+
+
+def pair_differences(local: Tensor, local_group: Group, remote: Tensor, remote_group: Group) -> list[Difference]:
+    """Why the bytes of one tensor would not mean the same on the other side; empty if they would."""
+    fields: list[tuple[str, object, object, str]] = [
+        ("dtype", local.dtype, remote.dtype, "start both with the same --dtype, --kv-cache-dtype and mamba dtypes"),
+        ("item size", local.itemsize, remote.itemsize, "start both with the same dtypes"),
+        ("group kind", local_group.kind, remote_group.kind, "use the same hybrid KV cache manager setting on both"),
+        ("window", local_group.window, remote_group.window, "serve the same model and --revision on both sides"),
+        ("inner form", local.opaque or "affine", remote.opaque or "affine", "use the same attention backend on both"),
+    ]
+    if local.opaque and remote.opaque:
+        advice = "this attention backend's pages only move whole: use the same {} on both sides"
+        here, there = box_of(local.axes), box_of(remote.axes)
+        fields.append(("page tokens", local.page_tokens, remote.page_tokens, advice.format("--block-size")))
+        fields.append(("page bytes", str(here[0]), str(there[0]), advice.format("--tensor-parallel-size")))
+    else:
+        here_extents, there_extents = _print(local.axes), _print(remote.axes)
+        advice = "serve the same model, --revision and number of speculative tokens on both sides"
+        fields.append(("extents", here_extents, there_extents, advice))
+    return [Difference(name, str(a), str(b), advice) for name, a, b, advice in fields if a != b]
+
+
+def _print(axes: Sequence[Axis]) -> str:
+    return " x ".join(f"{name} {total}" for name, total in extents_of(axes))
+
+
+def _same_geometry(mine: Manifest, theirs: Manifest) -> bool:
+    """Equal coordinates and equal pages, so that blocks map one to one; capacity and addresses may differ."""
+    a, b = mine.parallel, theirs.parallel
+    return (a.tp_rank, a.tp_size, a.pp_rank, a.pp_size) == (b.tp_rank, b.tp_size, b.pp_rank, b.pp_size) and (
+        _pages(mine) == _pages(theirs)
+    )
+
+
+def _pages(manifest: Manifest) -> dict[tuple[str, str], tuple[object, ...]]:
+    return {
+        (t.layer, t.role): (t.page_tokens, t.pages_per_block, t.page_stride, t.axes)
+        for t in manifest.tensors
+    }

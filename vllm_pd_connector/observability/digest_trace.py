@@ -1,0 +1,75 @@
+"""A test switch (`digest_dir`): every worker writes the digests of what it sent or received, one file per request.
+
+    sent-<request id>-tp<r>-pp<r>.npz       tokens [0, num_tokens) of a request held for a reader
+    received-<request id>-tp<r>-pp<r>.npz   tokens [start, stop) that were read, with `remote_request_id`
+
+Each key "layer|role|head" is a uint64 array indexed by absolute token position; 0 where the worker holds no block.
+Equal digests on both sides mean equal logical elements, whatever the layouts; see `geometry.digest`. CPU caches only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_pd_connector.errors import InvalidConfig
+from vllm_pd_connector.geometry.bind import BlockTable
+from vllm_pd_connector.geometry.digest import digests
+from vllm_pd_connector.geometry.manifest import Manifest, Segment
+from vllm_pd_connector.steps import GroupBlocks, HeldRequest, ReceiveOrder
+
+
+class DigestTrace:
+    """Writes the files of one worker.
+
+    Raises:
+        InvalidConfig: the caches are not in CPU memory.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest):
+        if any(segment.device != "cpu" for segment in manifest.segments):
+            raise InvalidConfig("digest_dir: digests are computed for CPU caches only; unset it on devices")
+        self._directory = directory
+        self._manifest = manifest
+        self._memory = [_bytes_of(segment) for segment in manifest.segments]
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def held(self, request: HeldRequest) -> None:
+        """A finished prefill: all of its tokens."""
+        self._write("sent", request.request_id, request.blocks, 0, request.num_tokens)
+
+    def received(self, order: ReceiveOrder) -> None:
+        """A finished receive: the tokens that were read."""
+        assert order.remote is not None
+        extra = {"remote_request_id": np.array(order.remote.remote_request_id)}
+        self._write("received", order.request_id, order.blocks, order.start, order.stop, extra)
+
+    def _write(
+        self,
+        side: str,
+        request_id: str,
+        blocks: Sequence[GroupBlocks],
+        start: int,
+        stop: int,
+        extra: dict[str, NDArray[np.str_]] | None = None,
+    ) -> None:
+        tables = [BlockTable(table.first_block, np.asarray(table.ids, dtype=np.int64)) for table in blocks]
+        arrays: dict[str, NDArray[np.generic]] = {"start": np.array(start), "stop": np.array(stop), **(extra or {})}
+        for digest in digests(self._manifest, self._memory, tables, start, stop).values():
+            for index in range(digest.values.shape[1]):
+                values = np.zeros(stop, dtype=np.uint64)
+                values[start:] = digest.values[:, index]
+                arrays[f"{digest.layer}|{digest.role}|{digest.first_index + index}"] = values
+        place = self._manifest.parallel
+        path = self._directory / f"{side}-{request_id}-tp{place.tp_rank}-pp{place.pp_rank}.npz"
+        with path.open("wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def _bytes_of(segment: Segment) -> NDArray[np.uint8]:
+    """The segment's bytes, without a copy; valid while vLLM keeps its caches."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * segment.length).from_address(segment.address))

@@ -1,0 +1,172 @@
+"""What a worker or the scheduler half counted since it was last asked, and its Prometheus series.
+
+One `PDStats` is filled by the transfer thread, taken by each engine step, aggregated over ranks and over time by
+vLLM, and observed once in the API server. Counts are sums over ranks; `gauges` are set by the scheduler half alone,
+the newest value wins. The series are the same for every transport.
+
+Source: vLLM 0.32, `kv_connector/v1/metrics.py` (KVConnectorStats, KVConnectorPromMetrics).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from vllm_pd_connector.compat.base import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+
+class Phase(StrEnum):
+    """Phases of one receive on one rank; durations in seconds."""
+
+    HANDSHAKE = "handshake"
+    QUEUE = "queue"
+    POST = "post"
+    TRANSFER = "transfer"
+    CONFIRM = "confirm"
+    TOTAL = "total"
+
+
+class FailureKind(StrEnum):
+    """Why a receive failed; a small closed set, used as a label."""
+
+    BAD_PARAMETERS = "bad_parameters"
+    INCOMPATIBLE_PEER = "incompatible_peer"
+    PEER_UNREACHABLE = "peer_unreachable"
+    LEASE_LOST = "lease_lost"
+    TRANSFER_FAILED = "transfer_failed"
+    DEADLINE = "deadline"
+    ABORTED = "aborted"
+    INTERNAL = "internal"
+
+
+_COUNTS = ("bytes", "runs", "descriptors", "receives", "leases_expired")
+_PHASE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_MAX_SAMPLES = 4096
+
+
+class PDStats(KVConnectorStats):  # type: ignore[misc]  # vLLM ships no types
+    """Counts since the last `take`; `data` is a plain dict because it crosses processes."""
+
+    def __init__(self, data: dict[str, Any] | None = None):
+        super().__init__(data if data else {})
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        empty: dict[str, Any] = dict.fromkeys(_COUNTS, 0)
+        self.data: dict[str, Any] = empty | {"failures": {}, "phases": {}, "gauges": {}}
+
+    def count(self, name: str, amount: int = 1) -> None:
+        self.data[name] += amount
+
+    def fail(self, kind: FailureKind) -> None:
+        self.data["failures"][kind.value] = self.data["failures"].get(kind.value, 0) + 1
+
+    def observe_phase(self, phase: Phase, seconds: float) -> None:
+        samples = self.data["phases"].setdefault(phase.value, [])
+        if len(samples) < _MAX_SAMPLES:
+            samples.append(seconds)
+
+    def gauge(self, name: str, value: int) -> None:
+        self.data["gauges"][name] = value
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name in _COUNTS:
+            self.data[name] += other.data[name]
+        for kind, number in other.data["failures"].items():
+            self.data["failures"][kind] = self.data["failures"].get(kind, 0) + number
+        for phase, samples in other.data["phases"].items():
+            mine = self.data["phases"].setdefault(phase, [])
+            mine.extend(samples[: _MAX_SAMPLES - len(mine)])
+        self.data["gauges"].update(other.data["gauges"])
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """One line for vLLM's periodic log; times are averages in milliseconds."""
+        summary: dict[str, int | float] = {
+            "receives": self.data["receives"],
+            "MB": round(self.data["bytes"] / 1e6, 3),
+            "runs": self.data["runs"],
+            "descriptors": self.data["descriptors"],
+            "failures": sum(self.data["failures"].values()),
+            "leases expired": self.data["leases_expired"],
+        }
+        for phase, samples in self.data["phases"].items():
+            if samples:
+                summary[f"{phase} ms"] = round(1e3 * sum(samples) / len(samples), 3)
+        summary.update(self.data["gauges"])
+        return summary
+
+    def is_empty(self) -> bool:
+        return not (
+            any(self.data[name] for name in _COUNTS)
+            or self.data["failures"]
+            or self.data["phases"]
+            or self.data["gauges"]
+        )
+
+
+class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships no types
+    """Prometheus series of the connector, one child per engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ):
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter, gauge, histogram = metric_types[Counter], metric_types[Gauge], metric_types[Histogram]
+        counts = {
+            "bytes": ("vllm:pd_received_bytes", "Bytes read from prefill instances, summed over ranks."),
+            "runs": ("vllm:pd_runs", "Contiguous runs that the reads were made of, summed over ranks."),
+            "descriptors": ("vllm:pd_descriptors", "Descriptors given to the transport, summed over ranks."),
+            "receives": ("vllm:pd_receives", "Receives that ended well, summed over ranks."),
+            "leases_expired": ("vllm:pd_leases_expired", "Requests whose lease ended before they were read (prefill)."),
+        }
+        self._counts = {
+            key: counter(name=name, documentation=text, labelnames=labelnames) for key, (name, text) in counts.items()
+        }
+        self._failures = counter(
+            name="vllm:pd_failed_receives",
+            documentation="Receives that failed, by reason, summed over ranks.",
+            labelnames=[*labelnames, "reason"],
+        )
+        self._phases = histogram(
+            name="vllm:pd_phase_seconds",
+            documentation="Duration of each phase of a receive on one rank, in seconds.",
+            buckets=_PHASE_BUCKETS,
+            labelnames=[*labelnames, "phase"],
+        )
+        gauges = {
+            "leases": ("vllm:pd_leases", "Requests whose blocks the prefill side holds for a reader."),
+            "quarantined blocks": (
+                "vllm:pd_quarantined_blocks",
+                "Blocks kept back because a failed read may still write into them.",
+            ),
+            "free blocks": ("vllm:pd_free_blocks", "Free blocks of the KV-cache pool."),
+        }
+        self._gauges = {
+            key: gauge(name=name, documentation=text, labelnames=labelnames) for key, (name, text) in gauges.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
+        for key, metric in self._counts.items():
+            metric.labels(*labels).inc(transfer_stats_data[key])
+        for kind, number in transfer_stats_data["failures"].items():
+            self._failures.labels(*labels, kind).inc(number)
+        for phase, samples in transfer_stats_data["phases"].items():
+            child = self._phases.labels(*labels, phase)
+            for sample in samples:
+                child.observe(sample)
+        for key, value in transfer_stats_data["gauges"].items():
+            self._gauges[key].labels(*labels).set(value)

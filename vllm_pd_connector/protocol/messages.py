@@ -1,0 +1,215 @@
+"""The side channel's messages: what a decode instance asks of a prefill instance, and the answers.
+
+A frame is a header and a msgpack body. The header (magic, version, sequence number) keeps its form in every version,
+so that another version, or junk, is told apart before the body is looked at, and a refusal still names the request
+that it answers. The sequence number belongs to the client, which matches replies by it; 0 means "not known".
+
+Bodies are strict tagged structs: unknown fields, other types and values out of bounds are refused. All requests are
+idempotent: a client may repeat one whose reply was lost. Bytes of strangers go through `decode_request` and
+`decode_reply`, which raise `ProtocolError` and nothing else, and whose work and memory are bounded by the frame.
+
+Source: architecture.md, "Rules that come from the contract"; docs/design/protocol.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from enum import StrEnum
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from vllm_pd_connector.errors import ProtocolError
+
+MAGIC: Final = b"VPDC"
+PROTOCOL_VERSION: Final = 1
+MIN_VERSION: Final = 1
+
+MAX_REQUEST_FRAME: Final = 64 * 1024
+MAX_REPLY_FRAME: Final = 16 * 1024 * 1024
+MAX_LEASES: Final = 24  # of the longest request ids, in UTF-8, still fit a request frame
+MAX_READERS: Final = 4096
+MAX_TEXT: Final = 4096
+NONCE_BYTES: Final = 16
+
+_HEADER: Final = struct.Struct("!4sHQ")
+_ADVICE: Final = "run releases of vllm_pd_connector on both sides that share a protocol version"
+
+RequestId = Annotated[str, Meta(min_length=1, max_length=512)]
+EngineId = Annotated[str, Meta(min_length=1, max_length=512)]
+Incarnation = Annotated[str, Meta(min_length=32, max_length=32, pattern="^[0-9a-f]{32}$")]
+Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+EncodedManifest = Annotated[bytes, Meta(min_length=1, max_length=MAX_REPLY_FRAME)]
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Strict, immutable, comparable by value."""
+
+
+class LeaseRef(Message, frozen=True):
+    """One lease: the request id on the prefill side and the nonce that was drawn when the lease began."""
+
+    request_id: RequestId
+    nonce: Nonce
+
+
+Leases = Annotated[tuple[LeaseRef, ...], Meta(max_length=MAX_LEASES)]
+
+
+class GetManifests(Message, frozen=True, tag="get_manifests"):
+    """Ask for the manifests of all workers of engine `engine_id`."""
+
+    engine_id: EngineId
+
+
+class Renew(Message, frozen=True, tag="renew"):
+    """Extend leases of requests that still wait, each to now plus its own duration."""
+
+    leases: Leases
+
+
+class ReadDone(Message, frozen=True, tag="read_done"):
+    """Reader `reader` of `readers` (workers that read this lease) has all its bytes: were they valid until now?
+
+    `attempt` is random, drawn once per receive: it tells a repeated message, which is answered as before, from
+    another instance that was given the same lease by a router and reads it too late.
+    """
+
+    lease: LeaseRef
+    reader: Annotated[int, Meta(ge=0, lt=MAX_READERS)]
+    readers: Annotated[int, Meta(ge=1, le=MAX_READERS)]
+    attempt: Nonce
+
+
+class Release(Message, frozen=True, tag="release"):
+    """Give leases back that will not be read (any further)."""
+
+    leases: Leases
+
+
+class Manifests(Message, frozen=True, tag="manifests"):
+    """One encoded `geometry.manifest.Manifest` per worker, of one incarnation of the engine."""
+
+    engine_id: EngineId
+    incarnation: Incarnation
+    manifests: Annotated[tuple[EncodedManifest, ...], Meta(min_length=1, max_length=4096)]
+
+
+class Renewed(Message, frozen=True, tag="renewed"):
+    """`gone` are the request ids of the leases that are not held (with that nonce) any more."""
+
+    gone: Annotated[tuple[RequestId, ...], Meta(max_length=MAX_LEASES)]
+
+
+class ReadVerdict(Message, frozen=True, tag="read_verdict"):
+    """`held`: the lease was held without interruption until the report came. Otherwise `reason` says what happened."""
+
+    held: bool
+    reason: Text
+
+
+class Released(Message, frozen=True, tag="released"):
+    """None of the leases is held any more."""
+
+
+class FailureCode(StrEnum):
+    """What a client can do about a failure differs by code."""
+
+    MALFORMED = "malformed"
+    VERSION = "version"
+    FOREIGN_ENGINE = "foreign_engine"
+    NOT_READY = "not_ready"
+    BUSY = "busy"
+    INTERNAL = "internal"
+
+
+class Failure(Message, frozen=True, tag="failure"):
+    """The request was not served. NOT_READY and BUSY pass; the other codes do not."""
+
+    code: FailureCode
+    message: Text
+
+
+Request = GetManifests | Renew | ReadDone | Release
+Reply = Manifests | Renewed | ReadVerdict | Released | Failure
+
+REPLY_OF: Final[dict[type[Message], type[Message]]] = {
+    GetManifests: Manifests,
+    Renew: Renewed,
+    ReadDone: ReadVerdict,
+    Release: Released,
+}
+
+T = TypeVar("T")
+_encoder: Final = msgspec.msgpack.Encoder()
+_request_decoder: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
+_reply_decoder: Final[msgspec.msgpack.Decoder[Reply]] = msgspec.msgpack.Decoder(Reply)
+
+
+class VersionMismatch(ProtocolError):
+    """A frame of a protocol version that this release does not speak."""
+
+
+def encode(seq: int, message: Request | Reply) -> bytes:
+    """One frame, at PROTOCOL_VERSION. `seq` is a client's number in [0, 2**64).
+
+    Raises:
+        ProtocolError: text that is not valid Unicode, or a frame over the limit of its kind.
+    """
+    try:
+        frame = _HEADER.pack(MAGIC, PROTOCOL_VERSION, seq) + _encoder.encode(message)
+    except (UnicodeEncodeError, struct.error) as error:
+        raise ProtocolError(f"{type(message).__name__} cannot be encoded: {error}") from error
+    limit = MAX_REQUEST_FRAME if type(message) in REPLY_OF else MAX_REPLY_FRAME
+    if len(frame) > limit:
+        raise ProtocolError(f"{type(message).__name__} has {len(frame)} bytes, the limit is {limit}; send fewer items")
+    return frame
+
+
+def decode_request(frame: bytes) -> tuple[int, Request]:
+    """Sequence number and request of a frame.
+
+    Raises:
+        VersionMismatch: another protocol version.
+        ProtocolError: anything else that is not a request of this protocol.
+    """
+    return _decode(frame, MAX_REQUEST_FRAME, _request_decoder)
+
+
+def decode_reply(frame: bytes) -> tuple[int, Reply]:
+    """Sequence number and reply of a frame. Raises as `decode_request`."""
+    return _decode(frame, MAX_REPLY_FRAME, _reply_decoder)
+
+
+def sequence_of(frame: bytes) -> int:
+    """The sequence number of a frame of any version, 0 if it has no header of ours."""
+    if len(frame) < _HEADER.size or frame[: len(MAGIC)] != MAGIC:
+        return 0
+    return int(_HEADER.unpack_from(frame)[2])
+
+
+def lease_batches(leases: Sequence[LeaseRef]) -> Iterator[tuple[LeaseRef, ...]]:
+    """Leases in groups that each fit one Renew or Release."""
+    for first in range(0, len(leases), MAX_LEASES):
+        yield tuple(leases[first : first + MAX_LEASES])
+
+
+def _decode(frame: bytes, limit: int, decoder: msgspec.msgpack.Decoder[T]) -> tuple[int, T]:
+    if len(frame) > limit:
+        raise ProtocolError(f"frame: {len(frame)} bytes, the limit is {limit}")
+    if len(frame) < _HEADER.size:
+        raise ProtocolError(f"frame: {len(frame)} bytes, the header alone has {_HEADER.size}; not a peer of ours?")
+    magic, version, seq = _HEADER.unpack_from(frame)
+    if magic != MAGIC:
+        raise ProtocolError(f"magic: {magic!r} there, {MAGIC!r} here; something else speaks to this port")
+    if not MIN_VERSION <= version <= PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"protocol version: {version} there, {MIN_VERSION} to {PROTOCOL_VERSION} here — {_ADVICE}"
+        )
+    try:
+        return seq, decoder.decode(memoryview(frame)[_HEADER.size :])
+    except Exception as error:  # the border to strangers' bytes: whatever a decoder thinks of them is one error
+        raise ProtocolError(f"message body: {error}"[:MAX_TEXT]) from error

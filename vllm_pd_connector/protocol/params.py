@@ -1,0 +1,282 @@
+"""`kv_transfer_params`: how a prefill instance, a router and a decode instance hand one request on.
+
+The router sends `do_remote_decode` to the prefill instance, takes the parameters that it answers and forwards them,
+unchanged, to the decode instance. The fields are those of vLLM's in-tree NIXL pull connector, so that routers need
+not know us; what is our own stands under one extra key, "pd_connector". A user can write these parameters, so they
+are data of a stranger: everything is typed and bounded, and a field that is neither ours nor known from vLLM is
+refused, because a misspelt field silently ignored is a wrong cache served.
+
+Source: vLLM 0.32 `nixl/pull_scheduler.py` (`request_finished`), `nixl/metadata.py`, `mooncake_connector.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.protocol.messages import (
+    MIN_VERSION,
+    PROTOCOL_VERSION,
+    EngineId,
+    Incarnation,
+    LeaseRef,
+    RequestId,
+)
+
+BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
+BlockIds = Annotated[
+    tuple[Annotated[tuple[BlockId, ...], Meta(max_length=1 << 20)], ...],
+    Meta(max_length=256),
+]
+# Letters of names and addresses only: zmq gives ";", "/" and "*" in an endpoint a meaning of their own.
+Host = Annotated[str, Meta(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._:%-]+\Z")]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+ParallelSize = Annotated[int, Meta(ge=1, le=65536)]
+NumTokens = Annotated[int, Meta(ge=0, lt=2**31)]
+NonceHex = Annotated[str, Meta(min_length=32, max_length=32, pattern="^[0-9a-f]{32}$")]
+TransferId = Annotated[str, Meta(max_length=512)]
+
+IN_TREE_KEYS: Final = frozenset(
+    {
+        "_p_side_truncated",
+        "_remote_blocks_processed",
+        "prompt_token_ids",
+        "remote_prefill_cached_tokens",
+        "remote_block_size",
+        "remote_bootstrap_addr",
+        "remote_tp_size",
+        "transfer_id",
+    }
+)
+"""Fields that vLLM 0.32 or its routers write for other connectors; they carry nothing that a pull needs."""
+
+
+class Kind(Enum):
+    """What the parameters make of a request on this instance."""
+
+    NONE = "none"
+    REMOTE_DECODE = "remote_decode"
+    REMOTE_PREFILL = "remote_prefill"
+
+
+class Base(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Strict, immutable, comparable by value."""
+
+
+class Extension(Base, frozen=True):
+    """The value of "pd_connector": what a pull needs beyond the in-tree fields.
+
+    Attributes:
+        version: of the side channel's protocol.
+        incarnation, nonce: which life of the prefill instance and which lease of it is meant.
+        lease_seconds: how long the lease lasts without a renewal.
+        prompt_digest: of the prompt tokens whose cache is offered, so that it is never read for another prompt.
+        first_blocks: per KV-cache group, which logical block the first id of `remote_block_ids` is (more than 0
+            where a sliding window has passed the first blocks).
+    """
+
+    version: Annotated[int, Meta(ge=0, lt=2**16)]
+    incarnation: Incarnation
+    nonce: NonceHex
+    lease_seconds: Annotated[float, Meta(gt=0, le=86400)]
+    prompt_digest: Annotated[str, Meta(min_length=16, max_length=16, pattern="^[0-9a-f]{16}$")]
+    first_blocks: Annotated[tuple[BlockId, ...], Meta(max_length=256)]
+
+
+class RemotePrefill(Base, frozen=True):
+    """Where a decode instance finds the cache of a request: the answer of a prefill instance.
+
+    `remote_block_ids` has one tuple of logical block ids per KV-cache group, `remote_num_tokens` counts the prompt
+    tokens whose cache is there.
+    """
+
+    do_remote_prefill: bool
+    do_remote_decode: bool
+    remote_block_ids: BlockIds
+    remote_engine_id: EngineId
+    remote_request_id: RequestId
+    remote_host: Host
+    remote_port: Port
+    tp_size: ParallelSize
+    dcp_size: ParallelSize
+    pp_size: ParallelSize
+    remote_num_tokens: NumTokens
+    remote_blocks_expiry_time: float | None
+    transfer_mode: Literal["pull", "push"]
+    pd_connector: Extension
+
+    @property
+    def lease(self) -> LeaseRef:
+        """The lease under which the blocks are held."""
+        return LeaseRef(self.remote_request_id, bytes.fromhex(self.pd_connector.nonce))
+
+
+class RemoteDecode(Base, frozen=True):
+    """What a router asks of a prefill instance: compute the prompt, keep the cache for a decode instance.
+
+    Routers send the fields of the answer as nulls; a value in one of them would ask for something else.
+    """
+
+    do_remote_decode: bool
+    do_remote_prefill: bool | None = None
+    remote_block_ids: None = None
+    remote_engine_id: None = None
+    remote_request_id: None = None
+    remote_host: None = None
+    remote_port: None = None
+    tp_size: None = None
+    dcp_size: None = None
+    pp_size: None = None
+    remote_num_tokens: None = None
+    remote_blocks_expiry_time: None = None
+    transfer_mode: None = None
+    pd_connector: None = None
+
+
+S = TypeVar("S", bound=Base)
+
+
+def kind_of(params: object) -> Kind:
+    """What `params` ask of this instance, from the two flags alone; a null flag counts as false, as in vLLM.
+
+    Raises:
+        ProtocolError: not an object, a flag that is no boolean, or both flags set.
+    """
+    if params is None:
+        return Kind.NONE
+    fields = _fields(params)
+    decode, prefill = (_flag(fields, name) for name in ("do_remote_decode", "do_remote_prefill"))
+    if decode and prefill:
+        raise ProtocolError(
+            "kv_transfer_params: do_remote_decode and do_remote_prefill are both true; set the first for the prefill "
+            "instance, the second for the decode instance"
+        )
+    return Kind.REMOTE_DECODE if decode else Kind.REMOTE_PREFILL if prefill else Kind.NONE
+
+
+def parse_remote_prefill(params: object) -> RemotePrefill:
+    """The parameters of a request on the decode side (pull).
+
+    Raises:
+        ProtocolError: names the field that is unknown, missing, of another type or out of bounds, or the versions.
+    """
+    _require(params, Kind.REMOTE_PREFILL, "do_remote_prefill")
+    fields = _fields(params)
+    if fields.get("pd_connector") is None:
+        raise ProtocolError(
+            "kv_transfer_params: pd_connector is missing; the prefill instance does not run PDConnector, or the router "
+            "did not forward its answer unchanged"
+        )
+    parsed = _convert(fields, RemotePrefill)
+    groups, firsts = len(parsed.remote_block_ids), len(parsed.pd_connector.first_blocks)
+    if groups != firsts:
+        raise ProtocolError(
+            f"kv_transfer_params: remote_block_ids has {groups} groups, pd_connector.first_blocks {firsts}; forward "
+            "the prefill instance's answer unchanged"
+        )
+    version = parsed.pd_connector.version
+    if not MIN_VERSION <= version <= PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"kv_transfer_params: pd_connector.version: {version} there, {MIN_VERSION} to {PROTOCOL_VERSION} here — "
+            "run releases of vllm_pd_connector on both sides that share a protocol version"
+        )
+    return parsed
+
+
+def parse_remote_decode(params: object) -> RemoteDecode:
+    """The parameters of a request on the prefill side.
+
+    Raises:
+        ProtocolError: a field is unknown, or has a value where routers send null.
+    """
+    _require(params, Kind.REMOTE_DECODE, "do_remote_decode")
+    return _convert(_fields(params), RemoteDecode)
+
+
+def remote_prefill_params(
+    *,
+    block_ids: Sequence[Sequence[int]],
+    first_blocks: Sequence[int],
+    lease: LeaseRef,
+    lease_seconds: float,
+    prompt_digest: str,
+    engine_id: str,
+    incarnation: str,
+    host: str,
+    port: int,
+    tp_size: int,
+    dcp_size: int,
+    pp_size: int,
+    num_tokens: int,
+    transfer_mode: Literal["pull", "push"] = "pull",
+) -> dict[str, Any]:
+    """The answer of a prefill instance, ready for JSON; `block_ids` per group, `num_tokens` of the prompt.
+
+    Raises:
+        ProtocolError: a value that no decode instance would accept, so that the failure shows where it is made.
+    """
+    params: dict[str, Any] = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [list(group) for group in block_ids],
+        "remote_engine_id": engine_id,
+        "remote_request_id": lease.request_id,
+        "remote_host": host,
+        "remote_port": port,
+        "tp_size": tp_size,
+        "dcp_size": dcp_size,
+        "pp_size": pp_size,
+        "remote_num_tokens": num_tokens,
+        # A moment of this host's clock means nothing on another; the lease protocol replaces it.
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": transfer_mode,
+        "pd_connector": {
+            "version": PROTOCOL_VERSION,
+            "incarnation": incarnation,
+            "nonce": lease.nonce.hex(),
+            "lease_seconds": lease_seconds,
+            "prompt_digest": prompt_digest,
+            "first_blocks": list(first_blocks),
+        },
+    }
+    parse_remote_prefill(params)
+    return params
+
+
+def _fields(params: object) -> Mapping[Any, Any]:
+    if not isinstance(params, Mapping):
+        raise ProtocolError(f"kv_transfer_params: expected an object, got {type(params).__name__}")
+    return params
+
+
+def _flag(fields: Mapping[Any, Any], name: str) -> bool:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ProtocolError(f"kv_transfer_params: {name}: expected true, false or null, got {type(value).__name__}")
+    return bool(value)
+
+
+def _require(params: object, kind: Kind, flag: str) -> None:
+    found = kind_of(params)
+    if found is not kind:
+        raise ProtocolError(f"kv_transfer_params: {flag} is not true (the parameters say {found.value!r})")
+
+
+def _convert(fields: Mapping[Any, Any], struct: type[S]) -> S:
+    known = set(struct.__struct_fields__) | IN_TREE_KEYS
+    unknown = sorted(repr(key)[:80] for key in fields if key not in known)[:8]
+    if unknown:
+        raise ProtocolError(
+            f"kv_transfer_params: unknown fields {', '.join(unknown)}; forward the prefill instance's answer unchanged "
+            "and keep a router's own data elsewhere"
+        )
+    ours = {key: value for key, value in fields.items() if key not in IN_TREE_KEYS}
+    try:
+        return msgspec.convert(ours, struct)
+    except Exception as error:  # the border to a user's data, as in messages
+        raise ProtocolError(f"kv_transfer_params: {error}"[:4096]) from error

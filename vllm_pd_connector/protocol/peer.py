@@ -1,0 +1,341 @@
+"""One prefill instance as a decode worker sees it, from the first request that needs it to its death.
+
+    CONNECTING --manifests, connected--> READY <--probe answered-- SUSPECT <--suspected-- READY
+        |  ^                               |                         |
+        |  +------ transport lost ---------+-------------------------+
+        |                                                            |
+        +--> REFUSED (for ever)    every state --replaced--> DEAD    +--too many failed fetches--> DEAD
+
+A peer is one life of one engine, named by address and incarnation: another incarnation at the same address is another
+peer, and a machine that sees one declares its own peer dead for ever. Only READY and SUSPECT have a transport
+connection. The manifests are both the handshake and the probe. Nothing is fetched from a peer that nobody wants,
+except to settle a suspicion. Failed attempts back off with jitter; after `max_failures` in a row the waiting requests
+fail, and later ones fail at once until the back-off has passed. A refusal is remembered, with its text.
+
+Source: architecture.md, "Validate before side effects"; peers-and-demands.md §1, ranks 3, 14 and 15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from math import inf
+
+
+class State(Enum):
+    CONNECTING = "connecting"
+    READY = "ready"
+    REFUSED = "refused"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerKey:
+    """One life of one engine: its side channel's address and its incarnation (32 hex digits)."""
+
+    host: str
+    port: int
+    incarnation: str
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port} ({self.incarnation[:8]})"
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """The n-th failure in a row waits base_s * 2**(n-1), at most cap_s, times a random factor in [0.5, 1)."""
+
+    base_s: float = 0.25
+    cap_s: float = 10.0
+    max_failures: int = 4
+
+    def delay(self, failures: int, random: float) -> float:
+        """Seconds to wait after `failures` >= 1 in a row; `random` is in [0, 1)."""
+        return min(self.cap_s, self.base_s * 2.0 ** min(failures - 1, 60)) * (0.5 + random / 2)
+
+
+# Events
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request needs this peer; answered by exactly one of StartRequests and FailRequests, unless Unwanted."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unwanted:
+    """A request that waits was given up."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestsArrived:
+    """`FetchManifests` of this number was answered by an engine of `incarnation`."""
+
+    attempt: int
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """`FetchManifests` of this number had no usable answer; it may have one later."""
+
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """Answers `Connect`: manifests accepted, plan made, transport connected."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectFailed:
+    """Answers `Connect`: the transport did not connect, another attempt may."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Answers `Connect` or `FetchManifests`: this pair can never work; the text of IncompatiblePeer, or of a version
+    that is not ours."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Suspected:
+    """Something timed out; the peer may be gone."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The transport says that its connection is gone."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """Another engine answers at the peer's address."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dismissed:
+    """This side wants the connection closed (idle for long, shutdown)."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; see `next_deadline`."""
+
+
+Event = (
+    Wanted
+    | Unwanted
+    | ManifestsArrived
+    | FetchFailed
+    | Connected
+    | ConnectFailed
+    | Refused
+    | Suspected
+    | Lost
+    | Replaced
+    | Dismissed
+    | Tick
+)
+
+# Actions
+
+
+@dataclass(frozen=True, slots=True)
+class FetchManifests:
+    """Send GetManifests; bring back ManifestsArrived, FetchFailed, Refused or Replaced."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Check the manifests, plan, connect the transport; answer with Connected, ConnectFailed or Refused before any
+    other event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Disconnect the transport; receives that still run with this peer fail with the reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartRequests:
+    """The peer is ready for these requests (in the order in which they came)."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FailRequests:
+    """These requests cannot be had from this peer."""
+
+    request_ids: tuple[str, ...]
+    reason: str
+
+
+Action = FetchManifests | Connect | Disconnect | StartRequests | FailRequests
+
+
+class Peer:
+    """The machine of one peer. `random` returns numbers in [0, 1) and spreads the retries of many workers."""
+
+    def __init__(self, key: PeerKey, random: Callable[[], float], backoff: Backoff | None = None) -> None:
+        self.key = key
+        self._random = random
+        self._backoff = backoff or Backoff()
+        self._state = State.CONNECTING
+        self._reason = ""
+        self._waiting: dict[str, None] = {}  # in order of arrival
+        self._attempt = 0
+        self._fetching = False
+        self._connecting = False
+        self._failures = 0
+        self._retry_at = -inf
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def reason(self) -> str:
+        """Why the peer is in doubt, refused or dead."""
+        return self._reason
+
+    def next_deadline(self) -> float | None:
+        """When a `Tick` is due, None if none is."""
+        return self._retry_at if self._wants_fetch() else None
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What to do about an event; the actions are executed in order, before the next event."""
+        if self._connecting:
+            assert isinstance(event, Connected | ConnectFailed | Refused), f"Connect was answered by {event}"
+        match event:
+            case Wanted(request_id):
+                return self._want(request_id, now)
+            case Unwanted(request_id):
+                self._waiting.pop(request_id, None)
+                return []
+            case ManifestsArrived(attempt, incarnation):
+                return self._arrived(incarnation) if self._is_current(attempt) else []
+            case FetchFailed(attempt, reason):
+                return self._failed(reason, now) if self._is_current(attempt) else []
+            case Connected():
+                return self._ready()
+            case ConnectFailed(reason):
+                return self._failed(reason, now)
+            case Refused(reason):
+                return self._end(State.REFUSED, reason, inf)
+            case Replaced(reason):
+                return self._end(State.DEAD, reason, inf)
+            case Dismissed(reason):
+                return self._end(State.DEAD, reason, now)
+            case Suspected(reason):
+                return self._suspect(reason, now)
+            case Lost(reason):
+                return self._lost(reason, now)
+            case Tick():
+                return self._pursue(now)
+
+    def _want(self, request_id: str, now: float) -> list[Action]:
+        if self._state is State.READY:
+            return [StartRequests((request_id,))]
+        if self._state is State.DEAD and now >= self._retry_at:
+            self._state = State.CONNECTING
+        if self._state in (State.REFUSED, State.DEAD):
+            return [FailRequests((request_id,), self._reason)]
+        self._waiting[request_id] = None
+        return self._pursue(now)
+
+    def _wants_fetch(self) -> bool:
+        wanted = self._state is State.SUSPECT or (self._state is State.CONNECTING and bool(self._waiting))
+        return wanted and not (self._fetching or self._connecting)
+
+    def _pursue(self, now: float) -> list[Action]:
+        if not self._wants_fetch() or now < self._retry_at:
+            return []
+        self._attempt += 1
+        self._fetching = True
+        return [FetchManifests(self._attempt)]
+
+    def _is_current(self, attempt: int) -> bool:
+        return self._fetching and attempt == self._attempt
+
+    def _arrived(self, incarnation: str) -> list[Action]:
+        self._fetching = False
+        if incarnation != self.key.incarnation:
+            reason = f"the prefill instance at {self.key} was restarted: incarnation {incarnation[:8]} answers there"
+            return self._end(State.DEAD, reason, inf)
+        if self._state is State.SUSPECT:
+            return self._ready()
+        self._connecting = True
+        return [Connect()]
+
+    def _ready(self) -> list[Action]:
+        self._connecting = False
+        self._state, self._reason, self._failures, self._retry_at = State.READY, "", 0, -inf
+        waiting = self._take_waiting()
+        return [StartRequests(waiting)] if waiting else []
+
+    def _failed(self, reason: str, now: float) -> list[Action]:
+        self._fetching = self._connecting = False
+        self._count_failure(reason, now)
+        if self._failures < self._backoff.max_failures:
+            return []
+        text = f"the prefill instance at {self.key} cannot be reached ({self._failures} attempts failed): {reason}"
+        return self._end(State.DEAD, text, self._retry_at)
+
+    def _suspect(self, reason: str, now: float) -> list[Action]:
+        if self._state is not State.READY:
+            return []
+        self._state, self._reason = State.SUSPECT, reason
+        return self._pursue(now)
+
+    def _lost(self, reason: str, now: float) -> list[Action]:
+        if not self._has_transport():
+            return []
+        self._state = State.CONNECTING
+        self._count_failure(reason, now)
+        return [Disconnect(reason)]
+
+    def _count_failure(self, reason: str, now: float) -> None:
+        self._reason = reason
+        self._failures += 1
+        self._retry_at = now + self._backoff.delay(self._failures, self._random())
+
+    def _end(self, state: State, reason: str, retry_at: float) -> list[Action]:
+        self._fetching = self._connecting = False
+        if self._retry_at == inf:  # refused or replaced before: that reason stays
+            return []
+        actions: list[Action] = [Disconnect(reason)] if self._has_transport() else []
+        self._state, self._reason, self._retry_at = state, reason, retry_at
+        waiting = self._take_waiting()
+        return [*actions, FailRequests(waiting, reason)] if waiting else actions
+
+    def _has_transport(self) -> bool:
+        return self._state in (State.READY, State.SUSPECT)
+
+    def _take_waiting(self) -> tuple[str, ...]:
+        waiting, self._waiting = tuple(self._waiting), {}
+        return waiting

@@ -1,0 +1,233 @@
+"""One request's receive on one decode worker, from waiting for its peer to the report that vLLM needs.
+
+    WAITING --peer ready--> READING --all transfers done--> CONFIRMING --verdict: held--> DONE
+       |                       |                                |
+       +---- peer failed, abort, deadline, a transfer failed, verdict: not held ----> FAILED
+                                                     (DRAINING first, while a transfer may still write)
+
+vLLM keeps a request's blocks until the worker has reported it, also when it was aborted: exactly one `Report` leaves
+this machine. It is a success only if the prefill side, asked after the last byte had arrived, said that the blocks
+were held all the time. No transfer can be cancelled, so a failure is reported at once but with `quarantined=True`
+while transfers may still write into the blocks; `Drained` follows when the last of them is terminal.
+
+Source: architecture.md, "Nothing can be cancelled"; vllm-0.32-connectors.md §1.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class State(Enum):
+    WAITING = "waiting for the peer"
+    READING = "reading"
+    CONFIRMING = "confirming the read"
+    DONE = "done"
+    DRAINING = "failed, transfers may still write"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds that each phase may take."""
+
+    wait_s: float
+    read_s: float
+    confirm_s: float
+
+
+# Events
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReady:
+    """The peer is connected and the request is bound; it will take `transfers` transfers (0: nothing is missing)."""
+
+    transfers: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailed:
+    """The receive cannot go on: the peer is refused or lost, or the request does not bind. Says nothing about
+    transfers that were started; each of those ends by an event of its own."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransferDone:
+    """Transfer `index` has written its last byte to its destination, conversion included."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed:
+    """Transfer `index` failed or was not started; if not `terminal`, it may still write, until a later event."""
+
+    index: int
+    reason: str
+    terminal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The prefill side's answer to `Confirm`."""
+
+    held: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictTimeout:
+    """No answer to `Confirm` came in time, or one that can be asked for again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The request was aborted on this side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; see `next_deadline`."""
+
+
+Event = PeerReady | PeerFailed | TransferDone | TransferFailed | Verdict | VerdictTimeout | Abort | Tick
+
+# Actions
+
+
+@dataclass(frozen=True, slots=True)
+class StartReads:
+    """Start the transfers; one that cannot be started is a `TransferFailed(terminal=True)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """Send `ReadDone` and bring back its verdict; repeated with the same attempt until the phase's deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tell vLLM. `quarantined`: transfers may still write, keep the destination until `Drained`."""
+
+    ok: bool
+    reason: str
+    quarantined: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Nothing writes any more; the quarantine is over."""
+
+
+Action = StartReads | Confirm | Report | Drained
+
+
+class Receive:
+    """The machine of one receive. Events after the end are late messages and have no effect."""
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self._limits = limits
+        self._state = State.WAITING
+        self._deadline: float | None = now + limits.wait_s
+        self._writing: set[int] = set()
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def writing(self) -> frozenset[int]:
+        """Indices of the transfers that may still write."""
+        return frozenset(self._writing)
+
+    def next_deadline(self) -> float | None:
+        """When a `Tick` is due, None if none is."""
+        return self._deadline
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What to do about an event; the actions are executed in order, before the next event."""
+        match event:
+            case TransferDone(index):
+                return self._ended(index, now)
+            case TransferFailed(index, reason, terminal):
+                return self._transfer_failed(index, reason, terminal)
+            case PeerReady(transfers):
+                return self._start(transfers, now)
+            case PeerFailed(reason):
+                return self._fail(reason)
+            case Abort():
+                return self._fail("aborted")
+            case Tick():
+                return self._tick(now)
+            case Verdict(held, reason):
+                return self._judge(held, reason)
+            case VerdictTimeout():
+                return [Confirm()] if self._state is State.CONFIRMING else []
+
+    def _start(self, transfers: int, now: float) -> list[Action]:
+        if self._state is not State.WAITING:
+            return []
+        if transfers == 0:
+            return self._confirm(now)
+        self._enter(State.READING, now + self._limits.read_s)
+        self._writing = set(range(transfers))
+        return [StartReads()]
+
+    def _confirm(self, now: float) -> list[Action]:
+        self._enter(State.CONFIRMING, now + self._limits.confirm_s)
+        return [Confirm()]
+
+    def _ended(self, index: int, now: float) -> list[Action]:
+        if index not in self._writing:
+            return []
+        self._writing.discard(index)
+        if self._writing:
+            return []
+        if self._state is State.DRAINING:
+            self._enter(State.FAILED)
+            return [Drained()]
+        return self._confirm(now)
+
+    def _transfer_failed(self, index: int, reason: str, terminal: bool) -> list[Action]:
+        if index not in self._writing:
+            return []
+        if terminal:
+            self._writing.discard(index)
+        if self._state is State.READING:
+            return self._fail(reason)
+        if self._writing:
+            return []
+        self._enter(State.FAILED)
+        return [Drained()]
+
+    def _judge(self, held: bool, reason: str) -> list[Action]:
+        if self._state is not State.CONFIRMING:
+            return []
+        if not held:
+            return self._fail(f"the prefill side no longer vouches for the blocks: {reason}")
+        self._enter(State.DONE)
+        return [Report(ok=True, reason="", quarantined=False)]
+
+    def _tick(self, now: float) -> list[Action]:
+        if self._deadline is None or now < self._deadline:
+            return []
+        limit = {
+            State.WAITING: self._limits.wait_s,
+            State.READING: self._limits.read_s,
+            State.CONFIRMING: self._limits.confirm_s,
+        }[self._state]
+        return self._fail(f"deadline: {self._state.value} took longer than {limit:g} s")
+
+    def _fail(self, reason: str) -> list[Action]:
+        if self._state not in (State.WAITING, State.READING, State.CONFIRMING):
+            return []
+        quarantined = bool(self._writing)
+        self._enter(State.DRAINING if quarantined else State.FAILED)
+        return [Report(ok=False, reason=reason, quarantined=quarantined)]
+
+    def _enter(self, state: State, deadline: float | None = None) -> None:
+        self._state, self._deadline = state, deadline

@@ -1,0 +1,94 @@
+"""What changes in a request body on its way to the prefill and to the decode instance (serial pull hand-off).
+
+The prefill instance gets the client's request cut down to one token, with `kv_transfer_params` that ask it to keep the
+cache. Its answer carries the parameters by which a decode instance finds that cache; they are passed on unchanged. The
+token that the prefill instance samples is thrown away: the decode instance samples the first token itself, so all that
+only shapes the answer (stop conditions, log-probabilities) is left out of the first leg. Leaving the stop conditions
+out is also what makes the first leg always end by length, the only end after which a connector hands a cache over.
+
+Source of the fields: vLLM 0.32 `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py` and the pull scheduler of
+its NIXL connector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_pd_connector.errors import ProtocolError
+
+Body = dict[str, Any]
+
+ASK_PREFILL: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+ANSWER_ONLY = frozenset(
+    {
+        "echo",
+        "logprobs",
+        "min_tokens",
+        "prompt_logprobs",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "stop",
+        "stop_token_ids",
+        "stream_options",
+        "top_logprobs",
+    }
+)
+"""Fields that only shape the answer; the first leg's answer is not seen by anyone."""
+
+
+def check_client_body(body: object) -> Body:
+    """The body as an object that one cache can serve.
+
+    Raises:
+        ProtocolError: not an object, or a request that stands for several engine requests (several prompts, `n`,
+            beams): a hand-off describes the cache of exactly one.
+    """
+    if not isinstance(body, dict):
+        raise ProtocolError(f"the request body is {type(body).__name__}; send a JSON object")
+    for field in ("n", "best_of"):
+        if body.get(field) not in (None, 1):
+            raise ProtocolError(
+                f"{field}: {body[field]!r}; one cache is handed over per request, send several requests"
+            )
+    if body.get("use_beam_search"):
+        raise ProtocolError("use_beam_search: beams are several requests to the engine; only one cache is handed over")
+    if body.get("kv_transfer_params") is not None:
+        raise ProtocolError("kv_transfer_params: set by the router; leave it out")
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise ProtocolError(f"prompt: {len(prompt)} prompts; send one request for each")
+        return body | {"prompt": prompt[0]}
+    return body
+
+
+def prefill_body(body: Body) -> Body:
+    """The first leg: the same prompt, one token, and the cache kept."""
+    kept = {field: value for field, value in body.items() if field not in ANSWER_ONLY}
+    one_token = {"max_tokens": 1, **({"max_completion_tokens": 1} if "max_completion_tokens" in body else {})}
+    return kept | one_token | {"stream": False, "ignore_eos": True, "kv_transfer_params": dict(ASK_PREFILL)}
+
+
+def decode_body(body: Body, prefill_answer: object) -> Body:
+    """The second leg: the client's request and where its cache is.
+
+    Raises:
+        ProtocolError: the prefill instance handed nothing over. Going on would make the decode instance compute the
+            prompt itself: right tokens, but the prefill's work is lost and nobody notices.
+    """
+    params = prefill_answer.get("kv_transfer_params") if isinstance(prefill_answer, dict) else None
+    if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+        raise ProtocolError(
+            f"the prefill instance answered with kv_transfer_params {params!r:.200}; start it with "
+            "--kv-transfer-config and a connector whose role is kv_producer"
+        )
+    return body | {"kv_transfer_params": params}

@@ -1,0 +1,149 @@
+"""The consumer side: requests whose prefill ran on another instance.
+
+States of a request here, in the scheduler's thread:
+
+    PENDING   known, its lease on the prefill side is being renewed, nothing allocated yet
+    LOADING   blocks allocated, the workers were told to read; vLLM waits for every rank's report
+
+A request leaves PENDING without loading when its prompt is already cached here or when it is aborted; its lease is
+then released at once. It leaves LOADING when vLLM has every rank's report, also when it was aborted meanwhile. A
+request with refused parameters takes the same way with an error in place of the remote, because a report from the
+workers is the only way in which vLLM fails one request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.compat.blocks import owned_blocks, prompt_digest, transfer_params
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.protocol.params import RemotePrefill, parse_remote_prefill
+from vllm_pd_connector.scheduler.keeper import LeaseKeeper
+from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Receive:
+    remote: RemotePrefill | None
+    error: str = ""
+    loading: bool = False
+    blocks: list[KVCacheBlock] = field(default_factory=list)
+
+
+class Consumer:
+    """Requests that read their prompt's caches from a prefill instance."""
+
+    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
+        self._groups = tuple(kv_cache_config.transfer_group_ids)
+        self._receives: dict[str, _Receive] = {}
+        self._orders: list[ReceiveOrder] = []
+        self._aborts: list[str] = []
+        self._keeper = LeaseKeeper(config)
+
+    def add(self, request: Request) -> None:
+        """A request with remote prefill arrived; keep its lease alive while it queues."""
+        try:
+            remote = parse_remote_prefill(transfer_params(request))
+            self._check(request, remote)
+        except ProtocolError as error:
+            self.refuse(request, str(error))
+            return
+        self._receives[request.request_id] = _Receive(remote)
+        self._keeper.keep(remote)
+
+    def _check(self, request: Request, remote: RemotePrefill) -> None:
+        """Parameters that fit another prompt, or another number of groups, are refused here, before any traffic."""
+        if len(remote.remote_block_ids) != len(self._groups):
+            raise ProtocolError(
+                f"remote_block_ids has {len(remote.remote_block_ids)} KV-cache groups, this instance transfers "
+                f"{len(self._groups)}: serve the same model with the same cache flags on both sides"
+            )
+        digest = prompt_digest(request, remote.remote_num_tokens)
+        if remote.remote_num_tokens > request.num_prompt_tokens or digest != remote.pd_connector.prompt_digest:
+            raise ProtocolError(
+                f"the prefilled prompt ({remote.remote_num_tokens} tokens, digest {remote.pd_connector.prompt_digest}) "
+                f"is not this request's ({request.num_prompt_tokens} tokens, digest {digest}): send the decode request "
+                "with the same prompt and the kv_transfer_params that its own prefill returned"
+            )
+
+    def refuse(self, request: Request, reason: str) -> None:
+        """Remember that the request must fail, and why."""
+        logger.error("request %s: kv_transfer_params refused: %s", request.request_id, reason)
+        self._receives[request.request_id] = _Receive(None, error=reason)
+
+    def num_remote_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens to load beyond the local prefix hit; without side effects, vLLM may ask again."""
+        receive = self._receives.get(request.request_id)
+        if receive is None or receive.loading:
+            return 0
+        available = receive.remote.remote_num_tokens if receive.remote is not None else request.num_prompt_tokens
+        return max(available - num_computed_tokens, 0)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """vLLM allocated blocks. Called again when the loaded request is scheduled (with nothing external)."""
+        receive = self._receives.get(request.request_id)
+        if receive is None or receive.loading:
+            return
+        if num_external_tokens == 0:
+            self._forget(request.request_id, release=True)
+            return
+        receive.loading = True
+        receive.blocks = owned_blocks(blocks, self._groups)
+        stop = receive.remote.remote_num_tokens if receive.remote is not None else num_external_tokens
+        ids = blocks.get_block_ids()
+        self._orders.append(
+            ReceiveOrder(
+                request_id=request.request_id,
+                remote=receive.remote,
+                error=receive.error,
+                blocks=tuple(GroupBlocks(0, tuple(ids[group])) for group in self._groups),
+                start=stop - num_external_tokens,
+                stop=stop,
+            )
+        )
+
+    def finished(self, request: Request) -> None:
+        """The request ended: normally, or aborted in any state."""
+        receive = self._receives.get(request.request_id)
+        if receive is None:
+            return
+        if receive.loading:
+            self._aborts.append(request.request_id)
+        else:
+            self._forget(request.request_id, release=True)
+
+    def received(self, request_id: str) -> None:
+        """Every rank reported; the workers have told the prefill side."""
+        self._forget(request_id, release=False)
+
+    def blocks_of(self, request_id: str) -> list[KVCacheBlock]:
+        """The blocks that a loading request's reads may write."""
+        receive = self._receives.get(request_id)
+        return receive.blocks if receive is not None else []
+
+    def take(self) -> tuple[list[ReceiveOrder], list[str]]:
+        """What the workers must begin and what they must give up."""
+        orders, aborts = self._orders, self._aborts
+        if orders or aborts:
+            self._orders, self._aborts = [], []
+        return orders, aborts
+
+    def _forget(self, request_id: str, *, release: bool) -> None:
+        receive = self._receives.pop(request_id, None)
+        if receive is not None and receive.remote is not None:
+            self._keeper.drop(receive.remote, release=release)
+
+    def close(self) -> None:
+        self._keeper.close()

@@ -1,0 +1,118 @@
+"""The scheduler half: one object in the engine core process that answers vLLM's scheduler.
+
+A request is on the producer side (`do_remote_decode`: keep its blocks for a reader) or on the consumer side
+(`do_remote_prefill`: read its blocks from another instance) or none of our business. Each side is a class of its
+own; this one tells them apart and assembles the step's metadata. It runs in the scheduler's thread; what must not
+wait for an engine step (leases, renewals, the side channel) lives in the threads of `producer` and `consumer`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.compat.blocks import Quarantine, finished_normally, transfer_params
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.observability.stats import PDStats
+from vllm_pd_connector.protocol.params import Kind, kind_of
+from vllm_pd_connector.scheduler.consumer import Consumer
+from vllm_pd_connector.scheduler.producer import Producer
+from vllm_pd_connector.steps import StepMetadata, WorkerReport
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+
+class SchedulerHalf:
+    """See the module. One per engine."""
+
+    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
+        self.group_ids = tuple(kv_cache_config.transfer_group_ids)
+        self.producer = Producer(config, vllm_config, kv_cache_config)
+        self.consumer = Consumer(config, vllm_config, kv_cache_config)
+        self._quarantine: Quarantine | None = None
+        self._gauges: dict[str, int] = {}
+
+    def serve(self, manifests: list[bytes]) -> None:
+        """The workers are ready: let peers fetch their manifests."""
+        self.producer.serve(manifests)
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        self._quarantine = Quarantine(pool)
+
+    def on_new_request(self, request: Request) -> None:
+        """A request arrived. Bad parameters are remembered and fail the request when it would load."""
+        try:
+            if kind_of(transfer_params(request)) is Kind.REMOTE_PREFILL:
+                self.consumer.add(request)
+        except ProtocolError as error:
+            self.consumer.refuse(request, str(error))
+
+    def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        count = self.consumer.num_remote_tokens(request, num_computed_tokens)
+        return count, count > 0
+
+    def update_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self.consumer.allocated(request, blocks, num_external_tokens)
+
+    def request_finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks must be kept, and the parameters for whoever reads them."""
+        self.consumer.finished(request)
+        try:
+            kind = kind_of(transfer_params(request))
+        except ProtocolError as error:
+            logger.error("request %s: %s", request.request_id, error)
+            return False, None
+        if kind is not Kind.REMOTE_DECODE or not finished_normally(request):
+            return False, None
+        params = self.producer.hold(request, [block_ids[group] for group in self.group_ids])
+        return params is not None, params
+
+    def build_metadata(self) -> StepMetadata:
+        receives, aborts = self.consumer.take()
+        sent, held = self.producer.take()
+        return StepMetadata(receives=receives, aborts=aborts, sent=sent, held=held)
+
+    def update_output(self, output: KVConnectorOutput) -> None:
+        """Called before vLLM frees the blocks of failed requests, so that quarantine comes first."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            assert self._quarantine is not None
+            for request_id, ranks in report.quarantined.items():
+                self._quarantine.add(request_id, self.consumer.blocks_of(request_id), ranks)
+            for request_id, ranks in report.drained.items():
+                self._quarantine.drain(request_id, ranks)
+        for request_id in output.finished_recving or ():
+            self.consumer.received(request_id)
+
+    def stats(self) -> PDStats | None:
+        """Gauges that changed and leases that expired since the last call; None when nothing did."""
+        gauges = {"leases": self.producer.num_leases}
+        if self._quarantine is not None:
+            gauges |= {
+                "quarantined blocks": self._quarantine.num_blocks,
+                "free blocks": self._quarantine.num_free_blocks,
+            }
+        expired = self.producer.take_expired()
+        if gauges == self._gauges and not expired:
+            return None
+        self._gauges = gauges
+        stats = PDStats()
+        stats.count("leases_expired", expired)
+        for name, value in gauges.items():
+            stats.gauge(name, value)
+        return stats
+
+    def shutdown(self) -> None:
+        self.consumer.close()
+        self.producer.close()

@@ -1,0 +1,114 @@
+"""Keeps leases alive on prefill instances while requests queue here, on a thread of its own.
+
+A decode instance may queue a request for longer than the lease, and its forward loop must not decide whether the
+lease lives. The thread starts with the first remote request, sleeps until the next renewal or command, and speaks
+only to the side channel. A renewal that fails is only logged: the read that follows is what finds out, and fails
+the request with the prefill side's reason.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.protocol.messages import LeaseRef, Release, Renew, Renewed, Request, lease_batches
+from vllm_pd_connector.sidechannel.client import SideChannelClient
+from vllm_pd_connector.sidechannel.sockets import endpoint
+from vllm_pd_connector.sidechannel.waiting import Wake, wait
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_pd_connector.config import Config
+    from vllm_pd_connector.protocol.params import RemotePrefill
+
+logger = init_logger(__name__)
+
+RENEWALS_PER_LEASE = 3
+REPLY_TIMEOUT_S = 5.0
+
+
+class LeaseKeeper:
+    """Renews and releases leases; `keep` and `drop` may be called from any thread."""
+
+    def __init__(self, config: Config):
+        self._commands: deque[Callable[[], None]] = deque()
+        self._leases: dict[str, dict[LeaseRef, float]] = {}
+        self._due: dict[str, float] = {}
+        self._wake = Wake()
+        self._stop = False
+        self._thread: threading.Thread | None = None
+
+    def keep(self, remote: RemotePrefill) -> None:
+        """Renew this lease until `drop`."""
+        self._submit(lambda: self._add(remote))
+
+    def drop(self, remote: RemotePrefill, *, release: bool) -> None:
+        """Stop renewing; with `release`, tell the prefill side that nobody will read."""
+        self._submit(lambda: self._remove(remote, release))
+
+    def close(self) -> None:
+        """End the thread; queued releases are still sent."""
+        if self._thread is not None:
+            self._submit(self._end)
+            self._thread.join(timeout=REPLY_TIMEOUT_S)
+
+    def _submit(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="pd-lease-keeper", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    # Everything below runs in the keeper's thread.
+
+    def _run(self) -> None:
+        self._client = SideChannelClient()
+        while not self._stop:
+            wait(self._client, self._wake, min(self._due.values(), default=None))
+            while self._commands:
+                self._commands.popleft()()
+            self._renew_due(time.monotonic())
+            for _, outcome in self._client.receive():
+                if isinstance(outcome, Renewed) and outcome.gone:
+                    logger.warning("the prefill side no longer holds %s", ", ".join(outcome.gone))
+                elif isinstance(outcome, Exception):
+                    logger.warning("lease renewal: %s", outcome)
+        self._client.close()
+
+    def _add(self, remote: RemotePrefill) -> None:
+        address = endpoint(remote.remote_host, remote.remote_port)
+        interval = remote.pd_connector.lease_seconds / RENEWALS_PER_LEASE
+        self._leases.setdefault(address, {})[remote.lease] = interval
+        due = time.monotonic() + interval
+        self._due[address] = min(self._due.get(address, due), due)
+
+    def _remove(self, remote: RemotePrefill, release: bool) -> None:
+        address = endpoint(remote.remote_host, remote.remote_port)
+        leases = self._leases.get(address, {})
+        leases.pop(remote.lease, None)
+        if not leases:
+            self._leases.pop(address, None)
+            self._due.pop(address, None)
+        if release:
+            self._send(address, Release((remote.lease,)))
+
+    def _renew_due(self, now: float) -> None:
+        for address in [address for address, due in self._due.items() if due <= now]:
+            leases = self._leases[address]
+            for batch in lease_batches(list(leases)):
+                self._send(address, Renew(batch))
+            self._due[address] = now + min(leases.values())
+
+    def _send(self, address: str, request: Request) -> None:
+        try:
+            self._client.send(address, request, REPLY_TIMEOUT_S)
+        except ProtocolError as error:
+            logger.warning("lease renewal: %s", error)
+
+    def _end(self) -> None:
+        self._stop = True

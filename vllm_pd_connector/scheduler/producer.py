@@ -1,0 +1,127 @@
+"""The producer side: a finished prefill's blocks, held under a lease until they were read.
+
+`hold` is called when a request finishes; from then on the side-channel server's thread owns the lease (renewals,
+reads reported as done, expiry). Each engine step takes what ended and has the workers report it as sent, which is
+how vLLM learns that the blocks are free. vLLM keeps stepping while a finished request's blocks are held, so an
+ended lease never waits for traffic.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm_pd_connector.compat import facts
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.compat.blocks import NULL_BLOCK, prompt_digest
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.protocol.lease import End
+from vllm_pd_connector.protocol.messages import LeaseRef
+from vllm_pd_connector.protocol.params import remote_prefill_params
+from vllm_pd_connector.sidechannel.server import SideChannelServer
+from vllm_pd_connector.steps import GroupBlocks, HeldRequest
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+
+class Producer:
+    """Leases of finished prefills. The server starts when the workers' manifests are known."""
+
+    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
+        parallel = vllm_config.parallel_config
+        self._config = config
+        self._serves = vllm_config.kv_transfer_config.is_kv_producer
+        self._engine_id = facts.engine_id(vllm_config)
+        self._incarnation = secrets.token_hex(16)
+        self._host, self._port = config.side_channel(parallel.data_parallel_index)
+        self._parallel = parallel
+        self._server: SideChannelServer | None = None
+        self._held: list[HeldRequest] = []
+        self._expired = 0
+        self.num_leases = 0
+
+    def serve(self, manifests: list[bytes]) -> None:
+        """Start the side channel with the encoded manifests of all ranks; a pure consumer needs none.
+
+        Raises:
+            InvalidConfig: the address cannot be bound.
+        """
+        if not self._serves:
+            return
+        self._server = SideChannelServer(self._host, self._port, self._engine_id, self._incarnation)
+        self._server.set_manifests(manifests)
+        logger.info("side channel of engine %s listens on %s:%d", self._engine_id, self._host, self._port)
+
+    def hold(self, request: Request, block_ids: Sequence[list[int]]) -> dict[str, Any] | None:
+        """Lease the request's blocks; returns the `kv_transfer_params` for the router, None if nothing is held."""
+        if self._server is None:
+            logger.error(
+                "request %s asks for do_remote_decode, but this instance's kv_role is kv_consumer: nothing is held. "
+                "Send prefill requests to a kv_producer",
+                request.request_id,
+            )
+            return None
+        if not any(block_ids):
+            return None
+        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        nonce = secrets.token_bytes(16)
+        tables = tuple(_trim(ids) for ids in block_ids)
+        self._server.hold(request.request_id, nonce, self._config.kv_lease_duration)
+        self.num_leases += 1
+        if self._config.digest_dir is not None:
+            self._held.append(HeldRequest(request.request_id, tables, num_tokens))
+        return remote_prefill_params(
+            block_ids=[table.ids for table in tables],
+            first_blocks=[table.first_block for table in tables],
+            lease=LeaseRef(request.request_id, nonce),
+            lease_seconds=self._config.kv_lease_duration,
+            prompt_digest=prompt_digest(request, num_tokens),
+            engine_id=self._engine_id,
+            incarnation=self._incarnation,
+            host=self._host,
+            port=self._port,
+            tp_size=self._parallel.tensor_parallel_size,
+            dcp_size=self._parallel.decode_context_parallel_size,
+            pp_size=self._parallel.pipeline_parallel_size,
+            num_tokens=num_tokens,
+        )
+
+    def take(self) -> tuple[list[str], list[HeldRequest]]:
+        """Request ids whose lease ended, each exactly once, and what was newly held (digest trace only)."""
+        if self._server is None:
+            return [], []
+        held, self._held = self._held, []
+        sent = []
+        for request_id, reason in self._server.take_freed():
+            sent.append(request_id)
+            self.num_leases -= 1
+            if reason is End.EXPIRED:
+                self._expired += 1
+                logger.warning(
+                    "request %s: no reader renewed or finished its lease of %.1f s; its blocks are freed. Raise "
+                    "kv_lease_duration if decode instances queue longer than that",
+                    request_id,
+                    self._config.kv_lease_duration,
+                )
+        return sent, held
+
+    def take_expired(self) -> int:
+        """Leases that expired since the last call."""
+        expired, self._expired = self._expired, 0
+        return expired
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+
+def _trim(ids: list[int]) -> GroupBlocks:
+    """Drop leading null blocks (out-of-window blocks of a sliding-window group), keeping absolute positions."""
+    first = next((i for i, block in enumerate(ids) if block != NULL_BLOCK), len(ids))
+    return GroupBlocks(first, tuple(ids[first:]))

@@ -1,0 +1,249 @@
+"""The prefill instance's end of the side channel: one thread, one ROUTER socket, the lease table.
+
+The thread sleeps until a frame comes, a lease is due or another thread wakes it through a socket pair, so an idle
+server costs nothing. It answers each frame where it stands; what is malformed gets a `Failure` that says why, what is
+too large is cut off by zmq (see `sockets`), and nothing that a client sends ends the thread. Frames that wait to be
+served are bounded per connection by zmq; large replies that a slow client has not taken yet are counted here, because
+zmq counts only messages, and answered BUSY over the limit.
+
+The scheduler's thread calls the public methods; a lock around the table is all that the two share.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket as _socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import zmq
+
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.protocol.lease import Freed, LeaseTable
+from vllm_pd_connector.protocol.messages import (
+    MAX_TEXT,
+    Failure,
+    FailureCode,
+    GetManifests,
+    Manifests,
+    ReadDone,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+    Reply,
+    Request,
+    VersionMismatch,
+    decode_request,
+    encode,
+    sequence_of,
+)
+from vllm_pd_connector.sidechannel.sockets import bound_router
+
+logger = logging.getLogger(__name__)
+
+MAX_UNSENT_REPLIES_PER_CLIENT = 2
+MAX_UNSENT_BYTES = 256 * 1024 * 1024
+_BATCH = 256  # frames served before the leases are looked at again
+_LONGEST_SLEEP_S = 3600.0
+_LOG_EVERY_S = 10.0
+
+
+class _Unsent(NamedTuple):
+    client: bytes
+    size: int
+    tracker: zmq.MessageTracker
+
+
+class SideChannelServer:
+    """Listens from construction until `close`; all methods may be called from any thread.
+
+    Args:
+        host, port: where to listen (IPv4, IPv6 or a name); port 0 takes a free one, see `port`.
+        engine_id, incarnation: of the engine that it serves.
+        clock: seconds, monotonic.
+
+    Raises:
+        InvalidConfig: the address cannot be bound.
+    """
+
+    def __init__(
+        self, host: str, port: int, engine_id: str, incarnation: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._engine_id = engine_id
+        self._incarnation = incarnation
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._leases = LeaseTable()
+        self._manifests: Manifests | None = None
+        self._counts: Counter[str] = Counter()
+        self._unsent: list[_Unsent] = []
+        self._log_at = -math.inf
+        self._closing = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._router = bound_router(self._context, host, port)
+        except BaseException:
+            self._context.term()
+            raise
+        self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._wake_in, self._wake_out = _socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="pd-side-channel", daemon=True)
+        self._thread.start()
+
+    def set_manifests(self, manifests: Sequence[bytes]) -> None:
+        """Serve these encoded manifests, one per worker, from now on; until then clients are told NOT_READY.
+
+        Raises:
+            ProtocolError: they do not fit one reply.
+        """
+        message = Manifests(self._engine_id, self._incarnation, tuple(manifests))
+        encode(0, message)
+        with self._lock:
+            self._manifests = message
+
+    def hold(self, request_id: str, nonce: bytes, duration: float) -> None:
+        """Keep a finished request's blocks for `duration` seconds, and again from each renewal."""
+        with self._lock:
+            self._leases.hold(request_id, nonce, self._clock(), duration)
+        self._wake()
+
+    def drop(self, request_id: str) -> None:
+        """End a lease from this side; it comes out of `take_freed` like any other."""
+        with self._lock:
+            self._leases.drop(request_id, self._clock())
+
+    def take_freed(self) -> list[Freed]:
+        """(request id, reason) of the leases that have ended since the last call; each exactly once."""
+        with self._lock:
+            self._leases.tick(self._clock())
+            return self._leases.take_freed()
+
+    def counts(self) -> dict[str, int]:
+        """How many requests were served, by message name, and how many failed, by "failure:" and its code."""
+        with self._lock:
+            return dict(self._counts)
+
+    def close(self) -> None:
+        """Stop listening and join the thread. Leases are left as they are. May be called twice."""
+        self._closing = True
+        self._wake()
+        self._thread.join()
+        self._wake_in.close()
+        self._wake_out.close()
+        self._context.term()
+
+    def _wake(self) -> None:
+        try:
+            self._wake_in.send(b"\0")
+        except OSError:  # full: the thread is about to wake anyway; closed: it has ended
+            return
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake_out.fileno(), zmq.POLLIN)
+        while not self._closing:
+            try:
+                ready = dict(poller.poll(self._sleep_ms()))
+                if self._wake_out.fileno() in ready:
+                    self._wake_out.recv(4096)
+                if self._router in ready:
+                    self._serve_batch()
+                with self._lock:
+                    self._leases.tick(self._clock())
+            except Exception as error:  # the thread outlives whatever this was; the pause keeps it from spinning
+                self._log(f"side channel: unexpected {type(error).__name__}: {error}")
+                time.sleep(0.1)
+        self._router.close()
+
+    def _sleep_ms(self) -> int:
+        with self._lock:
+            deadline = self._leases.next_deadline()
+        seconds = _LONGEST_SLEEP_S if deadline is None else min(_LONGEST_SLEEP_S, deadline - self._clock())
+        return max(0, math.ceil(seconds * 1000))
+
+    def _serve_batch(self) -> None:
+        for _ in range(_BATCH):
+            try:
+                client, *parts = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            seq = sequence_of(parts[0]) if parts else 0
+            self._send(client, seq, self._answer(parts))
+
+    def _answer(self, parts: list[bytes]) -> Reply:
+        try:
+            if len(parts) != 1:
+                raise ProtocolError(f"message parts: {len(parts)} there, 1 here; use a DEALER socket")
+            _, request = decode_request(parts[0])
+            with self._lock:
+                self._counts[type(request).__name__] += 1
+                return self._serve(request)
+        except VersionMismatch as error:
+            return self._failure(FailureCode.VERSION, str(error))
+        except ProtocolError as error:
+            return self._failure(FailureCode.MALFORMED, str(error))
+        except Exception as error:  # a defect of ours must not take the other requests with it
+            logger.exception("side channel: a request failed")
+            return self._failure(FailureCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+    def _serve(self, request: Request) -> Reply:
+        now = self._clock()
+        match request:
+            case GetManifests(engine_id):
+                return self._describe(engine_id)
+            case Renew(leases):
+                return Renewed(tuple(self._leases.renew(leases, now)))
+            case ReadDone():
+                return self._leases.read_done(request, now)
+            case Release(leases):
+                self._leases.release(leases, now)
+                return Released()
+
+    def _describe(self, engine_id: str) -> Reply:
+        if engine_id != self._engine_id:
+            return Failure(
+                FailureCode.FOREIGN_ENGINE,
+                f"engine_id: {engine_id!r} asked for, {self._engine_id!r} here; the prefill instance at this address "
+                "was replaced, or two instances share it",
+            )
+        if self._manifests is None:
+            return Failure(FailureCode.NOT_READY, "the prefill instance's workers have not described themselves yet")
+        return self._manifests
+
+    def _failure(self, code: FailureCode, message: str) -> Failure:
+        self._log(f"side channel: refused a request ({code}): {message}")
+        return Failure(code, message[:MAX_TEXT])
+
+    def _send(self, client: bytes, seq: int, reply: Reply) -> None:
+        if isinstance(reply, Manifests) and not self._has_room(client):
+            reply = Failure(FailureCode.BUSY, "earlier replies were not taken yet; ask again later")
+        if isinstance(reply, Failure):
+            with self._lock:
+                self._counts[f"failure:{reply.code}"] += 1
+        frame = encode(seq, reply)
+        try:
+            tracker = self._router.send_multipart([client, frame], zmq.NOBLOCK, copy=False, track=True)
+        except zmq.ZMQError:  # the client has gone or reads nothing; it will ask again if it lives
+            return
+        if tracker is not None and not tracker.done:
+            self._unsent.append(_Unsent(client, len(frame), tracker))
+
+    def _has_room(self, client: bytes) -> bool:
+        self._unsent = [unsent for unsent in self._unsent if not unsent.tracker.done]
+        theirs = sum(unsent.client == client for unsent in self._unsent)
+        total = sum(unsent.size for unsent in self._unsent)
+        return theirs < MAX_UNSENT_REPLIES_PER_CLIENT and total < MAX_UNSENT_BYTES
+
+    def _log(self, message: str) -> None:
+        now = time.monotonic()
+        if now - self._log_at >= _LOG_EVERY_S:
+            self._log_at = now
+            logger.warning("%s (further messages of this kind are silent for %g s)", message, _LOG_EVERY_S)

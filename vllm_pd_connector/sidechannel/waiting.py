@@ -1,0 +1,49 @@
+"""Sleeping until there is something to do: input on a client's sockets, another thread's call, or a deadline.
+
+A loop that owns a `SideChannelClient` waits here and nowhere else, so an idle one costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+import zmq
+
+from vllm_pd_connector.sidechannel.client import SideChannelClient
+
+
+class Wake:
+    """An event that other threads set and one loop waits for; setting it twice is setting it once."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def set(self) -> None:
+        """Make the present or next `wait` return; callable from any thread."""
+        os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            return
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def wait(client: SideChannelClient, wake: Wake, deadline: float | None) -> None:
+    """Return when the client has input, `wake` was set, or time.monotonic() reaches `deadline` (None: never)."""
+    moments = [moment for moment in (deadline, client.next_deadline()) if moment is not None]
+    timeout_ms = max(0, math.ceil((min(moments) - time.monotonic()) * 1000)) if moments else None
+    poller = zmq.Poller()
+    poller.register(wake.fileno(), zmq.POLLIN)
+    for socket in client.sockets():
+        poller.register(socket, zmq.POLLIN)
+    poller.poll(timeout_ms)
+    wake.clear()

@@ -1,0 +1,71 @@
+"""What the two halves tell each other in an engine step.
+
+`StepMetadata` goes from the scheduler half to every worker (pickled by vLLM, every step, so it stays small and is
+empty most of the time); `WorkerReport` comes back, aggregated over the ranks. Block ids are logical.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm_pd_connector.compat.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm_pd_connector.protocol.params import RemotePrefill
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBlocks:
+    """Logical block ids of one group: entry i is logical block `first_block + i`, id 0 is vLLM's null block."""
+
+    first_block: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveOrder:
+    """Read tokens [start, stop) of a request into `blocks` (one entry per transfer group).
+
+    `error` is set instead of `remote` when the request's parameters were refused: the worker reports the failure in
+    the way that vLLM's contract wants.
+    """
+
+    request_id: str
+    remote: RemotePrefill | None
+    error: str
+    blocks: tuple[GroupBlocks, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRequest:
+    """A finished prefill whose blocks are held; sent to the workers only for the digest trace."""
+
+    request_id: str
+    blocks: tuple[GroupBlocks, ...]
+    num_tokens: int
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM ships no types
+    """From the scheduler half to every worker."""
+
+    receives: list[ReceiveOrder] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+    sent: list[str] = field(default_factory=list)
+    held: list[HeldRequest] = field(default_factory=list)
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM ships no types
+    """From the workers to the scheduler half: ranks that put a request's blocks into quarantine or out of it."""
+
+    quarantined: dict[str, int] = field(default_factory=dict)
+    drained: dict[str, int] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(_add(self.quarantined, other.quarantined), _add(self.drained, other.drained))
+
+
+def _add(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+    return {key: a.get(key, 0) + b.get(key, 0) for key in a.keys() | b.keys()}

@@ -1,0 +1,102 @@
+"""The port: the few operations that a transport gives to the transfer thread.
+
+A transport is owned by one thread; none of its methods may be called from another. It knows memory ranges, peers and
+runs of bytes; it knows nothing of blocks, layouts or requests, and decides no capability. Operations are started by
+`read` and `write` and followed by `poll`, which never blocks. No library can cancel a transfer that was started, so
+there is no cancel here: a transfer that is given up keeps its handle and is polled until it is terminal, and its
+destination stays in quarantine until then (the caller's business).
+
+Errors are `TransferError` (`PeerLost` when the peer is gone); a transport translates its library's exceptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+from vllm_pd_connector.geometry.manifest import Segment
+from vllm_pd_connector.geometry.runs import Runs
+
+
+class Status(Enum):
+    """State of a transfer that has not failed."""
+
+    RUNNING = "running"
+    DONE = "done"
+
+
+class Peer(Protocol):
+    """A connected peer; opaque to the caller."""
+
+
+class Transfer(Protocol):
+    """A started transfer; opaque to the caller. `descriptors` is what the library was given, for statistics."""
+
+    @property
+    def descriptors(self) -> int: ...
+
+
+class Transport(Protocol):
+    """One transport endpoint (one per worker)."""
+
+    name: str
+
+    def register(self, segments: Sequence[Segment]) -> None:
+        """Make memory readable and writable for peers. Called once, before `describe`.
+
+        Raises:
+            TransferError: the library refuses a segment.
+        """
+
+    def describe(self) -> bytes:
+        """What a peer needs for `connect`; travels in the manifest's `endpoint`."""
+
+    def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> Peer:
+        """Prepare transfers with the worker that described itself by `endpoint` and holds `segments`.
+
+        Connecting to the same incarnation twice is an error of the caller. The endpoint is untrusted: its integrity
+        is checked before the library sees it.
+
+        Raises:
+            TransferError: malformed endpoint, or the library refuses it.
+        """
+
+    def disconnect(self, peer: Peer) -> None:
+        """Forget a peer and all that the library holds for it. Running transfers with it become terminal or fail."""
+
+    def read(self, peer: Peer, runs: Runs) -> Transfer:
+        """Start copying `runs` from the peer (source) to this process (destination).
+
+        Raises:
+            TransferError: not started; nothing moves.
+        """
+
+    def write(self, peer: Peer, runs: Runs, notification: bytes = b"") -> Transfer:
+        """Start copying `runs` from this process (source) to the peer (destination).
+
+        The notification reaches the peer after all bytes of this transfer are in its memory.
+
+        Raises:
+            TransferError: not started; nothing moves.
+        """
+
+    def poll(self, transfer: Transfer) -> Status:
+        """State of a transfer, without blocking. Polling again after DONE or an error is an error of the caller.
+
+        Raises:
+            TransferError: it failed; `terminal` says whether bytes may still move.
+        """
+
+    def notify(self, peer: Peer, payload: bytes) -> None:
+        """Send a message on its own. Delivery is not acknowledged.
+
+        Raises:
+            TransferError: the library refuses to send.
+        """
+
+    def notifications(self) -> list[bytes]:
+        """Messages that arrived since the last call, oldest first, from any peer."""
+
+    def close(self) -> None:
+        """Release everything. Memory that was registered may be unmapped afterwards."""

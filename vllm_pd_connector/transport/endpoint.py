@@ -1,0 +1,62 @@
+"""The envelope of `Transport.describe`: who answers, what the library needs, and a hash over both.
+
+A library's metadata is parsed by native code that does not survive damage (NIXL 1.5.1 drops the live peer and never
+accepts its name again when metadata arrives truncated), so nothing reaches a library before the hash is right. The
+hash finds damage, not malice: whoever may write to the side channel is trusted not to forge.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from vllm_pd_connector.errors import TransferError
+
+MAX_ENDPOINT_BYTES = 16 << 20
+
+
+class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """`transport` is the port's name, `name` is unique per process start, `metadata` belongs to the library."""
+
+    transport: str
+    name: str
+    metadata: bytes
+    digest: bytes
+
+
+def seal(transport: str, name: str, metadata: bytes) -> bytes:
+    """Bytes for a manifest's `endpoint`."""
+    return msgspec.msgpack.encode(Endpoint(transport, name, metadata, _digest(transport, name, metadata)))
+
+
+def unseal(transport: str, endpoint: bytes) -> Endpoint:
+    """The endpoint that a peer sealed.
+
+    Raises:
+        TransferError: too large, malformed, damaged, or made by another transport than `transport`.
+    """
+    if len(endpoint) > MAX_ENDPOINT_BYTES:
+        raise TransferError(
+            f"endpoint of {len(endpoint)} bytes, at most {MAX_ENDPOINT_BYTES} are accepted; "
+            "check that the peer runs the same version of this connector"
+        )
+    try:
+        made = msgspec.msgpack.decode(endpoint, type=Endpoint)
+    except msgspec.DecodeError as error:
+        raise TransferError(f"malformed endpoint ({len(endpoint)} bytes): {error}; fetch the manifest again") from error
+    if made.transport != transport:
+        raise TransferError(
+            f"transport: {transport} here, {made.transport} there; start both sides with the same transport"
+        )
+    expected = _digest(made.transport, made.name, made.metadata)
+    if made.digest != expected:
+        raise TransferError(
+            f"endpoint {made.name!r} is damaged: digest {made.digest.hex()} received, {expected.hex()} computed; "
+            "fetch the manifest again"
+        )
+    return made
+
+
+def _digest(transport: str, name: str, metadata: bytes) -> bytes:
+    return hashlib.sha256(b"\0".join((transport.encode(), name.encode(), metadata))).digest()

@@ -1,0 +1,155 @@
+"""A transport inside one process: endpoints find each other by name and bytes are copied by address.
+
+For tests and dry runs of everything above the port, with the manners of a real library: a transfer moves nothing
+before it is polled, cannot be cancelled, and goes on after `disconnect`. The ways in which a peer can fail are
+switches on `faults`, read at every poll, so that a test orders failures exactly and never sleeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from vllm_pd_connector.errors import PeerLost, TransferError
+from vllm_pd_connector.geometry.manifest import Segment
+from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.transport.base import Peer, Status, Transfer
+from vllm_pd_connector.transport.endpoint import seal, unseal
+from vllm_pd_connector.transport.ranges import Descriptors, Ranges, cut
+
+NAME = "loopback"
+_UNLIMITED = 1 << 62
+
+
+class LoopbackOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The loopback transport has nothing to choose."""
+
+
+@dataclass(slots=True)
+class Faults:
+    """What is wrong with an endpoint.
+
+    `lost`: its process is gone; every operation of a peer with it is `PeerLost`. `frozen`: it answers nothing;
+    transfers of peers with it stay RUNNING and their notifications wait. `held`: transfers that this endpoint itself
+    started stay RUNNING. `failures`: raised by the next polls of transfers that this endpoint started, one each.
+    """
+
+    lost: bool = False
+    frozen: bool = False
+    held: bool = False
+    failures: deque[TransferError] = field(default_factory=deque)
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    name: str
+    ranges: Ranges
+    connected: bool = True
+
+
+@dataclass(eq=False, slots=True)
+class _Transfer:
+    peer: _Peer
+    work: Descriptors
+    notification: bytes
+    finished: bool = False
+
+    @property
+    def descriptors(self) -> int:
+        return len(self.work.runs)
+
+
+_endpoints: dict[str, LoopbackTransport] = {}
+_lock = threading.Lock()
+
+
+class LoopbackTransport:
+    """See `base.Transport`; two of these in one process (any threads) can be connected."""
+
+    name = NAME
+
+    def __init__(self, options: LoopbackOptions | None = None) -> None:
+        self.faults = Faults()
+        self._name = uuid.uuid4().hex
+        self._ranges = Ranges.of((), "this worker")
+        self._inbox: deque[bytes] = deque()
+        with _lock:
+            _endpoints[self._name] = self
+
+    def register(self, segments: Sequence[Segment]) -> None:
+        if any(segment.device != "cpu" for segment in segments):
+            raise TransferError("the loopback transport copies CPU memory only; choose another for device memory")
+        self._ranges = Ranges.of(segments, "this worker")
+
+    def describe(self) -> bytes:
+        return seal(NAME, self._name, b"")
+
+    def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> Peer:
+        peer = _Peer(unseal(NAME, endpoint).name, Ranges.of(segments, "the peer"))
+        _reach(peer)
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        assert isinstance(peer, _Peer)
+        peer.connected = False
+
+    def read(self, peer: Peer, runs: Runs) -> Transfer:
+        assert isinstance(peer, _Peer) and peer.connected
+        return _Transfer(peer, cut(runs, peer.ranges, self._ranges, _UNLIMITED), b"")
+
+    def write(self, peer: Peer, runs: Runs, notification: bytes = b"") -> Transfer:
+        assert isinstance(peer, _Peer) and peer.connected
+        return _Transfer(peer, cut(runs, self._ranges, peer.ranges, _UNLIMITED), notification)
+
+    def poll(self, transfer: Transfer) -> Status:
+        assert isinstance(transfer, _Transfer) and not transfer.finished, "polled after its end"
+        try:
+            if self.faults.failures:
+                raise self.faults.failures.popleft()
+            target = _reach(transfer.peer)
+        except TransferError:
+            transfer.finished = True
+            raise
+        if self.faults.held or target.faults.frozen:
+            return Status.RUNNING
+        runs = transfer.work.runs
+        for source, destination, length in zip(
+            runs.source.tolist(), runs.destination.tolist(), runs.length.tolist(), strict=True
+        ):
+            ctypes.memmove(destination, source, length)
+        if transfer.notification:
+            target._inbox.append(transfer.notification)
+        transfer.finished = True
+        return Status.DONE
+
+    def notify(self, peer: Peer, payload: bytes) -> None:
+        assert isinstance(peer, _Peer) and peer.connected
+        _reach(peer)._inbox.append(payload)
+
+    def notifications(self) -> list[bytes]:
+        if self.faults.frozen:
+            return []
+        return [self._inbox.popleft() for _ in range(len(self._inbox))]
+
+    def close(self) -> None:
+        with _lock:
+            _endpoints.pop(self._name, None)
+
+
+def _reach(peer: _Peer) -> LoopbackTransport:
+    """The peer's endpoint.
+
+    Raises:
+        PeerLost: it was closed or is switched to lost.
+    """
+    with _lock:
+        target = _endpoints.get(peer.name)
+    if target is None or target.faults.lost:
+        raise PeerLost(f"loopback endpoint {peer.name} is gone; connect to its new incarnation")
+    return target

@@ -1,0 +1,135 @@
+"""Registered memory as sorted ranges, and runs cut to fit it: our own bounds check before any library's.
+
+Libraries check little (NIXL reads memory that the peer deregistered, Mooncake over tcp accepts any local address), so
+every run is placed inside a registered segment on both sides here. A run that goes on from one segment into an
+adjacent one is legal, the binder merges by address, but a library wants each descriptor inside one registration:
+such runs are cut at the segment's end, in the same pass that cuts runs longer than a transport posts at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.geometry.manifest import Segment
+from vllm_pd_connector.geometry.runs import Addresses, Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Memory of one worker: arrays of shape (n,), sorted by address, [start, stop) in bytes.
+
+    `owner` names the worker in messages ("this worker", "the peer").
+    """
+
+    owner: str
+    start: Addresses
+    stop: Addresses
+    cuda: NDArray[np.bool_]
+    device: Addresses
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], owner: str) -> Ranges:
+        """Ranges of `segments`, in any order.
+
+        Raises:
+            TransferError: a segment is empty, of an unknown device, outside int64, or overlaps another.
+        """
+        ordered = sorted(segments, key=lambda segment: segment.address)
+        for segment in ordered:
+            if segment.address <= 0 or segment.length <= 0 or segment.address + segment.length > 2**63 - 1:
+                raise TransferError(f"{owner}: segment at {segment.address:#x} of {segment.length} bytes is not memory")
+            if segment.device not in ("cpu", "cuda"):
+                raise TransferError(f"{owner}: segment device {segment.device!r}, only cpu and cuda can be registered")
+        for before, after in zip(ordered, ordered[1:], strict=False):
+            if before.address + before.length > after.address:
+                raise TransferError(
+                    f"{owner}: segment at {before.address:#x} of {before.length} bytes overlaps the one at "
+                    f"{after.address:#x}; describe shared storage as one segment"
+                )
+        start = np.array([segment.address for segment in ordered], dtype=np.int64)
+        return cls(
+            owner=owner,
+            start=start,
+            stop=start + np.array([segment.length for segment in ordered], dtype=np.int64),
+            cuda=np.array([segment.device == "cuda" for segment in ordered], dtype=np.bool_),
+            device=np.array([segment.device_id for segment in ordered], dtype=np.int64),
+        )
+
+    def containing(self, address: Addresses) -> NDArray[np.intp]:
+        """Index of the range that holds each address.
+
+        Raises:
+            TransferError: an address lies in no range.
+        """
+        index = np.searchsorted(self.start, address, side="right") - 1
+        outside = index < 0
+        if len(self.start):
+            outside |= address >= self.stop[index]
+        if outside.any():
+            first = int(np.flatnonzero(outside)[0])
+            raise TransferError(
+                f"run {first} reaches address {int(address[first]):#x}, outside the {len(self.start)} registered "
+                f"segments of {self.owner}; the manifest that was planned with is not this endpoint's"
+            )
+        return index
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """Runs that each lie in one range per side, with the index of that range. Arrays of shape (n,)."""
+
+    runs: Runs
+    source_range: NDArray[np.intp]
+    destination_range: NDArray[np.intp]
+
+    def take(self, index: NDArray[np.intp]) -> Descriptors:
+        runs = Runs(self.runs.source[index], self.runs.destination[index], self.runs.length[index])
+        return Descriptors(runs, self.source_range[index], self.destination_range[index])
+
+
+def cut(runs: Runs, source: Ranges, destination: Ranges, limit: int) -> Descriptors:
+    """`runs` as descriptors of at most `limit` bytes, cut where a range ends. Runs of length 0 disappear.
+
+    Raises:
+        TransferError: a length is negative, or a byte lies outside the ranges of its side. Nothing was moved.
+    """
+    if (runs.length < 0).any():
+        raise TransferError(f"a run has the negative length {int(runs.length.min())}; the planner is wrong")
+    some = runs.length > 0
+    rest = Runs(runs.source[some], runs.destination[some], runs.length[some])
+    pieces: list[tuple[Addresses | NDArray[np.intp], ...]] = []
+    while True:
+        source_range, destination_range = source.containing(rest.source), destination.containing(rest.destination)
+        source_room = source.stop[source_range] - rest.source
+        destination_room = destination.stop[destination_range] - rest.destination
+        length = np.minimum(np.minimum(source_room, destination_room), np.minimum(rest.length, limit))
+        pieces.append((rest.source, rest.destination, length, source_range, destination_range))
+        more = length < rest.length
+        if not more.any():
+            break
+        step = length[more]
+        rest = Runs(rest.source[more] + step, rest.destination[more] + step, rest.length[more] - step)
+    columns = pieces[0] if len(pieces) == 1 else tuple(np.concatenate(column) for column in zip(*pieces, strict=True))
+    return Descriptors(Runs(columns[0], columns[1], columns[2]), columns[3], columns[4])
+
+
+def batches(
+    descriptors: Descriptors, source: Ranges, destination: Ranges, limit: int, per_descriptor: int
+) -> list[Descriptors]:
+    """Descriptors in groups that a transport posts at once: one kind of memory per side, bounded cost.
+
+    The cost of a descriptor is its bytes plus `per_descriptor` bytes; a group costs at most `limit` and one descriptor.
+    """
+    kind = 2 * source.cuda[descriptors.source_range] + destination.cuda[descriptors.destination_range]
+    out: list[Descriptors] = []
+    for value in np.unique(kind):
+        same = np.flatnonzero(kind == value)
+        cost = descriptors.runs.length[same] + per_descriptor
+        group = (np.cumsum(cost) - cost) // limit
+        out += [descriptors.take(index) for index in np.split(same, np.flatnonzero(np.diff(group)) + 1)]
+    return out

@@ -1,0 +1,44 @@
+"""Transports by name. A library is imported when its transport is created, so that an unused one need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+
+from vllm_pd_connector.errors import InvalidConfig
+from vllm_pd_connector.transport.base import Transport
+
+Options = TypeVar("Options", bound=msgspec.Struct)
+
+NAMES = ("nixl", "loopback")
+
+
+def create(name: str, options: Mapping[str, object] | None = None) -> Transport:
+    """A new endpoint of transport `name`.
+
+    `options` are the fields of the transport's options struct (`NixlOptions`, `LoopbackOptions`).
+
+    Raises:
+        InvalidConfig: unknown name, unknown or mistyped option, or the transport's library is not installed.
+        TransferError: the library cannot start.
+    """
+    given = dict(options or {})
+    if name == "nixl":
+        from vllm_pd_connector.transport.nixl import NixlOptions, NixlTransport
+
+        return NixlTransport(_convert(name, given, NixlOptions))
+    if name == "loopback":
+        from vllm_pd_connector.transport.loopback import LoopbackOptions, LoopbackTransport
+
+        return LoopbackTransport(_convert(name, given, LoopbackOptions))
+    raise InvalidConfig(f"transport: {name!r} is unknown, choose one of {', '.join(NAMES)}")
+
+
+def _convert(name: str, given: dict[str, object], form: type[Options]) -> Options:
+    try:
+        return msgspec.convert(given, type=form)
+    except msgspec.ValidationError as error:
+        known = ", ".join(form.__struct_fields__) or "none"
+        raise InvalidConfig(f"transport_options of {name}: {error}; known options: {known}") from error

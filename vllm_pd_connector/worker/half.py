@@ -1,0 +1,120 @@
+"""The worker half: one object per rank that answers vLLM's model runner.
+
+Everything here runs in the thread that launches forwards and does next to nothing: it puts orders into the transfer
+thread's queue and takes finished ids out. The work is in `loop` (transfers) and `describe` (the manifest, once).
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from vllm_pd_connector import __version__
+from vllm_pd_connector.compat import facts
+from vllm_pd_connector.compat.base import KVConnectorTransferResults, init_logger
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.geometry.check import validate
+from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.observability.digest_trace import DigestTrace
+from vllm_pd_connector.observability.stats import PDStats
+from vllm_pd_connector.steps import StepMetadata, WorkerReport
+from vllm_pd_connector.transport import hugepages, registry
+from vllm_pd_connector.worker.describe import describe
+from vllm_pd_connector.worker.loop import TransferLoop
+from vllm_pd_connector.worker.outbox import Outbox
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger(__name__)
+
+
+class WorkerHalf:
+    """See the module. One per worker process."""
+
+    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
+        self._config = config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._outbox = Outbox()
+        self._sent: set[str] = set()
+        self._manifest: Manifest | None = None
+        self._loop: TransferLoop | None = None
+        self._trace: DigestTrace | None = None
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Describe the caches, start the transfer thread, register the memory with the transport.
+
+        Raises:
+            PDConnectorError: a cache that cannot be moved, or a transport that cannot start; the engine does not
+                start with a connector that would fail every request.
+        """
+        manifest = describe(
+            self._vllm_config,
+            self._kv_cache_config,
+            kv_caches,
+            incarnation=secrets.token_hex(16),
+            model_id=self._config.model_id,
+            software=f"vllm {facts.vllm_version()}, vllm_pd_connector {__version__}",
+            transport=self._config.transport,
+        )
+        validate(manifest)
+        if self._config.digest_dir is not None:
+            self._trace = DigestTrace(Path(self._config.digest_dir), manifest)
+        place = manifest.parallel
+        self._loop = TransferLoop(
+            self._config,
+            manifest,
+            lambda: registry.create(self._config.transport, self._config.transport_options),
+            self._outbox,
+            reader=place.pp_rank * place.tp_size + place.tp_rank,
+            readers=place.pp_size * place.tp_size,
+            received=self._trace.received if self._trace is not None else None,
+        )
+        self._manifest = msgspec.structs.replace(manifest, endpoint=self._loop.start())
+        if self._config.huge_pages:
+            hugepages.collapse_in_background(manifest.segments)
+        logger.info(
+            "registered %d logical tensors of %d layers in %d memory segment(s) with %s",
+            len(manifest.tensors),
+            len({tensor.layer for tensor in manifest.tensors}),
+            len(manifest.segments),
+            self._config.transport,
+        )
+
+    def encoded_manifest(self) -> bytes:
+        assert self._manifest is not None, "vLLM asks for it after register_kv_caches"
+        return msgspec.msgpack.encode(self._manifest)
+
+    def start_step(self, metadata: StepMetadata) -> None:
+        """Pass on what the scheduler half ordered in this step."""
+        if metadata.receives or metadata.aborts:
+            assert self._loop is not None
+            self._loop.submit(metadata.receives, metadata.aborts)
+        self._sent.update(metadata.sent)
+        for held in metadata.held:
+            assert self._trace is not None
+            self._trace.held(held)
+
+    def transfer_results(self) -> KVConnectorTransferResults:
+        """Every receive that ended and every lease that ended since the last step, each once."""
+        results = self._outbox.take_results()
+        if self._sent:
+            results.finished_sending, self._sent = self._sent, set()
+        return results
+
+    def take_report(self) -> WorkerReport | None:
+        return self._outbox.take_report()
+
+    def take_stats(self) -> PDStats | None:
+        return self._outbox.take_stats()
+
+    def shutdown(self) -> None:
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None

@@ -1,0 +1,121 @@
+"""One prefill instance as this worker is linked to it: the peer's state machine, the plan, the connected ranks.
+
+Everything about a peer is in this one object. The handshake is `connect`: decode the manifests, check the pair, plan,
+and only then touch the transport, for the ranks that the plan reads from; a refusal leaves no trace in the transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, TransferError
+from vllm_pd_connector.geometry.bind import BlockTable, Tail, bind
+from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.geometry.plan import Plan, Rank, make_plan
+from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.topology import check_pd_topology
+from vllm_pd_connector.protocol.peer import Peer
+from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
+from vllm_pd_connector.transport.base import Peer as TransportPeer
+from vllm_pd_connector.transport.base import Transport
+
+_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """See the module. `manifests` is the latest answer of the side channel, not yet trusted."""
+
+    machine: Peer
+    engine_id: str
+    endpoint: str
+    used_at: float
+    manifests: Sequence[bytes] = ()
+    plan: Plan | None = None
+    ranks: dict[Rank, TransportPeer] = field(default_factory=dict)
+
+    def connect(self, local: Manifest, transport: Transport) -> str:
+        """Check, plan, connect. Returns the verdict for the log.
+
+        Raises:
+            IncompatiblePeer: this pair can never work.
+            TransferError: the transport did not connect; nothing stays connected.
+        """
+        remote = [_decode(encoded) for encoded in self.manifests]
+        self._require_identity(remote)
+        check = check_pd_topology(local, remote)
+        if not check.allowed:
+            raise IncompatiblePeer(
+                f"decode engine {local.engine_id} rank {local.parallel.tp_rank} cannot read from prefill engine "
+                f"{self.engine_id}: {check.status}: {check.reason if not check.differences else ''}",
+                check.differences,
+            )
+        plan = make_plan(local, remote)
+        by_rank = {(m.parallel.pp_rank, m.parallel.tp_rank): m for m in remote}
+        try:
+            for edge in plan.edges:
+                source = by_rank[edge.source]
+                self.ranks[edge.source] = transport.connect(source.endpoint, source.segments)
+        except TransferError:
+            self.disconnect(transport)
+            raise
+        self.plan = plan
+        return f"{check.status}, reads from {len(plan.edges)} of {len(remote)} ranks"
+
+    def _require_identity(self, remote: Sequence[Manifest]) -> None:
+        for manifest in remote:
+            if manifest.engine_id != self.engine_id:
+                raise IncompatiblePeer(
+                    f"engine {self.engine_id} serves a manifest of engine {manifest.engine_id}: two instances share "
+                    "an address, or the prefill instance is broken"
+                )
+
+    def disconnect(self, transport: Transport) -> None:
+        for peer in self.ranks.values():
+            transport.disconnect(peer)
+        self.ranks = {}
+        self.plan = None
+
+    def bind(self, order: ReceiveOrder) -> list[tuple[TransportPeer, Runs]]:
+        """What must be read for a request, per connected rank; empty when nothing is missing.
+
+        Raises:
+            BindError: the request's block ids do not fit the manifests.
+        """
+        assert self.plan is not None and order.remote is not None
+        remote = order.remote
+        source = [
+            _table(GroupBlocks(first, ids))
+            for first, ids in zip(remote.pd_connector.first_blocks, remote.remote_block_ids, strict=True)
+        ]
+        destination = [_table(blocks) for blocks in order.blocks]
+        reads = []
+        for edge in self.plan.edges:
+            # Slots after the last prompt token hold nothing yet, so a whole page may take the place of its tail.
+            runs = bind(edge, source, destination, order.start, order.stop, tail=Tail.PAGE)
+            if len(runs):
+                reads.append((self.ranks[edge.source], runs))
+        return reads
+
+
+def _table(blocks: GroupBlocks) -> BlockTable:
+    return BlockTable(blocks.first_block, np.asarray(blocks.ids, dtype=np.int64))
+
+
+def _decode(encoded: bytes) -> Manifest:
+    """A peer's manifest; its content is checked by `check_pd_topology`.
+
+    Raises:
+        IncompatiblePeer: not a manifest of this version.
+    """
+    try:
+        return _decoder.decode(encoded)
+    except (msgspec.MsgspecError, PDConnectorError, ValueError, RecursionError) as error:
+        raise IncompatiblePeer(
+            f"a manifest of the prefill instance cannot be read ({error}): run the same release of vllm_pd_connector "
+            "on both sides"
+        ) from error

@@ -1,0 +1,480 @@
+"""The transfer thread of one worker: it owns the transport, the side-channel client, all peers and all receives.
+
+Other threads only put orders in (`submit`) and take results out of the outbox. Everything that decides is a state
+machine without I/O (`protocol.peer`, `protocol.receive`); this loop brings them events and carries out their actions.
+It sleeps until the side channel has input, an order came or a deadline is due; only while a transfer runs does it
+look every few milliseconds, because transports are polled.
+
+A request's way: order -> its peer is wanted -> (handshake, once per incarnation) -> bind -> reads -> the prefill side
+confirms that it held the blocks -> report. Whatever goes wrong on the way ends in one failed report with the reason.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import (
+    BindError,
+    IncompatiblePeer,
+    PDConnectorError,
+    PeerLost,
+    ProtocolError,
+    TransferError,
+)
+from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
+from vllm_pd_connector.protocol import peer as peers
+from vllm_pd_connector.protocol import receive as receives
+from vllm_pd_connector.protocol.messages import (
+    Failure,
+    FailureCode,
+    GetManifests,
+    LeaseRef,
+    Manifests,
+    ReadDone,
+    ReadVerdict,
+    Release,
+)
+from vllm_pd_connector.protocol.peer import Peer, PeerKey
+from vllm_pd_connector.protocol.receive import Receive
+from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
+from vllm_pd_connector.sidechannel.sockets import endpoint
+from vllm_pd_connector.sidechannel.waiting import Wake, wait
+from vllm_pd_connector.steps import ReceiveOrder
+from vllm_pd_connector.transport.base import Peer as TransportPeer
+from vllm_pd_connector.transport.base import Status, Transfer, Transport
+from vllm_pd_connector.worker.link import Link
+from vllm_pd_connector.worker.outbox import Outbox
+
+logger = init_logger(__name__)
+
+POLL_S = 0.001
+POLL_DRAINING_S = 0.05
+FETCH_ATTEMPTS = 4
+CONFIRM_ATTEMPTS = 3
+RELEASE_TIMEOUT_S = 5.0
+IDLE_LINK_S = 3600.0
+MAX_LINKS = 1024
+SHUTDOWN_S = 10.0
+
+
+@dataclass(slots=True)
+class _Moved:
+    bytes: int
+    runs: int
+    descriptors: int
+
+
+@dataclass(eq=False, slots=True)
+class _Active:
+    """One receive under way: what was ordered, its machine, and the transport's handles by transfer index."""
+
+    order: ReceiveOrder
+    lease: LeaseRef
+    link: Link
+    machine: Receive
+    attempt: bytes
+    began: float
+    phase_began: float
+    reads: list[tuple[TransportPeer, Runs]] = field(default_factory=list)
+    transfers: dict[int, Transfer] = field(default_factory=dict)
+    stuck: set[int] = field(default_factory=set)
+    moved: _Moved = field(default_factory=lambda: _Moved(0, 0, 0))
+    kind: FailureKind = FailureKind.INTERNAL
+    reported: bool = False
+
+
+class TransferLoop:
+    """See the module.
+
+    Args:
+        manifest: this worker's, without the endpoint, which the transport gives when the thread has started.
+        reader: this worker's number among the `readers` workers of its instance.
+        received: called in the thread before a good receive is reported (the digest trace), or None.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        manifest: Manifest,
+        make_transport: Callable[[], Transport],
+        outbox: Outbox,
+        reader: int,
+        readers: int,
+        received: Callable[[ReceiveOrder], None] | None = None,
+    ) -> None:
+        self._config = config
+        self._manifest = manifest
+        self._make_transport = make_transport
+        self._outbox = outbox
+        self._reader, self._readers = reader, readers
+        self._received = received
+        self._limits = receives.Limits(config.handshake_timeout, config.transfer_timeout, config.confirm_timeout)
+        self._inbox: deque[tuple[Sequence[ReceiveOrder], Sequence[str]]] = deque()
+        self._wake = Wake()
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="pd-transfer", daemon=True)
+        self._started: Future[bytes] = Future()
+        self._links: dict[tuple[PeerKey, str], Link] = {}
+        self._active: dict[str, _Active] = {}
+        self._replies: dict[int, Callable[[Outcome, float], None]] = {}
+        self._stats = PDStats()
+
+    def start(self) -> bytes:
+        """Start the thread, create the transport in it and register the memory; returns the transport's endpoint.
+
+        Raises:
+            PDConnectorError: the transport cannot be created, or refuses the memory.
+        """
+        self._thread.start()
+        return self._started.result()
+
+    def submit(self, orders: Sequence[ReceiveOrder], aborts: Sequence[str]) -> None:
+        """Begin and give up receives; callable from any thread, returns at once."""
+        self._inbox.append((orders, aborts))
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the thread. Receives under way are not reported; nothing is written to memory after this returns."""
+        self._stop = True
+        self._wake.set()
+        self._thread.join(timeout=SHUTDOWN_S)
+
+    # Everything below runs in the thread.
+
+    def _run(self) -> None:
+        try:
+            self._transport = self._make_transport()
+            self._transport.register(self._manifest.segments)
+            self._started.set_result(self._transport.describe())
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        self._client = SideChannelClient()
+        try:
+            while not self._stop:
+                wait(self._client, self._wake, self._next_deadline())
+                self._turn(time.monotonic())
+        finally:
+            self._client.close()
+            self._transport.close()
+
+    def _turn(self, now: float) -> None:
+        """One round: orders, replies, transfers, deadlines. An unexpected error fails the receives, not the thread."""
+        try:
+            while self._inbox:
+                orders, aborts = self._inbox.popleft()
+                for order in orders:
+                    self._begin(order, now)
+                for request_id in aborts:
+                    self._abort(request_id, now)
+            for token, outcome in self._client.receive():
+                if (handler := self._replies.pop(token, None)) is not None:
+                    handler(outcome, now)
+            self._poll(now)
+            self._tick(now)
+        except Exception as error:
+            logger.exception("the transfer thread met an unexpected error")
+            self._fail_all(f"unexpected {type(error).__name__}: {error}", now)
+        if not self._stats.is_empty():
+            self._outbox.count(self._stats)
+            self._stats = PDStats()
+
+    def _next_deadline(self) -> float | None:
+        moments = [m for active in self._active.values() if (m := active.machine.next_deadline()) is not None]
+        moments += [m for link in self._links.values() if (m := link.machine.next_deadline()) is not None]
+        if self._links:
+            moments.append(min(link.used_at for link in self._links.values()) + IDLE_LINK_S)
+        now = time.monotonic()
+        for active in self._active.values():
+            if active.transfers:
+                moments.append(now + (POLL_DRAINING_S if active.reported else POLL_S))
+        return min(moments, default=None)
+
+    # Orders
+
+    def _begin(self, order: ReceiveOrder, now: float) -> None:
+        remote = order.remote
+        if remote is None:
+            logger.error("request %s: receive failed: %s", order.request_id, order.error)
+            self._stats.fail(FailureKind.BAD_PARAMETERS)
+            self._outbox.finished(order.request_id, ok=False, quarantined=False)
+            return
+        link = self._link(
+            PeerKey(remote.remote_host, remote.remote_port, remote.pd_connector.incarnation),
+            remote.remote_engine_id,
+            now,
+        )
+        machine = Receive(self._limits, now)
+        self._active[order.request_id] = _Active(
+            order, remote.lease, link, machine, secrets.token_bytes(16), began=now, phase_began=now
+        )
+        self._drive_peer(link, peers.Wanted(order.request_id), now)
+
+    def _link(self, key: PeerKey, engine_id: str, now: float) -> Link:
+        link = self._links.get((key, engine_id))
+        if link is None:
+            if len(self._links) >= MAX_LINKS:
+                self._drop_idle(now, oldest=True)
+            machine = Peer(key, random.random)
+            link = self._links[key, engine_id] = Link(machine, engine_id, endpoint(key.host, key.port), now)
+            self._doubt_others_at(link, now)
+        link.used_at = now
+        return link
+
+    def _doubt_others_at(self, newcomer: Link, now: float) -> None:
+        """Two lives of an engine at one address: one of them is over. The parameters of a request prove nothing, so
+        the older link is only asked to check."""
+        for link in list(self._links.values()):
+            if link is not newcomer and link.endpoint == newcomer.endpoint:
+                self._drive_peer(link, peers.Suspected("another incarnation is announced at its address"), now)
+
+    def _abort(self, request_id: str, now: float) -> None:
+        active = self._active.get(request_id)
+        if active is not None and not active.reported:
+            self._drive_peer(active.link, peers.Unwanted(request_id), now)
+            self._drive(active, receives.Abort(), now, FailureKind.ABORTED)
+
+    # Peers
+
+    def _drive_peer(self, link: Link, event: peers.Event, now: float) -> None:
+        """Give a peer's machine an event and carry out what it asks for."""
+        for action in link.machine.handle(event, now):
+            match action:
+                case peers.FetchManifests(attempt):
+                    self._fetch(link, attempt, now)
+                case peers.Connect():
+                    self._drive_peer(link, self._connect(link), now)
+                case peers.Disconnect(reason):
+                    self._disconnect(link, reason, now)
+                case peers.StartRequests(request_ids):
+                    for request_id in request_ids:
+                        self._start(self._active[request_id], now)
+                case peers.FailRequests(request_ids, reason):
+                    refused = link.machine.state is peers.State.REFUSED
+                    kind = FailureKind.INCOMPATIBLE_PEER if refused else FailureKind.PEER_UNREACHABLE
+                    for request_id in request_ids:
+                        self._drive(self._active[request_id], receives.PeerFailed(reason), now, kind)
+
+    def _fetch(self, link: Link, attempt: int, now: float) -> None:
+        try:
+            timeout = self._config.handshake_timeout / FETCH_ATTEMPTS
+            token = self._client.send(link.endpoint, GetManifests(link.engine_id), timeout)
+        except ProtocolError as error:
+            self._drive_peer(link, peers.FetchFailed(attempt, str(error)), now)
+            return
+        self._replies[token] = lambda outcome, at: self._fetched(link, attempt, outcome, at)
+
+    def _fetched(self, link: Link, attempt: int, outcome: Outcome, now: float) -> None:
+        match outcome:
+            case Manifests(engine_id=_, incarnation=incarnation, manifests=manifests):
+                link.manifests = manifests
+                event: peers.Event = peers.ManifestsArrived(attempt, incarnation)
+            case Failure(code=FailureCode.FOREIGN_ENGINE, message=message):
+                event = peers.Replaced(message)
+            case Failure(code=FailureCode.VERSION | FailureCode.MALFORMED, message=message):
+                event = peers.Refused(message)
+            case _:
+                event = peers.FetchFailed(attempt, str(outcome))
+        self._drive_peer(link, event, now)
+
+    def _connect(self, link: Link) -> peers.Event:
+        began = time.monotonic()
+        try:
+            verdict = link.connect(self._manifest, self._transport)
+        except IncompatiblePeer as error:
+            logger.error("%s", error)
+            return peers.Refused(str(error))
+        except PDConnectorError as error:
+            return peers.ConnectFailed(str(error))
+        finally:
+            link.manifests = ()
+        seconds = time.monotonic() - began
+        self._stats.observe_phase(Phase.HANDSHAKE, seconds)
+        logger.info(
+            "linked to prefill engine %s at %s in %.1f ms: %s", link.engine_id, link.machine.key, 1e3 * seconds, verdict
+        )
+        return peers.Connected()
+
+    def _disconnect(self, link: Link, reason: str, now: float) -> None:
+        """The peer's process is known to be dead, or nobody uses it: what it was sending cannot land any more."""
+        logger.warning("disconnecting prefill engine %s at %s: %s", link.engine_id, link.machine.key, reason)
+        link.disconnect(self._transport)
+        for active in [a for a in self._active.values() if a.link is link]:
+            self._drive(active, receives.PeerFailed(reason), now, FailureKind.PEER_UNREACHABLE)
+            for index in sorted(active.stuck):
+                self._drive(active, receives.TransferFailed(index, reason, terminal=True), now)
+
+    def _drop_idle(self, now: float, *, oldest: bool = False) -> None:
+        used = {id(active.link) for active in self._active.values()}
+        idle = sorted((link.used_at, key) for key, link in self._links.items() if id(link) not in used)
+        for used_at, key in idle[:1] if oldest else idle:
+            if oldest or used_at + IDLE_LINK_S <= now:
+                self._drive_peer(self._links[key], peers.Dismissed("not used for long"), now)
+                del self._links[key]
+
+    # Receives
+
+    def _drive(self, active: _Active, event: receives.Event, now: float, kind: FailureKind | None = None) -> None:
+        """Give a receive's machine an event and carry out what it asks for. `kind` labels a failure it may lead to."""
+        if kind is not None:
+            active.kind = kind
+        for action in active.machine.handle(event, now):
+            match action:
+                case receives.StartReads():
+                    self._read(active, now)
+                case receives.Confirm():
+                    self._confirm(active, now)
+                case receives.Report(ok, reason, quarantined):
+                    self._report(active, ok, reason, quarantined, now)
+                case receives.Drained():
+                    self._outbox.drained(active.order.request_id)
+        if active.reported and not active.machine.writing:
+            self._active.pop(active.order.request_id, None)
+
+    def _start(self, active: _Active, now: float) -> None:
+        try:
+            active.reads = active.link.bind(active.order)
+        except BindError as error:
+            self._drive(active, receives.PeerFailed(str(error)), now, FailureKind.BAD_PARAMETERS)
+            return
+        except Exception as error:  # a defect of ours that one request met must not reach the others
+            logger.exception("request %s: binding failed", active.order.request_id)
+            self._drive(active, receives.PeerFailed(f"{type(error).__name__}: {error}"), now, FailureKind.INTERNAL)
+            return
+        self._phase(active, Phase.QUEUE, now)
+        self._drive(active, receives.PeerReady(len(active.reads)), now)
+
+    def _read(self, active: _Active, now: float) -> None:
+        began = time.monotonic()
+        failed: list[tuple[int, TransferError]] = []
+        for index, (peer, runs) in enumerate(active.reads):
+            try:
+                transfer = self._transport.read(peer, runs)
+            except TransferError as error:
+                failed.append((index, error))
+                continue
+            active.transfers[index] = transfer
+            active.moved.bytes += runs.total_bytes
+            active.moved.runs += len(runs)
+            active.moved.descriptors += transfer.descriptors
+        self._stats.observe_phase(Phase.POST, time.monotonic() - began)
+        active.reads = []
+        for index, failure in failed:
+            self._transfer_failed(active, index, failure, now)
+
+    def _poll(self, now: float) -> None:
+        for active in list(self._active.values()):
+            for index, transfer in list(active.transfers.items()):
+                try:
+                    if self._transport.poll(transfer) is Status.RUNNING:
+                        continue
+                except TransferError as error:
+                    del active.transfers[index]
+                    self._transfer_failed(active, index, error, now)
+                else:
+                    del active.transfers[index]
+                    if not active.transfers and not active.reported:
+                        self._phase(active, Phase.TRANSFER, time.monotonic())
+                    self._drive(active, receives.TransferDone(index), now)
+
+    def _transfer_failed(self, active: _Active, index: int, error: TransferError, now: float) -> None:
+        if not error.terminal:
+            active.stuck.add(index)  # nothing more will be heard of it before the peer is known dead
+        event = receives.TransferFailed(index, str(error), error.terminal)
+        self._drive(active, event, now, FailureKind.TRANSFER_FAILED)
+        if isinstance(error, PeerLost):
+            self._drive_peer(active.link, peers.Lost(str(error)), now)
+        else:
+            self._drive_peer(active.link, peers.Suspected(str(error)), now)
+
+    def _confirm(self, active: _Active, now: float) -> None:
+        message = ReadDone(active.lease, self._reader, self._readers, active.attempt)
+        try:
+            token = self._client.send(active.link.endpoint, message, self._config.confirm_timeout / CONFIRM_ATTEMPTS)
+        except ProtocolError as error:
+            self._drive(active, receives.Verdict(False, str(error)), now, FailureKind.INTERNAL)
+            return
+        self._replies[token] = lambda outcome, at: self._confirmed(active, outcome, at)
+
+    def _confirmed(self, active: _Active, outcome: Outcome, now: float) -> None:
+        match outcome:
+            case ReadVerdict(held=held, reason=reason):
+                self._drive(active, receives.Verdict(held, reason), now, FailureKind.LEASE_LOST)
+            case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY):
+                self._drive(active, receives.VerdictTimeout(), now)
+            case Failure(message=message):
+                self._drive(active, receives.Verdict(False, message), now, FailureKind.LEASE_LOST)
+            case _:
+                self._drive_peer(active.link, peers.Suspected(str(outcome)), now)
+                self._drive(active, receives.VerdictTimeout(), now)
+
+    def _report(self, active: _Active, ok: bool, reason: str, quarantined: bool, now: float) -> None:
+        order = active.order
+        active.reported = True
+        active.reads = []
+        if ok:
+            self._phase(active, Phase.CONFIRM, now)
+            self._stats.observe_phase(Phase.TOTAL, now - active.began)
+            self._stats.count("receives")
+            self._stats.count("bytes", active.moved.bytes)
+            self._stats.count("runs", active.moved.runs)
+            self._stats.count("descriptors", active.moved.descriptors)
+            if self._received is not None:
+                self._received(order)
+        else:
+            self._stats.fail(active.kind)
+            log = logger.info if active.kind is FailureKind.ABORTED else logger.error
+            log(
+                "request %s: receive of tokens [%d, %d) from prefill request %s at %s failed: %s%s",
+                order.request_id,
+                order.start,
+                order.stop,
+                active.lease.request_id,
+                active.link.endpoint,
+                reason,
+                "; its blocks stay in quarantine until no transfer can write into them" if quarantined else "",
+            )
+            self._give_back(active)
+        self._outbox.finished(order.request_id, ok=ok, quarantined=quarantined)
+
+    def _give_back(self, active: _Active) -> None:
+        """Tell the prefill side that this lease needs no keeping; nobody waits for the answer."""
+        try:
+            self._client.send(active.link.endpoint, Release((active.lease,)), RELEASE_TIMEOUT_S)
+        except ProtocolError as error:
+            logger.debug("releasing the lease of %s: %s", active.lease.request_id, error)
+
+    def _phase(self, active: _Active, phase: Phase, now: float) -> None:
+        self._stats.observe_phase(phase, now - active.phase_began)
+        active.phase_began = now
+
+    # Time
+
+    def _tick(self, now: float) -> None:
+        for active in list(self._active.values()):
+            if (due := active.machine.next_deadline()) is not None and due <= now:
+                if active.machine.state is not receives.State.WAITING:
+                    self._drive_peer(active.link, peers.Suspected("a receive exceeded its deadline"), now)
+                self._drive_peer(active.link, peers.Unwanted(active.order.request_id), now)
+                self._drive(active, receives.Tick(), now, FailureKind.DEADLINE)
+        for link in list(self._links.values()):
+            if (due := link.machine.next_deadline()) is not None and due <= now:
+                self._drive_peer(link, peers.Tick(), now)
+        self._drop_idle(now)
+
+    def _fail_all(self, reason: str, now: float) -> None:
+        for active in list(self._active.values()):
+            if not active.reported:
+                self._drive_peer(active.link, peers.Unwanted(active.order.request_id), now)
+                self._drive(active, receives.PeerFailed(reason), now, FailureKind.INTERNAL)

@@ -1,0 +1,61 @@
+"""What the transfer thread hands to the engine's thread: finished requests, quarantine changes, counts.
+
+The engine's thread takes everything that has gathered once per step; both sides only swap small objects under a lock.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from vllm_pd_connector.compat.base import KVConnectorTransferResults
+from vllm_pd_connector.observability.stats import PDStats
+from vllm_pd_connector.steps import WorkerReport
+
+
+class Outbox:
+    """Thread-safe; every receive is put in once and taken out once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._results = KVConnectorTransferResults()
+        self._report = WorkerReport()
+        self._pending: WorkerReport | None = None
+        self._stats = PDStats()
+
+    def finished(self, request_id: str, *, ok: bool, quarantined: bool) -> None:
+        """A receive ended on this rank. A quarantine is announced in the same step as the failure, never later."""
+        with self._lock:
+            self._results.finished_recving.add(request_id)
+            if not ok:
+                self._results.failed_recving.add(request_id)
+            if quarantined:
+                self._report.quarantined[request_id] = 1
+
+    def drained(self, request_id: str) -> None:
+        """Nothing writes into this request's blocks any more on this rank."""
+        with self._lock:
+            self._report.drained[request_id] = 1
+
+    def count(self, stats: PDStats) -> None:
+        with self._lock:
+            self._stats.aggregate(stats)
+
+    def take_results(self) -> KVConnectorTransferResults:
+        """Receives that ended since the last call, and with them the report that belongs to the same step."""
+        with self._lock:
+            results, self._results = self._results, KVConnectorTransferResults()
+            if self._report.quarantined or self._report.drained:
+                self._pending, self._report = self._report, WorkerReport()
+        return results
+
+    def take_report(self) -> WorkerReport | None:
+        """The report of the results taken last. vLLM asks for it right after the results, in the same step."""
+        report, self._pending = self._pending, None
+        return report
+
+    def take_stats(self) -> PDStats | None:
+        with self._lock:
+            if self._stats.is_empty():
+                return None
+            stats, self._stats = self._stats, PDStats()
+        return stats
