@@ -6,7 +6,6 @@ Links to other hosts are not followed. Prints one line per broken link and exits
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
@@ -47,15 +46,11 @@ def broken_links(page: Path) -> Iterator[str]:
 
 
 def pages() -> list[Path]:
-    """Markdown files that are tracked, or would be."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return [ROOT / name for name in sorted(listed.stdout.splitlines()) if (ROOT / name).exists()]
+    """The project's Markdown files: all but those in hidden directories and build outputs."""
+    own = [
+        page for page in ROOT.rglob("*.md") if not any(part.startswith(".") for part in page.relative_to(ROOT).parts)
+    ]
+    return sorted(page for page in own if page.relative_to(ROOT).parts[0] not in {"build", "dist", "out"})
 
 
 def main() -> int:

@@ -32,15 +32,18 @@ from vllm_pd_connector.worker.half import WorkerHalf
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
-    from vllm.forward_context import ForwardContext
-    from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
+
+    from vllm_pd_connector.compat.types import (
+        AttentionMetadata,
+        BlockPool,
+        ForwardContext,
+        KVCacheBlocks,
+        KVCacheConfig,
+        KVConnectorOutput,
+        Request,
+        SchedulerOutput,
+        VllmConfig,
+    )
 
 adopt_vllm_logging()
 

@@ -26,7 +26,7 @@ LEASE_SECONDS = 8.0
 """How long prefill instances of these tests keep blocks that nobody fetches."""
 
 SETTLE_SECONDS = 60.0
-USAGE = re.compile(r"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$", re.MULTILINE)
+HOLDINGS = re.compile(r"^vllm:(kv_cache_usage_perc|pd_leases|pd_quarantined_blocks)\{[^}]*\} (\S+)$", re.MULTILINE)
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = SETTLE_SECONDS) -> None:
@@ -107,7 +107,7 @@ class Cluster:
             spec("prefill", "p", "kv_producer", row.p_tp), spec("decode", "d", "kv_consumer", row.d_tp)
         )
         [self.router] = servers.start(router_spec(f"{row.id}-router", [self.prefill.url], [self.decode.url]))
-        self._blocks_at_start = {server.spec.name: self._used_blocks(server) for server in (self.prefill, self.decode)}
+        self._at_start = {server.spec.name: self._holdings(server) for server in (self.prefill, self.decode)}
 
     @property
     def model(self) -> str:
@@ -147,18 +147,22 @@ class Cluster:
 
     # -- what must hold after every test ------------------------------------------------------------------------------
 
-    def _used_blocks(self, server: Server) -> float:
-        """Share of the cache's blocks in use. The metric is refreshed by engine steps, so a tiny request makes one."""
+    def _holdings(self, server: Server) -> dict[str, float]:
+        """What an instance holds: the share of blocks in use, and the connector's leases and quarantine.
+
+        Metrics are refreshed by engine steps, so a tiny request makes one first.
+        """
         ask(server.url, self.body((0,), max_tokens=1))
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
-            values = USAGE.findall(answer.read().decode())
-        assert values, f"{server.spec.name} has no vllm:kv_cache_usage_perc"
-        return sum(map(float, values))
+            held = {name: float(value) for name, value in HOLDINGS.findall(answer.read().decode())}
+        assert "kv_cache_usage_perc" in held, f"{server.spec.name} does not tell its vllm:kv_cache_usage_perc"
+        return held
 
     def is_settled(self, server: Server) -> bool:
-        """Whether every block of an instance is free that was free when it started."""
+        """Whether an instance holds nothing that it did not hold when it started."""
         assert server.process.poll() is None, f"{server.spec.name} died; its log ends with:\n{server.log_tail()}"
-        return self._used_blocks(server) == self._blocks_at_start[server.spec.name]
+        at_start = self._at_start[server.spec.name]
+        return all(value == at_start.get(name, 0.0) for name, value in self._holdings(server).items())
 
     def settle(self) -> None:
         """Wait until every block of both instances is free again."""

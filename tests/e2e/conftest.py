@@ -7,6 +7,7 @@ block must be free again, and every byte that a decode worker received must equa
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,4 +113,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if results:
         path = Path(session.config.getoption("--results"))
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        versions = {name: importlib.metadata.version(name) for name in ("vllm", "torch", "nixl", "vllm-pd-connector")}
+        path.write_text(json.dumps({"versions": versions, "records": results}, indent=1) + "\n")

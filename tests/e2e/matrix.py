@@ -42,11 +42,12 @@ class Row:
 
     def flags(self, side: str) -> tuple[str, ...]:
         """`vllm serve` flags of side "p" or "d", beyond those of the model."""
-        block = self.p_block if side == "p" else self.d_block
-        flags = ["--block-size", str(block)] if block else []
+        model = MODELS[self.family]
+        block = (self.p_block if side == "p" else self.d_block) or model.block_size
+        flags = ["--block-size", str(block)]
         if side == "p" and self.chunked:
             flags += ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
-        if MODELS[self.family].prefix_caching:
+        if model.prefix_caching:
             flags.append("--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching")
         return tuple(flags)
 

@@ -319,9 +319,7 @@ class Move:
                     s for s in sources
                     if (s.manifest.parallel.pp_rank, s.manifest.parallel.tp_rank) == edge.source
                 )  # fmt: skip
-                runs = bind(
-                    edge, self.source_tables, self.destination_tables, self.start, self.stop, tail=self.tail
-                )
+                runs = bind(edge, self.source_tables, self.destination_tables, self.start, self.stop, tail=self.tail)
                 copy(runs, origin, worker)
                 base = worker.manifest.segments[0].address
                 for to, length in zip(runs.destination.tolist(), runs.length.tolist(), strict=True):

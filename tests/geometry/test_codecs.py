@@ -18,10 +18,14 @@ def test_key_and_value_are_two_tensors_of_one_page() -> None:
     key, value = key_value(NHD, 8, 8)
     assert (key.role, value.role) == (Role.KEY, Role.VALUE)
     assert (key.offset, value.offset) == (1000, 1016)
-    assert key.axes == value.axes == (
-        Axis(AxisName.TOKEN, 4, 64, 0, 4),
-        Axis(AxisName.HEAD, 2, 32, 2, 6),
-        Axis(AxisName.CHANNEL, 8, 2, 0, 8),
+    assert (
+        key.axes
+        == value.axes
+        == (
+            Axis(AxisName.TOKEN, 4, 64, 0, 4),
+            Axis(AxisName.HEAD, 2, 32, 2, 6),
+            Axis(AxisName.CHANNEL, 8, 2, 0, 8),
+        )
     )
     assert (key.pages, key.page_stride, key.pages_per_block, key.page_tokens, key.group) == (10, 256, 2, 4, 1)
 

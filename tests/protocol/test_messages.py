@@ -7,14 +7,14 @@ import tracemalloc
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol import messages as m
 
 HEADER = struct.Struct("!4sHQ")
-relaxed = settings(deadline=None)  # a busy machine decides nothing
+relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine decides nothing
 LEASE = m.LeaseRef("cmpl-1", bytes(range(16)))
 REQUESTS = [
     m.GetManifests("engine-0"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -109,6 +109,24 @@ def test_a_lost_transport_is_disconnected_and_made_anew_only_for_someone():
     assert peer.next_deadline() is None
     assert peer.handle(p.Wanted("a"), 9.0) == [p.FetchManifests(2)]
     assert peer.handle(p.ManifestsArrived(2, KEY.incarnation), 9.0) == [p.Connect()]
+
+
+def test_requests_that_wait_for_a_probe_fail_before_the_transport_goes():
+    peer = ready()
+    peer.handle(p.Suspected("verdict timed out"), 5.0)
+    peer.handle(p.Wanted("a"), 5.0)
+    failed, disconnect = peer.handle(p.ManifestsArrived(2, OTHER), 5.1)
+    assert isinstance(failed, p.FailRequests) and failed.request_ids == ("a",)
+    assert isinstance(disconnect, p.Disconnect)
+
+
+def test_requests_that_wait_for_a_probe_outlive_a_lost_transport():
+    peer = ready()
+    peer.handle(p.Suspected("verdict timed out"), 5.0)
+    peer.handle(p.Wanted("a"), 5.0)
+    assert peer.handle(p.Lost("reset"), 5.0) == [p.Disconnect("reset")]
+    assert peer.handle(p.ManifestsArrived(2, KEY.incarnation), 5.1) == [p.Connect()]
+    assert peer.handle(p.Connected(), 5.1) == [p.StartRequests(("a",))]
 
 
 def test_a_dismissed_peer_can_be_had_again():
@@ -262,4 +280,6 @@ class Peers(RuleBasedStateMachine):
 
 
 TestPeers = Peers.TestCase
-TestPeers.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
+TestPeers.settings = settings(
+    deadline=None, max_examples=150, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -330,7 +330,9 @@ def test_replies_are_matched_by_token_in_any_order(puppet, client):
     puppet.socket.send_multipart([peer, m.encode(seq2, m.Renewed(()))])
     puppet.socket.send_multipart([peer, m.encode(12345, m.Released())])
     puppet.socket.send_multipart([peer, m.encode(seq1, m.Released())])
+    assert client.under_way() == 2
     assert collect(client, 2) == {second: m.Renewed(()), first: m.Released()}
+    assert client.under_way() == 0
 
 
 def test_a_reply_of_another_kind_is_an_error_of_that_request(puppet, client):
@@ -358,23 +360,28 @@ def test_a_server_of_another_version_is_told_apart(puppet, client):
     assert "protocol version: 9 there, 1 to 1 here" in str(collect(client, 1)[token])
 
 
-def test_a_request_that_times_out_frees_the_others_from_its_socket(puppet, client):
-    where = endpoint("127.0.0.1", puppet.port)
-    patient = client.send(where, m.Renew(()), PATIENCE_S)
-    hasty = client.send(where, m.Release(()), 0.05)
-    outcome = collect(client, 1)[hasty]
-    assert isinstance(outcome, DeadlineExceeded) and "0.05 s" in str(outcome)
-    requests = [puppet.take() for _ in range(3)]
-    by_socket: dict[bytes, list[tuple[int, m.Request]]] = {}
-    for peer, seq, request in requests:
-        by_socket.setdefault(peer, []).append((seq, request))
-    assert sorted(by_socket.values(), key=len) == [
-        [(patient, m.Renew(()))],
-        [(patient, m.Renew(())), (hasty, m.Release(()))],
-    ]
-    again = min(by_socket, key=lambda peer: len(by_socket[peer]))
-    puppet.socket.send_multipart([again, m.encode(patient, m.Renewed(()))])
-    assert collect(client, 1) == {patient: m.Renewed(())}
+def test_a_request_that_times_out_takes_the_others_to_a_new_socket(puppet):
+    now = 0.0
+    client = SideChannelClient(clock=lambda: now)
+    try:
+        where = endpoint("127.0.0.1", puppet.port)
+        patient = client.send(where, m.Renew(()), 10.0)
+        hasty = client.send(where, m.Release(()), 5.0)
+        (old, *first), (_, *second) = puppet.take(), puppet.take()
+        assert first == [patient, m.Renew(())] and second == [hasty, m.Release(())]
+        now = 4.9
+        assert client.receive() == []
+        now = 5.0
+        ((token, outcome),) = client.receive()
+        assert token == hasty and isinstance(outcome, DeadlineExceeded) and "5 s" in str(outcome)
+        new, *again = puppet.take()
+        assert again == first and new != old
+        puppet.socket.send_multipart([new, m.encode(patient, m.Renewed(()))])
+        arrived: list[object] = []
+        wait_for(lambda: bool(arrived.extend(client.receive()) or arrived))
+        assert arrived == [(patient, m.Renewed(()))]
+    finally:
+        client.close()
 
 
 def test_a_server_that_is_not_there_is_a_deadline_and_found_when_it_comes(client):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transport_ends import runs
 
@@ -40,6 +40,7 @@ rows = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(edges, edges, rows, st.integers(1, SPACE))
 def test_every_byte_is_copied_as_its_run_says_and_each_descriptor_fits_its_segments(
     source_cuts: set[int], destination_cuts: set[int], wanted: list[tuple[int, int, int]], limit: int

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transport_ends import End, InProcessPeer, whole
 
@@ -86,6 +86,46 @@ def test_only_a_failure_of_unknown_extent_leaves_a_started_transfer_unsettled() 
     assert translate("nixlBackendError", "read", False).terminal
 
 
+class FailingAgent:
+    """NIXL's agent, except that posted transfers fail in a way that tells nothing."""
+
+    def __init__(self, agent: Any, error: Exception) -> None:
+        self._agent, self._error = agent, error
+        self.released: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def getXferStatus(self, handle: int) -> Any:
+        raise self._error
+
+    def releaseXferReq(self, handle: int) -> Any:
+        self.released.append(handle)
+        return self._agent.releaseXferReq(handle)
+
+
+def test_a_failure_of_unknown_extent_is_not_terminal_and_releases_nothing() -> None:
+    size, options = 32 << 20, {"ucx": {"TLS": "tcp,self"}, "batch_bytes": 4 << 20}
+    end, other = End("nixl", options, size), End("nixl", options, size)
+    peer = end.transport.connect(other.endpoint, other.segments)
+    agent = FailingAgent(end.transport._agent, importlib.import_module("nixl")._bindings.nixlBackendError("who knows"))
+    end.transport._agent = agent
+    transfer = end.transport.read(peer, whole(other.address, end.address, size))
+    assert transfer.posted, "nothing was in flight"
+    running = list(transfer.posted)
+    with pytest.raises(TransferError, match="who knows") as failure:
+        end.transport.poll(transfer)
+    assert not failure.value.terminal
+    assert transfer.posted == running and not set(running) & set(agent.released)
+    end.transport.disconnect(peer)
+    with pytest.raises(TransferError, match="connected already"):
+        end.transport.connect(other.endpoint, other.segments)
+    del agent
+    end.transport.close()
+    other.transport.close()
+
+
+@settings(deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 10_000), st.integers(1, 255))
 def test_an_endpoint_with_any_wrong_byte_or_length_is_refused(metadata: bytes, place: int, flip: int) -> None:
     sealed = seal("nixl", "pd-1", metadata)
@@ -137,6 +177,7 @@ def test_loopback_refuses_device_memory() -> None:
     transport.close()
 
 
+@settings(deadline=None)
 @given(st.integers(1, 1 << 40), st.integers(0, 1 << 30))
 def test_the_huge_part_is_aligned_inside_and_misses_less_than_a_page_per_end(address: int, length: int) -> None:
     start, size = hugepages.huge_part(address, length)
@@ -149,7 +190,7 @@ def test_the_huge_part_is_aligned_inside_and_misses_less_than_a_page_per_end(add
 
 
 def test_collapsing_changes_no_byte() -> None:
-    with mmap.mmap(-1, 8 << 20) as region:
+    with mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as region:
         memory = np.frombuffer(region, dtype=np.uint8)
         memory[:] = np.arange(8 << 20, dtype=np.uint64).astype(np.uint8)
         before = memory.tobytes()

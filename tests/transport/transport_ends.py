@@ -65,7 +65,7 @@ class End:
         self._peers: dict[bytes, Any] = {}
 
     def allocate(self, length: int) -> int:
-        self._map = mmap.mmap(-1, length)
+        self._map = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.memory = np.frombuffer(self._map, dtype=np.uint8)
         return int(self.memory.ctypes.data)
 
@@ -98,6 +98,11 @@ class End:
     def notifications(self) -> list[bytes]:
         received: list[bytes] = self.transport.notifications()
         return received
+
+    def content_when_told(self, offset: int, length: int) -> tuple[list[bytes], bytes]:
+        """The first notifications, and what lay in memory at that moment."""
+        told = until(self.notifications, "a notification")
+        return told, self.content(offset, length)
 
     def cpu_seconds(self) -> float:
         return time.process_time()
@@ -156,6 +161,12 @@ class InProcessPeer:
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._end, method)(*arguments)
 
+    def ask(self, method: str, *arguments: Any) -> None:
+        self._question = (method, *arguments)
+
+    def answer(self) -> Any:
+        return self.call(*self._question)
+
     def kill(self) -> None:
         self._faults.lost = True
 
@@ -177,11 +188,21 @@ class ProcessPeer:
         self._process = _processes.Process(target=serve, args=(child, kind, transport, options, length), daemon=True)
         self._process.start()
         child.close()
-        self.endpoint, self.segments, self.address = self._answer()
+        self.endpoint, self.segments, self.address = self.answer()
 
     def call(self, method: str, *arguments: Any) -> Any:
+        self.ask(method, *arguments)
+        return self.answer()
+
+    def ask(self, method: str, *arguments: Any) -> None:
+        """Like `call`, but the peer works while the test goes on; `answer` follows."""
         self._pipe.send((method, arguments))
-        return self._answer()
+
+    def answer(self) -> Any:
+        assert self._pipe.poll(PATIENCE_SECONDS), "the peer does not answer"
+        failure, value = self._pipe.recv()
+        assert not failure, f"in the peer: {failure}"
+        return value
 
     def kill(self) -> None:
         self._process.kill()
@@ -202,12 +223,6 @@ class ProcessPeer:
         assert self._process.exitcode in (0, -signal.SIGKILL), f"the peer ended with {self._process.exitcode}"
         self._pipe.close()
         self._process.close()
-
-    def _answer(self) -> Any:
-        assert self._pipe.poll(PATIENCE_SECONDS), "the peer does not answer"
-        failure, value = self._pipe.recv()
-        assert not failure, f"in the peer: {failure}"
-        return value
 
     def _signal(self, number: int) -> None:
         assert self._process.pid is not None

@@ -45,8 +45,9 @@ class Tail(Enum):
     """What moves of the page in which the token range ends.
 
     EXACT: only tokens before `stop`. PAGE: the rest of that page too, where both sides' pages are alike. Slots after
-    the last token are written before they are read (attention masks by sequence length), so PAGE is safe when the
-    destination holds nothing of its own there yet, and turns a transposed tail of many short runs into one.
+    the last token are written before they are read (attention masks by sequence length), so PAGE is safe for the
+    last move of a request, before the destination computes, and turns a transposed tail of many short runs into one.
+    It is wrong for a step in the middle of a push: transfers are not ordered, and the next step's tokens lie there.
     """
 
     EXACT = "exact"
@@ -228,7 +229,8 @@ def _family_runs(family: Family, spans: _Spans) -> Runs:
         alike = (kinds == [[source_token], [destination_token], [tokens]]).all(axis=0)
         runs = pattern(family, source_token, destination_token, tokens)
         dense = (runs.length == family.source.page_stride) & (runs.length == family.destination.page_stride)
-        single = _Stretches(spans.source_page[alike], spans.destination_page[alike], 1, changing[alike])
+        count = np.ones(np.count_nonzero(alike), dtype=np.int64)
+        single = _Stretches(spans.source_page[alike], spans.destination_page[alike], count, changing[alike])
         for rows, stretches in ((dense, _stretches(single)), (~dense, single)):
             for chosen, out in ((~stretches.changing, apart), (stretches.changing, touching)):
                 if rows.any() and chosen.any():
@@ -242,7 +244,7 @@ class _Stretches:
 
     source: Addresses
     destination: Addresses
-    count: Addresses | int
+    count: Addresses
     changing: NDArray[np.bool_]
 
 
@@ -260,10 +262,8 @@ def _spread(
     """Chosen rows of a pattern at chosen stretches of pages, with the stretches as the fast axis."""
     source = stretches.source[chosen] * family.source.page_stride
     destination = stretches.destination[chosen] * family.destination.page_stride
-    count = stretches.count if isinstance(stretches.count, int) else stretches.count[chosen]
-    length = np.multiply.outer(runs.length[rows], count).reshape(-1, np.size(count))
     return Runs(
         np.add.outer(runs.source[rows], source).ravel(),
         np.add.outer(runs.destination[rows], destination).ravel(),
-        np.broadcast_to(length, (len(length), len(source))).ravel(),
+        np.multiply.outer(runs.length[rows], stretches.count[chosen]).ravel(),
     )

@@ -293,7 +293,4 @@ def _same_geometry(mine: Manifest, theirs: Manifest) -> bool:
 
 
 def _pages(manifest: Manifest) -> dict[tuple[str, str], tuple[object, ...]]:
-    return {
-        (t.layer, t.role): (t.page_tokens, t.pages_per_block, t.page_stride, t.axes)
-        for t in manifest.tensors
-    }
+    return {(t.layer, t.role): (t.page_tokens, t.pages_per_block, t.page_stride, t.axes) for t in manifest.tensors}

@@ -39,7 +39,6 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 ParallelSize = Annotated[int, Meta(ge=1, le=65536)]
 NumTokens = Annotated[int, Meta(ge=0, lt=2**31)]
 NonceHex = Annotated[str, Meta(min_length=32, max_length=32, pattern="^[0-9a-f]{32}$")]
-TransferId = Annotated[str, Meta(max_length=512)]
 
 IN_TREE_KEYS: Final = frozenset(
     {

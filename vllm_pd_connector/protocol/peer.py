@@ -175,7 +175,8 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Disconnect the transport; receives that still run with this peer fail with the reason."""
+    """Disconnect the transport. Receives that read from this peer or confirm a read fail with the reason; those that
+    wait for it (Wanted, not started) are left to StartRequests and FailRequests."""
 
     reason: str
 
@@ -328,10 +329,12 @@ class Peer:
         self._fetching = self._connecting = False
         if self._retry_at == inf:  # refused or replaced before: that reason stays
             return []
-        actions: list[Action] = [Disconnect(reason)] if self._has_transport() else []
-        self._state, self._reason, self._retry_at = state, reason, retry_at
         waiting = self._take_waiting()
-        return [*actions, FailRequests(waiting, reason)] if waiting else actions
+        actions: list[Action] = [FailRequests(waiting, reason)] if waiting else []
+        if self._has_transport():
+            actions.append(Disconnect(reason))
+        self._state, self._reason, self._retry_at = state, reason, retry_at
+        return actions
 
     def _has_transport(self) -> bool:
         return self._state in (State.READY, State.SUSPECT)

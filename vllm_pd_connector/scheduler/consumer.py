@@ -25,11 +25,7 @@ from vllm_pd_connector.scheduler.keeper import LeaseKeeper
 from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
+    from vllm_pd_connector.compat.types import KVCacheBlock, KVCacheBlocks, KVCacheConfig, Request, VllmConfig
 
 logger = init_logger(__name__)
 

@@ -15,18 +15,20 @@ from vllm_pd_connector.compat.blocks import Quarantine, finished_normally, trans
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.observability.stats import PDStats
-from vllm_pd_connector.protocol.params import Kind, kind_of
+from vllm_pd_connector.protocol.params import Kind, kind_of, parse_remote_decode
 from vllm_pd_connector.scheduler.consumer import Consumer
 from vllm_pd_connector.scheduler.producer import Producer
 from vllm_pd_connector.steps import StepMetadata, WorkerReport
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
+    from vllm_pd_connector.compat.types import (
+        BlockPool,
+        KVCacheBlocks,
+        KVCacheConfig,
+        KVConnectorOutput,
+        Request,
+        VllmConfig,
+    )
 
 logger = init_logger(__name__)
 
@@ -69,13 +71,13 @@ class SchedulerHalf:
         """Whether the blocks must be kept, and the parameters for whoever reads them."""
         self.consumer.finished(request)
         try:
-            kind = kind_of(transfer_params(request))
-        except ProtocolError as error:
-            logger.error("request %s: %s", request.request_id, error)
+            if kind_of(transfer_params(request)) is not Kind.REMOTE_DECODE or not finished_normally(request):
+                return False, None
+            parse_remote_decode(transfer_params(request))
+            params = self.producer.hold(request, [block_ids[group] for group in self.group_ids])
+        except ProtocolError as error:  # the router gets no parameters and must not go on to a decode instance
+            logger.error("request %s: nothing is held for a decode instance: %s", request.request_id, error)
             return False, None
-        if kind is not Kind.REMOTE_DECODE or not finished_normally(request):
-            return False, None
-        params = self.producer.hold(request, [block_ids[group] for group in self.group_ids])
         return params is not None, params
 
     def build_metadata(self) -> StepMetadata:

@@ -41,6 +41,7 @@ class LeaseKeeper:
         self._due: dict[str, float] = {}
         self._wake = Wake()
         self._stop = False
+        self._until = 0.0
         self._thread: threading.Thread | None = None
 
     def keep(self, remote: RemotePrefill) -> None:
@@ -52,7 +53,7 @@ class LeaseKeeper:
         self._submit(lambda: self._remove(remote, release))
 
     def close(self) -> None:
-        """End the thread; queued releases are still sent."""
+        """End the thread, after the answers to what was sent or half of the reply time-out."""
         if self._thread is not None:
             self._submit(self._end)
             self._thread.join(timeout=REPLY_TIMEOUT_S)
@@ -68,8 +69,9 @@ class LeaseKeeper:
 
     def _run(self) -> None:
         self._client = SideChannelClient()
-        while not self._stop:
-            wait(self._client, self._wake, min(self._due.values(), default=None))
+        while not self._stop or (self._client.under_way() and time.monotonic() < self._until):
+            due = min(self._due.values(), default=None)
+            wait(self._client, self._wake, self._until if self._stop else due)
             while self._commands:
                 self._commands.popleft()()
             self._renew_due(time.monotonic())
@@ -112,3 +114,4 @@ class LeaseKeeper:
 
     def _end(self) -> None:
         self._stop = True
+        self._until = time.monotonic() + REPLY_TIMEOUT_S / 2

@@ -23,9 +23,7 @@ from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.steps import GroupBlocks, HeldRequest
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
+    from vllm_pd_connector.compat.types import KVCacheConfig, Request, VllmConfig
 
 logger = init_logger(__name__)
 
@@ -59,7 +57,11 @@ class Producer:
         logger.info("side channel of engine %s listens on %s:%d", self._engine_id, self._host, self._port)
 
     def hold(self, request: Request, block_ids: Sequence[list[int]]) -> dict[str, Any] | None:
-        """Lease the request's blocks; returns the `kv_transfer_params` for the router, None if nothing is held."""
+        """Lease the request's blocks; returns the `kv_transfer_params` for the router, None if nothing is held.
+
+        Raises:
+            ProtocolError: parameters that no decode instance would accept; nothing is held.
+        """
         if self._server is None:
             logger.error(
                 "request %s asks for do_remote_decode, but this instance's kv_role is kv_consumer: nothing is held. "
@@ -72,11 +74,7 @@ class Producer:
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         nonce = secrets.token_bytes(16)
         tables = tuple(_trim(ids) for ids in block_ids)
-        self._server.hold(request.request_id, nonce, self._config.kv_lease_duration)
-        self.num_leases += 1
-        if self._config.digest_dir is not None:
-            self._held.append(HeldRequest(request.request_id, tables, num_tokens))
-        return remote_prefill_params(
+        params = remote_prefill_params(
             block_ids=[table.ids for table in tables],
             first_blocks=[table.first_block for table in tables],
             lease=LeaseRef(request.request_id, nonce),
@@ -91,6 +89,11 @@ class Producer:
             pp_size=self._parallel.pipeline_parallel_size,
             num_tokens=num_tokens,
         )
+        self._server.hold(request.request_id, nonce, self._config.kv_lease_duration)
+        self.num_leases += 1
+        if self._config.digest_dir is not None:
+            self._held.append(HeldRequest(request.request_id, tables, num_tokens))
+        return params
 
     def take(self) -> tuple[list[str], list[HeldRequest]]:
         """Request ids whose lease ended, each exactly once, and what was newly held (digest trace only)."""

@@ -91,6 +91,10 @@ class SideChannelClient:
         """When `receive` is due at the latest, None if there is nothing to wait for."""
         return min(map(self._link_deadline, self._links.values()), default=None)
 
+    def under_way(self) -> int:
+        """How many tokens have not come back yet."""
+        return sum(len(link.pending) for link in self._links.values())
+
     def receive(self) -> list[tuple[int, Outcome]]:
         """What has come back: a reply (or Failure), ProtocolError for what is no reply, or DeadlineExceeded."""
         outcomes: list[tuple[int, Outcome]] = []

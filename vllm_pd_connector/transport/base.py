@@ -1,10 +1,14 @@
 """The port: the few operations that a transport gives to the transfer thread.
 
-A transport is owned by one thread; none of its methods may be called from another. It knows memory ranges, peers and
-runs of bytes; it knows nothing of blocks, layouts or requests, and decides no capability. Operations are started by
-`read` and `write` and followed by `poll`, which never blocks. No library can cancel a transfer that was started, so
-there is no cancel here: a transfer that is given up keeps its handle and is polled until it is terminal, and its
-destination stays in quarantine until then (the caller's business).
+A transport is owned by one thread; none of its methods may be called from another (a thread that moves CUDA memory
+makes its device current before it creates the transport). It knows memory ranges, peers and runs of bytes; it knows
+nothing of blocks, layouts or requests, and decides no capability. Operations are started by `read` and `write` and
+followed by `poll`; a call returns within milliseconds, however large the transfer. No library can cancel a transfer
+that was started, so there is no cancel here: a transfer that is given up keeps its handle and is polled until it is
+terminal, and its destination stays in quarantine until then (the caller's business).
+
+Runs are checked against the registered segments of both sides before a library sees them. A run may go on from one
+segment into an adjacent one, and runs may have any length and order; short runs cost (docs/design/transports.md).
 
 Errors are `TransferError` (`PeerLost` when the peer is gone); a transport translates its library's exceptions.
 """
@@ -55,15 +59,19 @@ class Transport(Protocol):
     def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> Peer:
         """Prepare transfers with the worker that described itself by `endpoint` and holds `segments`.
 
-        Connecting to the same incarnation twice is an error of the caller. The endpoint is untrusted: its integrity
-        is checked before the library sees it.
+        Connecting to a peer that is connected is an error of the caller; after `disconnect` it is allowed once the
+        last transfer with it has ended. The endpoint is untrusted: its integrity is checked before the library sees it.
 
         Raises:
-            TransferError: malformed endpoint, or the library refuses it.
+            TransferError: malformed or damaged endpoint, or the library refuses it; retryable when the peer cannot be
+                reached now. Connected peers are not affected.
         """
 
     def disconnect(self, peer: Peer) -> None:
-        """Forget a peer and all that the library holds for it. Running transfers with it become terminal or fail."""
+        """Start nothing more with a peer, and forget it when its last running transfer has ended.
+
+        Running transfers are polled on as ever: they become DONE or fail.
+        """
 
     def read(self, peer: Peer, runs: Runs) -> Transfer:
         """Start copying `runs` from the peer (source) to this process (destination).
@@ -75,7 +83,8 @@ class Transport(Protocol):
     def write(self, peer: Peer, runs: Runs, notification: bytes = b"") -> Transfer:
         """Start copying `runs` from this process (source) to the peer (destination).
 
-        The notification reaches the peer after all bytes of this transfer are in its memory.
+        The notification reaches the peer after all bytes of this transfer are in its memory. DONE does not say that
+        it was delivered: a peer that died meanwhile never sees it.
 
         Raises:
             TransferError: not started; nothing moves.
@@ -85,7 +94,7 @@ class Transport(Protocol):
         """State of a transfer, without blocking. Polling again after DONE or an error is an error of the caller.
 
         Raises:
-            TransferError: it failed; `terminal` says whether bytes may still move.
+            TransferError: it failed. When it is not `terminal`, bytes may move until `close` and nothing will tell.
         """
 
     def notify(self, peer: Peer, payload: bytes) -> None:
@@ -99,4 +108,8 @@ class Transport(Protocol):
         """Messages that arrived since the last call, oldest first, from any peer."""
 
     def close(self) -> None:
-        """Release everything. Memory that was registered may be unmapped afterwards."""
+        """Release everything, ending running transfers: nothing lands afterwards.
+
+        Registered memory may be unmapped once no peer reads or writes it: over TCP a process dies that is asked for
+        memory it unmapped, so peers are told first.
+        """

@@ -43,7 +43,7 @@ def unseal(transport: str, endpoint: bytes) -> Endpoint:
         )
     try:
         made = msgspec.msgpack.decode(endpoint, type=Endpoint)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the second is msgspec's way to refuse a bad string
         raise TransferError(f"malformed endpoint ({len(endpoint)} bytes): {error}; fetch the manifest again") from error
     if made.transport != transport:
         raise TransferError(

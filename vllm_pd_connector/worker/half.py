@@ -28,8 +28,8 @@ from vllm_pd_connector.worker.outbox import Outbox
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from vllm_pd_connector.compat.types import KVCacheConfig, VllmConfig
 
 logger = init_logger(__name__)
 

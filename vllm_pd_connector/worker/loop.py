@@ -310,7 +310,9 @@ class TransferLoop:
         """The peer's process is known to be dead, or nobody uses it: what it was sending cannot land any more."""
         logger.warning("disconnecting prefill engine %s at %s: %s", link.engine_id, link.machine.key, reason)
         link.disconnect(self._transport)
-        for active in [a for a in self._active.values() if a.link is link]:
+        # Receives that wait belong to the peer's machine, which starts or fails them itself.
+        waiting = receives.State.WAITING
+        for active in [a for a in self._active.values() if a.link is link and a.machine.state is not waiting]:
             self._drive(active, receives.PeerFailed(reason), now, FailureKind.PEER_UNREACHABLE)
             for index in sorted(active.stuck):
                 self._drive(active, receives.TransferFailed(index, reason, terminal=True), now)

@@ -1,0 +1,225 @@
+"""Block ids and token ranges: what is moved, what is merged, and what is refused before a byte moves."""
+
+import numpy as np
+import pytest
+from geometry_opaque import opaque_worker
+from geometry_world import Model, Side, copy, instance, table
+
+from vllm_pd_connector.errors import BindError
+from vllm_pd_connector.geometry.bind import BlockTable, Tail, bind
+from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.geometry.plan import Edge, make_plan
+from vllm_pd_connector.geometry.runs import Runs
+
+BASE = 1 << 40
+
+
+def manifest(model: Model, engine: str = "p-0", **side: object) -> Manifest:
+    return instance(model, Side(**side), engine)[0].manifest
+
+
+def edge(model: Model, source: dict, destination: dict) -> Edge:
+    return make_plan(manifest(model, "d-1", **destination), [manifest(model, **source)]).edges[0]
+
+
+def offsets(runs: Runs) -> list[tuple[int, int, int]]:
+    """(source, destination, length) in bytes from the segments' starts, in order of destination."""
+    rows = zip(
+        (runs.source - BASE - 3).tolist(), (runs.destination - BASE - 3).tolist(), runs.length.tolist(), strict=True
+    )
+    return sorted(rows, key=lambda row: row[1])
+
+
+# One layer, one head, K and V of one two-byte channel: a token is 4 bytes, a block of 4 tokens 16.
+ONE = Model(layers=1, heads=1, key=1, value=1)
+PLAIN = edge(ONE, {}, {})
+
+
+def test_a_block_moves_to_the_place_of_its_id() -> None:
+    assert offsets(bind(PLAIN, [table(3)], [table(5)], 0, 4)) == [(48, 80, 16)]
+
+
+def test_a_tail_is_exact_to_the_byte() -> None:
+    assert offsets(bind(PLAIN, [table(3, 1)], [table(5, 2)], 0, 6)) == [(16, 32, 8), (48, 80, 16)]
+
+
+def test_consecutive_blocks_become_one_run_with_their_tail() -> None:
+    assert offsets(bind(PLAIN, [table(3, 4, 5)], [table(1, 2, 3)], 0, 10)) == [(48, 16, 40)]
+    assert len(bind(PLAIN, [table(3, 4, 5)], [table(1, 2, 4)], 0, 12)) == 2
+    assert len(bind(PLAIN, [table(3, 5, 6)], [table(1, 2, 3)], 0, 12)) == 2
+    assert len(bind(PLAIN, [table(5, 4, 3)], [table(3, 2, 1)], 0, 12)) == 3
+
+
+def test_consecutive_ids_merge_across_unequal_blocks() -> None:
+    """8-token blocks 1, 2 hold what 4-token blocks 3..6 get: 16 tokens in one run."""
+    uneven = edge(ONE, {"block_tokens": 8}, {})
+    assert offsets(bind(uneven, [table(1, 2)], [table(3, 4, 5, 6)], 0, 16)) == [(32, 48, 64)]
+    assert offsets(bind(uneven, [table(1, 2)], [table(3, 4, 5, 6)], 5, 14)) == [(52, 68, 36)]
+
+
+def test_contiguous_ids_are_one_run_per_layer_and_for_packed_layers_one_in_all() -> None:
+    model = Model(layers=3, heads=2)
+    for layout, runs in (("NHD", 3), ("HND", 3), ("CPU", 3), ("LHBNC", 6), ("BLHNC", 1), ("BHLNC", 1)):
+        same = edge(model, {"layout": layout}, {"layout": layout})
+        assert len(bind(same, [table(1, 2, 3)], [table(4, 5, 6)], 0, 12)) == runs, layout
+    kernel = edge(model, {"ratio": 2}, {"ratio": 4})
+    assert len(bind(kernel, [table(1, 2, 3)], [table(4, 5, 6)], 0, 12)) == 3
+
+
+def test_padding_is_never_touched() -> None:
+    padded = edge(ONE, {"padding": 6}, {"padding": 6})
+    assert offsets(bind(padded, [table(1, 2)], [table(3, 4)], 0, 8)) == [(22, 66, 16), (44, 88, 16)]
+
+
+def test_a_block_table_may_begin_anywhere() -> None:
+    whole = offsets(bind(PLAIN, [table(3, 1, 2)], [table(5, 4, 6)], 4, 12))
+    late = bind(PLAIN, [BlockTable(1, np.array([1, 2]))], [BlockTable(1, np.array([4, 6]))], 4, 12)
+    assert offsets(late) == whole
+
+
+def test_longer_tables_than_the_range_are_fine() -> None:
+    assert offsets(bind(PLAIN, [table(3, 1, 2)], [table(5, 4, 6)], 0, 4)) == [(48, 80, 16)]
+
+
+def test_an_empty_range_moves_no_token() -> None:
+    assert len(bind(PLAIN, [table(1)], [table(1)], 4, 4)) == 0
+    assert len(bind(PLAIN, [table()], [table()], 0, 0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "start", "stop", "text"),
+    [
+        (table(8), table(1), 0, 4, r"source group 0: block id 8 is outside \[1, 8\)"),
+        (table(1), table(8), 0, 4, r"destination group 0: block id 8 is outside \[1, 8\)"),
+        (table(-1), table(1), 0, 4, "source group 0: block id -1"),
+        (table(1), table(-2), 0, 4, "destination group 0: block id -2"),
+        (table(1 << 40), table(1), 0, 4, "block id 1099511627776"),
+        (table(1), table(1, 2), 0, 5, r"source group 0: token 4 needs logical block 1, .* too short.*\[0, 1\)"),
+        (table(1, 2), table(1), 0, 5, r"destination group 0: token 4 needs logical block 1, .* too short"),
+        (table(), table(1), 0, 4, "source group 0: token 0 .* too short"),
+        (table(1), table(), 0, 4, "destination group 0: token 0 .* too short"),
+        (table(2, first=1), table(1, 2), 0, 8, r"source group 0: token 0 .* \[1, 2\)"),
+        (table(1, 2), table(2, first=1), 0, 8, r"destination group 0: token 0 .* \[1, 2\)"),
+        (table(1, 0), table(1, 2), 0, 8, "source group 0: token 4 needs logical block 1, but the table is null there"),
+        (table(1, 2), table(1, 0), 0, 8, "destination group 0: token 4 needs logical block 1, .* null"),
+        (table(1, 2), table(3, 3), 0, 8, "destination group 0: block id 3 is given twice"),
+        (table(1), table(1), -1, 4, r"token range \[-1, 4\)"),
+        (table(1), table(1), 4, 3, r"token range \[4, 3\)"),
+        (BlockTable(-1, np.array([1])), table(1), 0, 4, "logical block >= 0"),
+        (BlockTable(0, np.array([1.0])), table(1), 0, 4, "array of int64"),
+        (BlockTable(0, np.array([[1]])), table(1), 0, 4, "one array"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    source: BlockTable, destination: BlockTable, start: int, stop: int, text: str
+) -> None:
+    with pytest.raises(BindError, match=text):
+        bind(PLAIN, [source], [destination], start, stop)
+
+
+def test_every_group_needs_its_table() -> None:
+    with pytest.raises(BindError, match="source: 2 block tables for 1 groups"):
+        bind(PLAIN, [table(1), table(2)], [table(1)], 0, 4)
+
+
+def test_bounds_are_those_of_each_side() -> None:
+    asymmetric = edge(ONE, {"num_blocks": 3}, {"num_blocks": 9})
+    assert offsets(bind(asymmetric, [table(1, 2)], [table(7, 8)], 0, 8)) == [(16, 112, 32)]
+    with pytest.raises(BindError, match=r"source group 0: block id 3 is outside \[1, 3\)"):
+        bind(asymmetric, [table(3)], [table(7)], 0, 4)
+
+
+WINDOW = Model(layers=1, heads=1, key=1, value=1, window=6)
+
+
+def test_of_a_windowed_group_only_positions_with_a_destination_block_move() -> None:
+    windowed = edge(WINDOW, {}, {})
+    moved = bind(windowed, [table(0, 0, 3, 4)], [table(0, 0, 1, 2)], 0, 16)
+    assert offsets(moved) == [(48, 16, 32)]
+    late = bind(windowed, [BlockTable(2, np.array([3, 4]))], [BlockTable(2, np.array([1, 2]))], 0, 16)
+    assert offsets(late) == offsets(moved)
+    assert offsets(bind(windowed, [table(5, 6, 3, 4)], [table(0, 0, 0, 2)], 0, 16)) == [(64, 32, 16)]
+    assert len(bind(windowed, [table(0, 0, 3, 4)], [table(0, 0, 1, 2)], 0, 8)) == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "text"),
+    [
+        (table(0, 0, 0, 4), table(0, 0, 1, 2), "source group 0: token 8 needs logical block 2"),
+        (table(4, first=3), table(0, 0, 1, 2), "source group 0: token 8 needs logical block 2"),
+        (table(0, 0, 3), table(0, 0, 1, 2), "source group 0: token 12 .* too short"),
+        (table(0, 0, 3, 4), table(0, 0, 1), "destination group 0: token 12 .* too short"),
+    ],
+)
+def test_a_half_filled_block_of_a_window_is_an_error(source: BlockTable, destination: BlockTable, text: str) -> None:
+    """The destination's prefix cache would hash a block whose first tokens never came."""
+    with pytest.raises(BindError, match=text):
+        bind(edge(WINDOW, {}, {}), [source], [destination], 0, 16)
+
+
+def test_a_larger_destination_block_must_be_covered_whole() -> None:
+    larger = edge(WINDOW, {}, {"block_tokens": 8})
+    with pytest.raises(BindError, match="source group 0: token 8 needs logical block 2, .*filled completely"):
+        bind(larger, [table(0, 0, 0, 4)], [table(0, 2)], 0, 16)
+    # what was there before `start` is the destination's own
+    assert offsets(bind(larger, [table(0, 0, 0, 4)], [table(0, 2)], 12, 16)) == [(64, 80, 16)]
+
+
+HYBRID = Model(layers=2, heads=0, key=64, states=2)
+
+
+def test_the_last_block_of_each_side_holds_the_state() -> None:
+    hybrid = edge(HYBRID, {}, {})
+    pages = {256 * 2}  # bytes of a block: 4 tokens of 64 two-byte channels
+    (stride,) = pages
+    runs = bind(hybrid, [table(3), table(1, 0, 2)], [table(4), table(5)], 4, 4)
+    assert {row[0] % (8 * stride) // stride for row in offsets(runs)} == {2}
+    assert {row[1] % (8 * stride) // stride for row in offsets(runs)} == {5}
+    assert runs.total_bytes == 2 * 240
+
+
+def test_a_push_in_the_middle_of_a_prefill_leaves_states_out() -> None:
+    hybrid = edge(HYBRID, {}, {})
+    tokens = bind(hybrid, [table(3), table()], [table(4), table()], 0, 4, states=False)
+    assert tokens.total_bytes == 2 * 4 * 128
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "text"),
+    [
+        (table(), table(1), "source group 1: no block holds the state"),
+        (table(1), table(), "destination group 1: no block holds the state"),
+        (table(1, 0), table(1), "source group 1: no block holds the state"),
+        (table(8), table(1), "source group 1: block id 8"),
+    ],
+)
+def test_a_missing_state_is_never_passed_over(source: BlockTable, destination: BlockTable, text: str) -> None:
+    with pytest.raises(BindError, match=text):
+        bind(edge(HYBRID, {}, {}), [table(3), source], [table(4), destination], 0, 4)
+
+
+def test_a_transposed_tail_is_one_run_per_page_when_the_page_may_move_whole() -> None:
+    model = Model(layers=2, heads=2, key=4, value=4)
+    cpu = edge(model, {"layout": "CPU"}, {"layout": "CPU"})
+    exact, page = (bind(cpu, [table(1, 3)], [table(4, 6)], 0, 6, tail=tail) for tail in Tail)
+    assert len(page) == 4 and len(exact) == 2 * (1 + 2 * (4 + 1))
+    assert page.total_bytes == bind(cpu, [table(1, 3)], [table(4, 6)], 0, 8).total_bytes
+
+
+def test_the_page_policy_changes_nothing_where_pages_differ() -> None:
+    for other in ({"block_tokens": 8}, {"layout": "NHD"}):
+        uneven = edge(Model(heads=2), {"layout": "CPU"}, other)
+        exact, page = (bind(uneven, [table(1, 3)], [table(4, 6)], 0, 6, tail=tail) for tail in Tail)
+        assert offsets(exact) == offsets(page)
+
+
+def test_opaque_pages_move_whole() -> None:
+    source, destination = opaque_worker("x", 4, 2, 1), opaque_worker("x", 4, 2, 1, "d-1")
+    only = make_plan(destination.manifest, [opaque_worker("x", 4, 2, 0).manifest, source.manifest]).edges[0]
+    before, page = destination.memory.copy(), 4 * 4 * 6
+    copy(bind(only, [table(1, 2)], [table(4, 3)], 0, 5), source, destination)
+    before[4 * page : 5 * page] = source.memory[page : 2 * page]
+    before[3 * page : 4 * page] = source.memory[2 * page : 3 * page]
+    assert (destination.memory == before).all()
+    with pytest.raises(BindError, match="tokens from 2 on begin inside an opaque page of 4 tokens"):
+        bind(only, [table(1, 2)], [table(4, 3)], 2, 8)

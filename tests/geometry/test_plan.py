@@ -1,0 +1,182 @@
+"""Who writes what: any pair of tensor sizes, fair owners, and exactly one writer for every element."""
+
+from collections import Counter
+from itertools import product
+
+import msgspec
+import pytest
+from geometry_opaque import opaque_worker
+from geometry_world import Model, Side, instance, legal
+
+from vllm_pd_connector.errors import IncompatiblePeer
+from vllm_pd_connector.geometry.manifest import Manifest, Role, Tensor
+from vllm_pd_connector.geometry.plan import Plan, explain, make_plan, pattern
+
+change = msgspec.structs.replace
+
+
+def manifests(model: Model, engine: str = "p-0", **side: object) -> list[Manifest]:
+    return [worker.manifest for worker in instance(model, Side(**side), engine)]
+
+
+def plans(model: Model, source: dict, destination: dict) -> list[Plan]:
+    sources = manifests(model, **source)
+    return [make_plan(mine, sources) for mine in manifests(model, "d-1", **destination)]
+
+
+def load(plan: Plan) -> Counter:
+    """Layers and bytes per page that each source rank gives to this destination."""
+    given: Counter = Counter()
+    for edge in plan.edges:
+        for family in edge.families:
+            tokens = (
+                (0, 0, 1) if family.whole else (0, 0, min(family.source.page_tokens, family.destination.page_tokens))
+            )
+            given[edge.source] += pattern(family, *tokens).total_bytes
+    return given
+
+
+def sources_of(plan: Plan) -> list[int]:
+    return [edge.source[1] for edge in plan.edges]
+
+
+@pytest.mark.parametrize(
+    ("heads", "source", "destination", "expected"),
+    [
+        (6, 2, 3, [[0], [0, 1], [1]]),
+        (6, 3, 2, [[0, 1], [1, 2]]),
+        (4, 1, 4, [[0], [0], [0], [0]]),
+        (4, 4, 1, [[0, 1, 2, 3]]),
+        (4, 2, 2, [[0], [1]]),
+        (4, 4, 2, [[0, 1], [2, 3]]),
+        (2, 4, 4, [[0], [1], [2], [3]]),
+        (1, 2, 4, [[0], [0], [1], [1]]),
+        (1, 4, 2, [[0, 1], [2, 3]]),
+        (1, 2, 3, [[0], [0, 1], [1]]),
+    ],
+)
+def test_who_gives_to_whom(heads: int, source: int, destination: int, expected: list[list[int]]) -> None:
+    model = Model(layers=8, heads=heads)
+    assert [sources_of(plan) for plan in plans(model, {"tp": source}, {"tp": destination})] == expected
+
+
+def test_latents_are_spread_over_all_replicas() -> None:
+    model = Model(layers=8, heads=0)
+    assert [sources_of(p) for p in plans(model, {"tp": 8}, {"tp": 4})] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [sources_of(p) for p in plans(model, {"tp": 2}, {"tp": 8})] == [[0]] * 4 + [[1]] * 4
+
+
+@pytest.mark.parametrize("heads", range(9))
+def test_the_load_of_the_owners_is_balanced(heads: int) -> None:
+    """Over all destinations, no used source gives more than twice what another one gives, and every one is used."""
+    for source, destination in product(range(1, 9), repeat=2):
+        if heads and not (legal(heads, source) and legal(heads, destination)):
+            continue
+        for pp in (1, 2):
+            given: Counter = Counter()
+            for plan in plans(Model(layers=16, heads=heads), {"tp": source, "pp": pp}, {"tp": destination}):
+                given += load(plan)
+            used = len(given)
+            assert used == source * pp, (heads, source, destination, pp)
+            assert max(given.values()) <= 2 * min(given.values()), (heads, source, destination, pp, given)
+
+
+def test_neighbouring_layers_come_from_one_owner() -> None:
+    (plan,) = plans(Model(layers=8, heads=0), {"tp": 4, "layout": "BLHNC"}, {"layout": "BLHNC"})
+    for edge in plan.edges:
+        (family,) = edge.families
+        assert len(pattern(family, 0, 0, 4)) == 1
+
+
+def test_layers_pair_by_name_over_pipeline_stages() -> None:
+    model = Model(layers=6)
+    for a, b in ((1, 2), (2, 3), (3, 2), (3, 1)):
+        for stage, plan in enumerate(plans(model, {"pp": a}, {"pp": b})):
+            layers = sorted(name for e in plan.edges for f in e.families for n in f.bundles for name in n.layers)
+            assert layers == [f"layers.{i}.attn" for i in range(6) if i * b // 6 == stage]
+
+
+def test_equal_pages_become_one_run_per_page_and_all_layers_of_a_packed_block_become_one() -> None:
+    for layout, runs in (("NHD", 3), ("HND", 3), ("CPU", 3), ("LHBNC", 12), ("BLHNC", 1), ("BLNHC", 1), ("BHLNC", 1)):
+        (plan,) = plans(Model(layers=3), {"layout": layout}, {"layout": layout})
+        assert len(pattern(plan.edges[0].families[0], 0, 0, 4)) == runs, layout
+
+
+def test_patterns_are_computed_once_per_shape_and_kept_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    (plan,) = plans(Model(layers=3), {"layout": "NHD"}, {"layout": "HND"})
+    family = plan.edges[0].families[0]
+    first = pattern(family, 0, 0, 4)
+    assert pattern(family, 0, 0, 4) is first
+    monkeypatch.setattr("vllm_pd_connector.geometry.plan.MAX_CACHED_RUNS", len(first) + 1)
+    pattern(family, 0, 0, 3)
+    assert list(family.patterns) == [(0, 0, 3)]
+
+
+MODEL = Model(layers=2, heads=4)
+MINE = manifests(MODEL, "d-1")[0]
+PEERS = manifests(MODEL, tp=2)
+
+
+def without(manifest: Manifest, role: Role) -> Manifest:
+    return change(manifest, tensors=tuple(t for t in manifest.tensors if t.role is not role))
+
+
+def moved_heads(manifest: Manifest, start: int) -> Manifest:
+    """The same tensors, declared to begin at another head."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        return change(tensor, axes=tuple(change(a, start=start) if a.name == "head" else a for a in tensor.axes))
+
+    return change(manifest, tensors=tuple(map(moved, manifest.tensors)))
+
+
+@pytest.mark.parametrize(
+    ("peers", "text"),
+    [
+        ([PEERS[0], moved_heads(PEERS[1], 1)], r"layers\.0\.attn key: multiple writers for \[0, 2\) x \[1, 2\)"),
+        (PEERS[:1], r"layers\.0\.attn key: no source writer for a part of \[0, 2\) x \[0, 4\)"),
+        ([], "no source writer .* hold nothing"),
+        ([without(p, Role.VALUE) for p in PEERS], r"layers\.0\.attn value: no source writer"),
+        ([PEERS[0], PEERS[0]], "duplicate rank: pipeline 0 tensor 0"),
+        (
+            [PEERS[0], change(PEERS[1], tensors=tuple(change(t, dtype="float16") for t in PEERS[1].tensors))],
+            r"incompatible with p-0 pipeline rank 0 tensor rank 1:\n  dtype: bfloat16 here, float16 there",
+        ),
+        (manifests(Model(layers=2, heads=8), tp=2), "extents: channel 2 x head 4 here, channel 2 x head 8 there"),
+    ],
+)
+def test_a_plan_without_exactly_one_writer_is_refused(peers: list[Manifest], text: str) -> None:
+    with pytest.raises(IncompatiblePeer, match=text):
+        make_plan(MINE, peers)
+
+
+def test_opaque_pages_come_from_the_rank_with_the_same_heads() -> None:
+    sources = [opaque_worker("x", 4, 4, rank).manifest for rank in range(4)]
+    for rank in range(4):
+        assert sources_of(make_plan(opaque_worker("x", 4, 4, rank, "d-1").manifest, sources)) == [rank]
+
+
+@pytest.mark.parametrize(
+    ("description", "tokens", "tp", "text"),
+    [
+        ("y", 4, 2, "inner form: x here, y there"),
+        ("x", 8, 2, "page tokens: 4 here, 8 there"),
+        ("x", 4, 1, "page bytes"),
+    ],
+)
+def test_opaque_pages_never_move_between_unequal_forms(description: str, tokens: int, tp: int, text: str) -> None:
+    sources = [opaque_worker(description, tokens, tp, rank).manifest for rank in range(tp)]
+    with pytest.raises(IncompatiblePeer, match=text):
+        make_plan(opaque_worker("x", 4, 2, 0, "d-1").manifest, sources)
+
+
+def test_unused_replicas_have_no_edge() -> None:
+    plan = plans(Model(layers=2, heads=2), {"tp": 8}, {"tp": 8})[5]
+    assert sources_of(plan) == [5]
+    assert plan.edge((0, 5)) is plan.edges[0] and plan.edge((0, 4)) is None
+
+
+def test_a_plan_can_be_read() -> None:
+    text = explain(plans(Model(layers=3, heads=0, key=64, states=3), {"tp": 4}, {"block_tokens": 6})[0])
+    assert "from pp0 tp3" in text and "full group 0 to 0, 4 to 6 tokens per page" in text
+    assert "state group 1 to 1, whole pages" in text and "3 layers from layers.0.state" in text

@@ -1,0 +1,268 @@
+"""Which instances may be paired; every difference is found and says what to change."""
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from geometry_opaque import opaque_worker
+from geometry_world import LAYOUTS, Model, Side, instance, table
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_pd_connector.errors import BindError, Difference, InvalidTopology
+from vllm_pd_connector.geometry.bind import bind
+from vllm_pd_connector.geometry.manifest import Manifest, ModelFacts, Role
+from vllm_pd_connector.geometry.plan import make_plan
+from vllm_pd_connector.geometry.topology import TopologyCheck, TopologyStatus, check_instance, check_pd_topology
+
+change = msgspec.structs.replace
+MODEL = Model(layers=2, heads=4)
+
+
+def manifests(model: Model = MODEL, engine: str = "p-0", **side: object) -> list[Manifest]:
+    return [worker.manifest for worker in instance(model, Side(**side), engine)]
+
+
+def with_model(given: Sequence[Manifest], **fields: object) -> list[Manifest]:
+    return [change(m, model=change(m.model, **fields)) for m in given]
+
+
+def with_parallel(given: Sequence[Manifest], **fields: object) -> list[Manifest]:
+    return [change(m, parallel=change(m.parallel, **fields)) for m in given]
+
+
+def with_tensors(given: Sequence[Manifest], role: Role, **fields: object) -> list[Manifest]:
+    return [change(m, tensors=tuple(change(t, **fields) if t.role is role else t for t in m.tensors)) for m in given]
+
+
+def fields(result: TopologyCheck) -> list[str]:
+    assert result.status is TopologyStatus.DENY and not result.allowed
+    return [difference.field for difference in result.differences]
+
+
+def test_a_result_that_nobody_computed_denies() -> None:
+    assert TopologyCheck().status is TopologyStatus.DENY and not TopologyCheck().allowed and TopologyCheck().reason
+
+
+@pytest.mark.parametrize("side", [{}, {"tp": 2}, {"tp": 2, "pp": 2}, {"layout": "CPU"}, {"layout": "BLHNC"}])
+def test_equal_sides_are_homogeneous_even_with_other_capacity(side: dict) -> None:
+    local, remote = manifests(engine="d-1", **side), manifests(num_blocks=13, **side)
+    for mine in (local, local[-1]):
+        assert check_pd_topology(mine, remote) == TopologyCheck(TopologyStatus.ALLOW_HOMOGENEOUS, "")
+
+
+@pytest.mark.parametrize(
+    "side",
+    [{"tp": t} for t in (2, 4, 8)] + [{"pp": 2}, {"block_tokens": 6}, {"ratio": 2}, {"layout": "CPU"}, {"padding": 6}]
+    + [{"layout": layout} for layout in LAYOUTS if layout != "LBNHC"],
+)  # fmt: skip
+def test_sizes_and_layouts_may_differ(side: dict) -> None:
+    for a, b in (({}, side), (side, {})):
+        local = manifests(engine="d-1", **a)
+        for mine in (local, *local):
+            status = check_pd_topology(mine, manifests(**b)).status
+            assert status is TopologyStatus.ALLOW_HETEROGENEOUS
+
+
+def test_two_and_three_ranks_of_six_heads_may_be_paired() -> None:
+    model = Model(heads=6)
+    assert check_pd_topology(manifests(model, "d-1", tp=2), manifests(model, tp=3)).allowed
+
+
+@pytest.mark.parametrize("field", ModelFacts.__struct_fields__)
+def test_every_model_fact_must_be_equal(field: str) -> None:
+    local = manifests()
+    value = 99 if isinstance(getattr(local[0].model, field), int) else "other"
+    result = check_pd_topology(local, with_model(manifests(tp=2), **{field: value}))
+    assert fields(result) == [field]
+    (difference,) = result.differences
+    assert difference.local == repr(getattr(local[0].model, field)) and difference.remote == repr(value)
+    assert difference.advice and field in result.reason and repr(value) in result.reason
+
+
+def test_the_advice_names_the_flag() -> None:
+    result = check_pd_topology(manifests(), with_model(manifests(), kv_cache_dtype="fp8_e4m3"))
+    assert "--kv-cache-dtype" in result.differences[0].advice
+
+
+def test_all_differences_are_collected() -> None:
+    remote = [change(m, transport="mooncake") for m in with_model(manifests(tp=2), dtype="float16", rope="yarn")]
+    remote = with_tensors(with_parallel(remote, dcp_size=2), Role.VALUE, dtype="float16")
+    result = check_pd_topology(manifests(), remote)
+    found = fields(result)
+    assert found == ["dtype", "rope", "transport", "dtype of layers.0.attn value and 1 more", "dcp_size"]
+    assert "and 2 more" in result.reason
+
+
+def test_context_parallelism_is_denied_with_both_sizes() -> None:
+    remote = with_parallel(manifests(), dcp_size=2)
+    result = check_pd_topology(manifests(), remote)
+    assert result.differences == (Difference("dcp_size", "1", "2", result.differences[0].advice),)
+    assert "--decode-context-parallel-size 1" in result.differences[0].advice
+    twice = with_parallel(manifests(), pcp_size=2) * 2
+    assert fields(check_pd_topology(manifests(), twice)) == ["pcp_size"]
+    assert fields(check_pd_topology(remote, remote)) == ["dcp_size"]
+
+
+def test_a_policy_decides_apart_from_geometry() -> None:
+    objection = Difference("layout", "NHD", "HND", "use one")
+    remote = manifests(layout="HND")
+    assert check_pd_topology(manifests(), remote, policy=lambda local, remote: [objection]).differences == (objection,)
+    assert check_pd_topology(manifests(), with_parallel(remote, dcp_size=2), policy=lambda *_: []).allowed
+
+
+def test_another_manifest_version_is_a_difference_and_not_a_broken_peer() -> None:
+    remote = [change(m, version=2) for m in manifests()]
+    assert fields(check_pd_topology(manifests(), remote)) == ["manifest version"]
+
+
+@pytest.mark.parametrize(
+    ("field", "role", "values"),
+    [
+        ("dtype", Role.KEY, {"dtype": "float16"}),
+        ("item size", Role.VALUE, {"itemsize": 1}),
+    ],
+)
+def test_tensors_must_mean_the_same(field: str, role: Role, values: dict) -> None:
+    result = check_pd_topology(manifests(), with_tensors(manifests(tp=4), role, **values))
+    assert fields(result) == [f"{field} of layers.0.attn {role} and 1 more"]
+
+
+def test_channel_extents_and_head_counts_must_be_equal() -> None:
+    result = check_pd_topology(manifests(), manifests(Model(heads=4, key=1)))
+    assert fields(result) == ["extents of layers.0.attn key and 1 more"]
+    assert result.differences[0].local == "channel 2 x head 4" and result.differences[0].remote == "channel 1 x head 4"
+    assert "head 8" in check_pd_topology(manifests(), manifests(Model(heads=8), tp=2)).reason
+
+
+def test_windows_must_match() -> None:
+    result = check_pd_topology(manifests(Model(window=8)), manifests(Model(window=16)))
+    assert fields(result) == ["window of layers.0.attn key and 3 more"]
+    assert "group kind of layers.0.attn key and 3 more" in fields(
+        check_pd_topology(manifests(), manifests(Model(window=8)))
+    )
+
+
+def test_roles_of_a_layer_must_match() -> None:
+    """An index only on one side, a layer only on one side."""
+    mla = manifests(Model(heads=0, key=4))
+    result = check_pd_topology(manifests(), mla)
+    assert fields(result) == ["caches of layers.0.attn and 1 more"]
+    assert (result.differences[0].local, result.differences[0].remote) == ("key, value", "latent")
+    more = manifests(Model(layers=3))
+    for local, remote, sides in (
+        (manifests(), more, ("absent", "key, value")),
+        (more, manifests(), ("key, value", "absent")),
+    ):
+        result = check_pd_topology(local, remote)
+        assert fields(result) == ["caches of layers.2.attn"]
+        assert (result.differences[0].local, result.differences[0].remote) == sides
+
+
+def test_a_pipeline_stage_needs_its_own_layers_only() -> None:
+    stage = manifests(Model(layers=4), engine="d-1", pp=2)[1]
+    assert check_pd_topology(stage, manifests(Model(layers=4), tp=2)).allowed
+    assert fields(check_pd_topology(stage, manifests(Model(layers=3), tp=2))) == ["caches of layers.3.attn"]
+
+
+def test_opaque_pages_pair_only_with_equal_pages() -> None:
+    local = opaque_manifests("amx v1")
+    assert check_pd_topology(local, opaque_manifests("amx v1")).allowed
+    assert fields(check_pd_topology(local, opaque_manifests("amx v2"))) == ["inner form of layers.0.attn opaque"]
+    assert "page tokens of layers.0.attn opaque" in fields(
+        check_pd_topology(local, opaque_manifests("amx v1", tokens=8))
+    )
+    assert "page bytes of layers.0.attn opaque" in fields(check_pd_topology(local, opaque_manifests("amx v1", tp=1)))
+    assert check_pd_topology(local[1], opaque_manifests("amx v1")).status is TopologyStatus.ALLOW_HOMOGENEOUS
+
+
+def opaque_manifests(description: str, tokens: int = 4, tp: int = 2) -> list[Manifest]:
+    return [opaque_worker(description, tokens, tp, rank).manifest for rank in range(tp)]
+
+
+EMPTY: list[Manifest] = []
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (EMPTY, "no worker manifests"),
+        (manifests(tp=2)[:1], "incomplete set of workers: 0 manifests for pipeline rank 0 tensor rank 1"),
+        (manifests(pp=2)[1:], "incomplete set of workers: 0 manifests for pipeline rank 0"),
+        (manifests(tp=2) + manifests(tp=2)[1:], "duplicate rank: 2 manifests for pipeline rank 0 tensor rank 1"),
+        (manifests(tp=2)[:1] + manifests(tp=2, engine="p-1")[1:], "disagree about engine_id: p-0 and p-1"),
+        (manifests(tp=2)[:1] + manifests(tp=4)[1:2], "disagree about tp_size: 2 and 4"),
+        (manifests(tp=2)[:1] + with_model(manifests(tp=2)[1:], rope="yarn"), "disagree about rope"),
+        (manifests(tp=2)[:1] + with_parallel(manifests(tp=2)[1:], dp_size=2, dp_rank=1), "disagree about dp"),
+        (with_parallel(manifests(), dp_size=0), "dp_size is 0: must be 1 to"),
+        (with_parallel(manifests(), tp_rank=1), "tp_rank is 1: must be below tp_size 1"),
+        (with_parallel(manifests(tp=2)[:1], tp_size=1), "no source writer"),
+        (
+            manifests(tp=2)[:1] + with_parallel(manifests(tp=4)[:1], tp_size=2, tp_rank=1),
+            "multiple writers",
+        ),
+        (manifests(tp=2)[:1] + manifests(Model(heads=8), tp=2)[1:], "disagree about the extents of layers.0.attn key"),
+    ],
+)
+def test_an_unsound_side_is_told_from_an_incompatible_one(bad: list[Manifest], text: str) -> None:
+    remote = check_pd_topology(manifests(), bad)
+    assert remote.status is TopologyStatus.INVALID_REMOTE and not remote.allowed
+    assert remote.reason.startswith("invalid remote topology: ") and text in remote.reason
+    local = check_pd_topology(bad, manifests())
+    assert local.status is TopologyStatus.INVALID_LOCAL
+    assert local.reason.startswith("invalid local topology: ") and text in local.reason
+    assert check_pd_topology(bad, bad).status is TopologyStatus.INVALID_LOCAL
+
+
+def test_a_single_local_worker_needs_no_siblings_but_must_be_valid() -> None:
+    worker = manifests(tp=2, engine="d-1")[0]
+    assert check_pd_topology(worker, manifests()).allowed
+    broken = change(worker, incarnation="")
+    assert check_pd_topology(broken, manifests()).status is TopologyStatus.INVALID_LOCAL
+
+
+def test_an_instance_of_any_size_is_sound() -> None:
+    for tp in (1, 2, 4, 8):
+        check_instance(manifests(Model(layers=3, heads=0, key=64, states=3), tp=tp, pp=3))
+    with pytest.raises(InvalidTopology):
+        check_instance([])
+
+
+NUMBERS = st.one_of(st.integers(-2, 20), st.sampled_from([1 << 31, 1 << 61, 1 << 63, (1 << 64) - 1]))
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> list[Manifest]:
+    """An instance in which some numbers of one worker are other numbers."""
+    side = draw(st.sampled_from([{}, {"tp": 2}, {"tp": 2, "pp": 2, "ratio": 2}, {"tp": 8, "layout": "BLHNC"}]))
+    given = manifests(Model(layers=2, heads=4, key=20, value=20, states=2), **side)
+    victim = draw(st.integers(0, len(given) - 1))
+    tree = msgspec.to_builtins(given[victim])
+    for _ in range(draw(st.integers(1, 3))):
+        node = draw(st.sampled_from([tree["parallel"], *tree["segments"], *tree["groups"], *tree["tensors"]]))
+        if "axes" in node and draw(st.booleans()):
+            node = draw(st.sampled_from(node["axes"]))
+        name = draw(st.sampled_from([key for key, value in node.items() if isinstance(value, int)]))
+        node[name] = draw(NUMBERS)
+    given[victim] = msgspec.convert(tree, Manifest)
+    return given
+
+
+@settings(max_examples=600, deadline=None)
+@given(damaged())
+def test_whatever_a_peer_sends_is_judged_and_what_is_allowed_can_be_moved(remote: list[Manifest]) -> None:
+    local = manifests(Model(layers=2, heads=4, key=20, value=20, states=2), engine="d-1")
+    if not check_pd_topology(local, remote).allowed:
+        return
+    by_rank = {(m.parallel.pp_rank, m.parallel.tp_rank): m for m in remote}
+    for edge in make_plan(local[0], remote).edges:
+        tables = [[table(*range(2, 2 + -(-8 // group.block_tokens))), table(1)] for group in (
+            edge.source_groups[0], edge.destination_groups[0])]  # fmt: skip
+        try:
+            runs = bind(edge, *tables, 0, 8)
+        except BindError:
+            continue
+        for start, manifest in ((runs.source, by_rank[edge.source]), (runs.destination, local[0])):
+            segment = manifest.segments[0]
+            assert (start >= segment.address).all()
+            assert (start + runs.length <= segment.address + segment.length).all()

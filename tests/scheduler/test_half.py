@@ -1,0 +1,288 @@
+"""The scheduler half as vLLM's scheduler drives it: hand-over, queueing, aborts in every state, quarantine, leases."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.scheduler.half import SchedulerHalf
+from vllm_pd_connector.steps import GroupBlocks, WorkerReport
+
+PROMPT = list(range(40))
+BLOCK = 16
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def make_half(role: str, **changes: Any) -> tuple[SchedulerHalf, BlockPool]:
+    """A scheduler half with a real block pool; `role` is kv_producer or kv_consumer."""
+    parallel = SimpleNamespace(
+        data_parallel_index=0, tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
+    )
+    transfer = SimpleNamespace(engine_id=f"{role}-0", is_kv_producer=role == "kv_producer")
+    config = Config(**{"side_channel_port": free_port(), **changes})
+    half = SchedulerHalf(
+        config,
+        SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer),
+        SimpleNamespace(transfer_group_ids=(0,)),
+    )
+    pool = BlockPool(num_gpu_blocks=32, enable_caching=False, hash_block_size=BLOCK)
+    half.bind_block_pool(pool)
+    return half, pool
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def make_request(request_id: str, params: Any, prompt: list[int] = PROMPT, **changes: Any) -> Any:
+    fields = {
+        "request_id": request_id,
+        "kv_transfer_params": params,
+        "prompt_token_ids": prompt,
+        "num_prompt_tokens": len(prompt),
+        "num_computed_tokens": len(prompt),
+        "status": RequestStatus.FINISHED_LENGTH_CAPPED,
+        "mm_features": [],
+        "lora_request": None,
+    }
+    return SimpleNamespace(**(fields | changes))
+
+
+@pytest.fixture
+def producer() -> Iterator[SchedulerHalf]:
+    half, _ = make_half("kv_producer", kv_lease_duration=0.6)
+    half.serve([b"manifest"])
+    yield half
+    half.shutdown()
+
+
+@pytest.fixture
+def consumer() -> Iterator[tuple[SchedulerHalf, BlockPool]]:
+    half, pool = make_half("kv_consumer")
+    yield half, pool
+    half.shutdown()
+
+
+def hand_over(producer: SchedulerHalf, request_id: str = "p-1", **changes: Any) -> dict[str, Any]:
+    """Finish a prefill and return the parameters as the router would forward them."""
+    request = make_request(request_id, {"do_remote_decode": True, "do_remote_prefill": False}, **changes)
+    delay, params = producer.request_finished(request, ([5, 6, 7],))
+    assert delay and params is not None
+    return json.loads(json.dumps(params))  # type: ignore[no-any-return]
+
+
+def allocate(half: SchedulerHalf, pool: BlockPool, request: Any, computed: int = 0) -> tuple[int, list[Any]]:
+    """What vLLM's scheduler does with a waiting request: ask, allocate, tell."""
+    count, is_async = half.num_matched_tokens(request, computed)
+    assert is_async == (count > 0)
+    blocks = pool.get_new_blocks(3)
+    half.update_after_alloc(request, KVCacheBlocks((blocks,)), count)
+    return count, blocks
+
+
+def freed(producer: SchedulerHalf) -> list[str]:
+    return producer.build_metadata().sent
+
+
+def test_a_finished_prefill_is_held_and_its_parameters_lead_to_an_order(producer, consumer):
+    half, pool = consumer
+    params = hand_over(producer)
+    request = make_request("d-1", params)
+    half.on_new_request(request)
+    count, blocks = allocate(half, pool, request, computed=16)
+    assert count == 24
+    [order] = half.build_metadata().receives
+    assert (order.start, order.stop, order.error) == (16, 40, "")
+    assert order.blocks == (GroupBlocks(0, tuple(block.block_id for block in blocks)),)
+    assert order.remote is not None and order.remote.remote_block_ids == ((5, 6, 7),)
+    assert half.build_metadata().receives == [], "an order is given once"
+    assert half.num_matched_tokens(request, 0) == (0, False), "a loading request has nothing more to load"
+    half.update_after_alloc(request, KVCacheBlocks((blocks,)), 0)
+    assert half.build_metadata().receives == []
+
+
+def test_leading_null_blocks_are_left_out_and_counted(producer):
+    request = make_request("p-1", {"do_remote_decode": True})
+    _, params = producer.request_finished(request, ([0, 0, 7],))
+    assert params is not None
+    assert params["remote_block_ids"] == [[7]] and params["pd_connector"]["first_blocks"] == [2]
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
+def test_a_prefill_that_did_not_finish_holds_nothing(producer, status):
+    request = make_request("p-1", {"do_remote_decode": True}, status=status)
+    assert producer.request_finished(request, ([5],)) == (False, None)
+
+
+def test_a_prefill_that_stopped_at_its_first_token_is_handed_over(producer):
+    assert hand_over(producer, status=RequestStatus.FINISHED_STOPPED)["remote_num_tokens"] == 40
+
+
+def test_an_ordinary_request_is_none_of_our_business(producer, consumer):
+    half, pool = consumer
+    request = make_request("x", None)
+    half.on_new_request(request)
+    assert half.num_matched_tokens(request, 0) == (0, False)
+    assert producer.request_finished(request, ([5],)) == (False, None)
+
+
+def test_a_lease_that_nobody_renews_ends_and_is_reported_once(producer):
+    hand_over(producer)
+    sent: list[str] = []
+    until(lambda: bool(sent.extend(freed(producer)) or sent), "the lease to end")
+    assert sent == ["p-1"] and freed(producer) == []
+    stats = producer.stats()
+    assert stats is not None and stats.data["leases_expired"] == 1 and stats.data["gauges"]["leases"] == 0
+    assert producer.stats() is None, "nothing changed since"
+
+
+def test_a_lease_lives_as_long_as_the_request_queues_and_ends_when_it_leaves(producer, consumer):
+    half, pool = consumer
+    request = make_request("d-1", hand_over(producer))
+    half.on_new_request(request)
+    queued = time.monotonic()
+    until(lambda: time.monotonic() - queued > 2.0 or bool(freed(producer)), "three lease durations")
+    assert time.monotonic() - queued > 2.0, "the lease ended while the request was queued"
+    request.status = RequestStatus.FINISHED_ABORTED
+    half.request_finished(request, ([],))
+    until(lambda: freed(producer) == ["p-1"], "the lease to be released")
+
+
+def test_a_prompt_that_is_cached_locally_reads_nothing_and_releases(producer, consumer):
+    half, pool = consumer
+    request = make_request("d-1", hand_over(producer))
+    half.on_new_request(request)
+    assert allocate(half, pool, request, computed=40)[0] == 0
+    assert half.build_metadata().receives == []
+    until(lambda: freed(producer) == ["p-1"], "the lease to be released")
+
+
+def test_an_abort_while_loading_is_passed_to_the_workers_and_ends_with_their_report(producer, consumer):
+    half, pool = consumer
+    request = make_request("d-1", hand_over(producer))
+    half.on_new_request(request)
+    allocate(half, pool, request)
+    half.build_metadata()
+    request.status = RequestStatus.FINISHED_ABORTED
+    half.request_finished(request, ([1, 2, 3],))
+    assert half.build_metadata().aborts == ["d-1"]
+    half.update_output(KVConnectorOutput(finished_recving={"d-1"}, failed_recving={"d-1"}))
+    assert half.consumer.blocks_of("d-1") == []
+
+
+def bad(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda params: params | changes
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        bad(remote_port="5600"),
+        bad(remote_block_ids=[[5, 6, 7], [1]]),
+        bad(surprise=1),
+        bad(remote_num_tokens=41),
+        bad(remote_num_tokens=39),
+        bad(do_remote_decode=True),
+        lambda params: {key: value for key, value in params.items() if key != "remote_engine_id"},
+        lambda params: {key: value for key, value in params.items() if key != "pd_connector"},
+    ],
+)
+def test_refused_parameters_become_a_failing_order_and_not_an_exception(producer, consumer, break_it):
+    half, pool = consumer
+    request = make_request("d-1", break_it(hand_over(producer)))
+    half.on_new_request(request)
+    assert allocate(half, pool, request)[0] == 40
+    [order] = half.build_metadata().receives
+    assert order.remote is None and order.error
+    half.request_finished(request, ([1, 2, 3],))
+
+
+def test_parameters_of_another_prompt_are_refused(producer, consumer):
+    half, pool = consumer
+    request = make_request("d-1", hand_over(producer), prompt=[*PROMPT[:-1], 99])
+    half.on_new_request(request)
+    allocate(half, pool, request)
+    [order] = half.build_metadata().receives
+    assert order.remote is None and "same prompt" in order.error
+
+
+def test_quarantined_blocks_stay_out_of_the_pool_until_every_rank_has_drained(producer, consumer):
+    half, pool = consumer
+    free_before = pool.get_num_free_blocks()
+    request = make_request("d-1", hand_over(producer))
+    half.on_new_request(request)
+    _, blocks = allocate(half, pool, request)
+    half.build_metadata()
+    half.update_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(quarantined={"d-1": 1})))
+    half.update_output(
+        KVConnectorOutput(
+            finished_recving={"d-1"},
+            failed_recving={"d-1"},
+            kv_connector_worker_meta=WorkerReport(quarantined={"d-1": 1}),
+        )
+    )
+    pool.free_blocks(reversed(blocks))  # vLLM frees the failed request
+    assert pool.get_num_free_blocks() == free_before - 3
+    assert half.stats().data["gauges"]["quarantined blocks"] == 3
+    half.update_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(drained={"d-1": 1})))
+    assert pool.get_num_free_blocks() == free_before - 3
+    half.update_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(drained={"d-1": 1})))
+    assert pool.get_num_free_blocks() == free_before
+
+
+def test_a_consumer_asked_to_prefill_says_so_and_holds_nothing(consumer):
+    half, _ = consumer
+    half.serve([b"manifest"])
+    request = make_request("d-1", {"do_remote_decode": True})
+    assert half.request_finished(request, ([5],)) == (False, None)
+
+
+def test_a_release_on_shutdown_still_reaches_the_prefill_side(producer):
+    half, _ = make_half("kv_consumer")
+    request = make_request("d-1", hand_over(producer))
+    half.on_new_request(request)
+    request.status = RequestStatus.FINISHED_ABORTED
+    half.request_finished(request, ([],))
+    half.shutdown()
+    assert producer.producer._server.counts()["Release"] == 1
+
+
+@pytest.mark.parametrize("params", [{"do_remote_decode": True, "surprise": 1}, {"do_remote_decode": "yes"}])
+def test_a_prefill_request_with_refused_parameters_holds_nothing(producer, params):
+    assert producer.request_finished(make_request("p-1", params), ([5],)) == (False, None)
+
+
+def test_a_request_id_that_no_decode_instance_would_accept_holds_nothing(producer):
+    request = make_request("x" * 1000, {"do_remote_decode": True})
+    assert producer.request_finished(request, ([5],)) == (False, None)
+    assert producer.producer.num_leases == 0
+
+
+def test_two_instances_at_one_port_are_refused_with_the_reason():
+    first, _ = make_half("kv_producer")
+    first.serve([b"manifest"])
+    with contextlib.closing(SimpleNamespace(close=first.shutdown)):
+        second, _ = make_half("kv_producer", side_channel_port=first.producer._port)
+        with pytest.raises(Exception, match=str(first.producer._port)):
+            second.serve([b"manifest"])

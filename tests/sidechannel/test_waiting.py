@@ -1,0 +1,77 @@
+"""One place to sleep: input, another thread's call and a deadline each end it, and nothing else does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_pd_connector.protocol import messages as m
+from vllm_pd_connector.sidechannel.client import SideChannelClient
+from vllm_pd_connector.sidechannel.server import SideChannelServer
+from vllm_pd_connector.sidechannel.sockets import endpoint
+from vllm_pd_connector.sidechannel.waiting import Wake, wait
+
+
+@pytest.fixture
+def client() -> Iterator[SideChannelClient]:
+    made = SideChannelClient()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def wake() -> Iterator[Wake]:
+    made = Wake()
+    yield made
+    made.close()
+
+
+def test_a_deadline_ends_the_wait(client, wake):
+    deadline = time.monotonic() + 0.05
+    wait(client, wake, deadline)
+    assert time.monotonic() >= deadline
+
+
+def test_a_deadline_that_has_passed_does_not_wait(client, wake):
+    wait(client, wake, time.monotonic() - 1.0)
+
+
+def test_another_thread_ends_the_wait_and_is_heard_once(client, wake):
+    other = threading.Thread(target=wake.set)
+    other.start()
+    wait(client, wake, None)
+    other.join()
+    deadline = time.monotonic() + 0.05
+    wait(client, wake, deadline)
+    assert time.monotonic() >= deadline, "the call was heard twice"
+
+
+def test_a_call_before_the_wait_is_not_lost(client, wake):
+    wake.set()
+    wake.set()
+    wait(client, wake, None)
+
+
+def test_a_reply_ends_the_wait(client, wake):
+    server = SideChannelServer("127.0.0.1", 0, "engine", "ab" * 16)
+    try:
+        token = client.send(endpoint("127.0.0.1", server.port), m.Release(()), 20.0)
+        outcomes = []
+        while not outcomes:
+            wait(client, wake, None)
+            outcomes = client.receive()
+        assert outcomes == [(token, m.Released())]
+    finally:
+        server.close()
+
+
+def test_a_request_that_is_not_answered_ends_the_wait_at_its_deadline(client, wake):
+    client.send(endpoint("127.0.0.1", 1), m.Release(()), 0.05)
+    outcomes = []
+    while not outcomes:
+        wait(client, wake, None)
+        outcomes = client.receive()
+    assert "no reply within 0.05 s" in str(outcomes[0][1])

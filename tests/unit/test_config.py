@@ -1,0 +1,74 @@
+"""kv_connector_extra_config: defaults work, mistakes stop the engine with the key's name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from vllm_pd_connector.config import parse_config
+from vllm_pd_connector.errors import Difference, IncompatiblePeer, InvalidConfig
+
+
+def test_nothing_needs_to_be_set():
+    config = parse_config({})
+    assert (config.transport, config.mode) == ("nixl", "pull")
+    assert config.side_channel(0, {}) == ("127.0.0.1", 5600)
+
+
+def test_the_environment_of_in_tree_scripts_is_understood_and_configuration_wins():
+    environ = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.7", "VLLM_NIXL_SIDE_CHANNEL_PORT": "5700"}
+    assert parse_config({}).side_channel(2, environ) == ("10.0.0.7", 5702)
+    assert parse_config({"side_channel_host": "fd00::1", "side_channel_port": 9}).side_channel(1, environ) == (
+        "fd00::1",
+        10,
+    )
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"kv_lease_durations": 30}, "kv_lease_durations"),
+        ({"kv_lease_duration": "30"}, "kv_lease_duration"),
+        ({"kv_lease_duration": 0}, "kv_lease_duration"),
+        ({"transfer_timeout": 1e9}, "transfer_timeout"),
+        ({"transport": "carrier-pigeon"}, "transport"),
+        ({"mode": "push"}, "mode"),
+        ({"huge_pages": "yes"}, "huge_pages"),
+        ({"transport_options": []}, "transport_options"),
+    ],
+)
+def test_a_mistake_is_named(extra, named):
+    with pytest.raises(InvalidConfig, match=named):
+        parse_config(extra)
+
+
+@pytest.mark.parametrize(("port", "index"), [(65535, 1), (0, 0)])
+def test_a_port_that_does_not_exist_is_refused(port, index):
+    with pytest.raises(InvalidConfig, match="65535"):
+        parse_config({"side_channel_port": port}).side_channel(index, {})
+
+
+def test_a_port_that_is_no_number_is_refused():
+    with pytest.raises(InvalidConfig, match="VLLM_NIXL_SIDE_CHANNEL_PORT"):
+        parse_config({}).side_channel(0, {"VLLM_NIXL_SIDE_CHANNEL_PORT": "many"})
+
+
+def test_an_incompatibility_prints_every_difference_with_both_values_and_advice():
+    error = IncompatiblePeer("no", [Difference("a", "1", "2", "do this"), Difference("b", "3", "4")])
+    assert str(error) == "no\n  a: 1 here, 2 there — do this\n  b: 3 here, 4 there"
+
+
+@pytest.mark.parametrize("package", ["vllm_pd_connector", "vllm_pd_connector.geometry", "vllm_pd_connector.protocol"])
+def test_the_pure_packages_import_nothing_heavy(package):
+    program = f"""
+import importlib, pkgutil, sys
+package = importlib.import_module({package!r})
+if {package!r} != "vllm_pd_connector":
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+heavy = {{"vllm", "torch", "nixl", "mooncake", "zmq"}} & {{name.split(".")[0] for name in sys.modules}}
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,75 @@
+"""What the transfer thread hands over arrives once, in the right step; counts add up over ranks and time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from vllm_pd_connector.connector import PDConnector
+from vllm_pd_connector.observability.stats import FailureKind, PDPromMetrics, PDStats, Phase
+from vllm_pd_connector.worker.outbox import Outbox
+
+
+def test_a_quarantine_is_announced_in_the_step_of_the_failure():
+    outbox = Outbox()
+    outbox.finished("a", ok=False, quarantined=True)
+    results = outbox.take_results()
+    outbox.drained("a")
+    assert results.failed_recving == results.finished_recving == {"a"}
+    report = outbox.take_report()
+    assert report is not None and report.quarantined == {"a": 1} and not report.drained
+    assert outbox.take_report() is None
+    assert not outbox.take_results().finished_recving
+    report = outbox.take_report()
+    assert report is not None and report.drained == {"a": 1}
+
+
+def test_reports_of_ranks_add_up():
+    first, second = Outbox(), Outbox()
+    for outbox in (first, second):
+        outbox.finished("a", ok=False, quarantined=True)
+        outbox.take_results()
+    total = first.take_report().aggregate(second.take_report())
+    assert total.quarantined == {"a": 2}
+
+
+def make_stats() -> PDStats:
+    stats = PDStats()
+    stats.count("bytes", 1000)
+    stats.count("receives")
+    stats.fail(FailureKind.DEADLINE)
+    stats.observe_phase(Phase.TOTAL, 0.25)
+    stats.gauge("leases", 3)
+    return stats
+
+
+def test_stats_aggregate_and_survive_the_way_between_processes():
+    total = make_stats().aggregate(PDConnector.build_kv_connector_stats(make_stats().to_dict()))
+    assert total.data["bytes"] == 2000 and total.data["failures"] == {"deadline": 2}
+    assert total.data["phases"] == {"total": [0.25, 0.25]} and total.data["gauges"] == {"leases": 3}
+    summary = total.reduce()
+    assert summary["receives"] == 2 and summary["total ms"] == 250.0 and summary["leases"] == 3
+    total.reset()
+    assert total.is_empty() and not make_stats().is_empty()
+
+
+def test_prometheus_series_show_what_was_counted():
+    registry = CollectorRegistry()
+
+    def of(kind):
+        return lambda **kwargs: kind(registry=registry, **kwargs)
+
+    metrics = PDPromMetrics(
+        SimpleNamespace(kv_transfer_config=None),
+        {Counter: of(Counter), Gauge: of(Gauge), Histogram: of(Histogram)},
+        ["model_name", "engine"],
+        {0: ["m", "0"]},
+    )
+    metrics.observe(make_stats().to_dict(), 0)
+    metrics.observe(make_stats().to_dict(), 0)
+    labels = {"model_name": "m", "engine": "0"}
+    assert registry.get_sample_value("vllm:pd_received_bytes_total", labels) == 2000
+    assert registry.get_sample_value("vllm:pd_failed_receives_total", labels | {"reason": "deadline"}) == 2
+    assert registry.get_sample_value("vllm:pd_phase_seconds_sum", labels | {"phase": "total"}) == 0.5
+    assert registry.get_sample_value("vllm:pd_leases", labels) == 3

@@ -1,0 +1,72 @@
+"""Render docs/compatibility.md from the results of the end-to-end matrix.
+
+The end-to-end tests write one record per test and row; a cell of the table counts those that passed. Nothing here is
+written by hand, so the page never promises more than what ran. Run after `make test-full` (which does it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "out" / "e2e-results.json"
+PAGE = ROOT / "docs" / "compatibility.md"
+
+HEAD = """\
+# Compatibility
+
+<!-- Made by tools/compat_table.py from the results of the end-to-end tests; do not edit. -->
+
+Each row is a pair of real vLLM servers on CPUs in float32. "Passed" counts the tests that ran on that pair: tokens
+equal to a plain run for prompts of 1 to 1900 tokens, one by one and 16 at once, equal bytes on both sides, and no block
+left behind; on the plainest pair of each family also streaming, prefix hits, disconnects and bad input. See
+[CONTRIBUTING](../CONTRIBUTING.md#the-end-to-end-matrix) for how to run them.
+
+"""
+
+Record = dict[str, Any]
+
+
+def versions(record: Record) -> str:
+    return ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+
+
+def cells(row: Record) -> tuple[str, ...]:
+    """The columns that describe a pair."""
+    blocks = f"{row['p_block']} → {row['d_block']}" if row["p_block"] or row["d_block"] else "equal"
+    return (
+        row["family"],
+        f"{row['transport']}, {row['mode']}",
+        f"{row['p_tp']} → {row['d_tp']}",
+        blocks,
+        "yes" if row["chunked"] else "no",
+        "yes" if row["prefix_caching"] else "no",
+    )
+
+
+def render(results: dict[str, Any]) -> str:
+    """The page for one run of the matrix."""
+    outcomes: defaultdict[tuple[str, ...], list[bool]] = defaultdict(list)
+    for record in results["records"]:
+        outcomes[cells(record["row"])].append(record["passed"])
+    head = ("model", "transport, mode", "TP, P → D", "block size", "chunked prefill", "prefix caching", "passed")
+    lines = [head, tuple("---" for _ in head)]
+    lines += [(*pair, f"{sum(passed)} of {len(passed)}") for pair, passed in outcomes.items()]
+    return HEAD + f"Run with {versions(results)}.\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = parser.parse_args()
+    options.page.write_text(render(json.loads(options.results.read_text())), encoding="utf-8")
+    print(f"wrote {options.page}")
+
+
+if __name__ == "__main__":
+    main()
