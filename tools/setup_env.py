@@ -188,11 +188,13 @@ def install_vllm_name() -> None:
 
 def install_project(editable: bool) -> None:
     say("installing this project" + (" (editable, with the tools of development)" if editable else ""))
-    # Installed without the `vllm` extra: what satisfies it is there already, under the name given above.
+    # setuptools would pack what an earlier build left in this directory, modules deleted since included.
+    shutil.rmtree(ROOT / "build", ignore_errors=True)
+    pip("uninstall", "--yes", "vllm-pd-connector")
+    # Without the `vllm` extra: what satisfies it is there already, under the name given above.
     if editable:
         pip("install", "--editable", f"{ROOT}[nixl,proxy,dev]")
     else:
-        pip("install", "--force-reinstall", "--no-deps", ROOT)
         pip("install", f"{ROOT}[nixl,proxy]")
 
 

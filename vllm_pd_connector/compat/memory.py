@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.geometry.manifest import Segment
@@ -20,6 +21,18 @@ def segment_of(tensor: torch.Tensor) -> Segment:
         device=device.type,
         device_id=device.index or 0,
     )
+
+
+def make_device_current(segments: Sequence[Segment]) -> None:
+    """Make the segments' device the calling thread's own.
+
+    A thread that moves device memory needs it: libraries take the thread's current context, device 0 by default.
+    """
+    device = next((segment for segment in segments if segment.device != "cpu"), None)
+    if device is not None:
+        import torch
+
+        torch.accelerator.set_device_index(device.device_id)
 
 
 def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -132,14 +132,14 @@ def _check_ids(name: str, table: BlockTable, group: Group, *, unique: bool) -> N
 
 
 def _widened(family: Family, start: int, stop: int, tail: Tail) -> int:
-    """Where the range ends for this family: a page boundary where whole pages may or must move."""
+    """Where the range ends for this family: at a page boundary if the rest of the last page may move."""
     page = family.destination.page_tokens
     if family.whole and start % page:
         raise BindError(
             f"group {family.destination.group}: tokens from {start} on begin inside an opaque page of {page} tokens, "
             "which only moves whole; start at a page boundary"
         )
-    return -(-stop // page) * page if family.whole or (tail is Tail.PAGE and family.alike) else stop
+    return -(-stop // page) * page if tail is Tail.PAGE and family.alike else stop
 
 
 def _state_spans(family: Family, theirs: BlockTable, ours: BlockTable) -> _Spans:

@@ -2,7 +2,7 @@
 
 `MADV_HUGEPAGE` makes pages that nobody touched yet huge when they are; `MADV_COLLAPSE` rebuilds those already there,
 one huge page per call, so that the process's memory map is never held for long. It is advice: a kernel that refuses
-(old, no free huge page, shared memory, pages pinned by a device) costs nothing but the speed. The work (1 to 3 ms per
+(old, no free huge page, shared memory, pages pinned by a device) costs nothing but the speed. The work (0.4 to 3 ms per
 MiB, measured) happens once, in a daemon thread.
 
 Measured on one host, 4 KiB pages against huge pages on both sides: CMA reads 9.0 and 16.5 GB/s in large runs.

@@ -15,6 +15,7 @@ import msgspec
 from vllm_pd_connector import __version__
 from vllm_pd_connector.compat import facts
 from vllm_pd_connector.compat.base import KVConnectorTransferResults, init_logger
+from vllm_pd_connector.compat.memory import make_device_current
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.check import validate
 from vllm_pd_connector.geometry.manifest import Manifest
@@ -22,6 +23,7 @@ from vllm_pd_connector.observability.digest_trace import DigestTrace
 from vllm_pd_connector.observability.stats import PDStats
 from vllm_pd_connector.steps import StepMetadata, WorkerReport
 from vllm_pd_connector.transport import hugepages, registry
+from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.worker.describe import describe
 from vllm_pd_connector.worker.loop import TransferLoop
 from vllm_pd_connector.worker.outbox import Outbox
@@ -70,7 +72,7 @@ class WorkerHalf:
         self._loop = TransferLoop(
             self._config,
             manifest,
-            lambda: registry.create(self._config.transport, self._config.transport_options),
+            lambda: self._make_transport(manifest),
             self._outbox,
             reader=place.pp_rank * place.tp_size + place.tp_rank,
             readers=place.pp_size * place.tp_size,
@@ -86,6 +88,11 @@ class WorkerHalf:
             len(manifest.segments),
             self._config.transport,
         )
+
+    def _make_transport(self, manifest: Manifest) -> Transport:
+        """Called in the transfer thread."""
+        make_device_current(manifest.segments)
+        return registry.create(self._config.transport, self._config.transport_options)
 
     def encoded_manifest(self) -> bytes:
         assert self._manifest is not None, "vLLM asks for it after register_kv_caches"

@@ -1,0 +1,271 @@
+"""Time from a decode instance's receipt of a request to its first token, when the cache is pulled.
+
+In one run, on one machine, with one model: this connector; vLLM's in-tree NixlConnector as shipped; the same with a
+sleeping progress thread and without pinning (see `quiet_nixl`); and a plain instance without a connector. For each
+pair the client runs the prefill leg itself, outside of the measured time, and streams the decode leg from the decode
+instance: the time is from sending that request to its first token. Also measured: the first request to a new peer,
+and the processor time that the idle servers burn.
+
+The plain instance computes the whole prompt, so its first token is no rival; its decode step and its idle cost are
+what the others are compared with.
+
+    python benchmarks/pull.py [--variants pd nixl-quiet …] [--requests 100] [--into out/bench/pull.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+import quiet_nixl  # noqa: E402
+
+from launch import Server, Servers, post, vllm_spec  # noqa: E402
+from make_models import MODELS, make  # noqa: E402
+
+LENGTHS = (16, 1900)
+"""Shortest and longest prompt, in tokens; lengths are spread evenly in the logarithm."""
+
+OUTPUT_TOKENS = 8
+AT_ONCE = 8
+IDLE_SECONDS = 20.0
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Milliseconds."""
+
+    median: float
+    p95: float
+    p99: float
+    worst: float
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One variant. Times in milliseconds; `idle_cores` in processor seconds per second, per worker process."""
+
+    variant: str
+    first_request: float
+    idle_machine: Spread
+    at_once: Spread
+    decode_step: float
+    idle_cores: float
+    failed: int
+
+
+def spread(seconds: Sequence[float]) -> Spread:
+    median, p95, p99, worst = np.percentile(seconds, [50, 95, 99, 100]) * 1e3
+    return Spread(*(round(float(value), 1) for value in (median, p95, p99, worst)), requests=len(seconds))
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    """Prompts of random tokens, no two with a common prefix worth caching."""
+    generator = random.Random(seed)
+    low, high = map(np.log, LENGTHS)
+    lengths = np.exp(np.linspace(low, high, count)).round().astype(int).tolist()
+    generator.shuffle(lengths)
+    return [[generator.randrange(256) for _ in range(length)] for length in lengths]
+
+
+def body(model: str, prompt: Sequence[int], **fields: Any) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    } | fields
+
+
+def event_times(url: str, request: Mapping[str, Any]) -> list[float]:
+    """Seconds from sending a streamed completion to each of its events.
+
+    Raises:
+        RuntimeError: an HTTP error or a stream without tokens.
+    """
+    address = urlsplit(url)
+    connection = HTTPConnection(address.hostname or "", address.port, timeout=180)
+    try:
+        connection.connect()
+        content = json.dumps({**request, "stream": True})
+        started = time.perf_counter()
+        connection.request("POST", "/v1/completions", content, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RuntimeError(f"HTTP {response.status}: {response.read()[:300]!r}")
+        times = [time.perf_counter() - started for line in response if line.startswith(b'data: {"id"')]
+    finally:
+        connection.close()
+    if not times:
+        raise RuntimeError("a stream without tokens")
+    return times
+
+
+def processor_seconds(server: Server) -> float:
+    """User and system time of all processes of a server's group so far."""
+    total = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The second field is the command in brackets and may hold spaces.
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == server.process.pid:
+            total += int(fields[11]) + int(fields[12])
+    return total / TICKS_PER_SECOND
+
+
+def idle_cores(servers: Sequence[Server]) -> float:
+    """Cores that idle servers keep busy, per server; these instances have one worker each."""
+    before, started = sum(map(processor_seconds, servers)), time.monotonic()
+    time.sleep(IDLE_SECONDS)
+    burnt = sum(map(processor_seconds, servers)) - before
+    return round(burnt / (time.monotonic() - started) / len(servers), 3)
+
+
+class Variant:
+    """One way to serve; `decode_times` answers one prompt and returns the times of the decode instance's events."""
+
+    def __init__(self, name: str, connector: str | None, environment: Mapping[str, str]):
+        self.name = name
+        self._connector = connector
+        self._environment = environment
+
+    def start(self, servers: Servers, model: str) -> list[Server]:
+        path, flags = make(MODELS[model]), MODELS[model].flags
+        if self._connector is None:
+            return servers.start(vllm_spec(f"{self.name}", path, flags=flags))
+        roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
+        return servers.start(
+            *(
+                vllm_spec(
+                    f"{self.name}-{side}",
+                    path,
+                    flags=flags,
+                    transfer={"kv_connector": self._connector, "kv_role": role},
+                    environment=self._environment,
+                )
+                for side, role in roles.items()
+            )
+        )
+
+    def decode_times(self, running: Sequence[Server], model: str, prompt: Sequence[int]) -> list[float]:
+        if self._connector is None:
+            return event_times(running[0].url, body(model, prompt))
+        prefill, decode = running
+        keep = {"do_remote_decode": True, "do_remote_prefill": False}
+        answer = post(f"{prefill.url}/v1/completions", body(model, prompt, max_tokens=1, kv_transfer_params=keep))
+        return event_times(decode.url, body(model, prompt, kv_transfer_params=answer["kv_transfer_params"]))
+
+
+def measure(variant: Variant, model: str, requests: int, logs: Path) -> Result:
+    """Start a variant, measure everything, stop it."""
+    with Servers(logs) as servers:
+        running = variant.start(servers, model)
+        for server in running:
+            # The first forward of a process is slow, whatever the connector; it is not what is measured.
+            event_times(server.url, body(model, [0] * 40))
+
+        failed = 0
+
+        def ask(prompt: Sequence[int]) -> list[float] | None:
+            nonlocal failed
+            try:
+                return variant.decode_times(running, model, prompt)
+            except (RuntimeError, OSError) as error:
+                failed += 1
+                print(f"  {variant.name}: {error}", flush=True)
+                return None
+
+        def first_tokens(answers: Iterator[list[float] | None]) -> list[float]:
+            return [times[0] for times in answers if times]
+
+        [first] = first_tokens(map(ask, prompts(1, seed=1))) or [float("nan")]
+        answers = list(map(ask, prompts(requests, seed=2)))
+        steps = [b - a for times in answers if times for a, b in zip(times, times[1:], strict=False)]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            at_once = first_tokens(pool.map(ask, prompts(requests, seed=3)))
+        return Result(
+            variant.name,
+            first_request=round(first * 1e3, 1),
+            idle_machine=spread(first_tokens(iter(answers))),
+            at_once=spread(at_once),
+            decode_step=round(float(np.median(steps)) * 1e3, 1),
+            idle_cores=idle_cores(running),
+            failed=failed,
+        )
+
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown; times in milliseconds."""
+    columns: dict[str, Callable[[Result], object]] = {
+        "variant": lambda r: r.variant,
+        "median": lambda r: r.idle_machine.median,
+        "p95": lambda r: r.idle_machine.p95,
+        "p99": lambda r: r.idle_machine.p99,
+        f"median, {AT_ONCE} at once": lambda r: r.at_once.median,
+        "p95, same": lambda r: r.at_once.p95,
+        "p99, same": lambda r: r.at_once.p99,
+        "first request": lambda r: r.first_request,
+        "decode step": lambda r: r.decode_step,
+        "idle cores per worker": lambda r: r.idle_cores,
+        "failed": lambda r: r.failed,
+    }
+    rows = [list(columns), ["---"] * len(columns)]
+    rows += [[str(value(result)) for value in columns.values()] for result in results]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def machine() -> dict[str, Any]:
+    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
+    return {"cores": os.cpu_count(), "processor": model.partition(": ")[2], "python": platform.python_version()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    names = ("pd", "nixl", "nixl-quiet", "plain")
+    parser.add_argument("--variants", nargs="+", choices=names, default=list(names))
+    parser.add_argument("--model", choices=MODELS, default="gqa")
+    parser.add_argument("--requests", type=int, default=100, help="per variant, one by one and again all at once")
+    parser.add_argument("--into", type=Path, default=ROOT / "out" / "bench" / "pull.json")
+    options = parser.parse_args()
+    options.into.parent.mkdir(parents=True, exist_ok=True)
+    results = []
+    with tempfile.TemporaryDirectory() as directory:
+        variants = {
+            "pd": Variant("pd", "PDConnector", {}),
+            "nixl": Variant("nixl", "NixlConnector", {}),
+            "nixl-quiet": Variant("nixl-quiet", "NixlConnector", quiet_nixl.environment(Path(directory))),
+            "plain": Variant("plain", None, {}),
+        }
+        for name in options.variants:
+            print(f"{name}: {2 * options.requests} requests …", flush=True)
+            results.append(measure(variants[name], options.model, options.requests, options.into.parent / "logs"))
+            print(table(results[-1:]), flush=True)
+    facts = {"machine": machine(), "model": options.model, "prompt_tokens": LENGTHS, "unit": "ms"}
+    options.into.write_text(json.dumps({**facts, "results": [asdict(result) for result in results]}, indent=1) + "\n")
+    print(f"\nMilliseconds from the decode request to its first token:\n\n{table(results)}\n\nwrote {options.into}")
+
+
+if __name__ == "__main__":
+    main()
