@@ -29,6 +29,8 @@ CPU_ENVIRONMENT = {
     # vLLM binds OpenMP threads to cores of its own choice, the same ones in every instance.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    # Even with --enforce-eager the sampler is compiled at the first request, which takes seconds and a C++ compiler.
+    "TORCH_COMPILE_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",

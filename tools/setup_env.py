@@ -54,10 +54,15 @@ def say(text: str) -> None:
 
 def run(*command: str | Path, hint: str = "") -> None:
     """Run a command with its output shown; on failure name it and say what to do."""
-    done = subprocess.run([str(part) for part in command], cwd=ROOT)
-    if done.returncode:
-        text = f"exit status {done.returncode} from: {' '.join(map(str, command))}"
-        raise SetupError(f"{text}\n{hint}" if hint else text)
+    words = [str(word) for word in command]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            # pip says this of every package that it has, hundreds of times.
+            if not line.startswith("Requirement already satisfied"):
+                print(f"    {line}", end="", flush=True)
+    if process.returncode:
+        raise SetupError(f"exit status {process.returncode} from: {' '.join(words)}" + (f"\n{hint}" if hint else ""))
 
 
 def pip(*arguments: str | Path, hint: str = "") -> None:
@@ -95,6 +100,7 @@ def missing_debian_packages(python: str) -> list[str]:
         f"python{version}-venv": has_venv_module(python),
         "libnuma1": has_library("libnuma.so.1"),
         "libgomp1": has_library("libgomp.so.1"),
+        "libstdc++6": has_library("libstdc++.so.6"),
     }
     return [package for package, present in needed.items() if not present]
 

@@ -16,6 +16,7 @@ from vllm_pd_connector.errors import InvalidConfig
 
 DEFAULT_SIDE_CHANNEL_HOST = "127.0.0.1"
 DEFAULT_SIDE_CHANNEL_PORT = 5600
+MAX_STAGING_BYTES = 1 << 40
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -32,6 +33,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         transfer_timeout: from the first posted read of a request to its last byte.
         confirm_timeout: for the prefill side's word that the blocks were held while they were read.
         model_id: name under which both sides know the model; None: the served model's name or path.
+        staging_bytes: memory on the decode side through which caches of another layout are converted, per worker; 0
+            switches conversion off, and unequal layouts move as short runs.
         huge_pages: collapse the caches' memory to huge pages in the background (CPU only; nearly doubles reads).
         transport_options: keys of the transport; see docs/configuration.md.
         digest_dir: test switch; every worker writes layout-invariant digests of what it sent or received there.
@@ -46,6 +49,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     transfer_timeout: float = 60.0
     confirm_timeout: float = 10.0
     model_id: str | None = None
+    staging_bytes: int = 64 << 20
     huge_pages: bool = True
     transport_options: dict[str, Any] = {}
     digest_dir: str | None = None
@@ -87,4 +91,9 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
         value = getattr(config, key)
         if not 0 < value <= 86400:
             raise InvalidConfig(f"kv_connector_extra_config.{key} is {value}: it must be in (0, 86400] seconds")
+    if not 0 <= config.staging_bytes <= MAX_STAGING_BYTES:
+        raise InvalidConfig(
+            f"kv_connector_extra_config.staging_bytes is {config.staging_bytes}: it must be in "
+            f"[0, {MAX_STAGING_BYTES}] bytes"
+        )
     return config

@@ -87,6 +87,11 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
 
     # Scheduler role.
 
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """A read brings the recurrent state along, so a deeper hit of the attention groups alone can be used."""
+        return True
+
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self.scheduler.bind_block_pool(gpu_block_pool)
 

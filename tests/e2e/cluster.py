@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from e2e import digests
-from e2e.matrix import Row
+from e2e.matrix import PLAIN_ROWS, Row
 from e2e.workload import OUTPUT_TOKENS, SCENARIOS, Answer, Prompt, ask, ask_many, completion
 from launch import CPU_FLAGS, Server, Servers, router_spec, vllm_spec
 from make_models import MODELS, make
 
-LEASE_SECONDS = 8.0
-"""How long prefill instances of these tests keep blocks that nobody fetches."""
+SHORT_LEASE_SECONDS = 8.0
+"""How long prefill instances of the plain rows keep blocks that nobody fetches; some tests wait for that."""
 
-SETTLE_SECONDS = 60.0
+PATIENCE = {"handshake_timeout": 40.0, "confirm_timeout": 40.0}
+"""Seconds for the other rows: several workers per instance on few cores, which spin while they wait for each other."""
+
+SETTLE_SECONDS = 90.0
 HOLDINGS = re.compile(r"^vllm:(kv_cache_usage_perc|pd_leases|pd_quarantined_blocks)\{[^}]*\} (\S+)$", re.MULTILINE)
 
 
@@ -85,8 +88,10 @@ class Cluster:
         self.digest_dir = digest_dir
         self._servers = servers
         model = MODELS[row.family]
-        own = {"transport": row.transport, "mode": row.mode, "digest_dir": str(digest_dir)}
-        extra = {"kv_lease_duration": LEASE_SECONDS, **(own if connector == "PDConnector" else {})}
+        extra: dict[str, Any] = {"kv_lease_duration": SHORT_LEASE_SECONDS} if row in PLAIN_ROWS else {}
+        if connector == "PDConnector":
+            patience = {} if row in PLAIN_ROWS else PATIENCE
+            extra |= {"transport": row.transport, "mode": row.mode, "digest_dir": str(digest_dir)} | patience
 
         def spec(name: str, side: str, role: str, tp_size: int) -> Any:
             transfer = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": extra}

@@ -9,17 +9,16 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from e2e import digests
-from e2e.cluster import Baselines, Cluster
+from e2e.cluster import Cluster
 from e2e.matrix import ROWS, Row
+from e2e.pairs import Pairs
 from launch import Servers
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def _row_of(item: pytest.Item) -> Row | None:
@@ -37,38 +36,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in dropped]
     items.sort(key=lambda item: ROWS.index(row) if (row := _row_of(item)) else -1)
-
-
-class Pairs:
-    """The pair of the row in use; asking for another row ends it."""
-
-    def __init__(self, servers: Servers, directory: Path, connector: str):
-        self._servers = servers
-        self._directory = directory
-        self._connector = connector
-        self._current: Cluster | None = None
-        self._failed: dict[Row, Exception] = {}
-        self.baselines = Baselines(servers, ROOT / ".cache" / "baselines")
-
-    def get(self, row: Row) -> Cluster:
-        if row in self._failed:
-            raise self._failed[row]
-        if self._current is None or self._current.row != row:
-            self.end()
-            self.baselines.of(row.family)
-            try:
-                digest_dir = self._directory / "digests" / row.id
-                self._current = Cluster(row, self._servers, self.baselines, digest_dir, self._connector)
-            except Exception as error:
-                # The row's other tests would wait for the same failure again.
-                self._failed[row] = error
-                raise
-        return self._current
-
-    def end(self) -> None:
-        if self._current is not None:
-            self._current.stop()
-            self._current = None
 
 
 @pytest.fixture(scope="session")
@@ -94,24 +61,29 @@ def pair(request: pytest.FixtureRequest, pairs: Pairs) -> Iterator[Cluster]:
 
 # -- results, from which docs/compatibility.md is made ----------------------------------------------------------------
 
-_RESULTS = pytest.StashKey[list[dict[str, object]]]()
+_RESULTS = pytest.StashKey[dict[str, dict[str, object]]]()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    report: pytest.TestReport = yield  # type: ignore[assignment]
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note whether a test of a row passed, what is checked after it included."""
+    report = yield
     row = _row_of(item)
-    if row is not None and (report.when == "call" or report.failed):
-        results = item.config.stash.setdefault(_RESULTS, [])
+    if row is not None:
         name = getattr(item, "originalname", item.name)
-        results.append({"test": name, "row": dataclasses.asdict(row), "passed": report.passed})
-    return report  # type: ignore[return-value]
+        fresh = {"test": name, "row": dataclasses.asdict(row), "passed": True}
+        record = item.config.stash.setdefault(_RESULTS, {}).setdefault(item.nodeid, fresh)
+        record["passed"] = bool(record["passed"]) and report.passed
+    return report
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    results = session.config.stash.get(_RESULTS, None)
+    results = session.config.stash.get(_RESULTS, {})
     if results:
         path = Path(session.config.getoption("--results"))
         path.parent.mkdir(parents=True, exist_ok=True)
         versions = {name: importlib.metadata.version(name) for name in ("vllm", "torch", "nixl", "vllm-pd-connector")}
-        path.write_text(json.dumps({"versions": versions, "records": results}, indent=1) + "\n")
+        content = {"versions": versions, "records": list(results.values())}
+        path.write_text(json.dumps(content, indent=1) + "\n")

@@ -57,24 +57,30 @@ def differences(records: list[Record]) -> list[str]:
         ]
         if not got.tensors:
             problems.append(f"{got.path.name}: holds no tensor")
-        for key, values in got.tensors.items():
-            holders = [source for source in sources if key in source.tensors]
-            if not holders:
-                problems.append(f"{got.path.name}: {key} was written by no prefill worker of {got.remote_request}")
-            for holder in holders:
-                wrong = _different_positions(values, holder.tensors[key], got.start, got.stop)
-                if wrong.size:
-                    problems.append(
-                        f"{got.path.name}: {key} differs from {holder.path.name} at {wrong.size} of "
-                        f"{got.stop - got.start} tokens, first at {wrong[0]}"
-                    )
+        for key, here in got.tensors.items():
+            state = key.endswith("|state")
+            held = np.flatnonzero(here) if state else np.flatnonzero(here[got.start : got.stop]) + got.start
+            if not state and (not held.size or held[-1] != got.stop - 1):
+                problems.append(f"{got.path.name}: {key} lacks the last token {got.stop - 1}")
+            wrong = held[~_vouched(here, held, [source.tensors[key] for source in sources if key in source.tensors])]
+            if wrong.size:
+                problems.append(
+                    f"{got.path.name}: {key} differs from prefill request {got.remote_request} "
+                    f"({len(sources)} workers) at {wrong.size} of {held.size} positions, first at {wrong[0]}"
+                )
     return problems
 
 
-def _different_positions(
-    here: npt.NDArray[np.uint64], there: npt.NDArray[np.uint64], start: int, stop: int
-) -> npt.NDArray[np.intp]:
-    """Positions in [start, stop) where two arrays differ; a position that one does not have counts as different."""
-    common = min(len(here), len(there), stop)
-    short = np.arange(max(common, start), stop)
-    return np.concatenate([np.flatnonzero(here[start:common] != there[start:common]) + start, short])
+def _vouched(
+    here: npt.NDArray[np.uint64], held: npt.NDArray[np.intp], sources: list[npt.NDArray[np.uint64]]
+) -> npt.NDArray[np.bool_]:
+    """Which of the held positions some source has, and every source that has it with the same digest."""
+    seen, equal = np.zeros(held.size, dtype=bool), np.ones(held.size, dtype=bool)
+    for there in sources:
+        inside = held < len(there)
+        theirs = np.zeros(held.size, dtype=np.uint64)
+        theirs[inside] = there[held[inside]]
+        has = theirs != 0
+        seen |= has
+        equal &= ~has | (theirs == here[held])
+    return seen & equal

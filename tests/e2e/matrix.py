@@ -17,6 +17,10 @@ CHUNK_TOKENS = 128
 """Tokens per prefill step in rows that chunk; most prompts of the workload are longer."""
 
 
+UNEQUAL_BLOCKS = ((32, 128), (128, 32), (32, 96))
+"""Block sizes of the prefill and the decode side, in tokens; the last pair has no common alignment above 32."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One pair. Block sizes are tokens; 0 is the model's own (see `make_models`)."""
@@ -59,6 +63,8 @@ def _rows() -> list[Row]:
         both = (True, False) if MODELS[family].prefix_caching else (False,)
         for p_tp, d_tp, chunked, caching in product((1, 2), (1, 2), both[::-1], both):
             rows.append(Row(family, p_tp, d_tp, chunked=chunked, prefix_caching=caching))
+    for family, (p_block, d_block) in product(("gqa", "swa"), UNEQUAL_BLOCKS):
+        rows += [Row(family, p_tp, d_tp, p_block, d_block) for p_tp, d_tp in ((1, 1), (2, 1))]
     return rows
 
 

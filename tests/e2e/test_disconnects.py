@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from e2e.cluster import LEASE_SECONDS, Cluster, until
+from e2e.cluster import SHORT_LEASE_SECONDS, Cluster, until
 from e2e.matrix import PLAIN_ROWS
 from e2e.over import over
 from e2e.workload import SCENARIOS, Prompt, Refused, Stream, prompts
@@ -56,7 +56,7 @@ def test_a_decode_whose_client_leaves_before_its_cache_is_there_keeps_nothing(pa
 def test_a_cache_that_nobody_fetches_is_given_up_and_never_read_afterwards(pair: Cluster) -> None:
     [prompt] = prompts("not fetched", [400])
     params = pair.prefill_only(prompt)
-    until(lambda: pair.is_settled(pair.prefill), "the lease ends", seconds=4 * LEASE_SECONDS)
+    until(lambda: pair.is_settled(pair.prefill), "the lease ends", seconds=4 * SHORT_LEASE_SECONDS)
     with pytest.raises(Refused) as refused:
         pair.decode_with(prompt, params)
     assert refused.value.status >= 400

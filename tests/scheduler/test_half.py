@@ -30,7 +30,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.005)
 
 
-def make_half(role: str, **changes: Any) -> tuple[SchedulerHalf, BlockPool]:
+def make_half(role: str, lookahead: int = 0, **changes: Any) -> tuple[SchedulerHalf, BlockPool]:
     """A scheduler half with a real block pool; `role` is kv_producer or kv_consumer."""
     parallel = SimpleNamespace(
         data_parallel_index=0, tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
@@ -39,8 +39,8 @@ def make_half(role: str, **changes: Any) -> tuple[SchedulerHalf, BlockPool]:
     config = Config(**{"side_channel_port": free_port(), **changes})
     half = SchedulerHalf(
         config,
-        SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer),
-        SimpleNamespace(transfer_group_ids=(0,)),
+        SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, num_prefill_lookahead_tokens=lookahead),
+        SimpleNamespace(transfer_group_ids=(0,), transfer_groups=(SimpleNamespace(kv_cache_spec=None),)),
     )
     pool = BlockPool(num_gpu_blocks=32, enable_caching=False, hash_block_size=BLOCK)
     half.bind_block_pool(pool)

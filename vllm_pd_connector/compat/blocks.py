@@ -32,6 +32,22 @@ def transfer_params(request: Request) -> Any:
     return request.kv_transfer_params
 
 
+def stop_short(request: Request, tokens: int) -> None:
+    """Have a new request compute all of its prompt but the last `tokens`; it then ends after one output token.
+
+    A prompt that is not longer than that stays as it is, and so does one whose cache the decode side will not read.
+    """
+    if tokens == 0 or request.num_prompt_tokens <= tokens or request.get_skip_reading_prefix_cache():
+        return
+    if request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-tokens:]
+    elif request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-tokens]
+    del request._all_token_ids[-tokens:]
+    request.num_prompt_tokens -= tokens
+    request.max_tokens = 1
+
+
 def prompt_digest(request: Request, num_tokens: int) -> str:
     """16 hex digits over the first `num_tokens` prompt tokens and what else decides their cached numbers.
 

@@ -9,7 +9,7 @@ Source: vLLM 0.32, `vllm/v1/kv_cache_interface.py`, `vllm/v1/worker/utils.py` (a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -19,13 +19,16 @@ from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
+from vllm_pd_connector.compat.states import state_block_tokens, states_of
 from vllm_pd_connector.errors import UnsupportedCache
-from vllm_pd_connector.geometry.manifest import Group, GroupKind
+from vllm_pd_connector.geometry.manifest import Coordinates, Group, GroupKind
+from vllm_pd_connector.geometry.states import Convolution, Recurrent
 
 if TYPE_CHECKING:
     import torch
@@ -59,12 +62,24 @@ class LayerCache:
     tensor: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """One recurrent layer's cache: `tensor` is the raw page view [B, 1, 1, C] of bytes."""
+
+    layer: str
+    group: int
+    convolution: Convolution
+    recurrent: Recurrent | None
+    tensor: torch.Tensor
+
+
 # Spec classes whose block tables and pages this version reads; subclasses with other rules are refused by name.
 _GROUP_KINDS: dict[str, GroupKind] = {
     "FullAttentionSpec": GroupKind.FULL,
     "MLAAttentionSpec": GroupKind.FULL,
     "SlidingWindowSpec": GroupKind.SLIDING_WINDOW,
     "ChunkedLocalAttentionSpec": GroupKind.CHUNKED_LOCAL,
+    "MambaSpec": GroupKind.STATE,
 }
 
 
@@ -97,7 +112,7 @@ def transfer_groups(config: KVCacheConfig) -> tuple[Group, ...]:
         groups.append(
             Group(
                 kind=kind,
-                block_tokens=spec.block_size,
+                block_tokens=state_block_tokens(spec) if isinstance(spec, MambaSpec) else spec.block_size,
                 num_blocks=config.num_blocks,
                 window=_window(spec),
             )
@@ -117,32 +132,52 @@ def _window(spec: KVCacheSpec) -> int:
 def layer_caches(
     vllm_config: VllmConfig, config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
 ) -> list[LayerCache]:
-    """Describe every transferable layer. Layers without a spec share another layer's cache and are left out.
+    """Describe every transferable attention layer. Layers without a spec share another layer's and are left out.
 
     Raises:
         UnsupportedCache: a layer of a transfer group was not handed over.
     """
     backends = _backends(vllm_config)
-    caches = []
+    return [
+        LayerCache(
+            layer=layer,
+            group=index,
+            content=_content(spec),
+            backend=backends.get(layer, "unknown"),
+            head_size=spec.head_size,
+            head_size_v=spec.head_size_v,
+            cache_dtype=str(getattr(spec, "cache_dtype_str", None) or spec.dtype).removeprefix("torch."),
+            spec_name=type(spec).__name__,
+            tensor=tensor,
+        )
+        for index, layer, spec, tensor in _layers(config, kv_caches)
+        if isinstance(spec, AttentionSpec)
+    ]
+
+
+def layer_states(
+    vllm_config: VllmConfig, config: KVCacheConfig, kv_caches: dict[str, torch.Tensor], place: Coordinates
+) -> list[LayerStates]:
+    """Describe every transferable recurrent layer.
+
+    Raises:
+        UnsupportedCache: a layer of a transfer group was not handed over, or is of an unknown kind.
+    """
+    return [
+        LayerStates(layer, index, *states_of(vllm_config, layer, spec, place, tensor.device), tensor)
+        for index, layer, spec, tensor in _layers(config, kv_caches)
+        if isinstance(spec, MambaSpec)
+    ]
+
+
+def _layers(
+    config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
+) -> Iterator[tuple[int, str, KVCacheSpec, torch.Tensor]]:
     for index, group in enumerate(config.transfer_groups):
         for layer, spec in layer_specs(group.kv_cache_spec, group.layer_names).items():
             if layer not in kv_caches:
                 raise UnsupportedCache(f"vLLM registered no cache for layer {layer} of transfer group {index}")
-            assert isinstance(spec, AttentionSpec), "transfer_groups() refuses the others"
-            caches.append(
-                LayerCache(
-                    layer=layer,
-                    group=index,
-                    content=_content(spec),
-                    backend=backends.get(layer, "unknown"),
-                    head_size=spec.head_size,
-                    head_size_v=spec.head_size_v,
-                    cache_dtype=str(getattr(spec, "cache_dtype_str", None) or spec.dtype).removeprefix("torch."),
-                    spec_name=type(spec).__name__,
-                    tensor=kv_caches[layer],
-                )
-            )
-    return caches
+            yield index, layer, spec, kv_caches[layer]
 
 
 def _content(spec: AttentionSpec) -> Content:

@@ -55,8 +55,8 @@ class Tail(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Spans:
-    """Arrays of shape (n,): pages on both sides, and where and how many tokens inside them."""
+class Spans:
+    """Arrays of shape (n,), in order of token positions: pages on both sides, where and how many tokens inside them."""
 
     source_page: Addresses
     destination_page: Addresses
@@ -85,6 +85,21 @@ def bind(
         BindError: a block id outside [1, num_blocks), a table that does not reach the range, a destination block
             that would stay partly unfilled, or a range that a tensor cannot follow.
     """
+    paired = pair(edge, source, destination, start, stop, tail=tail, states=states)
+    return concatenate([_family_runs(family, spans) for family, spans in paired])
+
+
+def pair(
+    edge: Edge,
+    source: BlockTables,
+    destination: BlockTables,
+    start: int,
+    stop: int,
+    *,
+    tail: Tail = Tail.EXACT,
+    states: bool = True,
+) -> list[tuple[Family, Spans]]:
+    """The spans of every family that moves: the first half of `bind`, with its arguments and its errors."""
     if not 0 <= start <= stop:
         raise BindError(f"token range [{start}, {stop}) is not a range; start must lie between 0 and stop")
     moving = [f for f in edge.families if (states if f.kind is GroupKind.STATE else start < stop)]
@@ -96,8 +111,8 @@ def bind(
             raise BindError(f"{side}: {len(tables)} block tables for {len(groups)} groups; give one per group")
         for group in used:
             _check_ids(f"{side} group {group}", tables[group], groups[group], unique=side == "destination")
-    parts: list[Runs] = []
-    spans: dict[object, _Spans] = {}
+    paired = []
+    known: dict[object, Spans] = {}
     for family in moving:
         theirs, ours = source[family.source.group], destination[family.destination.group]
         if family.kind is GroupKind.STATE:
@@ -106,11 +121,11 @@ def bind(
             stop_ = _widened(family, start, stop, tail)
             # Families of the same groups mostly have equal pages (K, V and their scales): pair those once.
             key = family.kind, *_cuts(family.source), *_cuts(family.destination), stop_
-            if (cached := spans.get(key)) is None:
-                cached = spans[key] = _token_spans(family, theirs, ours, start, stop_)
+            if (cached := known.get(key)) is None:
+                cached = known[key] = _token_spans(family, theirs, ours, start, stop_)
             found = cached
-        parts.append(_family_runs(family, found))
-    return concatenate(parts)
+        paired.append((family, found))
+    return paired
 
 
 def _cuts(paging: Paging) -> tuple[int, int, int]:
@@ -142,7 +157,7 @@ def _widened(family: Family, start: int, stop: int, tail: Tail) -> int:
     return -(-stop // page) * page if tail is Tail.PAGE and family.alike else stop
 
 
-def _state_spans(family: Family, theirs: BlockTable, ours: BlockTable) -> _Spans:
+def _state_spans(family: Family, theirs: BlockTable, ours: BlockTable) -> Spans:
     pages = []
     for side, group, table in (
         ("source", family.source.group, theirs),
@@ -152,10 +167,10 @@ def _state_spans(family: Family, theirs: BlockTable, ours: BlockTable) -> _Spans
             raise BindError(f"{side} group {group}: no block holds the state; the last id of the table must be set")
         pages.append(table.ids[-1:])
     none, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
-    return _Spans(pages[0], pages[1], none, none, one)
+    return Spans(pages[0], pages[1], none, none, one)
 
 
-def _token_spans(family: Family, theirs: BlockTable, ours: BlockTable, start: int, stop: int) -> _Spans:
+def _token_spans(family: Family, theirs: BlockTable, ours: BlockTable, start: int, stop: int) -> Spans:
     a, b = family.source, family.destination
     edges = [np.arange(start // page * page + page, stop, page) for page in {a.page_tokens, b.page_tokens}]
     inner = edges[0] if len(edges) == 1 else np.unique(np.concatenate(edges))
@@ -168,7 +183,7 @@ def _token_spans(family: Family, theirs: BlockTable, ours: BlockTable, start: in
     _refuse_any("destination", b, ours, first, unreached)
     _refuse_any("source", a, theirs, first, source_absent & ~destination_absent)
     present = slice(None) if not destination_absent.any() else ~destination_absent
-    return _Spans(
+    return Spans(
         source[present],
         destination[present],
         (first % a.page_tokens)[present],
@@ -210,7 +225,7 @@ def _refuse_any(side: str, paging: Paging, table: BlockTable, tokens: Addresses,
     )
 
 
-def _family_runs(family: Family, spans: _Spans) -> Runs:
+def _family_runs(family: Family, spans: Spans) -> Runs:
     """The pattern of each kind of span at all its pages, joined where one kind of span continues another.
 
     A run of one span can only continue in the next span. Between spans of one kind it does so by filling its page on

@@ -75,7 +75,8 @@ def digests(
             per_page, first_index = _page_values(tensor, memory[tensor.segment], pages)
             values = np.zeros((len(positions), per_page.shape[2]), dtype=np.uint64)
             values[held] = per_page[where, positions[held] % tensor.page_tokens]
-        found[tensor.layer, tensor.role] = Digest(tensor.layer, tensor.role, start, first_index, values)
+        first_token = 0 if group.kind is GroupKind.STATE else start
+        found[tensor.layer, tensor.role] = Digest(tensor.layer, tensor.role, first_token, first_index, values)
     return found
 
 

@@ -313,7 +313,7 @@ def pattern(family: Family, source_token: int, destination_token: int, tokens: i
     """
     key = source_token, destination_token, tokens
     if (found := family.patterns.get(key)) is None:
-        found = join(_bundle_runs(bundle, *key) for bundle in family.bundles)
+        found = join(bundle_runs(bundle, *key) for bundle in family.bundles)
         cached = sum(map(len, family.patterns.values()))
         while family.patterns and cached + len(found) > MAX_CACHED_RUNS:
             cached -= len(family.patterns.pop(next(iter(family.patterns))))
@@ -321,7 +321,8 @@ def pattern(family: Family, source_token: int, destination_token: int, tokens: i
     return found
 
 
-def _bundle_runs(bundle: Bundle, source_token: int, destination_token: int, tokens: int) -> Runs:
+def bundle_runs(bundle: Bundle, source_token: int, destination_token: int, tokens: int) -> Runs:
+    """The part of `pattern` that is one bundle's, merged within its layers."""
     layer = join(_piece_runs(piece, source_token, destination_token, tokens) for piece in bundle.pieces)
     return Runs(
         np.add.outer(bundle.source, layer.source).ravel(),
@@ -382,7 +383,7 @@ def explain(plan: Plan) -> str:
             lines.append(f"    {family.kind} group {a.group} to {b.group}, {cut}")
             for bundle in family.bundles:
                 tokens = () if family.whole else (min(a.page_tokens, b.page_tokens),)
-                runs = join([_bundle_runs(bundle, 0, 0, *(tokens or (1,)))])
+                runs = join([bundle_runs(bundle, 0, 0, *(tokens or (1,)))])
                 lines.append(
                     f"      {len(bundle.layers)} layers from {bundle.layers[0]}: {len(bundle.pieces)} tensors, "
                     f"{runs.total_bytes} bytes in {len(runs)} runs per page"

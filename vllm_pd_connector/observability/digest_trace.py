@@ -3,7 +3,8 @@
     sent-<request id>-tp<r>-pp<r>.npz       tokens [0, num_tokens) of a request held for a reader
     received-<request id>-tp<r>-pp<r>.npz   tokens [start, stop) that were read, with `remote_request_id`
 
-Each key "layer|role|head" is a uint64 array indexed by absolute token position; 0 where the worker holds no block.
+Each key "layer|role|head" is a uint64 array indexed by absolute token position, each key "layer|role|state" one
+indexed by global head or channel; 0 where the worker holds nothing.
 Equal digests on both sides mean equal logical elements, whatever the layouts; see `geometry.digest`. CPU caches only.
 """
 
@@ -35,6 +36,7 @@ class DigestTrace:
             raise InvalidConfig("digest_dir: digests are computed for CPU caches only; unset it on devices")
         self._directory = directory
         self._manifest = manifest
+        self._states = {(tensor.layer, tensor.role) for tensor in manifest.tensors if tensor.page_tokens == 0}
         self._memory = [_bytes_of(segment) for segment in manifest.segments]
         directory.mkdir(parents=True, exist_ok=True)
 
@@ -60,8 +62,14 @@ class DigestTrace:
         tables = [BlockTable(table.first_block, np.asarray(table.ids, dtype=np.int64)) for table in blocks]
         arrays: dict[str, NDArray[np.generic]] = {"start": np.array(start), "stop": np.array(stop), **(extra or {})}
         for digest in digests(self._manifest, self._memory, tables, start, stop).values():
-            for index in range(digest.values.shape[1]):
-                values = np.zeros(stop, dtype=np.uint64)
+            positions, indices = digest.values.shape
+            if (digest.layer, digest.role) in self._states:
+                values = np.zeros(digest.first_index + indices, dtype=np.uint64)
+                values[digest.first_index :] = digest.values[0]
+                arrays[f"{digest.layer}|{digest.role}|state"] = values
+                continue
+            for index in range(indices):
+                values = np.zeros(start + positions, dtype=np.uint64)
                 values[start:] = digest.values[:, index]
                 arrays[f"{digest.layer}|{digest.role}|{digest.first_index + index}"] = values
         place = self._manifest.parallel

@@ -42,9 +42,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class PeerReady:
-    """The peer is connected and the request is bound; it will take `transfers` transfers (0: nothing is missing)."""
+    """The peer is connected and the request is bound; it will take `transfers` transfers (0: nothing is missing).
+
+    `staged` are the indices of those that are written to their destination by this process alone: when the receive
+    fails they stop at once and need no quarantine.
+    """
 
     transfers: int
+    staged: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,7 @@ class Receive:
         self._state = State.WAITING
         self._deadline: float | None = now + limits.wait_s
         self._writing: set[int] = set()
+        self._staged: frozenset[int] = frozenset()
 
     @property
     def state(self) -> State:
@@ -155,8 +161,8 @@ class Receive:
                 return self._ended(index, now)
             case TransferFailed(index, reason, terminal):
                 return self._transfer_failed(index, reason, terminal)
-            case PeerReady(transfers):
-                return self._start(transfers, now)
+            case PeerReady(transfers, staged):
+                return self._start(transfers, staged, now)
             case PeerFailed(reason):
                 return self._fail(reason)
             case Abort():
@@ -168,13 +174,14 @@ class Receive:
             case VerdictTimeout():
                 return [Confirm()] if self._state is State.CONFIRMING else []
 
-    def _start(self, transfers: int, now: float) -> list[Action]:
+    def _start(self, transfers: int, staged: frozenset[int], now: float) -> list[Action]:
         if self._state is not State.WAITING:
             return []
         if transfers == 0:
             return self._confirm(now)
         self._enter(State.READING, now + self._limits.read_s)
         self._writing = set(range(transfers))
+        self._staged = staged
         return [StartReads()]
 
     def _confirm(self, now: float) -> list[Action]:
@@ -225,6 +232,7 @@ class Receive:
     def _fail(self, reason: str) -> list[Action]:
         if self._state not in (State.WAITING, State.READING, State.CONFIRMING):
             return []
+        self._writing -= self._staged
         quarantined = bool(self._writing)
         self._enter(State.DRAINING if quarantined else State.FAILED)
         return [Report(ok=False, reason=reason, quarantined=quarantined)]

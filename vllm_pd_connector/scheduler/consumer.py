@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import owned_blocks, prompt_digest, transfer_params
+from vllm_pd_connector.compat.states import prefill_backoff, state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.params import RemotePrefill, parse_remote_prefill
@@ -47,6 +48,8 @@ class Consumer:
         self._orders: list[ReceiveOrder] = []
         self._aborts: list[str] = []
         self._keeper = LeaseKeeper(config)
+        self._states = state_groups(kv_cache_config)
+        self._backoff = prefill_backoff(vllm_config, kv_cache_config)
 
     def add(self, request: Request) -> None:
         """A request with remote prefill arrived; keep its lease alive while it queues."""
@@ -66,6 +69,12 @@ class Consumer:
                 f"remote_block_ids has {len(remote.remote_block_ids)} KV-cache groups, this instance transfers "
                 f"{len(self._groups)}: serve the same model with the same cache flags on both sides"
             )
+        most = request.num_prompt_tokens - self._backoff
+        if self._backoff and remote.remote_num_tokens > most > 0:
+            raise ProtocolError(
+                f"remote_num_tokens: {remote.remote_num_tokens} there, at most {most} here: this model's decode "
+                f"computes the last {self._backoff} prompt token(s); run the same release on the prefill instance"
+            )
         digest = prompt_digest(request, remote.remote_num_tokens)
         if remote.remote_num_tokens > request.num_prompt_tokens or digest != remote.pd_connector.prompt_digest:
             raise ProtocolError(
@@ -84,6 +93,8 @@ class Consumer:
         receive = self._receives.get(request.request_id)
         if receive is None or receive.loading:
             return 0
+        if request.num_prompt_tokens <= self._backoff:
+            return 0  # all of it is ours to compute
         available = receive.remote.remote_num_tokens if receive.remote is not None else request.num_prompt_tokens
         return max(available - num_computed_tokens, 0)
 
@@ -104,11 +115,15 @@ class Consumer:
                 request_id=request.request_id,
                 remote=receive.remote,
                 error=receive.error,
-                blocks=tuple(GroupBlocks(0, tuple(ids[group])) for group in self._groups),
+                blocks=tuple(self._table(i, ids[group], stop) for i, group in enumerate(self._groups)),
                 start=stop - num_external_tokens,
                 stop=stop,
             )
         )
+
+    def _table(self, group: int, ids: list[int], stop: int) -> GroupBlocks:
+        state = self._states.get(group)
+        return GroupBlocks(0, tuple(ids) if state is None else (state.state_block(ids, stop),))
 
     def finished(self, request: Request) -> None:
         """The request ended: normally, or aborted in any state."""

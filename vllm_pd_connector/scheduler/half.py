@@ -53,8 +53,13 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         """A request arrived. Bad parameters are remembered and fail the request when it would load."""
         try:
-            if kind_of(transfer_params(request)) is Kind.REMOTE_PREFILL:
-                self.consumer.add(request)
+            match kind_of(transfer_params(request)):
+                case Kind.REMOTE_PREFILL:
+                    self.consumer.add(request)
+                case Kind.REMOTE_DECODE:
+                    self.producer.add(request)
+                case Kind.NONE:
+                    pass
         except ProtocolError as error:
             self.consumer.refuse(request, str(error))
 

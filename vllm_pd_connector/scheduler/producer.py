@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat import facts
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import NULL_BLOCK, prompt_digest
+from vllm_pd_connector.compat.blocks import NULL_BLOCK, prompt_digest, stop_short
+from vllm_pd_connector.compat.states import prefill_backoff, state_groups
 from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.lease import End
 from vllm_pd_connector.protocol.messages import LeaseRef
 from vllm_pd_connector.protocol.params import remote_prefill_params
@@ -39,6 +41,8 @@ class Producer:
         self._incarnation = secrets.token_hex(16)
         self._host, self._port = config.side_channel(parallel.data_parallel_index)
         self._parallel = parallel
+        self._states = state_groups(kv_cache_config)
+        self._backoff = prefill_backoff(vllm_config, kv_cache_config)
         self._server: SideChannelServer | None = None
         self._held: list[HeldRequest] = []
         self._expired = 0
@@ -55,6 +59,10 @@ class Producer:
         self._server = SideChannelServer(self._host, self._port, self._engine_id, self._incarnation)
         self._server.set_manifests(manifests)
         logger.info("side channel of engine %s listens on %s:%d", self._engine_id, self._host, self._port)
+
+    def add(self, request: Request) -> None:
+        """A prefill for a decode instance arrived; what decode must compute itself is cut off."""
+        stop_short(request, self._backoff)
 
     def hold(self, request: Request, block_ids: Sequence[list[int]]) -> dict[str, Any] | None:
         """Lease the request's blocks; returns the `kv_transfer_params` for the router, None if nothing is held.
@@ -73,7 +81,7 @@ class Producer:
             return None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         nonce = secrets.token_bytes(16)
-        tables = tuple(_trim(ids) for ids in block_ids)
+        tables = tuple(self._table(group, ids, num_tokens) for group, ids in enumerate(block_ids))
         params = remote_prefill_params(
             block_ids=[table.ids for table in tables],
             first_blocks=[table.first_block for table in tables],
@@ -94,6 +102,15 @@ class Producer:
         if self._config.digest_dir is not None:
             self._held.append(HeldRequest(request.request_id, tables, num_tokens))
         return params
+
+    def _table(self, group: int, ids: list[int], num_tokens: int) -> GroupBlocks:
+        state = self._states.get(group)
+        if state is None:
+            return _trim(ids)
+        block = state.state_block(ids, num_tokens)
+        if block == NULL_BLOCK:
+            raise ProtocolError(f"group {group}: no block holds the state after {num_tokens} tokens")
+        return GroupBlocks(0, (block,))
 
     def take(self) -> tuple[list[str], list[HeldRequest]]:
         """Request ids whose lease ended, each exactly once, and what was newly held (digest trace only)."""

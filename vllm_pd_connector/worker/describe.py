@@ -14,8 +14,10 @@ from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.caches import (
     Content,
     LayerCache,
+    LayerStates,
     cpu_attention_is_affine,
     layer_caches,
+    layer_states,
     transfer_groups,
 )
 from vllm_pd_connector.compat.memory import byte_strides, segment_of
@@ -32,6 +34,7 @@ from vllm_pd_connector.geometry.manifest import (
     Tensor,
 )
 from vllm_pd_connector.geometry.sharding import Interval, shard
+from vllm_pd_connector.geometry.states import StatePage, state_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -68,10 +71,12 @@ def describe(
     segments: dict[int, Segment] = {}
     tensors: list[Tensor] = []
     for cache in layer_caches(vllm_config, kv_cache_config, kv_caches):
-        segment = segment_of(cache.tensor)
-        segments.setdefault(segment.address, segment)
-        index = list(segments).index(segment.address)
+        segment, index = _segment(segments, cache.tensor)
         tensors.extend(_tensors(cache, _view(cache, segment, index, groups[cache.group], model, place)))
+    for states in layer_states(vllm_config, kv_cache_config, kv_caches, place):
+        segment, index = _segment(segments, states.tensor)
+        page = _state_page(states, segment, index, groups[states.group])
+        tensors.extend(state_tensors(page, states.convolution, states.recurrent))
     return Manifest(
         version=MANIFEST_VERSION,
         engine_id=facts.engine_id(vllm_config),
@@ -84,6 +89,32 @@ def describe(
         tensors=tuple(tensors),
         transport=transport,
         endpoint=b"",
+    )
+
+
+def _segment(segments: dict[int, Segment], tensor: torch.Tensor) -> tuple[Segment, int]:
+    """The segment of a cache view and its number; all layers share one storage, so there is mostly one."""
+    segment = segment_of(tensor)
+    segments.setdefault(segment.address, segment)
+    return segment, list(segments).index(segment.address)
+
+
+def _state_page(states: LayerStates, segment: Segment, index: int, group: Group) -> StatePage:
+    blocks, *ones, content = states.tensor.shape
+    strides = byte_strides(states.tensor)
+    if blocks != group.num_blocks or ones != [1, 1] or strides[3] != 1:
+        raise UnsupportedCache(
+            f"{states.layer}: raw pages have shape {tuple(states.tensor.shape)} and byte strides {strides}, expected "
+            f"({group.num_blocks}, 1, 1, bytes) with contiguous bytes; this version does not know this storage"
+        )
+    return StatePage(
+        layer=states.layer,
+        group=states.group,
+        segment=index,
+        offset=states.tensor.data_ptr() - segment.address,
+        pages=blocks,
+        page_stride=strides[0],
+        size=content,
     )
 
 

@@ -6,17 +6,18 @@ and only then touch the transport, for the ranks that the plan reads from; a ref
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, TransferError
-from vllm_pd_connector.geometry.bind import BlockTable, Tail, bind
+from vllm_pd_connector.geometry.bind import BlockTable, Tail, bind, pair
 from vllm_pd_connector.geometry.manifest import Manifest
-from vllm_pd_connector.geometry.plan import Plan, Rank, make_plan
+from vllm_pd_connector.geometry.plan import Edge, Plan, Rank, make_plan
 from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.stage import Chunk, chunks, split
 from vllm_pd_connector.geometry.topology import check_pd_topology
 from vllm_pd_connector.protocol.peer import Peer
 from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
@@ -37,9 +38,14 @@ class Link:
     manifests: Sequence[bytes] = ()
     plan: Plan | None = None
     ranks: dict[Rank, TransportPeer] = field(default_factory=dict)
+    edges: tuple[tuple[Edge, Edge], ...] = ()
+    chunk_bytes: int = 0
 
-    def connect(self, local: Manifest, transport: Transport) -> str:
+    def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
         """Check, plan, connect. Returns the verdict for the log.
+
+        Args:
+            chunk_bytes: what a staged transfer may take of the slab at a time; 0 if there is no slab.
 
         Raises:
             IncompatiblePeer: this pair can never work.
@@ -63,8 +69,10 @@ class Link:
         except TransferError:
             self.disconnect(transport)
             raise
-        self.plan = plan
-        return f"{check.status}, reads from {len(plan.edges)} of {len(remote)} ranks"
+        self.plan, self.chunk_bytes = plan, chunk_bytes
+        self.edges = tuple(split(edge, chunk_bytes) for edge in plan.edges)
+        converted = sum(bool(staged.families) for _, staged in self.edges)
+        return f"{check.status}, reads from {len(plan.edges)} of {len(remote)} ranks, converts from {converted}"
 
     def _require_identity(self, remote: Sequence[Manifest]) -> None:
         for manifest in remote:
@@ -79,9 +87,11 @@ class Link:
             transport.disconnect(peer)
         self.ranks = {}
         self.plan = None
+        self.edges = ()
 
-    def bind(self, order: ReceiveOrder) -> list[tuple[TransportPeer, Runs]]:
-        """What must be read for a request, per connected rank; empty when nothing is missing.
+    def bind(self, order: ReceiveOrder) -> list[tuple[TransportPeer, Runs | Iterator[Chunk]]]:
+        """What must be read for a request, per connected rank, straight or by way of the slab; empty when nothing is
+        missing.
 
         Raises:
             BindError: the request's block ids do not fit the manifests.
@@ -93,12 +103,16 @@ class Link:
             for first, ids in zip(remote.pd_connector.first_blocks, remote.remote_block_ids, strict=True)
         ]
         destination = [_table(blocks) for blocks in order.blocks]
-        reads = []
-        for edge in self.plan.edges:
+        reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = []
+        for direct, staged in self.edges:
+            peer = self.ranks[direct.source]
             # Slots after the last prompt token hold nothing yet, so a whole page may take the place of its tail.
-            runs = bind(edge, source, destination, order.start, order.stop, tail=Tail.PAGE)
+            runs = bind(direct, source, destination, order.start, order.stop, tail=Tail.PAGE)
             if len(runs):
-                reads.append((self.ranks[edge.source], runs))
+                reads.append((peer, runs))
+            paired = pair(staged, source, destination, order.start, order.stop, tail=Tail.PAGE)
+            if any(len(spans.tokens) for _, spans in paired):
+                reads.append((peer, chunks(paired, self.chunk_bytes)))
         return reads
 
 

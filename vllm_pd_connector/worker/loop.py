@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -32,6 +32,7 @@ from vllm_pd_connector.errors import (
 )
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.stage import Chunk
 from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
@@ -53,6 +54,7 @@ from vllm_pd_connector.sidechannel.waiting import Wake, wait
 from vllm_pd_connector.steps import ReceiveOrder
 from vllm_pd_connector.transport.base import Peer as TransportPeer
 from vllm_pd_connector.transport.base import Status, Transfer, Transport
+from vllm_pd_connector.worker.convert import Stager
 from vllm_pd_connector.worker.link import Link
 from vllm_pd_connector.worker.outbox import Outbox
 
@@ -86,7 +88,7 @@ class _Active:
     attempt: bytes
     began: float
     phase_began: float
-    reads: list[tuple[TransportPeer, Runs]] = field(default_factory=list)
+    reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = field(default_factory=list)
     transfers: dict[int, Transfer] = field(default_factory=dict)
     stuck: set[int] = field(default_factory=set)
     moved: _Moved = field(default_factory=lambda: _Moved(0, 0, 0))
@@ -155,7 +157,8 @@ class TransferLoop:
     def _run(self) -> None:
         try:
             self._transport = self._make_transport()
-            self._transport.register(self._manifest.segments)
+            self._stager: Stager[_Active] = Stager(self._transport, self._manifest.segments, self._config.staging_bytes)
+            self._transport.register((*self._manifest.segments, *self._stager.segments))
             self._started.set_result(self._transport.describe())
         except BaseException as error:
             self._started.set_exception(error)
@@ -199,6 +202,10 @@ class TransferLoop:
         for active in self._active.values():
             if active.transfers:
                 moments.append(now + (POLL_DRAINING_S if active.reported else POLL_S))
+        if self._stager.active:
+            moments.append(now if self._stager.converting else now + POLL_S)
+        elif self._stager.draining:
+            moments.append(now + POLL_DRAINING_S)
         return min(moments, default=None)
 
     # Orders
@@ -291,7 +298,7 @@ class TransferLoop:
     def _connect(self, link: Link) -> peers.Event:
         began = time.monotonic()
         try:
-            verdict = link.connect(self._manifest, self._transport)
+            verdict = link.connect(self._manifest, self._transport, self._stager.chunk_bytes)
         except IncompatiblePeer as error:
             logger.error("%s", error)
             return peers.Refused(str(error))
@@ -309,9 +316,12 @@ class TransferLoop:
     def _disconnect(self, link: Link, reason: str, now: float) -> None:
         """The peer's process is known to be dead, or nobody uses it: what it was sending cannot land any more."""
         logger.warning("disconnecting prefill engine %s at %s: %s", link.engine_id, link.machine.key, reason)
+        gone = list(link.ranks.values())
         link.disconnect(self._transport)
         # Receives that wait belong to the peer's machine, which starts or fails them itself.
         waiting = receives.State.WAITING
+        for peer in gone:
+            self._stager.peer_gone(peer)
         for active in [a for a in self._active.values() if a.link is link and a.machine.state is not waiting]:
             self._drive(active, receives.PeerFailed(reason), now, FailureKind.PEER_UNREACHABLE)
             for index in sorted(active.stuck):
@@ -355,12 +365,16 @@ class TransferLoop:
             self._drive(active, receives.PeerFailed(f"{type(error).__name__}: {error}"), now, FailureKind.INTERNAL)
             return
         self._phase(active, Phase.QUEUE, now)
-        self._drive(active, receives.PeerReady(len(active.reads)), now)
+        staged = frozenset(i for i, (_, work) in enumerate(active.reads) if not isinstance(work, Runs))
+        self._drive(active, receives.PeerReady(len(active.reads), staged), now)
 
     def _read(self, active: _Active, now: float) -> None:
         began = time.monotonic()
         failed: list[tuple[int, TransferError]] = []
         for index, (peer, runs) in enumerate(active.reads):
+            if not isinstance(runs, Runs):
+                self._stager.start(active, index, peer, runs)
+                continue
             try:
                 transfer = self._transport.read(peer, runs)
             except TransferError as error:
@@ -386,9 +400,21 @@ class TransferLoop:
                     self._transfer_failed(active, index, error, now)
                 else:
                     del active.transfers[index]
-                    if not active.transfers and not active.reported:
-                        self._phase(active, Phase.TRANSFER, time.monotonic())
-                    self._drive(active, receives.TransferDone(index), now)
+                    self._transfer_done(active, index, now)
+        for stream, failure in self._stager.poll():
+            active = stream.owner
+            active.moved.bytes += stream.bytes
+            active.moved.runs += stream.runs
+            active.moved.descriptors += stream.descriptors
+            if failure is not None:
+                self._transfer_failed(active, stream.index, failure, now)
+            else:
+                self._transfer_done(active, stream.index, now)
+
+    def _transfer_done(self, active: _Active, index: int, now: float) -> None:
+        if active.machine.writing == {index} and not active.reported:
+            self._phase(active, Phase.TRANSFER, time.monotonic())
+        self._drive(active, receives.TransferDone(index), now)
 
     def _transfer_failed(self, active: _Active, index: int, error: TransferError, now: float) -> None:
         if not error.terminal:
@@ -425,6 +451,7 @@ class TransferLoop:
         order = active.order
         active.reported = True
         active.reads = []
+        self._stager.cancel(active)
         if ok:
             self._phase(active, Phase.CONFIRM, now)
             self._stats.observe_phase(Phase.TOTAL, now - active.began)

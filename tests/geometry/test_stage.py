@@ -1,0 +1,194 @@
+"""By way of the slab arrive exactly the bytes that arrive directly: real bytes, every byte of every destination."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from geometry_world import LAYOUTS, Model, Move, Side, Worker, copy, instance, legal, make_move, write
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_moves import moves
+
+from vllm_pd_connector.geometry import stage
+from vllm_pd_connector.geometry.bind import Tail, bind, pair
+from vllm_pd_connector.geometry.plan import Edge, make_plan
+from vllm_pd_connector.geometry.stage import Chunk, chunks, split
+
+PLENTY = 1 << 30
+
+
+def carry_out(chunk: Chunk, source: Worker, destination: Worker, limit: int, written: np.ndarray) -> None:
+    """A chunk as a worker carries it out; what its copies write is counted in `written`."""
+    assert 0 < chunk.size <= limit
+    slab = np.full(chunk.size, 0xEE, dtype=np.uint8)
+    a, b = source.manifest.segments[0], destination.manifest.segments[0]
+    runs = zip(chunk.reads.source.tolist(), chunk.reads.destination.tolist(), chunk.reads.length.tolist(), strict=True)
+    for from_, to, length in runs:
+        from_ -= a.address
+        assert length > 0 and from_ >= 0 and from_ + length <= a.length and to >= 0 and to + length <= chunk.size
+        slab[to : to + length] = source.memory[from_ : from_ + length]
+    for part in chunk.copies:
+        assert part.total_bytes <= stage.COPY_BYTES or not part.axes
+        sizes = [size for size, _, _ in part.axes]
+        places = np.zeros((2, *sizes, part.item), dtype=np.int64)
+        for i, strides in enumerate(([*(a for _, a, _ in part.axes), 1], [*(b for _, _, b in part.axes), 1])):
+            for axis, stride in enumerate(strides):
+                shape = [-1 if j == axis else 1 for j in range(len(strides))]
+                places[i] += np.arange(places.shape[1 + axis]).reshape(shape) * stride
+        from_, to = places[0].ravel() + part.slab, places[1].ravel() + part.destination - b.address
+        destination.memory[to] = slab[from_]
+        np.add.at(written, to, 1)
+
+
+def run(move: Move, limit: int = PLENTY, choose: stage.Iterable = (), *, forced: bool = True) -> int:
+    """Execute a move and compare every byte; with `forced` everything is staged, else what pays. Returns the reads."""
+    sources = instance(move.model, move.source, "p-0")
+    reads = 0
+    for worker in sources:
+        write(move.model, move.source, worker, move.source_tables, worker.memory, 0, move.stop)
+    for worker in instance(move.model, move.destination, "decode-1"):
+        expected = worker.memory.copy()
+        write(move.model, move.destination, worker, move.destination_tables, expected, move.start, move.stop)
+        written = np.zeros(len(expected), dtype=np.int64)
+        args = move.source_tables, move.destination_tables, move.start, move.stop
+        for edge in make_plan(worker.manifest, [s.manifest for s in sources]).edges:
+            origin = next(
+                s for s in sources if (s.manifest.parallel.pp_rank, s.manifest.parallel.tp_rank) == edge.source
+            )
+            direct, staged = (replace(edge, families=()), edge) if forced else split(edge, limit)
+            runs = bind(direct, *args, tail=move.tail)
+            copy(runs, origin, worker)
+            for to, length in zip(runs.destination.tolist(), runs.length.tolist(), strict=True):
+                to -= worker.manifest.segments[0].address
+                written[to : to + length] += 1
+            for chunk in chunks(pair(staged, *args, tail=move.tail), limit):
+                carry_out(chunk, origin, worker, limit, written)
+                reads += len(chunk.reads)
+        wrong = np.flatnonzero(worker.memory != expected)
+        assert not len(wrong), f"{move}\nrank {worker.manifest.parallel}: bytes {wrong[:20]} differ"
+        assert written.max() <= 1, f"{move}: a byte was written {written.max()} times"
+    return reads
+
+
+@pytest.fixture(params=[0, 1 << 20], ids=["gaps are not read", "gaps are read"])
+def run_cost(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(stage, "RUN_COST_BYTES", request.param)
+    yield request.param
+
+
+@pytest.mark.parametrize("source", [*LAYOUTS, "CPU"])
+@pytest.mark.parametrize("destination", [*LAYOUTS, "CPU"])
+def test_all_pairs_of_layouts(source: str, destination: str, run_cost: int) -> None:
+    run(make_move(Model(heads=2), Side(layout=source), Side(layout=destination, block_tokens=6), 3, 11))
+
+
+@pytest.mark.parametrize("heads", [2, 4, 6, 8])
+def test_all_pairs_of_tensor_parallel_sizes(heads: int) -> None:
+    for a, b in product(range(1, 9), repeat=2):
+        if legal(heads, a) and legal(heads, b):
+            model = Model(layers=2, heads=heads, key=1, value=1)
+            run(make_move(model, Side(tp=a, block_tokens=2), Side(tp=b, block_tokens=3, layout="HND"), 1, 5))
+
+
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@given(moves(), st.sampled_from([0, 12, 1 << 20]), st.booleans())
+def test_exactly_the_asked_bytes_arrive(move: Move, cost: int, forced: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "RUN_COST_BYTES", cost)
+        run(move, forced=forced)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@given(moves(), st.sampled_from([0, 12, 1 << 20]), st.integers(1, 4000), st.integers(2, 200))
+def test_a_small_slab_and_small_copies_change_nothing(move: Move, cost: int, limit: int, most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "RUN_COST_BYTES", cost)
+        patch.setattr(stage, "COPY_BYTES", most)
+        run(move, limit, forced=False)
+
+
+def only_edge(model: Model, source: Side, destination: Side) -> Edge:
+    [worker], [origin] = instance(model, destination, "decode-1"), instance(model, source)
+    [edge] = make_plan(worker.manifest, [origin.manifest]).edges
+    return edge
+
+
+REAL = Model(layers=4, heads=8, key=128, value=128)
+NHD = Side(layout="NHD", block_tokens=16, num_blocks=3)
+
+
+def staged_families(source: Side, destination: Side, model: Model = REAL, limit: int = PLENTY) -> int:
+    return len(split(only_edge(model, source, destination), limit)[1].families)
+
+
+@pytest.mark.parametrize("layout", ["HND", "CPU", "BHLNC", "LHBNC"])
+def test_runs_of_one_token_are_staged(layout: str) -> None:
+    assert staged_families(NHD, replace(NHD, layout=layout)) == 1
+    assert staged_families(replace(NHD, layout=layout), NHD) == 1
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "CPU"])
+def test_equal_layouts_move_directly(layout: str) -> None:
+    side = replace(NHD, layout=layout)
+    assert staged_families(side, side) == 0
+
+
+def test_other_block_sizes_move_directly_where_their_runs_are_long() -> None:
+    assert staged_families(NHD, replace(NHD, block_tokens=64)) == 0
+    assert staged_families(replace(NHD, block_tokens=64), NHD) == 0
+    hnd = replace(NHD, layout="HND")
+    assert staged_families(hnd, replace(hnd, block_tokens=128)) == 1
+    assert staged_families(replace(hnd, block_tokens=128), replace(hnd, block_tokens=64)) == 0
+
+
+def test_pages_that_the_slab_cannot_take_move_directly() -> None:
+    page = 16 * 8 * 2 * 128 * 2
+    other = replace(NHD, layout="HND")
+    assert staged_families(NHD, other, limit=page) == 1
+    assert staged_families(NHD, other, limit=page - 1) == 0
+    assert staged_families(NHD, other, limit=0) == 0
+
+
+def test_a_page_of_all_layers_is_one_copy_and_consecutive_pages_are_one_read_per_layer() -> None:
+    move = make_move(REAL, NHD, replace(NHD, layout="HND"), 0, 64)
+    for i, ids in enumerate(([1, 2, 3, 4], [5, 3, 1, 2])):
+        (move.source_tables, move.destination_tables)[i][0].ids[:] = ids
+    edge = only_edge(REAL, move.source, move.destination)
+    [chunk] = chunks(pair(edge, move.source_tables, move.destination_tables, 0, 64), PLENTY)
+    assert len(chunk.reads) == 4 and chunk.size == chunk.reads.total_bytes == 64 * 4 * 8 * 512
+    assert [part.item for part in chunk.copies] == [512] * len(chunk.copies)
+    assert [[size for size, _, _ in part.axes] for part in chunk.copies] == [[4, 8, 16], [4, 8, 16], [2, 4, 8, 16][1:]][
+        : len(chunk.copies)
+    ] or sum(part.total_bytes for part in chunk.copies) == chunk.size
+    assert len(chunk.copies) <= 4
+
+
+def test_only_the_wanted_tokens_of_a_page_are_read_where_they_lie_together() -> None:
+    move = make_move(REAL, replace(NHD, block_tokens=128), replace(NHD, layout="HND"), 16, 24)
+    edge = only_edge(REAL, move.source, move.destination)
+    [chunk] = chunks(pair(edge, move.source_tables, move.destination_tables, 16, 24), PLENTY)
+    assert chunk.reads.total_bytes == 8 * 4 * 8 * 512
+
+
+def test_of_heads_that_are_not_needed_only_small_gaps_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of eight heads: the others lie in gaps of 3 KiB in a token-major page."""
+    sources = instance(REAL, NHD)
+    worker = instance(REAL, replace(NHD, tp=4, layout="HND"), "decode-1")[1]
+    [edge] = make_plan(worker.manifest, [sources[0].manifest]).edges
+    move = make_move(REAL, NHD, replace(NHD, layout="HND"), 0, 16)
+    move.source_tables[0].ids[:] = move.destination_tables[0].ids[:] = 1
+    [chunk] = chunks(pair(edge, move.source_tables, move.destination_tables, 0, 16), PLENTY)
+    assert len(chunk.reads) == 4
+    assert sum(part.total_bytes for part in chunk.copies) == 4 * 16 * 2 * 512
+
+
+def test_a_page_tail_is_staged_like_it_is_bound() -> None:
+    """Equal pages move whole although the range ends inside; other pages are cut."""
+    for layout, widened in (("CPU", 12), ("NHD", 9)):
+        move = make_move(Model(heads=2), Side(layout="CPU", block_tokens=6), Side(layout=layout, block_tokens=6), 0, 9)
+        edge = only_edge(move.model, move.source, move.destination)
+        args = move.source_tables, move.destination_tables, 0, 9
+        moved = sum(p.total_bytes for c in chunks(pair(edge, *args, tail=Tail.PAGE), PLENTY) for p in c.copies)
+        assert moved == bind(edge, *args, tail=Tail.PAGE).total_bytes == widened * 2 * 2 * 8

@@ -1,0 +1,43 @@
+"""vLLM plugins for tests on machines without a GPU. Each is active only when its environment variable is 1.
+
+    PD_TEST_REFERENCE_ATTENTION   attention in plain torch with the pages of a GPU, in any layout and block size
+    PD_TEST_KIMI                  KimiLinearForCausalLM on the CPU, with its KDA layers in plain torch
+
+vLLM calls `register` in every process that it starts. Only names are registered here: importing a model or a backend
+this early breaks vLLM's search for its CPU kernels when a worker starts.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def register() -> None:
+    """Entry point of group `vllm.general_plugins`; may be called more than once in a process."""
+    if _wanted("PD_TEST_REFERENCE_ATTENTION"):
+        _register_reference_attention()
+    if _wanted("PD_TEST_KIMI"):
+        _register_kimi()
+
+
+def _wanted(variable: str) -> bool:
+    return os.environ.get(variable) == "1"
+
+
+def _register_reference_attention() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    name, path = "CPU_ATTN_REFERENCE", "pd_test_plugins.reference_attention.ReferenceAttentionBackend"
+    # An attention layer looks its backend up by `get_name()`, so the name has to be a member of its own; the platform
+    # only ever asks for CPU_ATTN, so that has to lead to the same class.
+    if name not in AttentionBackendEnum.__members__:
+        AttentionBackendEnum.register(name, path)
+    register_backend(AttentionBackendEnum.CPU_ATTN, path)
+
+
+def _register_kimi() -> None:
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    ModelRegistry.register_model("KimiLinearForCausalLM", "pd_test_plugins.kimi_linear:KimiLinearForCausalLM")
+    register_backend(AttentionBackendEnum.CPU_MLA, "pd_test_plugins.kimi_mla.SplittableMLABackend")

@@ -1,0 +1,111 @@
+"""Attention in plain torch whose pages are those of a GPU backend: K and V of a token side by side, in any layout.
+
+vLLM's own CPU backend reads one layout only (LBHNC), with K transposed inside a page, in blocks of 32 tokens. This one
+addresses the cache through vLLM's logical view [blocks, heads, tokens, content] alone and takes whatever strides the
+view has, so every layout and every block size that is a multiple of 16 can be served. Clear, not fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from vllm.v1.attention.backend import AttentionType, MultipleOf
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+)
+
+BLOCK_TOKENS = 16
+
+
+class ReferenceAttentionBackend(CPUAttentionBackend):
+    """Metadata is CPU_ATTN's; writing to the cache and attention are `ReferenceAttention`."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN_REFERENCE"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(BLOCK_TOKENS)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> None:
+        """None: any layout."""
+        return
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @staticmethod
+    def get_impl_cls() -> type[ReferenceAttention]:
+        return ReferenceAttention
+
+
+class ReferenceAttention(CPUAttentionBackendImpl):
+    """Causal attention with an optional window; sinks, soft caps and position biases are refused."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        if self.sinks is not None or self.alibi_slopes is not None or self.logits_soft_cap:
+            raise NotImplementedError("reference attention has no sinks, ALiBi slopes or soft cap; use CPU_ATTN")
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write tokens to the cache [blocks, heads, tokens, K and V]; slots below 0 are padding."""
+        written = slot_mapping >= 0
+        slots = slot_mapping[written].long()
+        block, token = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
+        count = slot_mapping.shape[0]
+        kv_cache[block, :, token] = torch.cat([key[:count][written], value[:count][written]], dim=-1).to(kv_cache.dtype)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of `query` [tokens, heads, head size] over each request's pages, into `output`."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("reference attention does not quantize its output")
+        if attn_metadata is None:  # vLLM's profiling run
+            return output
+        starts: Sequence[int] = attn_metadata.query_start_loc.tolist()
+        lengths: Sequence[int] = attn_metadata.seq_lens.tolist()
+        for request, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+            if start == stop:
+                continue
+            pages = kv_cache[attn_metadata.block_table[request, : -(-lengths[request] // kv_cache.shape[2])].long()]
+            cached = pages.transpose(1, 2).flatten(0, 1)[: lengths[request]].transpose(0, 1).float()
+            keys, values = cached.split(self.head_size, dim=-1)
+            attended = scaled_dot_product_attention(
+                query[start:stop].transpose(0, 1).float(),
+                keys.repeat_interleave(self.num_queries_per_kv, dim=0),
+                values.repeat_interleave(self.num_queries_per_kv, dim=0),
+                attn_mask=self._visible(stop - start, lengths[request]),
+                scale=self.scale,
+            )
+            output[start:stop] = attended.transpose(0, 1).to(output.dtype).view_as(output[start:stop])
+        return output
+
+    def _visible(self, queries: int, tokens: int) -> torch.Tensor:
+        """Mask [queries, tokens]: the last `queries` tokens see themselves and what precedes them in the window."""
+        distance = torch.arange(tokens - queries, tokens)[:, None] - torch.arange(tokens)[None, :]
+        return (distance >= 0) & ((distance < self.sliding_window) if self.sliding_window > 0 else True)

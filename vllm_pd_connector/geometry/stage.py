@@ -1,0 +1,378 @@
+"""Where runs are short: long reads into a slab, and strided copies from there to where the bytes belong.
+
+A run costs a transport a fixed price, however short it is. Where two page layouts cut a page into many short runs, the
+initiator reads whole stretches of the source's pages into memory of its own (the *slab*) and puts the elements in
+place with strided copies between two views of the same elements: the source's strides over the slab, the
+destination's strides over its cache. Both follow from the same `Piece`, so no pair of layouts is a case of its own.
+
+`split` decides per family, once per peer. `chunks` turns the spans that `bind.pair` found into pieces of work of
+bounded size: what to read to where in the slab, then what to copy. A page's *image* is what must be read of it: the
+stretches that hold the wanted elements, neighbours made one where the gap between them costs less than a run. The
+slab keeps images in the source's own order, so that consecutive source pages are still one read. Copies name exactly
+the elements of the token range: a byte that is read needlessly goes no further than the slab.
+
+Source: architecture.md, idea 3. Figures: docs/design/conversion.md, `benchmarks/convert.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import lcm, prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_pd_connector.geometry.bind import Spans
+from vllm_pd_connector.geometry.plan import Bundle, Edge, Family, Piece, Stretch, bundle_runs, join
+from vllm_pd_connector.geometry.runs import Addresses, Runs
+
+# The price of one more run, in bytes that could be read and converted instead. Staging pays where the average run
+# is shorter than this. Measured; see docs/design/conversion.md.
+RUN_COST_BYTES = 16 << 10
+
+# A single copy moves at most this much, so that whoever carries it out can look up in between (about 1 ms).
+COPY_BYTES = 4 << 20
+
+_ALIGNMENT = 64
+_ESTIMATE_RUNS = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One strided copy, in bytes: `item` contiguous bytes at every index of `axes`.
+
+    `slab` counts from where the chunk lies in the slab, `destination` is an absolute address. An axis is (size, slab
+    stride, destination stride); the outermost on the destination comes first.
+    """
+
+    slab: int
+    destination: int
+    item: int
+    axes: tuple[tuple[int, int, int], ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return self.item * prod(size for size, _, _ in self.axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """`reads` into `size` bytes of the slab (destinations count from the chunk's first byte), then `copies`."""
+
+    size: int
+    reads: Runs
+    copies: tuple[Copy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """What is read of a page: arrays (n,) of source addresses in page 0, ascending and apart, and lengths in bytes."""
+
+    start: Addresses
+    length: Addresses
+
+    @property
+    def size(self) -> int:
+        """Bytes of the slab that one page takes."""
+        return int(_aligned(self.length).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Where in the slab each part of an image lies for slot 0, and how far apart the slots are. Arrays (n,)."""
+
+    base: Addresses
+    stride: Addresses
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Strides that copies of several pieces share; `axes` without TOKEN, whose strides stand apart."""
+
+    item: int
+    axes: tuple[Stretch, ...]
+    token: tuple[int, int]
+
+
+def split(edge: Edge, limit: int) -> tuple[Edge, Edge]:
+    """The families of an edge that move directly, and those that are staged in chunks of up to `limit` bytes."""
+    staged = tuple(family for family in edge.families if _fits(family, limit) and staging_pays(family))
+    direct = tuple(family for family in edge.families if family not in staged)
+    return replace(edge, families=direct), replace(edge, families=staged)
+
+
+def staging_pays(family: Family) -> bool:
+    """Whether the runs that staging saves per source page cost more than the bytes that it reads."""
+    a, b = family.source.page_tokens, family.destination.page_tokens
+    spans, tokens = 1.0, 1
+    if not family.whole:
+        # Of lcm(a, b) tokens, each inner page boundary of either side starts a span.
+        pages = lcm(a, b) // a
+        spans = (pages + lcm(a, b) // b - 1) / pages
+        tokens = max(1, round(a / spans))
+    direct = spans * sum(_run_count(bundle, tokens) for bundle in family.bundles)
+    image = _image(family, 0, 1 if family.whole else a)
+    return (direct - len(image.start)) * RUN_COST_BYTES > int(image.length.sum())
+
+
+def chunks(paired: Iterable[tuple[Family, Spans]], limit: int) -> Iterator[Chunk]:
+    """The work of moving `paired` through a slab, in order, each chunk at most `limit` bytes of it.
+
+    Every family must fit: a page of one of its layers takes at most `limit` bytes (`split` sees to it).
+    """
+    for family, spans in paired:
+        if not len(spans.tokens):
+            continue
+        if family.whole:
+            none = np.zeros_like(spans.tokens)
+            spans = replace(spans, source_token=none, destination_token=none, tokens=none + 1)
+        # Of each source page, the tokens from `low` to `high` are wanted; pages alike in that share an image.
+        first = np.concatenate(([0], np.flatnonzero(np.diff(spans.source_page)) + 1))
+        low = np.minimum.reduceat(spans.source_token, first)
+        high = np.maximum.reduceat(spans.source_token + spans.tokens, first)
+        change = np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != 0)) + 1
+        bounds = np.append(first, len(spans.tokens))
+        edges = [0, *change.tolist(), len(first)]
+        for i, j in zip(edges, edges[1:], strict=False):
+            yield from _alike_chunks(family, spans, bounds[i : j + 1], int(low[i]), int(high[i]), limit)
+
+
+def _alike_chunks(family: Family, spans: Spans, bounds: Addresses, low: int, high: int, limit: int) -> Iterator[Chunk]:
+    """Chunks of consecutive source pages with one image; page k has the spans bounds[k] to bounds[k + 1]."""
+    image = _image(family, low, high)
+    if image.size > limit:
+        for half in _halves(family):
+            yield from _alike_chunks(half, spans, bounds, low, high, limit)
+        return
+    at_once = limit // image.size
+    for k in range(0, len(bounds) - 1, at_once):
+        some = bounds[k : k + at_once + 1]
+        yield _chunk(family, image, low, high, _slice(spans, some[0], some[-1]), some - some[0])
+
+
+def _slice(spans: Spans, first: int, last: int) -> Spans:
+    return Spans(
+        spans.source_page[first:last],
+        spans.destination_page[first:last],
+        spans.source_token[first:last],
+        spans.destination_token[first:last],
+        spans.tokens[first:last],
+    )
+
+
+def _halves(family: Family) -> tuple[Family, Family]:
+    """The family's layers in two parts."""
+    bundles = family.bundles
+    if len(bundles) > 1:
+        middle = len(bundles) // 2
+        return replace(family, bundles=bundles[:middle]), replace(family, bundles=bundles[middle:])
+    middle = len(bundles[0].layers) // 2
+    assert middle, "a page of one layer does not fit; split() keeps such families out"
+    layers = _layers(bundles[0], 0, middle), _layers(bundles[0], middle, None)
+    return replace(family, bundles=layers[:1]), replace(family, bundles=layers[1:])
+
+
+def _layers(bundle: Bundle, first: int, last: int | None) -> Bundle:
+    part = slice(first, last)
+    return Bundle(bundle.pieces, bundle.layers[part], bundle.source[part], bundle.destination[part])
+
+
+def _fits(family: Family, limit: int) -> bool:
+    whole = 1 if family.whole else family.source.page_tokens
+    single = (replace(family, bundles=(_layers(bundle, 0, 1),)) for bundle in family.bundles)
+    return all(_image(one, 0, whole).size <= limit for one in single)
+
+
+def _run_count(bundle: Bundle, tokens: int) -> float:
+    """About how many runs move `tokens` tokens of a pair of pages; of many layers, only some are looked at."""
+    rows = sum(prod(axis.size for axis in piece.axes[:-1]) * tokens for piece in bundle.pieces)
+    some = min(len(bundle.layers), max(1, _ESTIMATE_RUNS // max(1, rows)))
+    return len(join([bundle_runs(_layers(bundle, 0, some), 0, 0, tokens)])) * len(bundle.layers) / some
+
+
+def _image(family: Family, low: int, high: int) -> _Image:
+    """What must be read of a source page for its tokens [low, high)."""
+    start, length = [], []
+    for bundle in family.bundles:
+        for piece in bundle.pieces:
+            _, outer, reach = _read_through(piece, high - low)
+            places = np.add.outer(bundle.source, _grid(outer)[0] + piece.source + low * piece.token.source).ravel()
+            start.append(places)
+            length.append(np.full(len(places), reach, dtype=np.int64))
+    begin, size = np.concatenate(start), np.concatenate(length)
+    order = np.argsort(begin, kind="stable")
+    begin, size = begin[order], size[order]
+    end = np.maximum.accumulate(begin + size)
+    first = np.concatenate(([0], np.flatnonzero(begin[1:] > end[:-1]) + 1))
+    return _Image(begin[first], end[np.append(first[1:] - 1, len(end) - 1)] - begin[first])
+
+
+def _read_through(piece: Piece, tokens: int) -> tuple[tuple[Stretch, ...], tuple[Stretch, ...], int]:
+    """Axes (without TOKEN) that lie in one stretch of the source together with `tokens` tokens, the others, and the
+    stretch's bytes.
+
+    An axis is read through if the gaps between its elements cost less than runs would. Everything up to the TOKEN
+    axis always is, so that any part of a page's tokens lies in the same stretches as the whole.
+    """
+    token = Stretch(tokens, piece.token.source, piece.token.destination)
+    reach: int = piece.itemsize
+    inner: list[Stretch] = []
+    outer: list[Stretch] = []
+    for axis in sorted((axis for axis in (token, *piece.axes) if axis.size > 1), key=lambda axis: axis.source):
+        if outer or (axis.source > token.source and axis.source - reach > RUN_COST_BYTES):
+            outer.append(axis)
+        else:
+            reach += (axis.size - 1) * axis.source
+            inner.append(axis)
+    return tuple(axis for axis in inner if axis is not token), tuple(outer), reach
+
+
+def _grid(axes: tuple[Stretch, ...]) -> tuple[Addresses, Addresses]:
+    """Offsets of every index of these axes, on both sides; one zero for no axes."""
+    source = destination = np.zeros(1, dtype=np.int64)
+    for axis in reversed(axes):
+        steps = np.arange(axis.size, dtype=np.int64)
+        source = np.add.outer(source, steps * axis.source).ravel()
+        destination = np.add.outer(destination, steps * axis.destination).ravel()
+    return source, destination
+
+
+def _aligned(length: Addresses) -> Addresses:
+    return -(-length // _ALIGNMENT) * _ALIGNMENT
+
+
+def _place(image: _Image, page_stride: int, slots: int) -> _Placed:
+    """Lay out `slots` images in the order in which the source has them: page after page, or part after part."""
+    if image.start[-1] + image.length[-1] - image.start[0] <= page_stride:
+        room = _aligned(image.length)
+        # Parts that fill the page leave no gap either, so that consecutive pages are one read.
+        per_slot = page_stride if len(image.start) == 1 and image.length[0] == page_stride else int(room.sum())
+        stride, size = np.full(len(room), per_slot, dtype=np.int64), per_slot * slots
+    else:
+        room = _aligned(image.length * slots)
+        stride, size = image.length, int(room.sum())
+    return _Placed(np.cumsum(room) - room, stride, size)
+
+
+def _chunk(family: Family, image: _Image, low: int, high: int, spans: Spans, first: Addresses) -> Chunk:
+    """One chunk of pages; page k of it, in slot k, has the spans first[k] to first[k + 1]."""
+    slots = len(first) - 1
+    placed = _place(image, family.source.page_stride, slots)
+    slot = np.arange(slots, dtype=np.int64)
+    pages = spans.source_page[first[:-1]] * family.source.page_stride
+    source = np.add.outer(image.start, pages).ravel()
+    into = (placed.base[:, None] + np.multiply.outer(placed.stride, slot)).ravel()
+    reads = join([Runs(source, into, np.repeat(image.length, slots))])
+
+    copies: list[Copy] = []
+    span_slot = np.repeat(slot, np.diff(first))
+    for (shape, stride), rows in _rows(family, image, placed, low, high).items():
+        for tokens in np.unique(spans.tokens).tolist():
+            some = np.flatnonzero(spans.tokens == tokens)
+            columns = np.stack(
+                (
+                    span_slot[some] * stride + (spans.source_token[some] - low) * shape.token[0],
+                    spans.destination_page[some] * family.destination.page_stride
+                    + spans.destination_token[some] * shape.token[1],
+                ),
+                axis=1,
+            )
+            axes = [(axis.size, axis.source, axis.destination) for axis in shape.axes]
+            if tokens > 1:
+                axes.append((tokens, *shape.token))
+            copies += _copies(shape.item, axes, rows, columns)
+    return Chunk(placed.size, reads, tuple(copies))
+
+
+def _rows(
+    family: Family, image: _Image, placed: _Placed, low: int, high: int
+) -> dict[tuple[_Shape, int], NDArray[np.int64]]:
+    """By shape and distance of the slots: (slab, destination) of every piece of every layer, in slot 0 and page 0."""
+    rows: dict[tuple[_Shape, int], list[NDArray[np.int64]]] = {}
+    for bundle in family.bundles:
+        of_bundle: dict[tuple[_Shape, int], list[NDArray[np.int64]]] = {}
+        for piece in bundle.pieces:
+            inner, outer, _ = _read_through(piece, high - low)
+            shape = _Shape(piece.itemsize, inner, (piece.token.source, piece.token.destination))
+            theirs, ours = _grid(outer)
+            source = np.add.outer(bundle.source, theirs + piece.source + low * piece.token.source)
+            part = np.searchsorted(image.start, source, side="right") - 1
+            slab = source - image.start[part] + placed.base[part]
+            both = np.stack((slab, np.add.outer(bundle.destination, ours + piece.destination)), axis=2)
+            # Parts of different length only differ between layers where some of them lie side by side.
+            for stride in np.unique(placed.stride[part]).tolist():
+                mine = (placed.stride[part] == stride).all(axis=1)
+                if mine.all():
+                    of_bundle.setdefault((shape, stride), []).append(both)
+                else:
+                    rows.setdefault((shape, stride), []).append(both[placed.stride[part] == stride])
+        for key, members in of_bundle.items():
+            rows.setdefault(key, []).append(np.concatenate(members, axis=1).reshape(-1, 2))
+    return {key: np.concatenate(members) for key, members in rows.items()}
+
+
+def _copies(
+    item: int, axes: list[tuple[int, int, int]], rows: NDArray[np.int64], columns: NDArray[np.int64]
+) -> Iterator[Copy]:
+    """Copies of one shape at every row plus every column, both arrays of (slab, destination), folded into axes."""
+    folded, rest = _fold(rows)
+    for first, count, step in _progressions(columns):
+        more = [(count, *step)] if count > 1 else []
+        for row in rest:
+            slab, destination = (row + columns[first]).tolist()
+            yield from _cut(_compact(slab, destination, item, [*axes, *folded, *more]))
+
+
+def _fold(places: NDArray[np.int64]) -> tuple[list[tuple[int, int, int]], NDArray[np.int64]]:
+    """Take out of an array (n, 2) of places every axis of equal steps, innermost first; and what remains."""
+    axes: list[tuple[int, int, int]] = []
+    while len(places) > 1:
+        steps = np.diff(places, axis=0)
+        other = np.flatnonzero((steps != steps[0]).any(axis=1))
+        size = int(other[0]) + 1 if len(other) else len(places)
+        blocks = places.reshape(-1, size, 2) if size > 1 and len(places) % size == 0 else None
+        if blocks is None or (steps[0] <= 0).any() or (np.diff(blocks, axis=1) != steps[0]).any():
+            break
+        axes.append((size, int(steps[0, 0]), int(steps[0, 1])))
+        places = blocks[:, 0]
+    return axes, places
+
+
+def _progressions(places: NDArray[np.int64]) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """Cut an array (n, 2) into stretches of equal positive steps: (index of the first, how many, step)."""
+    steps = np.diff(places, axis=0)
+    broken = (steps[1:] != steps[:-1]).any(axis=1)
+    ends = np.append(np.flatnonzero(broken) + 1, len(steps))  # steps up to here equal the ones before
+    first = 0
+    while first < len(places):
+        if first == len(places) - 1 or (steps[first] <= 0).any():
+            yield first, 1, (0, 0)
+            first += 1
+            continue
+        end = int(ends[np.searchsorted(ends, first, side="right")])
+        yield first, end - first + 1, (int(steps[first, 0]), int(steps[first, 1]))
+        first = end + 1
+
+
+def _compact(slab: int, destination: int, item: int, axes: list[tuple[int, int, int]]) -> Copy:
+    """A copy with its contiguous axes made part of the item."""
+    ordered = sorted(axes, key=lambda axis: axis[2])
+    while ordered and ordered[0][1] == ordered[0][2] == item:
+        item *= ordered.pop(0)[0]
+    return Copy(slab, destination, item, tuple(reversed(ordered)))
+
+
+def _cut(copy: Copy) -> Iterator[Copy]:
+    """A copy in parts of at most COPY_BYTES, or as close as one element of its outer axes allows."""
+    if copy.total_bytes <= COPY_BYTES or not copy.axes:
+        yield copy
+        return
+    (size, from_, to), inner = copy.axes[0], copy.axes[1:]
+    at_once = max(1, COPY_BYTES * size // copy.total_bytes)
+    for i in range(0, size, at_once):
+        count = min(at_once, size - i)
+        axes = ((count, from_, to), *inner) if count > 1 else inner
+        part = Copy(copy.slab + i * from_, copy.destination + i * to, copy.item, axes)
+        yield from _cut(part) if count == 1 else (part,)
