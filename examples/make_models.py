@@ -10,11 +10,13 @@ Run as a script to write them: `python examples/make_models.py [--into DIR] [NAM
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
+import re
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,13 @@ INITIALIZER_RANGE = 0.12
 MAX_POSITIONS = 4096
 SEED = 20260
 WINDOW = 64
-"""Tokens that a sliding-window layer of model `swa` sees."""
+SLIDING_LAYERS = (0, 1, 2)
+"""Model `swa` has three layers that see the last WINDOW tokens, and one that sees all."""
 
 VOCAB_SIZE = 258
 BOS, EOS = 256, 257
+TP3_VOCAB_SIZE = 384
+"""The smallest vocabulary that three ranks can share: vLLM pads it to a multiple of 64 and then divides it."""
 
 SOURCE_STAMP = "made-by.sha256"
 """File in a checkpoint with the hash of this file, so that a changed model is made anew."""
@@ -42,8 +47,18 @@ class Model:
     build: Callable[[], Any]
     flags: tuple[str, ...] = ()
     prefix_caching: bool = True
+    vocab_size: int = VOCAB_SIZE
     block_size: int = 32
-    """Tokens per block where a test asks for none; vLLM's CPU backends take multiples of 32, and 16 only for MLA."""
+    """Tokens per block where a test asks for none; vLLM's CPU backends take multiples of 32, and 16 only for MLA. A
+    hybrid model's is raised until an attention page is as large as a state."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that its server needs."""
+    sliding_layers: tuple[int, ...] = ()
+
+    def window_of(self, layer: str) -> int | None:
+        """Tokens that a layer, by vLLM's name for it, looks back at; None if all."""
+        match = re.search(r"\blayers\.(\d+)\.", layer)
+        return WINDOW if match and int(match[1]) in self.sliding_layers else None
 
 
 def _common() -> dict[str, Any]:
@@ -71,14 +86,15 @@ def _gqa() -> Any:
 def _swa() -> Any:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
+    layers = 4
     config = Gemma3TextConfig(
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,
         query_pre_attn_scalar=64,
         sliding_window=WINDOW,
-        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        layer_types=["sliding_attention" if i in SLIDING_LAYERS else "full_attention" for i in range(layers)],
         **_common(),
     )
     return Gemma3ForCausalLM(config)
@@ -110,11 +126,157 @@ def _mla() -> Any:
     return DeepseekV2ForCausalLM(config)
 
 
+def _gqa6() -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {**_common(), "vocab_size": TP3_VOCAB_SIZE, "intermediate_size": 384}
+    return Qwen3ForCausalLM(
+        Qwen3Config(num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=6, head_dim=64, **sizes)
+    )
+
+
+def _qwen3next() -> Any:
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        num_hidden_layers=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        partial_rotary_factor=0.25,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        linear_conv_kernel_dim=4,
+        # All experts for every token: a choice between near-equal experts would turn rounding into other tokens.
+        num_experts=4,
+        num_experts_per_tok=4,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        **_common(),
+    )
+    network = Qwen3NextForCausalLM(config)
+    # Runs in bfloat16, whose steps grow with a logit: this keeps one step below 0.04, so near-ties stay recognizable.
+    network.lm_head.weight.data.mul_(0.5)
+    return network
+
+
+def _granite() -> Any:
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    config = GraniteMoeHybridConfig(
+        num_hidden_layers=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        mamba_n_heads=8,
+        mamba_d_head=32,
+        mamba_d_state=32,
+        mamba_n_groups=1,
+        mamba_expand=2,
+        mamba_d_conv=4,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=256,
+        attention_multiplier=32**-0.5,
+        **_common(),
+    )
+    return GraniteMoeHybridForCausalLM(config)
+
+
+class _KimiLinear:
+    """Written by hand, because transformers does not know this model: tensors under the names that vLLM loads.
+
+    Matrices are normal with spread INITIALIZER_RANGE, norms are 1, and the decay of KDA's states is drawn like in the
+    models that transformers initializes. Source of names and shapes: vLLM 0.32, `vllm/models/kimi_k3/amd/linear.py`.
+    """
+
+    def __init__(self, kda_heads: int, kda_head_size: int):
+        layers, heads, latent, rope, nope, value = 4, 4, 512, 64, 64, 64
+        self.config = {
+            **_common(),
+            "architectures": ["KimiLinearForCausalLM"],
+            "model_type": "kimi_linear",
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "head_dim": nope + rope,
+            "kv_lora_rank": latent,
+            "qk_rope_head_dim": rope,
+            "qk_nope_head_dim": nope,
+            "v_head_dim": value,
+            "mla_use_nope": True,
+            "linear_attn_config": {
+                "kda_layers": [1, 2, 3],
+                "full_attn_layers": [4],
+                "num_heads": kda_heads,
+                "head_dim": kda_head_size,
+                "short_conv_kernel_size": 4,
+            },
+        }
+        hidden, inner = self.config["hidden_size"], self.config["intermediate_size"]
+        self.tensors: dict[str, Any] = {}
+        self._matrices("model", embed_tokens=(VOCAB_SIZE, hidden))
+        for layer in range(layers):
+            name = f"model.layers.{layer}"
+            self._ones(f"{name}.input_layernorm", hidden)
+            self._ones(f"{name}.post_attention_layernorm", hidden)
+            self._matrices(f"{name}.mlp", gate_proj=(inner, hidden), up_proj=(inner, hidden), down_proj=(hidden, inner))
+            if layer < 3:
+                self._kda(f"{name}.self_attn", hidden, kda_heads, kda_head_size)
+            else:
+                self._matrices(
+                    f"{name}.self_attn",
+                    q_proj=(heads * (nope + rope), hidden),
+                    kv_a_proj_with_mqa=(latent + rope, hidden),
+                    kv_b_proj=(heads * (nope + value), latent),
+                    o_proj=(hidden, heads * value),
+                )
+                self._ones(f"{name}.self_attn.kv_a_layernorm", latent)
+        self._ones("model.norm", hidden)
+        self._matrices("", lm_head=(VOCAB_SIZE, hidden))
+
+    def _kda(self, name: str, hidden: int, heads: int, size: int) -> None:
+        import torch
+
+        wide = heads * size
+        self._matrices(name, **{f"{part}_proj": (wide, hidden) for part in "qkv"})
+        self._matrices(name, **{f"{part}_conv1d": (wide, 1, 4) for part in "qkv"})
+        self._matrices(name, b_proj=(heads, hidden), o_proj=(hidden, wide))
+        self._matrices(name, f_a_proj=(size, hidden), f_b_proj=(wide, size))
+        self._matrices(name, g_a_proj=(size, hidden), g_b_proj=(wide, size))
+        self._ones(f"{name}.o_norm", size)
+        self.tensors[f"{name}.A_log"] = torch.empty(heads).uniform_(1, 16).log()
+        self.tensors[f"{name}.dt_bias"] = torch.empty(wide).uniform_(-7, -2)
+
+    def _matrices(self, prefix: str, **shapes: tuple[int, ...]) -> None:
+        import torch
+
+        for name, shape in shapes.items():
+            self.tensors[".".join(filter(None, (prefix, name, "weight")))] = torch.randn(shape) * INITIALIZER_RANGE
+
+    def _ones(self, name: str, size: int) -> None:
+        import torch
+
+        self.tensors[f"{name}.weight"] = torch.ones(size)
+
+    def to(self, dtype: Any) -> _KimiLinear:
+        self.tensors = {name: tensor.to(dtype) for name, tensor in self.tensors.items()}
+        return self
+
+    def save_pretrained(self, directory: Path) -> None:
+        from safetensors.torch import save_file
+
+        (directory / "config.json").write_text(json.dumps(self.config, indent=1))
+        save_file(self.tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
 MODELS: dict[str, Model] = {
     model.name: model
     for model in (
         Model("gqa", "GQA", _gqa),
-        Model("swa", "sliding window", _swa),
+        Model("swa", "sliding window", _swa, sliding_layers=SLIDING_LAYERS),
         # vLLM's CPU rotary kernel is wrong for MLA's strided queries: decode differs from prefill without the flag.
         # The platform forces blocks of 16 tokens and turns prefix caching and chunked prefill off.
         Model(
@@ -125,18 +287,37 @@ MODELS: dict[str, Model] = {
             prefix_caching=False,
             block_size=16,
         ),
+        Model("gqa6", "GQA, 6 heads", _gqa6, vocab_size=TP3_VOCAB_SIZE),
+        # vLLM's GDN kernels for the CPU take bfloat16 only.
+        Model("qwen3next", "GDN and attention", _qwen3next, flags=("--dtype", "bfloat16")),
+        # With prefix caching, vLLM's Mamba2 layer fails on the CPU for prompts of more than one prefill step.
+        Model("granite", "Mamba2 and attention", _granite, flags=("--no-enable-prefix-caching",), prefix_caching=False),
+        *(
+            Model(
+                name,
+                f"KDA ({heads} x {size}) and MLA",
+                functools.partial(_KimiLinear, heads, size),
+                block_size=16,
+                environment={"PD_TEST_KIMI": "1"},
+            )
+            for name, heads, size in (("kimi", 4, 128), ("kimi16", 16, 64))
+        ),
     )
 }
 
 
-def _tokenizer() -> Any:
-    """A tokenizer of the 256 bytes and two special tokens, without merges: any text, one token per byte."""
+def _tokenizer(vocab_size: int) -> Any:
+    """A tokenizer of the 256 bytes and two special tokens, without merges: any text, one token per byte.
+
+    A model with more tokens gets names for the others; no text contains them.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {symbol: index for index, symbol in enumerate([*alphabet, "<s>", "</s>"])}
-    assert (len(vocab), vocab["<s>"], vocab["</s>"]) == (VOCAB_SIZE, BOS, EOS)
+    unused = [f"<unused{index}>" for index in range(VOCAB_SIZE, vocab_size)]
+    vocab = {symbol: index for index, symbol in enumerate([*alphabet, "<s>", "</s>", *unused])}
+    assert (len(vocab), vocab["<s>"], vocab["</s>"]) == (vocab_size, BOS, EOS)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -166,7 +347,7 @@ def make(model: Model, directory: Path = DEFAULT_DIR) -> Path:
         torch.manual_seed(SEED)
         network = model.build().to(torch.float32)
     network.save_pretrained(partial)
-    _tokenizer().save_pretrained(partial)
+    _tokenizer(model.vocab_size).save_pretrained(partial)
     (partial / SOURCE_STAMP).write_text(source)
     shutil.rmtree(path, ignore_errors=True)
     partial.rename(path)

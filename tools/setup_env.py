@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STEPS = VENV / ".pd-steps"
+TEST_PLUGINS = ROOT / "tests" / "plugins"
 
 TORCH = "torch==2.13.0"
 VLLM_VERSION = "0.32.0"
@@ -204,6 +205,11 @@ def install_project(editable: bool) -> None:
         pip("install", f"{ROOT}[nixl,proxy]")
 
 
+def install_test_plugins() -> None:
+    say("installing the test-only vLLM plugins (inactive unless a test asks for one)")
+    pip("install", "--no-deps", "--editable", TEST_PLUGINS)
+
+
 # -- doing each once --------------------------------------------------------------------------------------------------
 
 
@@ -233,6 +239,8 @@ def main() -> int:
         ("name", install_vllm_name, fingerprint(VLLM_VERSION)),
         ("project", lambda: install_project(not options.plain), fingerprint(*installed)),
     ]
+    if not options.plain:
+        steps.append(("test plugins", install_test_plugins, fingerprint(TEST_PLUGINS / "pyproject.toml")))
     done: dict[str, str] = json.loads(STEPS.read_text()) if STEPS.exists() else {}
     started, anything = time.monotonic(), False
     try:

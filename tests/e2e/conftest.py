@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import os
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -17,8 +19,9 @@ import pytest
 from e2e import digests
 from e2e.cluster import Cluster
 from e2e.matrix import ROWS, Row
-from e2e.pairs import Pairs
+from e2e.pairs import ROOT, Pairs
 from launch import Servers
+from make_models import MODELS
 
 
 def _row_of(item: pytest.Item) -> Row | None:
@@ -39,8 +42,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
-    directory = tmp_path_factory.mktemp("e2e")
+def pairs(request: pytest.FixtureRequest) -> Iterator[Pairs]:
+    # Not pytest's own temporary directory, which later runs clear: the logs are what one needs after a failure.
+    directory = ROOT / "out" / "e2e" / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
+    print(f"servers' logs: {directory / 'logs'}")
     with Servers(directory / "logs") as servers:
         yield Pairs(servers, directory, request.config.getoption("--kv-connector"))
 
@@ -55,8 +60,9 @@ def pair(request: pytest.FixtureRequest, pairs: Pairs) -> Iterator[Cluster]:
     except BaseException:
         pairs.end()
         raise
-    wrong = digests.differences(cluster.take_digests())
-    assert not wrong, "bytes on the decode side differ from those on the prefill side:\n" + "\n".join(wrong)
+    wrong = digests.differences(cluster.take_digests(), MODELS[cluster.row.family].window_of)
+    shown = "\n".join([*wrong[:20], f"({len(wrong)} in all)"])
+    assert not wrong, f"bytes on the decode side differ from those on the prefill side:\n{shown}"
 
 
 # -- results, from which docs/compatibility.md is made ----------------------------------------------------------------

@@ -9,7 +9,7 @@ on the range that was transferred.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 FILE_NAME = re.compile(r"(?P<side>[^-]+)-(?P<request>.+)-tp(?P<tp>\d+)-pp(?P<pp>\d+)\.npz")
+
+
+RECOMPUTED = 1
+"""Fetched tokens at the end that the decode side computes again: with a whole prompt's cache, vLLM computes the last
+prompt token once more for its logits, and that token looks back a window from where it stands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +53,12 @@ def received(records: list[Record]) -> list[Record]:
     return [record for record in records if record.remote_request is not None]
 
 
-def differences(records: list[Record]) -> list[str]:
-    """What is wrong between the two sides, one line per tensor; empty if all received elements equal those sent."""
+def differences(records: list[Record], window_of: Callable[[str], int | None] = lambda layer: None) -> list[str]:
+    """What is wrong between the two sides, one line per tensor; empty if all that is needed is there and equal.
+
+    `window_of` tells how many tokens a layer looks back at. What lies before the window is needed by nobody: there,
+    and only there, a decode worker may hold nothing.
+    """
     problems = []
     for got in received(records):
         sources = [
@@ -60,8 +69,8 @@ def differences(records: list[Record]) -> list[str]:
         for key, here in got.tensors.items():
             state = key.endswith("|state")
             held = np.flatnonzero(here) if state else np.flatnonzero(here[got.start : got.stop]) + got.start
-            if not state and (not held.size or held[-1] != got.stop - 1):
-                problems.append(f"{got.path.name}: {key} lacks the last token {got.stop - 1}")
+            if not state and (lacking := _lacking(here, got, window_of(key.split("|")[0]))).size:
+                problems.append(f"{got.path.name}: {key} lacks {lacking.size} needed tokens, first {lacking[0]}")
             wrong = held[~_vouched(here, held, [source.tensors[key] for source in sources if key in source.tensors])]
             if wrong.size:
                 problems.append(
@@ -69,6 +78,12 @@ def differences(records: list[Record]) -> list[str]:
                     f"({len(sources)} workers) at {wrong.size} of {held.size} positions, first at {wrong[0]}"
                 )
     return problems
+
+
+def _lacking(here: npt.NDArray[np.uint64], got: Record, window: int | None) -> npt.NDArray[np.intp]:
+    """Positions that the next forward looks at and that the worker does not hold."""
+    start = got.start if window is None else max(got.start, got.stop - RECOMPUTED + 1 - window)
+    return np.flatnonzero(here[start : got.stop] == 0) + start
 
 
 def _vouched(

@@ -33,4 +33,7 @@ def test_every_prompt_moves_bytes(pair: Cluster) -> None:
     pair.check(prompts)
     records = received(pair.take_digests())
     assert len({record.request for record in records}) == len(prompts)
-    assert sorted(record.stop - record.start for record in records) == sorted(map(len, prompts))
+    # The last prompt token may be left to the decode side, which computes it in any case.
+    stops = sorted(record.stop for record in records)
+    assert all(length - stop in (0, 1) for length, stop in zip(sorted(map(len, prompts)), stops, strict=True))
+    assert not any(record.start for record in records)

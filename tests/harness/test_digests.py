@@ -19,7 +19,7 @@ def write(directory: Path, name: str, arrays: dict[str, np.ndarray], start: int,
 
 
 def tensors(start: int = 0) -> dict[str, np.ndarray]:
-    arrays = {key: np.arange(TOKENS, dtype=np.uint64) + 1000 * index for index, key in enumerate(KEYS)}
+    arrays = {key: np.arange(TOKENS, dtype=np.uint64) + 1 + 1000 * index for index, key in enumerate(KEYS)}
     for values in arrays.values():
         values[:start] = 0
     return arrays
@@ -34,8 +34,8 @@ def sent(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def found(directory: Path) -> list[str]:
-    return digests.differences(digests.load(directory))
+def found(directory: Path, window: int | None = None) -> list[str]:
+    return digests.differences(digests.load(directory), lambda layer: window)
 
 
 def test_equal_elements_from_several_workers_are_no_difference(sent: Path) -> None:
@@ -64,7 +64,8 @@ def test_every_replica_on_the_prefill_side_must_agree(sent: Path) -> None:
     write(sent, "sent-cmpl-a-0-1f-tp1-pp0.npz", {key: everything[key] for key in KEYS[1:]}, 0)
     write(sent, "received-cmpl-b-0-2e-tp0-pp0.npz", tensors(), 0, "cmpl-a-0-1f")
     [line] = found(sent)
-    assert "tp1" in line
+    assert KEYS[2] in line
+    assert "first at 5" in line
 
 
 def test_fewer_positions_on_the_prefill_side_are_a_difference(sent: Path) -> None:
@@ -82,3 +83,11 @@ def test_a_received_tensor_that_nobody_sent_is_a_difference(sent: Path) -> None:
 def test_an_empty_record_is_a_difference(sent: Path) -> None:
     write(sent, "received-cmpl-b-0-2e-tp0-pp0.npz", {}, 0, "cmpl-a-0-1f")
     assert "holds no tensor" in found(sent)[0]
+
+
+@pytest.mark.parametrize(("window", "lacking"), [(None, len(KEYS)), (9, len(KEYS)), (8, 0)])
+def test_a_decode_worker_may_lack_only_what_lies_before_the_window(
+    sent: Path, window: int | None, lacking: int
+) -> None:
+    write(sent, "received-cmpl-b-0-2e-tp0-pp0.npz", tensors(start=TOKENS - 8), 0, "cmpl-a-0-1f")
+    assert len(found(sent, window)) == lacking

@@ -1,9 +1,9 @@
 """Answer prompts with one vLLM engine in this process, without a server; run as a program.
 
-Standard input is a JSON object `{"flags": [...], "rounds": [[request, ...], ...]}`; a request is
-`{"prompt": [token, ...], "max_tokens": n, "logprobs": n or null}` and a flag is one of `vllm serve`. The requests of a
-round run together. The answers go, as rounds of `{"tokens": [...], "logprobs": [{token: logprob}, ...], "cached": n}`, to
-the file that the first argument names. A process of its own, because vLLM reads its environment when it is imported.
+Standard input is a JSON object `{"flags": [...], "rounds": [[request, ...], ...]}`. A flag is one of `vllm serve`; a
+request is `{"prompt": [token, ...], "max_tokens": n, "logprobs": n or null}`; the requests of a round run together.
+The file that the first argument names receives rounds of answers `{"tokens": [...], "logprobs": [{token: logprob}, …],
+"cached": n}`. A process of its own, because vLLM reads its environment when it is imported.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]) 
 LEASE = m.LeaseRef("cmpl-1", bytes(range(16)))
 REQUESTS = [
     m.GetManifests("engine-0"),
+    m.Describe(),
     m.Renew((LEASE, m.LeaseRef("é", bytes(16)))),
     m.ReadDone(LEASE, reader=1, readers=4, attempt=b"a" * 16),
     m.Release((LEASE,)),

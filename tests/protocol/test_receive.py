@@ -17,6 +17,8 @@ EVENTS: list[tuple[r.Event, float]] = [
     (r.PeerReady(0), 0.0),
     (r.PeerReady(1), 0.0),
     (r.PeerReady(3), 0.0),
+    (r.PeerReady(2, staged=frozenset({0, 1})), 0.0),
+    (r.PeerReady(3, staged=frozenset({1})), 0.0),
     (r.PeerFailed("refused"), 0.0),
     *[(r.TransferDone(i), 0.0) for i in range(4)],
     *[(r.TransferFailed(i, "broken", terminal), 0.0) for i in range(4) for terminal in (True, False)],
@@ -34,6 +36,7 @@ class Seen:
     """What an observer knows of a receive, independently of the machine."""
 
     started: int = -1
+    staged: frozenset[int] = frozenset()
     ended: frozenset[int] = frozenset()
     failed: bool = False
     verdict: bool = False
@@ -52,8 +55,10 @@ def observe(seen: Seen, event: r.Event, actions: list[r.Action]) -> Seen:
     if isinstance(event, r.Verdict) and seen.confirming and seen.reported is None:
         seen = replace(seen, verdict=event.held)
     if isinstance(event, r.PeerReady) and seen.started < 0 and seen.reported is None:
-        seen = replace(seen, started=event.transfers)
+        seen = replace(seen, started=event.transfers, staged=event.staged)
     for action in actions:
+        if isinstance(action, r.Report) and not action.ok:
+            seen = replace(seen, ended=seen.ended | seen.staged)
         unfinished = len(seen.ended) < seen.started
         match action:
             case r.StartReads():
@@ -132,6 +137,15 @@ def test_a_failed_transfer_that_may_still_write_keeps_the_quarantine():
     assert actions[1:] == [r.Report(ok=False, reason="timeout", quarantined=True)]
     assert machine.state is r.State.DRAINING
     assert machine.handle(r.TransferFailed(0, "peer removed", terminal=True), 2.0) == [r.Drained()]
+
+
+def test_staged_transfers_stop_with_a_failed_receive_and_need_no_quarantine():
+    machine, actions = drive(r.PeerReady(2, staged=frozenset({0, 1})), r.Abort())
+    assert actions[1:] == [r.Report(ok=False, reason="aborted", quarantined=False)]
+    assert not machine.writing and machine.state is r.State.FAILED
+    machine, actions = drive(r.PeerReady(3, staged=frozenset({1})), r.TransferDone(0), r.Abort())
+    assert actions[1:] == [r.Report(ok=False, reason="aborted", quarantined=True)]
+    assert machine.handle(r.TransferDone(2), 2.0) == [r.Drained()]
 
 
 def test_a_refused_verdict_fails_the_request_with_its_reason():

@@ -3,19 +3,257 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
-import test_loop
-from test_loop import D_BLOCKS, D_SIDE, MODEL, P_BLOCKS, TOKENS, Decode, Prefill, until
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_loop import D_SIDE, MODEL, TOKENS, Decode, Prefill, table, until, write
 
-from vllm_pd_connector.config import Config
+from vllm_pd_connector.config import Config, parse_config
 from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
-from vllm_pd_connector.config import parse_config
-from vllm_pd_connector.geometry import stage
+from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.stage import Copy
+from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
 from vllm_pd_connector.worker.convert import Slab
 from vllm_pd_connector.worker.copies import CpuCopier, element_arrays
+
+# Of the small worlds of test_loop, one page of one layer of one rank has 64 bytes: the smallest chunk there is.
+TINY = 512
+A, B = (2, 6, 4), (1, 3, 7)
+
+
+@pytest.fixture
+def prefill() -> Iterator[Prefill]:
+    with contextlib.closing(Prefill()) as made:
+        yield made
+
+
+@pytest.fixture
+def other() -> Iterator[Prefill]:
+    with contextlib.closing(Prefill("p-1")) as made:
+        yield made
+
+
+@pytest.fixture
+def decode(request: pytest.FixtureRequest) -> Iterator[Decode]:
+    made = Decode(Config(transport="loopback", **({"staging_bytes": TINY} | getattr(request, "param", {}))))
+    yield made
+    made.loop.close()
+
+
+def into(order: ReceiveOrder, blocks: tuple[int, ...]) -> ReceiveOrder:
+    return replace(order, blocks=(GroupBlocks(0, blocks),))
+
+
+def free(decode: Decode) -> int:
+    return decode.loop._stager.slab.free
+
+
+def expected(decode: Decode, *blocks: tuple[int, ...]) -> np.ndarray:
+    memory = decode.before.copy()
+    for ids in blocks:
+        write(MODEL, D_SIDE, decode.worker, [table(*ids)], memory, 4, TOKENS)
+    return memory
+
+
+@pytest.mark.parametrize("decode", [{"staging_bytes": size} for size in (0, TINY, 1 << 20)], indirect=True)
+def test_a_receive_is_exact_with_any_slab(prefill, decode):
+    decode.loop.submit([prefill.order("a")], [])
+    assert decode.wait_for("a") == [True]
+    assert (decode.worker.memory == decode.expected()).all()
+    assert free(decode) == decode.loop._config.staging_bytes
+    wanted = 6 * 4 * 8 * 2  # the bytes of tokens 4 to 10
+    assert wanted <= decode.bytes <= wanted * 4 / 3, "more was read than gaps that cost less than a run"
+
+
+def test_the_slab_is_known_to_the_transport_and_to_nobody_else(decode):
+    [slab] = decode.loop._stager.segments
+    assert slab.length == TINY and slab not in decode.loop._manifest.segments
+    ranges = decode.transport._ranges
+    assert slab.address in ranges.start
+
+
+def test_chunks_are_never_larger_than_their_share_of_the_slab(prefill, decode, monkeypatch):
+    sizes = []
+    read = decode.transport.read
+    monkeypatch.setattr(decode.transport, "read", lambda peer, runs: sizes.append(runs.total_bytes) or read(peer, runs))
+    decode.loop.submit([prefill.order("a")], [])
+    assert decode.wait_for("a") == [True]
+    assert len(sizes) > 4 and max(sizes) <= TINY // 8
+
+
+def test_many_requests_share_the_slab(prefill, other, decode):
+    orders = [into(source.order(f"{name}{i}"), blocks) for i in range(8)
+              for source, name, blocks in ((prefill, "a", A), (other, "b", B))]  # fmt: skip
+    decode.loop.submit(orders, [])
+    assert all(decode.wait_for(*(order.request_id for order in orders)))
+    assert (decode.worker.memory == expected(decode, A, B)).all()
+    assert free(decode) == TINY
+
+
+@pytest.mark.parametrize("decode", [{"transfer_timeout": 0.5}], indirect=True)
+def test_a_frozen_peer_keeps_its_slots_but_not_the_blocks_nor_the_others(prefill, other, decode):
+    for transport in prefill.transports:
+        transport.faults.frozen = True
+    decode.loop.submit([prefill.order(f"a{i}") for i in range(6)], [])
+    assert decode.wait_for(*(f"a{i}" for i in range(6))) == [False] * 6
+    assert decode.failures == {"deadline": 6} and not decode.quarantined
+    assert 0 < free(decode) < TINY
+    decode.loop.submit([into(other.order("b"), B)], [])
+    assert decode.wait_for("b") == [True]
+    for transport in prefill.transports:
+        transport.faults.frozen = False
+    until(lambda: free(decode) == TINY, "the slots to come back")
+    assert (decode.worker.memory == expected(decode, B)).all(), "a receive that was given up wrote into its blocks"
+
+
+@pytest.mark.parametrize("decode", [{"transfer_timeout": 0.5}], indirect=True)
+def test_a_receive_that_finds_no_room_fails_in_time(prefill, other, decode):
+    with contextlib.closing(Prefill("p-2")) as third:
+        frozen = [transport for source in (prefill, other) for transport in source.transports]
+        for transport in frozen:
+            transport.faults.frozen = True
+        decode.loop.submit(
+            [source.order(f"{i}{source.engine_id}") for i in range(2) for source in (prefill, other)], []
+        )
+        until(lambda: free(decode) == 0, "the slab to fill")
+        decode.loop.submit([third.order("c")], [])
+        assert decode.wait_for("c") == [False]
+        assert set(decode.failures) == {"deadline"} and not decode.quarantined
+        for transport in frozen:
+            transport.faults.frozen = False
+        until(lambda: free(decode) == TINY, "the slots to come back")
+        decode.loop.submit([third.order("d")], [])
+        assert decode.wait_for("d") == [True]
+
+
+def test_an_aborted_receive_writes_nothing_more(prefill, decode):
+    prefill.transports[0].faults.frozen = True
+    decode.loop.submit([prefill.order("a")], [])
+    until(lambda: free(decode) < TINY, "a read to begin")
+    decode.loop.submit([], ["a"])
+    assert decode.wait_for("a") == [False]
+    assert decode.failures == {"aborted": 1} and not decode.quarantined
+    at_the_report = decode.worker.memory.copy()
+    prefill.transports[0].faults.frozen = False
+    until(lambda: free(decode) == TINY, "the slot to come back")
+    assert (decode.worker.memory == at_the_report).all()
+
+
+def test_a_failed_read_of_a_chunk_fails_the_receive_and_frees_the_slab(prefill, decode):
+    decode.transport.faults.failures.append(TransferError("a cable was pulled"))
+    decode.loop.submit([prefill.order("a")], [])
+    assert decode.wait_for("a") == [False]
+    assert decode.failures == {"transfer_failed": 1} and not decode.quarantined
+    until(lambda: free(decode) == TINY, "the slots to come back")
+    decode.loop.submit([prefill.order("b")], [])
+    assert decode.wait_for("b") == [True]
+
+
+def test_a_slot_that_may_still_be_written_stays_out_until_the_peer_is_known_dead(prefill, decode):
+    decode.transport.faults.failures.append(TransferError("unclear", terminal=False))
+    decode.loop.submit([prefill.order("a")], [])
+    assert decode.wait_for("a") == [False]
+    assert not decode.quarantined
+    until(lambda: free(decode) == TINY - 64, "all slots but one to come back")
+    decode.transport.faults.failures.append(PeerLost("connection reset"))
+    decode.loop.submit([prefill.order("b")], [])
+    assert decode.wait_for("b") == [False]
+    until(lambda: free(decode) == TINY, "the slot to come back")
+
+
+def test_a_lost_peer_fails_the_receive_and_a_new_life_of_it_works(prefill, decode):
+    for transport in prefill.transports:
+        transport.faults.frozen = True
+    decode.loop.submit([prefill.order("a")], [])
+    until(lambda: free(decode) < TINY, "a read to begin")
+    for transport in prefill.transports:
+        transport.faults.lost = True
+    assert decode.wait_for("a") == [False]
+    until(lambda: free(decode) == TINY, "the slots to come back")
+    prefill.close()
+    with contextlib.closing(Prefill(port=prefill.server.port)) as again:
+        decode.loop.submit([again.order("b")], [])
+        assert decode.wait_for("b") == [True]
+
+
+def test_a_slab_of_negative_size_stops_the_engine():
+    with pytest.raises(InvalidConfig, match="staging_bytes is -1"):
+        parse_config({"staging_bytes": -1})
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 4096), st.lists(st.one_of(st.integers(1, 700), st.none()), max_size=60))
+def test_slots_are_apart_and_inside_the_slab(length, steps):
+    slab, held = Slab(length), {}
+    for step in steps:
+        if step is None:
+            if held:
+                slab.give(held.popitem()[0])
+        elif (slot := slab.take(step)) is not None:
+            assert slot % 64 == 0 and slot >= 0 and slot + step <= length
+            assert all(slot + step <= at or at + size <= slot for at, size in held.items())
+            held[slot] = step
+        else:
+            assert held or -(-step // 64) * 64 > length, "refused although it is empty"
+    for slot in held:
+        slab.give(slot)
+    assert slab.free == length
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> Copy:
+    """A permutation of up to three axes, with gaps, of any item size."""
+    item = draw(st.sampled_from([1, 2, 3, 4, 8, 24, 48]))
+    sizes = draw(st.lists(st.integers(2, 5), min_size=0, max_size=3))
+    strides = []
+    for order in (draw(st.permutations(range(len(sizes)))), range(len(sizes))):
+        step, mine = item, dict.fromkeys(order, 0)
+        for axis in reversed(order):
+            mine[axis] = step
+            step = step * sizes[axis] + draw(st.sampled_from([0, 0, 6]))
+        strides.append(mine)
+    return Copy(5, 0, item, tuple((size, strides[0][i], strides[1][i]) for i, size in enumerate(sizes)))
+
+
+def places(copy: Copy, side: int) -> list[int]:
+    """The first byte of every item, in the order of the axes."""
+    return [sum(i * axis[side] for i, axis in zip(index, copy.axes, strict=True))
+            for index in itertools.product(*(range(axis[0]) for axis in copy.axes))]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(copies())
+def test_a_copy_moves_its_items_and_nothing_else(copy):
+    source = np.random.default_rng(1).integers(0, 255, 1 << 14, dtype=np.uint8)
+    wanted = np.zeros(1 << 14, dtype=np.uint8)
+    for from_, to in zip(places(copy, 1), places(copy, 2), strict=True):
+        wanted[to + 3 : to + 3 + copy.item] = source[from_ + 5 : from_ + 5 + copy.item]
+    by_items, by_elements = np.zeros_like(wanted), np.zeros_like(wanted)
+    CpuCopier().copy(source.ctypes.data, replace(copy, destination=by_items.ctypes.data + 3))
+    assert (by_items == wanted).all()
+    # The GPU's form of the same copy: integers instead of items.
+    views = element_arrays(source.ctypes.data, replace(copy, destination=by_elements.ctypes.data + 3))
+    np.copyto(*map(np.asarray, reversed(views)))
+    assert (by_elements == wanted).all()
+
+
+def test_an_element_is_as_wide_as_both_sides_allow():
+    assert widths(Copy(0, 0, 512, ((4, 4096, 512),))) == {"<i8"}
+    assert widths(Copy(0, 0, 6, ((4, 4096, 512),))) == {"<i2"}
+    assert widths(Copy(1, 0, 512, ())) == {"|u1"}
+
+
+def widths(copy: Copy) -> set[str]:
+    return {array.__array_interface__["typestr"] for array in element_arrays(1 << 20, copy)}
+
+
+def test_memory_for_the_slab_is_aligned_and_of_the_asked_length():
+    memory = CpuCopier().allocate(1000)
+    assert memory.segment == Segment(memory.segment.address, 1000, "cpu", 0)
+    assert memory.segment.address % 4096 == 0
+    assert memory.owner.ctypes.data <= memory.segment.address <= memory.owner.ctypes.data + len(memory.owner) - 1000

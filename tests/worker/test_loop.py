@@ -140,7 +140,8 @@ def prefill() -> Iterator[Prefill]:
 
 @pytest.fixture
 def decode(request: pytest.FixtureRequest) -> Iterator[Decode]:
-    made = Decode(Config(transport="loopback", **getattr(request, "param", {})))
+    # Without a slab, so that these reads write straight into the blocks; tests/worker/test_convert.py has the others.
+    made = Decode(Config(transport="loopback", **({"staging_bytes": 0} | getattr(request, "param", {}))))
     yield made
     made.loop.close()
 
@@ -293,6 +294,7 @@ def test_a_transfer_that_may_still_write_keeps_its_blocks_until_the_peer_is_know
     decode.loop.submit([prefill.order("a")], [])
     assert decode.wait_for("a") == [False]
     assert decode.quarantined == {"a"} and not decode.drained
+    until(lambda: not decode.loop._active["a"].transfers, "the read from the other rank to end")
     decode.transport.faults.failures.append(PeerLost("connection reset"))
     decode.loop.submit([prefill.order("b")], [])
     assert decode.wait_for("b") == [False]

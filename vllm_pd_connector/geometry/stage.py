@@ -29,13 +29,18 @@ from vllm_pd_connector.geometry.runs import Addresses, Runs
 
 # The price of one more run, in bytes that could be read and converted instead. Staging pays where the average run
 # is shorter than this. Measured; see docs/design/conversion.md.
-RUN_COST_BYTES = 16 << 10
+RUN_COST_BYTES = 20 << 10
 
 # A single copy moves at most this much, so that whoever carries it out can look up in between (about 1 ms).
 COPY_BYTES = 4 << 20
 
-_ALIGNMENT = 64
+# A chunk takes up to this part of the slab, so that receives share it and one can be read while another is copied.
+CHUNKS_PER_SLAB = 8
+
 _ESTIMATE_RUNS = 1 << 18
+
+
+_Axis = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ class Copy:
     slab: int
     destination: int
     item: int
-    axes: tuple[tuple[int, int, int], ...]
+    axes: tuple[_Axis, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -74,8 +79,8 @@ class _Image:
 
     @property
     def size(self) -> int:
-        """Bytes of the slab that one page takes."""
-        return int(_aligned(self.length).sum())
+        """Bytes of the slab that one page takes; for some of a page's tokens never more than for all."""
+        return int(self.length.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +94,27 @@ class _Placed:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Strides that copies of several pieces share; `axes` without TOKEN, whose strides stand apart."""
+    """What copies of several pieces share; the axes without TOKEN, whose strides stand apart."""
 
     item: int
-    axes: tuple[Stretch, ...]
+    axes: tuple[_Axis, ...]
     token: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How chunks of equally many pages with one image use the slab.
+
+    Attributes:
+        into: where every part of the image of every page is read to, parts first; array (parts * pages,).
+        rows: per shape, the distance of slots, axes of layers and pieces, and what does not fold into axes: an array
+            (n, 2) of (slab, destination) in slot 0 and page 0.
+    """
+
+    image: _Image
+    size: int
+    into: Addresses
+    rows: tuple[tuple[_Shape, int, list[_Axis], NDArray[np.int64]], ...]
 
 
 def split(edge: Edge, limit: int) -> tuple[Edge, Edge]:
@@ -105,16 +126,24 @@ def split(edge: Edge, limit: int) -> tuple[Edge, Edge]:
 
 def staging_pays(family: Family) -> bool:
     """Whether the runs that staging saves per source page cost more than the bytes that it reads."""
+    image = _image(family, 0, 1 if family.whole else family.source.page_tokens)
+    saved = _spans_per_page(family) * run_count(family) - len(image.start)
+    return saved * RUN_COST_BYTES > int(image.length.sum())
+
+
+def run_count(family: Family) -> float:
+    """About how many runs move a span of mean length directly."""
+    tokens = 1 if family.whole else max(1, round(family.source.page_tokens / _spans_per_page(family)))
+    return sum(_run_count(bundle, tokens) for bundle in family.bundles)
+
+
+def _spans_per_page(family: Family) -> float:
+    """Spans in a source page, on average: each page boundary of either side starts one."""
+    if family.whole:
+        return 1.0
     a, b = family.source.page_tokens, family.destination.page_tokens
-    spans, tokens = 1.0, 1
-    if not family.whole:
-        # Of lcm(a, b) tokens, each inner page boundary of either side starts a span.
-        pages = lcm(a, b) // a
-        spans = (pages + lcm(a, b) // b - 1) / pages
-        tokens = max(1, round(a / spans))
-    direct = spans * sum(_run_count(bundle, tokens) for bundle in family.bundles)
-    image = _image(family, 0, 1 if family.whole else a)
-    return (direct - len(image.start)) * RUN_COST_BYTES > int(image.length.sum())
+    common = lcm(a, b)
+    return (common // a + common // b - 1) / (common // a)
 
 
 def chunks(paired: Iterable[tuple[Family, Spans]], limit: int) -> Iterator[Chunk]:
@@ -147,9 +176,13 @@ def _alike_chunks(family: Family, spans: Spans, bounds: Addresses, low: int, hig
             yield from _alike_chunks(half, spans, bounds, low, high, limit)
         return
     at_once = limit // image.size
-    for k in range(0, len(bounds) - 1, at_once):
+    pages = len(bounds) - 1
+    layouts = {
+        slots: _lay_out(family, image, low, high, slots) for slots in {min(at_once, pages), pages % at_once} - {0}
+    }
+    for k in range(0, pages, at_once):
         some = bounds[k : k + at_once + 1]
-        yield _chunk(family, image, low, high, _slice(spans, some[0], some[-1]), some - some[0])
+        yield _chunk(family, layouts[len(some) - 1], low, _slice(spans, some[0], some[-1]), some - some[0])
 
 
 def _slice(spans: Spans, first: int, last: int) -> Spans:
@@ -239,51 +272,41 @@ def _grid(axes: tuple[Stretch, ...]) -> tuple[Addresses, Addresses]:
     return source, destination
 
 
-def _aligned(length: Addresses) -> Addresses:
-    return -(-length // _ALIGNMENT) * _ALIGNMENT
-
-
 def _place(image: _Image, page_stride: int, slots: int) -> _Placed:
     """Lay out `slots` images in the order in which the source has them: page after page, or part after part."""
     if image.start[-1] + image.length[-1] - image.start[0] <= page_stride:
-        room = _aligned(image.length)
-        # Parts that fill the page leave no gap either, so that consecutive pages are one read.
-        per_slot = page_stride if len(image.start) == 1 and image.length[0] == page_stride else int(room.sum())
-        stride, size = np.full(len(room), per_slot, dtype=np.int64), per_slot * slots
+        room = image.length
+        stride = np.full(len(room), image.size, dtype=np.int64)
     else:
-        room = _aligned(image.length * slots)
-        stride, size = image.length, int(room.sum())
-    return _Placed(np.cumsum(room) - room, stride, size)
+        room = image.length * slots
+        stride = image.length
+    return _Placed(np.cumsum(room) - room, stride, image.size * slots)
 
 
-def _chunk(family: Family, image: _Image, low: int, high: int, spans: Spans, first: Addresses) -> Chunk:
-    """One chunk of pages; page k of it, in slot k, has the spans first[k] to first[k + 1]."""
-    slots = len(first) - 1
+def _lay_out(family: Family, image: _Image, low: int, high: int, slots: int) -> _Layout:
     placed = _place(image, family.source.page_stride, slots)
-    slot = np.arange(slots, dtype=np.int64)
+    into = placed.base[:, None] + np.multiply.outer(placed.stride, np.arange(slots, dtype=np.int64))
+    rows = _rows(family, image, placed, low, high)
+    return _Layout(image, placed.size, into.ravel(), tuple((*key, *_fold(places)) for key, places in rows.items()))
+
+
+def _chunk(family: Family, layout: _Layout, low: int, spans: Spans, first: Addresses) -> Chunk:
+    """One chunk of pages; page k of it, in slot k, has the spans first[k] to first[k + 1]."""
+    image, slots = layout.image, len(first) - 1
     pages = spans.source_page[first[:-1]] * family.source.page_stride
     source = np.add.outer(image.start, pages).ravel()
-    into = (placed.base[:, None] + np.multiply.outer(placed.stride, slot)).ravel()
-    reads = join([Runs(source, into, np.repeat(image.length, slots))])
-
+    reads = join([Runs(source, layout.into, np.repeat(image.length, slots))])
     copies: list[Copy] = []
-    span_slot = np.repeat(slot, np.diff(first))
-    for (shape, stride), rows in _rows(family, image, placed, low, high).items():
-        for tokens in np.unique(spans.tokens).tolist():
-            some = np.flatnonzero(spans.tokens == tokens)
-            columns = np.stack(
-                (
-                    span_slot[some] * stride + (spans.source_token[some] - low) * shape.token[0],
-                    spans.destination_page[some] * family.destination.page_stride
-                    + spans.destination_token[some] * shape.token[1],
-                ),
-                axis=1,
-            )
-            axes = [(axis.size, axis.source, axis.destination) for axis in shape.axes]
-            if tokens > 1:
-                axes.append((tokens, *shape.token))
-            copies += _copies(shape.item, axes, rows, columns)
-    return Chunk(placed.size, reads, tuple(copies))
+    slot = np.repeat(np.arange(slots, dtype=np.int64), np.diff(first))
+    for tokens in np.unique(spans.tokens).tolist():
+        some = np.flatnonzero(spans.tokens == tokens)
+        from_, to = spans.source_token[some] - low, spans.destination_token[some]
+        page = spans.destination_page[some] * family.destination.page_stride
+        for shape, stride, axes, rows in layout.rows:
+            columns = np.stack((slot[some] * stride + from_ * shape.token[0], page + to * shape.token[1]), axis=1)
+            token = [(tokens, *shape.token)] if tokens > 1 else []
+            copies += _copies(shape.item, [*shape.axes, *token, *axes], rows, columns)
+    return Chunk(layout.size, reads, tuple(copies))
 
 
 def _rows(
@@ -295,7 +318,8 @@ def _rows(
         of_bundle: dict[tuple[_Shape, int], list[NDArray[np.int64]]] = {}
         for piece in bundle.pieces:
             inner, outer, _ = _read_through(piece, high - low)
-            shape = _Shape(piece.itemsize, inner, (piece.token.source, piece.token.destination))
+            axes = tuple((axis.size, axis.source, axis.destination) for axis in inner)
+            shape = _Shape(piece.itemsize, axes, (piece.token.source, piece.token.destination))
             theirs, ours = _grid(outer)
             source = np.add.outer(bundle.source, theirs + piece.source + low * piece.token.source)
             part = np.searchsorted(image.start, source, side="right") - 1
@@ -313,21 +337,18 @@ def _rows(
     return {key: np.concatenate(members) for key, members in rows.items()}
 
 
-def _copies(
-    item: int, axes: list[tuple[int, int, int]], rows: NDArray[np.int64], columns: NDArray[np.int64]
-) -> Iterator[Copy]:
-    """Copies of one shape at every row plus every column, both arrays of (slab, destination), folded into axes."""
-    folded, rest = _fold(rows)
+def _copies(item: int, axes: list[_Axis], rows: NDArray[np.int64], columns: NDArray[np.int64]) -> Iterator[Copy]:
+    """Copies of one shape at every row plus every column, both arrays of (slab, destination)."""
     for first, count, step in _progressions(columns):
         more = [(count, *step)] if count > 1 else []
-        for row in rest:
+        for row in rows:
             slab, destination = (row + columns[first]).tolist()
-            yield from _cut(_compact(slab, destination, item, [*axes, *folded, *more]))
+            yield from _cut(_compact(slab, destination, item, [*axes, *more]))
 
 
-def _fold(places: NDArray[np.int64]) -> tuple[list[tuple[int, int, int]], NDArray[np.int64]]:
+def _fold(places: NDArray[np.int64]) -> tuple[list[_Axis], NDArray[np.int64]]:
     """Take out of an array (n, 2) of places every axis of equal steps, innermost first; and what remains."""
-    axes: list[tuple[int, int, int]] = []
+    axes: list[_Axis] = []
     while len(places) > 1:
         steps = np.diff(places, axis=0)
         other = np.flatnonzero((steps != steps[0]).any(axis=1))
@@ -356,7 +377,7 @@ def _progressions(places: NDArray[np.int64]) -> Iterator[tuple[int, int, tuple[i
         first = end + 1
 
 
-def _compact(slab: int, destination: int, item: int, axes: list[tuple[int, int, int]]) -> Copy:
+def _compact(slab: int, destination: int, item: int, axes: list[_Axis]) -> Copy:
     """A copy with its contiguous axes made part of the item."""
     ordered = sorted(axes, key=lambda axis: axis[2])
     while ordered and ordered[0][1] == ordered[0][2] == item:

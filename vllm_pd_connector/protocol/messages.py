@@ -65,6 +65,13 @@ class GetManifests(Message, frozen=True, tag="get_manifests"):
     engine_id: EngineId
 
 
+class Describe(Message, frozen=True, tag="describe"):
+    """Ask for the manifests of all workers of whatever engine is here: for tools, which only know an address.
+
+    A reader of caches asks with `GetManifests`, so that an engine that replaced its peer is told apart.
+    """
+
+
 class Renew(Message, frozen=True, tag="renew"):
     """Extend leases of requests that still wait, each to now plus its own duration."""
 
@@ -133,11 +140,12 @@ class Failure(Message, frozen=True, tag="failure"):
     message: Text
 
 
-Request = GetManifests | Renew | ReadDone | Release
+Request = GetManifests | Describe | Renew | ReadDone | Release
 Reply = Manifests | Renewed | ReadVerdict | Released | Failure
 
 REPLY_OF: Final[dict[type[Message], type[Message]]] = {
     GetManifests: Manifests,
+    Describe: Manifests,
     Renew: Renewed,
     ReadDone: ReadVerdict,
     Release: Released,

@@ -26,6 +26,7 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.lease import Freed, LeaseTable
 from vllm_pd_connector.protocol.messages import (
     MAX_TEXT,
+    Describe,
     Failure,
     FailureCode,
     GetManifests,
@@ -199,6 +200,8 @@ class SideChannelServer:
         match request:
             case GetManifests(engine_id):
                 return self._describe(engine_id)
+            case Describe():
+                return self._describe(self._engine_id)
             case Renew(leases):
                 return Renewed(tuple(self._leases.renew(leases, now)))
             case ReadDone():

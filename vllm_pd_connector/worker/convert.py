@@ -2,9 +2,9 @@
 
 The *slab* is memory of this worker that the transport registered beside the caches; no peer is told of it. A staged
 transfer is a `Stream` of chunks (`geometry.stage`): each takes a slot of the slab, is read into it, is copied to where
-its bytes belong, and gives its slot back. A stream has at most two chunks under way, so that one is read while
-another is copied, and streams with fewer go first. When the slab is full, streams wait; their receives' deadlines run
-on. One peer never holds more than half of the slab, so that a frozen one does not stop the others.
+its bytes belong, and gives its slot back. A stream has at most four chunks under way, so that some are read
+while another is copied, and streams with fewer go first. When the slab is full, streams wait; their receives' deadlines run
+on. One instance never holds more than half of the slab, so that a frozen one does not stop the others.
 
 Nothing but our own copies writes to the destination of a staged transfer, so giving it up (`cancel`) takes effect at
 once. What may still be written to is the slot: it stays out until its read is terminal, or, if the transport cannot
@@ -23,13 +23,12 @@ from typing import Generic, TypeVar
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.geometry.stage import Chunk, Copy
+from vllm_pd_connector.geometry.stage import CHUNKS_PER_SLAB, Chunk, Copy
 from vllm_pd_connector.transport.base import Peer, Status, Transfer, Transport
 from vllm_pd_connector.worker.copies import Copier, copier_for
 
 SLICE_SECONDS = 0.005
-CHUNKS_PER_SLAB = 8
-CHUNKS_UNDER_WAY = 2
+CHUNKS_UNDER_WAY = 4
 _ALIGNMENT = 64
 
 Owner = TypeVar("Owner")
@@ -71,6 +70,7 @@ class Slab:
 class _Flight:
     """A chunk in its slot: while `transfer` is set it is read, afterwards `copies` are left to do."""
 
+    instance: object
     peer: Peer
     slot: int
     transfer: Transfer | None
@@ -79,10 +79,11 @@ class _Flight:
 
 @dataclass(eq=False, slots=True)
 class Stream(Generic[Owner]):
-    """One staged transfer of `owner`; the counts are of what the transport was given so far."""
+    """One staged transfer of `owner` from a rank of `instance`; counts are of what the transport was given so far."""
 
     owner: Owner
     index: int
+    instance: object
     peer: Peer
     rest: Iterator[Chunk]
     waiting: Chunk | None = None
@@ -113,6 +114,7 @@ class Stager(Generic[Owner]):
         self._streams: list[Stream[Owner]] = []
         self._orphans: list[_Flight] = []
         self._stuck: list[_Flight] = []
+        self._posted = False
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -121,8 +123,8 @@ class Stager(Generic[Owner]):
 
     @property
     def converting(self) -> bool:
-        """Whether there is work that does not wait for anything."""
-        return any(flight.transfer is None for stream in self._streams for flight in stream.flights)
+        """Whether there may be work that does not wait for anything."""
+        return self._posted or any(flight.transfer is None for stream in self._streams for flight in stream.flights)
 
     @property
     def active(self) -> bool:
@@ -134,9 +136,9 @@ class Stager(Generic[Owner]):
         """Whether slots are out only because of streams that were given up."""
         return bool(self._orphans)
 
-    def start(self, owner: Owner, index: int, peer: Peer, chunks: Iterable[Chunk]) -> None:
-        """Begin a staged transfer; `poll` names it when it has ended."""
-        self._streams.append(Stream(owner, index, peer, iter(chunks)))
+    def start(self, owner: Owner, index: int, instance: object, peer: Peer, chunks: Iterable[Chunk]) -> None:
+        """Begin a staged transfer from `peer`, a rank of `instance`; `poll` names it when it has ended."""
+        self._streams.append(Stream(owner, index, instance, peer, iter(chunks)))
 
     def poll(self) -> list[tuple[Stream[Owner], TransferError | None]]:
         """Go on for a few milliseconds. Returns the streams that ended, with what failed them.
@@ -145,10 +147,16 @@ class Stager(Generic[Owner]):
         """
         self._poll_orphans()
         failed: dict[Stream[Owner], TransferError] = {}
-        for stream in self._streams:
-            self._look(stream, failed)
-        self._convert()
-        self._refill(failed)
+        until = time.monotonic() + SLICE_SECONDS
+        while True:
+            for stream in self._streams:
+                self._look(stream, failed)
+            self._convert(until)
+            # On one host a read is often over when it was posted: what it brought is then copied before the next is
+            # started, while it is still in the processor's cache.
+            self._posted = self._refill(failed)
+            if not self._posted or time.monotonic() >= until:
+                break
         ended: list[tuple[Stream[Owner], TransferError | None]] = list(failed.items())
         for stream in failed:
             self._abandon(stream)
@@ -207,10 +215,8 @@ class Stager(Generic[Owner]):
         else:
             self._stuck.append(flight)
 
-    def _convert(self) -> None:
-        """Copy what has arrived, stream by stream, for one slice of time."""
-        assert self._memory or not self._streams
-        until = time.monotonic() + SLICE_SECONDS
+    def _convert(self, until: float) -> None:
+        """Copy what has arrived, stream by stream, while there is time."""
         for stream in self._streams:
             for flight in [f for f in stream.flights if f.transfer is None]:
                 assert self._memory is not None
@@ -224,33 +230,30 @@ class Stager(Generic[Owner]):
                 stream.flights.remove(flight)
                 self.slab.give(flight.slot)
 
-    def _refill(self, failed: dict[Stream[Owner], TransferError]) -> None:
-        """Start reads while there is room. The first that does not fit keeps its turn: nobody overtakes it."""
-        while True:
-            ready = [
-                s
-                for s in self._streams
-                if len(s.flights) < CHUNKS_UNDER_WAY and s not in failed and self._next(s) and self._may_take(s)
-            ]
-            if not ready:
-                return
-            stream = min(ready, key=lambda s: len(s.flights))
-            assert stream.waiting is not None
-            if (slot := self.slab.take(stream.waiting.size)) is None:
-                return
-            chunk, stream.waiting = stream.waiting, None
-            try:
-                self._read(stream, chunk, slot)
-            except TransferError as error:
-                self.slab.give(slot)
-                failed[stream] = _ended(error)
+    def _refill(self, failed: dict[Stream[Owner], TransferError]) -> bool:
+        """Start one read if there is room; whether it did. The first that does not fit keeps its turn."""
+        ready = [
+            s
+            for s in self._streams
+            if len(s.flights) < CHUNKS_UNDER_WAY and s not in failed and self._next(s) and self._may_take(s)
+        ]
+        stream = min(ready, key=lambda s: len(s.flights), default=None)
+        if stream is None or stream.waiting is None or (slot := self.slab.take(stream.waiting.size)) is None:
+            return False
+        chunk, stream.waiting = stream.waiting, None
+        try:
+            self._read(stream, chunk, slot)
+        except TransferError as error:
+            self.slab.give(slot)
+            failed[stream] = _ended(error)
+        return True
 
     def _read(self, stream: Stream[Owner], chunk: Chunk, slot: int) -> None:
         assert self._memory is not None
         into = self._memory.segment.address + slot
         runs = Runs(chunk.reads.source, chunk.reads.destination + into, chunk.reads.length)
         transfer = self._transport.read(stream.peer, runs)
-        stream.flights.append(_Flight(stream.peer, slot, transfer, iter(chunk.copies)))
+        stream.flights.append(_Flight(stream.instance, stream.peer, slot, transfer, iter(chunk.copies)))
         stream.bytes += runs.total_bytes
         stream.runs += len(runs)
         stream.descriptors += transfer.descriptors
@@ -263,7 +266,7 @@ class Stager(Generic[Owner]):
 
     def _may_take(self, stream: Stream[Owner]) -> bool:
         flights = [*self._orphans, *self._stuck, *(f for s in self._streams for f in s.flights)]
-        held = sum(self.slab.size_of(flight.slot) for flight in flights if flight.peer is stream.peer)
+        held = sum(self.slab.size_of(flight.slot) for flight in flights if flight.instance is stream.instance)
         assert stream.waiting is not None
         return held + stream.waiting.size <= self.slab.length // 2
 

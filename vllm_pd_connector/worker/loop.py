@@ -329,10 +329,11 @@ class TransferLoop:
 
     def _drop_idle(self, now: float, *, oldest: bool = False) -> None:
         used = {id(active.link) for active in self._active.values()}
-        idle = sorted((link.used_at, key) for key, link in self._links.items() if id(link) not in used)
-        for used_at, key in idle[:1] if oldest else idle:
-            if oldest or used_at + IDLE_LINK_S <= now:
-                self._drive_peer(self._links[key], peers.Dismissed("not used for long"), now)
+        idle = [(key, link) for key, link in self._links.items() if id(link) not in used]
+        idle.sort(key=lambda entry: entry[1].used_at)
+        for key, link in idle[:1] if oldest else idle:
+            if oldest or link.used_at + IDLE_LINK_S <= now:
+                self._drive_peer(link, peers.Dismissed("not used for long"), now)
                 del self._links[key]
 
     # Receives
@@ -373,7 +374,7 @@ class TransferLoop:
         failed: list[tuple[int, TransferError]] = []
         for index, (peer, runs) in enumerate(active.reads):
             if not isinstance(runs, Runs):
-                self._stager.start(active, index, peer, runs)
+                self._stager.start(active, index, active.link, peer, runs)
                 continue
             try:
                 transfer = self._transport.read(peer, runs)

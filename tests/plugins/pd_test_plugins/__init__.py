@@ -1,7 +1,8 @@
 """vLLM plugins for tests on machines without a GPU. Each is active only when its environment variable is 1.
 
     PD_TEST_REFERENCE_ATTENTION   attention in plain torch with the pages of a GPU, in any layout and block size
-    PD_TEST_KIMI                  KimiLinearForCausalLM on the CPU, with its KDA layers in plain torch
+    PD_TEST_KIMI                  KimiLinearForCausalLM on the CPU, with its KDA layers in plain torch, prefix caching
+                                  and chunked prefill
 
 vLLM calls `register` in every process that it starts. Only names are registered here: importing a model or a backend
 this early breaks vLLM's search for its CPU kernels when a worker starts.
@@ -39,5 +40,8 @@ def _register_kimi() -> None:
     from vllm.model_executor.models import ModelRegistry
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from pd_test_plugins.cpu_platform import keep_prefix_caching
+
     ModelRegistry.register_model("KimiLinearForCausalLM", "pd_test_plugins.kimi_linear:KimiLinearForCausalLM")
-    register_backend(AttentionBackendEnum.CPU_MLA, "pd_test_plugins.kimi_mla.SplittableMLABackend")
+    register_backend(AttentionBackendEnum.CPU_MLA, "pd_test_plugins.kimi_mla.HybridMLABackend")
+    keep_prefix_caching()

@@ -79,7 +79,9 @@ def fused_recurrent_kda_packed_decode(
     for request, slot in enumerate(state_indices.tolist()):
         if slot > 0:
             state = initial_state[slot].float()
-            output[request] = _step(state, query[request], keys[request], v[request].float(), gate[request], beta[request])
+            output[request] = _step(
+                state, query[request], keys[request], v[request].float(), gate[request], beta[request]
+            )
             initial_state[slot] = state.to(initial_state.dtype)
     return output.to(mixed_qkv.dtype).unsqueeze(0), initial_state
 

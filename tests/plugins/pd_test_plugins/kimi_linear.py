@@ -1,9 +1,9 @@
 """vLLM's KimiLinearForCausalLM with what needs a GPU replaced by plain torch.
 
 The model class is vLLM's ROCm variant, whose MLA layer is the generic one; its KDA layer calls kernels by name, which
-are put in place here. The allocator splits its MLA blocks into kernel blocks, which the CPU runner zeroes wrongly, so that is
-mended too. Importing this module is therefore what makes the model run, and vLLM imports it when a process
-loads the model: no earlier, see the package's docstring.
+are put in place here. The allocator splits the MLA blocks into kernel blocks, which the CPU runner zeroes wrongly; that
+is mended too. So importing this module is what makes the model run, and vLLM imports it when a process loads the model:
+no earlier, see the package's docstring.
 """
 
 from __future__ import annotations
@@ -18,6 +18,6 @@ from pd_test_plugins import kda, zeroing
 layer.gather_initial_states = kda.gather_initial_states
 kernels.chunk_kda_with_fused_gate = kda.chunk_kda_with_fused_gate
 kernels.fused_recurrent_kda_packed_decode = kda.fused_recurrent_kda_packed_decode
-pass
+CPUModelRunner._zero_block_ids = zeroing.zero_block_ids
 
 __all__ = ["KimiLinearForCausalLM"]

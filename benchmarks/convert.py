@@ -1,0 +1,326 @@
+"""What it costs to change a cache's layout on its way: the strided copies alone, whole pulls, and the threshold.
+
+    python benchmarks/convert.py [--parts copies pulls threshold] [--into out/bench/convert.json]
+
+The request has 4096 tokens of 28 layers with 8 KV heads of 128 channels in bfloat16 (448 MiB), in scattered blocks.
+
+- copies: the conversion's strided copies from a slab into a cache, as a ratio to plain copies of as many bytes from
+  the same slab into the same cache. One thread, as in the transfer thread.
+- pulls: a read over NIXL from another process into a cache of another layout, against a read of the same bytes into
+  a cache of the same layout.
+- threshold: the same bytes directly and by way of the slab, for runs of different lengths. Where the two take equally
+  long is what `geometry.stage.RUN_COST_BYTES` should be.
+
+Best of several rounds, the variants of a round one after another: what else runs on the machine only adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import bind as bench_bind
+import msgspec
+import numpy as np
+
+from vllm_pd_connector.geometry import stage
+from vllm_pd_connector.geometry.bind import BlockTable, bind, pair
+from vllm_pd_connector.geometry.manifest import Manifest, Segment
+from vllm_pd_connector.geometry.plan import Edge, make_plan
+from vllm_pd_connector.transport.base import Peer, Status, Transport
+from vllm_pd_connector.transport.hugepages import collapse_in_background
+from vllm_pd_connector.transport.nixl import NixlOptions, NixlTransport
+from vllm_pd_connector.worker.convert import Stager
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS, TOKENS = 28, 4096
+TOKEN_BYTES = 8 * 2 * 128 * 2
+SLAB_BYTES = 64 << 20
+LENGTH = (TOKENS + 128) * LAYERS * TOKEN_BYTES  # every layout of blocks up to 128 tokens, and the null block
+LAYOUTS = {"NHD": "LBNHC", "HND": "LBHNC"}
+POLL_S = 0.001
+
+Form = tuple[str, int]
+"""Layout and tokens per block."""
+
+UNEQUAL: tuple[tuple[Form, Form], ...] = (
+    (("NHD", 128), ("HND", 128)),
+    (("HND", 128), ("NHD", 128)),
+    (("NHD", 16), ("HND", 16)),
+    (("HND", 16), ("NHD", 16)),
+    (("NHD", 128), ("NHD", 16)),
+    (("NHD", 16), ("NHD", 128)),
+    (("HND", 128), ("HND", 16)),
+    (("HND", 16), ("HND", 128)),
+    (("NHD", 128), ("HND", 16)),
+    (("HND", 16), ("NHD", 128)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Milliseconds for all bytes of the request; `ratio` is plain / converted, 1 is as fast as a plain copy."""
+
+    source: str
+    destination: str
+    plain_ms: float
+    converted_ms: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Milliseconds from binding to the last byte in place; `ratio` is against the same layout's pull."""
+
+    transport: str
+    source: str
+    destination: str
+    way: str
+    reads: int
+    equal_ms: float
+    unequal_ms: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Milliseconds for runs of `run_bytes`, direct and staged."""
+
+    transport: str
+    run_bytes: int
+    direct_ms: float
+    staged_ms: float
+
+
+class Memory:
+    """As many bytes as the request needs, not zero."""
+
+    def __init__(self) -> None:
+        self.bytes = np.resize(np.arange(251, dtype=np.uint8), LENGTH)
+        self.segment = Segment(self.bytes.ctypes.data, LENGTH, "cpu", 0)
+        collapse_in_background((self.segment,))
+
+
+def serve(pipe: Connection, options: dict[str, Any]) -> None:
+    """The prefill process: registered memory, and patience."""
+    memory = Memory()
+    transport = NixlTransport(NixlOptions(**options))
+    transport.register((memory.segment,))
+    pipe.send((memory.segment, transport.describe()))
+    pipe.recv()
+    transport.close()
+
+
+def worker(form: Form, segment: Segment, tokens: int) -> Manifest:
+    layout, page = form
+    made = bench_bind.make_worker(0, 1, LAYOUTS[layout], page, tokens // page + 1, LAYERS)
+    return msgspec.structs.replace(made, segments=(segment,))
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request between two forms."""
+
+    edge: Edge
+    source: list[BlockTable]
+    destination: list[BlockTable]
+    tokens: int
+
+    @classmethod
+    def make(cls, source: Form, destination: Form, theirs: Segment, ours: Segment, tokens: int = TOKENS) -> Request:
+        [edge] = make_plan(worker(destination, ours, tokens), [worker(source, theirs, tokens)]).edges
+        random = np.random.default_rng(7)
+        tables = [
+            [BlockTable(0, (random.permutation(tokens // page) + 1).astype(np.int64))]
+            for _, page in (source, destination)
+        ]
+        return cls(edge, *tables, tokens)
+
+    def pull(self, transport: Transport, stager: Stager[object], peer: Peer, direct: Edge, staged: Edge) -> int:
+        """What the transfer loop does with one receive; returns the number of runs that were read."""
+        args = self.source, self.destination, 0, self.tokens
+        runs = bind(direct, *args)
+        count = len(runs)
+        transfers = [transport.read(peer, runs)] if count else []
+        paired = pair(staged, *args)
+        if paired:
+            stager.start(self, 0, self, peer, stage.chunks(paired, stager.chunk_bytes))
+        while transfers or stager.active:
+            transfers = [transfer for transfer in transfers if transport.poll(transfer) is Status.RUNNING]
+            for stream, failure in stager.poll():
+                assert failure is None, failure
+                count += stream.runs
+            if (transfers or stager.active) and not stager.converting:
+                time.sleep(POLL_S)
+        return count
+
+
+def best_ms(rounds: int, *actions: Callable[[], object]) -> list[float]:
+    """Shortest time of each action, over rounds that make each once; one more round warms up."""
+    seconds = np.zeros((rounds, len(actions)))
+    for i in range(-1, rounds):
+        for j, action in enumerate(actions):
+            began = time.perf_counter()
+            action()
+            if i >= 0:
+                seconds[i, j] = time.perf_counter() - began
+    return [round(float(value) * 1e3, 2) for value in seconds.min(axis=0)]
+
+
+def name(form: Form) -> str:
+    return f"{form[0]} {form[1]}"
+
+
+def measure_copies(rounds: int) -> list[Copies]:
+    from vllm_pd_connector.worker.copies import CpuCopier
+
+    copier = CpuCopier()
+    slab, memory = copier.allocate(SLAB_BYTES), Memory()
+    limit, results = SLAB_BYTES // stage.CHUNKS_PER_SLAB, []
+    bytes_of = np.asarray(slab.owner)[slab.segment.address - slab.owner.ctypes.data :]
+    for source, destination in UNEQUAL:
+        request = Request.make(source, destination, memory.segment, memory.segment)
+        paired = pair(request.edge, request.source, request.destination, 0, TOKENS)
+        work = list(stage.chunks(paired, limit))
+
+        def convert(work: Sequence[stage.Chunk] = work) -> None:
+            for i, chunk in enumerate(work):
+                for copy in chunk.copies:
+                    copier.copy(slab.segment.address + i % 2 * limit, copy)
+
+        def plain(work: Sequence[stage.Chunk] = work) -> None:
+            at = 0
+            for i, chunk in enumerate(work):
+                for copy in chunk.copies:
+                    size, from_ = copy.total_bytes, i % 2 * limit
+                    memory.bytes[at : at + size] = bytes_of[from_ : from_ + size]
+                    at += size
+
+        plain_ms, converted_ms = best_ms(rounds, plain, convert)
+        results.append(
+            Copies(name(source), name(destination), plain_ms, converted_ms, round(plain_ms / converted_ms, 2))
+        )
+        print(results[-1], flush=True)
+    return results
+
+
+class Pair:
+    """Two processes with one transport between them."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, child = context.Pipe()
+        self._process = context.Process(target=serve, args=(child, options), daemon=True)
+        self._process.start()
+        self.memory = Memory()
+        self.transport = NixlTransport(NixlOptions(**options))
+        self.stager: Stager[object] = Stager(self.transport, (self.memory.segment,), SLAB_BYTES)
+        self.transport.register((self.memory.segment, *self.stager.segments))
+        self.theirs, endpoint = self._pipe.recv()
+        self.peer = self.transport.connect(endpoint, (self.theirs,))
+
+    def request(self, source: Form, destination: Form, tokens: int = TOKENS) -> Request:
+        return Request.make(source, destination, self.theirs, self.memory.segment, tokens)
+
+    def pull(self, request: Request, direct: Edge, staged: Edge) -> int:
+        return request.pull(self.transport, self.stager, self.peer, direct, staged)
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join()
+        self.transport.close()
+
+
+def measure_pulls(transport: str, pair_: Pair, rounds: int) -> list[Pull]:
+    results = []
+    for source, destination in UNEQUAL:
+        equal, unequal = (pair_.request(source, form) for form in (source, destination))
+        edges = stage.split(unequal.edge, pair_.stager.chunk_bytes)
+        reads = pair_.pull(unequal, *edges)
+        equal_ms, unequal_ms = best_ms(
+            rounds,
+            lambda: pair_.pull(equal, *stage.split(equal.edge, pair_.stager.chunk_bytes)),  # noqa: B023
+            lambda: pair_.pull(unequal, *edges),  # noqa: B023
+        )
+        way = "converted" if edges[1].families else "direct"
+        ratio = round(unequal_ms / equal_ms, 2)
+        results.append(Pull(transport, name(source), name(destination), way, reads, equal_ms, unequal_ms, ratio))
+        print(results[-1], flush=True)
+    return results
+
+
+def measure_threshold(transport: str, pair_: Pair, rounds: int) -> list[Crossing]:
+    """Blocks of 128 tokens, head-major, to blocks of fewer: a run is as many tokens of one head as a small block."""
+    results = []
+    for tokens in (2, 4, 8, 16, 32, 64, 128):
+        request = pair_.request(("HND", 128), ("HND", tokens), tokens=TOKENS // 8)
+        nothing = without_families(request.edge)
+        pair_.memory.bytes[:] = 0
+        pair_.pull(request, nothing, request.edge)
+        staged = pair_.memory.bytes.copy()
+        pair_.memory.bytes[:] = 0
+        pair_.pull(request, request.edge, nothing)
+        assert np.array_equal(staged, pair_.memory.bytes), "staged and direct differ"
+        direct_ms, staged_ms = best_ms(
+            rounds,
+            lambda: pair_.pull(request, request.edge, nothing),  # noqa: B023
+            lambda: pair_.pull(request, nothing, request.edge),  # noqa: B023
+        )
+        results.append(Crossing(transport, tokens * 512, direct_ms, staged_ms))
+        print(results[-1], flush=True)
+    return results
+
+
+def without_families(edge: Edge) -> Edge:
+    """The edge without families."""
+    return Edge(edge.source, edge.destination, edge.source_groups, edge.destination_groups, ())
+
+
+def table(rows: Sequence[Any]) -> str:
+    """Markdown."""
+    dicts = [asdict(row) for row in rows]
+    lines = [list(dicts[0]), ["---"] * len(dicts[0]), *[[str(value) for value in row.values()] for row in dicts]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parts = ("copies", "pulls", "threshold")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--transports", nargs="+", choices=("cma", "tcp"), default=["cma", "tcp"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--into", type=Path, default=ROOT / "out" / "bench" / "convert.json")
+    options = parser.parse_args()
+    results: dict[str, list[Any]] = {}
+    load = [os.getloadavg()[0]]
+    if "copies" in options.parts:
+        results["copies"] = measure_copies(options.rounds)
+    for transport in options.transports if {"pulls", "threshold"} & set(options.parts) else ():
+        between = Pair({"ucx": {"TLS": "tcp,self"}} if transport == "tcp" else {})
+        try:
+            if "pulls" in options.parts:
+                results.setdefault("pulls", []).extend(measure_pulls(transport, between, options.rounds))
+            if "threshold" in options.parts:
+                results.setdefault("threshold", []).extend(measure_threshold(transport, between, options.rounds))
+        finally:
+            between.close()
+    load.append(os.getloadavg()[0])
+    for part, rows in results.items():
+        print(f"\n{part}\n\n{table(rows)}")
+    facts = {"layers": LAYERS, "tokens": TOKENS, "bytes": TOKENS * LAYERS * TOKEN_BYTES, "cores": os.cpu_count()}
+    options.into.parent.mkdir(parents=True, exist_ok=True)
+    content = facts | {"load_before_and_after": load} | {k: [asdict(row) for row in v] for k, v in results.items()}
+    options.into.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"\nload {load[0]:.1f} to {load[1]:.1f}; wrote {options.into}")
+
+
+if __name__ == "__main__":
+    main()

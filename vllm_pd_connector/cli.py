@@ -1,0 +1,257 @@
+"""The command `vllm-pd`: looks at instances, moves nothing.
+
+    vllm-pd explain PREFILL DECODE   may this pair work, who moves what to whom, which layouts are converted
+    vllm-pd manifest SOURCE -o FILE  save what an instance says of itself
+
+An instance is a file of manifests (JSON or msgpack, as `manifest` writes them) or a live side channel,
+tcp://host:port or tcp://host:port/engine_id. Exit codes: 0 allowed, 1 refused, 2 not answered (usage, unreadable
+input, nobody there).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import PDConnectorError, ProtocolError
+from vllm_pd_connector.geometry.explain import Explanation, Movement, explain_pair
+from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.geometry.stage import CHUNKS_PER_SLAB
+from vllm_pd_connector.protocol.messages import Describe, Failure, GetManifests, Manifests, Request
+from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
+from vllm_pd_connector.sidechannel.sockets import endpoint
+
+ALLOWED, REFUSED, UNANSWERED = 0, 1, 2
+
+_SCHEME = "tcp://"
+
+
+class Unanswered(PDConnectorError):
+    """The question could not be put: an input that is not there or not readable."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        result: int = options.run(options)
+        return result
+    except Unanswered as error:
+        print(f"vllm-pd: {error}", file=sys.stderr)
+        return UNANSWERED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="vllm-pd", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    explain = commands.add_parser("explain", help="verdict and movements of a pair of instances")
+    explain.add_argument("prefill", metavar="PREFILL", help="file of manifests, or tcp://host:port[/engine_id]")
+    explain.add_argument("decode", metavar="DECODE", help="file of manifests, or tcp://host:port[/engine_id]")
+    explain.add_argument("--json", action="store_true", help="print JSON")
+    explain.add_argument("--tokens", type=_positive, default=1000, help="length of the request (default: 1000)")
+    explain.add_argument(
+        "--staging-bytes",
+        type=int,
+        default=Config().staging_bytes,
+        help="staging_bytes of the decode instance (default: the connector's)",
+    )
+    explain.set_defaults(run=_explain)
+    save = commands.add_parser("manifest", help="save an instance's manifests")
+    save.add_argument("source", metavar="SOURCE", help="tcp://host:port[/engine_id], or a file to convert")
+    save.add_argument("-o", "--output", type=Path, required=True, help="file; JSON if it ends in .json, else msgpack")
+    save.set_defaults(run=_save)
+    for command in (explain, save):
+        command.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for a side channel")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def _explain(options: argparse.Namespace) -> int:
+    prefill, decode = (load(source, options.timeout) for source in (options.prefill, options.decode))
+    found = explain_pair(prefill, decode, options.tokens, options.staging_bytes // CHUNKS_PER_SLAB)
+    if options.json:
+        print(json.dumps(as_json(prefill, decode, found), indent=1))
+    else:
+        print(as_text(prefill, decode, found))
+    return ALLOWED if found.check.allowed else REFUSED
+
+
+def _save(options: argparse.Namespace) -> int:
+    manifests = load(options.source, options.timeout)
+    encode = msgspec.json.encode if options.output.suffix == ".json" else msgspec.msgpack.encode
+    try:
+        options.output.write_bytes(encode(manifests))
+    except OSError as error:
+        raise Unanswered(f"{options.output}: cannot be written: {error.strerror}") from error
+    print(f"{len(manifests)} manifests of {_instance(manifests)} in {options.output}")
+    return ALLOWED
+
+
+def load(source: str, timeout: float) -> list[Manifest]:
+    """The manifests of an instance, from a file or a side channel; not validated.
+
+    Raises:
+        Unanswered: nothing there, or something else.
+    """
+    if source.startswith(_SCHEME):
+        encoded = [(f"{source}: worker {i}", data) for i, data in enumerate(fetch(source, timeout))]
+        return [manifest for name, data in encoded for manifest in _decode(name, data)]
+    try:
+        content = Path(source).read_bytes()
+    except OSError as error:
+        raise Unanswered(
+            f"{source}: {error.strerror}; give a file of manifests or tcp://host:port of a side channel"
+        ) from error
+    return _decode(source, content)
+
+
+def _decode(name: str, content: bytes) -> list[Manifest]:
+    kind = Manifest | list[Manifest]
+    # No msgpack of a manifest or a list of up to 15 begins like JSON, and none of more does either.
+    decode = msgspec.json.decode if content.lstrip()[:1] in (b"[", b"{") else msgspec.msgpack.decode
+    try:
+        found: Any = decode(content, type=kind)
+    except (msgspec.MsgspecError, PDConnectorError, ValueError, RecursionError) as error:
+        raise Unanswered(f"{name}: not manifests of this release: {error}") from error
+    return found if isinstance(found, list) else [found]
+
+
+def fetch(address: str, timeout: float) -> tuple[bytes, ...]:
+    """The encoded manifests that a side channel serves, of the engine in the address or of any.
+
+    Raises:
+        Unanswered: not an address, nobody there in time, or the server refused.
+    """
+    place, _, engine = address.removeprefix(_SCHEME).partition("/")
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdigit():
+        raise Unanswered(f"{address}: give tcp://host:port or tcp://host:port/engine_id")
+    try:
+        outcome = _ask(endpoint(host, int(port)), GetManifests(engine) if engine else Describe(), timeout)
+    except ProtocolError as error:
+        raise Unanswered(f"{address}: {error}") from error
+    match outcome:
+        case Manifests():
+            return outcome.manifests
+        case Failure(code=code, message=message):
+            raise Unanswered(f"{address}: {code}: {message}")
+        case _:
+            raise Unanswered(f"{address}: {outcome}; is a prefill instance with PDConnector listening there?")
+
+
+def _ask(address: str, request: Request, timeout: float) -> Outcome:
+    client = SideChannelClient()
+    try:
+        token = client.send(address, request, timeout)
+        while True:
+            poller = zmq.Poller()
+            for socket in client.sockets():
+                poller.register(socket, zmq.POLLIN)
+            deadline = client.next_deadline() or 0.0
+            poller.poll(max(1, round(1000 * (deadline - time.monotonic()))))
+            if (outcome := dict(client.receive()).get(token)) is not None:
+                return outcome
+    finally:
+        client.close()
+
+
+def as_json(prefill: Sequence[Manifest], decode: Sequence[Manifest], found: Explanation) -> dict[str, Any]:
+    """The explanation as plain values; the keys are part of the command's interface."""
+    return {
+        "status": str(found.check.status),
+        "allowed": found.check.allowed,
+        "reason": found.check.reason,
+        "differences": [
+            {"field": d.field, "decode": d.local, "prefill": d.remote, "advice": d.advice}
+            for d in found.check.differences
+        ],
+        "prefill": _facts(prefill),
+        "decode": _facts(decode),
+        "tokens": found.tokens,
+        "movements": [asdict(movement) for movement in found.movements],
+    }
+
+
+def _facts(manifests: Sequence[Manifest]) -> dict[str, Any]:
+    if not manifests:
+        return {"workers": 0}
+    first = manifests[0]
+    return {
+        "engine_id": first.engine_id,
+        "software": first.software,
+        "transport": first.transport,
+        "model": first.model.model,
+        "workers": len(manifests),
+        "tensor_parallel": first.parallel.tp_size,
+        "pipeline_parallel": first.parallel.pp_size,
+    }
+
+
+def _instance(manifests: Sequence[Manifest]) -> str:
+    if not manifests:
+        return "no workers"
+    facts = _facts(manifests)
+    return (
+        f"engine {facts['engine_id']} ({facts['model']}, {facts['workers']} workers, tensor parallel "
+        f"{facts['tensor_parallel']}, pipeline parallel {facts['pipeline_parallel']}, {facts['software']})"
+    )
+
+
+def as_text(prefill: Sequence[Manifest], decode: Sequence[Manifest], found: Explanation) -> str:
+    """The explanation for a person."""
+    check = found.check
+    lines = [f"prefill: {_instance(prefill)}", f"decode:  {_instance(decode)}", f"verdict: {check.status}"]
+    if not check.allowed:
+        # A difference is told from the decode side, which reads and therefore checks.
+        lines += [f"  {difference}" for difference in check.differences] or [f"  {check.reason}"]
+        return "\n".join(lines)
+    header = ("from", "to", "group", "layers", "tokens per page", "way", "bytes", "runs", "bytes read", "mean run",
+              "copies")  # fmt: skip
+    rows = [header, *(_row(movement) for movement in found.movements)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    lines += ["", f"A request of {found.tokens} tokens in blocks that are not neighbours:"]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    converted = [m for m in found.movements if m.converted]
+    runs, moved = sum(m.runs for m in found.movements), sum(m.bytes for m in found.movements)
+    lines += ["", f"in all: {moved} bytes in {runs} runs"]
+    if converted:
+        saved = sum(m.unconverted_runs for m in converted)
+        lines.append(f"conversion makes {sum(m.runs for m in converted)} runs of about {saved}")
+    return "\n".join(lines)
+
+
+def _row(movement: Movement) -> tuple[str, ...]:
+    pages = f"{movement.source_page_tokens} to {movement.destination_page_tokens}"
+    return (
+        movement.source,
+        movement.destination,
+        f"{movement.group} {movement.kind}",
+        str(movement.layers),
+        pages if movement.destination_page_tokens else "-",
+        "converted" if movement.converted else "direct",
+        str(movement.bytes),
+        str(movement.runs),
+        str(movement.read_bytes),
+        str(round(movement.read_bytes / max(1, movement.runs))),
+        str(movement.copies),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

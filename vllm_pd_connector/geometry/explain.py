@@ -1,0 +1,149 @@
+"""What a pair of instances would do, without moving a byte: verdict, edges, runs, bytes, conversions.
+
+The figures are those of a request of `tokens` tokens whose blocks do not follow each other in the caches, which is
+what a cache looks like after some hours of service; with consecutive blocks direct runs are longer and fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vllm_pd_connector.errors import IncompatiblePeer
+from vllm_pd_connector.geometry.bind import BlockTable, bind, pair
+from vllm_pd_connector.geometry.manifest import Group, Manifest
+from vllm_pd_connector.geometry.plan import Edge, Family, make_plan
+from vllm_pd_connector.geometry.stage import chunks, run_count, split
+from vllm_pd_connector.geometry.topology import TopologyCheck, TopologyStatus, check_pd_topology
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """What one kind of layers moves from one prefill rank to one decode rank, per request.
+
+    Attributes:
+        source, destination: ranks, as "pp0 tp1".
+        kind: of the KV-cache group; `group` is its index on the destination.
+        layers: how many; `first_layer` is the name of one.
+        source_page_tokens, destination_page_tokens: 0 for states.
+        converted: whether the bytes go by way of the staging slab.
+        bytes: that reach the destination's cache.
+        runs: that the transport reads, into the cache or, if converted, into the slab.
+        read_bytes: of these runs; more than `bytes` where gaps are read through.
+        unconverted_runs: about how many runs there would be without conversion.
+        copies: strided copies that follow.
+    """
+
+    source: str
+    destination: str
+    group: int
+    kind: str
+    layers: int
+    first_layer: str
+    source_page_tokens: int
+    destination_page_tokens: int
+    converted: bool
+    bytes: int
+    runs: int
+    read_bytes: int
+    unconverted_runs: int
+    copies: int
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A verdict and, if the pair is allowed, everything that moves for a request of `tokens` tokens."""
+
+    check: TopologyCheck
+    tokens: int
+    movements: tuple[Movement, ...]
+
+
+def explain_pair(prefill: Sequence[Manifest], decode: Sequence[Manifest], tokens: int, chunk_bytes: int) -> Explanation:
+    """Check two whole instances and plan from `prefill` to `decode`.
+
+    `tokens` is reduced to what both caches hold; `chunk_bytes` is the most that is staged at a time, 0 for nothing.
+    """
+    check = check_pd_topology(decode, prefill)
+    if not check.allowed:
+        return Explanation(check, tokens, ())
+    held = min(_capacity(group) for side in (prefill, decode) for m in side for group in m.groups)
+    tokens = min(tokens, held)
+    movements: list[Movement] = []
+    try:
+        for manifest in decode:
+            for edge in make_plan(manifest, prefill).edges:
+                movements += _edge(edge, tokens, chunk_bytes)
+    except IncompatiblePeer as error:
+        refused = TopologyCheck(TopologyStatus.DENY, error.summary, error.differences)
+        return Explanation(refused, tokens, ())
+    return Explanation(check, tokens, tuple(movements))
+
+
+def _capacity(group: Group) -> int:
+    """Tokens of one request that the group's blocks hold; block 0 is never used."""
+    return max(1, group.num_blocks - 1) * max(1, group.block_tokens)
+
+
+def _edge(edge: Edge, tokens: int, chunk_bytes: int) -> list[Movement]:
+    _, staged = split(edge, chunk_bytes)
+    source = [_table(group, tokens, descending=False) for group in edge.source_groups]
+    destination = [_table(group, tokens, descending=True) for group in edge.destination_groups]
+    movements = []
+    for family in edge.families:
+        only = replace(edge, families=(family,))
+        converted = family in staged.families
+        paired = pair(only, source, destination, 0, tokens)
+        count = len(paired[0][1].tokens)
+        if converted:
+            parts = list(chunks(paired, chunk_bytes))
+            runs, read = sum(len(part.reads) for part in parts), sum(part.reads.total_bytes for part in parts)
+            copies = sum(len(part.copies) for part in parts)
+            moved = sum(copy.total_bytes for part in parts for copy in part.copies)
+            unconverted = round(run_count(family) * count)
+        else:
+            bound = bind(only, source, destination, 0, tokens)
+            runs = unconverted = len(bound)
+            read = moved = bound.total_bytes
+            copies = 0
+        movements.append(
+            Movement(
+                source=_rank(*edge.source),
+                destination=_rank(*edge.destination),
+                group=family.destination.group,
+                kind=str(family.kind),
+                layers=_layers(family),
+                first_layer=family.bundles[0].layers[0],
+                source_page_tokens=family.source.page_tokens,
+                destination_page_tokens=family.destination.page_tokens,
+                converted=converted,
+                bytes=moved,
+                runs=runs,
+                read_bytes=read,
+                unconverted_runs=unconverted,
+                copies=copies,
+            )
+        )
+    return movements
+
+
+def _rank(pipeline: int, tensor: int) -> str:
+    return f"pp{pipeline} tp{tensor}"
+
+
+def _layers(family: Family) -> int:
+    return len({layer for bundle in family.bundles for layer in bundle.layers})
+
+
+def _table(group: Group, tokens: int, *, descending: bool) -> BlockTable:
+    """Blocks for a request of this many tokens; those that a window has left behind are null on the destination."""
+    blocks = min(max(1, -(-tokens // max(1, group.block_tokens))), max(1, group.num_blocks - 1))
+    ids = np.arange(1, blocks + 1, dtype=np.int64)
+    if descending:
+        ids = ids[::-1].copy()
+        if group.window:
+            ends = (np.arange(blocks) + 1) * group.block_tokens
+            ids[ends <= tokens - group.window] = 0
+    return BlockTable(0, ids)
