@@ -19,11 +19,6 @@ import numpy.typing as npt
 FILE_NAME = re.compile(r"(?P<side>[^-]+)-(?P<request>.+)-tp(?P<tp>\d+)-pp(?P<pp>\d+)\.npz")
 
 
-RECOMPUTED = 1
-"""Fetched tokens at the end that the decode side computes again: with a whole prompt's cache, vLLM computes the last
-prompt token once more for its logits, and that token looks back a window from where it stands."""
-
-
 @dataclass(frozen=True, slots=True)
 class Record:
     """One worker's digests of one request; each array is indexed by absolute token position."""
@@ -82,7 +77,7 @@ def differences(records: list[Record], window_of: Callable[[str], int | None] = 
 
 def _lacking(here: npt.NDArray[np.uint64], got: Record, window: int | None) -> npt.NDArray[np.intp]:
     """Positions that the next forward looks at and that the worker does not hold."""
-    start = got.start if window is None else max(got.start, got.stop - RECOMPUTED + 1 - window)
+    start = got.start if window is None else max(got.start, got.stop + 1 - window)
     return np.flatnonzero(here[start : got.stop] == 0) + start
 
 

@@ -85,7 +85,7 @@ def test_an_empty_record_is_a_difference(sent: Path) -> None:
     assert "holds no tensor" in found(sent)[0]
 
 
-@pytest.mark.parametrize(("window", "lacking"), [(None, len(KEYS)), (9, len(KEYS)), (8, 0)])
+@pytest.mark.parametrize(("window", "lacking"), [(None, len(KEYS)), (10, len(KEYS)), (9, 0)])
 def test_a_decode_worker_may_lack_only_what_lies_before_the_window(
     sent: Path, window: int | None, lacking: int
 ) -> None:

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
@@ -21,6 +23,8 @@ from vllm_pd_connector.steps import GroupBlocks, WorkerReport
 
 PROMPT = list(range(40))
 BLOCK = 16
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+WINDOW = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=24)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -30,7 +34,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.005)
 
 
-def make_half(role: str, lookahead: int = 0, **changes: Any) -> tuple[SchedulerHalf, BlockPool]:
+def make_half(role: str, lookahead: int = 0, spec: Any = FULL, **changes: Any) -> tuple[SchedulerHalf, BlockPool]:
     """A scheduler half with a real block pool; `role` is kv_producer or kv_consumer."""
     parallel = SimpleNamespace(
         data_parallel_index=0, tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
@@ -40,7 +44,7 @@ def make_half(role: str, lookahead: int = 0, **changes: Any) -> tuple[SchedulerH
     half = SchedulerHalf(
         config,
         SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, num_prefill_lookahead_tokens=lookahead),
-        SimpleNamespace(transfer_group_ids=(0,), transfer_groups=(SimpleNamespace(kv_cache_spec=None),)),
+        SimpleNamespace(transfer_group_ids=(0,), transfer_groups=(SimpleNamespace(kv_cache_spec=spec),)),
     )
     pool = BlockPool(num_gpu_blocks=32, enable_caching=False, hash_block_size=BLOCK)
     half.bind_block_pool(pool)
@@ -189,6 +193,53 @@ def test_an_abort_while_loading_is_passed_to_the_workers_and_ends_with_their_rep
     assert half.build_metadata().aborts == ["d-1"]
     half.update_output(KVConnectorOutput(finished_recving={"d-1"}, failed_recving={"d-1"}))
     assert half.consumer.blocks_of("d-1") == []
+
+
+def new_prompt(request_id: str, params: Any, prompt: list[int]) -> Any:
+    """A request as vLLM adds it: nothing computed yet."""
+    request = make_request(request_id, params, list(prompt), num_computed_tokens=0, max_tokens=9)
+    request._all_token_ids = list(prompt)
+    request.get_skip_reading_prefix_cache = lambda: False
+    return request
+
+
+@pytest.mark.parametrize(("spec", "left"), [(FULL, 0), (WINDOW, 1)])
+def test_prefill_leaves_decode_what_decode_must_compute_itself(spec, left):
+    """With a window, the block of a token that the last prompt token attends to is gone once the prompt is whole."""
+    producer, _ = make_half("kv_producer", spec=spec)
+    consumer, pool = make_half("kv_consumer", spec=spec)
+    producer.serve([b"manifest"])
+    prefill = new_prompt("p-1", {"do_remote_decode": True}, PROMPT)
+    producer.on_new_request(prefill)
+    assert len(prefill.prompt_token_ids) == prefill.num_prompt_tokens == len(PROMPT) - left
+    prefill.num_computed_tokens = prefill.num_prompt_tokens
+    _, params = producer.request_finished(prefill, ([0, 6, 7],))
+    decode = new_prompt("d-1", json.loads(json.dumps(params)), PROMPT)
+    consumer.on_new_request(decode)
+    assert allocate(consumer, pool, decode)[0] == len(PROMPT) - left
+    [order] = consumer.build_metadata().receives
+    assert (order.error, order.stop) == ("", len(PROMPT) - left)
+    for half in (producer, consumer):
+        half.shutdown()
+
+
+def test_a_prompt_of_one_token_is_computed_by_decode_where_prefill_must_leave_one(producer):
+    half, pool = make_half("kv_consumer", spec=WINDOW)
+    request = make_request("d-1", hand_over(producer, prompt=[7]), prompt=[7])
+    half.on_new_request(request)
+    assert allocate(half, pool, request)[0] == 0
+    until(lambda: freed(producer) == ["p-1"], "the lease to be released")
+    half.shutdown()
+
+
+def test_a_whole_prompt_offered_to_a_windowed_model_is_refused(producer):
+    half, pool = make_half("kv_consumer", spec=WINDOW)
+    request = make_request("d-1", hand_over(producer))
+    half.on_new_request(request)
+    allocate(half, pool, request)
+    [order] = half.build_metadata().receives
+    assert order.remote is None and "remote_num_tokens" in order.error
+    half.shutdown()
 
 
 def bad(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -120,6 +120,21 @@ def transfer_groups(config: KVCacheConfig) -> tuple[Group, ...]:
     return tuple(groups)
 
 
+def prefill_backoff(vllm_config: VllmConfig, config: KVCacheConfig) -> int:
+    """Trailing prompt tokens that the prefill side must leave to the decode side.
+
+    Decode computes the last prompt token itself. With full attention it finds all it needs in the blocks of the whole
+    prompt. A recurrent state can only be advanced, so the state before that token is what decode needs; and a window
+    (or chunk) that ends with the prompt has let go of a token that the last one still attends to. Multi-module
+    drafters must not see tokens past the prompt either.
+
+    Source: vLLM 0.32, `SlidingWindowManager.get_num_skipped_tokens`, `VllmConfig.num_prefill_lookahead_tokens`,
+    nixl/base_scheduler.py (prefill backoff, for recurrent states only).
+    """
+    kinds = {_GROUP_KINDS.get(type(_representative(group.kv_cache_spec)).__name__) for group in config.transfer_groups}
+    return max(0 if kinds <= {GroupKind.FULL} else 1, int(vllm_config.num_prefill_lookahead_tokens) - 1)
+
+
 def _window(spec: KVCacheSpec) -> int:
     """Tokens that attention looks back; 0 for all of them. A full spec may carry a window when groups were merged."""
     if isinstance(spec, SlidingWindowSpec):

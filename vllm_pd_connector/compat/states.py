@@ -52,17 +52,6 @@ def state_groups(config: KVCacheConfig) -> dict[int, StateGroup]:
     }
 
 
-def prefill_backoff(vllm_config: VllmConfig, config: KVCacheConfig) -> int:
-    """Trailing prompt tokens that the prefill side must leave to the decode side.
-
-    A recurrent state can only be advanced: decode needs the state before the last prompt token to compute that
-    token. Multi-module drafters must not see tokens past the prompt either.
-
-    Source: vLLM 0.32, `VllmConfig.num_prefill_lookahead_tokens`, nixl/base_scheduler.py (prefill backoff).
-    """
-    return max(1 if state_groups(config) else 0, int(vllm_config.num_prefill_lookahead_tokens) - 1)
-
-
 def state_block_tokens(spec: MambaSpec) -> int:
     """Tokens per block in align mode, 0 in mode none, where vLLM's number means nothing.
 

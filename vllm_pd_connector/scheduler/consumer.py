@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import owned_blocks, prompt_digest, transfer_params
-from vllm_pd_connector.compat.states import prefill_backoff, state_groups
+from vllm_pd_connector.compat.caches import prefill_backoff
+from vllm_pd_connector.compat.states import state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.params import RemotePrefill, parse_remote_prefill

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_pd_connector.compat import facts
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import NULL_BLOCK, prompt_digest, stop_short
-from vllm_pd_connector.compat.states import prefill_backoff, state_groups
+from vllm_pd_connector.compat.caches import prefill_backoff
+from vllm_pd_connector.compat.states import state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.lease import End

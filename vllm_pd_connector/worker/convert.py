@@ -2,9 +2,9 @@
 
 The *slab* is memory of this worker that the transport registered beside the caches; no peer is told of it. A staged
 transfer is a `Stream` of chunks (`geometry.stage`): each takes a slot of the slab, is read into it, is copied to where
-its bytes belong, and gives its slot back. A stream has at most four chunks under way, so that some are read
-while another is copied, and streams with fewer go first. When the slab is full, streams wait; their receives' deadlines run
-on. One instance never holds more than half of the slab, so that a frozen one does not stop the others.
+its bytes belong, and gives its slot back. A stream has at most four chunks under way, so that some are read while
+another is copied, and streams with fewer go first. When the slab is full, streams wait; their receives' deadlines
+run on. One instance never holds more than half of the slab, so that a frozen one does not stop the others.
 
 Nothing but our own copies writes to the destination of a staged transfer, so giving it up (`cancel`) takes effect at
 once. What may still be written to is the slot: it stays out until its read is terminal, or, if the transport cannot
