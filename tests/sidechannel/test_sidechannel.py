@@ -128,6 +128,16 @@ def test_a_lease_is_renewed_read_confirmed_and_freed(server, client):
     assert server.take_freed() == [Freed("req", End.READ)]
 
 
+def test_no_reply_of_a_burst_is_lost(server, client):
+    """A lost reply is asked for again only after its time-out, which stalls a receive for seconds."""
+    server.hold("req", A, 60.0)
+    for _ in range(40):
+        tokens = {client.send(address(server), m.Renew((REF,)), PATIENCE_S) for _ in range(100)}
+        outcomes = collect(client, len(tokens))
+        assert set(outcomes.values()) == {m.Renewed(())}
+    assert server.counts()["Renew"] == 4000, "a request was sent again"
+
+
 def test_duplicates_and_replays_are_answered_alike_and_free_nothing_twice(server, client):
     server.hold("req", A, 60.0)
     verdicts = [ask(client, server, m.ReadDone(REF, 0, 1, B)) for _ in range(3)]

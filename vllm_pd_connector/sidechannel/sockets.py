@@ -15,8 +15,8 @@ import zmq
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
 from vllm_pd_connector.protocol.messages import MAX_REPLY_FRAME, MAX_REQUEST_FRAME
 
-QUEUED_PER_CLIENT = 16  # frames, in each direction, that a server keeps for one connection
-MAX_PENDING = 1024  # requests that a client has under way with one server
+QUEUED_PER_CLIENT = 16  # requests that a server takes in before it has served them, per connection
+MAX_PENDING = 1024  # requests that a client has under way with one server, and so replies that may wait for it
 
 
 def endpoint(host: str, port: int) -> str:
@@ -36,7 +36,8 @@ def bound_router(context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) 
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_FRAME)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a client that has gone is an error, not silence
     socket.setsockopt(zmq.RCVHWM, QUEUED_PER_CLIENT)
-    socket.setsockopt(zmq.SNDHWM, QUEUED_PER_CLIENT)
+    # A reply over this limit is lost, and its client only asks again after a time-out.
+    socket.setsockopt(zmq.SNDHWM, MAX_PENDING)
     try:
         socket.bind(endpoint(host, port))
     except zmq.ZMQError as error:

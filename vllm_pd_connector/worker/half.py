@@ -69,8 +69,10 @@ class WorkerHalf:
         if self._config.digest_dir is not None:
             self._trace = DigestTrace(Path(self._config.digest_dir), manifest)
         place = manifest.parallel
+        consumes = self._vllm_config.kv_transfer_config.is_kv_consumer
+        config = self._config if consumes else msgspec.structs.replace(self._config, staging_bytes=0)
         self._loop = TransferLoop(
-            self._config,
+            config,
             manifest,
             lambda: self._make_transport(manifest),
             self._outbox,
