@@ -36,8 +36,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         staging_bytes: memory on the decode side through which caches of another layout are converted, per worker; 0
             switches conversion off, and unequal layouts move as short runs.
         huge_pages: collapse the caches' memory to huge pages in the background (CPU only; nearly doubles reads).
-        gil_switch_interval: longest wait of the connector's threads for the interpreter while vLLM's busy loops hold
-            it (`sys.setswitchinterval`, whole process); 0 leaves Python's 0.005.
         transport_options: keys of the transport; see docs/configuration.md.
         digest_dir: test switch; every worker writes layout-invariant digests of what it sent or received there.
     """
@@ -53,7 +51,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     model_id: str | None = None
     staging_bytes: int = 64 << 20
     huge_pages: bool = True
-    gil_switch_interval: float = 0.0005
     transport_options: dict[str, Any] = {}
     digest_dir: str | None = None
 
@@ -90,11 +87,6 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
         raise InvalidConfig(
             f"kv_connector_extra_config: {error}; the keys are {', '.join(Config.__struct_fields__)}"
         ) from None
-    if not 0 <= config.gil_switch_interval <= 1:
-        raise InvalidConfig(
-            f"kv_connector_extra_config.gil_switch_interval is {config.gil_switch_interval}: it must be in [0, 1] "
-            "seconds"
-        )
     for key in ("kv_lease_duration", "handshake_timeout", "transfer_timeout", "confirm_timeout"):
         value = getattr(config, key)
         if not 0 < value <= 86400:

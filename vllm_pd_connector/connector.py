@@ -24,7 +24,6 @@ from vllm_pd_connector.compat.base import (
     SupportsHMA,
 )
 from vllm_pd_connector.compat.logs import adopt_vllm_logging
-from vllm_pd_connector.compat.threads import share_interpreter
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.observability.stats import PDPromMetrics, PDStats
 from vllm_pd_connector.scheduler.half import SchedulerHalf
@@ -64,7 +63,6 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
         config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
-        share_interpreter(config.gil_switch_interval)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:

@@ -51,7 +51,6 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM ships no 
 
     receives: list[ReceiveOrder] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
-    sent: list[str] = field(default_factory=list)
     held: list[HeldRequest] = field(default_factory=list)
 
 

@@ -92,7 +92,7 @@ def hand_over(producer: SchedulerHalf, request_id: str = "p-1", **changes: Any) 
     """Finish a prefill and return the parameters as the router would forward them."""
     request = make_request(request_id, {"do_remote_decode": True, "do_remote_prefill": False}, **changes)
     delay, params = producer.request_finished(request, ([5, 6, 7],))
-    assert delay and params is not None
+    assert not delay and params is not None
     return json.loads(json.dumps(params))  # type: ignore[no-any-return]
 
 
@@ -106,7 +106,8 @@ def allocate(half: SchedulerHalf, pool: BlockPool, request: Any, computed: int =
 
 
 def freed(producer: SchedulerHalf) -> list[str]:
-    return producer.build_metadata().sent
+    """Request ids whose blocks were given back since the last call."""
+    return producer.producer.drain()
 
 
 def test_a_finished_prefill_is_held_and_its_parameters_lead_to_an_order(producer, consumer):
@@ -124,6 +125,20 @@ def test_a_finished_prefill_is_held_and_its_parameters_lead_to_an_order(producer
     assert half.num_matched_tokens(request, 0) == (0, False), "a loading request has nothing more to load"
     half.update_after_alloc(request, KVCacheBlocks((blocks,)), 0)
     assert half.build_metadata().receives == []
+
+
+def test_held_blocks_stay_out_of_the_pool_until_the_lease_ends():
+    half, pool = make_half("kv_producer", kv_lease_duration=60)
+    half.serve([b"manifest"])
+    free = pool.get_num_free_blocks()
+    hand_over(half, "p-1")
+    assert pool.get_num_free_blocks() == free - 3 and half.producer.num_leases == 1
+    hand_over(half, "p-1")  # the same request id again: the older lease is given up
+    assert pool.get_num_free_blocks() == free - 3 and half.producer.num_leases == 1
+    half.producer._server.drop("p-1")
+    half.on_new_request(make_request("other", None))
+    assert pool.get_num_free_blocks() == free and half.producer.num_leases == 0
+    half.shutdown()
 
 
 def test_leading_null_blocks_are_left_out_and_counted(producer):

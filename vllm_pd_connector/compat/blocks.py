@@ -6,7 +6,7 @@ Source: vLLM 0.32, `v1/request.py`, `v1/core/kv_cache_manager.py`, `v1/core/bloc
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,6 +66,35 @@ def prompt_digest(request: Request, num_tokens: int) -> str:
 def owned_blocks(blocks: KVCacheBlocks, groups: Sequence[int]) -> list[KVCacheBlock]:
     """The real (non-null) blocks of the given groups."""
     return [block for group in groups for block in blocks.blocks[group] if not block.is_null]
+
+
+class HeldBlocks:
+    """Extra references on the blocks of finished prefills, while a lease keeps them for a reader.
+
+    vLLM can keep a finished request's blocks itself until its workers report them as sent, but then its engine steps
+    without pause as long as one is kept, and takes the cores from whoever wants to read. With references of our own
+    the engine goes idle. Called in the scheduler's thread only.
+    """
+
+    def __init__(self, pool: BlockPool):
+        self._pool = pool
+        self._blocks: dict[str, list[KVCacheBlock]] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._blocks
+
+    def hold(self, request_id: str, ids: Iterable[int]) -> None:
+        """Reference these blocks, null blocks aside; the request still owns them."""
+        blocks = [self._pool.blocks[i] for i in ids if i != NULL_BLOCK]
+        self._pool.touch(blocks)
+        self._blocks[request_id] = blocks
+
+    def release(self, request_id: str) -> None:
+        """Give the references back, the tail of the prompt first (vLLM evicts in this order)."""
+        self._pool.free_blocks(reversed(self._blocks.pop(request_id)))
 
 
 class Quarantine:

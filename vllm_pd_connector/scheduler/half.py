@@ -49,9 +49,11 @@ class SchedulerHalf:
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._quarantine = Quarantine(pool)
+        self.producer.bind_block_pool(pool)
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived. Bad parameters are remembered and fail the request when it would load."""
+        self.producer.drain()  # an idle engine has not stepped since these leases ended
         try:
             match kind_of(transfer_params(request)):
                 case Kind.REMOTE_PREFILL:
@@ -73,7 +75,7 @@ class SchedulerHalf:
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the blocks must be kept, and the parameters for whoever reads them."""
+        """(False, parameters for whoever reads the blocks): vLLM need not keep them, see `HeldBlocks`."""
         self.consumer.finished(request)
         try:
             if kind_of(transfer_params(request)) is not Kind.REMOTE_DECODE or not finished_normally(request):
@@ -83,12 +85,12 @@ class SchedulerHalf:
         except ProtocolError as error:  # the router gets no parameters and must not go on to a decode instance
             logger.error("request %s: nothing is held for a decode instance: %s", request.request_id, error)
             return False, None
-        return params is not None, params
+        return False, params
 
     def build_metadata(self) -> StepMetadata:
         receives, aborts = self.consumer.take()
-        sent, held = self.producer.take()
-        return StepMetadata(receives=receives, aborts=aborts, sent=sent, held=held)
+        self.producer.drain()
+        return StepMetadata(receives=receives, aborts=aborts, held=self.producer.take_held())
 
     def update_output(self, output: KVConnectorOutput) -> None:
         """Called before vLLM frees the blocks of failed requests, so that quarantine comes first."""

@@ -1,9 +1,9 @@
 """The producer side: a finished prefill's blocks, held under a lease until they were read.
 
 `hold` is called when a request finishes; from then on the side-channel server's thread owns the lease (renewals,
-reads reported as done, expiry). Each engine step takes what ended and has the workers report it as sent, which is
-how vLLM learns that the blocks are free. vLLM keeps stepping while a finished request's blocks are held, so an
-ended lease never waits for traffic.
+reads reported as done, expiry). The blocks are kept by references of our own in vLLM's pool, so the engine goes idle
+as soon as it has nothing to compute; the references of leases that ended are given back before the next request is
+scheduled and in every step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat import facts
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import NULL_BLOCK, prompt_digest, stop_short
+from vllm_pd_connector.compat.blocks import NULL_BLOCK, HeldBlocks, prompt_digest, stop_short
 from vllm_pd_connector.compat.caches import prefill_backoff
 from vllm_pd_connector.compat.states import state_groups
 from vllm_pd_connector.config import Config
@@ -26,7 +26,7 @@ from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.steps import GroupBlocks, HeldRequest
 
 if TYPE_CHECKING:
-    from vllm_pd_connector.compat.types import KVCacheConfig, Request, VllmConfig
+    from vllm_pd_connector.compat.types import BlockPool, KVCacheConfig, Request, VllmConfig
 
 logger = init_logger(__name__)
 
@@ -47,7 +47,14 @@ class Producer:
         self._server: SideChannelServer | None = None
         self._held: list[HeldRequest] = []
         self._expired = 0
-        self.num_leases = 0
+        self._blocks: HeldBlocks | None = None
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        self._blocks = HeldBlocks(pool)
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._blocks) if self._blocks is not None else 0
 
     def serve(self, manifests: list[bytes]) -> None:
         """Start the side channel with the encoded manifests of all ranks; a pure consumer needs none.
@@ -71,7 +78,7 @@ class Producer:
         Raises:
             ProtocolError: parameters that no decode instance would accept; nothing is held.
         """
-        if self._server is None:
+        if self._server is None or self._blocks is None:
             logger.error(
                 "request %s asks for do_remote_decode, but this instance's kv_role is kv_consumer: nothing is held. "
                 "Send prefill requests to a kv_producer",
@@ -98,8 +105,11 @@ class Producer:
             pp_size=self._parallel.pipeline_parallel_size,
             num_tokens=num_tokens,
         )
+        if request.request_id in self._blocks:  # a client that uses a request id again gives up the older lease
+            self._server.drop(request.request_id)
+            self.drain()
+        self._blocks.hold(request.request_id, (block for table in tables for block in table.ids))
         self._server.hold(request.request_id, nonce, self._config.kv_lease_duration)
-        self.num_leases += 1
         if self._config.digest_dir is not None:
             self._held.append(HeldRequest(request.request_id, tables, num_tokens))
         return params
@@ -113,15 +123,19 @@ class Producer:
             raise ProtocolError(f"group {group}: no block holds the state after {num_tokens} tokens")
         return GroupBlocks(0, (block,))
 
-    def take(self) -> tuple[list[str], list[HeldRequest]]:
-        """Request ids whose lease ended, each exactly once, and what was newly held (digest trace only)."""
-        if self._server is None:
-            return [], []
+    def take_held(self) -> list[HeldRequest]:
+        """What was held since the last call (digest trace only)."""
         held, self._held = self._held, []
-        sent = []
+        return held
+
+    def drain(self) -> list[str]:
+        """Give back the blocks of leases that ended; returns their request ids, each exactly once."""
+        ended: list[str] = []
+        if self._server is None or self._blocks is None:
+            return ended
         for request_id, reason in self._server.take_freed():
-            sent.append(request_id)
-            self.num_leases -= 1
+            ended.append(request_id)
+            self._blocks.release(request_id)
             if reason is End.EXPIRED:
                 self._expired += 1
                 logger.warning(
@@ -130,7 +144,7 @@ class Producer:
                     request_id,
                     self._config.kv_lease_duration,
                 )
-        return sent, held
+        return ended
 
     def take_expired(self) -> int:
         """Leases that expired since the last call."""

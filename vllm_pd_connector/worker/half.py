@@ -44,7 +44,6 @@ class WorkerHalf:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._outbox = Outbox()
-        self._sent: set[str] = set()
         self._manifest: Manifest | None = None
         self._loop: TransferLoop | None = None
         self._trace: DigestTrace | None = None
@@ -105,17 +104,13 @@ class WorkerHalf:
         if metadata.receives or metadata.aborts:
             assert self._loop is not None
             self._loop.submit(metadata.receives, metadata.aborts)
-        self._sent.update(metadata.sent)
         for held in metadata.held:
             assert self._trace is not None
             self._trace.held(held)
 
     def transfer_results(self) -> KVConnectorTransferResults:
-        """Every receive that ended and every lease that ended since the last step, each once."""
-        results = self._outbox.take_results()
-        if self._sent:
-            results.finished_sending, self._sent = self._sent, set()
-        return results
+        """Every receive that ended since the last step, each once."""
+        return self._outbox.take_results()
 
     def take_report(self) -> WorkerReport | None:
         return self._outbox.take_report()
