@@ -97,7 +97,8 @@ class Cluster:
             transfer = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": extra}
             flags = (*model.flags, *row.flags(side))
             # The development mode adds the route that empties the prefix cache.
-            environment = {"VLLM_SERVER_DEV_MODE": "1"}
+            # Up to eight processes share two cores here: none may poll without pause (see vllm-cpu-findings.md).
+            environment = {"VLLM_SERVER_DEV_MODE": "1", "PD_TEST_POLITE": "1", **model.environment}
             return vllm_spec(
                 f"{row.id}-{name}",
                 make(model),

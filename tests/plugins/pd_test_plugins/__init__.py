@@ -3,6 +3,8 @@
     PD_TEST_REFERENCE_ATTENTION   attention in plain torch with the pages of a GPU, in any layout and block size
     PD_TEST_KIMI                  KimiLinearForCausalLM on the CPU, with its KDA layers in plain torch, prefix caching
                                   and chunked prefill
+    PD_TEST_POLITE                vLLM's processes sleep for 0.1 ms where they would poll a queue without pause; more of
+                                  them than cores otherwise keep each other from running for tens of seconds
 
 vLLM calls `register` in every process that it starts. Only names are registered here: importing a model or a backend
 this early breaks vLLM's search for its CPU kernels when a worker starts.
@@ -11,14 +13,22 @@ this early breaks vLLM's search for its CPU kernels when a worker starts.
 from __future__ import annotations
 
 import os
+import time
 
 
 def register() -> None:
     """Entry point of group `vllm.general_plugins`; may be called more than once in a process."""
+    if _wanted("PD_TEST_POLITE"):
+        # vLLM looks the function up at each call (distributed/utils.py, sched_yield).
+        os.sched_yield = _nap
     if _wanted("PD_TEST_REFERENCE_ATTENTION"):
         _register_reference_attention()
     if _wanted("PD_TEST_KIMI"):
         _register_kimi()
+
+
+def _nap() -> None:
+    time.sleep(1e-4)
 
 
 def _wanted(variable: str) -> bool:
