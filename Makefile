@@ -46,6 +46,8 @@ test-full: lint
 
 bench: setup
 	$(RUN) benchmarks/bind.py
+	$(RUN) benchmarks/step.py
+	$(RUN) benchmarks/convert.py
 	$(RUN) benchmarks/pull.py
 
 clean:

@@ -4,12 +4,13 @@ In one run, on one machine, with one model: this connector; vLLM's in-tree NixlC
 sleeping progress thread and without pinning (see `quiet_nixl`); and a plain instance without a connector. For each
 pair the client runs the prefill leg itself, outside of the measured time, and streams the decode leg from the decode
 instance: the time is from sending that request to its first token. Also measured: the first request to a new peer,
-and the processor time that the idle servers burn.
+and the processor time that the idle servers burn. The variants take turns for several rounds, each with fresh
+servers, so that whatever else the machine does in a minute does not fall on one variant alone.
 
 The plain instance computes the whole prompt, so its first token is no rival; its decode step and its idle cost are
 what the others are compared with.
 
-    python benchmarks/pull.py [--variants pd nixl-quiet …] [--requests 100] [--into out/bench/pull.json]
+    python benchmarks/pull.py [--variants pd nixl-quiet …] [--requests 100] [--rounds 2] [--into out/bench/pull.json]
 """
 
 from __future__ import annotations
@@ -69,6 +70,18 @@ class Result:
     idle_machine: Spread
     at_once: Spread
     decode_step: float
+    idle_cores: float
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one start of a variant's servers gave, in seconds."""
+
+    first_request: float
+    first_tokens: list[float]
+    first_tokens_at_once: list[float]
+    decode_steps: list[float]
     idle_cores: float
     failed: int
 
@@ -178,7 +191,7 @@ class Variant:
         return event_times(decode.url, body(model, prompt, kv_transfer_params=answer["kv_transfer_params"]))
 
 
-def measure(variant: Variant, model: str, requests: int, logs: Path) -> Result:
+def measure(variant: Variant, model: str, requests: int, seed: int, logs: Path) -> Round:
     """Start a variant, measure everything, stop it."""
     with Servers(logs) as servers:
         running = variant.start(servers, model)
@@ -200,20 +213,29 @@ def measure(variant: Variant, model: str, requests: int, logs: Path) -> Result:
         def first_tokens(answers: Iterator[list[float] | None]) -> list[float]:
             return [times[0] for times in answers if times]
 
-        [first] = first_tokens(map(ask, prompts(1, seed=1))) or [float("nan")]
-        answers = list(map(ask, prompts(requests, seed=2)))
+        [first] = first_tokens(map(ask, prompts(1, seed))) or [float("nan")]
+        answers = list(map(ask, prompts(requests, seed + 1)))
         steps = [b - a for times in answers if times for a, b in zip(times, times[1:], strict=False)]
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            at_once = first_tokens(pool.map(ask, prompts(requests, seed=3)))
-        return Result(
-            variant.name,
-            first_request=round(first * 1e3, 1),
-            idle_machine=spread(first_tokens(iter(answers))),
-            at_once=spread(at_once),
-            decode_step=round(float(np.median(steps)) * 1e3, 1),
-            idle_cores=idle_cores(running),
-            failed=failed,
-        )
+            at_once = first_tokens(pool.map(ask, prompts(requests, seed + 2)))
+        return Round(first, first_tokens(iter(answers)), at_once, steps, idle_cores(running), failed)
+
+
+def summary(name: str, rounds: Sequence[Round]) -> Result:
+    """All rounds of a variant together; the first request and the idle cost are medians over the rounds."""
+
+    def pooled(times: Callable[[Round], list[float]]) -> list[float]:
+        return [time for one in rounds for time in times(one)]
+
+    return Result(
+        name,
+        first_request=round(float(np.median([one.first_request for one in rounds])) * 1e3, 1),
+        idle_machine=spread(pooled(lambda one: one.first_tokens)),
+        at_once=spread(pooled(lambda one: one.first_tokens_at_once)),
+        decode_step=round(float(np.median(pooled(lambda one: one.decode_steps))) * 1e3, 1),
+        idle_cores=round(float(np.median([one.idle_cores for one in rounds])), 3),
+        failed=sum(one.failed for one in rounds),
+    )
 
 
 def table(results: Sequence[Result]) -> str:
@@ -247,10 +269,10 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=names, default=list(names))
     parser.add_argument("--model", choices=MODELS, default="gqa")
     parser.add_argument("--requests", type=int, default=100, help="per variant, one by one and again all at once")
+    parser.add_argument("--rounds", type=int, default=2, help="starts of each variant's servers")
     parser.add_argument("--into", type=Path, default=ROOT / "out" / "bench" / "pull.json")
     options = parser.parse_args()
     options.into.parent.mkdir(parents=True, exist_ok=True)
-    results = []
     with tempfile.TemporaryDirectory() as directory:
         variants = {
             "pd": Variant("pd", "PDConnector", {}),
@@ -258,10 +280,14 @@ def main() -> None:
             "nixl-quiet": Variant("nixl-quiet", "NixlConnector", quiet_nixl.environment(Path(directory))),
             "plain": Variant("plain", None, {}),
         }
-        for name in options.variants:
-            print(f"{name}: {2 * options.requests} requests …", flush=True)
-            results.append(measure(variants[name], options.model, options.requests, options.into.parent / "logs"))
-            print(table(results[-1:]), flush=True)
+        rounds: dict[str, list[Round]] = {name: [] for name in options.variants}
+        for number in range(options.rounds):
+            for name, taken in rounds.items():
+                print(f"round {number + 1}, {name}: {2 * options.requests} requests …", flush=True)
+                logs = options.into.parent / "logs"
+                taken.append(measure(variants[name], options.model, options.requests, 3 * number, logs))
+                print(table([summary(name, taken[-1:])]), flush=True)
+    results = [summary(name, taken) for name, taken in rounds.items()]
     facts = {"machine": machine(), "model": options.model, "prompt_tokens": LENGTHS, "unit": "ms"}
     options.into.write_text(json.dumps({**facts, "results": [asdict(result) for result in results]}, indent=1) + "\n")
     print(f"\nMilliseconds from the decode request to its first token:\n\n{table(results)}\n\nwrote {options.into}")

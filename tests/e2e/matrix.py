@@ -64,9 +64,15 @@ def _rows() -> list[Row]:
     rows = []
     for family in ("gqa", "swa", "mla"):
         # vLLM's CPU platform turns chunked prefill and prefix caching off for MLA.
-        both = (True, False) if MODELS[family].prefix_caching else (False,)
-        for p_tp, d_tp, chunked, caching in product((1, 2), (1, 2), both[::-1], both):
-            rows.append(Row(family, p_tp, d_tp, chunked=chunked, prefix_caching=caching))
+        caching = MODELS[family].prefix_caching
+        for p_tp, d_tp in product((1, 2), (1, 2)):
+            rows.append(Row(family, p_tp, d_tp, prefix_caching=caching))
+            # How a prefill is cut into steps acts on the producer alone, a local hit on the consumer alone: their
+            # product with every pair of sizes would show nothing that these do not.
+            if caching and p_tp == d_tp:
+                rows.append(Row(family, p_tp, d_tp, chunked=True))
+            if caching and d_tp == 1:
+                rows.append(Row(family, p_tp, d_tp, chunked=p_tp > d_tp, prefix_caching=False))
     for family, p_block, d_block in UNEQUAL_BLOCKS:
         rows += [Row(family, p_tp, d_tp, p_block, d_block) for p_tp, d_tp in ((1, 1), (2, 1))]
     return rows
