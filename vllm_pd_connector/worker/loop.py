@@ -1,7 +1,8 @@
-"""The transfer thread of one worker: it owns the transport, the side-channel client, all peers and all receives.
+"""The transfer thread of one worker: it owns the transport, the side-channel client, all links and all receives.
 
 Other threads only put orders in (`submit`) and take results out of the outbox. Everything that decides is a state
-machine without I/O (`protocol.peer`, `protocol.receive`); this loop brings them events and carries out their actions.
+machine without I/O (`protocol.peer`, `protocol.receive`); `links` and this loop bring them events and carry out their
+actions.
 It sleeps until the side channel has input, an order came or a deadline is due; only while a transfer runs does it
 look every few milliseconds, because transports are polled.
 
@@ -11,7 +12,6 @@ confirms that it held the blocks -> report. Whatever goes wrong on the way ends 
 
 from __future__ import annotations
 
-import random
 import secrets
 import threading
 import time
@@ -22,14 +22,7 @@ from dataclasses import dataclass, field
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.errors import (
-    BindError,
-    IncompatiblePeer,
-    PDConnectorError,
-    PeerLost,
-    ProtocolError,
-    TransferError,
-)
+from vllm_pd_connector.errors import BindError, PeerLost, ProtocolError, TransferError
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.stage import Chunk
@@ -39,34 +32,30 @@ from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.messages import (
     Failure,
     FailureCode,
-    GetManifests,
     LeaseRef,
-    Manifests,
     ReadDone,
     ReadVerdict,
     Release,
 )
-from vllm_pd_connector.protocol.peer import Peer, PeerKey
+from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.receive import Receive
-from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
-from vllm_pd_connector.sidechannel.sockets import endpoint
-from vllm_pd_connector.sidechannel.waiting import Wake, wait
+from vllm_pd_connector.sidechannel.client import Outcome
+from vllm_pd_connector.sidechannel.waiting import Wake
 from vllm_pd_connector.steps import ReceiveOrder
 from vllm_pd_connector.transport.base import Peer as TransportPeer
 from vllm_pd_connector.transport.base import Status, Transfer, Transport
+from vllm_pd_connector.worker.calls import Calls
 from vllm_pd_connector.worker.convert import Stager
 from vllm_pd_connector.worker.link import Link
+from vllm_pd_connector.worker.links import Links
 from vllm_pd_connector.worker.outbox import Outbox
 
 logger = init_logger(__name__)
 
 POLL_S = 0.001
 POLL_DRAINING_S = 0.05
-FETCH_ATTEMPTS = 4
 CONFIRM_ATTEMPTS = 3
 RELEASE_TIMEOUT_S = 5.0
-IDLE_LINK_S = 3600.0
-MAX_LINKS = 1024
 SHUTDOWN_S = 10.0
 
 
@@ -127,9 +116,7 @@ class TransferLoop:
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="pd-transfer", daemon=True)
         self._started: Future[bytes] = Future()
-        self._links: dict[tuple[PeerKey, str], Link] = {}
         self._active: dict[str, _Active] = {}
-        self._replies: dict[int, Callable[[Outcome, float], None]] = {}
         self._stats = PDStats()
 
     def start(self) -> bytes:
@@ -163,13 +150,16 @@ class TransferLoop:
         except BaseException as error:
             self._started.set_exception(error)
             return
-        self._client = SideChannelClient()
+        self._calls = Calls()
+        self._links = Links(
+            self._config, self._manifest, self._transport, self._stager.chunk_bytes, self._calls, self, self._observe
+        )
         try:
             while not self._stop:
-                wait(self._client, self._wake, self._next_deadline())
+                self._calls.wait(self._wake, self._next_deadline())
                 self._turn(time.monotonic())
         finally:
-            self._client.close()
+            self._calls.close()
             self._transport.close()
 
     def _turn(self, now: float) -> None:
@@ -181,9 +171,7 @@ class TransferLoop:
                     self._begin(order, now)
                 for request_id in aborts:
                     self._abort(request_id, now)
-            for token, outcome in self._client.receive():
-                if (handler := self._replies.pop(token, None)) is not None:
-                    handler(outcome, now)
+            self._calls.deliver(now)
             self._poll(now)
             self._tick(now)
         except Exception as error:
@@ -195,9 +183,7 @@ class TransferLoop:
 
     def _next_deadline(self) -> float | None:
         moments = [m for active in self._active.values() if (m := active.machine.next_deadline()) is not None]
-        moments += [m for link in self._links.values() if (m := link.machine.next_deadline()) is not None]
-        if self._links:
-            moments.append(min(link.used_at for link in self._links.values()) + IDLE_LINK_S)
+        moments += [m for m in (self._links.next_deadline(),) if m is not None]
         now = time.monotonic()
         for active in self._active.values():
             if active.transfers:
@@ -217,7 +203,7 @@ class TransferLoop:
             self._stats.fail(FailureKind.BAD_PARAMETERS)
             self._outbox.finished(order.request_id, ok=False, quarantined=False)
             return
-        link = self._link(
+        link = self._links.get(
             PeerKey(remote.remote_host, remote.remote_port, remote.pd_connector.incarnation),
             remote.remote_engine_id,
             now,
@@ -226,115 +212,49 @@ class TransferLoop:
         self._active[order.request_id] = _Active(
             order, remote.lease, link, machine, secrets.token_bytes(16), began=now, phase_began=now
         )
-        self._drive_peer(link, peers.Wanted(order.request_id), now)
-
-    def _link(self, key: PeerKey, engine_id: str, now: float) -> Link:
-        link = self._links.get((key, engine_id))
-        if link is None:
-            if len(self._links) >= MAX_LINKS:
-                self._drop_idle(now, oldest=True)
-            machine = Peer(key, random.random)
-            link = self._links[key, engine_id] = Link(machine, engine_id, endpoint(key.host, key.port), now)
-            self._doubt_others_at(link, now)
-        link.used_at = now
-        return link
-
-    def _doubt_others_at(self, newcomer: Link, now: float) -> None:
-        """Two lives of an engine at one address: one of them is over. The parameters of a request prove nothing, so
-        the older link is only asked to check."""
-        for link in list(self._links.values()):
-            if link is not newcomer and link.endpoint == newcomer.endpoint:
-                self._drive_peer(link, peers.Suspected("another incarnation is announced at its address"), now)
+        self._links.drive(link, peers.Wanted(order.request_id), now)
 
     def _abort(self, request_id: str, now: float) -> None:
         active = self._active.get(request_id)
         if active is not None and not active.reported:
-            self._drive_peer(active.link, peers.Unwanted(request_id), now)
+            self._links.drive(active.link, peers.Unwanted(request_id), now)
             self._drive(active, receives.Abort(), now, FailureKind.ABORTED)
 
-    # Peers
+    # What becomes of links (`links.User`)
 
-    def _drive_peer(self, link: Link, event: peers.Event, now: float) -> None:
-        """Give a peer's machine an event and carry out what it asks for."""
-        for action in link.machine.handle(event, now):
-            match action:
-                case peers.FetchManifests(attempt):
-                    self._fetch(link, attempt, now)
-                case peers.Connect():
-                    self._drive_peer(link, self._connect(link), now)
-                case peers.Disconnect(reason):
-                    self._disconnect(link, reason, now)
-                case peers.StartRequests(request_ids):
-                    for request_id in request_ids:
-                        self._start(self._active[request_id], now)
-                case peers.FailRequests(request_ids, reason):
-                    refused = link.machine.state is peers.State.REFUSED
-                    kind = FailureKind.INCOMPATIBLE_PEER if refused else FailureKind.PEER_UNREACHABLE
-                    for request_id in request_ids:
-                        self._drive(self._active[request_id], receives.PeerFailed(reason), now, kind)
-
-    def _fetch(self, link: Link, attempt: int, now: float) -> None:
+    def ready(self, request_id: str, now: float) -> None:
+        """Its peer is ready: bind the request and start its reads."""
+        active = self._active[request_id]
         try:
-            timeout = self._config.handshake_timeout / FETCH_ATTEMPTS
-            token = self._client.send(link.endpoint, GetManifests(link.engine_id), timeout)
-        except ProtocolError as error:
-            self._drive_peer(link, peers.FetchFailed(attempt, str(error)), now)
+            active.reads = active.link.bind(active.order)
+        except BindError as error:
+            self._drive(active, receives.PeerFailed(str(error)), now, FailureKind.BAD_PARAMETERS)
             return
-        self._replies[token] = lambda outcome, at: self._fetched(link, attempt, outcome, at)
+        except Exception as error:  # a defect of ours that one request met must not reach the others
+            logger.exception("request %s: binding failed", active.order.request_id)
+            self._drive(active, receives.PeerFailed(f"{type(error).__name__}: {error}"), now, FailureKind.INTERNAL)
+            return
+        self._phase(active, Phase.QUEUE, now)
+        staged = frozenset(i for i, (_, work) in enumerate(active.reads) if not isinstance(work, Runs))
+        self._drive(active, receives.PeerReady(len(active.reads), staged), now)
 
-    def _fetched(self, link: Link, attempt: int, outcome: Outcome, now: float) -> None:
-        match outcome:
-            case Manifests(engine_id=_, incarnation=incarnation, manifests=manifests):
-                link.manifests = manifests
-                event: peers.Event = peers.ManifestsArrived(attempt, incarnation)
-            case Failure(code=FailureCode.FOREIGN_ENGINE, message=message):
-                event = peers.Replaced(message)
-            case Failure(code=FailureCode.VERSION | FailureCode.MALFORMED, message=message):
-                event = peers.Refused(message)
-            case _:
-                event = peers.FetchFailed(attempt, str(outcome))
-        self._drive_peer(link, event, now)
+    def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
+        """Its peer cannot be had."""
+        self._drive(self._active[request_id], receives.PeerFailed(reason), now, kind)
 
-    def _connect(self, link: Link) -> peers.Event:
-        began = time.monotonic()
-        try:
-            verdict = link.connect(self._manifest, self._transport, self._stager.chunk_bytes)
-        except IncompatiblePeer as error:
-            logger.error("%s", error)
-            return peers.Refused(str(error))
-        except PDConnectorError as error:
-            return peers.ConnectFailed(str(error))
-        finally:
-            link.manifests = ()
-        seconds = time.monotonic() - began
-        self._stats.observe_phase(Phase.HANDSHAKE, seconds)
-        logger.info(
-            "linked to prefill engine %s at %s in %.1f ms: %s", link.engine_id, link.machine.key, 1e3 * seconds, verdict
-        )
-        return peers.Connected()
-
-    def _disconnect(self, link: Link, reason: str, now: float) -> None:
-        """The peer's process is known to be dead, or nobody uses it: what it was sending cannot land any more."""
-        logger.warning("disconnecting prefill engine %s at %s: %s", link.engine_id, link.machine.key, reason)
-        gone = list(link.ranks.values())
-        link.disconnect(self._transport)
-        # Receives that wait belong to the peer's machine, which starts or fails them itself.
+    def lost(self, link: Link, ranks: Sequence[TransportPeer], reason: str, now: float) -> None:
+        """A peer is gone: what was read from it fails, and what may still have been written cannot be any more."""
         waiting = receives.State.WAITING
-        for peer in gone:
+        for peer in ranks:
             self._stager.peer_gone(peer)
         for active in [a for a in self._active.values() if a.link is link and a.machine.state is not waiting]:
             self._drive(active, receives.PeerFailed(reason), now, FailureKind.PEER_UNREACHABLE)
             for index in sorted(active.stuck):
                 self._drive(active, receives.TransferFailed(index, reason, terminal=True), now)
 
-    def _drop_idle(self, now: float, *, oldest: bool = False) -> None:
-        used = {id(active.link) for active in self._active.values()}
-        idle = [(key, link) for key, link in self._links.items() if id(link) not in used]
-        idle.sort(key=lambda entry: entry[1].used_at)
-        for key, link in idle[:1] if oldest else idle:
-            if oldest or link.used_at + IDLE_LINK_S <= now:
-                self._drive_peer(link, peers.Dismissed("not used for long"), now)
-                del self._links[key]
+    def uses(self, link: Link) -> bool:
+        """Whether a receive holds this link."""
+        return any(active.link is link for active in self._active.values())
 
     # Receives
 
@@ -354,20 +274,6 @@ class TransferLoop:
                     self._outbox.drained(active.order.request_id)
         if active.reported and not active.machine.writing:
             self._active.pop(active.order.request_id, None)
-
-    def _start(self, active: _Active, now: float) -> None:
-        try:
-            active.reads = active.link.bind(active.order)
-        except BindError as error:
-            self._drive(active, receives.PeerFailed(str(error)), now, FailureKind.BAD_PARAMETERS)
-            return
-        except Exception as error:  # a defect of ours that one request met must not reach the others
-            logger.exception("request %s: binding failed", active.order.request_id)
-            self._drive(active, receives.PeerFailed(f"{type(error).__name__}: {error}"), now, FailureKind.INTERNAL)
-            return
-        self._phase(active, Phase.QUEUE, now)
-        staged = frozenset(i for i, (_, work) in enumerate(active.reads) if not isinstance(work, Runs))
-        self._drive(active, receives.PeerReady(len(active.reads), staged), now)
 
     def _read(self, active: _Active, now: float) -> None:
         began = time.monotonic()
@@ -423,18 +329,21 @@ class TransferLoop:
         event = receives.TransferFailed(index, str(error), error.terminal)
         self._drive(active, event, now, FailureKind.TRANSFER_FAILED)
         if isinstance(error, PeerLost):
-            self._drive_peer(active.link, peers.Lost(str(error)), now)
+            self._links.drive(active.link, peers.Lost(str(error)), now)
         else:
-            self._drive_peer(active.link, peers.Suspected(str(error)), now)
+            self._links.drive(active.link, peers.Suspected(str(error)), now)
 
     def _confirm(self, active: _Active, now: float) -> None:
         message = ReadDone(active.lease, self._reader, self._readers, active.attempt)
         try:
-            token = self._client.send(active.link.endpoint, message, self._config.confirm_timeout / CONFIRM_ATTEMPTS)
+            self._calls.ask(
+                active.link.endpoint,
+                message,
+                self._config.confirm_timeout / CONFIRM_ATTEMPTS,
+                lambda outcome, at: self._confirmed(active, outcome, at),
+            )
         except ProtocolError as error:
             self._drive(active, receives.Verdict(False, str(error)), now, FailureKind.INTERNAL)
-            return
-        self._replies[token] = lambda outcome, at: self._confirmed(active, outcome, at)
 
     def _confirmed(self, active: _Active, outcome: Outcome, now: float) -> None:
         match outcome:
@@ -445,7 +354,7 @@ class TransferLoop:
             case Failure(message=message):
                 self._drive(active, receives.Verdict(False, message), now, FailureKind.LEASE_LOST)
             case _:
-                self._drive_peer(active.link, peers.Suspected(str(outcome)), now)
+                self._links.drive(active.link, peers.Suspected(str(outcome)), now)
                 self._drive(active, receives.VerdictTimeout(), now)
 
     def _report(self, active: _Active, ok: bool, reason: str, quarantined: bool, now: float) -> None:
@@ -481,9 +390,12 @@ class TransferLoop:
     def _give_back(self, active: _Active) -> None:
         """Tell the prefill side that this lease needs no keeping; nobody waits for the answer."""
         try:
-            self._client.send(active.link.endpoint, Release((active.lease,)), RELEASE_TIMEOUT_S)
+            self._calls.ask(active.link.endpoint, Release((active.lease,)), RELEASE_TIMEOUT_S)
         except ProtocolError as error:
             logger.debug("releasing the lease of %s: %s", active.lease.request_id, error)
+
+    def _observe(self, phase: Phase, seconds: float) -> None:
+        self._stats.observe_phase(phase, seconds)
 
     def _phase(self, active: _Active, phase: Phase, now: float) -> None:
         self._stats.observe_phase(phase, now - active.phase_began)
@@ -495,16 +407,13 @@ class TransferLoop:
         for active in list(self._active.values()):
             if (due := active.machine.next_deadline()) is not None and due <= now:
                 if active.machine.state is not receives.State.WAITING:
-                    self._drive_peer(active.link, peers.Suspected("a receive exceeded its deadline"), now)
-                self._drive_peer(active.link, peers.Unwanted(active.order.request_id), now)
+                    self._links.drive(active.link, peers.Suspected("a receive exceeded its deadline"), now)
+                self._links.drive(active.link, peers.Unwanted(active.order.request_id), now)
                 self._drive(active, receives.Tick(), now, FailureKind.DEADLINE)
-        for link in list(self._links.values()):
-            if (due := link.machine.next_deadline()) is not None and due <= now:
-                self._drive_peer(link, peers.Tick(), now)
-        self._drop_idle(now)
+        self._links.tick(now)
 
     def _fail_all(self, reason: str, now: float) -> None:
         for active in list(self._active.values()):
             if not active.reported:
-                self._drive_peer(active.link, peers.Unwanted(active.order.request_id), now)
+                self._links.drive(active.link, peers.Unwanted(active.order.request_id), now)
                 self._drive(active, receives.PeerFailed(reason), now, FailureKind.INTERNAL)

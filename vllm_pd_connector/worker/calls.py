@@ -1,0 +1,43 @@
+"""Requests on the side channel and what is done with their answers, in the thread that owns the client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vllm_pd_connector.protocol.messages import Request
+from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
+from vllm_pd_connector.sidechannel.waiting import Wake, wait
+
+Handler = Callable[[Outcome, float], None]
+"""Called with what became of a request and the time; once, in the thread that owns the `Calls`."""
+
+
+class Calls:
+    """A side-channel client whose requests carry their continuation."""
+
+    def __init__(self) -> None:
+        self._client = SideChannelClient()
+        self._handlers: dict[int, Handler] = {}
+
+    def ask(self, endpoint: str, request: Request, timeout_s: float, handler: Handler | None = None) -> None:
+        """Send a request; `handler` gets the outcome in a later `deliver`. Without one nobody waits for it.
+
+        Raises:
+            ProtocolError: it cannot be sent; see `SideChannelClient.send`.
+        """
+        token = self._client.send(endpoint, request, timeout_s)
+        if handler is not None:
+            self._handlers[token] = handler
+
+    def wait(self, wake: Wake, deadline: float | None) -> None:
+        """Sleep until there is input, `wake` is set or the time is `deadline`."""
+        wait(self._client, wake, deadline)
+
+    def deliver(self, now: float) -> None:
+        """Hand every outcome that has come to its handler."""
+        for token, outcome in self._client.receive():
+            if (handler := self._handlers.pop(token, None)) is not None:
+                handler(outcome, now)
+
+    def close(self) -> None:
+        self._client.close()

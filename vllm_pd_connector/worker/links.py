@@ -1,0 +1,189 @@
+"""All prefill instances that a worker is or was linked to: their handshakes, doubts, deaths and removal.
+
+A peer's state machine decides (`protocol.peer`), its `Link` holds the plan and the connected ranks; this class brings
+the machines their events and carries out what they ask for. What it means for requests goes to the `User`, who owns
+them: start these, fail those, all that reads from this link is over.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, ProtocolError
+from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.observability.stats import FailureKind, Phase
+from vllm_pd_connector.protocol import peer as peers
+from vllm_pd_connector.protocol.messages import Failure, FailureCode, GetManifests, Manifests
+from vllm_pd_connector.protocol.peer import Peer, PeerKey
+from vllm_pd_connector.sidechannel.client import Outcome
+from vllm_pd_connector.sidechannel.sockets import endpoint
+from vllm_pd_connector.transport.base import Peer as TransportPeer
+from vllm_pd_connector.transport.base import Transport
+from vllm_pd_connector.worker.calls import Calls
+from vllm_pd_connector.worker.link import Link
+
+logger = init_logger(__name__)
+
+FETCH_ATTEMPTS = 4
+IDLE_LINK_S = 3600.0
+MAX_LINKS = 1024
+
+
+class User(Protocol):
+    """The owner of the requests that need links."""
+
+    def ready(self, request_id: str, now: float) -> None:
+        """The link of this request, which was `Wanted`, is ready."""
+
+    def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
+        """The link of this request, which was `Wanted`, cannot be had."""
+
+    def lost(self, link: Link, ranks: Sequence[TransportPeer], reason: str, now: float) -> None:
+        """A link was cut: nothing that its ranks were asked for can land any more. Requests that still wait for the
+        link are not concerned; they are started or refused."""
+
+    def uses(self, link: Link) -> bool:
+        """Whether a request holds this link."""
+
+
+class Links:
+    """See the module. Lives in the transfer thread.
+
+    Args:
+        manifest: this worker's, without the endpoint.
+        chunk_bytes: what a staged transfer may take of the slab at a time; 0 if there is no slab.
+        observe: takes the seconds of a phase, for the statistics.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        manifest: Manifest,
+        transport: Transport,
+        chunk_bytes: int,
+        calls: Calls,
+        user: User,
+        observe: Callable[[Phase, float], None],
+    ) -> None:
+        self._config = config
+        self._manifest = manifest
+        self._transport = transport
+        self._chunk_bytes = chunk_bytes
+        self._calls = calls
+        self._user = user
+        self._observe = observe
+        self._links: dict[tuple[PeerKey, str], Link] = {}
+
+    def get(self, key: PeerKey, engine_id: str, now: float) -> Link:
+        """The link to this life of this engine, made if there is none."""
+        link = self._links.get((key, engine_id))
+        if link is None:
+            if len(self._links) >= MAX_LINKS:
+                self._drop_idle(now, oldest=True)
+            machine = Peer(key, random.random)
+            link = self._links[key, engine_id] = Link(machine, engine_id, endpoint(key.host, key.port), now)
+            self._doubt_others_at(link, now)
+        link.used_at = now
+        return link
+
+    def drive(self, link: Link, event: peers.Event, now: float) -> None:
+        """Give a peer's machine an event and carry out what it asks for."""
+        for action in link.machine.handle(event, now):
+            match action:
+                case peers.FetchManifests(attempt):
+                    self._fetch(link, attempt, now)
+                case peers.Connect():
+                    self.drive(link, self._connect(link), now)
+                case peers.Disconnect(reason):
+                    self._disconnect(link, reason, now)
+                case peers.StartRequests(request_ids):
+                    for request_id in request_ids:
+                        self._user.ready(request_id, now)
+                case peers.FailRequests(request_ids, reason):
+                    refused = link.machine.state is peers.State.REFUSED
+                    kind = FailureKind.INCOMPATIBLE_PEER if refused else FailureKind.PEER_UNREACHABLE
+                    for request_id in request_ids:
+                        self._user.refused(request_id, reason, kind, now)
+
+    def tick(self, now: float) -> None:
+        """What is due: retries, probes, the removal of links that nobody has used for long."""
+        for link in list(self._links.values()):
+            if (due := link.machine.next_deadline()) is not None and due <= now:
+                self.drive(link, peers.Tick(), now)
+        self._drop_idle(now)
+
+    def next_deadline(self) -> float | None:
+        """When a `tick` is due, None if none is."""
+        moments = [due for link in self._links.values() if (due := link.machine.next_deadline()) is not None]
+        moments += [link.used_at + IDLE_LINK_S for link in self._links.values()]
+        return min(moments, default=None)
+
+    def _doubt_others_at(self, newcomer: Link, now: float) -> None:
+        """Two lives of an engine at one address: one of them is over. The parameters of a request prove nothing, so
+        the older link is only asked to check."""
+        for link in list(self._links.values()):
+            if link is not newcomer and link.endpoint == newcomer.endpoint:
+                self.drive(link, peers.Suspected("another incarnation is announced at its address"), now)
+
+    def _fetch(self, link: Link, attempt: int, now: float) -> None:
+        timeout = self._config.handshake_timeout / FETCH_ATTEMPTS
+        try:
+            self._calls.ask(
+                link.endpoint,
+                GetManifests(link.engine_id),
+                timeout,
+                lambda outcome, at: self._fetched(link, attempt, outcome, at),
+            )
+        except ProtocolError as error:
+            self.drive(link, peers.FetchFailed(attempt, str(error)), now)
+
+    def _fetched(self, link: Link, attempt: int, outcome: Outcome, now: float) -> None:
+        match outcome:
+            case Manifests(engine_id=_, incarnation=incarnation, manifests=manifests):
+                link.manifests = manifests
+                event: peers.Event = peers.ManifestsArrived(attempt, incarnation)
+            case Failure(code=FailureCode.FOREIGN_ENGINE, message=message):
+                event = peers.Replaced(message)
+            case Failure(code=FailureCode.VERSION | FailureCode.MALFORMED, message=message):
+                event = peers.Refused(message)
+            case _:
+                event = peers.FetchFailed(attempt, str(outcome))
+        self.drive(link, event, now)
+
+    def _connect(self, link: Link) -> peers.Event:
+        began = time.monotonic()
+        try:
+            verdict = link.connect(self._manifest, self._transport, self._chunk_bytes)
+        except IncompatiblePeer as error:
+            logger.error("%s", error)
+            return peers.Refused(str(error))
+        except PDConnectorError as error:
+            return peers.ConnectFailed(str(error))
+        finally:
+            link.manifests = ()
+        seconds = time.monotonic() - began
+        self._observe(Phase.HANDSHAKE, seconds)
+        logger.info(
+            "linked to prefill engine %s at %s in %.1f ms: %s", link.engine_id, link.machine.key, 1e3 * seconds, verdict
+        )
+        return peers.Connected()
+
+    def _disconnect(self, link: Link, reason: str, now: float) -> None:
+        """The peer's process is known to be dead, or nobody uses it: what it was sending cannot land any more."""
+        logger.warning("disconnecting prefill engine %s at %s: %s", link.engine_id, link.machine.key, reason)
+        gone = tuple(link.ranks.values())
+        link.disconnect(self._transport)
+        self._user.lost(link, gone, reason, now)
+
+    def _drop_idle(self, now: float, *, oldest: bool = False) -> None:
+        idle = [(key, link) for key, link in self._links.items() if not self._user.uses(link)]
+        idle.sort(key=lambda entry: entry[1].used_at)
+        for key, link in idle[:1] if oldest else idle:
+            if oldest or link.used_at + IDLE_LINK_S <= now:
+                self.drive(link, peers.Dismissed("not used for long"), now)
+                del self._links[key]
