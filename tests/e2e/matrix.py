@@ -25,9 +25,18 @@ tokens whose blocks the prefill side has freed (docs/design/geometry.md).
 """
 
 
+HYBRIDS = ("kimi", "kimi16", "qwen3next", "granite")
+"""Families with recurrent states beside attention; their states' sizes differ by tensor-parallel size, and so do their
+logical blocks."""
+
+HYBRID_BLOCKS = 256
+"""Blocks of each side of a hybrid pair: a few dozen requests use every one of them again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One pair. Block sizes are tokens; 0 is the model's own (see `make_models`)."""
+    """One pair. Block sizes are tokens; 0 is the model's own (see `make_models`). `p_conv` and `d_conv` are the layouts
+    of convolution states, DS or SD; empty is vLLM's choice."""
 
     family: str
     p_tp: int = 1
@@ -38,12 +47,15 @@ class Row:
     prefix_caching: bool = True
     mode: str = "pull"
     transport: str = "nixl"
+    p_conv: str = ""
+    d_conv: str = ""
 
     @property
     def id(self) -> str:
         """Readable and unique; what differs from the plainest row of the family is named."""
         parts = [self.family, f"{self.transport}-{self.mode}", f"tp{self.p_tp}to{self.d_tp}"]
         parts += [f"block{self.p_block}to{self.d_block}"] if (self.p_block, self.d_block) != (0, 0) else []
+        parts += [f"conv{self.p_conv}to{self.d_conv}"] if self.p_conv or self.d_conv else []
         parts += ["chunked"] if self.chunked else []
         parts += [] if self.prefix_caching else ["nocache"]
         return "-".join(parts)
@@ -57,7 +69,14 @@ class Row:
             flags += ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
         if model.prefix_caching:
             flags.append("--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching")
+        if self.family in HYBRIDS:
+            flags += ["--num-gpu-blocks-override", str(HYBRID_BLOCKS)]
         return tuple(flags)
+
+    def environment(self, side: str) -> dict[str, str]:
+        """Variables of side "p" or "d", beyond those of the model."""
+        layout = self.p_conv if side == "p" else self.d_conv
+        return {"VLLM_SSM_CONV_STATE_LAYOUT": layout} if layout else {}
 
 
 def _rows() -> list[Row]:
@@ -75,24 +94,37 @@ def _rows() -> list[Row]:
                 rows.append(Row(family, p_tp, d_tp, chunked=p_tp > d_tp, prefix_caching=False))
     for family, p_block, d_block in UNEQUAL_BLOCKS:
         rows += [Row(family, p_tp, d_tp, p_block, d_block) for p_tp, d_tp in ((1, 1), (2, 1))]
+    for family in HYBRIDS:
+        for caching in (True, False) if MODELS[family].prefix_caching else (False,):
+            rows += [Row(family, *sizes, prefix_caching=caching) for sizes in ((1, 1), (2, 1), (1, 2))]
+    rows += [Row(family, chunked=True) for family in HYBRIDS if MODELS[family].prefix_caching]
+    rows += [Row("kimi", p_conv="DS", d_conv="DS"), Row("kimi16", 1, 2, p_conv="SD", d_conv="DS")]
+    rows += [Row("granite", prefix_caching=False, p_conv="DS", d_conv="SD"), Row("qwen3next", p_conv="DS", d_conv="SD")]
     return rows
 
 
 ROWS: list[Row] = _rows()
 
 
-QUICK_ROWS: list[Row] = [row for row in ROWS if row.p_block == row.d_block and row.p_tp + row.d_tp < 4]
-"""What `make test` chooses from. A pair with four workers takes minutes on two cores, and unequal blocks are tested
-without servers by the geometry's property tests: both are rows of `make test-full`."""
-
-
-PLAIN_ROWS: list[Row] = [Row(family, prefix_caching=MODELS[family].prefix_caching) for family in ("gqa", "swa", "mla")]
+FAMILIES = ("gqa", "swa", "mla", *HYBRIDS)
+PLAIN_ROWS: list[Row] = [Row(family, prefix_caching=MODELS[family].prefix_caching) for family in FAMILIES]
 """One row per family: equal sides, everything at its default. What does not depend on geometry is tested on these."""
+
+
+QUICK_HYBRIDS = [row for row in PLAIN_ROWS if row.family in ("kimi", "granite")]
+QUICK_ROWS: list[Row] = [
+    row
+    for row in ROWS
+    if row in QUICK_HYBRIDS or (row.family not in HYBRIDS and row.p_block == row.d_block and row.p_tp + row.d_tp < 4)
+]
+"""What `make test` chooses from. A pair with four workers takes minutes on two cores, and unequal blocks are tested
+without servers by the geometry's property tests: both are rows of `make test-full`. So are most hybrids: what differs
+between them is how large their states are."""
 
 
 def _values(row: Row) -> tuple[object, ...]:
     """The columns whose pairs must meet; the two sides' sizes count as one value, since it is their pair that acts."""
-    geometry = ((row.p_tp, row.d_tp), (row.p_block, row.d_block))
+    geometry = ((row.p_tp, row.d_tp), (row.p_block, row.d_block), (row.p_conv, row.d_conv))
     return (row.family, *geometry, row.chunked, row.prefix_caching, row.mode, row.transport)
 
 

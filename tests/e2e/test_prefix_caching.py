@@ -9,8 +9,11 @@ from e2e.over import over
 from e2e.workload import SCENARIOS, Prompt, ask
 
 CACHING_ROWS = [row for row in PLAIN_ROWS if row.prefix_caching]
-WARM_TOKENS = 100
-"""Three whole blocks of 32 and a part of a fourth."""
+
+
+def warm_tokens(pair: Cluster) -> int:
+    """Prompt tokens to warm: some whole blocks and a part of another."""
+    return max(100, pair.block_tokens + 44)
 
 
 def warm(pair: Cluster, url: str, prompt: Prompt) -> None:
@@ -36,10 +39,11 @@ def test_cold_prompts_are_fetched_whole(pair: Cluster) -> None:
 @over(CACHING_ROWS)
 def test_only_the_missing_rest_is_fetched_after_a_partial_hit(pair: Cluster) -> None:
     asked = SCENARIOS["partly on the decode side"]
+    known, block = warm_tokens(pair), pair.block_tokens
     for prompt in asked:
-        warm(pair, pair.decode.url, prompt[:WARM_TOKENS])
+        warm(pair, pair.decode.url, prompt[:known])
     pair.check(asked)
-    assert fetched_from(pair, asked) == [96] * len(asked)
+    assert fetched_from(pair, asked) == [min(known, len(prompt)) // block * block for prompt in asked]
 
 
 @over(CACHING_ROWS)
@@ -48,13 +52,13 @@ def test_a_full_hit_fetches_less_than_a_block_and_frees_the_prefill_side(pair: C
     for prompt in asked:
         warm(pair, pair.decode.url, prompt)
     pair.check(asked)
-    assert all(record.stop - record.start <= 32 for record in received(pair.take_digests()))
+    assert all(record.stop - record.start <= pair.block_tokens for record in received(pair.take_digests()))
 
 
 @over(CACHING_ROWS)
 def test_blocks_that_the_prefill_side_found_in_its_cache_are_fetched_like_others(pair: Cluster) -> None:
     asked = SCENARIOS["partly on the prefill side"]
     for prompt in asked:
-        warm(pair, pair.prefill.url, prompt[:WARM_TOKENS])
+        warm(pair, pair.prefill.url, prompt[: warm_tokens(pair)])
     pair.check(asked)
     assert fetched_from(pair, asked) == [0] * len(asked)

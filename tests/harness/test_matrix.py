@@ -12,6 +12,7 @@ def values(row: Row) -> list[tuple[str, object]]:
         ("family", row.family),
         ("tp", (row.p_tp, row.d_tp)),
         ("blocks", (row.p_block, row.d_block)),
+        ("convolution states", (row.p_conv, row.d_conv)),
         ("chunked", row.chunked),
         ("prefix_caching", row.prefix_caching),
         ("mode", row.mode),

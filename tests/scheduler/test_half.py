@@ -35,7 +35,8 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def make_half(role: str, lookahead: int = 0, spec: Any = FULL, **changes: Any) -> tuple[SchedulerHalf, BlockPool]:
-    """A scheduler half with a real block pool; `role` is kv_producer or kv_consumer."""
+    """A scheduler half with a real block pool; `role` is kv_producer or kv_consumer, `spec` that of each group."""
+    specs = spec if isinstance(spec, tuple) else (spec,)
     parallel = SimpleNamespace(
         data_parallel_index=0, tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
     )
@@ -44,7 +45,10 @@ def make_half(role: str, lookahead: int = 0, spec: Any = FULL, **changes: Any) -
     half = SchedulerHalf(
         config,
         SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, num_prefill_lookahead_tokens=lookahead),
-        SimpleNamespace(transfer_group_ids=(0,), transfer_groups=(SimpleNamespace(kv_cache_spec=spec),)),
+        SimpleNamespace(
+            transfer_group_ids=tuple(range(len(specs))),
+            transfer_groups=tuple(SimpleNamespace(kv_cache_spec=each) for each in specs),
+        ),
     )
     pool = BlockPool(num_gpu_blocks=32, enable_caching=False, hash_block_size=BLOCK)
     half.bind_block_pool(pool)
