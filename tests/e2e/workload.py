@@ -42,6 +42,8 @@ SCENARIOS: dict[str, list[Prompt]] = {
         "partly on the decode side": (130, 700, 1900),
         "all on the decode side": (64, 130, 1500),
         "partly on the prefill side": (130, 700, 1900),
+        # Lengths far enough apart to tell the requests by them.
+        "hits of every length": range(150, 950, 40),
         # Good requests beside or after bad ones: the servers must still answer them right.
         "beside abandoned": (33, 500, 1100, 1900),
         "after abandoned": (60, 350),

@@ -12,6 +12,8 @@ def values(row: Row) -> list[tuple[str, object]]:
         ("family", row.family),
         ("tp", (row.p_tp, row.d_tp)),
         ("blocks", (row.p_block, row.d_block)),
+        ("stages", (row.p_pp, row.d_pp)),
+        ("layouts", (row.p_layout, row.d_layout)),
         ("chunked", row.chunked),
         ("prefix_caching", row.prefix_caching),
         ("mode", row.mode),
