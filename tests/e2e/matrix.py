@@ -16,6 +16,8 @@ from make_models import MODELS
 CHUNK_TOKENS = 128
 """Tokens per prefill step in rows that chunk; most prompts of the workload are longer."""
 
+PIPELINE_WORKER = "pd_test_plugins.pipeline.PipelineWorker"
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -57,7 +59,7 @@ class Row:
         block = (self.p_block if side == "p" else self.d_block) or model.block_size
         flags = ["--block-size", str(block)]
         if (stages := self.p_pp if side == "p" else self.d_pp) > 1:
-            flags += ["--pipeline-parallel-size", str(stages)]
+            flags += ["--pipeline-parallel-size", str(stages), "--worker-cls", PIPELINE_WORKER]
         if side == "p" and self.chunked:
             flags += ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
         if model.prefix_caching:
