@@ -107,7 +107,8 @@ UNEQUAL_ROWS: list[Row] = [
     *(Row("gqa", p_tp, 1, p_block, d_block) for p_tp in (1, 2) for p_block, d_block in ((128, 32), (32, 128))),
     Row("gqa", p_block=32, d_block=96),
     Row("swa", p_block=128, d_block=32),
-    Row("swa", 2, 1, p_block=32, d_block=128),
+    Row("swa", p_block=32, d_block=128),
+    Row("swa", 2, 1, p_block=32, d_block=96),
     _layouts("gqa", 1, 1, ("HND", 32), ("NHD", 32)),
     _layouts("gqa", 2, 1, ("NHD", 32), ("HND", 32)),
     _layouts("gqa", 1, 2, ("HND", 32), ("NHD", 32)),
@@ -132,6 +133,9 @@ UNEQUAL_ROWS: list[Row] = [
     replace(_layouts("gqa", 1, 1, ("HND", 48), ("NHD", 32)), p_pp=2),
 ]
 """Pairs whose sides differ in block size, layout or pipeline stages, with prefix caching on."""
+
+LARGER_WINDOW_ROWS: list[Row] = [row for row in UNEQUAL_ROWS if row.family == "swa" and row.p_block < row.d_block]
+"""Windows whose first block on the decode side may reach back to tokens that the prefill side has let go of."""
 
 ROWS: list[Row] = [*_rows(), *UNEQUAL_ROWS]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from e2e.cluster import Cluster
 from e2e.digests import received
-from e2e.matrix import PLAIN_ROWS, UNEQUAL_ROWS
+from e2e.matrix import LARGER_WINDOW_ROWS, PLAIN_ROWS, UNEQUAL_ROWS
 from e2e.over import over
 from e2e.workload import SCENARIOS, Prompt, ask, ask_many
 from make_models import MODELS
@@ -74,3 +74,11 @@ def test_hits_of_every_length_are_continued_from_an_unequal_side(pair: Cluster) 
     found = [(r.stop + (r.stop not in expected), r.start) for r in received(pair.take_digests())]
     assert set(found) == set(expected.items())
     assert len(found) == len(asked) * pair.row.d_tp * pair.row.d_pp, "one record per decode worker"
+
+
+@over(LARGER_WINDOW_ROWS)
+def test_a_block_that_came_in_part_is_never_found_by_another_prompt(pair: Cluster) -> None:
+    """The decode side answers prompts with the same beginning by itself, from what its prefix cache finds."""
+    pair.check(SCENARIOS["received in part"], at_once=4)
+    for prompt in SCENARIOS["beginning alike"]:
+        assert ask(pair.decode.url, pair.body(prompt)).tokens == pair.baselines.tokens(pair.model, prompt)

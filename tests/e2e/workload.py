@@ -51,6 +51,12 @@ SCENARIOS: dict[str, list[Prompt]] = {
     }.items()
 }
 
+SCENARIOS["received in part"] = prompts("received in part", range(150, 450, 30))
+SCENARIOS["beginning alike"] = [
+    (*one[: len(one) // 32 * 32], *other)
+    for one, other in zip(SCENARIOS["received in part"], prompts("beginning alike", [40] * 10), strict=True)
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
