@@ -46,6 +46,7 @@ test-full: lint
 
 bench: setup
 	$(RUN) benchmarks/bind.py
+	$(RUN) benchmarks/convert.py
 	$(RUN) benchmarks/pull.py
 
 clean:
