@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from e2e.cluster import Cluster
 from e2e.digests import received
-from e2e.matrix import PLAIN_ROWS
+from e2e.matrix import LARGER_WINDOW_ROWS, PLAIN_ROWS, UNEQUAL_ROWS
 from e2e.over import over
-from e2e.workload import SCENARIOS, Prompt, ask
+from e2e.workload import SCENARIOS, Prompt, ask, ask_many
+from make_models import MODELS
 
 CACHING_ROWS = [row for row in PLAIN_ROWS if row.prefix_caching]
 
@@ -62,3 +63,26 @@ def test_blocks_that_the_prefill_side_found_in_its_cache_are_fetched_like_others
         warm(pair, pair.prefill.url, prompt[: warm_tokens(pair)])
     pair.check(asked)
     assert fetched_from(pair, asked) == [0] * len(asked)
+
+
+@over(UNEQUAL_ROWS)
+def test_hits_of_every_length_are_continued_from_an_unequal_side(pair: Cluster) -> None:
+    """Each prompt finds another part of itself on the decode side: nothing, a block, … all but the last twentieth."""
+    asked = SCENARIOS["hits of every length"]
+    warmed = [prompt[: len(prompt) * i // len(asked)] for i, prompt in enumerate(asked)]
+    ask_many(pair.decode.url, [pair.body(prefix, max_tokens=1) for prefix in warmed if prefix], at_once=8)
+    pair.check(asked, at_once=4)
+    block = pair.row.d_block or MODELS[pair.model].block_size
+    expected = {len(p): len(prefix) // block * block for p, prefix in zip(asked, warmed, strict=True)}
+    # The last prompt token may be left to the decode side, which computes it in any case.
+    found = [(r.stop + (r.stop not in expected), r.start) for r in received(pair.take_digests())]
+    assert set(found) == set(expected.items())
+    assert len(found) == len(asked) * pair.row.d_tp * pair.row.d_pp, "one record per decode worker"
+
+
+@over(LARGER_WINDOW_ROWS)
+def test_a_block_that_came_in_part_is_never_found_by_another_prompt(pair: Cluster) -> None:
+    """The decode side answers prompts with the same beginning by itself, from what its prefix cache finds."""
+    pair.check(SCENARIOS["received in part"], at_once=4)
+    for prompt in SCENARIOS["beginning alike"]:
+        assert ask(pair.decode.url, pair.body(prompt)).tokens == pair.baselines.tokens(pair.model, prompt)

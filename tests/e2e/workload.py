@@ -46,6 +46,8 @@ SCENARIOS: dict[str, list[Prompt]] = {
         "partly on the decode side": (130, 700, 1900),
         "all on the decode side": (64, 130, 1500),
         "partly on the prefill side": (130, 700, 1900),
+        # Lengths far enough apart to tell the requests by them.
+        "hits of every length": range(150, 950, 40),
         # Good requests beside or after bad ones: the servers must still answer them right.
         "beside abandoned": (33, 500, 1100, 1900),
         "after abandoned": (60, 350),
@@ -53,6 +55,12 @@ SCENARIOS: dict[str, list[Prompt]] = {
         "again and again": REPEATED,
     }.items()
 }
+
+SCENARIOS["received in part"] = prompts("received in part", range(150, 450, 30))
+SCENARIOS["beginning alike"] = [
+    (*one[: len(one) // 32 * 32], *other)
+    for one, other in zip(SCENARIOS["received in part"], prompts("beginning alike", [40] * 10), strict=True)
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ def values(row: Row) -> list[tuple[str, object]]:
         ("tp", (row.p_tp, row.d_tp)),
         ("blocks", (row.p_block, row.d_block)),
         ("convolution states", (row.p_conv, row.d_conv)),
+        ("stages", (row.p_pp, row.d_pp)),
+        ("layouts", (row.p_layout, row.d_layout)),
         ("chunked", row.chunked),
         ("prefix_caching", row.prefix_caching),
         ("mode", row.mode),

@@ -34,6 +34,17 @@ def test_reports_of_ranks_add_up():
     assert total.quarantined == {"a": 2}
 
 
+def test_blocks_that_must_stay_private_are_announced_in_the_step_of_their_receive():
+    first, second = Outbox(), Outbox()
+    first.finished("a", ok=True, quarantined=False, private={1: 4})
+    first.finished("b", ok=False, quarantined=False, private={1: 4})
+    second.finished("a", ok=True, quarantined=False, private={2: 3})
+    assert first.take_results().finished_recving == {"a", "b"} and second.take_results()
+    total = first.take_report().aggregate(second.take_report())
+    assert total.private == {"a": {1: 4, 2: 3}}
+    assert first.take_report() is None
+
+
 def make_stats() -> PDStats:
     stats = PDStats()
     stats.count("bytes", 1000)
