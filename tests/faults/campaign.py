@@ -60,10 +60,12 @@ class Result:
                 self.died.append(text)
 
 
-def run(world: World, faults: Sequence[Fault], note: Path) -> list[Result]:
-    """Make every fault; results are written down as they come."""
-    results = []
+def run(world: World, faults: Sequence[Fault], note: Path, until: float) -> list[Result]:
+    """Make every fault, none after time.monotonic() has reached `until`; results are written down as they come."""
+    results: list[Result] = []
     for number, fault in enumerate(faults):
+        if time.monotonic() > until:
+            break
         result = Result(fault)
         began = time.monotonic()
         p, d = world.pair(number)
@@ -115,7 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Servers(directory / "logs") as servers:
         world = World(servers, options.family)
         try:
-            results = run(world, faults, directory / "results.jsonl")
+            until = time.monotonic() + options.seconds
+            results = run(world, faults, directory / "results.jsonl", until)
         finally:
             world.close()
     print(table(results))
