@@ -37,9 +37,9 @@ from vllm_pd_connector.protocol.messages import (
     ReadVerdict,
     Release,
 )
-from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.receive import Receive
 from vllm_pd_connector.sidechannel.client import Outcome
+from vllm_pd_connector.sidechannel.keys import keys_of
 from vllm_pd_connector.sidechannel.waiting import Wake
 from vllm_pd_connector.steps import ReceiveOrder
 from vllm_pd_connector.transport.base import Peer as TransportPeer
@@ -112,6 +112,7 @@ class TransferLoop:
         self._outbox = outbox
         self._reader, self._readers = reader, readers
         self._received = received
+        self._keys = keys_of(config)
         self._limits = receives.Limits(config.handshake_timeout, config.transfer_timeout, config.confirm_timeout)
         self._inbox: deque[tuple[Sequence[ReceiveOrder], Sequence[str]]] = deque()
         self._wake = Wake()
@@ -152,7 +153,7 @@ class TransferLoop:
         except BaseException as error:
             self._started.set_exception(error)
             return
-        self._calls = Calls()
+        self._calls = Calls(self._keys)
         self._links = Links(
             self._config, self._manifest, self._transport, self._stager.chunk_bytes, self._calls, self, self._observe
         )
@@ -206,7 +207,7 @@ class TransferLoop:
             self._outbox.finished(order.request_id, ok=False, quarantined=False)
             return
         link = self._links.get(
-            PeerKey(remote.remote_host, remote.remote_port, remote.pd_connector.incarnation),
+            remote.peer,
             remote.remote_engine_id,
             now,
         )
