@@ -1,8 +1,9 @@
-"""The command `vllm-pd`: looks at instances, moves nothing.
+"""The command `vllm-pd`: looks at instances, and routes requests to them.
 
     vllm-pd explain PREFILL DECODE   may this pair work, who moves what to whom, which layouts are converted
     vllm-pd manifest SOURCE -o FILE  save what an instance says of itself
     vllm-pd keygen DIRECTORY         make the keys with which instances authenticate each other
+    vllm-pd proxy --prefill URL …    a P/D router (docs/router.md)
 
 An instance is a file of manifests (JSON or msgpack, as `manifest` writes them) or a live side channel,
 tcp://host:port or tcp://host:port/engine_id. Exit codes: 0 allowed, 1 refused, 2 not answered (usage, unreadable
@@ -44,7 +45,10 @@ class Unanswered(PDConnectorError):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["proxy"]:
+        return _proxy(words[1:])
+    options = _parser().parse_args(words)
     try:
         result: int = options.run(options)
         return result
@@ -79,11 +83,26 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--name", default="instance", help="name of the files (default: instance)")
     make.add_argument("--params-secret", type=Path, metavar="FILE", help="also write a new secret for params_secret")
     make.set_defaults(run=_keygen)
+    commands.add_parser("proxy", help="a P/D router; see vllm-pd proxy --help")
     for command in (explain, save):
         command.add_argument("--keys", type=Path, help="directory of keys, as side_channel_keys of an instance")
         command.add_argument("--server-key", metavar="FILE", type=Path, help="the instance's public key")
         command.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for a side channel")
     return parser
+
+
+def _proxy(words: Sequence[str]) -> int:
+    """The router, whose options need aiohttp: the other commands do without."""
+    try:
+        from vllm_pd_connector.proxy import serve
+    except ModuleNotFoundError as error:
+        if error.name != "aiohttp":
+            raise
+        print("vllm-pd proxy: aiohttp is missing; pip install vllm-pd-connector[proxy]", file=sys.stderr)
+        return UNANSWERED
+    parser = argparse.ArgumentParser(prog="vllm-pd proxy", description="A P/D router; see docs/router.md.")
+    serve.add_arguments(parser)
+    return serve.run(parser.parse_args(words))
 
 
 def _positive(text: str) -> int:
