@@ -298,7 +298,7 @@ MODELS: dict[str, Model] = {
             "GDN and attention",
             _qwen3next,
             flags=("--dtype", "bfloat16"),
-            environment={"PD_TEST_REFERENCE_ATTENTION": "1"},
+            environment={"PD_TEST_REFERENCE_ATTENTION": "1", "VLLM_KV_CACHE_LAYOUT": "HND"},
         ),
         # With prefix caching, vLLM's Mamba2 layer fails on the CPU for prompts of more than one prefill step.
         Model("granite", "Mamba2 and attention", _granite, flags=("--no-enable-prefix-caching",), prefix_caching=False),
