@@ -167,6 +167,9 @@ LARGER_WINDOW_ROWS: list[Row] = [row for row in UNEQUAL_ROWS if row.family == "s
 
 ROWS: list[Row] = [*_rows(), *UNEQUAL_ROWS]
 
+UNEQUAL_HYBRID_ROWS = [row for row in ROWS if row.family in HYBRIDS and row.prefix_caching and row.p_tp != row.d_tp]
+"""Hybrids whose logical blocks differ because their states do, with prefix caching on."""
+
 
 FAMILIES = ("gqa", "swa", "mla", *HYBRIDS)
 PLAIN_ROWS: list[Row] = [Row(family, prefix_caching=MODELS[family].prefix_caching) for family in FAMILIES]
