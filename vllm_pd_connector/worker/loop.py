@@ -365,6 +365,7 @@ class TransferLoop:
         order = active.order
         active.reported = True
         active.reads = []
+        account = self._stager.account(active)
         self._stager.cancel(active)
         if ok:
             self._phase(active, Phase.CONFIRM, now)
@@ -379,13 +380,14 @@ class TransferLoop:
             self._stats.fail(active.kind)
             log = logger.info if active.kind is FailureKind.ABORTED else logger.error
             log(
-                "request %s: receive of tokens [%d, %d) from prefill request %s at %s failed: %s%s",
+                "request %s: receive of tokens [%d, %d) from prefill request %s at %s failed: %s%s%s",
                 order.request_id,
                 order.start,
                 order.stop,
                 active.lease.request_id,
                 active.link.endpoint,
                 reason,
+                f" ({account})" if account else "",
                 "; its blocks stay in quarantine until no transfer can write into them" if quarantined else "",
             )
             self._give_back(active)
