@@ -300,11 +300,7 @@ def forgeries(params: Params, rng: random.Random) -> dict[str, Params]:
 
 
 def forged(world: World, p: Instance, d: Instance, fault: Fault) -> list[Outcome]:
-    """Parameters that were changed on the way, or belong to another prompt. Right tokens would need luck.
-
-    Block ids inside the cache cannot be told from the true ones by anybody but a digest over what arrives, or a
-    signature: without either they are left out.
-    """
+    """Parameters that were changed on the way, or belong to another prompt."""
     prompt, other = world.prompt(), world.prompt()
     first = world.prefill(p, prompt)
     if first.params is None:
@@ -312,8 +308,6 @@ def forged(world: World, p: Instance, d: Instance, fault: Fault) -> list[Outcome
     rng = random.Random(fault.salt)
     if fault.where == "another prompt":
         return [world.decode(d, other, first.params)]
-    if fault.where == "blocks" and not world.checks_contents:
-        return [world.decode(d, prompt, first.params)]
     return [world.decode(d, prompt, forgeries(first.params, rng)[fault.where])]
 
 

@@ -101,7 +101,6 @@ class World:
         self.family = family
         self.prompts = [p for i in range(4) for p in prompts(f"faults {i}", LENGTHS)]
         self._next = 0
-        self.checks_contents = (extra or {}).get("verify", "off") == "all"
         specs = []
         for side, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
             for number in range(pairs):
