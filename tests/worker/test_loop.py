@@ -63,6 +63,7 @@ class Prefill:
             manifests.append(msgspec.msgpack.encode(real(worker, transport.describe(), **changes)))
         self.engine_id, self.incarnation = engine_id, secrets.token_hex(16)
         self.server = SideChannelServer("127.0.0.1", port, engine_id, self.incarnation)
+        self.manifests = manifests
         self.server.set_manifests(manifests)
 
     def order(self, request_id: str, *, hold: bool = True, duration: float = 60.0, **changes: object) -> ReceiveOrder:
