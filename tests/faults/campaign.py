@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -68,6 +68,14 @@ class Result:
                 self.stuck.append(text)
             elif outcome.end is End.BROKEN and not may_break:
                 self.died.append(text)
+
+
+def make_world(
+    servers: Servers, name: str, family: str, extra: Mapping[str, str] | None = None, network: Network | None = None
+) -> World:
+    """The instances of a campaign, see above. One of two decode instances computes itself what it cannot read."""
+    two = name == "restarts"
+    return World(servers, family, 2 if two else 1, ("fail", "recompute") if two else ("fail",), extra, network)
 
 
 def run(world: World, faults: Sequence[Fault], note: Path, until: float) -> list[Result]:
@@ -127,12 +135,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     directory = ROOT / "out" / "faults" / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
     with ExitStack() as stack:
         servers = stack.enter_context(Servers(directory / "logs"))
-        network, extra = None, {}
+        network, extra = None, dict[str, str]()
         if options.world == "network":
             network = stack.enter_context(Network(options.seed))
             create_keys(directory / "keys", "all")
             extra = {"side_channel_keys": str(directory / "keys")}
-        world = World(servers, options.family, 2 if options.world == "restarts" else 1, extra, network)
+        world = make_world(servers, options.world, options.family, extra, network)
         try:
             until = time.monotonic() + options.seconds
             results = run(world, faults, directory / "results.jsonl", until)

@@ -100,13 +100,20 @@ def policy_of(spec: Spec) -> str:
 
 
 class World:
-    """Prefill and decode instances. Faults act on it; `check` says what did not survive them."""
+    """Prefill and decode instances; faults act on them.
+
+    Args:
+        policies: of the decode instances, `kv_load_failure_policy`; there is one instance for each.
+        extra: more of `kv_connector_extra_config`.
+        network: where the instances run; None: on this host.
+    """
 
     def __init__(
         self,
         servers: Servers,
         family: str = "gqa",
-        pairs: int = 1,
+        prefills: int = 1,
+        policies: Sequence[str] = ("fail",),
         extra: Mapping[str, Any] | None = None,
         network: Network | None = None,
     ) -> None:
@@ -116,10 +123,9 @@ class World:
         self.prompts = [p for i in range(4) for p in prompts(f"faults {i}", LENGTHS)]
         self._next = 0
         specs = []
-        for side, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
-            for number in range(pairs):
-                # One of two decode instances computes a prompt itself when it cannot read it.
-                policy = "recompute" if side == "decode" and number else "fail"
+        sides = (("prefill", "kv_producer", ["fail"] * prefills), ("decode", "kv_consumer", policies))
+        for side, role, policies_of in sides:
+            for number, policy in enumerate(policies_of):
                 transfer = {
                     "kv_connector": "PDConnector",
                     "kv_role": role,
@@ -128,9 +134,8 @@ class World:
                 }
                 specs.append(self._spec(f"{side}{number}", transfer, network.hosts[side] if network else None))
         started = servers.start(*specs)
-        policies = [policy_of(spec) for spec in specs]
-        instances = [Instance(*made) for made in zip(specs, started, policies, strict=True)]
-        self.prefills, self.decodes = instances[:pairs], instances[pairs:]
+        instances = [Instance(spec, server, policy_of(spec)) for spec, server in zip(specs, started, strict=True)]
+        self.prefills, self.decodes = instances[:prefills], instances[prefills:]
         self.answers: dict[Prompt, tuple[int, ...]] = {}
         self._learn()
 
@@ -159,8 +164,8 @@ class World:
 
     def pair(self, number: int) -> tuple[Instance, Instance]:
         """The pair of instances for the fault of this number: every pair in turn."""
-        n = len(self.prefills)
-        return self.prefills[number % n], self.decodes[number // n % n]
+        n, m = len(self.prefills), len(self.decodes)
+        return self.prefills[number % n], self.decodes[(number + number // n) % m]
 
     def close(self) -> None:
         for instance in self.instances:
@@ -326,7 +331,7 @@ class World:
         failed = []
         if self.network is not None:
             self.network.mend()
-        for p, d in zip(self.prefills, self.decodes, strict=True):
+        for p, d in map(self.pair, range(max(len(self.prefills), len(self.decodes)))):
             if p.relay is not None:
                 p.relay.obey(forward)
             deadline = time.monotonic() + RECOVERY_S
