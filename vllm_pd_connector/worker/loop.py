@@ -57,6 +57,7 @@ POLL_DRAINING_S = 0.05
 CONFIRM_ATTEMPTS = 3
 RELEASE_TIMEOUT_S = 5.0
 SHUTDOWN_S = 10.0
+GOODBYE_S = 0.5
 
 
 @dataclass(slots=True)
@@ -137,7 +138,8 @@ class TransferLoop:
         self._wake.set()
 
     def close(self) -> None:
-        """End the thread. Receives under way are not reported; nothing is written to memory after this returns."""
+        """End the thread: receives under way fail and their leases are given back, but nobody takes their reports any
+        more. Nothing is written to memory after this returns."""
         self._stop = True
         self._wake.set()
         self._thread.join(timeout=SHUTDOWN_S)
@@ -161,8 +163,9 @@ class TransferLoop:
             while not self._stop:
                 self._calls.wait(self._wake, self._next_deadline())
                 self._turn(time.monotonic())
+            self._fail_all("this instance is shutting down", time.monotonic())
         finally:
-            self._calls.close()
+            self._calls.close(linger_s=GOODBYE_S)
             self._transport.close()
 
     def _turn(self, now: float) -> None:
@@ -174,7 +177,8 @@ class TransferLoop:
                     self._begin(order, now)
                 for request_id in aborts:
                     self._abort(request_id, now)
-            self._calls.deliver(now)
+            for endpoint in self._calls.deliver(now):
+                self._links.departed(endpoint, now)
             self._poll(now)
             self._tick(now)
         except Exception as error:
