@@ -52,9 +52,10 @@ def extras(family: str) -> dict[str, Any]:
 class Baselines:
     """Answers of a plain run, by family and prompt."""
 
-    def __init__(self, servers: Servers, cache: Path):
+    def __init__(self, servers: Servers, cache: Path, scenarios: Mapping[str, Sequence[Prompt]] = SCENARIOS):
         self._servers = servers
         self._cache = cache
+        self._scenarios = scenarios
         self._known: dict[str, dict[Prompt, Answer]] = {}
 
     def tokens(self, family: str, prompt: Prompt) -> tuple[int, ...]:
@@ -63,7 +64,7 @@ class Baselines:
     def of(self, family: str) -> dict[Prompt, Answer]:
         """Answers to every prompt of every scenario; starts and stops a plain instance the first time."""
         if family not in self._known:
-            asked = [prompt for scenario in SCENARIOS.values() for prompt in scenario]
+            asked = [prompt for scenario in self._scenarios.values() for prompt in scenario]
             path = self._cache / f"{family}-{self._key(family, asked)}.json"
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
