@@ -32,6 +32,9 @@ BOS, EOS = 256, 257
 TP3_VOCAB_SIZE = 384
 """The smallest vocabulary that three ranks can share: vLLM pads it to a multiple of 64 and then divides it."""
 
+CPU_MLA = ("--attention-backend", "CPU_MLA")
+"""On machines with AMX the platform would take a backend that knows bfloat16 only."""
+
 SOURCE_STAMP = "made-by.sha256"
 """File in a checkpoint with the hash of this file, so that a changed model is made anew."""
 
@@ -278,18 +281,25 @@ MODELS: dict[str, Model] = {
         Model("gqa", "GQA", _gqa),
         Model("swa", "sliding window", _swa, sliding_layers=SLIDING_LAYERS),
         # vLLM's CPU rotary kernel is wrong for MLA's strided queries: decode differs from prefill without the flag.
-        # The platform forces blocks of 16 tokens and turns prefix caching and chunked prefill off.
+        # With CPU_MLA the platform forces blocks of 16 tokens and turns prefix caching and chunked prefill off.
         Model(
             "mla",
             "MLA",
             _mla,
-            flags=("--compilation-config", json.dumps({"custom_ops": ["none"]})),
+            flags=("--compilation-config", json.dumps({"custom_ops": ["none"]}), *CPU_MLA),
             prefix_caching=False,
             block_size=16,
         ),
         Model("gqa6", "GQA, 6 heads", _gqa6, vocab_size=TP3_VOCAB_SIZE),
-        # vLLM's GDN kernels for the CPU take bfloat16 only.
-        Model("qwen3next", "GDN and attention", _qwen3next, flags=("--dtype", "bfloat16")),
+        # vLLM's GDN kernels for the CPU take bfloat16 only. In bfloat16 CPU_ATTN packs K for AMX where there is AMX,
+        # and such pages move between equal instances only; the reference attention's are plain on every machine.
+        Model(
+            "qwen3next",
+            "GDN and attention",
+            _qwen3next,
+            flags=("--dtype", "bfloat16"),
+            environment={"PD_TEST_REFERENCE_ATTENTION": "1"},
+        ),
         # With prefix caching, vLLM's Mamba2 layer fails on the CPU for prompts of more than one prefill step.
         Model("granite", "Mamba2 and attention", _granite, flags=("--no-enable-prefix-caching",), prefix_caching=False),
         *(
@@ -297,6 +307,7 @@ MODELS: dict[str, Model] = {
                 name,
                 f"KDA ({heads} x {size}) and MLA",
                 functools.partial(_KimiLinear, heads, size),
+                flags=CPU_MLA,
                 block_size=16,
                 environment={"PD_TEST_KIMI": "1"},
             )

@@ -23,8 +23,10 @@ HEAD = """\
 
 Each row is a pair of real vLLM servers on CPUs in float32. "Passed" counts the tests that ran on that pair: tokens
 equal to a plain run for prompts of 1 to 1900 tokens, one by one and 16 at once, equal bytes on both sides, and no block
-left behind; on the plainest pair of each family also streaming, prefix hits, disconnects and bad input. See
-[CONTRIBUTING](../CONTRIBUTING.md#the-end-to-end-matrix) for how to run them.
+left behind; where the sides differ in block size, layout or stages also prefix hits of every length on the decode side;
+on the plainest pair of each family also streaming, prefix hits, disconnects and bad input. "CPU" is the layout of
+vLLM's CPU backend (head-major, K transposed); others are those of GPU backends, served by a reference backend of the
+tests. See [CONTRIBUTING](../CONTRIBUTING.md#the-end-to-end-matrix) for how to run them.
 
 """
 
@@ -37,12 +39,15 @@ def versions(record: Record) -> str:
 
 def cells(row: Record) -> tuple[str, ...]:
     """The columns that describe a pair."""
-    blocks = f"{row['p_block']} → {row['d_block']}" if row["p_block"] or row["d_block"] else "equal"
+    blocks = f"{row['p_block']} → {row['d_block']}" if row["p_block"] != row["d_block"] else "equal"
+    layouts = row["p_layout"] or "CPU", row["d_layout"] or "CPU"
     return (
         row["family"],
         f"{row['transport']}, {row['mode']}",
         f"{row['p_tp']} → {row['d_tp']}",
+        f"{row['p_pp']} → {row['d_pp']}",
         blocks,
+        f"{layouts[0]} → {layouts[1]}" if layouts[0] != layouts[1] else "equal",
         "yes" if row["chunked"] else "no",
         "yes" if row["prefix_caching"] else "no",
     )
@@ -53,7 +58,8 @@ def render(results: dict[str, Any]) -> str:
     outcomes: defaultdict[tuple[str, ...], list[bool]] = defaultdict(list)
     for record in results["records"]:
         outcomes[cells(record["row"])].append(record["passed"])
-    head = ("model", "transport, mode", "TP, P → D", "block size", "chunked prefill", "prefix caching", "passed")
+    head = ("model", "transport, mode", "TP, P → D", "PP, P → D", "block size", "layout")
+    head = (*head, "chunked prefill", "prefix caching", "passed")
     lines = [head, tuple("---" for _ in head)]
     lines += [(*pair, f"{sum(passed)} of {len(passed)}") for pair, passed in outcomes.items()]
     return HEAD + f"Run with {versions(results)}.\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
@@ -61,10 +67,13 @@ def render(results: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
+    parser.add_argument("results", nargs="*", type=Path, default=[RESULTS], help="of one run, or of a run in parts")
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args()
-    options.page.write_text(render(json.loads(options.results.read_text())), encoding="utf-8")
+    runs = [json.loads(path.read_text()) for path in options.results]
+    assert all(run["versions"] == runs[0]["versions"] for run in runs), "these are runs of different versions"
+    whole = runs[0] | {"records": [record for run in runs for record in run["records"]]}
+    options.page.write_text(render(whole), encoding="utf-8")
     print(f"wrote {options.page}")
 
 

@@ -1,11 +1,13 @@
-"""The command `vllm-pd`: looks at instances, moves nothing.
+"""The command `vllm-pd`: looks at instances, and routes requests to them.
 
     vllm-pd explain PREFILL DECODE   may this pair work, who moves what to whom, which layouts are converted
     vllm-pd manifest SOURCE -o FILE  save what an instance says of itself
+    vllm-pd keygen DIRECTORY         make the keys with which instances authenticate each other
+    vllm-pd proxy --prefill URL …    a P/D router (docs/router.md)
 
 An instance is a file of manifests (JSON or msgpack, as `manifest` writes them) or a live side channel,
 tcp://host:port or tcp://host:port/engine_id. Exit codes: 0 allowed, 1 refused, 2 not answered (usage, unreadable
-input, nobody there).
+input, nobody there). A side channel with keys answers only with --keys DIRECTORY (one that it knows).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,13 @@ import msgspec
 import zmq
 
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.errors import PDConnectorError, ProtocolError
+from vllm_pd_connector.errors import InvalidConfig, PDConnectorError, ProtocolError
 from vllm_pd_connector.geometry.explain import Explanation, Movement, explain_pair
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.stage import CHUNKS_PER_SLAB
 from vllm_pd_connector.protocol.messages import Describe, Failure, GetManifests, Manifests, Request
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
+from vllm_pd_connector.sidechannel.keys import Keys, create_keys, create_secret, load_keys, public_key
 from vllm_pd_connector.sidechannel.sockets import endpoint
 
 ALLOWED, REFUSED, UNANSWERED = 0, 1, 2
@@ -42,11 +45,14 @@ class Unanswered(PDConnectorError):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["proxy"]:
+        return _proxy(words[1:])
+    options = _parser().parse_args(words)
     try:
         result: int = options.run(options)
         return result
-    except Unanswered as error:
+    except (Unanswered, InvalidConfig) as error:
         print(f"vllm-pd: {error}", file=sys.stderr)
         return UNANSWERED
 
@@ -70,9 +76,33 @@ def _parser() -> argparse.ArgumentParser:
     save.add_argument("source", metavar="SOURCE", help="tcp://host:port[/engine_id], or a file to convert")
     save.add_argument("-o", "--output", type=Path, required=True, help="file; JSON if it ends in .json, else msgpack")
     save.set_defaults(run=_save)
+    make = commands.add_parser("keygen", help="make keys for the side channel, and a secret for parameters")
+    make.add_argument(
+        "directory", metavar="DIRECTORY", type=Path, help="where NAME.key and NAME.key_secret are written"
+    )
+    make.add_argument("--name", default="instance", help="name of the files (default: instance)")
+    make.add_argument("--params-secret", type=Path, metavar="FILE", help="also write a new secret for params_secret")
+    make.set_defaults(run=_keygen)
+    commands.add_parser("proxy", help="a P/D router; see vllm-pd proxy --help")
     for command in (explain, save):
+        command.add_argument("--keys", type=Path, help="directory of keys, as side_channel_keys of an instance")
+        command.add_argument("--server-key", metavar="FILE", type=Path, help="the instance's public key")
         command.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for a side channel")
     return parser
+
+
+def _proxy(words: Sequence[str]) -> int:
+    """The router, whose options need aiohttp: the other commands do without."""
+    try:
+        from vllm_pd_connector.proxy import serve
+    except ModuleNotFoundError as error:
+        if error.name != "aiohttp":
+            raise
+        print("vllm-pd proxy: aiohttp is missing; pip install vllm-pd-connector[proxy]", file=sys.stderr)
+        return UNANSWERED
+    parser = argparse.ArgumentParser(prog="vllm-pd proxy", description="A P/D router; see docs/router.md.")
+    serve.add_arguments(parser)
+    return serve.run(parser.parse_args(words))
 
 
 def _positive(text: str) -> int:
@@ -83,7 +113,8 @@ def _positive(text: str) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    prefill, decode = (load(source, options.timeout) for source in (options.prefill, options.decode))
+    identity = _identity(options)
+    prefill, decode = (load(source, options.timeout, identity) for source in (options.prefill, options.decode))
     found = explain_pair(prefill, decode, options.tokens, options.staging_bytes // CHUNKS_PER_SLAB)
     if options.json:
         print(json.dumps(as_json(prefill, decode, found), indent=1))
@@ -93,7 +124,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _save(options: argparse.Namespace) -> int:
-    manifests = load(options.source, options.timeout)
+    manifests = load(options.source, options.timeout, _identity(options))
     encode = msgspec.json.encode if options.output.suffix == ".json" else msgspec.msgpack.encode
     try:
         options.output.write_bytes(encode(manifests))
@@ -103,14 +134,45 @@ def _save(options: argparse.Namespace) -> int:
     return ALLOWED
 
 
-def load(source: str, timeout: float) -> list[Manifest]:
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Our keys and the key of the server that we ask."""
+
+    keys: Keys
+    server_key: str
+
+
+def _identity(options: argparse.Namespace) -> Identity | None:
+    """What --keys and --server-key say; the server's key is the only one that is not ours if it is not given."""
+    if options.keys is None:
+        return None
+    keys = load_keys(options.keys)
+    if options.server_key is not None:
+        return Identity(keys, public_key(options.server_key))
+    others = keys.peers - {keys.public} or keys.peers
+    if len(others) > 1:
+        raise Unanswered(f"--keys: {options.keys} has {len(others)} peers; say which with --server-key FILE")
+    return Identity(keys, *others)
+
+
+def _keygen(options: argparse.Namespace) -> int:
+    public, secret = create_keys(options.directory, options.name)
+    print(f"{secret}: keep it on the instance, in the directory of side_channel_keys")
+    print(f"{public}: copy it into the directory of side_channel_keys of every instance that talks to this one")
+    if options.params_secret is not None:
+        create_secret(options.params_secret)
+        print(f"{options.params_secret}: copy it to all instances, params_secret")
+    return ALLOWED
+
+
+def load(source: str, timeout: float, identity: Identity | None = None) -> list[Manifest]:
     """The manifests of an instance, from a file or a side channel; not validated.
 
     Raises:
         Unanswered: nothing there, or something else.
     """
     if source.startswith(_SCHEME):
-        encoded = [(f"{source}: worker {i}", data) for i, data in enumerate(fetch(source, timeout))]
+        encoded = [(f"{source}: worker {i}", data) for i, data in enumerate(fetch(source, timeout, identity))]
         return [manifest for name, data in encoded for manifest in _decode(name, data)]
     try:
         content = Path(source).read_bytes()
@@ -132,7 +194,7 @@ def _decode(name: str, content: bytes) -> list[Manifest]:
     return found if isinstance(found, list) else [found]
 
 
-def fetch(address: str, timeout: float) -> tuple[bytes, ...]:
+def fetch(address: str, timeout: float, identity: Identity | None = None) -> tuple[bytes, ...]:
     """The encoded manifests that a side channel serves, of the engine in the address or of any.
 
     Raises:
@@ -143,7 +205,8 @@ def fetch(address: str, timeout: float) -> tuple[bytes, ...]:
     if not host or not port.isdigit():
         raise Unanswered(f"{address}: give tcp://host:port or tcp://host:port/engine_id")
     try:
-        outcome = _ask(endpoint(host, int(port)), GetManifests(engine) if engine else Describe(), timeout)
+        where = endpoint(host, int(port), identity.server_key if identity is not None else None)
+        outcome = _ask(where, GetManifests(engine) if engine else Describe(), timeout, identity)
     except ProtocolError as error:
         raise Unanswered(f"{address}: {error}") from error
     match outcome:
@@ -152,11 +215,12 @@ def fetch(address: str, timeout: float) -> tuple[bytes, ...]:
         case Failure(code=code, message=message):
             raise Unanswered(f"{address}: {code}: {message}")
         case _:
-            raise Unanswered(f"{address}: {outcome}; is a prefill instance with PDConnector listening there?")
+            keys = "" if identity is not None else ", and does it want --keys"
+            raise Unanswered(f"{address}: {outcome}; is a prefill instance with PDConnector listening there{keys}?")
 
 
-def _ask(address: str, request: Request, timeout: float) -> Outcome:
-    client = SideChannelClient()
+def _ask(address: str, request: Request, timeout: float, identity: Identity | None) -> Outcome:
+    client = SideChannelClient(keys=identity.keys if identity is not None else None)
     try:
         token = client.send(address, request, timeout)
         while True:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -19,6 +20,9 @@ DEFAULT_SIDE_CHANNEL_PORT = 5600
 MAX_STAGING_BYTES = 1 << 40
 
 
+MIN_SECRET_BYTES = 32
+
+
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a user can set. See docs/configuration.md for the table that explains each key.
 
@@ -28,6 +32,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         side_channel_host: address that the prefill side binds and advertises. None: the environment variable
             VLLM_NIXL_SIDE_CHANNEL_HOST that in-tree launch scripts set, else loopback.
         side_channel_port: base port; the data-parallel index is added. None: VLLM_NIXL_SIDE_CHANNEL_PORT, else 5600.
+        side_channel_keys: directory of this instance's CURVE key pair and its peers' public keys (`sidechannel.keys`).
+        allow_unauthenticated_peers: talk to other hosts without keys.
+        params_secret: file of a secret that prefill and decode instances share, to sign `kv_transfer_params`.
         kv_lease_duration: how long the prefill side keeps a finished request's blocks without a renewal.
         handshake_timeout: from the first attempt to reach a prefill instance to a usable plan.
         transfer_timeout: from the first posted read of a request to its last byte.
@@ -44,6 +51,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     mode: Literal["pull"] = "pull"
     side_channel_host: str | None = None
     side_channel_port: int | None = None
+    side_channel_keys: str | None = None
+    allow_unauthenticated_peers: bool = False
+    params_secret: str | None = None
     kv_lease_duration: float = 30.0
     handshake_timeout: float = 10.0
     transfer_timeout: float = 60.0
@@ -73,6 +83,25 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 f"side_channel_port {base} + data-parallel index {data_parallel_index} = {port} is outside 1..65535"
             )
         return host, port
+
+    def secret(self) -> bytes | None:
+        """The content of `params_secret`, None if that is not set.
+
+        Raises:
+            InvalidConfig: the file cannot be read, or holds less than 32 bytes.
+        """
+        if self.params_secret is None:
+            return None
+        try:
+            content = Path(self.params_secret).read_bytes().strip()
+        except OSError as error:
+            raise InvalidConfig(f"params_secret: {self.params_secret}: {error.strerror}") from error
+        if len(content) < MIN_SECRET_BYTES:
+            raise InvalidConfig(
+                f"params_secret: {self.params_secret} holds {len(content)} bytes, at least {MIN_SECRET_BYTES} are "
+                "needed; make one with `vllm-pd keygen --params-secret FILE`"
+            )
+        return content
 
 
 def parse_config(extra: Mapping[str, Any]) -> Config:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         ForwardContext,
         KVCacheBlocks,
         KVCacheConfig,
+        KVCacheManager,
         KVConnectorOutput,
         Request,
         SchedulerOutput,
@@ -91,6 +92,10 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """A read brings the recurrent state along, so a deeper hit of the attention groups alone can be used."""
         return True
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self.scheduler.bind_cache_manager(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self.scheduler.bind_block_pool(gpu_block_pool)

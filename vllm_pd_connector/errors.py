@@ -65,6 +65,10 @@ class ProtocolError(PDConnectorError):
     """A message that is malformed, too large, of another version or unexpected in this state."""
 
 
+class UnauthenticatedPeer(ProtocolError):
+    """A peer that cannot prove who it is where proof is asked for."""
+
+
 class TransferError(PDConnectorError):
     """A transport operation that failed.
 

@@ -56,14 +56,20 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM ships no 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM ships no types
-    """From the workers to the scheduler half: ranks that put a request's blocks into quarantine or out of it."""
+    """From the workers to the scheduler half: ranks that put a request's blocks into quarantine or out of it, and per
+    received request and transfer group the last logical block (numbered in the request) that must not be shared."""
 
     quarantined: dict[str, int] = field(default_factory=dict)
     drained: dict[str, int] = field(default_factory=dict)
+    private: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
-        return WorkerReport(_add(self.quarantined, other.quarantined), _add(self.drained, other.drained))
+        private = {
+            request_id: self.private.get(request_id, {}) | other.private.get(request_id, {})
+            for request_id in self.private.keys() | other.private.keys()
+        }
+        return WorkerReport(_add(self.quarantined, other.quarantined), _add(self.drained, other.drained), private)
 
 
 def _add(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:

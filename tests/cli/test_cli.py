@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from geometry_world import Model, Side, instance
 
 from vllm_pd_connector import cli
 from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.sidechannel.keys import load_keys
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 
 # A token of one layer has 4 KiB: 8 heads, K and V of 128 channels, two bytes each.
@@ -165,3 +167,37 @@ def test_what_cannot_be_answered_exits_with_two_and_says_why(server, files, caps
 def test_the_command_is_installed_under_its_name():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert 'vllm-pd = "vllm_pd_connector.cli:main"' in text
+
+
+def test_keygen_makes_keys_with_which_an_instance_is_asked(tmp_path, capsys):
+    for name in ("p", "tool"):
+        assert cli.main(["keygen", str(tmp_path / name), "--name", name]) == cli.ALLOWED
+    shutil.copy(tmp_path / "tool" / "tool.key", tmp_path / "p")
+    shutil.copy(tmp_path / "p" / "p.key", tmp_path / "tool")
+    keys = load_keys(tmp_path / "p")
+    with contextlib.closing(SideChannelServer("127.0.0.1", 0, "p-0", "f" * 32, keys=keys)) as server:
+        server.set_manifests([msgspec.msgpack.encode(manifest) for manifest in manifests()])
+        source, out = f"tcp://127.0.0.1:{server.port}", str(tmp_path / "saved.json")
+        assert cli.main(["manifest", source, "-o", out, "--keys", str(tmp_path / "tool")]) == cli.ALLOWED
+        assert cli.main(["manifest", source, "-o", out, "--timeout", "0.5"]) == cli.UNANSWERED
+        assert "--keys" in capsys.readouterr().err
+
+
+def test_keygen_overwrites_nothing_and_says_so(tmp_path, capsys):
+    arguments = ["keygen", str(tmp_path), "--params-secret", str(tmp_path / "params.secret")]
+    assert cli.main(arguments) == cli.ALLOWED
+    assert len((tmp_path / "params.secret").read_text().strip()) == 64
+    assert cli.main(arguments) == cli.UNANSWERED
+    assert "already" in capsys.readouterr().err
+
+
+def test_which_of_several_servers_is_asked_must_be_said(tmp_path, capsys):
+    for name in ("tool", "a", "b"):
+        cli.main(["keygen", str(tmp_path / name), "--name", name])
+    for name in ("a", "b"):
+        shutil.copy(tmp_path / name / f"{name}.key", tmp_path / "tool")
+    arguments = ["manifest", "tcp://127.0.0.1:9", "-o", "x", "--timeout", "0.1", "--keys", str(tmp_path / "tool")]
+    assert cli.main(arguments) == cli.UNANSWERED
+    assert "--server-key" in capsys.readouterr().err
+    assert cli.main([*arguments, "--server-key", str(tmp_path / "tool" / "a.key")]) == cli.UNANSWERED
+    assert "no reply" in capsys.readouterr().err

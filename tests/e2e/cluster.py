@@ -6,6 +6,7 @@ while it computes the answers of its family; they are kept on disk, keyed by eve
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -17,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from e2e import digests
+from e2e.agreement import disagreement
 from e2e.matrix import PLAIN_ROWS, Row
-from e2e.workload import OUTPUT_TOKENS, SCENARIOS, Answer, Prompt, ask, ask_many, completion
+from e2e.workload import LOGPROBS, OUTPUT_TOKENS, SCENARIOS, Answer, Prompt, ask, ask_many, completion
 from launch import CPU_FLAGS, Server, Servers, router_spec, vllm_spec
 from make_models import MODELS, make
+from models.engine import rounds_to_bfloat16
 
 SHORT_LEASE_SECONDS = 8.0
 """How long prefill instances of the plain rows keep blocks that nobody fetches; some tests wait for that."""
@@ -29,6 +32,7 @@ PATIENCE = {"handshake_timeout": 40.0, "confirm_timeout": 40.0}
 """Seconds for the other rows: several workers per instance on few cores, which spin while they wait for each other."""
 
 SETTLE_SECONDS = 90.0
+CACHE_FACTS = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
 HOLDINGS = re.compile(r"^vllm:(kv_cache_usage_perc|pd_leases|pd_quarantined_blocks)\{[^}]*\} (\S+)$", re.MULTILINE)
 
 
@@ -40,43 +44,54 @@ def until(condition: Callable[[], bool], what: str, seconds: float = SETTLE_SECO
         time.sleep(0.1)
 
 
+def extras(family: str) -> dict[str, Any]:
+    """What a family's requests ask for beside tokens, so that their answers can be compared."""
+    return LOGPROBS if rounds_to_bfloat16(family) else {}
+
+
 class Baselines:
-    """Tokens of a plain run, by family and prompt."""
+    """Answers of a plain run, by family and prompt."""
 
     def __init__(self, servers: Servers, cache: Path):
         self._servers = servers
         self._cache = cache
-        self._known: dict[str, dict[Prompt, tuple[int, ...]]] = {}
+        self._known: dict[str, dict[Prompt, Answer]] = {}
 
     def tokens(self, family: str, prompt: Prompt) -> tuple[int, ...]:
-        return self.of(family)[prompt]
+        return self.of(family)[prompt].tokens
 
-    def of(self, family: str) -> dict[Prompt, tuple[int, ...]]:
+    def of(self, family: str) -> dict[Prompt, Answer]:
         """Answers to every prompt of every scenario; starts and stops a plain instance the first time."""
         if family not in self._known:
             asked = [prompt for scenario in SCENARIOS.values() for prompt in scenario]
             path = self._cache / f"{family}-{self._key(family, asked)}.json"
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(self._run(family, asked)))
-            answers = [tuple(tokens) for tokens in json.loads(path.read_text())]
-            self._known[family] = dict(zip(asked, answers, strict=True))
+                answers = self._run(family, asked)
+                path.write_text(json.dumps([(answer.tokens, answer.logprobs) for answer in answers]))
+            known = [Answer(tuple(tokens), None, _steps(raw)) for tokens, raw in json.loads(path.read_text())]
+            self._known[family] = dict(zip(asked, known, strict=True))
         return self._known[family]
 
     def _key(self, family: str, asked: Sequence[Prompt]) -> str:
         weights = (make(MODELS[family]) / "model.safetensors").read_bytes()
         versions = [importlib.metadata.version(name) for name in ("vllm", "torch")]
-        facts = json.dumps([versions, MODELS[family].flags, CPU_FLAGS, OUTPUT_TOKENS, list(asked)])
+        facts = json.dumps([versions, MODELS[family].flags, CPU_FLAGS, OUTPUT_TOKENS, extras(family), list(asked)])
         return hashlib.sha256(weights + facts.encode()).hexdigest()[:16]
 
-    def _run(self, family: str, asked: Sequence[Prompt]) -> list[tuple[int, ...]]:
+    def _run(self, family: str, asked: Sequence[Prompt]) -> list[Answer]:
         model = MODELS[family]
-        [plain] = self._servers.start(vllm_spec(f"plain-{family}", make(model), flags=model.flags))
+        spec = vllm_spec(f"plain-{family}", make(model), flags=model.flags, environment=model.environment)
+        [plain] = self._servers.start(spec)
         try:
             # One at a time: a batch changes the order of float additions.
-            return [ask(plain.url, completion(family, prompt)).tokens for prompt in asked]
+            return [ask(plain.url, completion(family, prompt, **extras(family))) for prompt in asked]
         finally:
             self._servers.stop(plain)
+
+
+def _steps(raw: Sequence[Mapping[str, float]]) -> tuple[Mapping[int, float], ...]:
+    return tuple({int(token): value for token, value in step.items()} for step in raw)
 
 
 class Cluster:
@@ -99,6 +114,7 @@ class Cluster:
             # The development mode adds the route that empties the prefix cache.
             # Up to eight processes share two cores here: none may poll without pause (see vllm-cpu-findings.md).
             environment = {"VLLM_SERVER_DEV_MODE": "1", "PD_TEST_POLITE": "1", **model.environment}
+            environment |= row.environment(side)
             return vllm_spec(
                 f"{row.id}-{name}",
                 make(model),
@@ -118,6 +134,20 @@ class Cluster:
     @property
     def model(self) -> str:
         return self.row.family
+
+    @functools.cached_property
+    def block_tokens(self) -> int:
+        """Tokens per block of the decode side, as it runs: vLLM raises what a hybrid model was asked to have."""
+        return int(self._cache_facts()["block_size"])
+
+    @functools.cached_property
+    def num_blocks(self) -> int:
+        """Blocks of the decode side."""
+        return int(self._cache_facts()["num_gpu_blocks"])
+
+    def _cache_facts(self) -> dict[str, str]:
+        [facts] = CACHE_FACTS.findall(self.metrics(self.decode))
+        return dict(re.findall(r'(\w+)="([^"]*)"', facts))
 
     def stop(self) -> None:
         self._servers.stop(self.router, self.prefill, self.decode)
@@ -143,13 +173,18 @@ class Cluster:
 
     def check(self, asked: Sequence[Prompt], at_once: int = 1) -> None:
         """Send prompts through the router; every answer must be the plain run's, token by token."""
-        answers = ask_many(self.router.url, [self.body(prompt) for prompt in asked], at_once)
+        bodies = [self.body(prompt, **extras(self.model)) for prompt in asked]
+        answers = ask_many(self.router.url, bodies, at_once)
         wrong = [
-            f"prompt of {len(prompt)} tokens: {answer.tokens} instead of {self.baselines.tokens(self.model, prompt)}"
+            f"prompt of {len(prompt)} tokens: {found}"
             for prompt, answer in zip(asked, answers, strict=True)
-            if answer.tokens != self.baselines.tokens(self.model, prompt)
+            if (found := self.disagreement(prompt, answer))
         ]
-        assert not wrong, "tokens differ from the plain run's:\n" + "\n".join(wrong)
+        assert not wrong, "answers differ from the plain run's:\n" + "\n".join(wrong)
+
+    def disagreement(self, prompt: Prompt, answer: Answer) -> str:
+        """How an answer differs from the plain run's; empty if it does not."""
+        return disagreement(self.baselines.of(self.model)[prompt], answer, exact=not rounds_to_bfloat16(self.model))
 
     # -- what must hold after every test ------------------------------------------------------------------------------
 
@@ -159,10 +194,15 @@ class Cluster:
         Metrics are refreshed by engine steps, so a tiny request makes one first.
         """
         ask(server.url, self.body((0,), max_tokens=1))
-        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
-            held = {name: float(value) for name, value in HOLDINGS.findall(answer.read().decode())}
+        held = {name: float(value) for name, value in HOLDINGS.findall(self.metrics(server))}
         assert "kv_cache_usage_perc" in held, f"{server.spec.name} does not tell its vllm:kv_cache_usage_perc"
         return held
+
+    def metrics(self, server: Server) -> str:
+        """The Prometheus page of an instance."""
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+            page: str = answer.read().decode()
+        return page
 
     def is_settled(self, server: Server) -> bool:
         """Whether an instance holds nothing that it did not hold when it started."""
@@ -187,3 +227,9 @@ class Cluster:
         for record in records:
             record.path.unlink()
         return records
+
+    def check_digests(self) -> None:
+        """Every byte read since the last call must be the prefill side's; of a settled pair, which has told all."""
+        wrong = digests.differences(self.take_digests(), MODELS[self.row.family].window_of)
+        shown = "\n".join([*wrong[:20], f"({len(wrong)} in all)"])
+        assert not wrong, f"bytes on the decode side differ from those on the prefill side:\n{shown}"

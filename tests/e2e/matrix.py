@@ -8,7 +8,7 @@ in some quick row meet in a chosen one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 from make_models import MODELS
@@ -16,18 +16,25 @@ from make_models import MODELS
 CHUNK_TOKENS = 128
 """Tokens per prefill step in rows that chunk; most prompts of the workload are longer."""
 
+PIPELINE_WORKER = "pd_test_plugins.pipeline.PipelineWorker"
 
-UNEQUAL_BLOCKS = (("gqa", 32, 128), ("gqa", 128, 32), ("gqa", 32, 96), ("swa", 128, 32))
-"""Families with block sizes of the prefill and the decode side, in tokens; 32 and 96 meet only every third block.
 
-Sliding windows with larger blocks on the decode side are refused: the first block in the window may reach back to
-tokens whose blocks the prefill side has freed (docs/design/geometry.md).
-"""
+HYBRIDS = ("kimi", "kimi16", "qwen3next", "granite")
+"""Families with recurrent states beside attention; their states' sizes differ by tensor-parallel size, and so do their
+logical blocks."""
+
+HYBRID_BLOCKS = 256
+"""Blocks of each side of a hybrid pair: a few dozen requests use every one of them again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One pair. Block sizes are tokens; 0 is the model's own (see `make_models`)."""
+    """One pair. Block sizes are tokens; 0 is the model's own (see `make_models`). `p_conv` and `d_conv` are the layouts
+    of convolution states, DS or SD; empty is vLLM's choice.
+
+    A side with a layout (vLLM's name for it) runs the reference backend, whose pages are those of a GPU in that
+    layout; without one it runs the platform's backend, for attention on the CPU head-major with K transposed.
+    """
 
     family: str
     p_tp: int = 1
@@ -38,12 +45,22 @@ class Row:
     prefix_caching: bool = True
     mode: str = "pull"
     transport: str = "nixl"
+    p_conv: str = ""
+    d_conv: str = ""
+    p_pp: int = 1
+    d_pp: int = 1
+    p_layout: str = ""
+    d_layout: str = ""
 
     @property
     def id(self) -> str:
         """Readable and unique; what differs from the plainest row of the family is named."""
         parts = [self.family, f"{self.transport}-{self.mode}", f"tp{self.p_tp}to{self.d_tp}"]
         parts += [f"block{self.p_block}to{self.d_block}"] if (self.p_block, self.d_block) != (0, 0) else []
+        parts += [f"conv{self.p_conv}to{self.d_conv}"] if self.p_conv or self.d_conv else []
+        parts += [f"pp{self.p_pp}to{self.d_pp}"] if (self.p_pp, self.d_pp) != (1, 1) else []
+        layouts = self.p_layout or "CPU", self.d_layout or "CPU"
+        parts += ["to".join(layouts)] if layouts != ("CPU", "CPU") else []
         parts += ["chunked"] if self.chunked else []
         parts += [] if self.prefix_caching else ["nocache"]
         return "-".join(parts)
@@ -53,11 +70,30 @@ class Row:
         model = MODELS[self.family]
         block = (self.p_block if side == "p" else self.d_block) or model.block_size
         flags = ["--block-size", str(block)]
+        if (stages := self.p_pp if side == "p" else self.d_pp) > 1:
+            flags += ["--pipeline-parallel-size", str(stages), "--worker-cls", PIPELINE_WORKER]
         if side == "p" and self.chunked:
             flags += ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
         if model.prefix_caching:
             flags.append("--enable-prefix-caching" if self.prefix_caching else "--no-enable-prefix-caching")
+        if self.family in HYBRIDS:
+            flags += ["--num-gpu-blocks-override", str(HYBRID_BLOCKS)]
         return tuple(flags)
+
+    def environment(self, side: str) -> dict[str, str]:
+        """Variables of side "p" or "d", beyond those of the model."""
+        conv, layout = (self.p_conv, self.p_layout) if side == "p" else (self.d_conv, self.d_layout)
+        reference = {"PD_TEST_REFERENCE_ATTENTION": "1", "VLLM_KV_CACHE_LAYOUT": layout} if layout else {}
+        return reference | ({"VLLM_SSM_CONV_STATE_LAYOUT": conv} if conv else {})
+
+    @property
+    def unequal(self) -> bool:
+        """Whether the two sides differ in more than their tensor-parallel sizes."""
+        return (self.p_block, self.p_pp, self.p_layout) != (self.d_block, self.d_pp, self.d_layout)
+
+    @property
+    def workers(self) -> int:
+        return self.p_tp * self.p_pp + self.d_tp * self.d_pp
 
 
 def _rows() -> list[Row]:
@@ -73,26 +109,92 @@ def _rows() -> list[Row]:
                 rows.append(Row(family, p_tp, d_tp, chunked=True))
             if caching and d_tp == 1:
                 rows.append(Row(family, p_tp, d_tp, chunked=p_tp > d_tp, prefix_caching=False))
-    for family, p_block, d_block in UNEQUAL_BLOCKS:
-        rows += [Row(family, p_tp, d_tp, p_block, d_block) for p_tp, d_tp in ((1, 1), (2, 1))]
+    for family in HYBRIDS:
+        caching = MODELS[family].prefix_caching
+        rows += [Row(family, *sizes, prefix_caching=caching) for sizes in ((1, 1), (2, 1), (1, 2))]
+        if caching:
+            rows += [Row(family, prefix_caching=False), Row(family, chunked=True)]
+    rows += [Row("kimi", p_conv="DS", d_conv="DS"), Row("kimi16", 1, 2, p_conv="SD", d_conv="DS")]
+    rows += [Row("granite", prefix_caching=False, p_conv="DS", d_conv="SD"), Row("qwen3next", p_conv="DS", d_conv="SD")]
     return rows
 
 
-ROWS: list[Row] = _rows()
+def _layouts(family: str, p_tp: int, d_tp: int, p: tuple[str, int], d: tuple[str, int]) -> Row:
+    """A row from (layout, tokens per block) of each side."""
+    return Row(family, p_tp, d_tp, p_block=p[1], d_block=d[1], p_layout=p[0], d_layout=d[0])
 
 
-QUICK_ROWS: list[Row] = [row for row in ROWS if row.p_block == row.d_block and row.p_tp + row.d_tp < 4]
-"""What `make test` chooses from. A pair with four workers takes minutes on two cores, and unequal blocks are tested
-without servers by the geometry's property tests: both are rows of `make test-full`."""
+QUICK_UNEQUAL_ROWS: list[Row] = [
+    _layouts("gqa", 1, 1, ("NHD", 32), ("HND", 64)),
+    Row("gqa", p_pp=2),
+]
+
+UNEQUAL_ROWS: list[Row] = [
+    *QUICK_UNEQUAL_ROWS,
+    # The platform's backend takes multiples of 32. 32 and 96 meet only every third block.
+    *(Row("gqa", p_tp, 1, p_block, d_block) for p_tp in (1, 2) for p_block, d_block in ((128, 32), (32, 128))),
+    Row("gqa", p_block=32, d_block=96),
+    Row("swa", p_block=128, d_block=32),
+    Row("swa", p_block=32, d_block=128),
+    Row("swa", 2, 1, p_block=32, d_block=96),
+    _layouts("gqa", 1, 1, ("HND", 32), ("NHD", 32)),
+    _layouts("gqa", 2, 1, ("NHD", 32), ("HND", 32)),
+    _layouts("gqa", 1, 2, ("HND", 32), ("NHD", 32)),
+    _layouts("gqa", 1, 1, ("NHD", 64), ("HND", 16)),
+    _layouts("gqa", 1, 1, ("HND", 16), ("NHD", 64)),
+    _layouts("gqa", 2, 1, ("NHD", 48), ("HND", 32)),
+    _layouts("gqa", 1, 2, ("HND", 48), ("NHD", 32)),
+    _layouts("gqa", 1, 2, ("NHD", 128), ("HND", 32)),
+    _layouts("gqa", 2, 1, ("HND", 32), ("NHD", 128)),
+    _layouts("gqa", 1, 1, ("BLNHC", 64), ("BHLNC", 16)),
+    _layouts("gqa", 2, 1, ("", 64), ("NHD", 16)),
+    _layouts("gqa", 1, 2, ("NHD", 16), ("", 64)),
+    _layouts("swa", 1, 1, ("NHD", 16), ("HND", 48)),
+    Row("gqa6", 3, 2),
+    Row("gqa6", 2, 3),
+    _layouts("gqa6", 3, 1, ("HND", 48), ("NHD", 32)),
+    Row("gqa", d_pp=2),
+    Row("gqa", p_pp=2, d_pp=2),
+    Row("gqa", 2, 1, p_pp=2),
+    Row("gqa", 2, 1, d_pp=2),
+    Row("swa", p_pp=2),
+    replace(_layouts("gqa", 1, 1, ("HND", 48), ("NHD", 32)), p_pp=2),
+]
+"""Pairs whose sides differ in block size, layout or pipeline stages, with prefix caching on."""
+
+LARGER_WINDOW_ROWS: list[Row] = [row for row in UNEQUAL_ROWS if row.family == "swa" and row.p_block < row.d_block]
+"""Windows whose first block on the decode side may reach back to tokens that the prefill side has let go of."""
+
+ROWS: list[Row] = [*_rows(), *UNEQUAL_ROWS]
 
 
-PLAIN_ROWS: list[Row] = [Row(family, prefix_caching=MODELS[family].prefix_caching) for family in ("gqa", "swa", "mla")]
+FAMILIES = ("gqa", "swa", "mla", *HYBRIDS)
+PLAIN_ROWS: list[Row] = [Row(family, prefix_caching=MODELS[family].prefix_caching) for family in FAMILIES]
 """One row per family: equal sides, everything at its default. What does not depend on geometry is tested on these."""
+
+
+QUICK_ROWS: list[Row] = [
+    row
+    for row in ROWS
+    if row in QUICK_UNEQUAL_ROWS
+    or (row in PLAIN_ROWS and row.family in ("swa", "kimi", "granite"))
+    or (row.family in ("gqa", "mla") and not row.unequal and row.workers < 4)
+    or (row.family == "swa" and not row.unequal and row.workers == 2)
+]
+"""What `make test` chooses from. A pair with four workers takes minutes on two cores, and unequal sides are tested
+without servers by the geometry's property tests: most of both are rows of `make test-full`. So are most hybrids: what
+differs between them is how large their states are."""
 
 
 def _values(row: Row) -> tuple[object, ...]:
     """The columns whose pairs must meet; the two sides' sizes count as one value, since it is their pair that acts."""
-    geometry = ((row.p_tp, row.d_tp), (row.p_block, row.d_block))
+    geometry = (
+        (row.p_tp, row.d_tp),
+        (row.p_pp, row.d_pp),
+        (row.p_block, row.d_block),
+        (row.p_layout, row.d_layout),
+        (row.p_conv, row.d_conv),
+    )
     return (row.family, *geometry, row.chunked, row.prefix_caching, row.mode, row.transport)
 
 
@@ -108,7 +210,7 @@ def pairwise(rows: Sequence[Row]) -> list[Row]:
     chosen = [row for row in rows if row in PLAIN_ROWS]
     missing = set().union(*map(pairs, rows)) - set().union(*map(pairs, chosen))
     while missing:
-        best = max(rows, key=lambda row: (len(pairs(row) & missing), -row.p_tp - row.d_tp))
+        best = max(rows, key=lambda row: (len(pairs(row) & missing), -row.workers))
         chosen.append(best)
         missing -= pairs(best)
     return [row for row in rows if row in chosen]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from e2e.cluster import Cluster
 from e2e.digests import received
-from e2e.matrix import PLAIN_ROWS
+from e2e.matrix import LARGER_WINDOW_ROWS, PLAIN_ROWS, UNEQUAL_ROWS
 from e2e.over import over
-from e2e.workload import SCENARIOS, Prompt, ask
+from e2e.workload import SCENARIOS, Prompt, ask, ask_many
+from make_models import MODELS
 
 CACHING_ROWS = [row for row in PLAIN_ROWS if row.prefix_caching]
-WARM_TOKENS = 100
-"""Three whole blocks of 32 and a part of a fourth."""
+
+
+def warm_tokens(pair: Cluster) -> int:
+    """Prompt tokens to warm: some whole blocks and a part of another."""
+    return max(100, pair.block_tokens + 44)
 
 
 def warm(pair: Cluster, url: str, prompt: Prompt) -> None:
@@ -36,10 +40,11 @@ def test_cold_prompts_are_fetched_whole(pair: Cluster) -> None:
 @over(CACHING_ROWS)
 def test_only_the_missing_rest_is_fetched_after_a_partial_hit(pair: Cluster) -> None:
     asked = SCENARIOS["partly on the decode side"]
+    known, block = warm_tokens(pair), pair.block_tokens
     for prompt in asked:
-        warm(pair, pair.decode.url, prompt[:WARM_TOKENS])
+        warm(pair, pair.decode.url, prompt[:known])
     pair.check(asked)
-    assert fetched_from(pair, asked) == [96] * len(asked)
+    assert fetched_from(pair, asked) == [min(known, len(prompt)) // block * block for prompt in asked]
 
 
 @over(CACHING_ROWS)
@@ -48,13 +53,36 @@ def test_a_full_hit_fetches_less_than_a_block_and_frees_the_prefill_side(pair: C
     for prompt in asked:
         warm(pair, pair.decode.url, prompt)
     pair.check(asked)
-    assert all(record.stop - record.start <= 32 for record in received(pair.take_digests()))
+    assert all(record.stop - record.start <= pair.block_tokens for record in received(pair.take_digests()))
 
 
 @over(CACHING_ROWS)
 def test_blocks_that_the_prefill_side_found_in_its_cache_are_fetched_like_others(pair: Cluster) -> None:
     asked = SCENARIOS["partly on the prefill side"]
     for prompt in asked:
-        warm(pair, pair.prefill.url, prompt[:WARM_TOKENS])
+        warm(pair, pair.prefill.url, prompt[: warm_tokens(pair)])
     pair.check(asked)
     assert fetched_from(pair, asked) == [0] * len(asked)
+
+
+@over(UNEQUAL_ROWS)
+def test_hits_of_every_length_are_continued_from_an_unequal_side(pair: Cluster) -> None:
+    """Each prompt finds another part of itself on the decode side: nothing, a block, … all but the last twentieth."""
+    asked = SCENARIOS["hits of every length"]
+    warmed = [prompt[: len(prompt) * i // len(asked)] for i, prompt in enumerate(asked)]
+    ask_many(pair.decode.url, [pair.body(prefix, max_tokens=1) for prefix in warmed if prefix], at_once=8)
+    pair.check(asked, at_once=4)
+    block = pair.row.d_block or MODELS[pair.model].block_size
+    expected = {len(p): len(prefix) // block * block for p, prefix in zip(asked, warmed, strict=True)}
+    # The last prompt token may be left to the decode side, which computes it in any case.
+    found = [(r.stop + (r.stop not in expected), r.start) for r in received(pair.take_digests())]
+    assert set(found) == set(expected.items())
+    assert len(found) == len(asked) * pair.row.d_tp * pair.row.d_pp, "one record per decode worker"
+
+
+@over(LARGER_WINDOW_ROWS)
+def test_a_block_that_came_in_part_is_never_found_by_another_prompt(pair: Cluster) -> None:
+    """The decode side answers prompts with the same beginning by itself, from what its prefix cache finds."""
+    pair.check(SCENARIOS["received in part"], at_once=4)
+    for prompt in SCENARIOS["beginning alike"]:
+        assert ask(pair.decode.url, pair.body(prompt)).tokens == pair.baselines.tokens(pair.model, prompt)

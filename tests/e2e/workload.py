@@ -21,8 +21,12 @@ from launch import post
 Prompt = tuple[int, ...]
 
 OUTPUT_TOKENS = 16
+LOGPROBS = {"logprobs": 5, "return_tokens_as_token_ids": True}
+"""Fields with which a completion tells the log-probabilities of the five best tokens of each step."""
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 255, 300, 511, 640, 1000, 1500, 1900)
 """Around the block sizes and the window of the models, and up to what the context holds."""
+REPEATED = (1, 2, 15, 33, 64, 100, 127, 128, 129, 130, 200, 255, 256, 257, 258, 300, 384, 400, 513, 600)
+"""Asked again and again, so that every block of a small cache is used many times."""
 
 
 def prompts(scenario: str, lengths: Iterable[int]) -> list[Prompt]:
@@ -42,20 +46,30 @@ SCENARIOS: dict[str, list[Prompt]] = {
         "partly on the decode side": (130, 700, 1900),
         "all on the decode side": (64, 130, 1500),
         "partly on the prefill side": (130, 700, 1900),
+        # Lengths far enough apart to tell the requests by them.
+        "hits of every length": range(150, 950, 40),
         # Good requests beside or after bad ones: the servers must still answer them right.
         "beside abandoned": (33, 500, 1100, 1900),
         "after abandoned": (60, 350),
         "bad input": (150, 350),
+        "again and again": REPEATED,
     }.items()
 }
+
+SCENARIOS["received in part"] = prompts("received in part", range(150, 450, 30))
+SCENARIOS["beginning alike"] = [
+    (*one[: len(one) // 32 * 32], *other)
+    for one, other in zip(SCENARIOS["received in part"], prompts("beginning alike", [40] * 10), strict=True)
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A finished completion."""
+    """A finished completion; `logprobs` has the best tokens' log-probabilities per step, if they were asked for."""
 
     tokens: tuple[int, ...]
     kv_transfer_params: dict[str, Any] | None = None
+    logprobs: tuple[Mapping[int, float], ...] = ()
 
 
 class Refused(Exception):
@@ -92,7 +106,13 @@ def ask(url: str, body: Mapping[str, Any], *, request_id: str | None = None, tim
     except urllib.error.HTTPError as error:
         with error:
             raise Refused(error.code, error.read().decode(errors="replace")) from None
-    return Answer(tuple(answer["choices"][0]["token_ids"]), answer.get("kv_transfer_params"))
+    [choice] = answer["choices"]
+    steps = (choice.get("logprobs") or {}).get("top_logprobs") or ()
+    return Answer(
+        tuple(choice["token_ids"]),
+        answer.get("kv_transfer_params"),
+        tuple({int(name.removeprefix("token_id:")): value for name, value in step.items()} for step in steps),
+    )
 
 
 def ask_many(url: str, bodies: Sequence[Mapping[str, Any]], at_once: int) -> list[Answer]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_pd_connector.geometry import codecs
-from vllm_pd_connector.geometry.bind import BlockTable, Tail, bind
+from vllm_pd_connector.geometry.bind import BlockTable, Tail, late_starts, pair, runs_of
 from vllm_pd_connector.geometry.manifest import (
     MANIFEST_VERSION,
     Axis,
@@ -305,21 +305,28 @@ class Move:
     source_tables: list[BlockTable]
     destination_tables: list[BlockTable]
     tail: Tail = Tail.EXACT
+    late_start: int = 0
+    """What the source still holds begins here, and the destination's first block of a window may begin with it."""
 
     def run(self) -> None:
         sources = instance(self.model, self.source, "p-0")
         for worker in sources:
             write(self.model, self.source, worker, self.source_tables, worker.memory, 0, self.stop)
+        first = max(self.start, self.late_start)
         for worker in instance(self.model, self.destination, "decode-1"):
             expected = worker.memory.copy()
-            write(self.model, self.destination, worker, self.destination_tables, expected, self.start, self.stop)
+            write(self.model, self.destination, worker, self.destination_tables, expected, first, self.stop)
             written = np.zeros(len(expected), dtype=np.int64)
             for edge in make_plan(worker.manifest, [s.manifest for s in sources]).edges:
                 origin = next(
                     s for s in sources
                     if (s.manifest.parallel.pp_rank, s.manifest.parallel.tp_rank) == edge.source
                 )  # fmt: skip
-                runs = bind(edge, self.source_tables, self.destination_tables, self.start, self.stop, tail=self.tail)
+                tables = self.source_tables, self.destination_tables
+                late = self.late_start > 0
+                paired = pair(edge, *tables, self.start, self.stop, tail=self.tail, late=late)
+                assert late_starts(paired).get(0, first) == first
+                runs = runs_of(paired)
                 copy(runs, origin, worker)
                 base = worker.manifest.segments[0].address
                 for to, length in zip(runs.destination.tolist(), runs.length.tolist(), strict=True):

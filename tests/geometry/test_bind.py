@@ -6,8 +6,8 @@ from geometry_opaque import opaque_worker
 from geometry_world import Model, Side, copy, instance, table
 
 from vllm_pd_connector.errors import BindError
-from vllm_pd_connector.geometry.bind import BlockTable, Tail, bind
-from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.geometry.bind import BlockTable, Tail, bind, late_starts, pair, runs_of, window_start
+from vllm_pd_connector.geometry.manifest import Group, GroupKind, Manifest
 from vllm_pd_connector.geometry.plan import Edge, make_plan
 from vllm_pd_connector.geometry.runs import Runs
 
@@ -163,6 +163,52 @@ def test_a_larger_destination_block_must_be_covered_whole() -> None:
         bind(larger, [table(0, 0, 0, 4)], [table(0, 2)], 0, 16)
     # what was there before `start` is the destination's own
     assert offsets(bind(larger, [table(0, 0, 0, 4)], [table(0, 2)], 12, 16)) == [(64, 80, 16)]
+
+
+@pytest.mark.parametrize(("stop", "held", "filled"), [(14, 8, 0), (17, 12, 12), (18, 12, 12), (21, 16, 0), (8, 0, 0)])
+def test_on_request_the_first_block_of_a_window_may_begin_with_what_the_source_still_has(
+    stop: int, held: int, filled: int
+) -> None:
+    """Window 6: who computes position `stop` looks at those from `stop` - 5 on; destination blocks are 8 tokens."""
+    larger = edge(WINDOW, {}, {"block_tokens": 8})
+    theirs = [table(*(0 if 4 * i < held else i + 1 for i in range(6)))]
+    first = (stop - 5) // 8 if stop > 5 else 0
+    ours = [table(*(0 if i < first else i + 1 for i in range(3)))]
+    paired = pair(larger, theirs, ours, 0, stop, late=True)
+    assert late_starts(paired) == ({0: filled} if filled else {})
+    assert runs_of(paired).total_bytes == 4 * (stop - held)
+    if filled:
+        with pytest.raises(BindError, match="filled completely"):
+            bind(larger, theirs, ours, 0, stop)
+
+
+@pytest.mark.parametrize("forgotten", [12, 16, 24])
+def test_a_token_inside_the_window_is_never_left_out(forgotten: int) -> None:
+    """Who computes position 16 looks at those from 11 on."""
+    larger = edge(WINDOW, {}, {"block_tokens": 8})
+    theirs = table(*(0 if 4 * i < forgotten else i + 1 for i in range(6)))
+    with pytest.raises(BindError, match="source group 0: token 8 needs"):
+        pair(larger, [theirs], [table(0, 2)], 0, 16, late=True)
+
+
+def test_without_a_window_no_token_is_ever_left_out() -> None:
+    with pytest.raises(BindError, match="source group 0: token 0 needs"):
+        pair(edge(ONE, {}, {"block_tokens": 8}), [table(0, 2, 3, 4)], [table(1, 2)], 0, 16, late=True)
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "expected"),
+    [
+        (Group(GroupKind.FULL, 4, 8), 100, 0),
+        (Group(GroupKind.STATE, 4, 8), 100, 0),
+        (Group(GroupKind.SLIDING_WINDOW, 4, 8, window=4), 7, 4),  # vLLM's own example
+        (Group(GroupKind.SLIDING_WINDOW, 4, 8, window=4), 2, 0),
+        (Group(GroupKind.CHUNKED_LOCAL, 4, 8, window=8), 15, 8),
+        (Group(GroupKind.CHUNKED_LOCAL, 4, 8, window=8), 16, 16),
+    ],
+)
+def test_where_a_window_begins(group: Group, tokens: int, expected: int) -> None:
+    assert window_start(group, tokens) == expected
 
 
 HYBRID = Model(layers=2, heads=0, key=64, states=2)

@@ -93,6 +93,28 @@ def test_exactly_the_asked_bytes_arrive(move: Move) -> None:
     move.run()
 
 
+@st.composite
+def windows(draw: st.DrawFn) -> Move:
+    """A window as vLLM leaves it on both sides: blocks wholly before what the next position looks at are null."""
+    model = Model(3, draw(st.integers(1, 4)), window=draw(st.integers(1, 20)))
+    source, destination = (draw(sides((*LAYOUTS, "CPU"), model.heads)) for _ in range(2))
+    stop = draw(st.integers(1, 40))
+    whole = make_move(replace(model, window=0), source, destination, 0, stop, seed=draw(st.integers(0, 99)))
+    needed = max(0, stop + 1 - model.window)
+    start = draw(st.integers(0, stop // destination.block_tokens)) * destination.block_tokens
+    for side, tables in ((whole.source, whole.source_tables), (whole.destination, whole.destination_tables)):
+        tables[0].ids[: needed // side.block_tokens] = 0
+    held = needed // source.block_tokens * source.block_tokens
+    return replace(whole, model=model, start=start, late_start=held)
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@given(windows())
+def test_a_window_gets_all_that_the_next_position_looks_at_from_blocks_of_any_size(move: Move) -> None:
+    """And nothing before what the source still holds is written."""
+    move.run()
+
+
 @settings(max_examples=200, deadline=None)
 @given(moves(), st.lists(st.integers(0, 40), max_size=4))
 def test_a_range_bound_in_steps_is_the_range_bound_at_once(move: Move, cuts: list[int]) -> None:

@@ -176,6 +176,18 @@ def test_opaque_pages_pair_only_with_equal_pages() -> None:
     assert check_pd_topology(local[1], opaque_manifests("amx v1")).status is TopologyStatus.ALLOW_HOMOGENEOUS
 
 
+def test_an_opaque_page_never_meets_an_affine_one() -> None:
+    """AMX-packed K on one side, strides on the other."""
+    affine = [change(m, tensors=tuple(t for t in m.tensors if "layers.0" in t.layer)) for m in manifests(tp=2)]
+    for local, remote, sides in (
+        (affine, opaque_manifests("amx v1"), ("key, value", "opaque")),
+        (opaque_manifests("amx v1"), affine, ("opaque", "key, value")),
+    ):
+        result = check_pd_topology(local, remote)
+        found = next(d for d in result.differences if d.field == "caches of layers.0.attn")
+        assert not result.allowed and (found.local, found.remote) == sides and "attention backend" in found.advice
+
+
 def opaque_manifests(description: str, tokens: int = 4, tp: int = 2) -> list[Manifest]:
     return [opaque_worker(description, tokens, tp, rank).manifest for rank in range(tp)]
 

@@ -46,19 +46,21 @@ def test_headings_that_repeat_get_numbers() -> None:
 def record(passed: bool, **row: Any) -> dict[str, Any]:
     columns = {"family": "gqa", "p_tp": 1, "d_tp": 2, "p_block": 0, "d_block": 0, "chunked": False}
     columns |= {"prefix_caching": True, "mode": "pull", "transport": "nixl"}
+    columns |= {"p_pp": 2, "d_pp": 1, "p_layout": "", "d_layout": ""}
     return {"test": "t", "row": columns | row, "passed": passed}
 
 
 def test_the_page_counts_what_passed_per_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = {"versions": {"vllm": "1.2"}, "records": [record(True), record(False), record(True, family="mla")]}
+    records = [record(True), record(False), record(True, family="mla", p_block=16, d_block=64, p_layout="NHD")]
+    results = {"versions": {"vllm": "1.2"}, "records": records}
     source, page = tmp_path / "results.json", tmp_path / "page.md"
     source.write_text(json.dumps(results))
     monkeypatch.setattr(sys, "argv", ["compat_table", str(source), "--page", str(page)])
     compat_table.main()
     text = page.read_text()
     assert "Run with vllm 1.2." in text
-    assert "| gqa | nixl, pull | 1 → 2 | equal | no | yes | 1 of 2 |" in text
-    assert "| mla | nixl, pull | 1 → 2 | equal | no | yes | 1 of 1 |" in text
+    assert "| gqa | nixl, pull | 1 → 2 | 2 → 1 | equal | equal | no | yes | 1 of 2 |" in text
+    assert "| mla | nixl, pull | 1 → 2 | 2 → 1 | 16 → 64 | NHD → CPU | no | yes | 1 of 1 |" in text
 
 
 def test_the_wheel_that_names_vllm_installs_and_holds_no_modules(tmp_path: Path) -> None:

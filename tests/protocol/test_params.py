@@ -12,11 +12,14 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.messages import MIN_VERSION, PROTOCOL_VERSION, LeaseRef
 from vllm_pd_connector.protocol.params import (
     IN_TREE_KEYS,
+    Extension,
     Kind,
+    RemotePrefill,
     kind_of,
     parse_remote_decode,
     parse_remote_prefill,
     remote_prefill_params,
+    require_signature,
 )
 
 NONCE = bytes(range(16))
@@ -220,3 +223,71 @@ def test_arbitrary_parameters_are_parsed_or_refused(params):
                 parse(candidate)
             except ProtocolError as error:
                 assert len(str(error)) < 5000
+
+
+SECRET = b"s" * 32
+
+
+def test_signed_parameters_are_accepted_with_the_same_secret_after_a_way_through_json():
+    params = json.loads(json.dumps(make(secret=SECRET, server_key="k" * 40)))
+    require_signature(parse_remote_prefill(params), SECRET)
+    # What other connectors and servers add is not signed, because it is not read.
+    require_signature(parse_remote_prefill(params | {"remote_prefill_cached_tokens": 7}), SECRET)
+
+
+def test_unsigned_parameters_are_refused_where_a_secret_is_set_and_only_there():
+    with pytest.raises(ProtocolError, match=r"signature is missing.*params_secret"):
+        require_signature(parse_remote_prefill(make()), SECRET)
+    require_signature(parse_remote_prefill(make()), None)
+    require_signature(parse_remote_prefill(make(secret=SECRET)), None)
+
+
+CHANGED = {
+    "remote_block_ids": [[3, 4, 6], [9]],
+    "remote_engine_id": "p-1",
+    "remote_request_id": "cmpl-2",
+    "remote_host": "10.0.0.2",
+    "remote_port": 5601,
+    "tp_size": 1,
+    "dcp_size": 2,
+    "pp_size": 2,
+    "remote_num_tokens": 32,
+    "remote_blocks_expiry_time": 1.0,
+    "transfer_mode": "push",
+    "do_remote_decode": None,
+    "pd_connector": None,
+}
+CHANGED_OF_OURS = {
+    "incarnation": "cd" * 16,
+    "nonce": "cd" * 16,
+    "lease_seconds": 31.0,
+    "prompt_digest": "f" * 16,
+    "first_blocks": [0, 1],
+    "server_key": "x" * 40,
+    "signature": "0" * 64,
+}
+
+
+@pytest.mark.parametrize("field", sorted(CHANGED.keys() - {"do_remote_decode", "pd_connector"}))
+def test_no_field_of_signed_parameters_can_be_changed(field):
+    params = parse_remote_prefill(make(secret=SECRET) | {field: CHANGED[field]})
+    with pytest.raises(ProtocolError, match="changed on the way"):
+        require_signature(params, SECRET)
+
+
+@pytest.mark.parametrize("field", sorted(CHANGED_OF_OURS))
+def test_no_field_of_ours_can_be_changed(field):
+    made = make(secret=SECRET)
+    params = made | {"pd_connector": made["pd_connector"] | {field: CHANGED_OF_OURS[field]}}
+    with pytest.raises(ProtocolError, match="changed on the way"):
+        require_signature(parse_remote_prefill(params), SECRET)
+
+
+def test_every_field_is_among_those_that_cannot_be_changed():
+    assert set(RemotePrefill.__struct_fields__) == CHANGED.keys() | {"do_remote_prefill"}
+    assert set(Extension.__struct_fields__) == CHANGED_OF_OURS.keys() | {"version"}
+
+
+def test_another_secret_does_not_do():
+    with pytest.raises(ProtocolError, match="different secrets"):
+        require_signature(parse_remote_prefill(make(secret=b"t" * 32)), SECRET)

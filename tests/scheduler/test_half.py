@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -18,7 +19,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.scheduler.half import SchedulerHalf
+from vllm_pd_connector.sidechannel.keys import create_keys, create_secret
 from vllm_pd_connector.steps import GroupBlocks, WorkerReport
 
 PROMPT = list(range(40))
@@ -35,7 +38,8 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def make_half(role: str, lookahead: int = 0, spec: Any = FULL, **changes: Any) -> tuple[SchedulerHalf, BlockPool]:
-    """A scheduler half with a real block pool; `role` is kv_producer or kv_consumer."""
+    """A scheduler half with a real block pool; `role` is kv_producer or kv_consumer, `spec` that of each group."""
+    specs = spec if isinstance(spec, tuple) else (spec,)
     parallel = SimpleNamespace(
         data_parallel_index=0, tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
     )
@@ -44,7 +48,10 @@ def make_half(role: str, lookahead: int = 0, spec: Any = FULL, **changes: Any) -
     half = SchedulerHalf(
         config,
         SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, num_prefill_lookahead_tokens=lookahead),
-        SimpleNamespace(transfer_group_ids=(0,), transfer_groups=(SimpleNamespace(kv_cache_spec=spec),)),
+        SimpleNamespace(
+            transfer_group_ids=tuple(range(len(specs))),
+            transfer_groups=tuple(SimpleNamespace(kv_cache_spec=each) for each in specs),
+        ),
     )
     pool = BlockPool(num_gpu_blocks=32, enable_caching=False, hash_block_size=BLOCK)
     half.bind_block_pool(pool)
@@ -352,3 +359,56 @@ def test_two_instances_at_one_port_are_refused_with_the_reason():
         second, _ = make_half("kv_producer", side_channel_port=first.producer._port)
         with pytest.raises(Exception, match=str(first.producer._port)):
             second.serve([b"manifest"])
+
+
+def refusal(half: SchedulerHalf, pool: BlockPool, params: Any) -> str:
+    """Why a request with these parameters fails; empty if it does not."""
+    request = make_request("d-1", params)
+    half.on_new_request(request)
+    allocate(half, pool, request)
+    [order] = half.build_metadata().receives
+    return str(order.error)
+
+
+def test_a_producer_without_keys_does_not_listen_where_others_reach_it():
+    with pytest.raises(InvalidConfig, match="side_channel_host 0.0.0.0"):
+        make_half("kv_producer", side_channel_host="0.0.0.0")
+    make_half("kv_consumer", side_channel_host="0.0.0.0")[0].shutdown()
+    make_half("kv_producer", side_channel_host="0.0.0.0", allow_unauthenticated_peers=True)[0].shutdown()
+
+
+def test_a_consumer_without_keys_asks_nobody_on_another_host(producer, consumer):
+    half, pool = consumer
+    assert "10.9.8.7 is on another host" in refusal(half, pool, hand_over(producer) | {"remote_host": "10.9.8.7"})
+    assert not half.consumer._keeper._commands
+
+
+def test_a_secret_on_both_sides_lets_only_true_parameters_in(tmp_path):
+    secret = tmp_path / "params.secret"
+    create_secret(secret)
+    producer, _ = make_half("kv_producer", params_secret=str(secret))
+    producer.serve([b"manifest"])
+    half, pool = make_half("kv_consumer", params_secret=str(secret))
+    params = hand_over(producer)
+    assert "signature" in refusal(half, pool, params | {"remote_block_ids": [[1, 2, 3]]})
+    half.consumer.received("d-1")
+    assert refusal(half, pool, params) == ""
+    half.shutdown()
+    producer.shutdown()
+
+
+def test_keys_on_both_sides_keep_a_lease_alive_and_give_it_back(tmp_path):
+    for name in ("p", "d"):
+        create_keys(tmp_path / name, name)
+    shutil.copy(tmp_path / "p" / "p.key", tmp_path / "d")
+    shutil.copy(tmp_path / "d" / "d.key", tmp_path / "p")
+    producer, _ = make_half("kv_producer", side_channel_keys=str(tmp_path / "p"), kv_lease_duration=30.0)
+    producer.serve([b"manifest"])
+    half, _ = make_half("kv_consumer", side_channel_keys=str(tmp_path / "d"))
+    request = make_request("d-1", hand_over(producer))
+    half.on_new_request(request)
+    request.status = RequestStatus.FINISHED_ABORTED
+    half.request_finished(request, ([],))
+    until(lambda: freed(producer) == ["p-1"], "the lease to be released")
+    half.shutdown()
+    producer.shutdown()

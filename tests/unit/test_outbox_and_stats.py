@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from vllm_pd_connector.connector import PDConnector
+from vllm_pd_connector.observability.instance import parse
 from vllm_pd_connector.observability.stats import FailureKind, PDPromMetrics, PDStats, Phase
 from vllm_pd_connector.worker.outbox import Outbox
 
@@ -34,6 +36,17 @@ def test_reports_of_ranks_add_up():
     assert total.quarantined == {"a": 2}
 
 
+def test_blocks_that_must_stay_private_are_announced_in_the_step_of_their_receive():
+    first, second = Outbox(), Outbox()
+    first.finished("a", ok=True, quarantined=False, private={1: 4})
+    first.finished("b", ok=False, quarantined=False, private={1: 4})
+    second.finished("a", ok=True, quarantined=False, private={2: 3})
+    assert first.take_results().finished_recving == {"a", "b"} and second.take_results()
+    total = first.take_report().aggregate(second.take_report())
+    assert total.private == {"a": {1: 4, 2: 3}}
+    assert first.take_report() is None
+
+
 def make_stats() -> PDStats:
     stats = PDStats()
     stats.count("bytes", 1000)
@@ -54,6 +67,29 @@ def test_stats_aggregate_and_survive_the_way_between_processes():
     assert total.is_empty() and not make_stats().is_empty()
 
 
+CONFIG = SimpleNamespace(
+    kv_transfer_config=SimpleNamespace(
+        kv_role="kv_producer", engine_id="e", kv_connector_extra_config={"side_channel_port": 5600}
+    ),
+    parallel_config=SimpleNamespace(
+        data_parallel_size=2, tensor_parallel_size=4, pipeline_parallel_size=1, decode_context_parallel_size=1
+    ),
+)
+
+
+def test_routers_are_told_of_each_engine_what_that_engine_itself_uses():
+    registry = CollectorRegistry()
+
+    def gauge(multiprocess_mode="all", **kwargs):
+        return Gauge(registry=registry, multiprocess_mode=multiprocess_mode, **kwargs)
+
+    kinds = {Counter: MagicMock(), Gauge: gauge, Histogram: MagicMock()}
+    PDPromMetrics(CONFIG, kinds, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
+    engines = parse(generate_latest(registry).decode())
+    told = [(e.engine_id, e.side_channel_port, e.tp_size, e.role, e.mode) for e in engines.values()]
+    assert told == [("e_dp0", 5600, 4, "kv_producer", "pull"), ("e_dp1", 5601, 4, "kv_producer", "pull")]
+
+
 def test_prometheus_series_show_what_was_counted():
     registry = CollectorRegistry()
 
@@ -61,7 +97,7 @@ def test_prometheus_series_show_what_was_counted():
         return lambda **kwargs: kind(registry=registry, **kwargs)
 
     metrics = PDPromMetrics(
-        SimpleNamespace(kv_transfer_config=None),
+        CONFIG,
         {Counter: of(Counter), Gauge: of(Gauge), Histogram: of(Histogram)},
         ["model_name", "engine"],
         {0: ["m", "0"]},

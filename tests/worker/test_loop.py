@@ -320,7 +320,7 @@ def test_an_unexpected_error_fails_requests_and_not_the_thread(prefill, decode, 
         raise RuntimeError("a defect")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vllm_pd_connector.worker.link.bind", broken)
+        patch.setattr("vllm_pd_connector.worker.link.pair", broken)
         decode.loop.submit([prefill.order("a")], [])
         assert decode.wait_for("a") == [False]
     decode.loop.submit([prefill.order("b")], [])

@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.request import Request
 
@@ -66,6 +66,20 @@ def prompt_digest(request: Request, num_tokens: int) -> str:
 def owned_blocks(blocks: KVCacheBlocks, groups: Sequence[int]) -> list[KVCacheBlock]:
     """The real (non-null) blocks of the given groups."""
     return [block for group in groups for block in blocks.blocks[group] if not block.is_null]
+
+
+def keep_private(manager: KVCacheManager, request_id: str, group: int, block: int) -> None:
+    """Have the prefix cache never share the blocks of a request in KV-cache group `group` up to number `block`.
+
+    The count of blocks that vLLM takes for cached already is raised: it goes on with those behind them. To be called
+    after the blocks were allocated and before the request goes on with its received caches, which is when vLLM caches
+    them. The count ends with the request.
+
+    Source: vLLM 0.32, `SingleTypeKVCacheManager.cache_blocks`, `Scheduler._update_waiting_for_remote_kv`.
+    """
+    counts = manager.coordinator.single_type_managers[group].num_cached_block
+    if request_id in counts:  # else vLLM has freed the request
+        counts[request_id] = max(counts[request_id], block + 1)
 
 
 class HeldBlocks:

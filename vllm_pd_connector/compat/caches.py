@@ -79,9 +79,8 @@ _GROUP_KINDS: dict[str, GroupKind] = {
     "MLAAttentionSpec": GroupKind.FULL,
     "SlidingWindowSpec": GroupKind.SLIDING_WINDOW,
     "ChunkedLocalAttentionSpec": GroupKind.CHUNKED_LOCAL,
+    "MambaSpec": GroupKind.STATE,
 }
-# Recurrent states (MambaSpec, GroupKind.STATE) can be described, planned and bound, but are refused until pairs of real
-# servers have been seen to decode right from them.
 
 
 def layer_specs(spec: KVCacheSpec, layers: Iterable[str]) -> dict[str, KVCacheSpec]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.geometry.manifest import Coordinates, ModelFacts
+from vllm_pd_connector.observability.instance import EngineInfo
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,6 +77,33 @@ def engine_id(config: VllmConfig) -> str:
     """The instance's id; vLLM broadcasts one to all workers before it builds them."""
     assert config.kv_transfer_config is not None
     return str(config.kv_transfer_config.engine_id)
+
+
+def engine_info(config: VllmConfig, index: int) -> EngineInfo:
+    """What engine `index` behind this API server tells routers.
+
+    Call it in the API server. Its configuration is what the engine core got, but an engine core of several
+    data-parallel ones then adds its rank to the engine id and to the side channel's port.
+
+    Source: vLLM 0.32, `vllm/v1/engine/core.py` (`EngineCoreProc.run_engine_core`).
+    """
+    assert config.kv_transfer_config is not None
+    own = parse_config(config.kv_transfer_config.kv_connector_extra_config)
+    parallel = config.parallel_config
+    several = parallel.data_parallel_size > 1
+    host, port = own.side_channel(index if several else 0)
+    return EngineInfo(
+        role=str(config.kv_transfer_config.kv_role),
+        mode=own.mode,
+        transport=own.transport,
+        engine_id=f"{engine_id(config)}_dp{index}" if several else engine_id(config),
+        side_channel_host=host,
+        side_channel_port=port,
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        dcp_size=parallel.decode_context_parallel_size,
+        dp_size=parallel.data_parallel_size,
+    )
 
 
 def world_size(config: VllmConfig) -> int:

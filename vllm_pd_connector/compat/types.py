@@ -6,7 +6,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -20,6 +20,7 @@ __all__ = [
     "KVCacheBlock",
     "KVCacheBlocks",
     "KVCacheConfig",
+    "KVCacheManager",
     "KVConnectorOutput",
     "Request",
     "SchedulerOutput",

@@ -7,9 +7,12 @@ of the plan; the pattern times the page addresses is the result, with pages as t
 consecutive pages come out as one run.
 
 Nothing half-filled is delivered silently: a destination block that takes part must get every token of the range that
-falls into it, or the request fails.
+falls into it, or the request fails. One exception is for those who ask for it: the first block of a window on a
+destination with larger blocks reaches back to tokens that the source has let go of and that the request itself never
+looks at. Such a block may start late (`late_starts`), and must then never be shared with other requests.
 
-Source: architecture.md, ideas 2 and 3; vLLM 0.32 `v1/core/block_pool.py` (block 0 is the null block).
+Source: architecture.md, ideas 2 and 3; vLLM 0.32 `v1/core/block_pool.py` (block 0 is the null block),
+`v1/core/single_type_kv_cache_manager.py` (get_num_skipped_tokens).
 """
 
 from __future__ import annotations
@@ -56,13 +59,17 @@ class Tail(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Arrays of shape (n,), in order of token positions: pages on both sides, where and how many tokens inside them."""
+    """Arrays of shape (n,), in order of token positions: pages on both sides, where and how many tokens inside them.
+
+    `late_start` is 0, or the token position before which a destination block that takes part stays unfilled.
+    """
 
     source_page: Addresses
     destination_page: Addresses
     source_token: Addresses
     destination_token: Addresses
     tokens: Addresses
+    late_start: int = 0
 
 
 def bind(
@@ -85,8 +92,31 @@ def bind(
         BindError: a block id outside [1, num_blocks), a table that does not reach the range, a destination block
             that would stay partly unfilled, or a range that a tensor cannot follow.
     """
-    paired = pair(edge, source, destination, start, stop, tail=tail, states=states)
+    return runs_of(pair(edge, source, destination, start, stop, tail=tail, states=states))
+
+
+def runs_of(paired: Sequence[tuple[Family, Spans]]) -> Runs:
+    """The runs of paired spans: the second half of `bind`."""
     return concatenate([_family_runs(family, spans) for family, spans in paired])
+
+
+def late_starts(paired: Sequence[tuple[Family, Spans]]) -> dict[int, int]:
+    """Destination groups in which the first block of the window holds tokens only from a position on.
+
+    That position is the value; the block that contains it must not be shared with other requests.
+    """
+    return {family.destination.group: spans.late_start for family, spans in paired if spans.late_start}
+
+
+def window_start(group: Group, tokens: int) -> int:
+    """The first position that whoever computes position `tokens` looks at, in one of the group's layers."""
+    match group.kind:
+        case GroupKind.SLIDING_WINDOW:
+            return max(0, tokens + 1 - group.window)
+        case GroupKind.CHUNKED_LOCAL:
+            return tokens // group.window * group.window
+        case _:
+            return 0
 
 
 def pair(
@@ -98,8 +128,13 @@ def pair(
     *,
     tail: Tail = Tail.EXACT,
     states: bool = True,
+    late: bool = False,
 ) -> list[tuple[Family, Spans]]:
-    """The spans of every family that moves: the first half of `bind`, with its arguments and its errors."""
+    """The spans of every family that moves: the first half of `bind`, with its arguments and its errors.
+
+    With `late`, which is for the last move of a request only, the first block of a window may lack tokens that the
+    source does not hold and that nobody who computes position `stop` looks at; see `late_starts`.
+    """
     if not 0 <= start <= stop:
         raise BindError(f"token range [{start}, {stop}) is not a range; start must lie between 0 and stop")
     moving = [f for f in edge.families if (states if f.kind is GroupKind.STATE else start < stop)]
@@ -122,7 +157,8 @@ def pair(
             # Families of the same groups mostly have equal pages (K, V and their scales): pair those once.
             key = family.kind, *_cuts(family.source), *_cuts(family.destination), stop_
             if (cached := known.get(key)) is None:
-                cached = known[key] = _token_spans(family, theirs, ours, start, stop_)
+                needed = window_start(edge.destination_groups[family.destination.group], stop) if late else 0
+                cached = known[key] = _token_spans(family, theirs, ours, start, stop_, needed)
             found = cached
         paired.append((family, found))
     return paired
@@ -170,7 +206,7 @@ def _state_spans(family: Family, theirs: BlockTable, ours: BlockTable) -> Spans:
     return Spans(pages[0], pages[1], none, none, one)
 
 
-def _token_spans(family: Family, theirs: BlockTable, ours: BlockTable, start: int, stop: int) -> Spans:
+def _token_spans(family: Family, theirs: BlockTable, ours: BlockTable, start: int, stop: int, needed: int) -> Spans:
     a, b = family.source, family.destination
     edges = [np.arange(start // page * page + page, stop, page) for page in {a.page_tokens, b.page_tokens}]
     inner = edges[0] if len(edges) == 1 else np.unique(np.concatenate(edges))
@@ -181,14 +217,18 @@ def _token_spans(family: Family, theirs: BlockTable, ours: BlockTable, start: in
     # A windowed table may begin late or with null blocks, but like every other it reaches the last token.
     unreached = destination_absent if family.kind is GroupKind.FULL else _beyond(b, ours, first)
     _refuse_any("destination", b, ours, first, unreached)
-    _refuse_any("source", a, theirs, first, source_absent & ~destination_absent)
-    present = slice(None) if not destination_absent.any() else ~destination_absent
+    lacking = source_absent & ~destination_absent
+    spared = lacking & (first + tokens <= needed)
+    _refuse_any("source", a, theirs, first, lacking & ~spared)
+    left_out = destination_absent | spared
+    present = slice(None) if not left_out.any() else ~left_out
     return Spans(
         source[present],
         destination[present],
         (first % a.page_tokens)[present],
         (first % b.page_tokens)[present],
         tokens[present],
+        int((first + tokens)[spared].max(initial=0)),
     )
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_pd_connector.geometry.bind import Spans
+from vllm_pd_connector.geometry.manifest import GroupKind
 from vllm_pd_connector.geometry.plan import Bundle, Edge, Family, Piece, Stretch, bundle_runs, join
 from vllm_pd_connector.geometry.runs import Addresses, Runs
 
@@ -230,7 +231,7 @@ def _image(family: Family, low: int, high: int) -> _Image:
     start, length = [], []
     for bundle in family.bundles:
         for piece in bundle.pieces:
-            _, outer, reach = _read_through(piece, high - low)
+            _, outer, reach = _read_through(piece, high - low, _gap(family))
             places = np.add.outer(bundle.source, _grid(outer)[0] + piece.source + low * piece.token.source).ravel()
             start.append(places)
             length.append(np.full(len(places), reach, dtype=np.int64))
@@ -242,19 +243,26 @@ def _image(family: Family, low: int, high: int) -> _Image:
     return _Image(begin[first], end[np.append(first[1:] - 1, len(end) - 1)] - begin[first])
 
 
-def _read_through(piece: Piece, tokens: int) -> tuple[tuple[Stretch, ...], tuple[Stretch, ...], int]:
+def _gap(family: Family) -> int:
+    """The longest gap, in bytes, that is read rather than left out. A state is large, moves once per request and lies
+    there without gaps but for other ranks' shares, which may be most of it: those are never read."""
+    return 0 if family.kind is GroupKind.STATE else RUN_COST_BYTES
+
+
+def _read_through(piece: Piece, tokens: int, gap: int) -> tuple[tuple[Stretch, ...], tuple[Stretch, ...], int]:
     """Axes (without TOKEN) that lie in one stretch of the source together with `tokens` tokens, the others, and the
     stretch's bytes.
 
-    An axis is read through if the gaps between its elements cost less than runs would. Everything up to the TOKEN
-    axis always is, so that any part of a page's tokens lies in the same stretches as the whole.
+    An axis is read through if the gaps between its elements are at most `gap` bytes: reading them then costs less than
+    more runs would. Everything up to the TOKEN axis always is, so that any part of a page's tokens lies in the same
+    stretches as the whole.
     """
     token = Stretch(tokens, piece.token.source, piece.token.destination)
     reach: int = piece.itemsize
     inner: list[Stretch] = []
     outer: list[Stretch] = []
     for axis in sorted((axis for axis in (token, *piece.axes) if axis.size > 1), key=lambda axis: axis.source):
-        if outer or (axis.source > token.source and axis.source - reach > RUN_COST_BYTES):
+        if outer or (axis.source > token.source and axis.source - reach > gap):
             outer.append(axis)
         else:
             reach += (axis.size - 1) * axis.source
@@ -317,7 +325,7 @@ def _rows(
     for bundle in family.bundles:
         of_bundle: dict[tuple[_Shape, int], list[NDArray[np.int64]]] = {}
         for piece in bundle.pieces:
-            inner, outer, _ = _read_through(piece, high - low)
+            inner, outer, _ = _read_through(piece, high - low, _gap(family))
             axes = tuple((axis.size, axis.source, axis.destination) for axis in inner)
             shape = _Shape(piece.itemsize, axes, (piece.token.source, piece.token.destination))
             theirs, ours = _grid(outer)

@@ -11,7 +11,7 @@ Equal digests on both sides mean equal logical elements, whatever the layouts; s
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -44,11 +44,11 @@ class DigestTrace:
         """A finished prefill: all of its tokens."""
         self._write("sent", request.request_id, request.blocks, 0, request.num_tokens)
 
-    def received(self, order: ReceiveOrder) -> None:
-        """A finished receive: the tokens that were read."""
+    def received(self, order: ReceiveOrder, late_starts: Mapping[int, int]) -> None:
+        """A finished receive: the tokens that were read. In some groups these begin late, at the given positions."""
         assert order.remote is not None
         extra = {"remote_request_id": np.array(order.remote.remote_request_id)}
-        self._write("received", order.request_id, order.blocks, order.start, order.stop, extra)
+        self._write("received", order.request_id, order.blocks, order.start, order.stop, extra, late_starts)
 
     def _write(
         self,
@@ -58,7 +58,13 @@ class DigestTrace:
         start: int,
         stop: int,
         extra: dict[str, NDArray[np.str_]] | None = None,
+        late_starts: Mapping[int, int] | None = None,
     ) -> None:
+        late = {
+            (t.layer, t.role): late_starts[t.group]
+            for t in self._manifest.tensors
+            if late_starts and t.group in late_starts
+        }
         tables = [BlockTable(table.first_block, np.asarray(table.ids, dtype=np.int64)) for table in blocks]
         arrays: dict[str, NDArray[np.generic]] = {"start": np.array(start), "stop": np.array(stop), **(extra or {})}
         for digest in digests(self._manifest, self._memory, tables, start, stop).values():
@@ -71,6 +77,7 @@ class DigestTrace:
             for index in range(indices):
                 values = np.zeros(start + positions, dtype=np.uint64)
                 values[start:] = digest.values[:, index]
+                values[: late.get((digest.layer, digest.role), 0)] = 0
                 arrays[f"{digest.layer}|{digest.role}|{digest.first_index + index}"] = values
         place = self._manifest.parallel
         path = self._directory / f"{side}-{request_id}-tp{place.tp_rank}-pp{place.pp_rank}.npz"

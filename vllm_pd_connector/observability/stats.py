@@ -20,6 +20,8 @@ from vllm_pd_connector.compat.base import (
     PromMetric,
     PromMetricT,
 )
+from vllm_pd_connector.compat.facts import engine_info
+from vllm_pd_connector.observability.instance import INFO_SERIES, INFO_TEXT, LABELS
 
 
 class Phase(StrEnum):
@@ -157,6 +159,15 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
         self._gauges = {
             key: gauge(name=name, documentation=text, labelnames=labelnames) for key, (name, text) in gauges.items()
         }
+        info = gauge(
+            name=INFO_SERIES,
+            documentation=INFO_TEXT,
+            labelnames=[*labelnames, *LABELS],
+            multiprocess_mode="mostrecent",
+        )
+        for index, values in per_engine_labelvalues.items():
+            own = engine_info(vllm_config, index).labels()
+            info.labels(*map(str, values), *(own[name] for name in LABELS)).set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]

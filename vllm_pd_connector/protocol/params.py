@@ -4,13 +4,17 @@ The router sends `do_remote_decode` to the prefill instance, takes the parameter
 unchanged, to the decode instance. The fields are those of vLLM's in-tree NIXL pull connector, so that routers need
 not know us; what is our own stands under one extra key, "pd_connector". A user can write these parameters, so they
 are data of a stranger: everything is typed and bounded, and a field that is neither ours nor known from vLLM is
-refused, because a misspelt field silently ignored is a wrong cache served.
+refused, because a misspelt field silently ignored is a wrong cache served. With a secret that prefill and decode
+instances share, the answer is signed (HMAC-SHA256 over all of its fields), and parameters that a client made up or
+changed, block ids inside the cache included, are refused before any traffic.
 
 Source: vLLM 0.32 `nixl/pull_scheduler.py` (`request_finished`), `nixl/metadata.py`, `mooncake_connector.py`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Annotated, Any, Final, Literal, TypeVar
@@ -27,6 +31,7 @@ from vllm_pd_connector.protocol.messages import (
     LeaseRef,
     RequestId,
 )
+from vllm_pd_connector.protocol.peer import PeerKey
 
 BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
 BlockIds = Annotated[
@@ -38,6 +43,8 @@ Host = Annotated[str, Meta(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._
 Port = Annotated[int, Meta(ge=1, le=65535)]
 ParallelSize = Annotated[int, Meta(ge=1, le=65536)]
 NumTokens = Annotated[int, Meta(ge=0, lt=2**31)]
+ServerKey = Annotated[str, Meta(min_length=40, max_length=40, pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]+\Z")]
+Signature = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")]
 NonceHex = Annotated[str, Meta(min_length=32, max_length=32, pattern="^[0-9a-f]{32}$")]
 
 IN_TREE_KEYS: Final = frozenset(
@@ -77,6 +84,8 @@ class Extension(Base, frozen=True):
         prompt_digest: of the prompt tokens whose cache is offered, so that it is never read for another prompt.
         first_blocks: per KV-cache group, which logical block the first id of `remote_block_ids` is (more than 0
             where a sliding window has passed the first blocks).
+        server_key: the side channel's CURVE public key, None where it has none.
+        signature: over all fields but itself, None where nothing is signed.
     """
 
     version: Annotated[int, Meta(ge=0, lt=2**16)]
@@ -85,6 +94,8 @@ class Extension(Base, frozen=True):
     lease_seconds: Annotated[float, Meta(gt=0, le=86400)]
     prompt_digest: Annotated[str, Meta(min_length=16, max_length=16, pattern="^[0-9a-f]{16}$")]
     first_blocks: Annotated[tuple[BlockId, ...], Meta(max_length=256)]
+    server_key: ServerKey | None = None
+    signature: Signature | None = None
 
 
 class RemotePrefill(Base, frozen=True):
@@ -108,6 +119,12 @@ class RemotePrefill(Base, frozen=True):
     remote_blocks_expiry_time: float | None
     transfer_mode: Literal["pull", "push"]
     pd_connector: Extension
+
+    @property
+    def peer(self) -> PeerKey:
+        """The prefill instance that is meant, in the life that is meant."""
+        ours = self.pd_connector
+        return PeerKey(self.remote_host, self.remote_port, ours.incarnation, ours.server_key)
 
     @property
     def lease(self) -> LeaseRef:
@@ -187,6 +204,34 @@ def parse_remote_prefill(params: object) -> RemotePrefill:
     return parsed
 
 
+def sign(remote: RemotePrefill, secret: bytes) -> str:
+    """64 hex digits over every field of the parameters that a decode instance reads, its signature aside."""
+    bare = msgspec.structs.replace(remote.pd_connector, signature=None)
+    content = msgspec.json.encode(msgspec.structs.replace(remote, pd_connector=bare))
+    return hmac.new(secret, content, hashlib.sha256).hexdigest()
+
+
+def require_signature(remote: RemotePrefill, secret: bytes | None) -> None:
+    """Check who made the parameters; without a secret anybody may have.
+
+    Raises:
+        ProtocolError: a secret is given, and the parameters are not signed with it.
+    """
+    if secret is None:
+        return
+    found = remote.pd_connector.signature
+    if found is None:
+        raise ProtocolError(
+            "kv_transfer_params: pd_connector.signature is missing, and params_secret is set here: set it on the "
+            "prefill instance too"
+        )
+    if not hmac.compare_digest(found, sign(remote, secret)):
+        raise ProtocolError(
+            "kv_transfer_params: pd_connector.signature is not that of a prefill instance with this params_secret: "
+            "the parameters were changed on the way, or the two sides have different secrets"
+        )
+
+
 def parse_remote_decode(params: object) -> RemoteDecode:
     """The parameters of a request on the prefill side.
 
@@ -213,8 +258,12 @@ def remote_prefill_params(
     pp_size: int,
     num_tokens: int,
     transfer_mode: Literal["pull", "push"] = "pull",
+    server_key: str | None = None,
+    secret: bytes | None = None,
 ) -> dict[str, Any]:
     """The answer of a prefill instance, ready for JSON; `block_ids` per group, `num_tokens` of the prompt.
+
+    `server_key` is the side channel's, None without CURVE; with a `secret` the answer is signed.
 
     Raises:
         ProtocolError: a value that no decode instance would accept, so that the failure shows where it is made.
@@ -241,9 +290,12 @@ def remote_prefill_params(
             "lease_seconds": lease_seconds,
             "prompt_digest": prompt_digest,
             "first_blocks": list(first_blocks),
+            **({"server_key": server_key} if server_key is not None else {}),
         },
     }
-    parse_remote_prefill(params)
+    remote = parse_remote_prefill(params)
+    if secret is not None:
+        params["pd_connector"]["signature"] = sign(remote, secret)
     return params
 
 

@@ -33,11 +33,16 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PeerKey:
-    """One life of one engine: its side channel's address and its incarnation (32 hex digits)."""
+    """One life of one engine: its side channel's address and its incarnation (32 hex digits).
+
+    `server_key` is the side channel's CURVE key, None without; parameters that name another key are another peer, so
+    that a wrong key never stands between others and the right one.
+    """
 
     host: str
     port: int
     incarnation: str
+    server_key: str | None = None
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port} ({self.incarnation[:8]})"

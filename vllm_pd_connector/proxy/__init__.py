@@ -1,1 +1,1 @@
-"""A small P/D router: `python -m vllm_pd_connector.proxy --prefill URL --decode URL --port N`."""
+"""A P/D router: `vllm-pd proxy --prefill URL --decode URL --port N`. See docs/router.md."""

@@ -1,13 +1,22 @@
-"""What changes in a request body on its way to the prefill and to the decode instance (serial pull hand-off).
+"""What changes in a request body on its way to the prefill and to the decode instance.
 
-The prefill instance gets the client's request cut down to one token, with `kv_transfer_params` that ask it to keep the
-cache. Its answer carries the parameters by which a decode instance finds that cache; they are passed on unchanged. The
-token that the prefill instance samples is thrown away: the decode instance samples the first token itself, so all that
-only shapes the answer (stop conditions, log-probabilities) is left out of the first leg. Leaving the stop conditions
-out is also what makes the first leg always end by length, the only end after which a connector hands a cache over.
+Serial hand-off (pull): the prefill instance gets the client's request cut down to one token, with `kv_transfer_params`
+that ask it to keep the cache. Its answer carries the parameters by which a decode instance finds that cache; they are
+passed on unchanged.
 
-Source of the fields: vLLM 0.32 `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py` and the pull scheduler of
-its NIXL connector.
+Concurrent hand-off (push): both instances get the request at the same time. The prefill instance's leg is the same;
+the decode instance is told which engine will send the cache, by what that engine says of itself, and the two find each
+other by the request id that both legs carry. Nothing is taken from the prefill's answer.
+
+The token that the prefill instance samples is thrown away: the decode instance samples the first token itself, so all
+that only shapes the answer (stop conditions, log-probabilities) is left out of the first leg. Leaving the stop
+conditions out is also what makes the first leg always end by length, the only end after which a connector hands a
+cache over. A tool choice that forces a call cannot end after one token, so tools stay (they are part of the prompt)
+and the choice is left out.
+
+Source of the fields: vLLM 0.32 `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`,
+`examples/disaggregated/disaggregated_serving/disagg_proxy_pushconnector_demo.py`, and the schedulers of its NIXL
+connectors.
 """
 
 from __future__ import annotations
@@ -16,6 +25,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.observability.instance import EngineInfo
 
 Body = dict[str, Any]
 
@@ -31,14 +41,21 @@ ASK_PREFILL: Mapping[str, Any] = {
 ANSWER_ONLY = frozenset(
     {
         "echo",
+        "guided_choice",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
         "logprobs",
         "min_tokens",
         "prompt_logprobs",
+        "response_format",
         "return_token_ids",
         "return_tokens_as_token_ids",
         "stop",
         "stop_token_ids",
         "stream_options",
+        "structured_outputs",
+        "tool_choice",
         "top_logprobs",
     }
 )
@@ -71,11 +88,12 @@ def check_client_body(body: object) -> Body:
     return body
 
 
-def prefill_body(body: Body) -> Body:
-    """The first leg: the same prompt, one token, and the cache kept."""
+def prefill_body(body: Body, transfer_id: str | None = None) -> Body:
+    """The first leg: the same prompt, one token, and the cache kept. `transfer_id` names a concurrent hand-off."""
     kept = {field: value for field, value in body.items() if field not in ANSWER_ONLY}
     one_token = {"max_tokens": 1, **({"max_completion_tokens": 1} if "max_completion_tokens" in body else {})}
-    return kept | one_token | {"stream": False, "ignore_eos": True, "kv_transfer_params": dict(ASK_PREFILL)}
+    params = {**ASK_PREFILL, **({} if transfer_id is None else {"transfer_id": transfer_id})}
+    return kept | one_token | {"stream": False, "ignore_eos": True, "kv_transfer_params": params}
 
 
 def decode_body(body: Body, prefill_answer: object) -> Body:
@@ -92,3 +110,21 @@ def decode_body(body: Body, prefill_answer: object) -> Body:
             "--kv-transfer-config and a connector whose role is kv_producer"
         )
     return body | {"kv_transfer_params": params}
+
+
+def decode_body_beside(body: Body, engine: EngineInfo, transfer_id: str) -> Body:
+    """The decode instance's leg of a concurrent hand-off: the client's request and which engine sends its cache."""
+    return body | {
+        "kv_transfer_params": {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "remote_engine_id": engine.engine_id,
+            "remote_host": engine.side_channel_host,
+            "remote_port": engine.side_channel_port,
+            "remote_request_id": transfer_id,
+            "tp_size": engine.tp_size,
+            "pp_size": engine.pp_size,
+            "dcp_size": engine.dcp_size,
+            "transfer_id": transfer_id,
+        }
+    }

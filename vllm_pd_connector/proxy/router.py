@@ -1,68 +1,102 @@
 """The router's HTTP side: two legs per request, errors with the right status, nothing left running.
 
 Until the first byte of the answer is sent, every failure is an HTTP status: an instance's own error is passed on as it
-is, 502 for an instance that breaks off or hands nothing over, 503 when no instance can be reached, 504 for one that
-does not answer in time. After the first byte only an event in the stream can tell the client. A client that goes away
-cancels its handler, which closes the leg in progress; vLLM aborts a request whose connection is closed.
+is, the others are those of `legs`. vLLM begins a stream with status 200 before it knows whether it can answer, so the
+client's headers wait for the first event, and an event that is an error becomes a status too. After the first byte
+only an event in the stream can tell the client. A client that goes away cancels its handler, which closes the legs in
+progress.
 
-Instances take turns. One that refuses the connection has seen nothing of the request, so the next is asked; any other
-failure is final, because the request may have been run.
+Which hand-off is used (`handoff`): "serial" asks prefill, then decode; "concurrent" asks both at once, prefill first,
+so that nothing was sent to anyone when a prefill instance refuses the connection; "auto" is concurrent while all
+usable prefill instances say that they push. In a concurrent hand-off the two instances find each other by the request
+id, so one that is in use already is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import re
+import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import aiohttp
 from aiohttp import web
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.proxy.handoff import Body, check_client_body, decode_body, prefill_body
+from vllm_pd_connector.observability.instance import EngineInfo
+from vllm_pd_connector.proxy.choice import prefix_keys
+from vllm_pd_connector.proxy.fleet import Fleet, Instance, Role
+from vllm_pd_connector.proxy.handoff import (
+    Body,
+    check_client_body,
+    decode_body,
+    decode_body_beside,
+    prefill_body,
+)
+from vllm_pd_connector.proxy.legs import Headers, LegError, Legs, Limits, make_session
+from vllm_pd_connector.proxy.metrics import ProxyMetrics
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
+DATA_PARALLEL_RANK = "X-data-parallel-rank"
+"""Header by which vLLM 0.32's API server gives a request to one of its engines."""
+CLIENT_LEFT = 499
+
+Handoff = Literal["auto", "serial", "concurrent"]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Where the instances are (base URLs) and how long to wait, in seconds."""
+    """Base URLs of instances by role, or of any role (`instances`, which must say theirs); times are seconds.
 
-    prefill: Sequence[str]
-    decode: Sequence[str]
-    connect_timeout: float
-    read_timeout: float
-    """Longest silence of an instance: for a prefill the whole computation, for a decode the gap between bytes."""
+    `slack` is by how many requests in flight an instance that knows a prompt may exceed the least busy one.
+    """
+
+    prefill: Sequence[str] = ()
+    decode: Sequence[str] = ()
+    instances: Sequence[str] = ()
+    limits: Limits = field(default_factory=lambda: Limits(connect_timeout=5.0, read_timeout=600.0))
+    handoff: Handoff = "auto"
+    check_interval: float = 2.0
+    facts_interval: float = 30.0
+    slack: int = 2
 
 
-class LegError(Exception):
-    """A leg that gave no usable answer; what the client is told."""
+class InstanceRefusal(Exception):
+    """An instance answered with another status than 200; the client gets what it said."""
 
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
+    def __init__(self, status: int, content: bytes, content_type: str):
+        super().__init__(f"status {status}")
         self.status = status
+        self.content = content
+        self.content_type = content_type
 
 
 @dataclass(slots=True)
-class Pool:
-    """Instances of one kind, taken in turns."""
+class Exchange:
+    """One client request on its way through the router."""
 
-    kind: str
-    urls: Sequence[str]
-    _next: int = field(default=0)
+    request: web.Request
+    request_id: str
+    body: Body
+    keys: list[bytes]
+    headers: Headers
+    started: float
+    answer: web.StreamResponse | None = None
+    """Set when the first byte goes to the client."""
 
-    def turn(self) -> list[str]:
-        """All instances, beginning with the one whose turn it is."""
-        first = self._next % len(self.urls)
-        self._next += 1
-        return [*self.urls[first:], *self.urls[:first]]
+    @property
+    def path(self) -> str:
+        return self.request.path
 
 
 def error_object(status: int, message: str) -> Body:
@@ -71,140 +105,297 @@ def error_object(status: int, message: str) -> Body:
 
 
 class Router:
-    """One router; `application()` is what an aiohttp server runs."""
+    """One router; `application()` is what an aiohttp server runs, `fleet` who it routes to."""
 
     def __init__(self, options: Options):
+        self.metrics = ProxyMetrics()
+        self.fleet = Fleet(
+            self.metrics,
+            check_interval=options.check_interval,
+            facts_interval=options.facts_interval,
+            slack=options.slack,
+        )
         self._options = options
-        self._prefill = Pool("prefill", options.prefill)
-        self._decode = Pool("decode", options.decode)
-        self._session: aiohttp.ClientSession | None = None
+        self._legs: Legs
+        self._session: aiohttp.ClientSession
+        self._in_use: set[str] = set()
+        self._trailing: set[asyncio.Task[None]] = set()
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.cleanup_ctx.append(self._run_session)
+        app.cleanup_ctx.append(self._run)
         for path in COMPLETION_PATHS:
             app.router.add_post(path, self._complete)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics_page)
         app.router.add_get("/v1/models", self._models)
         return app
 
-    async def _run_session(self, _app: web.Application) -> AsyncIterator[None]:
-        timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=self._options.connect_timeout, sock_read=self._options.read_timeout
-        )
-        # No limit on connections: waiting in the router would hide a queue from the instances' own metrics.
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    async def _run(self, _app: web.Application) -> AsyncIterator[None]:
+        for role, urls in ((Role.PREFILL, self._options.prefill), (Role.DECODE, self._options.decode)):
+            for url in urls:
+                self.fleet.add(url, role)
+        for url in self._options.instances:
+            self.fleet.add(url, None)
+        async with make_session(self._options.limits) as session:
             self._session = session
-            yield
-
-    @asynccontextmanager
-    async def _leg(
-        self, pool: Pool, path: str, *, body: Body | None = None, headers: dict[str, str] | None = None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer of the first instance in turn that takes the connection.
-
-        Raises:
-            LegError: 503 when none does, 504 for silence, 502 for a connection that breaks.
-        """
-        assert self._session is not None
-        method = "GET" if body is None else "POST"
-        refused = []
-        for url in pool.turn():
+            self._legs = Legs(self.fleet, self.metrics, session, self._options.limits)
+            await self.fleet.check_all(session)
+            checks = asyncio.create_task(self.fleet.run(session))
             try:
-                async with self._session.request(method, url + path, json=body, headers=headers) as response:
-                    yield response
-                    return
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                refused.append(f"{url}: {error}")
-            except TimeoutError as error:
-                silence = f"{self._options.read_timeout:g} s"
-                raise LegError(504, f"{pool.kind} instance {url} sent nothing for {silence}") from error
-            except aiohttp.ClientError as error:
-                raise LegError(502, f"{pool.kind} instance {url} broke off: {error!r}") from error
-        raise LegError(503, f"no {pool.kind} instance can be reached: {'; '.join(refused)}")
+                yield
+            finally:
+                for task in (checks, *self._trailing):
+                    await _end(task)
+
+    # -- a completion -------------------------------------------------------------------------------------------------
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        headers = {"X-Request-Id": request.headers.get("X-Request-Id") or uuid.uuid4().hex}
-        if "Authorization" in request.headers:
-            headers["Authorization"] = request.headers["Authorization"]
+        status = CLIENT_LEFT
+        started = time.monotonic()
+        request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex
         try:
-            body = check_client_body(await request.json())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            return _refuse(headers, 400, f"the request body is not JSON: {error}")
-        except ProtocolError as error:
-            return _refuse(headers, 400, str(error))
-        answer: web.StreamResponse | None = None
+            response = await self._answer_or_refuse(request, request_id, started)
+            status = response.status
+            return response
+        finally:
+            self.metrics.requests.labels(status).inc()
+            self.metrics.seconds.labels("total").observe(time.monotonic() - started)
+
+    async def _answer_or_refuse(self, request: web.Request, request_id: str, started: float) -> web.StreamResponse:
         try:
-            async with self._leg(self._prefill, request.path, body=prefill_body(body), headers=headers) as prefill:
-                content = await prefill.read()
-                if prefill.status != 200:
-                    logger.warning("request %s: prefill answered %d", headers["X-Request-Id"], prefill.status)
-                    return _pass_on(headers, prefill, content)
-            second = decode_body(body, _json(content))
-            async with self._leg(self._decode, request.path, body=second, headers=headers) as decode:
-                if decode.status != 200 or decode.content_type != "text/event-stream":
-                    return _pass_on(headers, decode, await decode.read())
-                answer = web.StreamResponse(headers={"X-Request-Id": headers["X-Request-Id"]})
-                answer.content_type = "text/event-stream"
-                await answer.prepare(request)
-                await _stream(decode, answer)
+            exchange = await _read(request, request_id, started)
         except ProtocolError as error:
-            return _refuse(headers, 502, str(error))
-        except LegError as error:
-            if answer is None:
-                return _refuse(headers, error.status, str(error))
-            logger.warning("request %s: %s", headers["X-Request-Id"], error)
-            event = json.dumps(error_object(error.status, str(error)))
-            await answer.write(f"data: {event}\n\ndata: [DONE]\n\n".encode())
+            return _refuse(request_id, 400, str(error))
+        try:
+            return await self._hand_off(exchange)
+        except InstanceRefusal as error:
+            logger.warning("request %s: an instance answered %d", request_id, error.status)
+            return web.Response(
+                status=error.status,
+                body=error.content,
+                content_type=error.content_type,
+                headers={"X-Request-Id": request_id},
+            )
+        except (LegError, ProtocolError) as error:
+            status = error.status if isinstance(error, LegError) else 502
+            if exchange.answer is None:
+                return _refuse(request_id, status, str(error))
+            logger.warning("request %s: after the first byte: %s", request_id, error)
+            self.metrics.broken_streams.inc()
+            event = json.dumps(error_object(status, str(error)))
+            with contextlib.suppress(ConnectionError):
+                await exchange.answer.write(f"data: {event}\n\ndata: [DONE]\n\n".encode())
+                await exchange.answer.write_eof()
+            return exchange.answer
+
+    async def _hand_off(self, exchange: Exchange) -> web.StreamResponse:
+        if not self._concurrent():
+            return await self._serial(exchange)
+        if exchange.request_id in self._in_use:
+            raise LegError(409, f"X-Request-Id: {exchange.request_id} is in use by a request in flight; send another")
+        self._in_use.add(exchange.request_id)
+        try:
+            return await self._side_by_side(exchange)
+        finally:
+            self._in_use.discard(exchange.request_id)
+
+    def _concurrent(self) -> bool:
+        if self._options.handoff != "auto":
+            return self._options.handoff == "concurrent"
+        prefills = self.fleet.usable(Role.PREFILL)
+        return bool(prefills) and all(
+            i.engines and all(engine.mode == "push" for engine in i.engines.values()) for i in prefills
+        )
+
+    async def _serial(self, exchange: Exchange) -> web.StreamResponse:
+        first = prefill_body(exchange.body)
+        content = await self._prefill(exchange, lambda _instance: (first, exchange.headers))
+        second = decode_body(exchange.body, _json(content))
+        return await self._decode(exchange, second)
+
+    async def _side_by_side(self, exchange: Exchange) -> web.StreamResponse:
+        sent: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        chosen: list[EngineInfo] = []
+
+        def prepare(instance: Instance) -> tuple[Body, Headers]:
+            found = instance.next_engine()
+            if found is None:
+                raise LegError(503, f"prefill instance {instance.url} does not say its engine id; a concurrent "
+                               "hand-off needs PDConnector there, with metrics on")  # fmt: skip
+            index, engine = found
+            chosen[:] = [engine]
+            pinned = {DATA_PARALLEL_RANK: str(index)} if len(instance.engines) > 1 else {}
+            return prefill_body(exchange.body, exchange.request_id), {**exchange.headers, **pinned}
+
+        def on_sent(_instance: Instance) -> None:
+            if not sent.done():
+                sent.set_result(chosen[0])
+
+        prefill = asyncio.create_task(self._prefill(exchange, prepare, on_sent))
+        decode: asyncio.Task[web.StreamResponse] | None = None
+        try:
+            either: set[asyncio.Future[Any]] = {sent, prefill}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not sent.done():
+                prefill.result()  # raises: it can only have failed
+            engine = await sent
+            body = decode_body_beside(exchange.body, engine, exchange.request_id)
+            decode = asyncio.create_task(self._decode(exchange, body))
+            await asyncio.wait({decode, prefill}, return_when=asyncio.FIRST_COMPLETED)
+            if not decode.done() and exchange.answer is None:
+                prefill.result()  # without a prefill the decode instance waits in vain
+            answer = await decode
+        except BaseException:
+            await _end(prefill)
+            raise
+        finally:
+            if decode is not None:
+                await _end(decode)
+        self._let_end(prefill, exchange.request_id)
+        return answer
+
+    def _let_end(self, prefill: asyncio.Task[bytes], request_id: str) -> None:
+        """The answer is complete; the prefill's is read to its end, so that it is not taken for an abort."""
+
+        async def wait() -> None:
+            try:
+                await prefill
+            except (LegError, InstanceRefusal) as error:
+                logger.warning("request %s: prefill, after the answer was sent: %s", request_id, error)
+
+        task = asyncio.create_task(wait())
+        self._trailing.add(task)
+        task.add_done_callback(self._trailing.discard)
+
+    async def _prefill(self, exchange: Exchange, prepare: Any, on_sent: Any = None) -> bytes:
+        async with self._legs.send(Role.PREFILL, exchange.path, prepare, exchange.keys, on_sent) as response:
+            content = await response.read()
+            if response.status != 200:
+                raise InstanceRefusal(response.status, content, response.content_type)
+        self._observe("prefill", exchange)
+        return content
+
+    async def _decode(self, exchange: Exchange, body: Body) -> web.StreamResponse:
+        """Answer the client from a decode instance."""
+
+        def prepare(_instance: Instance) -> tuple[Body, Headers]:
+            return body, exchange.headers
+
+        async with self._legs.send(Role.DECODE, exchange.path, prepare, exchange.keys) as response:
+            if response.status != 200 or response.content_type != "text/event-stream":
+                content = await response.read()
+                self._observe("first_byte", exchange)
+                if response.status != 200:
+                    raise InstanceRefusal(response.status, content, response.content_type)
+                _check_finished(_json(content))
+                return web.Response(
+                    body=content, content_type=response.content_type, headers={"X-Request-Id": exchange.request_id}
+                )
+            return await self._stream(exchange, response)
+
+    async def _stream(self, exchange: Exchange, response: aiohttp.ClientResponse) -> web.StreamResponse:
+        """Pass bytes on as they come. A client that has gone is a cancellation, not an error of the instance."""
+        answer = web.StreamResponse(headers={"X-Request-Id": exchange.request_id, "Cache-Control": "no-cache"})
+        answer.content_type = "text/event-stream"
+        async for chunk in response.content.iter_any():
+            if exchange.answer is None:
+                _refuse_error_event(chunk)
+                self._observe("first_byte", exchange)
+                exchange.answer = answer
+                await answer.prepare(exchange.request)
+            try:
+                await answer.write(chunk)
+            except ConnectionError as error:
+                raise asyncio.CancelledError from error
+        if exchange.answer is None:
+            raise LegError(502, "the decode instance ended its stream without an event")
         await answer.write_eof()
         return answer
 
+    def _observe(self, phase: str, exchange: Exchange) -> None:
+        self.metrics.seconds.labels(phase).observe(time.monotonic() - exchange.started)
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
     async def _models(self, _request: web.Request) -> web.StreamResponse:
-        try:
-            async with self._leg(self._decode, "/v1/models") as response:
-                return _pass_on({}, response, await response.read())
-        except LegError as error:
-            return _refuse({}, error.status, str(error))
+        for instance in self.fleet.usable(Role.DECODE):
+            try:
+                async with self._session.get(f"{instance.url}/v1/models") as response:
+                    content = await response.read()
+                    return web.Response(status=response.status, body=content, content_type=response.content_type)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                self.fleet.refused(instance, repr(error))
+        return _refuse("-", 503, f"no decode instance can be reached: {self.fleet.reasons(Role.DECODE)}")
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
-        """200 while at least one instance of each kind is healthy."""
-        for pool in (self._prefill, self._decode):
-            if not any(await asyncio.gather(*map(self._is_healthy, pool.urls))):
-                return _refuse({}, 503, f"no healthy {pool.kind} instance among {', '.join(pool.urls)}")
+        """200 while at least one instance of each role can be used."""
+        for role in Role:
+            if not self.fleet.usable(role):
+                return _refuse("-", 503, f"no usable {role} instance: {self.fleet.reasons(role)}")
         return web.Response()
 
-    async def _is_healthy(self, url: str) -> bool:
-        assert self._session is not None
-        try:
-            async with self._session.get(f"{url}/health") as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
+    async def _metrics_page(self, _request: web.Request) -> web.StreamResponse:
+        return web.Response(body=self.metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
 
-async def _stream(source: aiohttp.ClientResponse, answer: web.StreamResponse) -> None:
-    """Pass bytes on as they come. A client that has gone is a cancellation, not an error of the instance."""
-    async for chunk in source.content.iter_any():
-        try:
-            await answer.write(chunk)
-        except ConnectionResetError as error:
-            raise asyncio.CancelledError from error
+async def _read(request: web.Request, request_id: str, started: float) -> Exchange:
+    """The client's request.
+
+    Raises:
+        ProtocolError: what it says cannot be handed over.
+    """
+    if not REQUEST_ID.fullmatch(request_id):
+        raise ProtocolError(f"X-Request-Id: {request_id!r:.80}; use up to 200 letters, digits, '.', '_', ':' and '-'")
+    try:
+        body = check_client_body(await request.json())
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"the request body is not JSON: {error}") from error
+    headers = {"X-Request-Id": request_id}
+    if "Authorization" in request.headers:
+        headers["Authorization"] = request.headers["Authorization"]
+    return Exchange(request, request_id, body, prefix_keys(body), headers, started)
 
 
-def _json(content: bytes) -> object:
+def _check_finished(answer: object) -> None:
+    """An answer with status 200 whose engine request failed is an error.
+
+    Raises:
+        LegError: it says so.
+    """
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if isinstance(choices, list) and any(isinstance(c, dict) and c.get("finish_reason") == "error" for c in choices):
+        raise LegError(502, "the decode instance could not finish the request (finish_reason: error); see its log")
+
+
+def _refuse_error_event(chunk: bytes) -> None:
+    """Raises InstanceRefusal if a stream's first event is an error."""
+    event, _, _ = chunk.partition(b"\n\n")
+    found = _json(event.removeprefix(b"data:").strip()) if event.startswith(b"data:") else None
+    error = found.get("error") if isinstance(found, Mapping) else None
+    if error is not None:
+        code = error.get("code") if isinstance(error, Mapping) else None
+        status = code if isinstance(code, int) and 400 <= code < 600 else 502
+        raise InstanceRefusal(status, json.dumps(found).encode(), "application/json")
+
+
+def _json(content: bytes) -> Any:
     try:
         return json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
-def _pass_on(headers: dict[str, str], response: aiohttp.ClientResponse, content: bytes) -> web.Response:
-    """An instance's answer as it is."""
-    identity = {name: value for name, value in headers.items() if name == "X-Request-Id"}
-    return web.Response(status=response.status, body=content, content_type=response.content_type, headers=identity)
-
-
-def _refuse(headers: dict[str, str], status: int, message: str) -> web.Response:
-    logger.warning("request %s: %d: %s", headers.get("X-Request-Id", "-"), status, message)
-    identity = {name: value for name, value in headers.items() if name == "X-Request-Id"}
+def _refuse(request_id: str, status: int, message: str) -> web.Response:
+    logger.warning("request %.200r: %d: %s", request_id, status, message)
+    identity = {"X-Request-Id": request_id} if REQUEST_ID.fullmatch(request_id) else {}
     return web.json_response(error_object(status, message), status=status, headers=identity)
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    """Cancel a task if it runs, and wait until it has let go of its connection."""
+    if not task.done():
+        task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # looked at, so that asyncio does not report it as forgotten

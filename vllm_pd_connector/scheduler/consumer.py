@@ -22,8 +22,9 @@ from vllm_pd_connector.compat.caches import prefill_backoff
 from vllm_pd_connector.compat.states import state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.params import RemotePrefill, parse_remote_prefill
+from vllm_pd_connector.protocol.params import RemotePrefill, parse_remote_prefill, require_signature
 from vllm_pd_connector.scheduler.keeper import LeaseKeeper
+from vllm_pd_connector.sidechannel.keys import keys_of, require_known_server
 from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
 
 if TYPE_CHECKING:
@@ -48,7 +49,10 @@ class Consumer:
         self._receives: dict[str, _Receive] = {}
         self._orders: list[ReceiveOrder] = []
         self._aborts: list[str] = []
-        self._keeper = LeaseKeeper(config)
+        self._keys = keys_of(config)
+        self._secret = config.secret()
+        self._allow_unauthenticated = config.allow_unauthenticated_peers
+        self._keeper = LeaseKeeper(self._keys)
         self._states = state_groups(kv_cache_config)
         self._backoff = prefill_backoff(vllm_config, kv_cache_config)
 
@@ -64,7 +68,12 @@ class Consumer:
         self._keeper.keep(remote)
 
     def _check(self, request: Request, remote: RemotePrefill) -> None:
-        """Parameters that fit another prompt, or another number of groups, are refused here, before any traffic."""
+        """Parameters that a stranger made, that name a prefill instance of a stranger, that fit another prompt or
+        another number of groups are refused here, before any traffic."""
+        require_signature(remote, self._secret)
+        require_known_server(
+            remote.remote_host, remote.pd_connector.server_key, self._keys, self._allow_unauthenticated
+        )
         if len(remote.remote_block_ids) != len(self._groups):
             raise ProtocolError(
                 f"remote_block_ids has {len(remote.remote_block_ids)} KV-cache groups, this instance transfers "

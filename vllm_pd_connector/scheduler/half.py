@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import Quarantine, finished_normally, transfer_params
+from vllm_pd_connector.compat.blocks import Quarantine, finished_normally, keep_private, transfer_params
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.observability.stats import PDStats
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         BlockPool,
         KVCacheBlocks,
         KVCacheConfig,
+        KVCacheManager,
         KVConnectorOutput,
         Request,
         VllmConfig,
@@ -41,6 +42,7 @@ class SchedulerHalf:
         self.producer = Producer(config, vllm_config, kv_cache_config)
         self.consumer = Consumer(config, vllm_config, kv_cache_config)
         self._quarantine: Quarantine | None = None
+        self._manager: KVCacheManager | None = None
         self._gauges: dict[str, int] = {}
 
     def serve(self, manifests: list[bytes]) -> None:
@@ -50,6 +52,9 @@ class SchedulerHalf:
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._quarantine = Quarantine(pool)
         self.producer.bind_block_pool(pool)
+
+    def bind_cache_manager(self, manager: KVCacheManager) -> None:
+        self._manager = manager
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived. Bad parameters are remembered and fail the request when it would load."""
@@ -93,7 +98,8 @@ class SchedulerHalf:
         return StepMetadata(receives=receives, aborts=aborts, held=self.producer.take_held())
 
     def update_output(self, output: KVConnectorOutput) -> None:
-        """Called before vLLM frees the blocks of failed requests, so that quarantine comes first."""
+        """Called before vLLM frees the blocks of failed requests and caches those of received ones, so that quarantine
+        and privacy come first."""
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             assert self._quarantine is not None
@@ -101,6 +107,10 @@ class SchedulerHalf:
                 self._quarantine.add(request_id, self.consumer.blocks_of(request_id), ranks)
             for request_id, ranks in report.drained.items():
                 self._quarantine.drain(request_id, ranks)
+            for request_id, blocks in report.private.items():
+                assert self._manager is not None
+                for group, block in blocks.items():
+                    keep_private(self._manager, request_id, self.group_ids[group], block)
         for request_id in output.finished_recving or ():
             self.consumer.received(request_id)
 

@@ -23,8 +23,8 @@ from vllm_pd_connector.sidechannel.waiting import Wake, wait
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm_pd_connector.config import Config
     from vllm_pd_connector.protocol.params import RemotePrefill
+    from vllm_pd_connector.sidechannel.keys import Keys
 
 logger = init_logger(__name__)
 
@@ -35,7 +35,8 @@ REPLY_TIMEOUT_S = 5.0
 class LeaseKeeper:
     """Renews and releases leases; `keep` and `drop` may be called from any thread."""
 
-    def __init__(self, config: Config):
+    def __init__(self, keys: Keys | None):
+        self._keys = keys
         self._commands: deque[Callable[[], None]] = deque()
         self._leases: dict[str, dict[LeaseRef, float]] = {}
         self._due: dict[str, float] = {}
@@ -68,7 +69,7 @@ class LeaseKeeper:
     # Everything below runs in the keeper's thread.
 
     def _run(self) -> None:
-        self._client = SideChannelClient()
+        self._client = SideChannelClient(keys=self._keys)
         while not self._stop or (self._client.under_way() and time.monotonic() < self._until):
             due = min(self._due.values(), default=None)
             wait(self._client, self._wake, self._until if self._stop else due)
@@ -83,14 +84,14 @@ class LeaseKeeper:
         self._client.close()
 
     def _add(self, remote: RemotePrefill) -> None:
-        address = endpoint(remote.remote_host, remote.remote_port)
+        address = _address(remote)
         interval = remote.pd_connector.lease_seconds / RENEWALS_PER_LEASE
         self._leases.setdefault(address, {})[remote.lease] = interval
         due = time.monotonic() + interval
         self._due[address] = min(self._due.get(address, due), due)
 
     def _remove(self, remote: RemotePrefill, release: bool) -> None:
-        address = endpoint(remote.remote_host, remote.remote_port)
+        address = _address(remote)
         leases = self._leases.get(address, {})
         leases.pop(remote.lease, None)
         if not leases:
@@ -115,3 +116,7 @@ class LeaseKeeper:
     def _end(self) -> None:
         self._stop = True
         self._until = time.monotonic() + REPLY_TIMEOUT_S / 2
+
+
+def _address(remote: RemotePrefill) -> str:
+    return endpoint(remote.remote_host, remote.remote_port, remote.pd_connector.server_key)

@@ -22,6 +22,7 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.lease import End
 from vllm_pd_connector.protocol.messages import LeaseRef
 from vllm_pd_connector.protocol.params import remote_prefill_params
+from vllm_pd_connector.sidechannel.keys import keys_of, require_private_address
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.steps import GroupBlocks, HeldRequest
 
@@ -32,7 +33,11 @@ logger = init_logger(__name__)
 
 
 class Producer:
-    """Leases of finished prefills. The server starts when the workers' manifests are known."""
+    """Leases of finished prefills. The server starts when the workers' manifests are known.
+
+    Raises:
+        InvalidConfig: keys that cannot be used, or an address that strangers reach and no keys.
+    """
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
         parallel = vllm_config.parallel_config
@@ -41,6 +46,10 @@ class Producer:
         self._engine_id = facts.engine_id(vllm_config)
         self._incarnation = secrets.token_hex(16)
         self._host, self._port = config.side_channel(parallel.data_parallel_index)
+        self._keys = keys_of(config)
+        self._secret = config.secret()
+        if self._serves:
+            require_private_address(self._host, self._keys, config.allow_unauthenticated_peers)
         self._parallel = parallel
         self._states = state_groups(kv_cache_config)
         self._backoff = prefill_backoff(vllm_config, kv_cache_config)
@@ -64,9 +73,15 @@ class Producer:
         """
         if not self._serves:
             return
-        self._server = SideChannelServer(self._host, self._port, self._engine_id, self._incarnation)
+        self._server = SideChannelServer(self._host, self._port, self._engine_id, self._incarnation, keys=self._keys)
         self._server.set_manifests(manifests)
-        logger.info("side channel of engine %s listens on %s:%d", self._engine_id, self._host, self._port)
+        logger.info(
+            "side channel of engine %s listens on %s:%d, %s",
+            self._engine_id,
+            self._host,
+            self._port,
+            f"for {len(self._keys.peers)} known keys" if self._keys is not None else "for everybody",
+        )
 
     def add(self, request: Request) -> None:
         """A prefill for a decode instance arrived; what decode must compute itself is cut off."""
@@ -104,6 +119,8 @@ class Producer:
             dcp_size=self._parallel.decode_context_parallel_size,
             pp_size=self._parallel.pipeline_parallel_size,
             num_tokens=num_tokens,
+            server_key=self._keys.public if self._keys is not None else None,
+            secret=self._secret,
         )
         if request.request_id in self._blocks:  # a client that uses a request id again gives up the older lease
             self._server.drop(request.request_id)

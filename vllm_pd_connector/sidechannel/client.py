@@ -26,7 +26,8 @@ from vllm_pd_connector.protocol.messages import (
     encode,
     sequence_of,
 )
-from vllm_pd_connector.sidechannel.sockets import MAX_PENDING, connected_dealer
+from vllm_pd_connector.sidechannel.keys import Keys
+from vllm_pd_connector.sidechannel.sockets import KEY_MARK, MAX_PENDING, connected_dealer
 
 Outcome = Reply | ProtocolError | DeadlineExceeded
 
@@ -54,11 +55,14 @@ class _Link:
 class SideChannelClient:
     """Requests to any number of servers. Not thread-safe; `idle_s` is how long an unused socket is kept.
 
-    `clock` gives seconds, monotonic.
+    `clock` gives seconds, monotonic; `keys` are needed for servers whose address has a key.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, idle_s: float = 60.0) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, idle_s: float = 60.0, keys: Keys | None = None
+    ) -> None:
         self._clock = clock
+        self._keys = keys
         self._idle_s = idle_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: dict[str, _Link] = {}
@@ -75,7 +79,7 @@ class SideChannelClient:
         frame = encode(token, request)
         link = self._links.get(endpoint)
         if link is None:
-            link = self._links[endpoint] = _Link(endpoint, connected_dealer(self._context, endpoint), now)
+            link = self._links[endpoint] = _Link(endpoint, connected_dealer(self._context, endpoint, self._keys), now)
         if len(link.pending) >= MAX_PENDING:
             raise ProtocolError(f"{endpoint}: {len(link.pending)} requests are under way, the limit is {MAX_PENDING}")
         link.pending[token] = _Pending(frame, REPLY_OF[type(request)], now + timeout_s, timeout_s)
@@ -159,7 +163,7 @@ class SideChannelClient:
         for token in late:
             del link.pending[token]
         link.socket.close()
-        link.socket = connected_dealer(self._context, link.endpoint)
+        link.socket = connected_dealer(self._context, link.endpoint, self._keys)
         link.used_at = now
         for pending in link.pending.values():
             _transmit(link, pending.frame)
@@ -178,4 +182,7 @@ def _transmit(link: _Link, frame: bytes) -> None:
 
 
 def _timed_out(endpoint: str, pending: _Pending) -> DeadlineExceeded:
-    return DeadlineExceeded(f"{endpoint}: no reply within {pending.timeout_s:g} s; is the prefill instance alive?")
+    also = ", and does it know this side's key" if KEY_MARK in endpoint else ""
+    return DeadlineExceeded(
+        f"{endpoint}: no reply within {pending.timeout_s:g} s; is the prefill instance alive{also}?"
+    )

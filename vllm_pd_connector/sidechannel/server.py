@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.lease import Freed, LeaseTable
@@ -43,6 +44,7 @@ from vllm_pd_connector.protocol.messages import (
     encode,
     sequence_of,
 )
+from vllm_pd_connector.sidechannel.keys import ZAP_DOMAIN, Keys
 from vllm_pd_connector.sidechannel.sockets import bound_router
 
 logger = logging.getLogger(__name__)
@@ -67,13 +69,20 @@ class SideChannelServer:
         host, port: where to listen (IPv4, IPv6 or a name); port 0 takes a free one, see `port`.
         engine_id, incarnation: of the engine that it serves.
         clock: seconds, monotonic.
+        keys: talk only to clients with a key in their directory, and encrypt; None: to everybody.
 
     Raises:
         InvalidConfig: the address cannot be bound.
     """
 
     def __init__(
-        self, host: str, port: int, engine_id: str, incarnation: str, clock: Callable[[], float] = time.monotonic
+        self,
+        host: str,
+        port: int,
+        engine_id: str,
+        incarnation: str,
+        clock: Callable[[], float] = time.monotonic,
+        keys: Keys | None = None,
     ) -> None:
         self._engine_id = engine_id
         self._incarnation = incarnation
@@ -86,9 +95,15 @@ class SideChannelServer:
         self._log_at = -math.inf
         self._closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
         try:
-            self._router = bound_router(self._context, host, port)
+            if keys is not None:
+                self._authenticator = ThreadAuthenticator(self._context, log=logger)
+                self._authenticator.start()
+                self._authenticator.configure_curve(domain=ZAP_DOMAIN, location=keys.directory)
+            self._router = bound_router(self._context, host, port, keys)
         except BaseException:
+            self._stop_authenticator()
             self._context.term()
             raise
         self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
@@ -138,7 +153,13 @@ class SideChannelServer:
         self._thread.join()
         self._wake_in.close()
         self._wake_out.close()
+        self._stop_authenticator()
         self._context.term()
+
+    def _stop_authenticator(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
 
     def _wake(self) -> None:
         try:

@@ -2,8 +2,8 @@
 
 Every frame is one zmq message of one part. Limits of size are set on the sockets, so that a larger message is cut off
 by the library (it closes that connection) before it is in memory. Nothing lingers: closing never waits for a peer.
-Authentication and encryption (CURVE) belong in `_secure`, which both kinds of socket pass through before they are
-bound or connected.
+With keys (see `keys`) every connection is authenticated in both directions and encrypted (CURVE); the address of a
+server that has a key carries it, so that nobody else is ever spoken to at that address.
 """
 
 from __future__ import annotations
@@ -14,25 +14,34 @@ import zmq
 
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
 from vllm_pd_connector.protocol.messages import MAX_REPLY_FRAME, MAX_REQUEST_FRAME
+from vllm_pd_connector.sidechannel.keys import Keys, secure_client, secure_server
 
 QUEUED_PER_CLIENT = 16  # requests that a server takes in before it has served them, per connection
 MAX_PENDING = 1024  # requests that a client has under way with one server, and so replies that may wait for it
 
 
-def endpoint(host: str, port: int) -> str:
-    """The zmq endpoint of a host name, an IPv4 or an IPv6 address (with or without brackets)."""
+KEY_MARK = " key "
+
+
+def endpoint(host: str, port: int, server_key: str | None = None) -> str:
+    """The address of a server: a host name, an IPv4 or an IPv6 address (with or without brackets), and its key."""
     host = host.strip("[]")
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    place = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return place if server_key is None else f"{place}{KEY_MARK}{server_key}"
 
 
-def bound_router(context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> zmq.Socket[bytes]:
-    """A server's socket; port 0 takes a free one.
+def bound_router(
+    context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, keys: Keys | None = None
+) -> zmq.Socket[bytes]:
+    """A server's socket; port 0 takes a free one. With keys, the context must have an authenticator.
 
     Raises:
         InvalidConfig: the address cannot be bound.
     """
     socket = context.socket(zmq.ROUTER)
     _common(socket, host)
+    if keys is not None:
+        secure_server(socket, keys)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_FRAME)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a client that has gone is an error, not silence
     socket.setsockopt(zmq.RCVHWM, QUEUED_PER_CLIENT)
@@ -48,24 +57,31 @@ def bound_router(context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) 
     return socket
 
 
-def connected_dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+def connected_dealer(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None = None
+) -> zmq.Socket[bytes]:
     """A client's socket, connecting in the background; `address` is made by `endpoint`.
 
     Raises:
-        ProtocolError: not an address.
+        ProtocolError: not an address, or one with a key while we have none.
     """
+    place, _, server_key = address.partition(KEY_MARK)
+    if server_key and keys is None:
+        raise ProtocolError(f"side channel: {place} requires keys, and this side has none")
     socket = context.socket(zmq.DEALER)
-    _common(socket, address.removeprefix("tcp://").rpartition(":")[0])
+    _common(socket, place.removeprefix("tcp://").rpartition(":")[0])
+    if server_key and keys is not None:
+        secure_client(socket, keys, server_key)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_FRAME)
     socket.setsockopt(zmq.RCVHWM, MAX_PENDING)
     socket.setsockopt(zmq.SNDHWM, MAX_PENDING)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     try:
-        socket.connect(address)
+        socket.connect(place)
     except zmq.ZMQError as error:
         socket.close()
-        raise ProtocolError(f"side channel: {address!r} is not an address: {error}") from error
+        raise ProtocolError(f"side channel: {place!r} is not an address: {error}") from error
     return socket
 
 
@@ -74,11 +90,6 @@ def _common(socket: zmq.Socket[bytes], host: str) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
     socket.setsockopt(zmq.IPV6, 0 if _is_ipv4(host) else 1)
-    _secure(socket)
-
-
-def _secure(socket: zmq.Socket[bytes]) -> None:
-    """Here come the keys of CURVE, once configured; without them the side channel needs a trusted network."""
 
 
 def _is_ipv4(host: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from vllm_pd_connector.protocol.messages import Request
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
+from vllm_pd_connector.sidechannel.keys import Keys
 from vllm_pd_connector.sidechannel.waiting import Wake, wait
 
 Handler = Callable[[Outcome, float], None]
@@ -15,8 +16,8 @@ Handler = Callable[[Outcome, float], None]
 class Calls:
     """A side-channel client whose requests carry their continuation."""
 
-    def __init__(self) -> None:
-        self._client = SideChannelClient()
+    def __init__(self, keys: Keys | None) -> None:
+        self._client = SideChannelClient(keys=keys)
         self._handlers: dict[int, Handler] = {}
 
     def ask(self, endpoint: str, request: Request, timeout_s: float, handler: Handler | None = None) -> None:

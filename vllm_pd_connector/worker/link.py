@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, TransferError
-from vllm_pd_connector.geometry.bind import BlockTable, Tail, bind, pair
+from vllm_pd_connector.geometry.bind import BlockTable, Tail, late_starts, pair, runs_of
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.plan import Edge, Plan, Rank, make_plan
 from vllm_pd_connector.geometry.runs import Runs
@@ -25,6 +25,15 @@ from vllm_pd_connector.transport.base import Peer as TransportPeer
 from vllm_pd_connector.transport.base import Transport
 
 _decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A request's reads per connected rank, straight or by way of the slab, and the groups (of this side) whose first
+    block in the window holds tokens only from a position on: `geometry.bind.late_starts`."""
+
+    reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]]
+    late_starts: dict[int, int]
 
 
 @dataclass(eq=False, slots=True)
@@ -89,9 +98,8 @@ class Link:
         self.plan = None
         self.edges = ()
 
-    def bind(self, order: ReceiveOrder) -> list[tuple[TransportPeer, Runs | Iterator[Chunk]]]:
-        """What must be read for a request, per connected rank, straight or by way of the slab; empty when nothing is
-        missing.
+    def bind(self, order: ReceiveOrder) -> Bound:
+        """What must be read for a request; no reads when nothing is missing.
 
         Raises:
             BindError: the request's block ids do not fit the manifests.
@@ -103,17 +111,19 @@ class Link:
             for first, ids in zip(remote.pd_connector.first_blocks, remote.remote_block_ids, strict=True)
         ]
         destination = [_table(blocks) for blocks in order.blocks]
-        reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = []
-        for direct, staged in self.edges:
-            peer = self.ranks[direct.source]
+        bound = Bound([], {})
+        for edges in self.edges:
+            peer = self.ranks[edges[0].source]
             # Slots after the last prompt token hold nothing yet, so a whole page may take the place of its tail.
-            runs = bind(direct, source, destination, order.start, order.stop, tail=Tail.PAGE)
-            if len(runs):
-                reads.append((peer, runs))
-            paired = pair(staged, source, destination, order.start, order.stop, tail=Tail.PAGE)
-            if any(len(spans.tokens) for _, spans in paired):
-                reads.append((peer, chunks(paired, self.chunk_bytes)))
-        return reads
+            direct, staged = (
+                pair(edge, source, destination, order.start, order.stop, tail=Tail.PAGE, late=True) for edge in edges
+            )
+            if len(runs := runs_of(direct)):
+                bound.reads.append((peer, runs))
+            if any(len(spans.tokens) for _, spans in staged):
+                bound.reads.append((peer, chunks(staged, self.chunk_bytes)))
+            bound.late_starts.update(late_starts([*direct, *staged]))
+        return bound
 
 
 def _table(blocks: GroupBlocks) -> BlockTable:

@@ -86,7 +86,9 @@ class Links:
             if len(self._links) >= MAX_LINKS:
                 self._drop_idle(now, oldest=True)
             machine = Peer(key, random.random)
-            link = self._links[key, engine_id] = Link(machine, engine_id, endpoint(key.host, key.port), now)
+            link = self._links[key, engine_id] = Link(
+                machine, engine_id, endpoint(key.host, key.port, key.server_key), now
+            )
             self._doubt_others_at(link, now)
         link.used_at = now
         return link

@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -37,9 +37,9 @@ from vllm_pd_connector.protocol.messages import (
     ReadVerdict,
     Release,
 )
-from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.receive import Receive
 from vllm_pd_connector.sidechannel.client import Outcome
+from vllm_pd_connector.sidechannel.keys import keys_of
 from vllm_pd_connector.sidechannel.waiting import Wake
 from vllm_pd_connector.steps import ReceiveOrder
 from vllm_pd_connector.transport.base import Peer as TransportPeer
@@ -78,6 +78,7 @@ class _Active:
     began: float
     phase_began: float
     reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = field(default_factory=list)
+    late_starts: dict[int, int] = field(default_factory=dict)
     transfers: dict[int, Transfer] = field(default_factory=dict)
     stuck: set[int] = field(default_factory=set)
     moved: _Moved = field(default_factory=lambda: _Moved(0, 0, 0))
@@ -91,7 +92,8 @@ class TransferLoop:
     Args:
         manifest: this worker's, without the endpoint, which the transport gives when the thread has started.
         reader: this worker's number among the `readers` workers of its instance.
-        received: called in the thread before a good receive is reported (the digest trace), or None.
+        received: called in the thread before a good receive is reported (the digest trace), or None; its second
+            argument is `Bound.late_starts`.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class TransferLoop:
         outbox: Outbox,
         reader: int,
         readers: int,
-        received: Callable[[ReceiveOrder], None] | None = None,
+        received: Callable[[ReceiveOrder, Mapping[int, int]], None] | None = None,
     ) -> None:
         self._config = config
         self._manifest = manifest
@@ -110,6 +112,7 @@ class TransferLoop:
         self._outbox = outbox
         self._reader, self._readers = reader, readers
         self._received = received
+        self._keys = keys_of(config)
         self._limits = receives.Limits(config.handshake_timeout, config.transfer_timeout, config.confirm_timeout)
         self._inbox: deque[tuple[Sequence[ReceiveOrder], Sequence[str]]] = deque()
         self._wake = Wake()
@@ -150,7 +153,7 @@ class TransferLoop:
         except BaseException as error:
             self._started.set_exception(error)
             return
-        self._calls = Calls()
+        self._calls = Calls(self._keys)
         self._links = Links(
             self._config, self._manifest, self._transport, self._stager.chunk_bytes, self._calls, self, self._observe
         )
@@ -204,7 +207,7 @@ class TransferLoop:
             self._outbox.finished(order.request_id, ok=False, quarantined=False)
             return
         link = self._links.get(
-            PeerKey(remote.remote_host, remote.remote_port, remote.pd_connector.incarnation),
+            remote.peer,
             remote.remote_engine_id,
             now,
         )
@@ -226,7 +229,7 @@ class TransferLoop:
         """Its peer is ready: bind the request and start its reads."""
         active = self._active[request_id]
         try:
-            active.reads = active.link.bind(active.order)
+            bound = active.link.bind(active.order)
         except BindError as error:
             self._drive(active, receives.PeerFailed(str(error)), now, FailureKind.BAD_PARAMETERS)
             return
@@ -234,6 +237,7 @@ class TransferLoop:
             logger.exception("request %s: binding failed", active.order.request_id)
             self._drive(active, receives.PeerFailed(f"{type(error).__name__}: {error}"), now, FailureKind.INTERNAL)
             return
+        active.reads, active.late_starts = bound.reads, bound.late_starts
         self._phase(active, Phase.QUEUE, now)
         staged = frozenset(i for i, (_, work) in enumerate(active.reads) if not isinstance(work, Runs))
         self._drive(active, receives.PeerReady(len(active.reads), staged), now)
@@ -370,7 +374,7 @@ class TransferLoop:
             self._stats.count("runs", active.moved.runs)
             self._stats.count("descriptors", active.moved.descriptors)
             if self._received is not None:
-                self._received(order)
+                self._received(order, active.late_starts)
         else:
             self._stats.fail(active.kind)
             log = logger.info if active.kind is FailureKind.ABORTED else logger.error
@@ -385,7 +389,9 @@ class TransferLoop:
                 "; its blocks stay in quarantine until no transfer can write into them" if quarantined else "",
             )
             self._give_back(active)
-        self._outbox.finished(order.request_id, ok=ok, quarantined=quarantined)
+        groups = self._manifest.groups
+        private = {group: token // groups[group].block_tokens for group, token in active.late_starts.items()}
+        self._outbox.finished(order.request_id, ok=ok, quarantined=quarantined, private=private)
 
     def _give_back(self, active: _Active) -> None:
         """Tell the prefill side that this lease needs no keeping; nobody waits for the answer."""

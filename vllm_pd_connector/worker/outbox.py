@@ -6,6 +6,7 @@ The engine's thread takes everything that has gathered once per step; both sides
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 from vllm_pd_connector.compat.base import KVConnectorTransferResults
 from vllm_pd_connector.observability.stats import PDStats
@@ -22,14 +23,19 @@ class Outbox:
         self._pending: WorkerReport | None = None
         self._stats = PDStats()
 
-    def finished(self, request_id: str, *, ok: bool, quarantined: bool) -> None:
-        """A receive ended on this rank. A quarantine is announced in the same step as the failure, never later."""
+    def finished(
+        self, request_id: str, *, ok: bool, quarantined: bool, private: Mapping[int, int] | None = None
+    ) -> None:
+        """A receive ended on this rank. What belongs to it (a quarantine, `WorkerReport.private`) is announced in the
+        same step, never later."""
         with self._lock:
             self._results.finished_recving.add(request_id)
             if not ok:
                 self._results.failed_recving.add(request_id)
             if quarantined:
                 self._report.quarantined[request_id] = 1
+            if ok and private:
+                self._report.private[request_id] = dict(private)
 
     def drained(self, request_id: str) -> None:
         """Nothing writes into this request's blocks any more on this rank."""
@@ -44,7 +50,7 @@ class Outbox:
         """Receives that ended since the last call, and with them the report that belongs to the same step."""
         with self._lock:
             results, self._results = self._results, KVConnectorTransferResults()
-            if self._report.quarantined or self._report.drained:
+            if self._report != WorkerReport():
                 self._pending, self._report = self._report, WorkerReport()
         return results
 

@@ -1,0 +1,42 @@
+"""When an answer of a pair is the plain run's.
+
+In float32 the tokens must be equal. In bfloat16 two instances round differently, so two tokens whose logits are nearly
+equal may change places, and from there the answers part. Such a place is recognized by the plain run's own
+log-probabilities: the pair's token must be within NEAR_TIE of the plain run's best. So that a difference cannot hide
+before or behind such a place, the log-probabilities themselves are compared too, as long as both answers have the same
+tokens before them: what was computed from a wrong cache is off by far more than rounding.
+"""
+
+from __future__ import annotations
+
+from e2e.workload import Answer
+from models.engine import NEAR_TIE
+
+MOST_DRIFT = 0.25
+"""The largest difference of a log-probability between two instances that rounding explains."""
+
+
+def disagreement(plain: Answer, answer: Answer, *, exact: bool) -> str:
+    """How an answer differs from the plain run's; empty if it does not. `exact` allows no near-tie."""
+    differs = f"{answer.tokens} instead of {plain.tokens}"
+    if exact or len(answer.tokens) != len(plain.tokens):
+        return "" if answer.tokens == plain.tokens else differs
+    steps = range(len(plain.tokens))
+    parting = next((step for step in steps if answer.tokens[step] != plain.tokens[step]), None)
+    if parting is not None:
+        best = plain.logprobs[parting]
+        gap = max(best.values()) - best.get(answer.tokens[parting], float("-inf"))
+        if gap > NEAR_TIE:
+            return f"{differs}: no near-tie at step {parting}, where the plain run has {dict(best)}"
+    drift = [_drift(plain, answer, step) for step in steps[: len(steps) if parting is None else parting + 1]]
+    if answer.logprobs and max(drift) > MOST_DRIFT:
+        return f"log-probabilities are off by {max(drift):.2f} at step {drift.index(max(drift))}"
+    return ""
+
+
+def _drift(plain: Answer, answer: Answer, step: int) -> float:
+    """Largest difference of a log-probability that both tell; infinite if they have no token in common."""
+    if not answer.logprobs:
+        return 0.0
+    ours, theirs = plain.logprobs[step], answer.logprobs[step]
+    return max((abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys()), default=float("inf"))

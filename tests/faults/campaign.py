@@ -1,0 +1,129 @@
+"""Run a campaign of faults against real servers and print what became of it.
+
+    python tests/faults/campaign.py [--world pair|restarts|network] [--faults N] [--seed S] [--only TEXT] [--skip N]
+
+After every fault four things must hold: no request was answered with wrong tokens or an empty 200; every request ended
+within its deadline; every block is free again on every instance; no server or engine died but those that were killed;
+and the pair serves the next request right. The table counts what did not. Exit code 0 if nothing did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
+
+from faults.plan import ONE_PAIR, RESTARTS, Fault, Kind, plan  # noqa: E402
+from faults.strikes import STRIKES  # noqa: E402
+from faults.world import End, Outcome, World  # noqa: E402
+from launch import Servers  # noqa: E402
+
+GOOD = {End.RIGHT, End.REFUSED, End.ABORTED}
+COLUMNS = ("faults", "requests", "right", "refused", "wrong tokens", "no end", "leaked", "died", "no recovery")
+
+
+@dataclass(slots=True)
+class Result:
+    """One fault and what it led to; `problems` are sentences, one per thing that did not hold."""
+
+    fault: Fault
+    seconds: float = 0.0
+    ends: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)
+    leaked: list[str] = field(default_factory=list)
+    died: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[str]:
+        return [*self.wrong, *self.stuck, *self.leaked, *self.died, *self.lost]
+
+    def judge(self, outcomes: Sequence[Outcome], may_break: bool) -> None:
+        for outcome in outcomes:
+            self.ends[outcome.end.value] += 1
+            text = f"{outcome.end.value}: {outcome.detail}"
+            if outcome.end in (End.WRONG, End.EMPTY):
+                self.wrong.append(text)
+            elif outcome.end is End.STUCK:
+                self.stuck.append(text)
+            elif outcome.end is End.BROKEN and not may_break:
+                self.died.append(text)
+
+
+def run(world: World, faults: Sequence[Fault], note: Path, until: float) -> list[Result]:
+    """Make every fault, none after time.monotonic() has reached `until`; results are written down as they come."""
+    results: list[Result] = []
+    for number, fault in enumerate(faults):
+        if time.monotonic() > until:
+            break
+        result = Result(fault)
+        began = time.monotonic()
+        p, d = world.pair(number)
+        kills = fault.kind in {kind.name for kind in RESTARTS}
+        result.judge(STRIKES[fault.kind](world, p, d, fault), may_break=kills)
+        result.died += [f"{name} died" for name in world.dead()]
+        if not result.died:
+            result.lost += world.recovers()
+            result.leaked += world.leaks()
+        result.seconds = time.monotonic() - began
+        results.append(result)
+        print(f"{number:4} {result.seconds:5.1f} s  {fault}: {dict(result.ends)}", *result.problems, sep="\n      ! "
+              if result.problems else " ", flush=True)  # fmt: skip
+        with note.open("a") as file:
+            record = {**asdict(fault), "seconds": result.seconds, "ends": result.ends, "problems": result.problems}
+            file.write(json.dumps(record) + "\n")
+        for instance in [i for i in world.instances if i.name in world.dead()]:
+            world.restart(instance)
+    return results
+
+
+def table(results: Sequence[Result]) -> str:
+    """A line per kind and their sum, in Markdown."""
+    rows = {kind: _row([r for r in results if r.fault.kind == kind]) for kind in dict.fromkeys(
+        result.fault.kind for result in results)}  # fmt: skip
+    rows["all"] = _row(results)
+    lines = ["| kind | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    return "\n".join([*lines, *(f"| {kind} | " + " | ".join(map(str, row)) + " |" for kind, row in rows.items())])
+
+
+def _row(results: Sequence[Result]) -> tuple[int, ...]:
+    ends: Counter[str] = sum((result.ends for result in results), Counter())
+    lists = [[getattr(r, name) for r in results] for name in ("wrong", "stuck", "leaked", "died", "lost")]
+    return (len(results), sum(ends.values()), ends["right"], ends["refused"], *(sum(map(len, part)) for part in lists))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=250)
+    parser.add_argument("--skip", type=int, default=0, help="leave out the first faults of the plan")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="kinds whose name contains this text")
+    parser.add_argument("--family", default="gqa")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="begin no further fault after this time")
+    options = parser.parse_args(arguments)
+    kinds: tuple[Kind, ...] = tuple(kind for kind in ONE_PAIR if options.only in kind.name)
+    faults = plan(kinds, options.faults, options.seed)[options.skip :]
+    directory = ROOT / "out" / "faults" / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
+    with Servers(directory / "logs") as servers:
+        world = World(servers, options.family)
+        try:
+            until = time.monotonic() + options.seconds
+            results = run(world, faults, directory / "results.jsonl", until)
+        finally:
+            world.close()
+    print(table(results))
+    return 1 if any(result.problems for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

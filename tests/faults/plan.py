@@ -1,0 +1,104 @@
+"""Which faults a campaign makes, in which order: data, the same for the same seed.
+
+A fault is a kind, where it strikes, in which phase of a request, and a number whose meaning the kind gives (seconds,
+bytes, …). `plan` goes through the catalogue of the kinds in turn, so that a short campaign has a bit of everything
+and a long one repeats what it can with other numbers and other moments.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong. `amount` in [0, 1) scales what the kind has to choose; `salt` seeds the rest."""
+
+    kind: str
+    where: str
+    phase: str
+    amount: float
+    salt: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.where} ({self.phase}, {self.amount:.2f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of fault, where it can strike and when. `share` is how often it comes up, against other kinds."""
+
+    name: str
+    where: tuple[str, ...]
+    phases: tuple[str, ...]
+    share: int = 1
+
+
+MESSAGES = ("ReadDone", "ReadVerdict", "Release", "Renew")
+PHASES = ("prefill", "between", "decode")
+"""While the prefill runs; between the two legs; a moment after the decode instance got the request."""
+
+ONE_PAIR: tuple[Kind, ...] = (
+    Kind("duplicated", MESSAGES, ("decode",), 2),
+    Kind("delayed", MESSAGES, ("decode",), 2),
+    Kind("lost once", MESSAGES, ("decode",), 2),
+    Kind("lost", ("ReadDone", "ReadVerdict"), ("decode",)),
+    Kind("replayed", ("ReadDone", "ReadVerdict", "Release"), ("decode", "between"), 2),
+    Kind("damaged", ("ReadDone", "ReadVerdict"), ("decode",), 2),
+    Kind("foreign", ("failure", "verdict", "junk", "manifests"), ("decode",), 2),
+    Kind("stopped", ("prefill engine", "prefill server", "decode engine", "decode server"), (*PHASES, "confirm"), 4),
+    Kind("aborted", ("prefill", "decode"), ("at once", "soon", "late"), 4),
+    Kind("junk", ("side channel", "prefill server", "decode server", "prefill transport", "decode transport"),
+         ("bytes", "greeting", "silence", "crowd"), 4),
+    Kind("forged", ("nonce", "incarnation", "request", "engine", "blocks", "far blocks", "tokens", "port", "mode",
+                    "groups", "digest", "version", "first blocks", "another prompt"), ("decode",), 4),
+    Kind("used again", ("after the end", "at the same time", "after the lease", "after a reset"), ("decode",), 2),
+)  # fmt: skip
+"""One prefill and one decode instance; every fault passes, and nothing is restarted."""
+
+RESTARTS: tuple[Kind, ...] = (
+    Kind("killed", ("prefill engine", "prefill server", "decode engine", "decode server"), PHASES),
+    Kind("terminated", ("prefill server", "decode server"), PHASES),
+    Kind("frozen, then killed", ("prefill engine", "decode engine"), ("decode",)),
+)
+"""The instance is started again at the same address; parameters of its former life are used afterwards."""
+
+NETWORK: tuple[Kind, ...] = (
+    Kind("link down", ("both",), PHASES),
+    Kind("loss", ("both",), PHASES),
+    Kind("delay", ("both",), PHASES),
+    Kind("half-open", ("to prefill", "to decode"), PHASES),
+)
+"""Prefill and decode on hosts of their own; see `network`."""
+
+
+def plan(kinds: Sequence[Kind], number: int, seed: int) -> list[Fault]:
+    """The first `number` faults of a campaign."""
+    rng = random.Random(seed)
+    places = {kind.name: _places(kind, rng) for kind in kinds}
+    turn: list[Kind] = []
+    faults: list[Fault] = []
+    while len(faults) < number:
+        if not turn:
+            turn = [kind for kind in kinds for _ in range(kind.share)]
+            rng.shuffle(turn)
+        kind = turn.pop()
+        if not places[kind.name]:
+            places[kind.name] = _places(kind, rng)
+        where, phase = places[kind.name].pop()
+        faults.append(Fault(kind.name, where, phase, rng.random(), rng.randrange(1 << 32)))
+    return faults
+
+
+def _places(kind: Kind, rng: random.Random) -> list[tuple[str, str]]:
+    places = list(product(kind.where, kind.phases))
+    rng.shuffle(places)
+    return places
+
+
+def kinds_of(faults: Iterable[Fault]) -> list[str]:
+    """The kinds that occur, in order of appearance."""
+    return list(dict.fromkeys(fault.kind for fault in faults))

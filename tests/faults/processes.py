@@ -1,0 +1,73 @@
+"""The processes of a `vllm serve` and the TCP ports that they listen on, from /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+LISTEN = "0A"
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    pid: int
+    name: str
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal; nothing if the process has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+def tree(pid: int) -> list[Process]:
+    """A process and everything that it started, itself first."""
+    parents: dict[int, list[int]] = {}
+    for entry in PROC.iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parents.setdefault(_parent(entry), []).append(int(entry.name))
+    found, todo = [], [pid]
+    while todo:
+        current = todo.pop(0)
+        todo += parents.get(current, [])
+        with contextlib.suppress(OSError):
+            words = (PROC / str(current) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            found.append(Process(current, words.strip()))
+    return found
+
+
+def _parent(entry: Path) -> int:
+    # The name in parentheses may contain anything; the state and the parent follow the last one.
+    return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+
+
+def engines(pid: int) -> list[Process]:
+    """The engine core of a server, which moves the caches itself, or has workers that do."""
+    return [process for process in tree(pid) if "EngineCore" in process.name]
+
+
+def workers(pid: int) -> list[Process]:
+    """The workers of a server; the engine core where it has none."""
+    return [process for process in tree(pid) if "Worker" in process.name] or engines(pid)
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """(hexadecimal address, port) of every TCP socket that a process listens on."""
+    inodes = set()
+    for entry in (PROC / str(pid) / "fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = os.readlink(entry)
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in (PROC / str(pid) / "net" / table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN and fields[9] in inodes:
+                address, _, port = fields[1].partition(":")
+                found.add((address, int(port, 16)))
+    return found

@@ -1,0 +1,75 @@
+"""The router's command line, as an operator uses it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from aiohttp.test_utils import unused_port
+
+from vllm_pd_connector.proxy.serve import add_arguments, base_url, options_of
+
+STARTS_WITHIN = 60.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "host:80", "ftp://h", "http://", "http://h:x", "http://h:0", "http://u@h", "http://h?x=1", "http://h#a"],
+)
+def test_what_is_no_base_url_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="base URL"):
+        base_url(text)
+
+
+@pytest.mark.parametrize("text", ["http://h", "https://h:1/p/", "http://[::1]:8000"])
+def test_a_base_url_loses_its_closing_slash_only(text: str) -> None:
+    assert base_url(text) == text.rstrip("/")
+
+
+def test_the_command_line_says_what_the_router_does() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = "--prefill http://p --prefill http://q/ --decode http://d --instance http://i --read-timeout 3 --slack 0"
+    options = options_of(parser.parse_args([*words.split(), "--handoff", "serial"]))
+    assert (options.prefill, options.decode, options.instances) == (
+        ["http://p", "http://q"],
+        ["http://d"],
+        ["http://i"],
+    )
+    assert (options.limits.read_timeout, options.slack, options.handoff) == (3.0, 0, "serial")
+
+
+def test_the_command_serves_clients_and_operators_until_it_is_told_to_stop() -> None:
+    port, admin, nobody = (unused_port() for _ in range(3))
+    command = [sys.executable, "-m", "vllm_pd_connector.proxy", "--port", str(port), "--admin-port", str(admin)]
+    with subprocess.Popen([*command, "--instance", f"http://127.0.0.1:{nobody}"], stderr=subprocess.PIPE) as process:
+        try:
+            shown = json.loads(_get(f"http://127.0.0.1:{admin}/instances")[1])
+            assert [one["state"] for one in shown["instances"]] == ["down"]
+            assert _get(f"http://127.0.0.1:{port}/health")[0] == 503
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(STARTS_WITHIN) == 0
+        finally:
+            process.kill()
+
+
+def _get(url: str) -> tuple[int, str]:
+    """Status and text, from the time on at which somebody listens."""
+    deadline = time.monotonic() + STARTS_WITHIN
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=STARTS_WITHIN) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+        except urllib.error.URLError:
+            assert time.monotonic() < deadline, f"nobody listens at {url}"
+            time.sleep(0.05)

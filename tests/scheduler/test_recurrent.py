@@ -1,0 +1,131 @@
+"""Models with recurrent states: which block of a state group is handed over, and where prefill and decode part."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from test_half import FULL, PROMPT, make_half, make_request, new_prompt
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from vllm_pd_connector.scheduler.half import SchedulerHalf
+from vllm_pd_connector.steps import GroupBlocks
+
+STATE_BLOCK = 32
+COMPUTED = len(PROMPT) - 1
+
+
+def state(mode: str, scratch: int = 0) -> MambaSpec:
+    """A group of states; in mode none vLLM's block size is the model's whole context."""
+    return MambaSpec(
+        block_size=STATE_BLOCK if mode == "align" else 2048,
+        shapes=((3, 64), (2, 8, 8)),
+        dtypes=(torch.float32, torch.float32),
+        mamba_cache_mode=mode,
+        num_speculative_blocks=scratch,
+    )
+
+
+def pair_of(spec: MambaSpec, other: MambaSpec | None = None) -> tuple[SchedulerHalf, SchedulerHalf, BlockPool]:
+    """A prefill and a decode half of a model with one attention and two state groups."""
+    producer, _ = make_half("kv_producer", spec=(FULL, spec, spec))
+    there = other or spec
+    consumer, pool = make_half("kv_consumer", spec=(FULL, there, there))
+    producer.serve([b"manifest"])
+    return producer, consumer, pool
+
+
+def prefilled(producer: SchedulerHalf, block_ids: tuple[list[int], ...]) -> dict[str, Any]:
+    """A whole prefill: it arrives, computes what is left of its prompt, and is handed over."""
+    request = new_prompt("p-1", {"do_remote_decode": True}, PROMPT)
+    producer.on_new_request(request)
+    assert request.num_prompt_tokens == COMPUTED and request.max_tokens == 1
+    request.num_computed_tokens = request.num_prompt_tokens
+    _, params = producer.request_finished(request, block_ids)
+    assert params is not None
+    return dict(json.loads(json.dumps(params)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "ids", "block"),
+    [
+        (state("none"), [5], 5),
+        (state("none", scratch=2), [5, 6, 7], 5),
+        (state("align"), [0, 6], 6),
+        (state("align"), [4, 6], 6),  # block 4 keeps a state for the prefix cache
+        (state("align", scratch=1), [0, 6, 7], 6),
+    ],
+)
+def test_prefill_names_the_block_of_each_group_that_holds_the_state_of_what_it_computed(spec, ids, block):
+    producer, consumer, _ = pair_of(spec)
+    params = prefilled(producer, ([1, 2, 3], ids, [8, *ids[1:]]))
+    assert params["remote_num_tokens"] == COMPUTED
+    assert params["remote_block_ids"][:2] == [[1, 2, 3], [block]]
+    assert params["pd_connector"]["first_blocks"] == [0, 0, 0]
+    held = producer.producer._blocks
+    assert held is not None and {b.block_id for b in held._blocks["p-1"]} >= {1, 2, 3, block}
+    for half in (producer, consumer):
+        half.shutdown()
+
+
+def test_a_prefill_without_the_state_of_its_last_token_is_not_handed_over():
+    producer, consumer, _ = pair_of(state("align"))
+    request = make_request("p-1", {"do_remote_decode": True}, num_computed_tokens=COMPUTED)
+    assert producer.request_finished(request, ([1, 2, 3], [5, 0], [6, 0])) == (False, None)
+    assert producer.producer.num_leases == 0
+    for half in (producer, consumer):
+        half.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("p_mode", "d_mode", "cached"),
+    [("none", "none", 0), ("align", "align", 0), ("align", "align", STATE_BLOCK), ("none", "align", 0)],
+)
+def test_decode_loads_all_but_the_last_token_into_the_block_that_its_own_mode_names(p_mode, d_mode, cached):
+    producer, consumer, pool = pair_of(state(p_mode), state(d_mode))
+    request = new_prompt("d-1", prefilled(producer, ([1, 2, 3], *[[5] if p_mode == "none" else [0, 5]] * 2)), PROMPT)
+    consumer.on_new_request(request)
+    assert consumer.num_matched_tokens(request, cached) == (COMPUTED - cached, True)
+    attention, first, second = pool.get_new_blocks(3), pool.get_new_blocks(1), pool.get_new_blocks(1)
+    null = [pool.null_block] if d_mode == "align" else []
+    consumer.update_after_alloc(request, KVCacheBlocks((attention, null + first, null + second)), COMPUTED - cached)
+    [order] = consumer.build_metadata().receives
+    assert (order.start, order.stop) == (cached, COMPUTED)
+    assert order.blocks == (
+        GroupBlocks(0, tuple(block.block_id for block in attention)),
+        GroupBlocks(0, (first[0].block_id,)),
+        GroupBlocks(0, (second[0].block_id,)),
+    )
+    assert consumer.group_ids == (0, 1, 2), "a group that is not named is wiped while its state arrives"
+    for half in (producer, consumer):
+        half.shutdown()
+
+
+def test_a_prompt_that_is_cached_but_for_its_last_token_loads_nothing():
+    producer, consumer, pool = pair_of(state("align"))
+    request = new_prompt("d-1", prefilled(producer, ([1, 2, 3], [0, 5], [0, 6])), PROMPT)
+    consumer.on_new_request(request)
+    assert consumer.num_matched_tokens(request, COMPUTED) == (0, False)
+    blocks = pool.get_new_blocks(3)
+    consumer.update_after_alloc(request, KVCacheBlocks((blocks, [], [])), 0)
+    assert consumer.build_metadata().receives == []
+    for half in (producer, consumer):
+        half.shutdown()
+
+
+def test_a_single_token_is_computed_by_decode():
+    producer, consumer, _ = pair_of(state("none"))
+    prefill = new_prompt("p-1", {"do_remote_decode": True}, [7])
+    producer.on_new_request(prefill)
+    assert prefill.num_prompt_tokens == 1
+    prefill.num_computed_tokens = 1
+    _, params = producer.request_finished(prefill, ([1], [5], [6]))
+    request = new_prompt("d-1", json.loads(json.dumps(params)), [7])
+    consumer.on_new_request(request)
+    assert consumer.num_matched_tokens(request, 0) == (0, False)
+    for half in (producer, consumer):
+        half.shutdown()

@@ -1,0 +1,87 @@
+"""What an instance says of itself to routers: the labels of one Prometheus series on its `/metrics`.
+
+    vllm:pd_instance_info{engine="0",role="kv_producer",mode="pull",engine_id="…",side_channel_port="5600",…} 1
+
+`/metrics` is served by every instance, prefill and decode, from its start on and without a further port or plugin, so
+a router needs nothing but the instance's URL. There is one row per data-parallel engine behind that URL. The values
+are those that the engine itself uses: the API server builds the series from the same configuration object.
+
+Both ends are here so that they cannot disagree: `labels` for the instance, `parse` for the router. Neither vLLM nor
+an HTTP library is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_pd_connector.errors import ProtocolError
+
+INFO_SERIES = "vllm:pd_instance_info"
+INFO_TEXT = "What routers need to know of this instance; always 1."
+ROLES = ("kv_producer", "kv_consumer", "kv_both")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """One data-parallel engine of an instance. Sizes are numbers of ranks; the address is its side channel's."""
+
+    role: str
+    mode: str
+    transport: str
+    engine_id: str
+    side_channel_host: str
+    side_channel_port: int
+    tp_size: int
+    pp_size: int
+    dcp_size: int
+    dp_size: int
+
+    def labels(self) -> dict[str, str]:
+        """Names and values of the series' own labels."""
+        return {name: str(getattr(self, name)) for name in LABELS}
+
+
+LABELS: tuple[str, ...] = tuple(EngineInfo.__dataclass_fields__)
+_NUMBERS = ("side_channel_port", "tp_size", "pp_size", "dcp_size", "dp_size")
+
+
+def parse(exposition: str) -> dict[int, EngineInfo]:
+    """The engines by index that a `/metrics` page tells of; empty if no PDConnector runs there.
+
+    Raises:
+        ProtocolError: the page is no exposition, or a row lacks a label or has a value that cannot be.
+    """
+    try:
+        rows = [
+            sample.labels
+            for family in text_string_to_metric_families(exposition)
+            for sample in family.samples
+            if sample.name == INFO_SERIES
+        ]
+    except (ValueError, KeyError, IndexError) as error:
+        raise ProtocolError(f"/metrics: not a Prometheus exposition: {error}") from error
+    return {_number(row, "engine", least=0): _engine(row) for row in rows}
+
+
+def _engine(row: Mapping[str, str]) -> EngineInfo:
+    missing = [name for name in LABELS if not row.get(name)]
+    if missing:
+        raise ProtocolError(
+            f"{INFO_SERIES}: without {', '.join(missing)}; run releases of vllm_pd_connector on both sides that "
+            "describe an instance alike"
+        )
+    if row["role"] not in ROLES:
+        raise ProtocolError(f"{INFO_SERIES}: role: {row['role']!r} there, one of {', '.join(ROLES)} here")
+    words = {name: row[name] for name in LABELS if name not in _NUMBERS}
+    numbers = {name: _number(row, name, least=1) for name in _NUMBERS}
+    return EngineInfo(**words, **numbers)  # type: ignore[arg-type]  # the names are the fields'
+
+
+def _number(row: Mapping[str, str], name: str, *, least: int) -> int:
+    text = row.get(name, "")
+    if not text.isascii() or not text.isdigit() or not least <= int(text) <= 65535:
+        raise ProtocolError(f"{INFO_SERIES}: {name}: {text!r} there, a number from {least} to 65535 here")
+    return int(text)

@@ -1,0 +1,90 @@
+"""Which instance takes a request: the one with the least to do, unless another has the prompt's beginning in its cache.
+
+Load is the number of requests that this router has in flight at an instance. A prompt is cut into pieces; the key of
+each piece is a hash over everything up to its end, so equal keys mean equal beginnings, as in vLLM's own prefix cache.
+The router remembers at which instance it sent which key last. An instance that knows a longer part of the prompt is
+preferred, as long as it has at most `slack` requests more than the one with the least: otherwise a popular beginning
+would draw all requests to one instance. Ties go to whoever was chosen longest ago, so idle instances take turns.
+
+Pure but for the memory of keys, which holds the most recent ones only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PIECE_TOKENS = 64
+PIECE_CHARACTERS = 256
+"""About as many tokens of text as PIECE_TOKENS."""
+MAX_PIECES = 64
+"""A prompt's later pieces decide nothing: who knows this many knows where the prompt's cache is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An instance that could take a request."""
+
+    url: str
+    in_flight: int
+
+
+def prefix_keys(body: Mapping[str, Any]) -> list[bytes]:
+    """One key per full piece of the prompt (token ids or text) or of the chat's messages, shortest beginning first."""
+    prompt = body.get("prompt")
+    pieces: list[bytes]
+    if isinstance(prompt, list):
+        full = range(PIECE_TOKENS, len(prompt) + 1, PIECE_TOKENS)
+        pieces = [repr(prompt[end - PIECE_TOKENS : end]).encode() for end in full]
+    else:
+        text = prompt if isinstance(prompt, str) else json.dumps(body.get("messages"), separators=(",", ":"))
+        full = range(PIECE_CHARACTERS, len(text) + 1, PIECE_CHARACTERS)
+        pieces = [text[end - PIECE_CHARACTERS : end].encode(errors="surrogatepass") for end in full]
+    digest = hashlib.blake2b(str(body.get("model")).encode(errors="surrogatepass"), digest_size=16)
+    keys = []
+    for piece in pieces[:MAX_PIECES]:
+        digest.update(piece)
+        keys.append(digest.digest())
+    return keys
+
+
+class Chooser:
+    """Chooses among the instances of one role; see the module."""
+
+    def __init__(self, slack: int, capacity: int = 1 << 16):
+        self._slack = slack
+        self._capacity = capacity
+        self._homes: OrderedDict[bytes, str] = OrderedDict()
+        self._chosen_at: dict[str, int] = {}
+        self._turns = itertools.count(1)
+
+    def choose(self, candidates: Sequence[Candidate], keys: Sequence[bytes]) -> tuple[str, bool]:
+        """URL of the instance to ask, and whether it was preferred for its cache. `candidates` must not be empty."""
+        least = min(candidate.in_flight for candidate in candidates)
+        near = {c.url: c for c in candidates if c.in_flight <= least + self._slack}
+        for key in reversed(keys):
+            home = self._homes.get(key)
+            if home in near:
+                return home, True
+        idle = [c.url for c in candidates if c.in_flight == least]
+        return min(idle, key=lambda url: self._chosen_at.get(url, 0)), False
+
+    def took(self, url: str, keys: Sequence[bytes]) -> None:
+        """`url` was sent a request with these keys."""
+        self._chosen_at[url] = next(self._turns)
+        for key in keys:
+            self._homes[key] = url
+            self._homes.move_to_end(key)
+        while len(self._homes) > self._capacity:
+            self._homes.popitem(last=False)
+
+    def forget(self, url: str) -> None:
+        """`url` has lost its cache or is gone."""
+        self._chosen_at.pop(url, None)
+        for key in [key for key, home in self._homes.items() if home == url]:
+            del self._homes[key]

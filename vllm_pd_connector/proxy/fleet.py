@@ -1,0 +1,283 @@
+"""The instances behind a router: which there are, what they are, which are usable, and how busy each is.
+
+An instance is added by its URL, with a role or without one. Whatever it says of itself on `/metrics`
+(`observability.instance`) is learned: its role where none was given, and the engine id, address and parallel sizes
+that a concurrent hand-off needs. An instance that says another role than it was added with is never used.
+
+    state      is chosen   becomes
+    NEW        no          UP after its first good check
+    UP         yes         DOWN after a refused connection or `FAILURES` bad checks in a row
+    DOWN       no          UP after a good check; it is then asked anew what it is, for it may be another process
+    WRONG      no          UP when a later check finds that it says what it should
+    LEAVING    no          gone when its last request has ended
+
+A check is `GET /health`. What an instance says is read at its first good check, whenever it comes back, and every
+`facts_interval` seconds, so that an instance restarted between two checks is not addressed by its old engine id for
+long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import aiohttp
+
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.observability.instance import EngineInfo, parse
+from vllm_pd_connector.proxy.choice import Candidate, Chooser
+from vllm_pd_connector.proxy.metrics import ProxyMetrics
+
+logger = logging.getLogger(__name__)
+
+FAILURES = 2
+
+
+class Role(StrEnum):
+    """What an instance does for a request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+SAYS: dict[str, frozenset[Role]] = {
+    "kv_producer": frozenset({Role.PREFILL}),
+    "kv_consumer": frozenset({Role.DECODE}),
+    "kv_both": frozenset(Role),
+}
+"""What an instance can be used for, by its `kv_role`."""
+
+
+class State(StrEnum):
+    """See the module."""
+
+    NEW = "new"
+    UP = "up"
+    DOWN = "down"
+    WRONG = "wrong"
+    LEAVING = "leaving"
+
+
+@dataclass(slots=True)
+class Instance:
+    """One instance. `asked` is the role that it was added with, None to use what it says."""
+
+    url: str
+    asked: Role | None
+    state: State = State.NEW
+    engines: dict[int, EngineInfo] = field(default_factory=dict)
+    in_flight: int = 0
+    why: str = "not checked yet"
+    failures: int = 0
+    asked_at: float = 0.0
+    turn: int = 0
+
+    def does(self, role: Role) -> bool:
+        """Whether requests of a role may go here, as far as it is known."""
+        if self.asked is not None:
+            return self.asked is role
+        return any(role in SAYS[engine.role] for engine in self.engines.values())
+
+    def next_engine(self) -> tuple[int, EngineInfo] | None:
+        """The data-parallel engine whose turn it is, None where the instance said nothing of itself."""
+        if not self.engines:
+            return None
+        self.turn += 1
+        index = sorted(self.engines)[self.turn % len(self.engines)]
+        return index, self.engines[index]
+
+    def describe(self) -> dict[str, Any]:
+        """What the admin interface tells."""
+        first = next(iter(self.engines.values()), None)
+        roles = [str(role) for role in Role if self.does(role)]
+        facts = {**first.labels(), "engines": len(self.engines)} if first else {}
+        return {
+            "url": self.url,
+            "roles": roles,
+            "state": str(self.state),
+            "why": self.why,
+            "in_flight": self.in_flight,
+            **facts,
+        }
+
+
+class Fleet:
+    """All instances of one router. Everything runs in one event loop."""
+
+    def __init__(self, metrics: ProxyMetrics, *, check_interval: float, facts_interval: float, slack: int):
+        self._metrics = metrics
+        self._check_interval = check_interval
+        self._facts_interval = facts_interval
+        self._instances: dict[str, Instance] = {}
+        self._choosers = {role: Chooser(slack) for role in Role}
+        self._session: aiohttp.ClientSession | None = None
+        self._wake = asyncio.Event()
+
+    # -- who is there -------------------------------------------------------------------------------------------------
+
+    def add(self, url: str, role: Role | None) -> Instance:
+        """Add an instance, to be used from its first good check on. One that is leaving stays.
+
+        Raises:
+            ValueError: it is there already with another role.
+        """
+        known = self._instances.get(url)
+        if known is not None and known.asked is not role:
+            raise ValueError(f"{url} is there already as {known.asked or 'what it says'}; remove it first")
+        if known is None:
+            known = self._instances[url] = Instance(url, role)
+        elif known.state is State.LEAVING:
+            known.state, known.why = State.NEW, "added again, not checked yet"
+        self._show(known)
+        self._wake.set()
+        return known
+
+    def remove(self, url: str) -> Instance | None:
+        """Give an instance no more requests; it is gone when those in flight have ended. None: it is not there."""
+        instance = self._instances.get(url)
+        if instance is None:
+            return None
+        instance.state, instance.why = State.LEAVING, "removed"
+        self._show(instance)
+        self._drop_if_left(instance)
+        return instance
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [instance.describe() for instance in self._instances.values()]
+
+    def usable(self, role: Role) -> list[Instance]:
+        return [i for i in self._instances.values() if i.state is State.UP and i.does(role)]
+
+    def reasons(self, role: Role) -> str:
+        """Why no instance of a role is usable, for an error message."""
+        others = [f"{i.url}: {i.state}, {i.why}" for i in self._instances.values() if i.does(role) or not i.engines]
+        return "; ".join(others) or "there is none"
+
+    # -- choosing -----------------------------------------------------------------------------------------------------
+
+    def choose(self, role: Role, keys: Sequence[bytes], without: set[str]) -> Instance | None:
+        """The instance to ask next, None when none is left but those in `without`."""
+        usable = [i for i in self.usable(role) if i.url not in without]
+        if not usable:
+            return None
+        candidates = [Candidate(i.url, i.in_flight) for i in usable]
+        url, for_its_cache = self._choosers[role].choose(candidates, keys)
+        if for_its_cache:
+            self._metrics.affinity.labels(role).inc()
+        return self._instances[url]
+
+    @contextmanager
+    def busy(self, instance: Instance, role: Role, keys: Sequence[bytes]) -> Iterator[None]:
+        """Count a request at an instance as long as the context lasts."""
+        self._choosers[role].took(instance.url, keys)
+        self._metrics.legs.labels(instance.url, role).inc()
+        instance.in_flight += 1
+        self._show(instance)
+        try:
+            yield
+        finally:
+            instance.in_flight -= 1
+            self._show(instance)
+            self._drop_if_left(instance)
+
+    def refused(self, instance: Instance, why: str) -> None:
+        """An instance did not take a connection: use no more until a check is good."""
+        self._set(instance, State.DOWN, why)
+        self._wake.set()
+
+    def suspect(self) -> None:
+        """An instance broke off: look at all of them now rather than at the next interval."""
+        self._wake.set()
+
+    # -- checking -----------------------------------------------------------------------------------------------------
+
+    async def run(self, session: aiohttp.ClientSession) -> None:
+        """Check all instances for ever, beginning after one interval."""
+        self._session = session
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._check_interval)
+                # Requests that fail at once would otherwise make checks follow each other without pause.
+                await asyncio.sleep(min(0.1, self._check_interval))
+            await self.check_all()
+
+    async def check_all(self, session: aiohttp.ClientSession | None = None) -> None:
+        """Check all instances once."""
+        self._wake.clear()
+        self._session = session or self._session
+        await asyncio.gather(*(self._check(i) for i in list(self._instances.values()) if i.state is not State.LEAVING))
+
+    async def _check(self, instance: Instance) -> None:
+        try:
+            await self._get(instance, "/health")
+            fresh = instance.state is State.UP and time.monotonic() - instance.asked_at < self._facts_interval
+            engines = instance.engines if fresh else parse(await self._get(instance, "/metrics"))
+        except (aiohttp.ClientError, TimeoutError, ProtocolError) as error:
+            instance.failures += 1
+            if instance.state is not State.UP or instance.failures >= FAILURES:
+                self._set(instance, State.DOWN, str(error) or type(error).__name__)
+            return
+        if instance.state is State.LEAVING:  # removed while it was asked
+            return
+        instance.failures = 0
+        if not fresh:
+            self._learn(instance, engines)
+        if wrong := _contradiction(instance):
+            self._set(instance, State.WRONG, wrong)
+        else:
+            self._set(instance, State.UP, "healthy")
+
+    async def _get(self, instance: Instance, path: str) -> str:
+        assert self._session is not None
+        async with self._session.get(instance.url + path, timeout=aiohttp.ClientTimeout(total=10)) as response:
+            # An instance without metrics can still serve a hand-off that needs no facts.
+            if path == "/metrics" and response.status == 404:
+                return ""
+            if response.status != 200:
+                raise ProtocolError(f"{path} answered {response.status}")
+            return await response.text()
+
+    def _learn(self, instance: Instance, engines: dict[int, EngineInfo]) -> None:
+        instance.asked_at = time.monotonic()
+        if instance.engines != engines:
+            for chooser in self._choosers.values():
+                chooser.forget(instance.url)
+            instance.engines = engines
+            for index, engine in engines.items():
+                logger.info("%s engine %d: %s", instance.url, index, engine)
+
+    def _set(self, instance: Instance, state: State, why: str) -> None:
+        if (instance.state, instance.why) != (state, why):
+            level = logging.INFO if state is State.UP else logging.WARNING
+            logger.log(level, "%s is %s: %s", instance.url, state, why)
+        if instance.state is not State.LEAVING:
+            instance.state, instance.why = state, why
+        self._show(instance)
+
+    def _show(self, instance: Instance) -> None:
+        self._metrics.in_flight.labels(instance.url).set(instance.in_flight)
+        self._metrics.usable.labels(instance.url).set(instance.state is State.UP)
+
+    def _drop_if_left(self, instance: Instance) -> None:
+        if instance.state is State.LEAVING and not instance.in_flight and instance.url in self._instances:
+            del self._instances[instance.url]
+            for chooser in self._choosers.values():
+                chooser.forget(instance.url)
+            self._metrics.forget(instance.url)
+
+
+def _contradiction(instance: Instance) -> str:
+    """Why an instance cannot be used as it was meant, empty if it can."""
+    said = {engine.role for engine in instance.engines.values()}
+    if instance.asked is None:
+        return "" if said else "it does not say its role; run PDConnector there, or add it with a role"
+    if any(instance.asked not in SAYS[role] for role in said):
+        return f"added as {instance.asked}, but its kv_role is {', '.join(sorted(said))}"
+    return ""

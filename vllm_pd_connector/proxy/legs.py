@@ -1,0 +1,106 @@
+"""One leg of a request: choose an instance, send, and say what went wrong in words and a status for the client.
+
+An instance that refuses the connection has seen nothing of the request, so another is asked. Any other failure is
+final, because the request may have been run: 502 for an instance that breaks off, 504 for one that stays silent, 503
+when none can be reached. A leg whose task is cancelled closes its connection, and vLLM aborts a request whose
+connection is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+
+from vllm_pd_connector.proxy.fleet import Fleet, Instance, Role
+from vllm_pd_connector.proxy.handoff import Body
+from vllm_pd_connector.proxy.metrics import ProxyMetrics
+
+Headers = dict[str, str]
+Prepare = Callable[[Instance], tuple[Body, Headers]]
+"""Body and headers for the instance that was chosen."""
+
+
+class LegError(Exception):
+    """A leg that gave no usable answer; what the client is told."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds. `read_timeout` is the longest silence: for a prefill the whole computation, for a decode the gap
+    between bytes."""
+
+    connect_timeout: float
+    read_timeout: float
+
+
+class Legs:
+    """Sends legs; one per router, made when its event loop runs."""
+
+    def __init__(self, fleet: Fleet, metrics: ProxyMetrics, session: aiohttp.ClientSession, limits: Limits):
+        self._fleet = fleet
+        self._metrics = metrics
+        self._session = session
+        self._limits = limits
+
+    @asynccontextmanager
+    async def send(
+        self,
+        role: Role,
+        path: str,
+        prepare: Prepare,
+        keys: Sequence[bytes] = (),
+        on_sent: Callable[[Instance], None] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer of the first instance, in order of preference, that takes the connection.
+
+        `on_sent` is called when a connection stands and the request is on its way.
+
+        Raises:
+            LegError: see the module.
+        """
+        refused: dict[str, str] = {}
+        while (instance := self._fleet.choose(role, keys, set(refused))) is not None:
+            body, headers = prepare(instance)
+            sent = None if on_sent is None else lambda chosen=instance: on_sent(chosen)
+            try:
+                with self._fleet.busy(instance, role, keys):
+                    async with self._session.post(
+                        instance.url + path, json=body, headers=headers, trace_request_ctx=sent
+                    ) as response:
+                        yield response
+                        return
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                refused[instance.url] = str(error)
+                self._fleet.refused(instance, str(error))
+                self._metrics.retries.labels(role).inc()
+            except TimeoutError as error:
+                silence = f"{self._limits.read_timeout:g} s"
+                raise LegError(504, f"{role} instance {instance.url} sent nothing for {silence}") from error
+            except aiohttp.ClientError as error:
+                self._fleet.suspect()
+                raise LegError(502, f"{role} instance {instance.url} broke off: {error!r}") from error
+        raise LegError(503, f"no {role} instance can be reached: {self._fleet.reasons(role)}")
+
+
+def make_session(limits: Limits) -> aiohttp.ClientSession:
+    """The HTTP client of a router. Close it."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_timeout, sock_read=limits.read_timeout)
+    tracing = aiohttp.TraceConfig()
+    tracing.on_request_headers_sent.append(_on_headers_sent)
+    # No limit on connections: waiting in the router would hide a queue from the instances' own metrics.
+    connector = aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(timeout=timeout, connector=connector, trace_configs=[tracing])
+
+
+async def _on_headers_sent(_session: aiohttp.ClientSession, context: SimpleNamespace, _params: Any) -> None:
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx()

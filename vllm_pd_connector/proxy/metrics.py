@@ -1,0 +1,72 @@
+"""The router's own Prometheus series, in a registry of their own so that several routers can live in one process."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class ProxyMetrics:
+    """One object per router; docs/router.md explains the series."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "vllm_pd_proxy_requests",
+            "Requests answered, by the status that the client got (499: the client left).",
+            ["status"],
+            registry=self.registry,
+        )
+        self.broken_streams = Counter(
+            "vllm_pd_proxy_broken_streams",
+            "Streams that ended with an error event after their first byte.",
+            registry=self.registry,
+        )
+        self.legs = Counter(
+            "vllm_pd_proxy_legs",
+            "Requests sent to an instance.",
+            ["instance", "role"],
+            registry=self.registry,
+        )
+        self.retries = Counter(
+            "vllm_pd_proxy_retries",
+            "Instances passed over because they refused the connection.",
+            ["role"],
+            registry=self.registry,
+        )
+        self.affinity = Counter(
+            "vllm_pd_proxy_affinity_choices",
+            "Instances chosen because they know the prompt's beginning.",
+            ["role"],
+            registry=self.registry,
+        )
+        self.seconds = Histogram(
+            "vllm_pd_proxy_seconds",
+            "From the request's arrival to the prefill's answer (prefill), to the first byte of the decode's answer "
+            "(first_byte), and to the end (total).",
+            ["phase"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.in_flight = Gauge(
+            "vllm_pd_proxy_in_flight",
+            "Requests at an instance now.",
+            ["instance"],
+            registry=self.registry,
+        )
+        self.usable = Gauge(
+            "vllm_pd_proxy_instance_usable",
+            "1 while an instance is healthy and not being removed.",
+            ["instance"],
+            registry=self.registry,
+        )
+
+    def forget(self, url: str) -> None:
+        """Drop the gauges of an instance that was removed."""
+        for gauge in (self.in_flight, self.usable):
+            gauge.remove(url)
+
+    def exposition(self) -> bytes:
+        """The text of `/metrics`."""
+        return generate_latest(self.registry)

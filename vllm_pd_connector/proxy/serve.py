@@ -1,0 +1,157 @@
+"""Command line of the router, and the servers that it runs: one for clients and, if asked for, one for operators.
+
+Operators' routes have a port of their own, by default on loopback: who may add an instance may read every prompt.
+
+    GET    /instances                               what is known of each
+    POST   /instances  {"url": …, "role": …}        add one; without a role it is used as what it says
+    DELETE /instances?url=…                         give it no more requests; those in flight end
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from vllm_pd_connector.proxy.fleet import Role
+from vllm_pd_connector.proxy.legs import Limits
+from vllm_pd_connector.proxy.router import Options, Router, error_object
+
+logger = logging.getLogger(__name__)
+
+
+def base_url(text: str) -> str:
+    """A base URL without its closing slash.
+
+    Raises:
+        argparse.ArgumentTypeError: not http(s)://host[:port][/path].
+    """
+    parts = urlsplit(text)
+    try:
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        usable = False
+    if not usable or parts.query or parts.fragment or parts.username:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a base URL; give http://host:port")
+    return text.rstrip("/")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The router's options."""
+    for kind in Role:
+        parser.add_argument(
+            f"--{kind}", action="append", default=[], metavar="URL", type=base_url,
+            help=f"base URL of a {kind} instance; repeat for several",
+        )  # fmt: skip
+    parser.add_argument(
+        "--instance", action="append", default=[], metavar="URL", type=base_url,
+        help="base URL of an instance that says itself what it is (PDConnector); repeat for several",
+    )  # fmt: skip
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--admin-host", default="127.0.0.1", help="where operators' routes listen")
+    parser.add_argument("--admin-port", type=int, help="port of operators' routes; without it there are none")
+    parser.add_argument(
+        "--handoff", choices=("auto", "serial", "concurrent"), default="auto",
+        help="serial for pull, concurrent for push; auto: what the prefill instances say (default)",
+    )  # fmt: skip
+    defaults = Options()
+    for name, value, text in (
+        ("connect-timeout", defaults.limits.connect_timeout, "for an instance to take a connection"),
+        ("read-timeout", defaults.limits.read_timeout, "longest silence of an instance"),
+        ("check-interval", defaults.check_interval, "between two health checks"),
+        ("facts-interval", defaults.facts_interval, "after which an instance is asked anew what it is"),
+    ):
+        parser.add_argument(f"--{name}", type=_positive, default=value, help=f"seconds {text} (default: {value:g})")
+    parser.add_argument(
+        "--slack", type=int, default=defaults.slack,
+        help="by how many requests an instance that knows a prompt may exceed the least busy one "
+        f"(default: {defaults.slack}; 0: by load alone)",
+    )  # fmt: skip
+
+
+def options_of(arguments: argparse.Namespace) -> Options:
+    return Options(
+        prefill=arguments.prefill,
+        decode=arguments.decode,
+        instances=arguments.instance,
+        limits=Limits(arguments.connect_timeout, arguments.read_timeout),
+        handoff=arguments.handoff,
+        check_interval=arguments.check_interval,
+        facts_interval=arguments.facts_interval,
+        slack=arguments.slack,
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal ends it; returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    asyncio.run(_serve(arguments))
+    return 0
+
+
+def admin_application(router: Router) -> web.Application:
+    """The operators' routes of a router."""
+
+    async def show(_request: web.Request) -> web.Response:
+        return web.json_response({"instances": router.fleet.describe()})
+
+    async def add(request: web.Request) -> web.Response:
+        try:
+            body = await request.json()
+            if not isinstance(body, dict) or not set(body) <= {"url", "role"}:
+                raise ValueError('send {"url": …} or {"url": …, "role": "prefill" | "decode"}')
+            url = base_url(str(body.get("url")))
+            role = None if body.get("role") is None else Role(body["role"])
+            instance = router.fleet.add(url, role)
+        except (json.JSONDecodeError, UnicodeDecodeError, ValueError, argparse.ArgumentTypeError) as error:
+            return web.json_response(error_object(400, str(error)), status=400)
+        return web.json_response(instance.describe(), status=202)
+
+    async def remove(request: web.Request) -> web.Response:
+        url = request.query.get("url", "").rstrip("/")
+        instance = router.fleet.remove(url)
+        if instance is None:
+            return web.json_response(error_object(404, f"url: {url!r} is not here"), status=404)
+        return web.json_response(instance.describe(), status=202)
+
+    app = web.Application()
+    app.router.add_get("/instances", show)
+    app.router.add_post("/instances", add)
+    app.router.add_delete("/instances", remove)
+    return app
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    router = Router(options_of(arguments))
+    places = [(router.application(), arguments.host, arguments.port)]
+    if arguments.admin_port is not None:
+        places.append((admin_application(router), arguments.admin_host, arguments.admin_port))
+    runners = []
+    try:
+        for app, host, port in places:
+            # Without handler_cancellation aiohttp runs a handler to its end after the client has gone.
+            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
+            runners.append(runner)
+            await runner.setup()
+            await web.TCPSite(runner, host, port).start()
+            logger.info("listening on %s:%d", host, port)
+        await stop.wait()
+    finally:
+        for runner in reversed(runners):
+            await runner.cleanup()
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a time in seconds")
+    return value
