@@ -126,18 +126,47 @@ def test_what_was_sent_before_hanging_up_or_closing_arrives(exchange: Callable[.
     assert collect(there, 1) == [b"two"]
 
 
-def test_a_dialler_that_announces_too_much_is_hung_up_on_and_others_are_heard(
+def frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "big") + payload
+
+
+def until_hung_up_on(stranger: socket.socket) -> bytes:
+    """What the exchange said before it hung up."""
+    stranger.settimeout(30)
+    said = b""
+    try:
+        while received := stranger.recv(100):
+            said += received
+    except ConnectionResetError:
+        pass
+    return said
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [b"\xff\xff\xff\xff", frame(b""), frame(b"message"), frame(b"ther"), frame(b"there!"), frame(b"x" * 300)],
+)
+def test_who_does_not_know_the_name_is_hung_up_on_unanswered(
+    exchange: Callable[..., Exchange], greeting: bytes
+) -> None:
+    there = exchange("there")
+    with socket.create_connection((HOST, there.port)) as stranger:
+        stranger.sendall(greeting + frame(b"forged"))
+        assert until_hung_up_on(stranger) == b""
+    opened(exchange("here"), there, "there").send(b"true")
+    assert collect(there, 1) == [b"true"]
+
+
+def test_a_dialler_that_breaks_the_protocol_is_hung_up_on_and_others_are_heard(
     exchange: Callable[..., Exchange],
 ) -> None:
     here, there = exchange("here"), exchange("there")
     line = opened(here, there, "there")
     with socket.create_connection((HOST, there.port)) as stranger:
-        stranger.sendall(b"\xff\xff\xff\xff")
-        stranger.settimeout(30)
-        while stranger.recv(100):
-            pass
+        stranger.sendall(frame(b"there") + b"\xff\xff\xff\xff")
+        assert until_hung_up_on(stranger) in (b"", frame(b"there"))
     with socket.create_connection((HOST, there.port)) as stranger:
-        stranger.sendall(b"\x00\x00\x00\x09half")  # and leaves in the middle of a message
+        stranger.sendall(frame(b"there") + b"\x00\x00\x00\x09half")  # and leaves in the middle of a message
     line.send(b"still here")
     assert collect(there, 1) == [b"still here"]
 

@@ -2,10 +2,11 @@
 
 For transports whose library moves bytes but cannot tell that a peer died before something was asked of it, nor send a
 message of any bytes without blocking. An `Exchange` listens at one address with one thread, which sleeps unless a
-socket has something to say. Whoever dials it is told its name first, so that a line leads to that incarnation and not
-to what listens on its port today; after that, messages flow from the dialler to the exchange, in order.
+socket has something to say. Whoever dials says the exchange's name first and is answered with it, so that a line leads
+to that incarnation and not to what listens on its port today, and only who was given the name (it is random and travels
+in a manifest) can send. After that, messages flow from the dialler to the exchange, in order.
 
-    frame := length (4 bytes, big endian) payload           the exchange's name is the only frame it sends
+    frame := length (4 bytes, big endian) payload           the exchange's name is the only frame that it sends
 
 A line is lost when the other process ends or closes (at once), or when its machine does not acknowledge for
 `SILENCE_SECONDS` (the kernel's keep-alive, so a half-open connection is found without traffic of ours). A process that
@@ -15,6 +16,7 @@ is merely stopped keeps its lines: its kernel answers. What a lost line had not 
 from __future__ import annotations
 
 import errno
+import hmac
 import logging
 import os
 import select
@@ -32,6 +34,7 @@ from vllm_pd_connector.errors import PeerLost, TransferError
 
 logger = logging.getLogger(__name__)
 
+MAX_NAME_BYTES = 256
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_WAITING_BYTES = 64 << 20
 SILENCE_SECONDS = 15
@@ -60,9 +63,13 @@ class Line:
     state: LineState = LineState.DIALLING
     reason: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _greeting: bytearray = field(init=False)
     _waiting: bytearray = field(default_factory=bytearray)
     _received: bytearray = field(default_factory=bytearray)
     _leaving: bool = False
+
+    def __post_init__(self) -> None:
+        self._greeting = bytearray(_frame(self.peer.encode()))
 
     def send(self, payload: bytes) -> None:
         """Queue a message; it leaves when the line is open and the peer has room.
@@ -81,7 +88,7 @@ class Line:
                     f"{len(self._waiting)} bytes wait for {self.peer}, which takes none; it is stopped or overloaded",
                     retryable=True,
                 )
-            self._waiting += len(payload).to_bytes(4, "big") + payload
+            self._waiting += _frame(payload)
         self.wake()
 
     def hang_up(self) -> None:
@@ -102,34 +109,37 @@ class Line:
             happened = "cannot be reached" if self.state is LineState.DIALLING else "cannot be reached any more"
             return self.lose(f"{self.peer} {happened}: {error.strerror or error}")
         if not received:
-            return self.lose(f"{self.peer} closed the connection: its process ended or its transport was closed")
+            return self.lose(
+                f"{self.peer} is gone: another process listens in its place"
+                if self.state is LineState.DIALLING
+                else f"{self.peer} closed the connection: its process ended or its transport was closed"
+            )
         self._received += received
-        if self.state is LineState.DIALLING and len(self._received) >= 4:
-            length = int.from_bytes(self._received[:4], "big")
-            if length != len(self.peer.encode()) or not self.peer.encode().startswith(self._received[4 : 4 + length]):
-                return self.lose(f"{self.peer} is gone: another process listens in its place")
-            if len(self._received) == 4 + length:
-                self.state = LineState.OPEN
-        if self.state is LineState.OPEN and len(self._received) != 4 + len(self.peer.encode()):
-            self.lose(f"{self.peer} sent what is no part of the protocol")
+        answer = _frame(self.peer.encode())
+        if not answer.startswith(self._received):
+            return self.lose(f"{self.peer} is gone: another process listens in its place")
+        if len(self._received) == len(answer):
+            self.state = LineState.OPEN
 
     def writable(self) -> None:
+        """Send what may go: the greeting, and what waits once the line is open."""
         with self._lock:
-            if self.state is not LineState.OPEN or not self._waiting:
+            outgoing = self._outgoing()
+            if not outgoing:
                 return
             try:
-                sent = self.socket.send(memoryview(self._waiting)[: 1 << 20])
-            except BlockingIOError:
-                return
-            except OSError as error:
-                problem = f"{self.peer} cannot be reached any more: {error.strerror or error}"
-            else:
-                del self._waiting[:sent]
-                return
-        self.lose(problem)
+                sent = self.socket.send(memoryview(outgoing)[: 1 << 20])
+            except OSError:
+                return  # not connected yet, no room now, or a loss that reading will tell
+            del outgoing[:sent]
 
     def wants_to_write(self) -> bool:
-        return self.state is LineState.OPEN and bool(self._waiting)
+        return bool(self._outgoing())
+
+    def _outgoing(self) -> bytearray:
+        if self._greeting or self.state is not LineState.OPEN:
+            return self._greeting
+        return self._waiting
 
     def finished(self) -> bool:
         return self._leaving and not (self._waiting and self.state is not LineState.LOST)
@@ -137,6 +147,14 @@ class Line:
     def lose(self, reason: str) -> None:
         if self.state is not LineState.LOST:
             self.reason, self.state = reason, LineState.LOST
+
+
+@dataclass(eq=False, slots=True)
+class _Arrival:
+    """The exchange's end of a line; `greeted` after the dialler said our name."""
+
+    frames: bytearray = field(default_factory=bytearray)
+    greeted: bool = False
 
 
 class Exchange:
@@ -161,7 +179,7 @@ class Exchange:
         self._inbox: deque[bytes] = deque()
         self._new: deque[Line] = deque()
         self._lines: set[Line] = set()
-        self._arriving: dict[socket.socket, bytearray] = {}
+        self._arriving: dict[socket.socket, _Arrival] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._event = os.eventfd(0, os.EFD_NONBLOCK)
@@ -256,13 +274,7 @@ class Exchange:
             return
         arrived.setblocking(False)
         _notice_silence(arrived)
-        name = self._name.encode()
-        try:
-            arrived.send(len(name).to_bytes(4, "big") + name)
-        except OSError:
-            arrived.close()
-            return
-        self._arriving[arrived] = bytearray()
+        self._arriving[arrived] = _Arrival()
         self._selector.register(arrived, selectors.EVENT_READ, partial(self._receive, arrived))
 
     def _receive(self, arrived: socket.socket, ready: int) -> None:
@@ -272,22 +284,36 @@ class Exchange:
             return
         except OSError:
             received = b""
-        frames = self._arriving[arrived]
-        frames += received
-        while len(frames) >= 4:
-            length = int.from_bytes(frames[:4], "big")
-            if length > MAX_MESSAGE_BYTES:
-                logger.warning("a message of %d bytes was announced, at most %d: hung up", length, MAX_MESSAGE_BYTES)
-                received = b""
-                break
-            if len(frames) < 4 + length:
-                break
-            self._inbox.append(bytes(frames[4 : 4 + length]))
-            del frames[: 4 + length]
-        if not received:
+        if not received or not self._take(arrived, self._arriving[arrived], received):
             self._selector.unregister(arrived)
             del self._arriving[arrived]
             arrived.close()
+
+    def _take(self, arrived: socket.socket, arrival: _Arrival, received: bytes) -> bool:
+        """Frames of a dialler: our name, which is answered, then messages. False: it is hung up on."""
+        frames = arrival.frames
+        frames += received
+        while len(frames) >= 4:
+            length = int.from_bytes(frames[:4], "big")
+            if length > (MAX_MESSAGE_BYTES if arrival.greeted else MAX_NAME_BYTES):
+                logger.warning("hung up on a dialler that announced a frame of %d bytes", length)
+                return False
+            if len(frames) < 4 + length:
+                break
+            payload = bytes(frames[4 : 4 + length])
+            del frames[: 4 + length]
+            if arrival.greeted:
+                self._inbox.append(payload)
+            elif not hmac.compare_digest(payload, self._name.encode()):
+                logger.warning("hung up on a dialler that asked for another process than this one")
+                return False
+            else:
+                arrival.greeted = True
+                try:
+                    arrived.send(_frame(payload))
+                except OSError:
+                    return False
+        return True
 
     def _end(self) -> None:
         for line in (*self._lines, *self._new):
@@ -299,6 +325,10 @@ class Exchange:
         self._listener.close()
         self._selector.close()
         os.close(self._event)
+
+
+def _frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "big") + payload
 
 
 def _notice_silence(connection: socket.socket) -> None:
