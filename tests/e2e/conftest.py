@@ -63,6 +63,8 @@ def pair(request: pytest.FixtureRequest, pairs: Pairs) -> Iterator[Cluster]:
 
 # -- results, from which docs/compatibility.md is made ----------------------------------------------------------------
 
+VERSIONS = ("vllm", "torch", "nixl", "mooncake-transfer-engine-non-cuda", "vllm-pd-connector")
+
 _RESULTS = pytest.StashKey[dict[str, dict[str, object]]]()
 
 
@@ -86,6 +88,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if results:
         path = Path(session.config.getoption("--results"))
         path.parent.mkdir(parents=True, exist_ok=True)
-        versions = {name: importlib.metadata.version(name) for name in ("vllm", "torch", "nixl", "vllm-pd-connector")}
+        versions = {name: importlib.metadata.version(name) for name in VERSIONS}
         content = {"versions": versions, "records": list(results.values())}
         path.write_text(json.dumps(content, indent=1) + "\n")

@@ -170,7 +170,20 @@ caching where the model has it."""
 LARGER_WINDOW_ROWS: list[Row] = [row for row in UNEQUAL_ROWS if row.family == "swa" and row.p_block < row.d_block]
 """Windows whose first block on the decode side may reach back to tokens that the prefill side has let go of."""
 
-ROWS: list[Row] = [*_rows(), *UNEQUAL_ROWS]
+QUICK_MOONCAKE_ROW = Row("gqa", transport="mooncake")
+
+MOONCAKE_ROWS: list[Row] = [
+    QUICK_MOONCAKE_ROW,
+    Row("gqa", 2, 1, chunked=True, transport="mooncake"),
+    Row("gqa", 1, 2, transport="mooncake"),
+    Row("swa", transport="mooncake"),
+    Row("mla", prefix_caching=False, transport="mooncake"),
+    Row("kimi", prefix_caching=MODELS["kimi"].prefix_caching, transport="mooncake"),
+    replace(_layouts("gqa", 1, 1, ("NHD", 32), ("HND", 64)), transport="mooncake"),
+]
+"""Every kind of cache and of plan once: no transport knows what it moves, the conformance suite has the rest."""
+
+ROWS: list[Row] = [*_rows(), *UNEQUAL_ROWS, *MOONCAKE_ROWS]
 
 UNEQUAL_HYBRID_ROWS = [row for row in ROWS if row.family in HYBRIDS and row.prefix_caching and row.p_tp != row.d_tp]
 """Hybrids whose logical blocks differ because their states do, with prefix caching on."""
@@ -184,10 +197,11 @@ PLAIN_ROWS: list[Row] = [Row(family, prefix_caching=MODELS[family].prefix_cachin
 QUICK_ROWS: list[Row] = [
     row
     for row in ROWS
-    if row in QUICK_UNEQUAL_ROWS
+    if row == QUICK_MOONCAKE_ROW
+    or row in QUICK_UNEQUAL_ROWS
     or (row in PLAIN_ROWS and row.family in ("swa", "kimi", "granite"))
-    or (row.family in ("gqa", "mla") and not row.unequal and row.workers < 4)
-    or (row.family == "swa" and not row.unequal and row.workers == 2)
+    or (row.family in ("gqa", "mla") and row.transport == "nixl" and not row.unequal and row.workers < 4)
+    or (row.family == "swa" and row.transport == "nixl" and not row.unequal and row.workers == 2)
 ]
 """What `make test` chooses from. A pair with four workers takes minutes on two cores, and unequal sides are tested
 without servers by the geometry's property tests: most of both are rows of `make test-full`. So are most hybrids: what

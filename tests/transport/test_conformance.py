@@ -1,4 +1,4 @@
-"""What every transport must do, run over each of them: loopback in one process, NIXL between two processes.
+"""What every transport must do, over each of them: loopback in one process, NIXL and Mooncake between two processes.
 
 NIXL runs twice: as it chooses on one host (cross-memory attach), and over TCP, which is what containers without that
 permission and two hosts use.
@@ -38,6 +38,7 @@ VARIANTS = {
     "loopback": Variant("loopback", {}, InProcessPeer),
     "nixl": Variant("nixl", {}, ProcessPeer),
     "nixl-tcp": Variant("nixl", {"ucx": {"TLS": "tcp,self"}}, ProcessPeer),
+    "mooncake": Variant("mooncake", {"protocol": "tcp"}, ProcessPeer),
 }
 
 
@@ -89,6 +90,13 @@ def end(ends: Callable[..., End]) -> End:
 
 def connected(end: End, peer: AnyPeer) -> Any:
     return end.transport.connect(peer.endpoint, peer.segments)
+
+
+def used(end: End, peer: AnyPeer) -> Any:
+    """Connected, and every lazy step of a first transfer done: what is started next is in flight at once."""
+    connection = connected(end, peer)
+    end.finish(end.transport.read(connection, whole(peer.address, end.address, 4096)))
+    return connection
 
 
 def scattered(count: int, length: int, source: int, destination: int, space: int = SIZE) -> list[tuple[int, int, int]]:
@@ -278,11 +286,15 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_is_reported_lost(
     ends: Callable[..., End], spawn: Callable[..., AnyPeer]
 ) -> None:
     end, peer = ends(LONG), spawn(LONG)
-    transfer = end.transport.read(connected(end, peer), whole(peer.address, end.address, LONG))
+    peer.call("fill", 16)
+    transfer = end.transport.read(used(end, peer), whole(peer.address, end.address, LONG))
     peer.kill()
     with pytest.raises(PeerLost) as loss:
         end.finish(transfer)
     assert loss.value.terminal
+    then = end.digest()
+    time.sleep(0.2)
+    assert end.digest() == then, "bytes landed after the transfer had ended"
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])
@@ -315,7 +327,7 @@ def test_a_transfer_in_flight_at_disconnect_ends_and_the_peer_can_come_back(
     ends: Callable[..., End], spawn: Callable[..., AnyPeer]
 ) -> None:
     end, other = ends(LONG), spawn(LONG)
-    peer = connected(end, other)
+    peer = used(end, other)
     transfer = end.transport.read(peer, whole(other.address, end.address, LONG))
     end.transport.disconnect(peer)
     try:
@@ -332,10 +344,12 @@ def test_a_transfer_in_flight_at_disconnect_ends_and_the_peer_can_come_back(
 
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_close_with_transfers_in_flight_ends_them(
-    ends: Callable[..., End], spawn: Callable[..., AnyPeer], operation: str
+    variant: Variant, ends: Callable[..., End], spawn: Callable[..., AnyPeer], operation: str
 ) -> None:
     end, other = ends(LONG), spawn(LONG)
-    peer = connected(end, other)
+    # UCX 1.23 over TCP aborts a stopped process from which a read was under way when the reader closed, as soon as it
+    # goes on ("Endpoint timeout"); there, the read is still connecting (docs/design/transports.md).
+    peer = connected(end, other) if variant is VARIANTS["nixl-tcp"] else used(end, other)
     other.freeze()
     if operation == "read":
         end.transport.read(peer, whole(other.address, end.address, LONG))

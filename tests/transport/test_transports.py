@@ -35,7 +35,7 @@ def test_every_known_name_can_be_created() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("carrier-pigeon", {}, "'carrier-pigeon' is unknown, choose one of nixl, loopback"),
+        ("carrier-pigeon", {}, "'carrier-pigeon' is unknown, choose one of nixl, mooncake, loopback"),
         ("nixl", {"tls": "tcp"}, "known options: backend"),
         ("nixl", {"batch_bytes": "many"}, "batch_bytes"),
         ("nixl", {"batch_bytes": 0}, "at least 1"),

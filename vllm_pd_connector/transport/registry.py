@@ -12,13 +12,14 @@ from vllm_pd_connector.transport.base import Transport
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 
-NAMES = ("nixl", "loopback")
+NAMES = ("nixl", "mooncake", "loopback")
 
 
 def create(name: str, options: Mapping[str, object] | None = None) -> Transport:
     """A new endpoint of transport `name`.
 
-    `options` are the fields of the transport's options struct (`NixlOptions`, `LoopbackOptions`).
+    `options` are the fields of the transport's options struct (`NixlOptions`, `MooncakeOptions`,
+    `LoopbackOptions`).
 
     Raises:
         InvalidConfig: unknown name, unknown or mistyped option, or the transport's library is not installed.
@@ -29,6 +30,10 @@ def create(name: str, options: Mapping[str, object] | None = None) -> Transport:
         from vllm_pd_connector.transport.nixl import NixlOptions, NixlTransport
 
         return NixlTransport(_convert(name, given, NixlOptions))
+    if name == "mooncake":
+        from vllm_pd_connector.transport.mooncake import MooncakeOptions, MooncakeTransport
+
+        return MooncakeTransport(_convert(name, given, MooncakeOptions))
     if name == "loopback":
         from vllm_pd_connector.transport.loopback import LoopbackOptions, LoopbackTransport
 

@@ -1,0 +1,210 @@
+"""Lines between workers: order, identity, the ends of both sides, and bytes that no dialler of ours would send."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transport_ends import until
+
+from vllm_pd_connector.errors import PeerLost, TransferError
+from vllm_pd_connector.transport import lines
+from vllm_pd_connector.transport.lines import Exchange, Line, LineState
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def exchange() -> Iterator[Callable[[str], Exchange]]:
+    made: list[Exchange] = []
+
+    def make(name: str, host: str = HOST) -> Exchange:
+        made.append(Exchange(host, name))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def opened(here: Exchange, there: Exchange, name: str, host: str = HOST) -> Line:
+    line = here.dial(host, there.port, name, 10.0)
+    until(lambda: line.state is not LineState.DIALLING, "an answer")
+    assert line.state is LineState.OPEN, line.reason
+    return line
+
+
+def lost(line: Line) -> str:
+    until(lambda: line.state is LineState.LOST, "the loss of a line")
+    return line.reason
+
+
+def collect(exchange: Exchange, count: int) -> list[bytes]:
+    received: list[bytes] = []
+
+    def enough() -> bool:
+        received.extend(exchange.messages())
+        return len(received) >= count
+
+    until(enough, f"{count} messages")
+    return received
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.binary(max_size=100_000), min_size=1, max_size=20))
+def test_messages_of_any_bytes_arrive_once_and_in_order(payloads: list[bytes]) -> None:
+    here, there = Exchange(HOST, "here"), Exchange(HOST, "there")
+    try:
+        line = here.dial(HOST, there.port, "there", 10.0)
+        for payload in payloads:  # the first of them while the line is still dialling
+            line.send(payload)
+        assert collect(there, len(payloads)) == payloads
+        assert here.messages() == []
+    finally:
+        here.close()
+        there.close()
+
+
+def test_a_line_speaks_ipv6(exchange: Callable[..., Exchange]) -> None:
+    here, there = exchange("here", "::1"), exchange("there", "::1")
+    opened(here, there, "there", "::1").send(b"six")
+    assert collect(there, 1) == [b"six"]
+
+
+def test_another_incarnation_at_the_same_place_is_not_the_peer(exchange: Callable[..., Exchange]) -> None:
+    here, there = exchange("here"), exchange("second life")
+    for name in ("first life", "second lif", "second life of it"):
+        assert "another process listens in its place" in lost(here.dial(HOST, there.port, name, 10.0))
+
+
+def test_nobody_there_is_known_when_dial_returns(exchange: Callable[..., Exchange]) -> None:
+    here, there = exchange("here"), exchange("there")
+    port = there.port
+    there.close()
+    line = here.dial(HOST, port, "there", 10.0)
+    assert line.state is LineState.LOST and "cannot be reached" in line.reason
+    with pytest.raises(PeerLost, match="cannot be reached"):
+        line.send(b"too late")
+
+
+def test_a_listener_that_never_says_its_name_is_given_up(exchange: Callable[..., Exchange]) -> None:
+    with socket.create_server((HOST, 0)) as silent:
+        line = exchange("here").dial(HOST, silent.getsockname()[1], "there", 0.2)
+        assert "did not answer in time" in lost(line)
+
+
+def test_a_listener_of_another_protocol_is_not_the_peer(exchange: Callable[..., Exchange]) -> None:
+    with socket.create_server((HOST, 0)) as web:
+        line = exchange("here").dial(HOST, web.getsockname()[1], "there", 10.0)
+        answer, _ = web.accept()
+        with answer:
+            answer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            assert "another process listens in its place" in lost(line)
+
+
+def test_the_end_of_the_peer_is_noticed_at_once(exchange: Callable[..., Exchange]) -> None:
+    here, there = exchange("here"), exchange("there")
+    line = opened(here, there, "there")
+    there.close()
+    assert "its process ended or its transport was closed" in lost(line)
+
+
+def test_what_was_sent_before_hanging_up_or_closing_arrives(exchange: Callable[..., Exchange]) -> None:
+    here, there = exchange("here"), exchange("there")
+    line = opened(here, there, "there")
+    line.send(b"one")
+    line.hang_up()
+    assert collect(there, 1) == [b"one"]
+    lost(line)
+    again = opened(here, there, "there")
+    again.send(b"two")
+    here.close()
+    assert collect(there, 1) == [b"two"]
+
+
+def frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "big") + payload
+
+
+def until_hung_up_on(stranger: socket.socket) -> bytes:
+    """What the exchange said before it hung up."""
+    stranger.settimeout(30)
+    said = b""
+    try:
+        while received := stranger.recv(100):
+            said += received
+    except ConnectionResetError:
+        pass
+    return said
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [b"\xff\xff\xff\xff", frame(b""), frame(b"message"), frame(b"ther"), frame(b"there!"), frame(b"x" * 300)],
+)
+def test_who_does_not_know_the_name_is_hung_up_on_unanswered(
+    exchange: Callable[..., Exchange], greeting: bytes
+) -> None:
+    there = exchange("there")
+    with socket.create_connection((HOST, there.port)) as stranger:
+        stranger.sendall(greeting + frame(b"forged"))
+        assert until_hung_up_on(stranger) == b""
+    opened(exchange("here"), there, "there").send(b"true")
+    assert collect(there, 1) == [b"true"]
+
+
+def test_a_dialler_that_breaks_the_protocol_is_hung_up_on_and_others_are_heard(
+    exchange: Callable[..., Exchange],
+) -> None:
+    here, there = exchange("here"), exchange("there")
+    line = opened(here, there, "there")
+    with socket.create_connection((HOST, there.port)) as stranger:
+        stranger.sendall(frame(b"there") + b"\xff\xff\xff\xff")
+        assert until_hung_up_on(stranger) in (b"", frame(b"there"))
+    with socket.create_connection((HOST, there.port)) as stranger:
+        stranger.sendall(frame(b"there") + b"\x00\x00\x00\x09half")  # and leaves in the middle of a message
+    line.send(b"still here")
+    assert collect(there, 1) == [b"still here"]
+
+
+def test_messages_that_nobody_takes_are_bounded(exchange: Callable[..., Exchange]) -> None:
+    with socket.create_server((HOST, 0)) as silent:
+        line = exchange("here").dial(HOST, silent.getsockname()[1], "there", 60.0)
+        chunk = bytes(lines.MAX_MESSAGE_BYTES)
+        with pytest.raises(TransferError, match="takes none") as full:
+            for _ in range(lines.MAX_WAITING_BYTES // len(chunk) + 1):
+                line.send(chunk)
+        assert full.value.retryable
+        with pytest.raises(TransferError, match="at most"):
+            line.send(chunk + b"\x00")
+
+
+def test_the_kernel_is_told_to_notice_a_silent_machine(exchange: Callable[..., Exchange]) -> None:
+    """A half-open connection cannot be made on one machine without a firewall; that it ends is the kernel's promise."""
+    here, there = exchange("here"), exchange("there")
+    line = opened(here, there, "there")
+    arrived = next(iter(there._arriving))
+    for connection in (line.socket, arrived):
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        idle = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        interval = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+        count = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+        assert idle + interval * count <= lines.SILENCE_SECONDS
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == lines.SILENCE_SECONDS * 1000
+
+
+def test_an_idle_exchange_burns_no_cpu(exchange: Callable[..., Exchange]) -> None:
+    here, there = exchange("here"), exchange("there")
+    opened(here, there, "there")
+    begin, cpu = time.monotonic(), time.process_time()
+    time.sleep(1.0)
+    assert (time.process_time() - cpu) / (time.monotonic() - begin) < 0.02
+
+
+def test_nothing_listens_at_an_address_of_another_machine() -> None:
+    with pytest.raises(TransferError, match="cannot listen at 198.51.100.7"):
+        Exchange("198.51.100.7", "nowhere")

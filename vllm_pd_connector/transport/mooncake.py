@@ -1,0 +1,508 @@
+"""Mooncake's Transfer Engine, peer to peer, spoken to through its Python module.
+
+What the library does not do, and this module does:
+- **A call never waits.** The batched calls of Mooncake either block, burning a core and a half, or give a batch whose
+  state can only be asked for by blocking. A batch of one descriptor is the exception: it is submitted without waiting,
+  its state is read without waiting, and that state is exact. So runs are merged by the planner, cut at a few MiB here,
+  and each becomes a batch of one; a bounded number is in flight per transfer and per peer, and `poll` submits more.
+  Measured, this is as fast as batches of a thousand, and faster where cores are few (docs/design/transports.md).
+- **The end is the end.** A transfer is reported when each of its descriptors has ended: one that was refused says
+  nothing of its neighbours, which may still run. An ended descriptor does not touch local memory any more, so failed
+  reads are terminal. The peer of a failed write may still be taking bytes from its socket: not terminal, unless the
+  peer is dead.
+- **Peers that died are noticed, and messages sent**, by a line to each peer (`lines`): the library's own notifications
+  block, carry text, and cost a connection each. A write's message leaves when its last descriptor is acknowledged,
+  which the peer does after it has the bytes in its memory.
+- **One stopped peer does not stop the others.** Opening a peer blocks inside the library and blocks every other submit;
+  it is done in a thread of its own, only after the peer has answered on its line, and nothing is submitted meanwhile.
+- **The protocol is the one asked for.** The library ignores its protocol argument and takes RDMA if there is a device,
+  TCP if there is none. Here, `rdma` without a device is refused, and `tcp` forces TCP.
+
+Source of the library's behaviour: mooncake-transfer-engine 0.3.13.post1, observed and read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
+from vllm_pd_connector.geometry.manifest import Segment
+from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.transport.addresses import Address, check_reachable, host_identity, local_address
+from vllm_pd_connector.transport.base import Peer, Status, Transfer
+from vllm_pd_connector.transport.endpoint import seal, unseal
+from vllm_pd_connector.transport.lines import Exchange, Line, LineState
+from vllm_pd_connector.transport.ranges import Descriptors, Ranges, cut
+
+logger = logging.getLogger(__name__)
+
+NAME = "mooncake"
+INSTALL_HINT = (
+    "install one of mooncake-transfer-engine (CUDA 12), mooncake-transfer-engine-cuda13 and "
+    "mooncake-transfer-engine-non-cuda (Debian also needs libibverbs1), or choose another transport"
+)
+RDMA_DEVICES = Path("/sys/class/infiniband")
+
+# Mooncake queues 1024 descriptors per peer and fails what comes on top of as many again.
+MAX_IN_FLIGHT = 1024
+MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 8 << 20
+
+# No more is submitted in a call that took this long.
+_SUBMIT_SECONDS = 0.005
+
+# Descriptors end roughly in the order of their submission (four connections): behind this many that run, none is done.
+_LOOK_AHEAD = 8
+
+# A dying process closes its sockets one after another; a failed descriptor may be known before the lost line.
+_GRACE_SECONDS = 0.25
+
+
+class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Options of one engine.
+
+    `protocol`: "auto" is "rdma" on a machine with RDMA devices and "tcp" on one without. `device`: RDMA devices to use,
+    separated by commas; "" is all. `address`: the IP address (4 or 6) that peers reach this worker at; "" takes the
+    source address of the route to `route_to`, or of the default route when that is "" as well. `run_bytes`: longest
+    descriptor. `in_flight`: descriptors of one transfer that the library has at a time, `in_flight_bytes` bounds their
+    sum. `connect_timeout`: seconds in which a peer must answer.
+    """
+
+    protocol: Literal["auto", "tcp", "rdma"] = "auto"
+    device: str = ""
+    address: str = ""
+    route_to: str = ""
+    run_bytes: int = 4 << 20
+    in_flight: int = 64
+    in_flight_bytes: int = 64 << 20
+    connect_timeout: float = 10.0
+
+
+class Whereabouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """The metadata of an endpoint: where the engine and the exchange listen, and on which host (see `addresses`)."""
+
+    address: str
+    engine_port: int
+    line_port: int
+    protocol: str
+    host: str
+
+
+@dataclass(eq=False, slots=True)
+class _Opening:
+    """The library's exchange with a peer, in a thread of its own; `result` is 0 when it worked."""
+
+    thread: threading.Thread
+    result: int = -1
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    """`segment` is the peer's name in the library, `queued` counts its descriptors there."""
+
+    name: str
+    segment: str
+    ranges: Ranges
+    line: Line
+    opening: _Opening | None = None
+    running: int = 0
+    queued: int = 0
+    leaving: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Transfer:
+    """Descriptors before `next` were submitted; `flying` holds (batch, bytes) of those that have not ended."""
+
+    peer: _Peer
+    opcode: Any
+    local: list[int]
+    remote: list[int]
+    length: list[int]
+    writes: bool
+    notification: bytes
+    next: int = 0
+    flying: deque[tuple[int, int]] = field(default_factory=deque)
+    flying_bytes: int = 0
+    failed: str = ""
+    failed_at: float = 0.0
+    unsettled: bool = False
+    outcome: Status | TransferError | None = None
+    reported: bool = False
+
+    @property
+    def descriptors(self) -> int:
+        return len(self.length)
+
+
+class MooncakeTransport:
+    """See `base.Transport`.
+
+    Raises:
+        InvalidConfig: Mooncake is not installed, an option is out of range, or the machine has not what it names.
+        TransferError: the engine cannot start, or does not answer at the address that peers will be told.
+    """
+
+    name = NAME
+
+    def __init__(self, options: MooncakeOptions | None = None) -> None:
+        self._options = options or MooncakeOptions()
+        check_options(self._options, os.environ)
+        self._protocol = choose_protocol(self._options, RDMA_DEVICES)
+        self._address = local_address(self._options.address, self._options.route_to)
+        self._environment = {
+            "MC_FORCE_TCP": "1" if self._protocol == "tcp" else None,
+            "MC_USE_IPV6": "1" if self._address.version == 6 else None,
+        }
+        with _environment(self._environment):
+            self._module = _module()
+        self._name = f"pd-{uuid.uuid4().hex}"
+        self._ranges = Ranges.of((), "this worker")
+        self._peers: dict[str, _Peer] = {}
+        self._segments: dict[str, list[str]] = {}
+        self._exchange = Exchange(str(self._address), self._name)
+        try:
+            self._engine = self._start_engine()
+        except Exception:
+            self._exchange.close()
+            raise
+        logger.info("Mooncake listens at %s with protocol %s", self._address, self._protocol)
+
+    def register(self, segments: Sequence[Segment]) -> None:
+        ranges = Ranges.of(segments, "this worker")
+        if ranges.cuda.any() and self._protocol == "tcp" and not self._module.SUPPORT_CUDA:
+            raise TransferError(
+                "the installed Mooncake was built without CUDA and the caches are on a CUDA device; install "
+                "mooncake-transfer-engine or mooncake-transfer-engine-cuda13 instead"
+            )
+        places = {
+            (segment.device, segment.device_id): f"cuda:{segment.device_id}" if segment.device == "cuda" else "*"
+            for segment in segments
+        }
+        for place, location in places.items():
+            here = [segment for segment in segments if (segment.device, segment.device_id) == place]
+            status = self._engine.batch_register_memory(
+                [segment.address for segment in here], [segment.length for segment in here], location
+            )
+            if status:
+                raise TransferError(f"Mooncake refuses {len(here)} segments of {place[0]} memory (status {status})")
+        self._ranges = ranges
+
+    def describe(self) -> bytes:
+        where = Whereabouts(
+            str(self._address), self._engine.get_rpc_port(), self._exchange.port, self._protocol, host_identity()
+        )
+        return seal(NAME, self._name, msgspec.msgpack.encode(where))
+
+    def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> Peer:
+        made = unseal(NAME, endpoint)
+        ranges = Ranges.of(segments, "the peer")
+        if made.name in self._peers or made.name == self._name:
+            raise TransferError(f"{made.name} is connected already; disconnect it first")
+        try:
+            where = msgspec.msgpack.decode(made.metadata, type=Whereabouts)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise TransferError(f"endpoint of {made.name} is malformed: {error}; fetch the manifest again") from error
+        if where.protocol != self._protocol:
+            raise TransferError(
+                f"protocol: {self._protocol} here, {where.protocol[:20]} there; set transport_options.protocol alike"
+            )
+        if not (0 < where.engine_port < 65536 and 0 < where.line_port < 65536):
+            raise TransferError(f"ports of {made.name}: {where.engine_port} and {where.line_port} are not ports")
+        address = check_reachable(where.address, where.host, self._address)
+        line = self._exchange.dial(str(address), where.line_port, made.name, self._options.connect_timeout)
+        if line.state is LineState.LOST:
+            raise PeerLost(line.reason)
+        peer = _Peer(made.name, self._segment(made.name, address, where.engine_port), ranges, line)
+        self._peers[made.name] = peer
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        assert isinstance(peer, _Peer) and not peer.leaving
+        peer.leaving = True
+        self._forget_when_idle(peer)
+
+    def read(self, peer: Peer, runs: Runs) -> Transfer:
+        assert isinstance(peer, _Peer)
+        work = cut(runs, peer.ranges, self._ranges, self._options.run_bytes)
+        return self._start(peer, self._module.TransferOpcode.Read, work, b"")
+
+    def write(self, peer: Peer, runs: Runs, notification: bytes = b"") -> Transfer:
+        assert isinstance(peer, _Peer)
+        work = cut(runs, self._ranges, peer.ranges, self._options.run_bytes)
+        return self._start(peer, self._module.TransferOpcode.Write, work, notification)
+
+    def poll(self, transfer: Transfer) -> Status:
+        assert isinstance(transfer, _Transfer) and not transfer.reported, "polled after its end"
+        if transfer.outcome is None:
+            self._advance(transfer)
+        if transfer.outcome is None:
+            return Status.RUNNING
+        transfer.reported = True
+        if isinstance(transfer.outcome, TransferError):
+            raise transfer.outcome
+        return transfer.outcome
+
+    def notify(self, peer: Peer, payload: bytes) -> None:
+        assert isinstance(peer, _Peer) and not peer.leaving
+        peer.line.send(payload)
+
+    def notifications(self) -> list[bytes]:
+        return self._exchange.messages()
+
+    def close(self) -> None:
+        """Destroys the engine, which closes its connections: nothing lands after this returns."""
+        self._exchange.close()
+        self._engine = None
+
+    def _start_engine(self) -> Any:
+        with _environment(self._environment):
+            engine = self._module.TransferEngine()
+            status = engine.initialize(str(self._address), "P2PHANDSHAKE", self._protocol, self._options.device)
+        if status:
+            raise TransferError(
+                f"Mooncake does not start with protocol {self._protocol} at {self._address} (status {status}); "
+                "MC_LOG_LEVEL=INFO shows its own words"
+            )
+        # The library fixes the version of IP when it is imported, which may have been before us.
+        if engine.send_probe(_segment_name(self._address, engine.get_rpc_port())):
+            raise TransferError(
+                f"Mooncake started and does not answer at {self._address}; another engine in this process may have "
+                "chosen the other version of IP"
+            )
+        return engine
+
+    def _segment(self, peer: str, address: Address, port: int) -> str:
+        """The library's name for a peer's memory, never one that it used for another process.
+
+        The library keeps what it learnt under a name for ever, and after restarts the same port is another process:
+        leading zeros, which it does not read, tell the incarnations apart.
+        """
+        plain = _segment_name(address, port)
+        incarnations = self._segments.setdefault(plain, [])
+        if peer not in incarnations:
+            incarnations.append(peer)
+        host, _, number = plain.rpartition(":")
+        return f"{host}:{'0' * incarnations.index(peer)}{number}"
+
+    def _start(self, peer: _Peer, opcode: Any, work: Descriptors, notification: bytes) -> _Transfer:
+        assert not peer.leaving
+        reads = opcode == self._module.TransferOpcode.Read
+        source, destination = work.runs.source.tolist(), work.runs.destination.tolist()
+        local, remote = (destination, source) if reads else (source, destination)
+        transfer = _Transfer(peer, opcode, local, remote, work.runs.length.tolist(), not reads, notification)
+        peer.running += 1
+        self._advance(transfer)
+        return transfer
+
+    def _advance(self, transfer: _Transfer) -> None:
+        """Look at what was submitted, submit more for a short while, and set the outcome at the end."""
+        peer = transfer.peer
+        self._look(transfer)
+        if not transfer.failed and not peer.leaving and self._is_open(peer):
+            self._submit(transfer)
+        if transfer.flying:
+            return
+        rest = transfer.next < len(transfer.length)
+        if transfer.failed:
+            self._fail(transfer)
+        elif peer.line.state is LineState.LOST and (rest or transfer.notification):
+            transfer.outcome = PeerLost(f"{peer.line.reason}; connect to its new incarnation")
+        elif rest and peer.leaving:
+            transfer.outcome = TransferError(f"{peer.name} was disconnected before the whole transfer was submitted")
+        elif not rest:
+            self._complete(transfer)
+        if transfer.outcome is not None:
+            peer.running -= 1
+            self._forget_when_idle(peer)
+
+    def _look(self, transfer: _Transfer) -> None:
+        """Take out what ended. A failed descriptor is kept as the transfer's failure."""
+        running: list[tuple[int, int]] = []
+        while transfer.flying and len(running) < _LOOK_AHEAD:
+            batch, length = transfer.flying.popleft()
+            status = self._engine.transfer_check_status(batch)
+            if status == 0:
+                running.append((batch, length))
+                continue
+            transfer.flying_bytes -= length
+            transfer.peer.queued -= 1
+            if status != 1:
+                self._note_failure(transfer, f"Mooncake gave up a descriptor of {length} bytes (status {status})")
+                # -2: the library's own timeout, which leaves the descriptor running and out of reach.
+                transfer.unsettled |= status == -2
+        transfer.flying.extendleft(reversed(running))
+
+    def _submit(self, transfer: _Transfer) -> None:
+        peer, options = transfer.peer, self._options
+        until = time.monotonic() + _SUBMIT_SECONDS
+        while (
+            transfer.next < len(transfer.length)
+            and len(transfer.flying) < options.in_flight
+            and transfer.flying_bytes < options.in_flight_bytes
+            and peer.queued < MAX_IN_FLIGHT
+            and time.monotonic() < until
+        ):
+            at = transfer.next
+            length = transfer.length[at]
+            batch = self._engine.batch_transfer_async(
+                peer.segment, [transfer.local[at]], [transfer.remote[at]], [length], transfer.opcode
+            )
+            if not batch:
+                self._note_failure(transfer, f"Mooncake does not take a descriptor of {length} bytes")
+                return
+            transfer.next += 1
+            transfer.flying.append((batch, length))
+            transfer.flying_bytes += length
+            peer.queued += 1
+
+    def _is_open(self, peer: _Peer) -> bool:
+        """Whether descriptors of a peer can be submitted now without waiting; begins to open it if need be."""
+        if peer.line.state is not LineState.OPEN:
+            return False
+        if peer.opening is None:
+            peer.opening = self._open(peer.segment)
+        if any(other.opening is not None and other.opening.thread.is_alive() for other in self._peers.values()):
+            return False
+        if peer.opening.result:
+            peer.line.lose(f"{peer.name} answers, and Mooncake cannot open {peer.segment} (see its log)")
+            return False
+        return True
+
+    def _open(self, segment: str) -> _Opening:
+        """An empty read opens a peer and moves nothing."""
+        engine = self._engine
+
+        def run() -> None:
+            opening.result = engine.batch_transfer_sync_read(segment, [], [], [])
+
+        opening = _Opening(threading.Thread(target=run, name="pd-mooncake-open", daemon=True))
+        opening.thread.start()
+        return opening
+
+    def _note_failure(self, transfer: _Transfer, what: str) -> None:
+        if not transfer.failed:
+            transfer.failed, transfer.failed_at = what, time.monotonic()
+
+    def _fail(self, transfer: _Transfer) -> None:
+        """The outcome of a failed transfer of which nothing runs any more."""
+        peer = transfer.peer
+        if peer.line.state is LineState.LOST:
+            transfer.outcome = PeerLost(f"{peer.line.reason}; connect to its new incarnation")
+        elif time.monotonic() >= transfer.failed_at + _GRACE_SECONDS:
+            transfer.outcome = TransferError(
+                f"{transfer.failed} with {peer.name}, which is alive: its memory is not registered any more, or the "
+                "network broke (see Mooncake's log)",
+                retryable=True,
+                terminal=not (transfer.writes or transfer.unsettled),
+            )
+
+    def _complete(self, transfer: _Transfer) -> None:
+        """The outcome of a transfer whose descriptors all arrived; its message may have to wait for the line."""
+        peer = transfer.peer
+        if transfer.notification or not transfer.length:
+            if peer.line.state is LineState.DIALLING and not peer.leaving:
+                return
+            if transfer.notification:
+                try:
+                    peer.line.send(transfer.notification)
+                except TransferError as error:
+                    transfer.outcome = error
+                    return
+        transfer.outcome = Status.DONE
+
+    def _forget_when_idle(self, peer: _Peer) -> None:
+        if peer.leaving and not peer.running and self._peers.get(peer.name) is peer:
+            del self._peers[peer.name]
+            peer.line.hang_up()
+
+
+def check_options(options: MooncakeOptions, environment: Mapping[str, str]) -> None:
+    """Refuse numbers out of range, and a setting of the library under which a write would be done before it arrived.
+
+    Raises:
+        InvalidConfig: with the field, its value and its range.
+    """
+    for key, low, high in (
+        ("run_bytes", MIN_RUN_BYTES, MAX_RUN_BYTES),
+        ("in_flight", 1, MAX_IN_FLIGHT),
+        ("in_flight_bytes", 1, 1 << 40),
+        ("connect_timeout", 0.1, 3600),
+    ):
+        if not low <= getattr(options, key) <= high:
+            raise InvalidConfig(f"transport_options.{key} is {getattr(options, key)}: it must be in [{low}, {high}]")
+    if environment.get("MC_TCP_PROTO") == "1":
+        raise InvalidConfig(
+            "MC_TCP_PROTO=1 makes Mooncake report writes that the peer may not have; unset it to use transport mooncake"
+        )
+
+
+def choose_protocol(options: MooncakeOptions, devices: Path) -> Literal["tcp", "rdma"]:
+    """The protocol to use; `devices` is the kernel's directory of RDMA devices.
+
+    Raises:
+        InvalidConfig: RDMA, or a device, that this machine does not have, or a device for TCP.
+    """
+    present = sorted(entry.name for entry in devices.iterdir()) if devices.is_dir() else []
+    if options.protocol == "tcp" or (options.protocol == "auto" and not present):
+        if options.device:
+            raise InvalidConfig(
+                f"transport_options.device is {options.device!r} and the protocol is tcp, which has no devices; "
+                f"this machine's RDMA devices: {', '.join(present) or 'none'}"
+            )
+        return "tcp"
+    unknown = [name for name in filter(None, options.device.split(",")) if name not in present]
+    if unknown or not present:
+        raise InvalidConfig(
+            f"transport_options.protocol is rdma with device {options.device!r}; this machine's RDMA devices: "
+            f"{', '.join(present) or 'none'}; choose among them, or protocol tcp"
+        )
+    return "rdma"
+
+
+def _segment_name(address: Address, port: int) -> str:
+    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
+
+
+@contextmanager
+def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Variables that the library reads while an engine starts, put back afterwards; None is "not set"."""
+    before = {key: os.environ.get(key) for key in values}
+    _set_environment(values)
+    try:
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for key, value in values.items():
+        if value is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = value
+
+
+def _module() -> Any:
+    """Mooncake's engine module. Its log is reduced to errors unless MC_LOG_LEVEL says otherwise.
+
+    Raises:
+        InvalidConfig: the library is missing or does not load.
+    """
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    try:
+        return importlib.import_module("mooncake.engine")
+    except ImportError as error:
+        raise InvalidConfig(f"transport: mooncake cannot be imported ({error}); {INSTALL_HINT}") from error
