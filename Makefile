@@ -41,7 +41,7 @@ test: lint
 	$(PYTEST) -m "e2e and not matrix"
 
 test-full: lint
-	$(PYTEST)
+	PD_TEST_EFFORT=full $(PYTEST)
 	$(PYTEST) -m e2e
 	$(RUN) tools/compat_table.py
 

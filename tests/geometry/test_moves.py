@@ -22,6 +22,7 @@ from geometry_world import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from vllm_pd_connector.geometry.bind import BlockTable, Tail, bind
 from vllm_pd_connector.geometry.check import validate
 from vllm_pd_connector.geometry.plan import make_plan
@@ -82,7 +83,7 @@ def moves(draw: st.DrawFn) -> Move:
     return make_move(model, source, destination, draw(st.integers(0, stop)), stop, seed=draw(st.integers(0, 99)))
 
 
-@settings(max_examples=1200, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=examples(1200), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(moves())
 def test_exactly_the_asked_bytes_arrive(move: Move) -> None:
     ours = [w.manifest for w in instance(move.model, move.destination, "decode-1")]
@@ -108,14 +109,14 @@ def windows(draw: st.DrawFn) -> Move:
     return replace(whole, model=model, start=start, late_start=held)
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=examples(600), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(windows())
 def test_a_window_gets_all_that_the_next_position_looks_at_from_blocks_of_any_size(move: Move) -> None:
     """And nothing before what the source still holds is written."""
     move.run()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(moves(), st.lists(st.integers(0, 40), max_size=4))
 def test_a_range_bound_in_steps_is_the_range_bound_at_once(move: Move, cuts: list[int]) -> None:
     source = [w.manifest for w in instance(move.model, move.source)]

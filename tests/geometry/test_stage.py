@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_moves import moves
 
+from effort import examples
 from vllm_pd_connector.geometry import stage
 from vllm_pd_connector.geometry.bind import Tail, bind, pair
 from vllm_pd_connector.geometry.plan import Edge, make_plan
@@ -90,7 +91,7 @@ def test_all_pairs_of_tensor_parallel_sizes(heads: int) -> None:
             run(make_move(model, Side(tp=a, block_tokens=2), Side(tp=b, block_tokens=3, layout="HND"), 1, 5))
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=examples(500), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(moves(), st.sampled_from([0, 12, 1 << 20]), st.booleans())
 def test_exactly_the_asked_bytes_arrive(move: Move, cost: int, forced: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -98,7 +99,7 @@ def test_exactly_the_asked_bytes_arrive(move: Move, cost: int, forced: bool) -> 
         run(move, forced=forced)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(moves(), st.sampled_from([0, 12, 1 << 20]), st.integers(1, 4000), st.integers(2, 200))
 def test_a_small_slab_and_small_copies_change_nothing(move: Move, cost: int, limit: int, most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -9,6 +9,7 @@ from geometry_world import LAYOUTS, Model, Side, instance, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from effort import examples
 from vllm_pd_connector.errors import BindError, Difference, InvalidTopology
 from vllm_pd_connector.geometry.bind import bind
 from vllm_pd_connector.geometry.manifest import Manifest, ModelFacts, Role
@@ -260,7 +261,7 @@ def damaged(draw: st.DrawFn) -> list[Manifest]:
     return given
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(damaged())
 def test_whatever_a_peer_sends_is_judged_and_what_is_allowed_can_be_moved(remote: list[Manifest]) -> None:
     local = manifests(Model(layers=2, heads=4, key=20, value=20, states=2), engine="d-1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.resources
+import re
 
 PACKAGE = "vllm-pd-connector"
 
@@ -24,6 +25,6 @@ def test_no_dependency_but_the_extras_names_vllm_or_a_transport() -> None:
 
 
 def test_vllm_is_bounded() -> None:
-    [vllm] = [line for line in importlib.metadata.requires(PACKAGE) or [] if line.startswith("vllm")]
+    [vllm] = [line for line in importlib.metadata.requires(PACKAGE) or [] if re.match(r"vllm\b(?!-)", line)]
     assert ">=0.32" in vllm
     assert "<0.34" in vllm

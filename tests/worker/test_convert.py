@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_loop import D_SIDE, MODEL, TOKENS, Decode, Prefill, table, until, write
 
+from effort import examples
 from vllm_pd_connector.config import Config, parse_config
 from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
@@ -198,7 +199,7 @@ def test_a_slab_of_negative_size_stops_the_engine():
         parse_config({"staging_bytes": -1})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 4096), st.lists(st.one_of(st.integers(1, 700), st.none()), max_size=60))
 def test_slots_are_apart_and_inside_the_slab(length, steps):
     slab, held = Slab(length), {}
@@ -238,7 +239,7 @@ def places(copy: Copy, side: int) -> list[int]:
             for index in itertools.product(*(range(axis[0]) for axis in copy.axes))]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(copies())
 def test_a_copy_moves_its_items_and_nothing_else(copy):
     source = np.random.default_rng(1).integers(0, 255, 1 << 14, dtype=np.uint8)
