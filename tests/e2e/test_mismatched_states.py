@@ -55,7 +55,7 @@ def start(pairs: Pairs, name: str, role: str, flags: tuple[str, ...] = ()) -> Se
     spec = vllm_spec(
         f"mismatched-{name}",
         make(MODEL),
-        flags=(*MODEL.flags, "--block-size", str(MODEL.block_size), *flags),
+        flags=(*MODEL.flags, "--no-enable-prefix-caching", *flags),
         transfer={"kv_connector": "PDConnector", "kv_role": role},
         environment={"PD_TEST_POLITE": "1", **MODEL.environment},
     )
