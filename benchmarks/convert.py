@@ -11,7 +11,9 @@ The request has 4096 tokens of 28 layers with 8 KV heads of 128 channels in bflo
 - threshold: the same bytes directly and by way of the slab, for runs of different lengths. Where the two take equally
   long is what `geometry.stage.RUN_COST_BYTES` should be.
 
-Best of several rounds, the variants of a round one after another: what else runs on the machine only adds.
+Times are the best of several rounds: what else runs on the machine only adds. The variants of a round run one after
+another, and a ratio is the median of the rounds' own ratios: a machine that is twice as fast for a second, which TCP on
+two cores is, must not give its best moment to one of the two.
 """
 
 from __future__ import annotations
@@ -163,8 +165,9 @@ class Request:
         return count
 
 
-def best_ms(rounds: int, *actions: Callable[[], object]) -> list[float]:
-    """Shortest time of each action, over rounds that make each once; one more round warms up."""
+def compare(rounds: int, *actions: Callable[[], object]) -> tuple[list[float], float]:
+    """Shortest time of each of two actions in milliseconds, over rounds that make each once, and the median over rounds
+    of what the second takes in multiples of the first. One more round warms up."""
     seconds = np.zeros((rounds, len(actions)))
     for i in range(-1, rounds):
         for j, action in enumerate(actions):
@@ -172,7 +175,8 @@ def best_ms(rounds: int, *actions: Callable[[], object]) -> list[float]:
             action()
             if i >= 0:
                 seconds[i, j] = time.perf_counter() - began
-    return [round(float(value) * 1e3, 2) for value in seconds.min(axis=0)]
+    ratio = float(np.median(seconds[:, 1] / seconds[:, 0]))
+    return [round(float(value) * 1e3, 2) for value in seconds.min(axis=0)], ratio
 
 
 def name(form: Form) -> str:
@@ -204,10 +208,8 @@ def measure_copies(rounds: int) -> list[Copies]:
                     memory.bytes[at : at + size] = bytes_of[from_ : from_ + size]
                     at += size
 
-        plain_ms, converted_ms = best_ms(rounds, plain, convert)
-        results.append(
-            Copies(name(source), name(destination), plain_ms, converted_ms, round(plain_ms / converted_ms, 2))
-        )
+        (plain_ms, converted_ms), times = compare(rounds, plain, convert)
+        results.append(Copies(name(source), name(destination), plain_ms, converted_ms, round(1 / times, 2)))
         print(results[-1], flush=True)
     return results
 
@@ -245,14 +247,14 @@ def measure_pulls(transport: str, pair_: Pair, rounds: int) -> list[Pull]:
         equal, unequal = (pair_.request(source, form) for form in (source, destination))
         edges = stage.split(unequal.edge, pair_.stager.chunk_bytes)
         reads = pair_.pull(unequal, *edges)
-        equal_ms, unequal_ms = best_ms(
+        (equal_ms, unequal_ms), ratio = compare(
             rounds,
             lambda: pair_.pull(equal, *stage.split(equal.edge, pair_.stager.chunk_bytes)),  # noqa: B023
             lambda: pair_.pull(unequal, *edges),  # noqa: B023
         )
         way = "converted" if edges[1].families else "direct"
-        ratio = round(unequal_ms / equal_ms, 2)
-        results.append(Pull(transport, name(source), name(destination), way, reads, equal_ms, unequal_ms, ratio))
+        row = Pull(transport, name(source), name(destination), way, reads, equal_ms, unequal_ms, round(ratio, 2))
+        results.append(row)
         print(results[-1], flush=True)
     return results
 
@@ -269,7 +271,7 @@ def measure_threshold(transport: str, pair_: Pair, rounds: int) -> list[Crossing
         pair_.memory.bytes[:] = 0
         pair_.pull(request, request.edge, nothing)
         assert np.array_equal(staged, pair_.memory.bytes), "staged and direct differ"
-        direct_ms, staged_ms = best_ms(
+        (direct_ms, staged_ms), _ = compare(
             rounds,
             lambda: pair_.pull(request, request.edge, nothing),  # noqa: B023
             lambda: pair_.pull(request, nothing, request.edge),  # noqa: B023
@@ -296,7 +298,7 @@ def main() -> None:
     parts = ("copies", "pulls", "threshold")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--transports", nargs="+", choices=("cma", "tcp"), default=["cma", "tcp"])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--into", type=Path, default=ROOT / "out" / "bench" / "convert.json")
     options = parser.parse_args()
     results: dict[str, list[Any]] = {}

@@ -9,11 +9,11 @@ import pytest
 from geometry_world import LAYOUTS, Model, Move, Side, Worker, copy, instance, legal, make_move, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_moves import moves
+from test_moves import moves, windows
 
 from effort import examples
 from vllm_pd_connector.geometry import stage
-from vllm_pd_connector.geometry.bind import Tail, bind, pair
+from vllm_pd_connector.geometry.bind import Tail, bind, pair, runs_of
 from vllm_pd_connector.geometry.plan import Edge, make_plan
 from vllm_pd_connector.geometry.stage import Chunk, chunks, split
 
@@ -51,7 +51,8 @@ def run(move: Move, limit: int = PLENTY, *, forced: bool = True) -> None:
         write(move.model, move.source, worker, move.source_tables, worker.memory, 0, move.stop)
     for worker in instance(move.model, move.destination, "decode-1"):
         expected = worker.memory.copy()
-        write(move.model, move.destination, worker, move.destination_tables, expected, move.start, move.stop)
+        first, late = max(move.start, move.late_start), move.late_start > 0
+        write(move.model, move.destination, worker, move.destination_tables, expected, first, move.stop)
         written = np.zeros(len(expected), dtype=np.int64)
         args = move.source_tables, move.destination_tables, move.start, move.stop
         for edge in make_plan(worker.manifest, [s.manifest for s in sources]).edges:
@@ -59,12 +60,12 @@ def run(move: Move, limit: int = PLENTY, *, forced: bool = True) -> None:
                 s for s in sources if (s.manifest.parallel.pp_rank, s.manifest.parallel.tp_rank) == edge.source
             )
             direct, staged = (replace(edge, families=()), edge) if forced else split(edge, limit)
-            runs = bind(direct, *args, tail=move.tail)
+            runs = runs_of(pair(direct, *args, tail=move.tail, late=late))
             copy(runs, origin, worker)
             for to, length in zip(runs.destination.tolist(), runs.length.tolist(), strict=True):
                 to -= worker.manifest.segments[0].address
                 written[to : to + length] += 1
-            for chunk in chunks(pair(staged, *args, tail=move.tail), limit):
+            for chunk in chunks(pair(staged, *args, tail=move.tail, late=late), limit):
                 carry_out(chunk, origin, worker, limit, written)
         wrong = np.flatnonzero(worker.memory != expected)
         assert not len(wrong), f"{move}\nrank {worker.manifest.parallel}: bytes {wrong[:20]} differ"
@@ -89,6 +90,12 @@ def test_all_pairs_of_tensor_parallel_sizes(heads: int) -> None:
         if legal(heads, a) and legal(heads, b):
             model = Model(layers=2, heads=heads, key=1, value=1)
             run(make_move(model, Side(tp=a, block_tokens=2), Side(tp=b, block_tokens=3, layout="HND"), 1, 5))
+
+
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@given(windows())
+def test_a_window_that_begins_late_in_a_larger_block_is_converted_like_the_rest(move: Move) -> None:
+    run(move)
 
 
 @settings(max_examples=examples(500), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
