@@ -8,13 +8,14 @@ SETUP := $(firstword $(PYTHON) $(shell command -v python3.11 python3 2>/dev/null
 RUN := .venv/bin/python
 PYTEST := .venv/bin/pytest
 
-.PHONY: help setup demo lint test test-unit test-full bench clean
+.PHONY: help setup demo lint test test-unit test-full faults bench clean
 
 help:
 	@echo "make demo       P, D and a router on the CPU; compares every answer with a plain run"
 	@echo "make test       lint, all tests without servers, a pairwise choice of the end-to-end matrix"
 	@echo "make test-unit  all tests without servers"
 	@echo "make test-full  lint and every test, the whole end-to-end matrix included"
+	@echo "make faults     hundreds of faults against real servers (30 minutes; the network part needs root)"
 	@echo "make lint       ruff, mypy, links in the documentation"
 	@echo "make bench      the benchmarks (see benchmarks/)"
 	@echo "make setup      .venv only"
@@ -43,6 +44,12 @@ test-full: lint
 	$(PYTEST)
 	$(PYTEST) -m e2e
 	$(RUN) tools/compat_table.py
+
+FAULTS_SEED ?= 1
+faults: setup
+	$(RUN) tests/faults/campaign.py --world pair --faults 260 --seconds 840 --seed $(FAULTS_SEED)
+	$(RUN) tests/faults/campaign.py --world restarts --faults 14 --seconds 480 --seed $(FAULTS_SEED)
+	$(RUN) tests/faults/campaign.py --world network --faults 30 --seconds 300 --seed $(FAULTS_SEED)
 
 bench: setup
 	$(RUN) benchmarks/bind.py

@@ -56,6 +56,7 @@ class Spec:
     command: tuple[str, ...]
     port: int
     environment: Mapping[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.spec.port}"
+        return f"http://{self.spec.host}:{self.spec.port}"
 
     def log_tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -186,14 +187,17 @@ def vllm_spec(
     transfer: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
     cache_bytes: int = CACHE_BYTES,
+    host: str = "127.0.0.1",
+    prefix: Sequence[str] = (),
 ) -> Spec:
     """A `vllm serve` on the CPU; `transfer` is its KVTransferConfig (None: no connector).
 
-    The side channel gets a port of its own, by both ways in which connectors of vLLM take one.
+    It serves HTTP on `host`; `prefix` are words before the command (`ip netns exec …`). The side channel gets a port of
+    its own, by both ways in which connectors of vLLM take one.
     """
     port, side_port = free_port(), free_port()
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--served-model-name", model.name]
+    command += ["--host", host, "--served-model-name", model.name]
     command += [*CPU_FLAGS, "--kv-cache-memory-bytes", str(cache_bytes), "-tp", str(tp_size), *flags]
     env = {**CPU_ENVIRONMENT}
     if transfer is not None:
@@ -201,7 +205,7 @@ def vllm_spec(
         extra = {**side, **transfer.get("kv_connector_extra_config", {})}
         env |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
         command += ["--kv-transfer-config", json.dumps({**transfer, "kv_connector_extra_config": extra})]
-    return Spec(name, tuple(command), port, {**env, **(environment or {})})
+    return Spec(name, (*prefix, *command), port, {**env, **(environment or {})}, host)
 
 
 def router_spec(name: str, prefill: Sequence[str], decode: Sequence[str]) -> Spec:

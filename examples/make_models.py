@@ -78,11 +78,11 @@ def _common() -> dict[str, Any]:
     }
 
 
-def _gqa() -> Any:
+def _gqa(kv_heads: int = 4) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     return Qwen3ForCausalLM(
-        Qwen3Config(num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=64, **_common())
+        Qwen3Config(num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=64, **_common())
     )
 
 
@@ -290,6 +290,8 @@ MODELS: dict[str, Model] = {
             prefix_caching=False,
             block_size=16,
         ),
+        # Fewer KV heads than ranks wherever there is more than one rank: every rank has a copy.
+        Model("mqa", "MQA", functools.partial(_gqa, 1)),
         Model("gqa6", "GQA, 6 heads", _gqa6, vocab_size=TP3_VOCAB_SIZE),
         # vLLM's GDN kernels for the CPU take bfloat16 only. In bfloat16 CPU_ATTN packs K for AMX where there is AMX,
         # and such pages move between equal instances only; the reference attention's are plain on every machine.
@@ -298,7 +300,7 @@ MODELS: dict[str, Model] = {
             "GDN and attention",
             _qwen3next,
             flags=("--dtype", "bfloat16"),
-            environment={"PD_TEST_REFERENCE_ATTENTION": "1"},
+            environment={"PD_TEST_REFERENCE_ATTENTION": "1", "VLLM_KV_CACHE_LAYOUT": "HND"},
         ),
         # With prefix caching, vLLM's Mamba2 layer fails on the CPU for prompts of more than one prefill step.
         Model("granite", "Mamba2 and attention", _granite, flags=("--no-enable-prefix-caching",), prefix_caching=False),

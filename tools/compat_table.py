@@ -26,7 +26,8 @@ equal to a plain run for prompts of 1 to 1900 tokens, one by one and 16 at once,
 left behind; where the sides differ in block size, layout or stages also prefix hits of every length on the decode side;
 on the plainest pair of each family also streaming, prefix hits, disconnects and bad input. "CPU" is the layout of
 vLLM's CPU backend (head-major, K transposed); others are those of GPU backends, served by a reference backend of the
-tests. See [CONTRIBUTING](../CONTRIBUTING.md#the-end-to-end-matrix) for how to run them.
+tests. "States" is the layout of convolution states. Qwen3-Next runs in bfloat16, and its log-probabilities are compared
+too. See [CONTRIBUTING](../CONTRIBUTING.md#the-end-to-end-matrix) for how to run them.
 
 """
 
@@ -48,6 +49,7 @@ def cells(row: Record) -> tuple[str, ...]:
         f"{row['p_pp']} → {row['d_pp']}",
         blocks,
         f"{layouts[0]} → {layouts[1]}" if layouts[0] != layouts[1] else "equal",
+        f"{row['p_conv']} → {row['d_conv']}" if row["p_conv"] or row["d_conv"] else "default",
         "yes" if row["chunked"] else "no",
         "yes" if row["prefix_caching"] else "no",
     )
@@ -58,7 +60,7 @@ def render(results: dict[str, Any]) -> str:
     outcomes: defaultdict[tuple[str, ...], list[bool]] = defaultdict(list)
     for record in results["records"]:
         outcomes[cells(record["row"])].append(record["passed"])
-    head = ("model", "transport, mode", "TP, P → D", "PP, P → D", "block size", "layout")
+    head = ("model", "transport, mode", "TP, P → D", "PP, P → D", "block size", "layout", "states")
     head = (*head, "chunked prefill", "prefix caching", "passed")
     lines = [head, tuple("---" for _ in head)]
     lines += [(*pair, f"{sum(passed)} of {len(passed)}") for pair, passed in outcomes.items()]

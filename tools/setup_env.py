@@ -207,7 +207,7 @@ def install_project(editable: bool) -> None:
     pip("uninstall", "--yes", "vllm-pd-connector")
     # Without the `vllm` extra: what satisfies it is there already, under the name given above.
     if editable:
-        pip("install", "--editable", f"{ROOT}[nixl,proxy,dev]")
+        pip("install", "--editable", f"{ROOT}[nixl,proxy,accuracy,dev]")
     else:
         pip("install", f"{ROOT}[nixl,proxy]")
 

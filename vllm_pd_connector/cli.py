@@ -4,6 +4,7 @@
     vllm-pd manifest SOURCE -o FILE  save what an instance says of itself
     vllm-pd keygen DIRECTORY         make the keys with which instances authenticate each other
     vllm-pd proxy --prefill URL …    a P/D router (docs/router.md)
+    vllm-pd announce ROUTER URL …    tell vLLM's router, in its discovery mode, which instances there are
 
 An instance is a file of manifests (JSON or msgpack, as `manifest` writes them) or a live side channel,
 tcp://host:port or tcp://host:port/engine_id. Exit codes: 0 allowed, 1 refused, 2 not answered (usage, unreadable
@@ -13,7 +14,9 @@ input, nobody there). A side channel with keys answers only with --keys DIRECTOR
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -84,11 +87,24 @@ def _parser() -> argparse.ArgumentParser:
     make.add_argument("--params-secret", type=Path, metavar="FILE", help="also write a new secret for params_secret")
     make.set_defaults(run=_keygen)
     commands.add_parser("proxy", help="a P/D router; see vllm-pd proxy --help")
+    tell = commands.add_parser("announce", help="tell vLLM's router, in its discovery mode, which instances there are")
+    tell.add_argument("router", metavar="ROUTER", help="host:port, the router's --vllm-discovery-address")
+    tell.add_argument("urls", metavar="URL", nargs="+", help="base URL of an instance with PDConnector")
+    tell.set_defaults(run=_announce)
     for command in (explain, save):
         command.add_argument("--keys", type=Path, help="directory of keys, as side_channel_keys of an instance")
         command.add_argument("--server-key", metavar="FILE", type=Path, help="the instance's public key")
         command.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for a side channel")
     return parser
+
+
+def _announce(options: argparse.Namespace) -> int:
+    from vllm_pd_connector.proxy.announce import announce
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with contextlib.suppress(KeyboardInterrupt):
+        announce(options.router, [url.rstrip("/") for url in options.urls])
+    return ALLOWED
 
 
 def _proxy(words: Sequence[str]) -> int:

@@ -39,6 +39,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         handshake_timeout: from the first attempt to reach a prefill instance to a usable plan.
         transfer_timeout: from the first posted read of a request to its last byte.
         confirm_timeout: for the prefill side's word that the blocks were held while they were read.
+        shutdown_timeout: how long a prefill instance that ends lets its readers finish; 0: not at all.
         model_id: name under which both sides know the model; None: the served model's name or path.
         staging_bytes: memory on the decode side through which caches of another layout are converted, per worker; 0
             switches conversion off, and unequal layouts move as short runs.
@@ -58,6 +59,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     handshake_timeout: float = 10.0
     transfer_timeout: float = 60.0
     confirm_timeout: float = 10.0
+    shutdown_timeout: float = 3.0
     model_id: str | None = None
     staging_bytes: int = 64 << 20
     huge_pages: bool = True
@@ -120,6 +122,10 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
         value = getattr(config, key)
         if not 0 < value <= 86400:
             raise InvalidConfig(f"kv_connector_extra_config.{key} is {value}: it must be in (0, 86400] seconds")
+    if not 0 <= config.shutdown_timeout <= 86400:
+        raise InvalidConfig(
+            f"kv_connector_extra_config.shutdown_timeout is {config.shutdown_timeout}: it must be in [0, 86400] seconds"
+        )
     if not 0 <= config.staging_bytes <= MAX_STAGING_BYTES:
         raise InvalidConfig(
             f"kv_connector_extra_config.staging_bytes is {config.staging_bytes}: it must be in "

@@ -2,9 +2,10 @@
 
 In float32 the tokens must be equal. In bfloat16 two instances round differently, so two tokens whose logits are nearly
 equal may change places, and from there the answers part. Such a place is recognized by the plain run's own
-log-probabilities: the pair's token must be within NEAR_TIE of the plain run's best. So that a difference cannot hide
-before or behind such a place, the log-probabilities themselves are compared too, as long as both answers have the same
-tokens before them: what was computed from a wrong cache is off by far more than rounding.
+log-probabilities: the pair's token must be within NEAR_TIE of the plain run's best. So that no difference hides before
+such a place, the log-probabilities themselves are compared too, as long as both answers have the same tokens before
+them: what was computed from a wrong cache is off by far more than rounding. So that none hides behind it, whoever asks
+can go on from there with the plain run's token (`Cluster.check`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def disagreement(plain: Answer, answer: Answer, *, exact: bool) -> str:
     if exact or len(answer.tokens) != len(plain.tokens):
         return "" if answer.tokens == plain.tokens else differs
     steps = range(len(plain.tokens))
-    parting = next((step for step in steps if answer.tokens[step] != plain.tokens[step]), None)
+    parting = parting_step(plain, answer)
     if parting is not None:
         best = plain.logprobs[parting]
         gap = max(best.values()) - best.get(answer.tokens[parting], float("-inf"))
@@ -32,6 +33,17 @@ def disagreement(plain: Answer, answer: Answer, *, exact: bool) -> str:
     if answer.logprobs and max(drift) > MOST_DRIFT:
         return f"log-probabilities are off by {max(drift):.2f} at step {drift.index(max(drift))}"
     return ""
+
+
+def parting_step(plain: Answer, answer: Answer) -> int | None:
+    """First step at which two answers of equal length have other tokens."""
+    pairs = zip(plain.tokens, answer.tokens, strict=True)
+    return next((step for step, (expected, got) in enumerate(pairs) if expected != got), None)
+
+
+def rest_of(plain: Answer, step: int) -> Answer:
+    """The answer from `step` on: the one to the prompt with the tokens before it."""
+    return Answer(plain.tokens[step:], None, plain.logprobs[step:])
 
 
 def _drift(plain: Answer, answer: Answer, step: int) -> float:

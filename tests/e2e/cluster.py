@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e import digests
-from e2e.agreement import disagreement
+from e2e.agreement import disagreement, parting_step, rest_of
 from e2e.matrix import PLAIN_ROWS, Row
 from e2e.workload import LOGPROBS, OUTPUT_TOKENS, SCENARIOS, Answer, Prompt, ask, ask_many, completion
 from launch import CPU_FLAGS, Server, Servers, router_spec, vllm_spec
@@ -52,9 +52,10 @@ def extras(family: str) -> dict[str, Any]:
 class Baselines:
     """Answers of a plain run, by family and prompt."""
 
-    def __init__(self, servers: Servers, cache: Path):
+    def __init__(self, servers: Servers, cache: Path, scenarios: Mapping[str, Sequence[Prompt]] = SCENARIOS):
         self._servers = servers
         self._cache = cache
+        self._scenarios = scenarios
         self._known: dict[str, dict[Prompt, Answer]] = {}
 
     def tokens(self, family: str, prompt: Prompt) -> tuple[int, ...]:
@@ -63,7 +64,7 @@ class Baselines:
     def of(self, family: str) -> dict[Prompt, Answer]:
         """Answers to every prompt of every scenario; starts and stops a plain instance the first time."""
         if family not in self._known:
-            asked = [prompt for scenario in SCENARIOS.values() for prompt in scenario]
+            asked = [prompt for scenario in self._scenarios.values() for prompt in scenario]
             path = self._cache / f"{family}-{self._key(family, asked)}.json"
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,16 +172,33 @@ class Cluster:
         """Run the second leg by hand."""
         return ask(self.decode.url, self.body(prompt, kv_transfer_params=dict(params)))
 
-    def check(self, asked: Sequence[Prompt], at_once: int = 1) -> None:
-        """Send prompts through the router; every answer must be the plain run's, token by token."""
+    def check(self, asked: Sequence[Prompt], at_once: int = 1, *, past_ties: bool = False) -> None:
+        """Send prompts through the router; every answer must be the plain run's, token by token.
+
+        Where an answer parts from it at a near-tie (bfloat16 only), `past_ties` asks again with the plain run's tokens
+        up to there, until the last token has been compared.
+        """
         bodies = [self.body(prompt, **extras(self.model)) for prompt in asked]
         answers = ask_many(self.router.url, bodies, at_once)
+        compare = self._disagreement_to_the_end if past_ties else self.disagreement
         wrong = [
             f"prompt of {len(prompt)} tokens: {found}"
             for prompt, answer in zip(asked, answers, strict=True)
-            if (found := self.disagreement(prompt, answer))
+            if (found := compare(prompt, answer))
         ]
         assert not wrong, "answers differ from the plain run's:\n" + "\n".join(wrong)
+
+    def _disagreement_to_the_end(self, prompt: Prompt, answer: Answer) -> str:
+        plain, known = self.baselines.of(self.model)[prompt], 0
+        while True:
+            rest = rest_of(plain, known)
+            if found := disagreement(rest, answer, exact=not rounds_to_bfloat16(self.model)):
+                return f"after {known} tokens: {found}"
+            parting = parting_step(rest, answer)
+            if parting is None or (known := known + parting + 1) == len(plain.tokens):
+                return ""
+            grown, left = (*prompt, *plain.tokens[:known]), len(plain.tokens) - known
+            answer = ask(self.router.url, self.body(grown, max_tokens=left, **extras(self.model)))
 
     def disagreement(self, prompt: Prompt, answer: Answer) -> str:
         """How an answer differs from the plain run's; empty if it does not."""

@@ -153,14 +153,19 @@ UNEQUAL_ROWS: list[Row] = [
     Row("gqa6", 3, 2),
     Row("gqa6", 2, 3),
     _layouts("gqa6", 3, 1, ("HND", 48), ("NHD", 32)),
+    _layouts("mqa", 2, 1, ("NHD", 32), ("HND", 32)),
+    _layouts("mqa", 1, 2, ("HND", 32), ("NHD", 16)),
     Row("gqa", d_pp=2),
     Row("gqa", p_pp=2, d_pp=2),
     Row("gqa", 2, 1, p_pp=2),
     Row("gqa", 2, 1, d_pp=2),
     Row("swa", p_pp=2),
     replace(_layouts("gqa", 1, 1, ("HND", 48), ("NHD", 32)), p_pp=2),
+    Row("kimi", p_pp=2),
+    Row("granite", d_pp=2, prefix_caching=False),
 ]
-"""Pairs whose sides differ in block size, layout or pipeline stages, with prefix caching on."""
+"""Pairs whose sides differ in block size, layout or pipeline stages, or that need another number of heads, with prefix
+caching where the model has it."""
 
 LARGER_WINDOW_ROWS: list[Row] = [row for row in UNEQUAL_ROWS if row.family == "swa" and row.p_block < row.d_block]
 """Windows whose first block on the decode side may reach back to tokens that the prefill side has let go of."""
@@ -179,6 +184,9 @@ MOONCAKE_ROWS: list[Row] = [
 """Every kind of cache and of plan once: no transport knows what it moves, the conformance suite has the rest."""
 
 ROWS: list[Row] = [*_rows(), *UNEQUAL_ROWS, *MOONCAKE_ROWS]
+
+UNEQUAL_HYBRID_ROWS = [row for row in ROWS if row.family in HYBRIDS and row.prefix_caching and row.p_tp != row.d_tp]
+"""Hybrids whose logical blocks differ because their states do, with prefix caching on."""
 
 
 FAMILIES = ("gqa", "swa", "mla", *HYBRIDS)

@@ -2,6 +2,9 @@
 
     python tests/faults/campaign.py [--world pair|restarts|network] [--faults N] [--seed S] [--only TEXT] [--skip N]
 
+Worlds: one prefill and one decode instance, of which nothing is restarted; two of each, killed and started again in
+turn; one of each in network namespaces, with a bad network between them and keys on the side channel (needs root).
+
 After every fault four things must hold: no request was answered with wrong tokens or an empty 200; every request ended
 within its deadline; every block is free again on every instance; no server or engine died but those that were killed;
 and the pair serves the next request right. The table counts what did not. Exit code 0 if nothing did.
@@ -15,17 +18,24 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
 
-from faults.plan import ONE_PAIR, RESTARTS, Fault, Kind, plan  # noqa: E402
+from faults.network import Network  # noqa: E402
+from faults.plan import NETWORK, ONE_PAIR, RESTARTS, Fault, Kind, plan  # noqa: E402
+from faults.restarts import ended  # noqa: E402
 from faults.strikes import STRIKES  # noqa: E402
 from faults.world import End, Outcome, World  # noqa: E402
 from launch import Servers  # noqa: E402
+from vllm_pd_connector.sidechannel.keys import create_keys  # noqa: E402
+
+WORLDS: dict[str, tuple[Kind, ...]] = {"pair": ONE_PAIR, "restarts": RESTARTS, "network": NETWORK}
+ALL_STRIKES = {**STRIKES, **{kind.name: ended for kind in RESTARTS}}
 
 GOOD = {End.RIGHT, End.REFUSED, End.ABORTED}
 COLUMNS = ("faults", "requests", "right", "refused", "wrong tokens", "no end", "leaked", "died", "no recovery")
@@ -60,6 +70,14 @@ class Result:
                 self.died.append(text)
 
 
+def make_world(
+    servers: Servers, name: str, family: str, extra: Mapping[str, str] | None = None, network: Network | None = None
+) -> World:
+    """The instances of a campaign, see above. One of two decode instances computes itself what it cannot read."""
+    two = name == "restarts"
+    return World(servers, family, 2 if two else 1, ("fail", "recompute") if two else ("fail",), extra, network)
+
+
 def run(world: World, faults: Sequence[Fault], note: Path, until: float) -> list[Result]:
     """Make every fault, none after time.monotonic() has reached `until`; results are written down as they come."""
     results: list[Result] = []
@@ -70,7 +88,7 @@ def run(world: World, faults: Sequence[Fault], note: Path, until: float) -> list
         began = time.monotonic()
         p, d = world.pair(number)
         kills = fault.kind in {kind.name for kind in RESTARTS}
-        result.judge(STRIKES[fault.kind](world, p, d, fault), may_break=kills)
+        result.judge(ALL_STRIKES[fault.kind](world, p, d, fault), may_break=kills)
         result.died += [f"{name} died" for name in world.dead()]
         if not result.died:
             result.lost += world.recovers()
@@ -104,6 +122,7 @@ def _row(results: Sequence[Result]) -> tuple[int, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", choices=WORLDS, default="pair")
     parser.add_argument("--faults", type=int, default=250)
     parser.add_argument("--skip", type=int, default=0, help="leave out the first faults of the plan")
     parser.add_argument("--seed", type=int, default=1)
@@ -111,11 +130,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", default="gqa")
     parser.add_argument("--seconds", type=float, default=1800.0, help="begin no further fault after this time")
     options = parser.parse_args(arguments)
-    kinds: tuple[Kind, ...] = tuple(kind for kind in ONE_PAIR if options.only in kind.name)
+    kinds = tuple(kind for kind in WORLDS[options.world] if options.only in kind.name)
     faults = plan(kinds, options.faults, options.seed)[options.skip :]
     directory = ROOT / "out" / "faults" / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
-    with Servers(directory / "logs") as servers:
-        world = World(servers, options.family)
+    with ExitStack() as stack:
+        servers = stack.enter_context(Servers(directory / "logs"))
+        network, extra = None, dict[str, str]()
+        if options.world == "network":
+            network = stack.enter_context(Network(options.seed))
+            create_keys(directory / "keys", "all")
+            extra = {"side_channel_keys": str(directory / "keys")}
+        world = make_world(servers, options.world, options.family, extra, network)
         try:
             until = time.monotonic() + options.seconds
             results = run(world, faults, directory / "results.jsonl", until)

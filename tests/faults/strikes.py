@@ -300,11 +300,7 @@ def forgeries(params: Params, rng: random.Random) -> dict[str, Params]:
 
 
 def forged(world: World, p: Instance, d: Instance, fault: Fault) -> list[Outcome]:
-    """Parameters that were changed on the way, or belong to another prompt. Right tokens would need luck.
-
-    Block ids inside the cache cannot be told from the true ones by anybody but a digest over what arrives, or a
-    signature: without either they are left out.
-    """
+    """Parameters that were changed on the way, or belong to another prompt."""
     prompt, other = world.prompt(), world.prompt()
     first = world.prefill(p, prompt)
     if first.params is None:
@@ -312,8 +308,6 @@ def forged(world: World, p: Instance, d: Instance, fault: Fault) -> list[Outcome
     rng = random.Random(fault.salt)
     if fault.where == "another prompt":
         return [world.decode(d, other, first.params)]
-    if fault.where == "blocks" and not world.checks_contents:
-        return [world.decode(d, prompt, first.params)]
     return [world.decode(d, prompt, forgeries(first.params, rng)[fault.where])]
 
 
@@ -345,6 +339,29 @@ def fill(world: World, p: Instance, but: Prompt, seconds: float = 0.0) -> None:
     pause(max(0.0, until - time.monotonic()))
 
 
+# -- network ----------------------------------------------------------------------------------------------------------
+
+
+def bad_network(world: World, p: Instance, d: Instance, fault: Fault) -> list[Outcome]:
+    """The packets between the two hosts are lost or late for up to some seconds; a second request comes meanwhile."""
+    assert world.network is not None
+    rng = random.Random(fault.salt)
+    seconds = 0.3 + 6.0 * fault.amount**2
+    ways = [way for name, way in world.network.ways.items() if fault.where in ("both", name)]
+
+    def strike() -> None:
+        for way in ways:
+            way.open = fault.kind in ("loss", "delay")
+            way.loss = 0.3 if fault.kind == "loss" else 0.0
+            way.delay_s = 0.5 if fault.kind == "delay" else 0.0
+
+    running = in_phase(world, p, d, fault, rng, strike, held_s=seconds)
+    running.append(begin(lambda: world.both(p, d, world.prompt(), seconds)))
+    pause(seconds)
+    world.network.mend()
+    return settled(running)
+
+
 STRIKES: dict[str, Strike] = {
     "duplicated": tampered(duplicated, held_s=2.0),
     "delayed": tampered(delayed, held_s=5.0),
@@ -358,4 +375,8 @@ STRIKES: dict[str, Strike] = {
     "junk": junk,
     "forged": forged,
     "used again": used_again,
+    "link down": bad_network,
+    "loss": bad_network,
+    "delay": bad_network,
+    "half-open": bad_network,
 }

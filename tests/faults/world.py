@@ -22,6 +22,7 @@ from typing import Any
 from e2e.cluster import HOLDINGS
 from e2e.workload import Prompt, completion, prompts
 from faults import processes
+from faults.network import Host, Network
 from faults.relay import Relay, forward
 from launch import Server, Servers, Spec, vllm_spec
 from make_models import MODELS, make
@@ -36,6 +37,7 @@ PATIENCE_S = sum(LIMITS.values()) + 6.0
 a machine that does other things too."""
 
 RECOVERY_S = 45.0
+UCX_OVER_NETWORK = {"TLS": "tcp,self", "NET_DEVICES": "net"}
 KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
 LENGTHS = (40, 150, 700, 33, 300, 1100, 64, 500)
 CACHE_BYTES = 256 << 20
@@ -68,6 +70,7 @@ class Instance:
 
     spec: Spec
     server: Server
+    policy: str
     at_start: dict[str, float] = field(default_factory=dict)
     relay: Relay | None = None
     generation: int = 0
@@ -91,44 +94,68 @@ class Instance:
         return processes.engines(self.pid) if part == "engine" else processes.workers(self.pid)
 
 
+def policy_of(spec: Spec) -> str:
+    """What an instance does about a read that failed: "fail" or "recompute"."""
+    return str(json.loads(spec.command[spec.command.index("--kv-transfer-config") + 1])["kv_load_failure_policy"])
+
+
 class World:
-    """Prefill and decode instances. Faults act on it; `check` says what did not survive them."""
+    """Prefill and decode instances; faults act on them.
+
+    Args:
+        policies: of the decode instances, `kv_load_failure_policy`; there is one instance for each.
+        extra: more of `kv_connector_extra_config`.
+        network: where the instances run; None: on this host.
+    """
 
     def __init__(
-        self, servers: Servers, family: str = "gqa", pairs: int = 1, extra: Mapping[str, Any] | None = None
+        self,
+        servers: Servers,
+        family: str = "gqa",
+        prefills: int = 1,
+        policies: Sequence[str] = ("fail",),
+        extra: Mapping[str, Any] | None = None,
+        network: Network | None = None,
     ) -> None:
+        self.network = network
         self._servers = servers
         self.family = family
         self.prompts = [p for i in range(4) for p in prompts(f"faults {i}", LENGTHS)]
         self._next = 0
-        self.checks_contents = (extra or {}).get("verify", "off") == "all"
         specs = []
-        for side, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
-            for number in range(pairs):
-                # One of two decode instances computes a prompt itself when it cannot read it.
-                policy = "recompute" if side == "decode" and number else "fail"
+        sides = (("prefill", "kv_producer", ["fail"] * prefills), ("decode", "kv_consumer", policies))
+        for side, role, policies_of in sides:
+            for number, policy in enumerate(policies_of):
                 transfer = {
                     "kv_connector": "PDConnector",
                     "kv_role": role,
                     "kv_load_failure_policy": policy,
                     "kv_connector_extra_config": {**LIMITS, **(extra or {})},
                 }
-                specs.append(self._spec(f"{side}{number}", transfer))
+                specs.append(self._spec(f"{side}{number}", transfer, network.hosts[side] if network else None))
         started = servers.start(*specs)
-        instances = [Instance(spec, server) for spec, server in zip(specs, started, strict=True)]
-        self.prefills, self.decodes = instances[:pairs], instances[pairs:]
+        instances = [Instance(spec, server, policy_of(spec)) for spec, server in zip(specs, started, strict=True)]
+        self.prefills, self.decodes = instances[:prefills], instances[prefills:]
         self.answers: dict[Prompt, tuple[int, ...]] = {}
         self._learn()
 
-    def _spec(self, name: str, transfer: Mapping[str, Any]) -> Spec:
+    def _spec(self, name: str, transfer: dict[str, Any], host: Host | None) -> Spec:
         model = MODELS[self.family]
+        environment = {"VLLM_SERVER_DEV_MODE": "1", "PD_TEST_POLITE": "1", **model.environment}
+        place: dict[str, Any] = {}
+        if host is not None:
+            place = {"host": host.control, "prefix": host.command()}
+            environment |= {"VLLM_HOST_IP": host.control, "GLOO_SOCKET_IFNAME": "ctl"}
+            own = {"side_channel_host": host.address, "transport_options": {"ucx": UCX_OVER_NETWORK}}
+            transfer["kv_connector_extra_config"] |= own
         return vllm_spec(
             name,
             make(model),
             flags=("--block-size", str(model.block_size), *model.flags),
             transfer=transfer,
-            environment={"VLLM_SERVER_DEV_MODE": "1", "PD_TEST_POLITE": "1", **model.environment},
+            environment=environment,
             cache_bytes=CACHE_BYTES,
+            **place,
         )
 
     @property
@@ -137,8 +164,8 @@ class World:
 
     def pair(self, number: int) -> tuple[Instance, Instance]:
         """The pair of instances for the fault of this number: every pair in turn."""
-        n = len(self.prefills)
-        return self.prefills[number % n], self.decodes[number // n % n]
+        n, m = len(self.prefills), len(self.decodes)
+        return self.prefills[number % n], self.decodes[(number + number // n) % m]
 
     def close(self) -> None:
         for instance in self.instances:
@@ -162,7 +189,12 @@ class World:
             self._next = 0
             self.forget_prefixes()
         self._next += 1
-        return self.prompts[self._next - 1]
+        return self.prompts[self.last]
+
+    @property
+    def last(self) -> int:
+        """The number of the prompt that was given out last."""
+        return self._next - 1
 
     def forget_prefixes(self) -> None:
         for instance in self.instances:
@@ -221,6 +253,8 @@ class World:
         return Outcome(End.RIGHT, params=self.through_relay(p, outcome.params))
 
     def through_relay(self, p: Instance, params: Params) -> Params:
+        if self.network is not None:
+            return params
         if p.relay is None:
             server = endpoint(params["remote_host"], params["remote_port"])
             p.relay = Relay(server)
@@ -295,7 +329,9 @@ class World:
     def recovers(self) -> list[str]:
         """Every pair of instances must serve again; what the last answer was if one does not."""
         failed = []
-        for p, d in zip(self.prefills, self.decodes, strict=True):
+        if self.network is not None:
+            self.network.mend()
+        for p, d in map(self.pair, range(max(len(self.prefills), len(self.decodes)))):
             if p.relay is not None:
                 p.relay.obey(forward)
             deadline = time.monotonic() + RECOVERY_S

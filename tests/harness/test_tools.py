@@ -46,7 +46,7 @@ def test_headings_that_repeat_get_numbers() -> None:
 def record(passed: bool, **row: Any) -> dict[str, Any]:
     columns = {"family": "gqa", "p_tp": 1, "d_tp": 2, "p_block": 0, "d_block": 0, "chunked": False}
     columns |= {"prefix_caching": True, "mode": "pull", "transport": "nixl"}
-    columns |= {"p_pp": 2, "d_pp": 1, "p_layout": "", "d_layout": ""}
+    columns |= {"p_pp": 2, "d_pp": 1, "p_layout": "", "d_layout": "", "p_conv": "", "d_conv": ""}
     return {"test": "t", "row": columns | row, "passed": passed}
 
 
@@ -59,8 +59,8 @@ def test_the_page_counts_what_passed_per_pair(tmp_path: Path, monkeypatch: pytes
     compat_table.main()
     text = page.read_text()
     assert "Run with vllm 1.2." in text
-    assert "| gqa | nixl, pull | 1 → 2 | 2 → 1 | equal | equal | no | yes | 1 of 2 |" in text
-    assert "| mla | nixl, pull | 1 → 2 | 2 → 1 | 16 → 64 | NHD → CPU | no | yes | 1 of 1 |" in text
+    assert "| gqa | nixl, pull | 1 → 2 | 2 → 1 | equal | equal | default | no | yes | 1 of 2 |" in text
+    assert "| mla | nixl, pull | 1 → 2 | 2 → 1 | 16 → 64 | NHD → CPU | default | no | yes | 1 of 1 |" in text
 
 
 def test_the_wheel_that_names_vllm_installs_and_holds_no_modules(tmp_path: Path) -> None:

@@ -22,12 +22,14 @@ REQUESTS = [
     m.Renew((LEASE, m.LeaseRef("é", bytes(16)))),
     m.ReadDone(LEASE, reader=1, readers=4, attempt=b"a" * 16),
     m.Release((LEASE,)),
+    m.Status(),
 ]
 REPLIES = [
     m.Manifests("engine-0", "0123456789abcdef" * 2, (b"one", b"two")),
     m.Renewed(("cmpl-1",)),
     m.ReadVerdict(held=False, reason="the lease expired"),
     m.Released(),
+    m.Standing(3),
     m.Failure(m.FailureCode.NOT_READY, "later"),
 ]
 ids = {"ids": lambda message: type(message).__name__}

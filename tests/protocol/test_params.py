@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.messages import MIN_VERSION, PROTOCOL_VERSION, LeaseRef
+from vllm_pd_connector.protocol.messages import MIN_VERSION, PROTOCOL_VERSION
 from vllm_pd_connector.protocol.params import (
     IN_TREE_KEYS,
     Extension,
@@ -54,7 +54,8 @@ def make(**changes):
     values = {
         "block_ids": ([3, 4, 5], [9]),
         "first_blocks": (0, 2),
-        "lease": LeaseRef("cmpl-1", NONCE),
+        "request_id": "cmpl-1",
+        "nonce": NONCE,
         "lease_seconds": 30.0,
         "prompt_digest": "0123456789abcdef",
         "engine_id": "p-0",
@@ -83,7 +84,8 @@ def test_the_answer_has_the_in_tree_fields_and_one_of_ours_and_survives_json():
     assert set(made) == IN_TREE_ANSWER | {"pd_connector"}
     parsed = parse_remote_prefill(json.loads(json.dumps(made)))
     assert parsed.remote_block_ids == ((3, 4, 5), (9,))
-    assert parsed.lease == LeaseRef("cmpl-1", NONCE)
+    assert parsed.lease == parse_remote_prefill(make()).lease
+    assert parsed.lease.request_id == "cmpl-1" and len(parsed.lease.nonce) == 16
     assert (parsed.remote_host, parsed.remote_port, parsed.remote_num_tokens) == ("10.0.0.1", 5600, 33)
     assert parsed.pd_connector.version == PROTOCOL_VERSION
 
@@ -151,7 +153,7 @@ def test_the_answer_of_another_connector_is_refused_with_what_to_do():
 
 def test_a_prefill_instance_cannot_make_an_answer_that_would_be_refused():
     with pytest.raises(ProtocolError, match="remote_request_id"):
-        make(lease=LeaseRef("r" * 513, NONCE))
+        make(request_id="r" * 513)
 
 
 def test_what_routers_send_to_a_prefill_instance_is_understood():
@@ -225,6 +227,9 @@ def test_arbitrary_parameters_are_parsed_or_refused(params):
                 assert len(str(error)) < 5000
 
 
+IN_LEASE = {"remote_block_ids", "remote_engine_id", "remote_num_tokens", "remote_request_id"}
+IN_LEASE_OF_OURS = {"incarnation", "nonce", "prompt_digest", "first_blocks"}
+
 SECRET = b"s" * 32
 
 
@@ -281,6 +286,19 @@ def test_no_field_of_ours_can_be_changed(field):
     params = made | {"pd_connector": made["pd_connector"] | {field: CHANGED_OF_OURS[field]}}
     with pytest.raises(ProtocolError, match="changed on the way"):
         require_signature(parse_remote_prefill(params), SECRET)
+
+
+@pytest.mark.parametrize("field", sorted(CHANGED.keys() - {"do_remote_decode", "pd_connector"}))
+def test_parameters_that_say_to_read_something_else_name_another_lease(field):
+    changed = parse_remote_prefill(make() | {field: CHANGED[field]}).lease
+    assert (changed != parse_remote_prefill(make()).lease) == (field in IN_LEASE)
+
+
+@pytest.mark.parametrize("field", sorted(CHANGED_OF_OURS))
+def test_a_change_of_ours_names_another_lease(field):
+    made = make()
+    changed = parse_remote_prefill(made | {"pd_connector": made["pd_connector"] | {field: CHANGED_OF_OURS[field]}})
+    assert (changed.lease != parse_remote_prefill(made).lease) == (field in IN_LEASE_OF_OURS)
 
 
 def test_every_field_is_among_those_that_cannot_be_changed():

@@ -12,108 +12,26 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
+from router_stand_ins import (
+    DONE,
+    HANDS_OVER,
+    LIMIT,
+    NOBODY,
+    PARAMS,
+    Handler,
+    Instance,
+    answers,
+    break_off,
+    info,
+    stall,
+    streams,
+)
 
-from vllm_pd_connector.observability.instance import INFO_SERIES, EngineInfo
+from vllm_pd_connector.observability.instance import EngineInfo
 from vllm_pd_connector.proxy.fleet import Role
 from vllm_pd_connector.proxy.legs import Limits
 from vllm_pd_connector.proxy.router import Options, Router
 from vllm_pd_connector.proxy.serve import admin_application
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[7]], "own": {"nonce": "x"}}
-LIMIT = 10.0
-"""Seconds after which a test that waits for something fails."""
-
-
-class Instance:
-    """A stand-in for a vLLM instance: notes what it is asked, answers what it is told to."""
-
-    def __init__(self, handler: Handler, says: EngineInfo | None = None, engines: int = 1, port: int | None = None):
-        self.asked: list[dict[str, Any]] = []
-        self.request_ids: list[str | None] = []
-        self.ranks: list[str | None] = []
-        self.says = says
-        self.engines = engines
-        self.health = 200
-        self.arrived = asyncio.Event()
-        self.cancelled = asyncio.Event()
-        self._handler = handler
-        app = web.Application()
-        app.router.add_post("/v1/completions", self._serve)
-        app.router.add_post("/v1/chat/completions", self._serve)
-        app.router.add_get("/health", self._show_health)
-        app.router.add_get("/metrics", self._show_metrics)
-        self.server = TestServer(app, port=port)
-
-    async def _show_health(self, _request: web.Request) -> web.Response:
-        return web.Response(status=self.health)
-
-    async def _show_metrics(self, _request: web.Request) -> web.Response:
-        rows = [exposition(self.says, index) for index in range(self.engines)] if self.says else []
-        return web.Response(text="".join(rows))
-
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(await request.json())
-        self.request_ids.append(request.headers.get("X-Request-Id"))
-        self.ranks.append(request.headers.get("X-data-parallel-rank"))
-        self.arrived.set()
-        try:
-            return await self._handler(request)
-        except asyncio.CancelledError:
-            self.cancelled.set()
-            raise
-
-    @property
-    def url(self) -> str:
-        return str(self.server.make_url("")).rstrip("/")
-
-
-def info(**changes: Any) -> EngineInfo:
-    """What a prefill instance that pushes says of itself, with changes."""
-    usual = {"role": "kv_producer", "mode": "push", "transport": "nixl", "engine_id": "p-0", "side_channel_host": "h"}
-    numbers = {"side_channel_port": 5600, "tp_size": 2, "pp_size": 1, "dcp_size": 1, "dp_size": 1}
-    return EngineInfo(**{**usual, **numbers, **changes})
-
-
-def exposition(says: EngineInfo, engine: int = 0) -> str:
-    labels = ",".join(f'{name}="{value}"' for name, value in {"engine": engine, **says.labels()}.items())
-    return f"{INFO_SERIES}{{{labels}}} 1.0\n"
-
-
-def answers(body: object, status: int = 200) -> Handler:
-    async def handler(_request: web.Request) -> web.StreamResponse:
-        return web.json_response(body, status=status)
-
-    return handler
-
-
-def streams(*chunks: bytes, then: Callable[[web.Request], Awaitable[None]] | None = None) -> Handler:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        await response.prepare(request)
-        for chunk in chunks:
-            await response.write(chunk)
-        if then is not None:
-            await then(request)
-        return response
-
-    return handler
-
-
-async def stall(_request: web.Request) -> web.StreamResponse:
-    await asyncio.Event().wait()
-    raise AssertionError("never reached")
-
-
-async def break_off(request: web.Request) -> None:
-    assert request.transport is not None
-    request.transport.abort()
-
-
-HANDS_OVER = answers({"choices": [{"text": "a"}], "kv_transfer_params": PARAMS})
-DONE = answers({"choices": [{"text": "abc"}]})
-NOBODY = "http://127.0.0.1:{}"
 
 
 class Bench:

@@ -145,10 +145,17 @@ def test_what_is_not_understood_is_refused_by_name(kind, shapes, changes, named,
     assert LAYER in str(refused.value)
 
 
-@pytest.mark.parametrize("changes", [{"mamba_cache_mode": "all"}, {"num_prefill_checkpoint_blocks": 1}])
-def test_unknown_ways_to_keep_states_are_refused_by_name(changes):
-    with pytest.raises(UnsupportedCache, match="checkpoint blocks"):
-        state_block_tokens(spec("GDN_ATTN", [(3, 768), (4, 64, 64)], **changes))
+def test_an_unknown_way_to_keep_states_is_refused_by_name():
+    with pytest.raises(UnsupportedCache, match="mamba_cache_mode all"):
+        state_block_tokens(spec("GDN_ATTN", [(3, 768), (4, 64, 64)], mamba_cache_mode="all"))
+
+
+def test_checkpoints_of_a_prefill_change_nothing():
+    """vLLM announces them for Mamba2 in every mode; they are states of shorter prefixes, in entries of their own."""
+    shapes = [(3, 768), (4, 64, 64)]
+    for mode, expected in (("none", 0), ("align", 128)):
+        announced = spec("MAMBA2", shapes, mamba_cache_mode=mode, num_prefill_checkpoint_blocks=1)
+        assert state_block_tokens(announced) == expected
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,18 @@ def test_a_frozen_peer_keeps_its_slots_but_not_the_blocks_nor_the_others(prefill
 
 
 @pytest.mark.parametrize("decode", [{"transfer_timeout": 0.5}], indirect=True)
+def test_a_receive_that_is_given_up_says_how_far_it_was(prefill, decode, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr("vllm_pd_connector.worker.loop.logger.error", lambda text, *values: said.append(text % values))
+    for transport in prefill.transports:
+        transport.faults.frozen = True
+    decode.loop.submit([prefill.order("a")], [])
+    assert decode.wait_for("a") == [False]
+    [text] = said
+    assert "0 being copied" in text and f"of {TINY} bytes of the slab are free" in text and "longer than 0.5 s" in text
+
+
+@pytest.mark.parametrize("decode", [{"transfer_timeout": 0.5}], indirect=True)
 def test_a_receive_that_finds_no_room_fails_in_time(prefill, other, decode):
     with contextlib.closing(Prefill("p-2")) as third:
         frozen = [transport for source in (prefill, other) for transport in source.transports]

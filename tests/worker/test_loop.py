@@ -22,7 +22,6 @@ from geometry_world import Model, Side, Worker, instance, table, write
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
-from vllm_pd_connector.protocol.messages import LeaseRef
 from vllm_pd_connector.protocol.params import parse_remote_prefill, remote_prefill_params
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
@@ -64,18 +63,20 @@ class Prefill:
             manifests.append(msgspec.msgpack.encode(real(worker, transport.describe(), **changes)))
         self.engine_id, self.incarnation = engine_id, secrets.token_hex(16)
         self.server = SideChannelServer("127.0.0.1", port, engine_id, self.incarnation)
+        self.manifests = manifests
         self.server.set_manifests(manifests)
 
     def order(self, request_id: str, *, hold: bool = True, duration: float = 60.0, **changes: object) -> ReceiveOrder:
         """What the scheduler half would order for a request whose prefill ran here."""
-        lease = LeaseRef(f"p-{request_id}", secrets.token_bytes(16))
-        if hold:
-            self.server.hold(lease.request_id, lease.nonce, duration)
         params = remote_prefill_params(
-            block_ids=[P_BLOCKS], first_blocks=[0], lease=lease, lease_seconds=60.0, prompt_digest="0" * 16,
+            block_ids=[P_BLOCKS], first_blocks=[0], request_id=f"p-{request_id}",
+            nonce=secrets.token_bytes(16), lease_seconds=60.0, prompt_digest="0" * 16,
             engine_id=self.engine_id, incarnation=self.incarnation, host="127.0.0.1", port=self.server.port,
             tp_size=2, dcp_size=1, pp_size=1, num_tokens=TOKENS,
         )  # fmt: skip
+        if hold:
+            lease = parse_remote_prefill(params).lease
+            self.server.hold(lease.request_id, lease.nonce, duration)
         remote = parse_remote_prefill(params | changes)
         return ReceiveOrder(request_id, remote, "", (GroupBlocks(0, D_BLOCKS),), 4, TOKENS)
 
@@ -175,6 +176,13 @@ def test_a_lease_of_another_use_of_the_same_request_id_is_not_enough(prefill, de
     stale = prefill.order("a", hold=False)
     prefill.order("a")
     decode.loop.submit([stale], [])
+    assert decode.wait_for("a") == [False]
+    assert decode.failures == {"lease_lost": 1}
+
+
+@pytest.mark.parametrize("change", [{"remote_block_ids": [[3, 1, 6]]}, {"remote_num_tokens": 11}], ids=str)
+def test_other_blocks_than_those_that_were_handed_over_are_not_vouched_for(prefill, decode, change):
+    decode.loop.submit([prefill.order("a", **change)], [])
     assert decode.wait_for("a") == [False]
     assert decode.failures == {"lease_lost": 1}
 

@@ -30,7 +30,8 @@ class StateGroup:
     """How a state group's block list is read: `scratch` blocks for draft tokens end it, the state is before them.
 
     `block_tokens` is 0 where the list has one state block (mamba_cache_mode none); with prefix caching (align) the
-    state after n tokens is entry (n - 1) // block_tokens.
+    state after n tokens is entry (n - 1) // block_tokens. Entries before it, a checkpoint that a prefill left for the
+    prefix cache among them, are states of shorter prefixes.
     """
 
     scratch: int
@@ -56,12 +57,11 @@ def state_block_tokens(spec: MambaSpec) -> int:
     """Tokens per block in align mode, 0 in mode none, where vLLM's number means nothing.
 
     Raises:
-        UnsupportedCache: another mode, or checkpoint blocks.
+        UnsupportedCache: another mode.
     """
-    if spec.mamba_cache_mode not in ("none", "align") or spec.num_prefill_checkpoint_blocks:
+    if spec.mamba_cache_mode not in ("none", "align"):
         raise UnsupportedCache(
-            f"mamba_cache_mode {spec.mamba_cache_mode} with {spec.num_prefill_checkpoint_blocks} checkpoint blocks is "
-            "not supported; use --mamba-cache-mode none or align"
+            f"mamba_cache_mode {spec.mamba_cache_mode} is not supported; use --mamba-cache-mode none or align"
         )
     return int(spec.block_size) if spec.mamba_cache_mode == "align" else 0
 

@@ -123,6 +123,12 @@ class LeaseTable:
         if request_id in self._held:
             self._end(request_id, End.DROPPED)
 
+    def drop_all(self, now: float) -> None:
+        """End all leases from the prefill side."""
+        self.tick(now)
+        for request_id in list(self._held):
+            self._end(request_id, End.DROPPED)
+
     def tick(self, now: float) -> None:
         """Expire the leases whose deadline is `now` or earlier."""
         while (deadline := self.next_deadline()) is not None and deadline <= now:

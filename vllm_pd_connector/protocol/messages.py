@@ -97,6 +97,10 @@ class Release(Message, frozen=True, tag="release"):
     leases: Leases
 
 
+class Status(Message, frozen=True, tag="status"):
+    """Ask how many leases are held: an instance's own worker does, before it unmaps the memory at the end."""
+
+
 class Manifests(Message, frozen=True, tag="manifests"):
     """One encoded `geometry.manifest.Manifest` per worker, of one incarnation of the engine."""
 
@@ -122,6 +126,12 @@ class Released(Message, frozen=True, tag="released"):
     """None of the leases is held any more."""
 
 
+class Standing(Message, frozen=True, tag="standing"):
+    """How many leases are held."""
+
+    leases: Annotated[int, Meta(ge=0)]
+
+
 class FailureCode(StrEnum):
     """What a client can do about a failure differs by code."""
 
@@ -130,18 +140,22 @@ class FailureCode(StrEnum):
     FOREIGN_ENGINE = "foreign_engine"
     NOT_READY = "not_ready"
     BUSY = "busy"
+    LEAVING = "leaving"
     INTERNAL = "internal"
 
 
 class Failure(Message, frozen=True, tag="failure"):
-    """The request was not served. NOT_READY and BUSY pass; the other codes do not."""
+    """The request was not served. NOT_READY and BUSY pass; the other codes do not.
+
+    LEAVING with sequence number 0 is sent to every client when an instance ends in an orderly way.
+    """
 
     code: FailureCode
     message: Text
 
 
-Request = GetManifests | Describe | Renew | ReadDone | Release
-Reply = Manifests | Renewed | ReadVerdict | Released | Failure
+Request = GetManifests | Describe | Renew | ReadDone | Release | Status
+Reply = Manifests | Renewed | ReadVerdict | Released | Standing | Failure
 
 REPLY_OF: Final[dict[type[Message], type[Message]]] = {
     GetManifests: Manifests,
@@ -149,6 +163,7 @@ REPLY_OF: Final[dict[type[Message], type[Message]]] = {
     Renew: Renewed,
     ReadDone: ReadVerdict,
     Release: Released,
+    Status: Standing,
 }
 
 T = TypeVar("T")

@@ -25,6 +25,7 @@ from msgspec import Meta
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.messages import (
     MIN_VERSION,
+    NONCE_BYTES,
     PROTOCOL_VERSION,
     EngineId,
     Incarnation,
@@ -79,7 +80,7 @@ class Extension(Base, frozen=True):
 
     Attributes:
         version: of the side channel's protocol.
-        incarnation, nonce: which life of the prefill instance and which lease of it is meant.
+        incarnation, nonce: which life of the prefill instance and which lease of it is meant (see `lease`).
         lease_seconds: how long the lease lasts without a renewal.
         prompt_digest: of the prompt tokens whose cache is offered, so that it is never read for another prompt.
         first_blocks: per KV-cache group, which logical block the first id of `remote_block_ids` is (more than 0
@@ -128,8 +129,17 @@ class RemotePrefill(Base, frozen=True):
 
     @property
     def lease(self) -> LeaseRef:
-        """The lease under which the blocks are held."""
-        return LeaseRef(self.remote_request_id, bytes.fromhex(self.pd_connector.nonce))
+        """The lease under which the blocks are held.
+
+        Its nonce is made of the one in the parameters and of everything that says what is read: parameters in which
+        another block, token count or prompt was put name a lease that was never held. The address is left out, which
+        may be translated on the way.
+        """
+        ours = self.pd_connector
+        read = (self.remote_block_ids, ours.first_blocks, self.remote_num_tokens, ours.prompt_digest)
+        whose = (self.remote_engine_id, ours.incarnation, ours.nonce)
+        nonce = hashlib.blake2b(msgspec.msgpack.encode((read, whose)), digest_size=NONCE_BYTES).digest()
+        return LeaseRef(self.remote_request_id, nonce)
 
 
 class RemoteDecode(Base, frozen=True):
@@ -246,7 +256,8 @@ def remote_prefill_params(
     *,
     block_ids: Sequence[Sequence[int]],
     first_blocks: Sequence[int],
-    lease: LeaseRef,
+    request_id: str,
+    nonce: bytes,
     lease_seconds: float,
     prompt_digest: str,
     engine_id: str,
@@ -263,7 +274,8 @@ def remote_prefill_params(
 ) -> dict[str, Any]:
     """The answer of a prefill instance, ready for JSON; `block_ids` per group, `num_tokens` of the prompt.
 
-    `server_key` is the side channel's, None without CURVE; with a `secret` the answer is signed.
+    `nonce` is drawn for this answer; what is to be held is the `lease` of the parsed parameters. `server_key` is the
+    side channel's, None without CURVE; with a `secret` the answer is signed.
 
     Raises:
         ProtocolError: a value that no decode instance would accept, so that the failure shows where it is made.
@@ -273,7 +285,7 @@ def remote_prefill_params(
         "do_remote_decode": False,
         "remote_block_ids": [list(group) for group in block_ids],
         "remote_engine_id": engine_id,
-        "remote_request_id": lease.request_id,
+        "remote_request_id": request_id,
         "remote_host": host,
         "remote_port": port,
         "tp_size": tp_size,
@@ -286,7 +298,7 @@ def remote_prefill_params(
         "pd_connector": {
             "version": PROTOCOL_VERSION,
             "incarnation": incarnation,
-            "nonce": lease.nonce.hex(),
+            "nonce": nonce.hex(),
             "lease_seconds": lease_seconds,
             "prompt_digest": prompt_digest,
             "first_blocks": list(first_blocks),

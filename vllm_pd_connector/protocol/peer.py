@@ -137,7 +137,8 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Dismissed:
-    """This side wants the connection closed (idle for long, shutdown)."""
+    """The connection is to be closed in good order: idle for long, or the peer says that it ends. Whoever wants the
+    peer afterwards asks it again, since nobody has proved that it is gone."""
 
     reason: str
 

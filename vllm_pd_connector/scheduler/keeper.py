@@ -114,6 +114,11 @@ class LeaseKeeper:
             logger.warning("lease renewal: %s", error)
 
     def _end(self) -> None:
+        """Nobody will read what still queues here."""
+        for address, leases in self._leases.items():
+            for batch in lease_batches(list(leases)):
+                self._send(address, Release(batch))
+        self._leases, self._due = {}, {}
         self._stop = True
         self._until = time.monotonic() + REPLY_TIMEOUT_S / 2
 

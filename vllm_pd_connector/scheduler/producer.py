@@ -20,8 +20,7 @@ from vllm_pd_connector.compat.states import state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.lease import End
-from vllm_pd_connector.protocol.messages import LeaseRef
-from vllm_pd_connector.protocol.params import remote_prefill_params
+from vllm_pd_connector.protocol.params import parse_remote_prefill, remote_prefill_params
 from vllm_pd_connector.sidechannel.keys import keys_of, require_private_address
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.steps import GroupBlocks, HeldRequest
@@ -103,12 +102,12 @@ class Producer:
         if not any(block_ids):
             return None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        nonce = secrets.token_bytes(16)
         tables = tuple(self._table(group, ids, num_tokens) for group, ids in enumerate(block_ids))
         params = remote_prefill_params(
             block_ids=[table.ids for table in tables],
             first_blocks=[table.first_block for table in tables],
-            lease=LeaseRef(request.request_id, nonce),
+            request_id=request.request_id,
+            nonce=secrets.token_bytes(16),
             lease_seconds=self._config.kv_lease_duration,
             prompt_digest=prompt_digest(request, num_tokens),
             engine_id=self._engine_id,
@@ -126,7 +125,8 @@ class Producer:
             self._server.drop(request.request_id)
             self.drain()
         self._blocks.hold(request.request_id, (block for table in tables for block in table.ids))
-        self._server.hold(request.request_id, nonce, self._config.kv_lease_duration)
+        lease = parse_remote_prefill(params).lease
+        self._server.hold(lease.request_id, lease.nonce, self._config.kv_lease_duration)
         if self._config.digest_dir is not None:
             self._held.append(HeldRequest(request.request_id, tables, num_tokens))
         return params

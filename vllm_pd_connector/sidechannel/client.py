@@ -19,6 +19,7 @@ from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
 from vllm_pd_connector.protocol.messages import (
     REPLY_OF,
     Failure,
+    FailureCode,
     Message,
     Reply,
     Request,
@@ -67,6 +68,7 @@ class SideChannelClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: dict[str, _Link] = {}
         self._tokens = itertools.count(1)
+        self._departed: list[str] = []
 
     def send(self, endpoint: str, request: Request, timeout_s: float) -> int:
         """Send a request to the server at `endpoint` (see `sockets.endpoint`); returns its token.
@@ -109,9 +111,18 @@ class SideChannelClient:
                 self._close_link(link)
         return outcomes
 
-    def close(self) -> None:
-        """Forget all requests under way and close the sockets, without waiting. May be called twice."""
+    def take_departed(self) -> list[str]:
+        """Endpoints whose server has said, since the last call, that it ends."""
+        departed, self._departed = self._departed, []
+        return departed
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Forget all requests under way and close the sockets. May be called twice.
+
+        What was sent just before gets up to `linger_s` to leave this process.
+        """
         for link in list(self._links.values()):
+            link.socket.setsockopt(zmq.LINGER, round(1000 * linger_s))
             self._close_link(link)
         self._context.term()
 
@@ -144,6 +155,8 @@ class SideChannelClient:
                 del link.pending[token]
             return [(token, error) for token in blamed]
         if seq == 0 and isinstance(reply, Failure):
+            if reply.code is FailureCode.LEAVING:
+                self._departed.append(link.endpoint)
             tokens = list(link.pending)
             link.pending.clear()
             return [(token, reply) for token in tokens]

@@ -16,7 +16,7 @@ import math
 import socket as _socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -39,6 +39,8 @@ from vllm_pd_connector.protocol.messages import (
     Renewed,
     Reply,
     Request,
+    Standing,
+    Status,
     VersionMismatch,
     decode_request,
     encode,
@@ -54,6 +56,8 @@ MAX_UNSENT_BYTES = 256 * 1024 * 1024
 _BATCH = 256  # frames served before the leases are looked at again
 _LONGEST_SLEEP_S = 3600.0
 _LOG_EVERY_S = 10.0
+_MAX_CLIENTS = 4096  # that are told when the instance ends
+_GOODBYE_MS = 500
 
 
 class _Unsent(NamedTuple):
@@ -94,6 +98,7 @@ class SideChannelServer:
         self._unsent: list[_Unsent] = []
         self._log_at = -math.inf
         self._closing = False
+        self._clients: OrderedDict[bytes, None] = OrderedDict()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         try:
@@ -147,7 +152,10 @@ class SideChannelServer:
             return dict(self._counts)
 
     def close(self) -> None:
-        """Stop listening and join the thread. Leases are left as they are. May be called twice."""
+        """Refuse what is still asked for, tell every client that this instance leaves, and join the thread.
+
+        Leases that are still held are dropped. May be called twice.
+        """
         self._closing = True
         self._wake()
         self._thread.join()
@@ -183,7 +191,14 @@ class SideChannelServer:
             except Exception as error:  # the thread outlives whatever this was; the pause keeps it from spinning
                 self._log(f"side channel: unexpected {type(error).__name__}: {error}")
                 time.sleep(0.1)
-        self._router.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._leases.drop_all(self._clock())
+        for client in self._clients:
+            self._send(client, 0, Failure(FailureCode.LEAVING, "the prefill instance is shutting down"))
+        self._router.close(linger=_GOODBYE_MS)
 
     def _sleep_ms(self) -> int:
         with self._lock:
@@ -197,6 +212,10 @@ class SideChannelServer:
                 client, *parts = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            self._clients[client] = None
+            self._clients.move_to_end(client)
+            if len(self._clients) > _MAX_CLIENTS:
+                self._clients.popitem(last=False)
             seq = sequence_of(parts[0]) if parts else 0
             self._send(client, seq, self._answer(parts))
 
@@ -230,6 +249,9 @@ class SideChannelServer:
             case Release(leases):
                 self._leases.release(leases, now)
                 return Released()
+            case Status():
+                self._leases.tick(now)
+                return Standing(len(self._leases))
 
     def _describe(self, engine_id: str) -> Reply:
         if engine_id != self._engine_id:

@@ -34,11 +34,13 @@ class Calls:
         """Sleep until there is input, `wake` is set or the time is `deadline`."""
         wait(self._client, wake, deadline)
 
-    def deliver(self, now: float) -> None:
-        """Hand every outcome that has come to its handler."""
+    def deliver(self, now: float) -> list[str]:
+        """Hand every outcome that has come to its handler; returns the endpoints that have said that they end."""
         for token, outcome in self._client.receive():
             if (handler := self._handlers.pop(token, None)) is not None:
                 handler(outcome, now)
+        return self._client.take_departed()
 
-    def close(self) -> None:
-        self._client.close()
+    def close(self, linger_s: float = 0.0) -> None:
+        """Forget all requests; see `SideChannelClient.close`."""
+        self._client.close(linger_s)

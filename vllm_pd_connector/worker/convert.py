@@ -170,6 +170,20 @@ class Stager(Generic[Owner]):
         for stream in [s for s in self._streams if s.owner == owner]:
             self._abandon(stream)
 
+    def account(self, owner: Owner) -> str:
+        """How far the streams of `owner` are, in words for a log; empty if there are none."""
+        streams = [stream for stream in self._streams if stream.owner == owner]
+        if not streams:
+            return ""
+        flights = [flight for stream in streams for flight in stream.flights]
+        reading = sum(flight.transfer is not None for flight in flights)
+        waiting = sum(stream.waiting is not None for stream in streams)
+        return (
+            f"{sum(stream.bytes for stream in streams)} bytes were asked for; {reading} chunks being read, "
+            f"{len(flights) - reading} being copied, {waiting} waiting for room; {self.slab.free} of "
+            f"{self.slab.length} bytes of the slab are free"
+        )
+
     def peer_gone(self, peer: Peer) -> None:
         """Nothing that this peer was asked for can land any more, though the transport could not tell."""
         for flight in [f for f in self._stuck if f.peer is peer]:

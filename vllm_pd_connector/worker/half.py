@@ -21,10 +21,13 @@ from vllm_pd_connector.geometry.check import validate
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.observability.digest_trace import DigestTrace
 from vllm_pd_connector.observability.stats import PDStats
+from vllm_pd_connector.sidechannel.keys import keys_of
+from vllm_pd_connector.sidechannel.sockets import endpoint
 from vllm_pd_connector.steps import StepMetadata, WorkerReport
 from vllm_pd_connector.transport import hugepages, registry
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.worker.describe import describe
+from vllm_pd_connector.worker.leave import wait_for_readers
 from vllm_pd_connector.worker.loop import TransferLoop
 from vllm_pd_connector.worker.outbox import Outbox
 
@@ -119,6 +122,12 @@ class WorkerHalf:
         return self._outbox.take_stats()
 
     def shutdown(self) -> None:
+        """End: after the readers of this worker's memory, if it is a prefill worker, within `shutdown_timeout`."""
         if self._loop is not None:
+            if self._vllm_config.kv_transfer_config.is_kv_producer and self._config.shutdown_timeout > 0:
+                keys = keys_of(self._config)
+                host, port = self._config.side_channel(self._vllm_config.parallel_config.data_parallel_index)
+                address = endpoint(host, port, keys.public if keys is not None else None)
+                wait_for_readers(address, keys, self._config.shutdown_timeout)
             self._loop.close()
             self._loop = None

@@ -58,6 +58,7 @@ POLL_DRAINING_S = 0.05
 CONFIRM_ATTEMPTS = 3
 RELEASE_TIMEOUT_S = 5.0
 SHUTDOWN_S = 10.0
+GOODBYE_S = 0.5
 
 
 @dataclass(slots=True)
@@ -138,7 +139,8 @@ class TransferLoop:
         self._wake.set()
 
     def close(self) -> None:
-        """End the thread. Receives under way are not reported; nothing is written to memory after this returns."""
+        """End the thread: receives under way fail and their leases are given back, but nobody takes their reports any
+        more. Nothing is written to memory after this returns."""
         self._stop = True
         self._wake.set()
         self._thread.join(timeout=SHUTDOWN_S)
@@ -162,8 +164,9 @@ class TransferLoop:
             while not self._stop:
                 self._calls.wait(self._wake, self._next_deadline())
                 self._turn(time.monotonic())
+            self._fail_all("this instance is shutting down", time.monotonic())
         finally:
-            self._calls.close()
+            self._calls.close(linger_s=GOODBYE_S)
             self._transport.close()
 
     def _turn(self, now: float) -> None:
@@ -175,7 +178,8 @@ class TransferLoop:
                     self._begin(order, now)
                 for request_id in aborts:
                     self._abort(request_id, now)
-            self._calls.deliver(now)
+            for endpoint in self._calls.deliver(now):
+                self._links.departed(endpoint, now)
             self._poll(now)
             self._tick(now)
         except Exception as error:
@@ -366,6 +370,7 @@ class TransferLoop:
         order = active.order
         active.reported = True
         active.reads = []
+        account = self._stager.account(active)
         self._stager.cancel(active)
         if ok:
             self._phase(active, Phase.CONFIRM, now)
@@ -380,13 +385,14 @@ class TransferLoop:
             self._stats.fail(active.kind)
             log = logger.info if active.kind is FailureKind.ABORTED else logger.error
             log(
-                "request %s: receive of tokens [%d, %d) from prefill request %s at %s failed: %s%s",
+                "request %s: receive of tokens [%d, %d) from prefill request %s at %s failed: %s%s%s",
                 order.request_id,
                 order.start,
                 order.stop,
                 active.lease.request_id,
                 active.link.endpoint,
                 reason,
+                f" ({account})" if account else "",
                 "; its blocks stay in quarantine until no transfer can write into them" if quarantined else "",
             )
             self._give_back(active)

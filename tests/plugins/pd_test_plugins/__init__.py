@@ -5,6 +5,7 @@
                                   and chunked prefill
     PD_TEST_POLITE                vLLM's processes sleep for 0.1 ms where they would poll a queue without pause; more of
                                   them than cores otherwise keep each other from running for tens of seconds
+    PD_TEST_CORRUPT               the connector's transfers exchange bytes, to prove that a test can see it
 
 vLLM calls `register` in every process that it starts. Only names are registered here: importing a model or a backend
 this early breaks vLLM's search for its CPU kernels when a worker starts.
@@ -25,6 +26,10 @@ def register() -> None:
         _register_reference_attention()
     if _wanted("PD_TEST_KIMI"):
         _register_kimi()
+    if _wanted("PD_TEST_CORRUPT"):
+        from pd_test_plugins.corrupt import corrupt_transfers
+
+        corrupt_transfers()
 
 
 def _nap() -> None:

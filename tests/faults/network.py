@@ -1,0 +1,151 @@
+"""Two hosts on one machine, and a bad network between them.
+
+Prefill and decode each get a network namespace with two interfaces: `ctl`, over which the campaign speaks HTTP, and
+`net`, a TUN device over which the two speak to each other. The campaign itself carries the packets between the two
+TUN devices, so it can lose, delay or stop them in either direction: `tc netem` does the same, but not every kernel
+has it. Needs root, `ip` of iproute2 and /dev/net/tun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import heapq
+import itertools
+import os
+import random
+import selectors
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_TUNSETIFF = 0x400454CA
+_IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
+MTU = 1400
+NETWORK = "10.77.0"
+CONTROL = "10.78"
+
+
+class NotPossible(Exception):
+    """This machine cannot have network namespaces; the text says why."""
+
+
+@dataclass(slots=True)
+class Way:
+    """What happens to packets in one direction: lost with a probability, late by some seconds, or all lost."""
+
+    loss: float = 0.0
+    delay_s: float = 0.0
+    open: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A namespace. `address` is where its peer reaches it, `control` where the campaign does."""
+
+    name: str
+    address: str
+    control: str
+
+    def command(self, *words: str) -> tuple[str, ...]:
+        return ("ip", "netns", "exec", self.name, *words)
+
+
+@dataclass(eq=False)
+class Network:
+    """Two hosts, "prefill" and "decode", and the packets between them; a context."""
+
+    seed: int
+    hosts: dict[str, Host] = field(default_factory=dict)
+    ways: Mapping[str, Way] = field(default_factory=lambda: {"to decode": Way(), "to prefill": Way()})
+
+    def __enter__(self) -> Network:
+        self._random = random.Random(self.seed)
+        self._stop_out, self._stop_in = os.pipe()
+        self._devices: dict[str, int] = {}
+        try:
+            for number, side in enumerate(("prefill", "decode"), start=1):
+                self._make(side, number)
+        except (OSError, subprocess.CalledProcessError) as error:
+            self._remove()
+            raise NotPossible(f"network namespaces: {error}; run as root, with iproute2 and /dev/net/tun") from error
+        self._thread = threading.Thread(target=self._carry, name="network", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.write(self._stop_in, b"\0")
+        self._thread.join()
+        self._remove()
+
+    def mend(self) -> None:
+        """Carry every packet again, at once."""
+        for way in self.ways.values():
+            way.loss, way.delay_s, way.open = 0.0, 0.0, True
+
+    def _make(self, side: str, number: int) -> None:
+        name, ctl = f"pd-{os.getpid()}-{side[0]}", f"pd{os.getpid() % 100000}{side[0]}"
+        host = Host(name, f"{NETWORK}.{number}", f"{CONTROL}.{number}.2")
+        _ip("netns", "add", name)
+        self.hosts[side] = host
+        _ip("link", "add", ctl, "type", "veth", "peer", "name", "ctl", "netns", name)
+        _ip("addr", "add", f"{CONTROL}.{number}.1/24", "dev", ctl)
+        _ip("link", "set", ctl, "up")
+        self._devices[side] = _tun(f"{ctl}t")
+        _ip("link", "set", f"{ctl}t", "netns", name, "name", "net")
+        for words in (
+            ("link", "set", "lo", "up"),
+            ("addr", "add", f"{host.control}/24", "dev", "ctl"),
+            ("link", "set", "ctl", "up"),
+            ("addr", "add", f"{host.address}/24", "dev", "net"),
+            ("link", "set", "net", "mtu", str(MTU), "up"),
+        ):
+            _ip("-n", name, *words)
+
+    def _remove(self) -> None:
+        for device in self._devices.values():
+            os.close(device)
+        for host in self.hosts.values():
+            subprocess.run(["ip", "netns", "del", host.name], check=False, capture_output=True)
+        os.close(self._stop_in)
+        os.close(self._stop_out)
+
+    def _carry(self) -> None:
+        ends = {self._devices["prefill"]: ("to decode", self._devices["decode"]),
+                self._devices["decode"]: ("to prefill", self._devices["prefill"])}  # fmt: skip
+        later: list[tuple[float, int, int, bytes]] = []
+        order = itertools.count()
+        with selectors.DefaultSelector() as selector:
+            for device in (*ends, self._stop_out):
+                selector.register(device, selectors.EVENT_READ)
+            while True:
+                timeout = max(0.0, later[0][0] - time.monotonic()) if later else None
+                for key, _ in selector.select(timeout):
+                    if key.fd == self._stop_out:
+                        return
+                    packet = os.read(key.fd, 1 << 16)
+                    name, target = ends[key.fd]
+                    way = self.ways[name]
+                    if not way.open or self._random.random() < way.loss:
+                        continue
+                    heapq.heappush(later, (time.monotonic() + way.delay_s, next(order), target, packet))
+                while later and later[0][0] <= time.monotonic():
+                    _, _, target, packet = heapq.heappop(later)
+                    with contextlib.suppress(OSError):  # the interface is down
+                        os.write(target, packet)
+
+
+def _tun(name: str) -> int:
+    device = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI))
+    return device
+
+
+def _ip(*words: str) -> None:
+    try:
+        subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+    except subprocess.CalledProcessError as error:
+        raise OSError(f"ip {' '.join(words)}: {error.stderr.strip()}") from error

@@ -1,0 +1,109 @@
+"""Tell a router with a registry of its own which instances there are: `vllm-pd announce`.
+
+vLLM's router (`vllm-router --vllm-discovery-address HOST:PORT`) learns of instances from messages that instances send
+it, and forgets one whose last message is five seconds old. Instances with PDConnector do not know of routers, so this
+command sends the messages for them: for each URL it asks `/health` and `/metrics`, and registers what is healthy under
+the role that it says. One that is not healthy any more is not registered again, and so leaves the router.
+
+A message is msgpack of {"type": "P" or "D", "http_address": "host:port", "zmq_address": "host:port"}, sent from a
+DEALER socket. The router only puts the last field into request ids.
+
+Source: vllm-project/router, `src/routers/http/vllm_service_discovery.rs`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+import zmq
+
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.observability.instance import EngineInfo, parse
+
+logger = logging.getLogger(__name__)
+
+INTERVAL = 2.0
+"""Seconds between two messages; the router forgets after five."""
+LETTERS = {"kv_producer": "P", "kv_consumer": "D"}
+ASK_TIMEOUT = 2.0
+
+
+def registration(url: str, engine: EngineInfo) -> bytes:
+    """The message that registers an instance.
+
+    Raises:
+        ProtocolError: its role is not one of a router's two.
+    """
+    letter = LETTERS.get(engine.role)
+    if letter is None:
+        raise ProtocolError(f"{url}: kv_role is {engine.role}; a router needs kv_producer or kv_consumer")
+    return msgspec.msgpack.encode(
+        {
+            "type": letter,
+            "http_address": urlsplit(url).netloc,
+            "zmq_address": f"{engine.side_channel_host}:{engine.side_channel_port}",
+        }
+    )
+
+
+def ask(url: str) -> EngineInfo:
+    """What a healthy instance says of itself; of several data-parallel engines the first.
+
+    Raises:
+        ProtocolError: it is not healthy, or says nothing.
+    """
+    try:
+        for path in ("/health", "/metrics"):
+            with urllib.request.urlopen(url + path, timeout=ASK_TIMEOUT) as answer:
+                text = answer.read().decode(errors="replace")
+    except OSError as error:  # HTTP errors and time-outs are OSErrors too
+        raise ProtocolError(f"{url}: {error}") from error
+    engines = parse(text)
+    if not engines:
+        raise ProtocolError(f"{url}: it does not say its role; run PDConnector there, with metrics on")
+    return engines[min(engines)]
+
+
+def announce(router: str, urls: Sequence[str], rounds: int | None = None) -> None:
+    """Register the instances at `urls` with the router at `router` ("host:port") again and again.
+
+    Returns only after `rounds` rounds, None for never.
+    """
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    # Messages that nobody takes are worthless after the next round.
+    socket.sndhwm = 2 * len(urls)
+    socket.connect(f"tcp://{router}")
+    said: dict[str, str] = {}
+    try:
+        while rounds is None or rounds > 0:
+            started = time.monotonic()
+            for url in urls:
+                _register(socket, url, said)
+            rounds = rounds and rounds - 1
+            time.sleep(max(0.0, INTERVAL - (time.monotonic() - started)))
+    finally:
+        socket.close()
+        context.term()
+
+
+def _register(socket: zmq.Socket[bytes], url: str, said: dict[str, str]) -> None:
+    """Send one instance's message if there is one to send; log when that changes."""
+    try:
+        engine = ask(url)
+        socket.send(registration(url, engine), zmq.NOBLOCK)
+        news = f"registered as {engine.role}"
+    except ProtocolError as error:
+        news = f"not registered: {error}"
+    except zmq.Again:
+        news = "not registered: the router takes no messages"
+    if said.get(url) != news:
+        logger.info("%s %s", url, news)
+        said[url] = news
