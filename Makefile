@@ -55,6 +55,7 @@ bench: setup
 	$(RUN) benchmarks/bind.py
 	$(RUN) benchmarks/step.py
 	$(RUN) benchmarks/convert.py
+	$(RUN) benchmarks/transports.py
 	$(RUN) benchmarks/pull.py
 
 clean:

@@ -35,6 +35,18 @@ def test_a_deadline_ends_the_wait(client, wake):
     assert time.monotonic() >= deadline
 
 
+def test_a_deadline_in_less_than_a_millisecond_is_not_rounded_up(client, wake):
+    wait(client, wake, time.monotonic())
+    shortest = min(_waited(client, wake, 0.0001) for _ in range(50))
+    assert 0.0001 <= shortest < 0.001
+
+
+def _waited(client, wake, seconds):
+    begin = time.monotonic()
+    wait(client, wake, begin + seconds)
+    return time.monotonic() - begin
+
+
 def test_a_deadline_that_has_passed_does_not_wait(client, wake):
     wait(client, wake, time.monotonic() - 1.0)
 

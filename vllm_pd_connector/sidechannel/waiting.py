@@ -40,10 +40,15 @@ class Wake:
 def wait(client: SideChannelClient, wake: Wake, deadline: float | None) -> None:
     """Return when the client has input, `wake` was set, or time.monotonic() reaches `deadline` (None: never)."""
     moments = [moment for moment in (deadline, client.next_deadline()) if moment is not None]
-    timeout_ms = max(0, math.ceil((min(moments) - time.monotonic()) * 1000)) if moments else None
+    seconds = max(0.0, min(moments) - time.monotonic()) if moments else None
     poller = zmq.Poller()
     poller.register(wake.fileno(), zmq.POLLIN)
     for socket in client.sockets():
         poller.register(socket, zmq.POLLIN)
-    poller.poll(timeout_ms)
+    if seconds is not None and seconds < 0.001:
+        # zmq counts in milliseconds: input that comes during so short a sleep is seen after it.
+        if not poller.poll(0):
+            time.sleep(seconds)
+    else:
+        poller.poll(None if seconds is None else math.ceil(seconds * 1000))
     wake.clear()

@@ -49,6 +49,7 @@ from vllm_pd_connector.worker.convert import Stager
 from vllm_pd_connector.worker.link import Link
 from vllm_pd_connector.worker.links import Links
 from vllm_pd_connector.worker.outbox import Outbox
+from vllm_pd_connector.worker.pace import pause
 
 logger = init_logger(__name__)
 
@@ -194,7 +195,7 @@ class TransferLoop:
         now = time.monotonic()
         for active in self._active.values():
             if active.transfers:
-                moments.append(now + (POLL_DRAINING_S if active.reported else POLL_S))
+                moments.append(now + (POLL_DRAINING_S if active.reported else pause(now - active.phase_began)))
         if self._stager.active:
             moments.append(now if self._stager.converting else now + POLL_S)
         elif self._stager.draining:

@@ -1,0 +1,350 @@
+"""Throughput of every transport, read and write, against the size of a message and the length of its runs.
+
+    python benchmarks/transports.py [--variants nixl nixl-tcp mooncake loopback] [--into out/bench/transports]
+
+Two processes on one host (loopback: one), scattered runs that nothing can merge. For each point, in one round one after
+another: the transport as the connector uses it (the port, polled as often as the transfer loop does), the library alone
+given the same descriptors (`bare`), and a plain copy of the same bytes inside one process. Best of several rounds:
+what else runs on the machine only adds. Writes JSON, a table in Markdown and a plot.
+
+- bare NIXL: one request with all descriptors through the bindings, asked for its state every 0.1 ms.
+- bare Mooncake: its blocking batched calls, 1000 descriptors each.
+- bare loopback is the plain copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from vllm_pd_connector.geometry.manifest import Segment
+from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.transport.base import Status, Transport
+from vllm_pd_connector.transport.hugepages import collapse
+from vllm_pd_connector.transport.nixl import NixlOptions, backend_parameters
+from vllm_pd_connector.transport.registry import create
+from vllm_pd_connector.worker.pace import pause
+
+ROOT = Path(__file__).resolve().parent.parent
+KIB, MIB = 1 << 10, 1 << 20
+RUN_BYTES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 8 * MIB)
+SPREAD = 2
+"""Memory per byte of a message, so that scattered runs have gaps and cannot be merged."""
+
+LOCAL = {"protocol": "tcp", "address": "127.0.0.1"}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nixl": ("nixl", {}),
+    "nixl-tcp": ("nixl", {"ucx": {"TLS": "tcp,self"}}),
+    "mooncake": ("mooncake", LOCAL),
+    "loopback": ("loopback", {}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """GB/s (1e9 bytes) of one message; `ratio` is connector / bare."""
+
+    transport: str
+    operation: str
+    message_bytes: int
+    run_bytes: int
+    connector: float
+    bare: float
+    copy: float
+    ratio: float
+
+
+class Memory:
+    """`length` bytes that are not zero, on huge pages where the kernel allows."""
+
+    def __init__(self, length: int) -> None:
+        self.bytes = np.resize(np.arange(251, dtype=np.uint8), length)
+        self.segment = Segment(self.bytes.ctypes.data, length, "cpu", 0)
+        collapse((self.segment,))
+
+
+class Bare(Protocol):
+    """A library without the connector around it."""
+
+    def hello(self) -> Any: ...
+
+    def meet(self, hello: Any) -> None: ...
+
+    def move(self, operation: str, runs: Runs) -> None: ...
+
+
+class BareNixl:
+    """An agent with the connector's own settings."""
+
+    def __init__(self, options: dict[str, Any], memory: Memory) -> None:
+        self._nixl = importlib.import_module("nixl")._bindings
+        config = self._nixl.nixlAgentConfig()
+        given = NixlOptions(**options)
+        config.useProgThread, config.pthrDelay = True, given.progress_interval_us
+        config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
+        self._name = f"bare-{os.getpid()}"
+        self._agent = self._nixl.nixlAgent(self._name, config)
+        self._agent.createBackend(given.backend, backend_parameters(given, os.environ))
+        segment = [(memory.segment.address, memory.segment.length, 0, b"")]
+        self._agent.registerMem(self._nixl.nixlRegDList(self._nixl.DRAM_SEG, segment), [])
+
+    def hello(self) -> Any:
+        return self._name, self._agent.getLocalMD()
+
+    def meet(self, hello: Any) -> None:
+        self._peer, metadata = hello
+        self._agent.loadRemoteMD(metadata)
+
+    def move(self, operation: str, runs: Runs) -> None:
+        def rows(address: Any) -> Any:
+            table = np.stack((address, runs.length, np.zeros_like(address)), axis=1)
+            return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, table)
+
+        reads = operation == "read"
+        local, remote = (runs.destination, runs.source) if reads else (runs.source, runs.destination)
+        opcode = self._nixl.NIXL_READ if reads else self._nixl.NIXL_WRITE
+        handle = self._agent.createXferReq(opcode, rows(local), rows(remote), self._peer, b"", [])
+        status = self._agent.postXferReq(handle, b"")
+        while status == self._nixl.NIXL_IN_PROG:
+            time.sleep(0.0001)
+            status = self._agent.getXferStatus(handle)
+        self._agent.releaseXferReq(handle)
+
+
+class BareMooncake:
+    """An engine of its own."""
+
+    BATCH = 1000
+
+    def __init__(self, options: dict[str, Any], memory: Memory) -> None:
+        self._engine = importlib.import_module("mooncake.engine").TransferEngine()
+        self._host = options["address"]
+        assert self._engine.initialize(self._host, "P2PHANDSHAKE", options["protocol"], "") == 0
+        assert self._engine.register_memory(memory.segment.address, memory.segment.length) == 0
+
+    def hello(self) -> Any:
+        return f"{self._host}:{self._engine.get_rpc_port()}"
+
+    def meet(self, hello: Any) -> None:
+        self._peer = hello
+
+    def move(self, operation: str, runs: Runs) -> None:
+        reads = operation == "read"
+        local, remote = (runs.destination, runs.source) if reads else (runs.source, runs.destination)
+        call = self._engine.batch_transfer_sync_read if reads else self._engine.batch_transfer_sync_write
+        for at in range(0, len(runs), self.BATCH):
+            batch = slice(at, at + self.BATCH)
+            status = call(self._peer, local[batch].tolist(), remote[batch].tolist(), runs.length[batch].tolist())
+            assert status == 0, f"Mooncake: status {status}"
+
+
+BARE: dict[str, Callable[[dict[str, Any], Memory], Bare]] = {"nixl": BareNixl, "mooncake": BareMooncake}
+
+
+def serve(pipe: Connection, name: str, length: int) -> None:
+    """The peer: registered memory, and patience."""
+    transport_name, options = VARIANTS[name]
+    memory = Memory(length)
+    transport = create(transport_name, options)
+    transport.register((memory.segment,))
+    bare = BARE[transport_name](options, memory)
+    pipe.send((memory.segment, transport.describe(), bare.hello()))
+    pipe.recv()
+    transport.close()
+
+
+class Pair:
+    """This process and a peer, or for loopback two ends in this process."""
+
+    def __init__(self, name: str, length: int) -> None:
+        transport_name, options = VARIANTS[name]
+        self.name, self.memory = name, Memory(length)
+        self.transport: Transport = create(transport_name, options)
+        self.transport.register((self.memory.segment,))
+        self.bare: Bare | None = None
+        self._other: Transport | None = None
+        if transport_name == "loopback":
+            self._far = Memory(length)
+            self._other = create(transport_name, options)
+            self._other.register((self._far.segment,))
+            self.theirs, endpoint = self._far.segment, self._other.describe()
+        else:
+            context = multiprocessing.get_context("spawn")
+            self._pipe, child = context.Pipe()
+            self._process = context.Process(target=serve, args=(child, name, length), daemon=True)
+            self._process.start()
+            self.theirs, endpoint, hello = self._pipe.recv()
+            self.bare = BARE[transport_name](options, self.memory)
+            self.bare.meet(hello)
+        self.peer = self.transport.connect(endpoint, (self.theirs,))
+
+    def runs(self, operation: str, message: int, length: int) -> Runs:
+        """`message` bytes in scattered runs, between this process and the peer."""
+        random = np.random.default_rng(message + length)
+        slots = message * SPREAD // length
+        ours, theirs = (
+            segment.address + random.permutation(slots)[: message // length].astype(np.int64) * length
+            for segment in (self.memory.segment, self.theirs)
+        )
+        lengths = np.full(message // length, length, dtype=np.int64)
+        return Runs(theirs, ours, lengths) if operation == "read" else Runs(ours, theirs, lengths)
+
+    def through_the_port(self, operation: str, runs: Runs) -> None:
+        """What the transfer loop does with one transfer."""
+        move = self.transport.read if operation == "read" else self.transport.write
+        began = time.monotonic()
+        transfer = move(self.peer, runs)
+        while self.transport.poll(transfer) is Status.RUNNING:
+            time.sleep(pause(time.monotonic() - began))
+
+    def verify(self, message: int, length: int) -> None:
+        """That a read brings the peer's bytes: its memory is the pattern that ours was before it was cleared."""
+        runs = self.runs("read", message, length)
+        self.memory.bytes[:] = 255
+        self.through_the_port("read", runs)
+        places = zip((runs.source - self.theirs.address).tolist(), runs.destination.tolist(), strict=True)
+        for theirs, ours in places:
+            at = ours - self.memory.segment.address
+            expected = (np.arange(theirs, theirs + length) % 251).astype(np.uint8)
+            assert np.array_equal(self.memory.bytes[at : at + length], expected), "a run is not what the peer has"
+
+    def close(self) -> None:
+        if self._other is None:
+            self._pipe.send(None)
+            self._process.join()
+        else:
+            self._other.close()
+        self.transport.close()
+
+
+def plain_copy(runs: Runs, here: Memory, there: Memory, ours_first: int, theirs_first: int) -> None:
+    """The same bytes from one memory of this process to another."""
+    sources, destinations = runs.source - theirs_first, runs.destination - ours_first
+    from_, to = there.segment.address, here.segment.address
+    for source, destination, length in zip(sources.tolist(), destinations.tolist(), runs.length.tolist(), strict=True):
+        ctypes.memmove(to + destination, from_ + source, length)
+
+
+def best_seconds(rounds: int, actions: Sequence[Callable[[], None]]) -> list[float]:
+    """Shortest time of each action, over rounds that make each once; one more round warms up."""
+    seconds = np.zeros((rounds, len(actions)))
+    for i in range(-1, rounds):
+        for j, action in enumerate(actions):
+            began = time.perf_counter()
+            action()
+            if i >= 0:
+                seconds[i, j] = time.perf_counter() - began
+    return [float(value) for value in seconds.min(axis=0)]
+
+
+def measure(pair: Pair, other: Memory, messages: Sequence[int], lengths: Sequence[int], rounds: int) -> list[Point]:
+    points = []
+    for message in messages:
+        for length in (length for length in lengths if length <= message):
+            pair.verify(message, length)
+            for operation in ("read", "write"):
+                runs, pattern = pair.runs(operation, message, length), pair.runs("read", message, length)
+                actions = [
+                    lambda: pair.through_the_port(operation, runs),  # noqa: B023
+                    lambda: plain_copy(pattern, pair.memory, other, pair.memory.segment.address, pair.theirs.address),  # noqa: B023
+                ]
+                if pair.bare is not None:
+                    bare = pair.bare
+                    actions.append(lambda: bare.move(operation, runs))  # noqa: B023
+                seconds = best_seconds(rounds, actions)
+                connector, copy, alone = (round(message / s / 1e9, 3) for s in (*seconds, seconds[1])[:3])
+                ratio = round(connector / alone, 2)
+                points.append(Point(pair.name, operation, message, length, connector, alone, copy, ratio))
+                print(points[-1], flush=True)
+    return points
+
+
+def size(count: int) -> str:
+    return f"{count // MIB} MiB" if count >= MIB else f"{count // KIB} KiB"
+
+
+def table(points: Sequence[Point]) -> str:
+    """Markdown, one line per transport, operation and message size and run length."""
+    head = ("transport", "operation", "message", "runs", "connector GB/s", "bare GB/s", "ratio", "copy GB/s")
+    rows = [
+        (p.transport, p.operation, size(p.message_bytes), size(p.run_bytes), p.connector, p.bare, p.ratio, p.copy)
+        for p in points
+    ]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ("---",) * len(head), *rows)) + "\n"
+
+
+def plot(points: Sequence[Point], path: Path) -> None:
+    """Throughput against run length, one panel per message size and operation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    messages = sorted({p.message_bytes for p in points})
+    figure, panels = pyplot.subplots(
+        len(messages), 2, figsize=(11, 3.4 * len(messages)), sharex=True, sharey="row", squeeze=False
+    )
+    for row, message in zip(panels, messages, strict=True):
+        for panel, operation in zip(row, ("read", "write"), strict=True):
+            some = [p for p in points if (p.message_bytes, p.operation) == (message, operation)]
+            for i, name in enumerate(dict.fromkeys(p.transport for p in some)):
+                line = [p for p in some if p.transport == name]
+                lengths = [p.run_bytes for p in line]
+                panel.plot(lengths, [p.connector for p in line], "o-", color=f"C{i}", label=name)
+                if name != "loopback":
+                    panel.plot(lengths, [p.bare for p in line], "x:", color=f"C{i}", label=f"{name}, bare")
+            lengths = sorted({p.run_bytes for p in some})
+            copies = [max(p.copy for p in some if p.run_bytes == length) for length in lengths]
+            panel.plot(lengths, copies, "--", color="black", label="plain copy")
+            panel.set(xscale="log", yscale="log", title=f"{operation}, {size(message)}", ylabel="GB/s")
+            panel.set_xticks(lengths, [size(length) for length in lengths])
+            panel.grid(True, which="both", alpha=0.3)
+    for panel in panels[-1]:
+        panel.set_xlabel("length of a run")
+    panels[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--messages", nargs="+", type=int, default=[1, 16, 128], help="MiB")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--into", type=Path, default=ROOT / "out" / "bench" / "transports", help="without suffix")
+    options = parser.parse_args()
+    messages = [count * MIB for count in options.messages]
+    length = max(messages) * SPREAD
+    other, points, load = Memory(length), [], [os.getloadavg()[0]]
+    for name in options.variants:
+        pair = Pair(name, length)
+        try:
+            points += measure(pair, other, messages, RUN_BYTES, options.rounds)
+        finally:
+            pair.close()
+    load.append(os.getloadavg()[0])
+    options.into.parent.mkdir(parents=True, exist_ok=True)
+    versions = {name: importlib.metadata.version(name) for name in ("nixl", "mooncake-transfer-engine-non-cuda")}
+    facts = {"cores": os.cpu_count(), "versions": versions, "load_before_and_after": load}
+    content = facts | {"points": [asdict(point) for point in points]}
+    options.into.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+    options.into.with_suffix(".md").write_text(table(points))
+    plot(points, options.into.with_suffix(".png"))
+    print(f"\n{table(points)}\nload {load[0]:.1f} to {load[1]:.1f}; wrote {options.into}.json, .md and .png")
+
+
+if __name__ == "__main__":
+    main()

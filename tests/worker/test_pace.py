@@ -1,0 +1,18 @@
+"""Looking at a running transfer costs a share of its time and is rare in the long run."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_pd_connector.worker.pace import LONGEST_S, SHARE, SHORTEST_S, pause
+
+
+@given(st.floats(0, 100))
+def test_an_end_is_seen_within_a_share_of_the_transfers_time(seconds: float) -> None:
+    at, looks = 0.0, 0
+    while at < seconds and at < 0.2:
+        at, looks = at + pause(at), looks + 1
+    if seconds < 0.2:
+        assert at - seconds <= max(seconds * SHARE, SHORTEST_S)
+    assert looks <= 60 + at / LONGEST_S
