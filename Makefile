@@ -38,10 +38,12 @@ test-unit: setup
 
 test: lint
 	$(PYTEST)
+	$(PYTEST) -m guarantees
 	$(PYTEST) -m "e2e and not matrix"
 
 test-full: lint
 	PD_TEST_EFFORT=full $(PYTEST)
+	$(PYTEST) -m guarantees
 	$(PYTEST) -m e2e
 	$(RUN) tools/compat_table.py
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ WINDOW = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + float(os.environ.get("PD_TEST_PATIENCE", "30"))
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.005)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.sidechannel.sockets import endpoint
 from vllm_pd_connector.sidechannel.waiting import Wake, wait
 
-PATIENCE_S = 20.0
+PATIENCE_S = float(os.environ.get("PD_TEST_PATIENCE", "20"))
 SILENCE_S = 0.7
 """How long a client waits that must get no answer; one that gets in is answered in milliseconds."""
 

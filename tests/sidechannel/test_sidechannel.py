@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import time
@@ -22,7 +23,7 @@ from vllm_pd_connector.sidechannel.sockets import endpoint
 ENGINE, INCARNATION = "engine-0", "ab" * 16
 A, B = b"a" * 16, b"b" * 16
 REF = m.LeaseRef("req", A)
-PATIENCE_S = 20.0
+PATIENCE_S = float(os.environ.get("PD_TEST_PATIENCE", "20"))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import sys
@@ -33,7 +34,7 @@ MODEL = Model(layers=2, heads=4)
 P_SIDE = Side(tp=2, layout="HND")
 D_SIDE = Side(tp=1, layout="NHD")
 P_BLOCKS, D_BLOCKS, TOKENS = (3, 1, 5), (2, 6, 4), 10
-PATIENCE_S = 30.0
+PATIENCE_S = float(os.environ.get("PD_TEST_PATIENCE", "30"))
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
