@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from vllm_pd_connector.observability.instance import EngineInfo
-from vllm_pd_connector.protocol.messages import LeaseRef
 from vllm_pd_connector.protocol.params import (
     Kind,
     kind_of,
@@ -35,7 +34,8 @@ def answer() -> dict[str, Any]:
     params = remote_prefill_params(
         block_ids=[[4, 5], [9]],
         first_blocks=[0, 2],
-        lease=LeaseRef("cmpl-1-0-abcdef01", b"n" * 16),
+        request_id="cmpl-1-0-abcdef01",
+        nonce=b"n" * 16,
         lease_seconds=30.0,
         prompt_digest="0123456789abcdef",
         engine_id="p-0",

@@ -21,14 +21,14 @@ import pytest
 from aiohttp.test_utils import unused_port
 from router_stand_ins import Instance, answers, info, streams
 
-from vllm_pd_connector.protocol.messages import LeaseRef
 from vllm_pd_connector.protocol.params import parse_remote_decode, parse_remote_prefill, remote_prefill_params
 
 STARTS_WITHIN = 60.0
 ANSWER = remote_prefill_params(
     block_ids=[[4, 5], [9]],
     first_blocks=[0, 2],
-    lease=LeaseRef("cmpl-1-0-abcdef01", b"n" * 16),
+    request_id="cmpl-1-0-abcdef01",
+    nonce=b"n" * 16,
     lease_seconds=30.0,
     prompt_digest="0123456789abcdef",
     engine_id="p-0",
