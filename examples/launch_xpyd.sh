@@ -5,10 +5,11 @@
 #   examples/launch_xpyd.sh --cpu --model .cache/models/gqa --prefills 1 --decodes 2    # no GPU needed
 #   examples/launch_xpyd.sh --prefill-tp 2 --decode-tp 4 --mode push --transport mooncake
 #
-# Several hosts: the same script on each, with --only and the address by which the others reach this host.
+# Several hosts: the same script on each, with --only and the address by which the others reach this host, and keys
+# (vllm-pd keygen) by which the instances know each other.
 #
-#   10.0.0.7$ examples/launch_xpyd.sh --only prefill --prefills 2 --host 10.0.0.7
-#   10.0.0.8$ examples/launch_xpyd.sh --only decode  --decodes 1  --host 10.0.0.8
+#   10.0.0.7$ examples/launch_xpyd.sh --only prefill --prefills 2 --host 10.0.0.7 --extra '"side_channel_keys": "keys"'
+#   10.0.0.8$ examples/launch_xpyd.sh --only decode  --decodes 1  --host 10.0.0.8 --extra '"side_channel_keys": "keys"'
 #   10.0.0.9$ examples/launch_xpyd.sh --only router  --host 10.0.0.9 --instance http://10.0.0.7:8100 \
 #                 --instance http://10.0.0.7:8101 --instance http://10.0.0.8:8200
 #
