@@ -200,6 +200,9 @@ def _push_rows() -> list[Row]:
 
 QUICK_PUSH_ROWS: list[Row] = [Row("gqa", chunked=True, mode="push")]
 
+ORDER_ROWS: list[Row] = QUICK_PUSH_ROWS
+"""Where the two legs of a hand-off are sent in every dangerous order."""
+
 PUSH_ROWS: list[Row] = _push_rows()
 """Pairs in which the prefill side writes. Steps matter here, so pairs with unequal sides compute in chunks."""
 

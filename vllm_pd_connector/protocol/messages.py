@@ -236,12 +236,16 @@ class PushState(StrEnum):
 
 
 class Pushed(Message, frozen=True, tag="pushed"):
-    """State of one push, with the reason if it failed. `terminal`: nothing of it is written from now on."""
+    """State of one push, with the reason if it failed. `terminal`: nothing of it is written from now on.
+
+    `request_id` is the prefill's, once it is known, for logs and traces.
+    """
 
     state: PushState
     reason: Text
     terminal: bool
     late_starts: LateStarts = {}
+    request_id: Text = ""
 
 
 class Write(Message, frozen=True, tag="write"):

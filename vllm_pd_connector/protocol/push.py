@@ -400,7 +400,8 @@ class PushTable:
             if not want.last[1]:
                 return
             want.state = PushState.DONE
-        answer = Pushed(want.state, want.reason, True, want.late_starts)
+        request_id = prefill.request_id if prefill is not None else ""
+        answer = Pushed(want.state, want.reason, True, want.late_starts, request_id)
         self._remember(want.into.attempt, answer)
         self._answer(want, answer)
         self._forget(want)

@@ -19,7 +19,7 @@ from vllm_pd_connector.compat.caches import prefill_backoff
 from vllm_pd_connector.compat.states import state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.lease import End
+from vllm_pd_connector.protocol.lease import End, Freed
 from vllm_pd_connector.protocol.messages import Home
 from vllm_pd_connector.protocol.params import pairing_name, parse_remote_prefill, remote_prefill_params
 from vllm_pd_connector.scheduler.progress import Steps, TablesOf
@@ -58,6 +58,7 @@ class Producer:
         self._backoff = prefill_backoff(vllm_config, kv_cache_config)
         self._server: SideChannelServer | None = None
         self._held: list[HeldRequest] = []
+        self._traced: list[Freed] = []
         self._expired = 0
         self._blocks: HeldBlocks | None = None
         self._leased: set[str] = set()
@@ -200,7 +201,10 @@ class Producer:
         ended: list[str] = []
         if self._server is None or self._blocks is None:
             return ended
-        for request_id, reason in self._server.take_freed():
+        freed = [*self._traced, *self._server.take_freed()]
+        # Their digests are made in the next step: until then nobody else may write there.
+        self._traced = [entry for entry in freed if any(entry.request_id == held.request_id for held in self._held)]
+        for request_id, reason in [entry for entry in freed if entry not in self._traced]:
             ended.append(request_id)
             self._leased.discard(request_id)
             if request_id in self._blocks:

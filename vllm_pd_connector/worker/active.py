@@ -29,8 +29,8 @@ class Moved:
 class Active:
     """What was ordered, its machine, and the transport's handles by transfer index.
 
-    `stuck` are indices whose transfers failed but may still write; `question` numbers what a
-    prefill side that writes was asked, `retry_at` is when it is asked again.
+    `prefill` names the request there; a push learns its id in the end. `stuck` are indices whose transfers failed but
+    may still write. `question` numbers what a prefill side that writes was asked, `retry_at` is when it is asked again.
     """
 
     order: ReceiveOrder
@@ -38,6 +38,7 @@ class Active:
     link: Link
     machine: Receive
     attempt: bytes
+    prefill: str
     began: float
     phase_began: float
     reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = field(default_factory=list)
@@ -49,10 +50,3 @@ class Active:
     reported: bool = False
     question: int = 0
     retry_at: float | None = None
-
-    @property
-    def prefill(self) -> str:
-        """The prefill's name, for messages."""
-        if self.order.push is not None:
-            return self.order.push.prefill.name
-        return self.order.remote.lease.request_id if self.order.remote is not None else "?"

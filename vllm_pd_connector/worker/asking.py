@@ -24,6 +24,7 @@ from vllm_pd_connector.worker.calls import Calls
 
 RETRY_S = 0.5
 PROBE_TIMEOUT_S = 0.2
+_NOT_UNDERSTOOD = (FailureCode.MALFORMED, FailureCode.VERSION)
 
 Seat = tuple[int, int, int, int]
 """Pipeline rank, tensor rank, number among the readers, how many readers there are."""
@@ -88,8 +89,8 @@ class Asking:
 
     def _asked(self, active: Active, outcome: Outcome, now: float) -> None:
         match outcome:
-            case Pushed(state=PushState.DONE, late_starts=late_starts):
-                active.late_starts = late_starts
+            case Pushed(state=PushState.DONE, late_starts=late_starts, request_id=request_id):
+                active.late_starts, active.prefill = late_starts, request_id
                 self._drive(active, receives.PushDone(), now)
             case Pushed(state=PushState.FAILED, reason=reason, terminal=terminal):
                 self._drive(active, receives.PushFailed(reason, terminal), now, FailureKind.TRANSFER_FAILED)
@@ -97,8 +98,10 @@ class Asking:
                 self._drive(active, receives.PushAlive(state is PushState.WRITING), now)
             case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY):
                 active.retry_at = now + RETRY_S
-            case Failure(message=message):
-                self._drive(active, receives.PushFailed(message, terminal=True), now, FailureKind.TRANSFER_FAILED)
+            case Failure(code=code, message=message):
+                # A message that was never taken in has no effect there. Of all else nobody knows.
+                never = code in _NOT_UNDERSTOOD
+                self._drive(active, receives.PushFailed(message, terminal=never), now, FailureKind.TRANSFER_FAILED)
             case _:
                 self._unheard(active, outcome, now)
 
@@ -106,19 +109,25 @@ class Asking:
         match outcome:
             case Pushed(terminal=True, reason=reason):
                 self._drive(active, receives.PushFailed(reason, terminal=True), now)
+            case Failure(code=code, message=message) if code in _NOT_UNDERSTOOD:
+                self._drive(active, receives.PushFailed(message, terminal=True), now)
             case Pushed() | Failure():
                 active.retry_at = now + RETRY_S
+                self._look_for_life(active, now)
             case _:
                 self._unheard(active, outcome, now)
 
     def _unheard(self, active: Active, outcome: Outcome, now: float) -> None:
         active.links.drive(active.link, peers.Suspected(str(outcome)), now)
+        active.retry_at = now
+        self._look_for_life(active, now)
+
+    def _look_for_life(self, active: Active, now: float) -> None:
         key = active.link.machine.key
         if active.link.machine.over or _refuses(key.host, key.port):
             reason = f"the prefill instance at {key} has ended"
+            active.retry_at = None
             self._drive(active, receives.PushFailed(reason, terminal=True), now, FailureKind.PEER_UNREACHABLE)
-        else:
-            active.retry_at = now
 
 
 def _terms(active: Active) -> PushTerms:

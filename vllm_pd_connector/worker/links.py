@@ -122,7 +122,7 @@ class Links:
     def departed(self, endpoint: str, now: float) -> None:
         """The instance at this endpoint says that it ends: let go of its memory at once."""
         for link in [link for link in self._links.values() if link.endpoint == endpoint]:
-            self.drive(link, peers.Dismissed("the prefill instance is shutting down"), now)
+            self.drive(link, peers.Dismissed(f"the {self._noun} is shutting down"), now)
 
     def tick(self, now: float) -> None:
         """What is due: retries, probes, the removal of links that nobody has used for long."""

@@ -69,8 +69,8 @@ class TransferLoop:
         manifest: this worker's, without the endpoint, which the transport gives when the thread has started.
         reader: this worker's number among the `readers` workers of its instance.
         push: for a worker of a prefill instance that writes; else None.
-        received: called in the thread before a good receive is reported (the digest trace), or None; its second
-            argument is `Bound.late_starts`.
+        received: called in the thread before a good receive is reported (the digest trace), or None; its other
+            arguments are the prefill's request id and `Bound.late_starts`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class TransferLoop:
         reader: int,
         readers: int,
         push: PushSetup | None = None,
-        received: Callable[[ReceiveOrder, Mapping[int, int]], None] | None = None,
+        received: Callable[[ReceiveOrder, str, Mapping[int, int]], None] | None = None,
     ) -> None:
         self._config = config
         self._manifest = manifest
@@ -174,6 +174,9 @@ class TransferLoop:
                     self._abort(request_id, now)
             for endpoint in self._calls.deliver(now):
                 self._links.departed(endpoint, now)
+                self._asked.departed(endpoint, now)
+                if self._pushes is not None:
+                    self._pushes.departed(endpoint, now)
             self._poll(now)
             self._tick(now)
             if self._pushes is not None:
@@ -211,13 +214,13 @@ class TransferLoop:
             self._outbox.finished(order.request_id, ok=False, quarantined=False)
             return
         if push is not None:
-            links, key, engine_id = self._asked, push.peer, push.engine_id
+            links, key, engine_id, prefill = self._asked, push.peer, push.engine_id, push.prefill.name
         else:
             assert remote is not None
-            links, key, engine_id = self._links, remote.peer, remote.remote_engine_id
+            links, key, engine_id, prefill = self._links, remote.peer, remote.remote_engine_id, remote.remote_request_id
         link = links.get(key, engine_id, now)
         machine, attempt = Receive(self._limits, now), secrets.token_bytes(16)
-        self._active[order.request_id] = Active(order, links, link, machine, attempt, began=now, phase_began=now)
+        self._active[order.request_id] = Active(order, links, link, machine, attempt, prefill, now, now)
         links.drive(link, peers.Wanted(order.request_id), now)
 
     def _abort(self, request_id: str, now: float) -> None:
@@ -389,7 +392,7 @@ class TransferLoop:
             self._stats.count("runs", active.moved.runs)
             self._stats.count("descriptors", active.moved.descriptors)
             if self._received is not None:
-                self._received(order, active.late_starts)
+                self._received(order, active.prefill, active.late_starts)
         else:
             self._stats.fail(active.kind)
             log = logger.info if active.kind is FailureKind.ABORTED else logger.error

@@ -188,6 +188,10 @@ class Pushes:
                 moments.append(now + (POLL_DRAINING_S if push.failure else POLL_S))
         return min(moments, default=None)
 
+    def departed(self, endpoint: str, now: float) -> None:
+        """The instance at this endpoint says that it ends."""
+        self._links.departed(endpoint, now)
+
     # Orders
 
     def _await_orders(self, now: float) -> None:

@@ -132,7 +132,7 @@ def test_each_step_orders_what_it_completes_and_holds_it_first(prefill):
     assert [(o.ready, o.step, o.final) for o in prefill.orders()] == [(40, 2, False), (40, 2, True)]
     assert prefill.held() == 3
     prefill.ended()
-    assert answer() == Pushed(PushState.DONE, "", True)
+    assert answer() == Pushed(PushState.DONE, "", True, request_id="p-1")
     assert prefill.held() == 0
 
 
@@ -197,7 +197,7 @@ def test_a_prefill_that_ends_by_a_stop_token_is_handed_over_like_any_other(prefi
     prefill.half.request_finished(request, ([5, 6, 7],))
     prefill.orders()
     prefill.ended()
-    assert answer() == Pushed(PushState.DONE, "", True)
+    assert answer() == Pushed(PushState.DONE, "", True, request_id="p-1")
 
 
 @pytest.mark.parametrize("prefill", [{"kv_lease_duration": 0.3}], indirect=True)

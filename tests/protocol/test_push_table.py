@@ -202,7 +202,8 @@ def test_without_failures_every_order_is_served() -> None:
         for event in order:
             world.do(event)
         world.work()
-        assert [world.answers[into(r).attempt][-1] for r in (0, 1)] == [m.Pushed(m.PushState.DONE, "", True)] * 2, order
+        done = m.Pushed(m.PushState.DONE, "", True, request_id=REQUEST)
+        assert [world.answers[into(r).attempt][-1] for r in (0, 1)] == [done] * 2, order
         assert world.table.take_served() == [REQUEST]
         world.close()
         world.settle()
