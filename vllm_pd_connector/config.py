@@ -28,7 +28,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     Attributes:
         transport: which library moves the bytes.
-        mode: who starts a transfer; "pull" (the decode side reads) is what this version offers.
+        mode: who moves the bytes: "pull" (the decode side reads when the prefill has finished) or "push" (the prefill
+            side writes, while it still computes). A prefill instance in mode push serves both kinds.
+        push_when: "steps" writes what each prefill step completed, "end" everything when the prefill has finished.
         side_channel_host: address that the prefill side binds and advertises. None: the environment variable
             VLLM_NIXL_SIDE_CHANNEL_HOST that in-tree launch scripts set, else loopback.
         side_channel_port: base port; the data-parallel index is added. None: VLLM_NIXL_SIDE_CHANNEL_PORT, else 5600.
@@ -41,15 +43,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         confirm_timeout: for the prefill side's word that the blocks were held while they were read.
         shutdown_timeout: how long a prefill instance that ends lets its readers finish; 0: not at all.
         model_id: name under which both sides know the model; None: the served model's name or path.
-        staging_bytes: memory on the decode side through which caches of another layout are converted, per worker; 0
-            switches conversion off, and unequal layouts move as short runs.
+        staging_bytes: memory of the side that starts transfers through which caches of another layout are converted,
+            per worker; 0 switches conversion off, and unequal layouts move as short runs.
         huge_pages: collapse the caches' memory to huge pages in the background (CPU only; nearly doubles reads).
         transport_options: keys of the transport; see docs/configuration.md.
         digest_dir: test switch; every worker writes layout-invariant digests of what it sent or received there.
     """
 
     transport: Literal["nixl", "mooncake", "loopback"] = "nixl"
-    mode: Literal["pull"] = "pull"
+    mode: Literal["pull", "push"] = "pull"
+    push_when: Literal["steps", "end"] = "steps"
     side_channel_host: str | None = None
     side_channel_port: int | None = None
     side_channel_keys: str | None = None

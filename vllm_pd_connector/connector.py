@@ -51,9 +51,11 @@ adopt_vllm_logging()
 
 @dataclass(frozen=True, slots=True)
 class EncodedManifest(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM ships no types
-    """One worker's manifest on its way to the scheduler half, as the side channel will serve it."""
+    """One worker's manifest on its way to the scheduler half, as the side channel will serve it, and the secret by
+    which the worker proves there that it is one of ours."""
 
     manifest: bytes
+    token: bytes
 
 
 class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM ships no types
@@ -104,7 +106,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         ranks = sorted(metadata)
-        self.scheduler.serve([meta.manifest for meta in map(metadata.get, ranks) if isinstance(meta, EncodedManifest)])
+        found = [meta for meta in map(metadata.get, ranks) if isinstance(meta, EncodedManifest)]
+        self.scheduler.serve([meta.manifest for meta in found], [meta.token for meta in found])
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler.on_new_request(request)
@@ -119,7 +122,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         self.scheduler.update_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self.scheduler.build_metadata()
+        return self.scheduler.build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler.update_output(connector_output)
@@ -135,7 +138,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return EncodedManifest(self.worker.encoded_manifest())
+        return EncodedManifest(self.worker.encoded_manifest(), self.worker.token)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
@@ -154,7 +157,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Nothing: the reader takes the blocks after the request finished."""
+        """Nothing: blocks are read after the request finished, or written out step by step."""
 
     def wait_for_save(self) -> None:
         """Nothing: see `save_kv_layer`."""

@@ -6,10 +6,15 @@ empty most of the time); `WorkerReport` comes back, aggregated over the ranks. B
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from vllm_pd_connector.compat.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm_pd_connector.protocol.messages import Home, PrefillRef, Table
 from vllm_pd_connector.protocol.params import RemotePrefill
+from vllm_pd_connector.protocol.peer import PeerKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +25,30 @@ class GroupBlocks:
     ids: tuple[int, ...]
 
 
+def encode_tables(tables: Iterable[GroupBlocks]) -> tuple[Table, ...]:
+    """Block tables as they travel."""
+    return tuple(Table(table.first_block, np.asarray(table.ids, dtype="<i4").tobytes()) for table in tables)
+
+
+@dataclass(frozen=True, slots=True)
+class PushTerms:
+    """Whom a decode worker asks to write: the prefill instance, which prefill there, and where the decode instance's
+    own manifests are. The incarnation in `peer` is empty if the request does not tell it."""
+
+    peer: PeerKey
+    engine_id: str
+    prefill: PrefillRef
+    home: Home
+    prompt_digest: str
+
+
 @dataclass(frozen=True, slots=True)
 class ReceiveOrder:
-    """Read tokens [start, stop) of a request into `blocks` (one entry per transfer group).
+    """Get tokens [start, stop) of a request into `blocks` (one entry per transfer group).
 
-    `error` is set instead of `remote` when the request's parameters were refused: the worker reports the failure in
-    the way that vLLM's contract wants.
+    They are read from `remote`, or, if `push` is set, written by the prefill instance that it names. `error` is set
+    instead of both when the request's parameters were refused: the worker reports the failure in the way that vLLM's
+    contract wants.
     """
 
     request_id: str
@@ -34,6 +57,7 @@ class ReceiveOrder:
     blocks: tuple[GroupBlocks, ...]
     start: int
     stop: int
+    push: PushTerms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +71,10 @@ class HeldRequest:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM ships no types
-    """From the scheduler half to every worker."""
+    """From the scheduler half to every worker. `step` counts the steps of an instance that pushes: the orders on the
+    side channel name the step whose forward they must wait for."""
 
+    step: int = 0
     receives: list[ReceiveOrder] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     held: list[HeldRequest] = field(default_factory=list)

@@ -19,11 +19,12 @@ from typing import Any
 
 from e2e import digests
 from e2e.agreement import disagreement, parting_step, rest_of
-from e2e.matrix import PLAIN_ROWS, Row
+from e2e.matrix import ORDER_ROWS, PLAIN_ROWS, Row
 from e2e.workload import LOGPROBS, OUTPUT_TOKENS, SCENARIOS, Answer, Prompt, ask, ask_many, completion
 from launch import CPU_FLAGS, Server, Servers, router_spec, vllm_spec
 from make_models import MODELS, make
 from models.engine import rounds_to_bfloat16
+from vllm_pd_connector.observability.instance import parse
 
 SHORT_LEASE_SECONDS = 8.0
 """How long prefill instances of the plain rows keep blocks that nobody fetches; some tests wait for that."""
@@ -104,9 +105,10 @@ class Cluster:
         self.digest_dir = digest_dir
         self._servers = servers
         model = MODELS[row.family]
-        extra: dict[str, Any] = {"kv_lease_duration": SHORT_LEASE_SECONDS} if row in PLAIN_ROWS else {}
+        plain = row in (*PLAIN_ROWS, *ORDER_ROWS)
+        extra: dict[str, Any] = {"kv_lease_duration": SHORT_LEASE_SECONDS} if plain else {}
         if connector == "PDConnector":
-            patience = {} if row in PLAIN_ROWS else PATIENCE
+            patience = {} if plain else PATIENCE
             extra |= {"transport": row.transport, "mode": row.mode, "digest_dir": str(digest_dir)} | patience
 
         def spec(name: str, side: str, role: str, tp_size: int) -> Any:
@@ -221,6 +223,18 @@ class Cluster:
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
             page: str = answer.read().decode()
         return page
+
+    def holds_blocks(self, server: Server) -> bool:
+        """Whether a request holds blocks now; asks for nothing, so the figure is that of the last step."""
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+            found = HOLDINGS.findall(answer.read().decode())
+        return any(name == "kv_cache_usage_perc" and float(value) > 0 for name, value in found)
+
+    @functools.cached_property
+    def prefill_engine_id(self) -> str:
+        """Under which a decode instance asks for caches."""
+        with urllib.request.urlopen(f"{self.prefill.url}/metrics", timeout=30) as answer:
+            return parse(answer.read().decode())[0].engine_id
 
     def is_settled(self, server: Server) -> bool:
         """Whether an instance holds nothing that it did not hold when it started."""

@@ -183,7 +183,30 @@ MOONCAKE_ROWS: list[Row] = [
 ]
 """Every kind of cache and of plan once: no transport knows what it moves, the conformance suite has the rest."""
 
-ROWS: list[Row] = [*_rows(), *UNEQUAL_ROWS, *MOONCAKE_ROWS]
+
+def _push_rows() -> list[Row]:
+    rows = []
+    for family in ("gqa", "swa", "mla"):
+        caching = MODELS[family].prefix_caching
+        rows.append(Row(family, prefix_caching=caching, mode="push"))
+        for p_tp, d_tp in ((2, 1), (1, 2), (2, 2)):
+            rows.append(Row(family, p_tp, d_tp, chunked=caching, prefix_caching=caching, mode="push"))
+    rows += [Row("gqa", chunked=True, prefix_caching=caching, mode="push") for caching in (True, False)]
+    for family in HYBRIDS:
+        rows.append(Row(family, prefix_caching=MODELS[family].prefix_caching, mode="push"))
+    unequal = [row for row in UNEQUAL_ROWS if row.p_tp * row.p_pp * row.d_tp * row.d_pp < 4]
+    return rows + [replace(row, chunked=True, mode="push") for row in unequal]
+
+
+QUICK_PUSH_ROWS: list[Row] = [Row("gqa", chunked=True, mode="push")]
+
+ORDER_ROWS: list[Row] = QUICK_PUSH_ROWS
+"""Where the two legs of a hand-off are sent in every dangerous order."""
+
+PUSH_ROWS: list[Row] = _push_rows()
+"""Pairs in which the prefill side writes. Steps matter here, so pairs with unequal sides compute in chunks."""
+
+ROWS: list[Row] = [*_rows(), *UNEQUAL_ROWS, *MOONCAKE_ROWS, *PUSH_ROWS]
 
 UNEQUAL_HYBRID_ROWS = [row for row in ROWS if row.family in HYBRIDS and row.prefix_caching and row.p_tp != row.d_tp]
 """Hybrids whose logical blocks differ because their states do, with prefix caching on."""
@@ -194,14 +217,18 @@ PLAIN_ROWS: list[Row] = [Row(family, prefix_caching=MODELS[family].prefix_cachin
 """One row per family: equal sides, everything at its default. What does not depend on geometry is tested on these."""
 
 
+def _plainest(row: Row) -> bool:
+    return row.transport == "nixl" and row.mode == "pull" and not row.unequal
+
+
 QUICK_ROWS: list[Row] = [
     row
     for row in ROWS
     if row == QUICK_MOONCAKE_ROW
-    or row in QUICK_UNEQUAL_ROWS
+    or row in (*QUICK_UNEQUAL_ROWS, *QUICK_PUSH_ROWS)
     or (row in PLAIN_ROWS and row.family in ("swa", "kimi", "granite"))
-    or (row.family in ("gqa", "mla") and row.transport == "nixl" and not row.unequal and row.workers < 4)
-    or (row.family == "swa" and row.transport == "nixl" and not row.unequal and row.workers == 2)
+    or (_plainest(row) and row.family in ("gqa", "mla") and row.workers < 4)
+    or (_plainest(row) and row.family == "swa" and row.workers == 2)
 ]
 """What `make test` chooses from. A pair with four workers takes minutes on two cores, and unequal sides are tested
 without servers by the geometry's property tests: most of both are rows of `make test-full`. So are most hybrids: what

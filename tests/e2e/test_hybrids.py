@@ -14,7 +14,11 @@ from e2e.workload import SCENARIOS, ask
 from make_models import MODELS, make
 
 HYBRID_ROWS = [row for row in ROWS if row.family in HYBRIDS]
-EQUAL_ROWS = [row for row in HYBRID_ROWS if row.workers == 2 and not (row.chunked or row.p_conv or row.d_conv)]
+EQUAL_ROWS = [
+    row
+    for row in HYBRID_ROWS
+    if row.workers == 2 and row.mode == "pull" and not (row.chunked or row.p_conv or row.d_conv)
+]
 RECEIVED = re.compile(r"^vllm:pd_received_bytes_total\{[^}]*\} (\S+)$", re.MULTILINE)
 
 ROUNDS = 15

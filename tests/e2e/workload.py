@@ -53,6 +53,7 @@ SCENARIOS: dict[str, list[Prompt]] = {
         "after abandoned": (60, 350),
         "bad input": (150, 350),
         "again and again": REPEATED,
+        "orders": (400, 1900),
     }.items()
 }
 

@@ -16,6 +16,13 @@ from vllm_pd_connector.protocol import messages as m
 HEADER = struct.Struct("!4sHQ")
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine decides nothing
 LEASE = m.LeaseRef("cmpl-1", bytes(range(16)))
+PREFILL = m.PrefillRef("cmpl-1", None)
+PUSH = m.PushInto(
+    m.PrefillRef("cmpl-1", bytes(16)),
+    m.Home("decode-0", "ab" * 16, "10.0.0.1", 5600),
+    pp_rank=0, tp_rank=1, reader=1, readers=2, attempt=b"a" * 16,
+    blocks=(m.Table(0, b"\1\0\0\0"), m.Table(3, b"")), start=16, stop=40, prompt_digest="0" * 16,
+)  # fmt: skip
 REQUESTS = [
     m.GetManifests("engine-0"),
     m.Describe(),
@@ -23,6 +30,11 @@ REQUESTS = [
     m.ReadDone(LEASE, reader=1, readers=4, attempt=b"a" * 16),
     m.Release((LEASE,)),
     m.Status(),
+    PUSH,
+    m.WithdrawPush(PREFILL, b"a" * 16),
+    m.DeclinePush(PREFILL),
+    m.AwaitOrders(bytes(16), worker=3, seen=7),
+    m.PushEnded(bytes(16), 3, b"a" * 16, ok=False, reason="broken", terminal=False),
 ]
 REPLIES = [
     m.Manifests("engine-0", "0123456789abcdef" * 2, (b"one", b"two")),
@@ -31,6 +43,9 @@ REPLIES = [
     m.Released(),
     m.Standing(3),
     m.Failure(m.FailureCode.NOT_READY, "later"),
+    m.Pushed(m.PushState.WRITING, "", terminal=False),
+    m.Orders(2, (m.Write(PUSH, PUSH.blocks, ready=32, step=5, final=False), m.GiveUp(b"a" * 16, "aborted"))),
+    m.Noted(),
 ]
 ids = {"ids": lambda message: type(message).__name__}
 

@@ -171,3 +171,91 @@ def test_each_phase_has_its_deadline(events, phase):
     assert machine.handle(r.Tick(), deadline - 0.001) == []
     (report,) = machine.handle(r.Tick(), deadline)
     assert phase in report.reason and report.quarantined == bool(events)
+
+
+PUSH_EVENTS: list[tuple[r.Event, float]] = [
+    (r.PushReady(), 0.0),
+    (r.PushAlive(writing=False), 0.0),
+    (r.PushAlive(writing=True), 0.0),
+    (r.PushSilent(), 0.0),
+    (r.PushDone(), 0.0),
+    (r.PushFailed("aborted", terminal=False), 0.0),
+    (r.PushFailed("broken", terminal=True), 0.0),
+    (r.PeerFailed("lost"), 0.0),
+    (r.TransferDone(1), 0.0),
+    (HELD, 0.0),
+    (r.Abort(), 0.0),
+    (r.Tick(), 0.0),
+    (r.Tick(), LATE),
+]
+
+
+@dataclass(frozen=True)
+class Pushing:
+    """What an observer knows of a push: was it asked for, has the prefill side said its last word, what was done."""
+
+    asked: bool = False
+    over: bool = False
+    reported: r.Report | None = None
+    withdrawn: bool = False
+    drained: bool = False
+
+
+def test_every_order_of_events_of_a_push_reports_once_and_truthfully():
+    frontier = [(r.Receive(LIMITS, 0.0), Pushing())]
+    known, ends = set(), set()
+    while frontier:
+        machine, seen = frontier.pop()
+        for event, now in PUSH_EVENTS:
+            after = deepcopy(machine)
+            actions = after.handle(event, now)
+            watched = seen
+            if seen.asked and isinstance(event, r.PushDone | r.PushFailed):
+                watched = replace(watched, over=seen.over or getattr(event, "terminal", True))
+            for action in actions:
+                match action:
+                    case r.AskPush():
+                        assert watched.reported is None and not watched.over
+                        watched = replace(watched, asked=True)
+                    case r.Withdraw():
+                        assert watched.reported is not None and watched.reported.quarantined and not watched.over
+                        watched = replace(watched, withdrawn=True)
+                    case r.Report(ok, reason, quarantined):
+                        assert watched.reported is None, "reported twice"
+                        assert ok == isinstance(event, r.PushDone) and bool(reason) != ok
+                        assert quarantined == (watched.asked and not watched.over)
+                        watched = replace(watched, reported=action)
+                    case r.Drained():
+                        assert watched.withdrawn and watched.over and not watched.drained
+                        watched = replace(watched, drained=True)
+                    case _:
+                        raise AssertionError(f"{action} in a push")
+            if watched.reported is not None and watched.reported.quarantined:
+                assert watched.withdrawn and watched.drained == watched.over
+            assert (after.next_deadline() is None) == (watched.reported is not None)
+            if watched.reported is not None:
+                ends.add((after.state, watched.reported.ok, watched.reported.quarantined, watched.drained))
+            key = (after.state, after.writing, watched)
+            if key not in known:
+                known.add(key)
+                frontier.append((after, watched))
+    assert ends == {
+        (r.State.DONE, True, False, False),
+        (r.State.FAILED, False, False, False),
+        (r.State.DRAINING, False, True, False),
+        (r.State.FAILED, False, True, True),
+    }
+
+
+def test_a_push_that_computes_for_long_is_waited_for_and_one_that_writes_for_long_is_not():
+    machine = r.Receive(LIMITS, 0.0)
+    machine.handle(r.PushReady(), 1.0)
+    assert machine.next_deadline() == 1.0 + LIMITS.silent_s
+    for now in (10.0, 20.0, 500.0):
+        assert machine.handle(r.PushAlive(writing=False), now) == [r.AskPush()]
+        assert machine.next_deadline() == now + LIMITS.silent_s
+    machine.handle(r.PushAlive(writing=True), 510.0)
+    machine.handle(r.PushAlive(writing=True), 520.0)
+    assert machine.next_deadline() == 510.0 + LIMITS.read_s
+    [report, _] = machine.handle(r.Tick(), 530.0)
+    assert isinstance(report, r.Report) and "20 s" in report.reason

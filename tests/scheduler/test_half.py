@@ -26,6 +26,12 @@ from vllm_pd_connector.sidechannel.keys import create_keys, create_secret
 from vllm_pd_connector.steps import GroupBlocks, WorkerReport
 
 PROMPT = list(range(40))
+TOKEN = bytes(16)
+EMPTY_STEP: Any = SimpleNamespace(
+    scheduled_new_reqs=[],
+    scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+    num_scheduled_tokens={},
+)
 BLOCK = 16
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
 WINDOW = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=24)
@@ -84,7 +90,7 @@ def make_request(request_id: str, params: Any, prompt: list[int] = PROMPT, **cha
 @pytest.fixture
 def producer() -> Iterator[SchedulerHalf]:
     half, _ = make_half("kv_producer", kv_lease_duration=2.0)
-    half.serve([b"manifest"])
+    half.serve([b"manifest"], [TOKEN])
     yield half
     half.shutdown()
 
@@ -125,19 +131,19 @@ def test_a_finished_prefill_is_held_and_its_parameters_lead_to_an_order(producer
     half.on_new_request(request)
     count, blocks = allocate(half, pool, request, computed=16)
     assert count == 24
-    [order] = half.build_metadata().receives
+    [order] = half.build_metadata(EMPTY_STEP).receives
     assert (order.start, order.stop, order.error) == (16, 40, "")
     assert order.blocks == (GroupBlocks(0, tuple(block.block_id for block in blocks)),)
     assert order.remote is not None and order.remote.remote_block_ids == ((5, 6, 7),)
-    assert half.build_metadata().receives == [], "an order is given once"
+    assert half.build_metadata(EMPTY_STEP).receives == [], "an order is given once"
     assert half.num_matched_tokens(request, 0) == (0, False), "a loading request has nothing more to load"
     half.update_after_alloc(request, KVCacheBlocks((blocks,)), 0)
-    assert half.build_metadata().receives == []
+    assert half.build_metadata(EMPTY_STEP).receives == []
 
 
 def test_held_blocks_stay_out_of_the_pool_until_the_lease_ends():
     half, pool = make_half("kv_producer", kv_lease_duration=60)
-    half.serve([b"manifest"])
+    half.serve([b"manifest"], [TOKEN])
     free = pool.get_num_free_blocks()
     hand_over(half, "p-1")
     assert pool.get_num_free_blocks() == free - 3 and half.producer.num_leases == 1
@@ -201,7 +207,7 @@ def test_a_prompt_that_is_cached_locally_reads_nothing_and_releases(producer, co
     request = make_request("d-1", hand_over(producer))
     half.on_new_request(request)
     assert allocate(half, pool, request, computed=40)[0] == 0
-    assert half.build_metadata().receives == []
+    assert half.build_metadata(EMPTY_STEP).receives == []
     until(lambda: freed(producer) == ["p-1"], "the lease to be released")
 
 
@@ -210,10 +216,10 @@ def test_an_abort_while_loading_is_passed_to_the_workers_and_ends_with_their_rep
     request = make_request("d-1", hand_over(producer))
     half.on_new_request(request)
     allocate(half, pool, request)
-    half.build_metadata()
+    half.build_metadata(EMPTY_STEP)
     request.status = RequestStatus.FINISHED_ABORTED
     half.request_finished(request, ([1, 2, 3],))
-    assert half.build_metadata().aborts == ["d-1"]
+    assert half.build_metadata(EMPTY_STEP).aborts == ["d-1"]
     half.update_output(KVConnectorOutput(finished_recving={"d-1"}, failed_recving={"d-1"}))
     assert half.consumer.blocks_of("d-1") == []
 
@@ -231,7 +237,7 @@ def test_prefill_leaves_decode_what_decode_must_compute_itself(spec, left):
     """With a window, the block of a token that the last prompt token attends to is gone once the prompt is whole."""
     producer, _ = make_half("kv_producer", spec=spec)
     consumer, pool = make_half("kv_consumer", spec=spec)
-    producer.serve([b"manifest"])
+    producer.serve([b"manifest"], [TOKEN])
     prefill = new_prompt("p-1", {"do_remote_decode": True}, PROMPT)
     producer.on_new_request(prefill)
     assert len(prefill.prompt_token_ids) == prefill.num_prompt_tokens == len(PROMPT) - left
@@ -240,7 +246,7 @@ def test_prefill_leaves_decode_what_decode_must_compute_itself(spec, left):
     decode = new_prompt("d-1", json.loads(json.dumps(params)), PROMPT)
     consumer.on_new_request(decode)
     assert allocate(consumer, pool, decode)[0] == len(PROMPT) - left
-    [order] = consumer.build_metadata().receives
+    [order] = consumer.build_metadata(EMPTY_STEP).receives
     assert (order.error, order.stop) == ("", len(PROMPT) - left)
     for half in (producer, consumer):
         half.shutdown()
@@ -260,7 +266,7 @@ def test_a_whole_prompt_offered_to_a_windowed_model_is_refused(producer):
     request = make_request("d-1", hand_over(producer))
     half.on_new_request(request)
     allocate(half, pool, request)
-    [order] = half.build_metadata().receives
+    [order] = half.build_metadata(EMPTY_STEP).receives
     assert order.remote is None and "remote_num_tokens" in order.error
     half.shutdown()
 
@@ -287,7 +293,7 @@ def test_refused_parameters_become_a_failing_order_and_not_an_exception(producer
     request = make_request("d-1", break_it(hand_over(producer)))
     half.on_new_request(request)
     assert allocate(half, pool, request)[0] == 40
-    [order] = half.build_metadata().receives
+    [order] = half.build_metadata(EMPTY_STEP).receives
     assert order.remote is None and order.error
     half.request_finished(request, ([1, 2, 3],))
 
@@ -297,7 +303,7 @@ def test_parameters_of_another_prompt_are_refused(producer, consumer):
     request = make_request("d-1", hand_over(producer), prompt=[*PROMPT[:-1], 99])
     half.on_new_request(request)
     allocate(half, pool, request)
-    [order] = half.build_metadata().receives
+    [order] = half.build_metadata(EMPTY_STEP).receives
     assert order.remote is None and "same prompt" in order.error
 
 
@@ -307,7 +313,7 @@ def test_quarantined_blocks_stay_out_of_the_pool_until_every_rank_has_drained(pr
     request = make_request("d-1", hand_over(producer))
     half.on_new_request(request)
     _, blocks = allocate(half, pool, request)
-    half.build_metadata()
+    half.build_metadata(EMPTY_STEP)
     half.update_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(quarantined={"d-1": 1})))
     half.update_output(
         KVConnectorOutput(
@@ -327,7 +333,7 @@ def test_quarantined_blocks_stay_out_of_the_pool_until_every_rank_has_drained(pr
 
 def test_a_consumer_asked_to_prefill_says_so_and_holds_nothing(consumer):
     half, _ = consumer
-    half.serve([b"manifest"])
+    half.serve([b"manifest"], [TOKEN])
     request = make_request("d-1", {"do_remote_decode": True})
     assert half.request_finished(request, ([5],)) == (False, None)
 
@@ -355,11 +361,11 @@ def test_a_request_id_that_no_decode_instance_would_accept_holds_nothing(produce
 
 def test_two_instances_at_one_port_are_refused_with_the_reason():
     first, _ = make_half("kv_producer")
-    first.serve([b"manifest"])
+    first.serve([b"manifest"], [TOKEN])
     with contextlib.closing(SimpleNamespace(close=first.shutdown)):
         second, _ = make_half("kv_producer", side_channel_port=first.producer._port)
         with pytest.raises(Exception, match=str(first.producer._port)):
-            second.serve([b"manifest"])
+            second.serve([b"manifest"], [TOKEN])
 
 
 def refusal(half: SchedulerHalf, pool: BlockPool, params: Any) -> str:
@@ -367,7 +373,7 @@ def refusal(half: SchedulerHalf, pool: BlockPool, params: Any) -> str:
     request = make_request("d-1", params)
     half.on_new_request(request)
     allocate(half, pool, request)
-    [order] = half.build_metadata().receives
+    [order] = half.build_metadata(EMPTY_STEP).receives
     return str(order.error)
 
 
@@ -388,7 +394,7 @@ def test_a_secret_on_both_sides_lets_only_true_parameters_in(tmp_path):
     secret = tmp_path / "params.secret"
     create_secret(secret)
     producer, _ = make_half("kv_producer", params_secret=str(secret))
-    producer.serve([b"manifest"])
+    producer.serve([b"manifest"], [TOKEN])
     half, pool = make_half("kv_consumer", params_secret=str(secret))
     params = hand_over(producer)
     assert "signature" in refusal(half, pool, params | {"remote_block_ids": [[1, 2, 3]]})
@@ -404,7 +410,7 @@ def test_keys_on_both_sides_keep_a_lease_alive_and_give_it_back(tmp_path):
     shutil.copy(tmp_path / "p" / "p.key", tmp_path / "d")
     shutil.copy(tmp_path / "d" / "d.key", tmp_path / "p")
     producer, _ = make_half("kv_producer", side_channel_keys=str(tmp_path / "p"), kv_lease_duration=30.0)
-    producer.serve([b"manifest"])
+    producer.serve([b"manifest"], [TOKEN])
     half, _ = make_half("kv_consumer", side_channel_keys=str(tmp_path / "d"))
     request = make_request("d-1", hand_over(producer))
     half.on_new_request(request)

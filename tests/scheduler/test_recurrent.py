@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_half import FULL, PROMPT, make_half, make_request, new_prompt
+from test_half import EMPTY_STEP, FULL, PROMPT, TOKEN, make_half, make_request, new_prompt
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -35,7 +35,7 @@ def pair_of(spec: MambaSpec, other: MambaSpec | None = None) -> tuple[SchedulerH
     producer, _ = make_half("kv_producer", spec=(FULL, spec, spec))
     there = other or spec
     consumer, pool = make_half("kv_consumer", spec=(FULL, there, there))
-    producer.serve([b"manifest"])
+    producer.serve([b"manifest"], [TOKEN])
     return producer, consumer, pool
 
 
@@ -67,7 +67,7 @@ def test_prefill_names_the_block_of_each_group_that_holds_the_state_of_what_it_c
     assert params["remote_block_ids"][:2] == [[1, 2, 3], [block]]
     assert params["pd_connector"]["first_blocks"] == [0, 0, 0]
     held = producer.producer._blocks
-    assert held is not None and {b.block_id for b in held._blocks["p-1"]} >= {1, 2, 3, block}
+    assert held is not None and held._blocks["p-1"].keys() >= {1, 2, 3, block}
     for half in (producer, consumer):
         half.shutdown()
 
@@ -93,7 +93,7 @@ def test_decode_loads_all_but_the_last_token_into_the_block_that_its_own_mode_na
     attention, first, second = pool.get_new_blocks(3), pool.get_new_blocks(1), pool.get_new_blocks(1)
     null = [pool.null_block] if d_mode == "align" else []
     consumer.update_after_alloc(request, KVCacheBlocks((attention, null + first, null + second)), COMPUTED - cached)
-    [order] = consumer.build_metadata().receives
+    [order] = consumer.build_metadata(EMPTY_STEP).receives
     assert (order.start, order.stop) == (cached, COMPUTED)
     assert order.blocks == (
         GroupBlocks(0, tuple(block.block_id for block in attention)),
@@ -112,7 +112,7 @@ def test_a_prompt_that_is_cached_but_for_its_last_token_loads_nothing():
     assert consumer.num_matched_tokens(request, COMPUTED) == (0, False)
     blocks = pool.get_new_blocks(3)
     consumer.update_after_alloc(request, KVCacheBlocks((blocks, [], [])), 0)
-    assert consumer.build_metadata().receives == []
+    assert consumer.build_metadata(EMPTY_STEP).receives == []
     for half in (producer, consumer):
         half.shutdown()
 

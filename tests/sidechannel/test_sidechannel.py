@@ -428,7 +428,7 @@ def test_what_cannot_be_sent_is_refused_before_it_is_sent(client):
     with pytest.raises(ProtocolError, match="not an address"):
         client.send("tcp://nowhere", m.Release(()), 1.0)
     with pytest.raises(ProtocolError, match="limit"):
-        client.send("tcp://127.0.0.1:1", m.GetManifests("e" * 70000), 1.0)
+        client.send("tcp://127.0.0.1:1", m.GetManifests("e" * m.MAX_REQUEST_FRAME), 1.0)
     assert client.sockets() == ()
 
 

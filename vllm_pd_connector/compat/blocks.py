@@ -6,7 +6,7 @@ Source: vLLM 0.32, `v1/request.py`, `v1/core/kv_cache_manager.py`, `v1/core/bloc
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 NULL_BLOCK = 0
@@ -46,6 +47,15 @@ def stop_short(request: Request, tokens: int) -> None:
     del request._all_token_ids[-tokens:]
     request.num_prompt_tokens -= tokens
     request.max_tokens = 1
+
+
+def computed_after(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """(request id, tokens whose cache is there after this step) of every request that is scheduled in it."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+    cached = output.scheduled_cached_reqs
+    for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield request_id, computed + output.num_scheduled_tokens[request_id]
 
 
 def prompt_digest(request: Request, num_tokens: int) -> str:
@@ -92,7 +102,7 @@ class HeldBlocks:
 
     def __init__(self, pool: BlockPool):
         self._pool = pool
-        self._blocks: dict[str, list[KVCacheBlock]] = {}
+        self._blocks: dict[str, dict[int, KVCacheBlock]] = {}
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -101,14 +111,15 @@ class HeldBlocks:
         return request_id in self._blocks
 
     def hold(self, request_id: str, ids: Iterable[int]) -> None:
-        """Reference these blocks, null blocks aside; the request still owns them."""
-        blocks = [self._pool.blocks[i] for i in ids if i != NULL_BLOCK]
-        self._pool.touch(blocks)
-        self._blocks[request_id] = blocks
+        """Reference these blocks, null blocks and those held for it already aside; the request still owns them."""
+        held = self._blocks.setdefault(request_id, {})
+        blocks = {i: self._pool.blocks[i] for i in ids if i != NULL_BLOCK and i not in held}
+        self._pool.touch(list(blocks.values()))
+        held |= blocks
 
     def release(self, request_id: str) -> None:
         """Give the references back, the tail of the prompt first (vLLM evicts in this order)."""
-        self._pool.free_blocks(reversed(self._blocks.pop(request_id)))
+        self._pool.free_blocks(reversed(self._blocks.pop(request_id).values()))
 
 
 class Quarantine:

@@ -120,6 +120,12 @@ def transfer_groups(config: KVCacheConfig) -> tuple[Group, ...]:
     return tuple(groups)
 
 
+def group_kinds(config: KVCacheConfig) -> tuple[GroupKind | None, ...]:
+    """The kind of each transfer group, in their order; None for what `transfer_groups` refuses."""
+    specs = (_representative(group.kv_cache_spec) for group in config.transfer_groups)
+    return tuple(_GROUP_KINDS.get(type(spec).__name__) for spec in specs)
+
+
 def prefill_backoff(vllm_config: VllmConfig, config: KVCacheConfig) -> int:
     """Trailing prompt tokens that the prefill side must leave to the decode side.
 
@@ -131,7 +137,7 @@ def prefill_backoff(vllm_config: VllmConfig, config: KVCacheConfig) -> int:
     Source: vLLM 0.32, `SlidingWindowManager.get_num_skipped_tokens`, `VllmConfig.num_prefill_lookahead_tokens`,
     nixl/base_scheduler.py (prefill backoff, for recurrent states only).
     """
-    kinds = {_GROUP_KINDS.get(type(_representative(group.kv_cache_spec)).__name__) for group in config.transfer_groups}
+    kinds = set(group_kinds(config))
     return max(0 if kinds <= {GroupKind.FULL} else 1, int(vllm_config.num_prefill_lookahead_tokens) - 1)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.geometry.manifest import Segment
@@ -33,6 +33,24 @@ def make_device_current(segments: Sequence[Segment]) -> None:
         import torch
 
         torch.accelerator.set_device_index(device.device_id)
+
+
+def forward_marker(segments: Sequence[Segment]) -> Callable[[], Callable[[], bool]]:
+    """A function to call after a forward was launched, in the thread that did; what it returns tells, in any thread,
+    whether that forward has written everything to these segments.
+
+    On the CPU a launched forward is done. On a device an event is recorded behind it.
+    """
+    if all(segment.device == "cpu" for segment in segments):
+        return lambda: lambda: True
+    import torch
+
+    def mark() -> Callable[[], bool]:
+        event = torch.Event()
+        event.record()
+        return lambda: bool(event.query())
+
+    return mark
 
 
 def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -44,10 +44,10 @@ class DigestTrace:
         """A finished prefill: all of its tokens."""
         self._write("sent", request.request_id, request.blocks, 0, request.num_tokens)
 
-    def received(self, order: ReceiveOrder, late_starts: Mapping[int, int]) -> None:
-        """A finished receive: the tokens that were read. In some groups these begin late, at the given positions."""
-        assert order.remote is not None
-        extra = {"remote_request_id": np.array(order.remote.remote_request_id)}
+    def received(self, order: ReceiveOrder, prefill: str, late_starts: Mapping[int, int]) -> None:
+        """A finished receive: the tokens that came from the request `prefill`. In some groups these begin late, at the
+        given positions."""
+        extra = {"remote_request_id": np.array(prefill)}
         self._write("received", order.request_id, order.blocks, order.start, order.stop, extra, late_starts)
 
     def _write(

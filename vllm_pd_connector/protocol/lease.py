@@ -117,6 +117,19 @@ class LeaseTable:
             if self._find(ref) is not None:
                 self._end(ref.request_id, End.RELEASED)
 
+    def extend(self, ref: LeaseRef, now: float, seconds: float) -> None:
+        """Keep a lease for at least its duration and `seconds` more from now; ignored if it is not held."""
+        self.tick(now)
+        lease = self._find(ref)
+        if lease is not None:
+            lease.deadline = max(lease.deadline, now + lease.duration + seconds)
+
+    def served(self, request_id: str, now: float) -> None:
+        """End a lease whose readers were all given their bytes by this side; ignored if it is not held."""
+        self.tick(now)
+        if request_id in self._held:
+            self._end(request_id, End.READ)
+
     def drop(self, request_id: str, now: float) -> None:
         """End a lease from the prefill side; ignored if it is not held."""
         self.tick(now)

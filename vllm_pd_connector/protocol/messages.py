@@ -27,12 +27,14 @@ MAGIC: Final = b"VPDC"
 PROTOCOL_VERSION: Final = 1
 MIN_VERSION: Final = 1
 
-MAX_REQUEST_FRAME: Final = 64 * 1024
+MAX_REQUEST_FRAME: Final = 1024 * 1024
 MAX_REPLY_FRAME: Final = 16 * 1024 * 1024
 MAX_LEASES: Final = 24  # of the longest request ids, in UTF-8, still fit a request frame
 MAX_READERS: Final = 4096
 MAX_TEXT: Final = 4096
 NONCE_BYTES: Final = 16
+MAX_TABLE_BYTES: Final = 512 * 1024
+MAX_GROUPS: Final = 256
 
 _HEADER: Final = struct.Struct("!4sHQ")
 _ADVICE: Final = "run releases of vllm_pd_connector on both sides that share a protocol version"
@@ -57,6 +59,36 @@ class LeaseRef(Message, frozen=True):
 
 
 Leases = Annotated[tuple[LeaseRef, ...], Meta(max_length=MAX_LEASES)]
+
+
+class Table(Message, frozen=True):
+    """Logical block ids of one KV-cache group, as little-endian int32: entry i is logical block `first_block` + i."""
+
+    first_block: Annotated[int, Meta(ge=0, lt=2**31)]
+    ids: Annotated[bytes, Meta(max_length=MAX_TABLE_BYTES)]
+
+
+Tables = Annotated[tuple[Table, ...], Meta(max_length=MAX_GROUPS)]
+Tokens = Annotated[int, Meta(ge=0, lt=2**31)]
+LateStarts = Annotated[dict[Annotated[int, Meta(ge=0, lt=MAX_GROUPS)], Tokens], Meta(max_length=MAX_GROUPS)]
+
+
+class PrefillRef(Message, frozen=True):
+    """One prefill on the instance that is asked: by the name that both legs of a request carry, or, with the nonce of
+    its lease, by its request id there."""
+
+    name: RequestId
+    nonce: Nonce | None
+
+
+class Home(Message, frozen=True):
+    """Where the manifests of a decode instance are served, by whom (its CURVE key), and which of its lives is meant."""
+
+    engine_id: EngineId
+    incarnation: Incarnation
+    host: Annotated[str, Meta(min_length=1, max_length=253)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    server_key: Annotated[str, Meta(min_length=40, max_length=40)] | None = None
 
 
 class GetManifests(Message, frozen=True, tag="get_manifests"):
@@ -89,6 +121,67 @@ class ReadDone(Message, frozen=True, tag="read_done"):
     reader: Annotated[int, Meta(ge=0, lt=MAX_READERS)]
     readers: Annotated[int, Meta(ge=1, le=MAX_READERS)]
     attempt: Nonce
+
+
+class PushInto(Message, frozen=True, tag="push_into"):
+    """Write tokens [start, stop) of a prefill into these blocks of one worker of the decode instance at `home`.
+
+    Answered when every byte is there, at once when it fails, and otherwise after a few seconds with how far it is; the
+    decode side then asks again, with the same `attempt` (random, drawn once per receive). `reader` and `readers`
+    count workers as in `ReadDone`, `pp_rank` and `tp_rank` name the worker in its instance's manifests.
+    """
+
+    prefill: PrefillRef
+    home: Home
+    pp_rank: Annotated[int, Meta(ge=0, lt=MAX_READERS)]
+    tp_rank: Annotated[int, Meta(ge=0, lt=MAX_READERS)]
+    reader: Annotated[int, Meta(ge=0, lt=MAX_READERS)]
+    readers: Annotated[int, Meta(ge=1, le=MAX_READERS)]
+    attempt: Nonce
+    blocks: Tables
+    start: Tokens
+    stop: Tokens
+    prompt_digest: Annotated[str, Meta(min_length=16, max_length=16)]
+
+
+class WithdrawPush(Message, frozen=True, tag="withdraw_push"):
+    """The push of this attempt is not wanted any more; answered like `PushInto` when nothing of it can land."""
+
+    prefill: PrefillRef
+    attempt: Nonce
+
+
+class DeclinePush(Message, frozen=True, tag="decline_push"):
+    """A prefill that the decode instance needs nothing of: a full prefix hit, or a request that was aborted."""
+
+    prefill: PrefillRef
+
+
+class AwaitOrders(Message, frozen=True, tag="await_orders"):
+    """From a worker to its own scheduler half: the orders after number `seen`, as soon as there are any.
+
+    `token` was drawn by the worker and given to its scheduler half by way of vLLM, so that nobody else gets orders.
+    """
+
+    token: Nonce
+    worker: Annotated[int, Meta(ge=0, lt=MAX_READERS)]
+    seen: Annotated[int, Meta(ge=0)]
+
+
+class PushEnded(Message, frozen=True, tag="push_ended"):
+    """From a worker to its own scheduler half: its part of a push is written, or has failed.
+
+    A failure that is not `terminal` may still write; another report follows when it cannot any more. `late_starts`
+    are those of `geometry.bind`: destination groups whose first block in the window holds tokens only from there on.
+    """
+
+    token: Nonce
+    worker: Annotated[int, Meta(ge=0, lt=MAX_READERS)]
+    attempt: Nonce
+    ok: bool
+    reason: Text
+    terminal: bool
+    late_starts: LateStarts = {}
 
 
 class Release(Message, frozen=True, tag="release"):
@@ -132,6 +225,61 @@ class Standing(Message, frozen=True, tag="standing"):
     leases: Annotated[int, Meta(ge=0)]
 
 
+class PushState(StrEnum):
+    """How far a push is."""
+
+    EXPECTED = "expected"
+    COMPUTING = "computing"
+    WRITING = "writing"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Pushed(Message, frozen=True, tag="pushed"):
+    """State of one push, with the reason if it failed. `terminal`: nothing of it is written from now on.
+
+    `request_id` is the prefill's, once it is known, for logs and traces.
+    """
+
+    state: PushState
+    reason: Text
+    terminal: bool
+    late_starts: LateStarts = {}
+    request_id: Text = ""
+
+
+class Write(Message, frozen=True, tag="write"):
+    """Order to a worker: write what is missing of tokens below `ready`, when its forward of `step` is done.
+
+    Block ids in `source` are the prefill side's. Only with `final` are the last partial block, windows and states
+    written; before, only blocks that are complete.
+    """
+
+    into: PushInto
+    source: Tables
+    ready: Tokens
+    step: Annotated[int, Meta(ge=0)]
+    final: bool
+
+
+class GiveUp(Message, frozen=True, tag="give_up"):
+    """Order to a worker: start no more writes of this attempt, and report its end."""
+
+    attempt: Nonce
+    reason: Text
+
+
+class Orders(Message, frozen=True, tag="orders"):
+    """The orders up to number `last`, oldest first; none if nothing came for a while."""
+
+    last: Annotated[int, Meta(ge=0)]
+    orders: tuple[Write | GiveUp, ...]
+
+
+class Noted(Message, frozen=True, tag="noted"):
+    """The message was taken in."""
+
+
 class FailureCode(StrEnum):
     """What a client can do about a failure differs by code."""
 
@@ -154,8 +302,20 @@ class Failure(Message, frozen=True, tag="failure"):
     message: Text
 
 
-Request = GetManifests | Describe | Renew | ReadDone | Release | Status
-Reply = Manifests | Renewed | ReadVerdict | Released | Standing | Failure
+Request = (
+    GetManifests
+    | Describe
+    | Renew
+    | ReadDone
+    | Release
+    | PushInto
+    | WithdrawPush
+    | DeclinePush
+    | AwaitOrders
+    | PushEnded
+    | Status
+)
+Reply = Manifests | Renewed | ReadVerdict | Released | Standing | Pushed | Orders | Noted | Failure
 
 REPLY_OF: Final[dict[type[Message], type[Message]]] = {
     GetManifests: Manifests,
@@ -164,6 +324,11 @@ REPLY_OF: Final[dict[type[Message], type[Message]]] = {
     ReadDone: ReadVerdict,
     Release: Released,
     Status: Standing,
+    PushInto: Pushed,
+    WithdrawPush: Pushed,
+    DeclinePush: Noted,
+    AwaitOrders: Orders,
+    PushEnded: Noted,
 }
 
 T = TypeVar("T")

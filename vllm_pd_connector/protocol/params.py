@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Annotated, Any, Final, Literal, TypeVar
@@ -142,6 +143,28 @@ class RemotePrefill(Base, frozen=True):
         return LeaseRef(self.remote_request_id, nonce)
 
 
+class RemotePush(Base, frozen=True):
+    """Which prefill a decode instance asks for when nobody has computed it yet: the request of a concurrent router.
+
+    The prefill is found by the name that both legs share, see `pairing_name`; sizes are learned from the manifests.
+    """
+
+    do_remote_prefill: bool
+    remote_engine_id: EngineId
+    remote_host: Host
+    remote_port: Port
+    do_remote_decode: bool | None = None
+    remote_request_id: str | None = None
+    remote_block_ids: BlockIds | None = None
+    tp_size: ParallelSize | None = None
+    dcp_size: ParallelSize | None = None
+    pp_size: ParallelSize | None = None
+    remote_num_tokens: NumTokens | None = None
+    remote_blocks_expiry_time: float | None = None
+    transfer_mode: Literal["push"] | None = None
+    pd_connector: None = None
+
+
 class RemoteDecode(Base, frozen=True):
     """What a router asks of a prefill instance: compute the prompt, keep the cache for a decode instance.
 
@@ -165,6 +188,7 @@ class RemoteDecode(Base, frozen=True):
 
 
 S = TypeVar("S", bound=Base)
+_RANDOM_SUFFIX: Final = re.compile(r"-[0-9a-f]{8}\Z", re.IGNORECASE)
 
 
 def kind_of(params: object) -> Kind:
@@ -240,6 +264,36 @@ def require_signature(remote: RemotePrefill, secret: bytes | None) -> None:
             "kv_transfer_params: pd_connector.signature is not that of a prefill instance with this params_secret: "
             "the parameters were changed on the way, or the two sides have different secrets"
         )
+
+
+def parse_remote_push(params: object) -> RemotePush:
+    """The parameters of a request on the decode side whose prefill may still be under way (push).
+
+    Raises:
+        ProtocolError: names the field that is unknown, missing, of another type or out of bounds.
+    """
+    _require(params, Kind.REMOTE_PREFILL, "do_remote_prefill")
+    return _convert(_fields(params), RemotePush)
+
+
+def is_answer(params: object) -> bool:
+    """Whether parameters for a decode instance are a prefill instance's answer, and not a concurrent router's own."""
+    return _fields(params).get("pd_connector") is not None
+
+
+def pairing_name(params: object, request_id: str) -> str:
+    """The name by which the two legs of a request find each other: `transfer_id`, or what the router set as
+    X-Request-Id. vLLM puts a random suffix of 8 hex digits behind the latter, another one on each instance.
+
+    Raises:
+        ProtocolError: a transfer_id that is no text of 1 to 512 characters.
+    """
+    transfer_id = _fields(params).get("transfer_id")
+    if transfer_id is None:
+        return _RANDOM_SUFFIX.sub("", request_id) or request_id
+    if not isinstance(transfer_id, str) or not 1 <= len(transfer_id) <= 512:
+        raise ProtocolError("kv_transfer_params: transfer_id: expected text of 1 to 512 characters")
+    return transfer_id
 
 
 def parse_remote_decode(params: object) -> RemoteDecode:

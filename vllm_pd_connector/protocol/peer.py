@@ -1,4 +1,4 @@
-"""One prefill instance as a decode worker sees it, from the first request that needs it to its death.
+"""Another instance as a worker sees it, from the first request that needs it to its death.
 
     CONNECTING --manifests, connected--> READY <--probe answered-- SUSPECT <--suspected-- READY
         |  ^                               |                         |
@@ -18,7 +18,7 @@ Source: architecture.md, "Validate before side effects"; peers-and-demands.md §
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
 
@@ -206,10 +206,19 @@ Action = FetchManifests | Connect | Disconnect | StartRequests | FailRequests
 
 
 class Peer:
-    """The machine of one peer. `random` returns numbers in [0, 1) and spreads the retries of many workers."""
+    """The machine of one peer.
 
-    def __init__(self, key: PeerKey, random: Callable[[], float], backoff: Backoff | None = None) -> None:
+    Args:
+        key: with an empty incarnation, whichever life answers first is the one that is meant.
+        random: returns numbers in [0, 1) and spreads the retries of many workers.
+        noun: what the peer is, for messages.
+    """
+
+    def __init__(
+        self, key: PeerKey, random: Callable[[], float], backoff: Backoff | None = None, noun: str = "prefill instance"
+    ) -> None:
         self.key = key
+        self._noun = noun
         self._random = random
         self._backoff = backoff or Backoff()
         self._state = State.CONNECTING
@@ -229,6 +238,11 @@ class Peer:
     def reason(self) -> str:
         """Why the peer is in doubt, refused or dead."""
         return self._reason
+
+    @property
+    def over(self) -> bool:
+        """Whether this life of the peer is known to have ended: it writes nothing any more."""
+        return self._state is State.DEAD and self._retry_at == inf
 
     def next_deadline(self) -> float | None:
         """When a `Tick` is due, None if none is."""
@@ -291,8 +305,10 @@ class Peer:
 
     def _arrived(self, incarnation: str) -> list[Action]:
         self._fetching = False
+        if not self.key.incarnation:
+            self.key = replace(self.key, incarnation=incarnation)
         if incarnation != self.key.incarnation:
-            reason = f"the prefill instance at {self.key} was restarted: incarnation {incarnation[:8]} answers there"
+            reason = f"the {self._noun} at {self.key} was restarted: incarnation {incarnation[:8]} answers there"
             return self._end(State.DEAD, reason, inf)
         if self._state is State.SUSPECT:
             return self._ready()
@@ -310,7 +326,7 @@ class Peer:
         self._count_failure(reason, now)
         if self._failures < self._backoff.max_failures:
             return []
-        text = f"the prefill instance at {self.key} cannot be reached ({self._failures} attempts failed): {reason}"
+        text = f"the {self._noun} at {self.key} cannot be reached ({self._failures} attempts failed): {reason}"
         return self._end(State.DEAD, text, self._retry_at)
 
     def _suspect(self, reason: str, now: float) -> list[Action]:

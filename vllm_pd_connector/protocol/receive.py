@@ -5,10 +5,16 @@
        +---- peer failed, abort, deadline, a transfer failed, verdict: not held ----> FAILED
                                                      (DRAINING first, while a transfer may still write)
 
+    WAITING --push ready--> PUSHING --push done--> DONE          when the prefill side writes
+                               |
+                               +---- push failed, silence, abort, deadline ----> FAILED (DRAINING first)
+
 vLLM keeps a request's blocks until the worker has reported it, also when it was aborted: exactly one `Report` leaves
 this machine. It is a success only if the prefill side, asked after the last byte had arrived, said that the blocks
-were held all the time. No transfer can be cancelled, so a failure is reported at once but with `quarantined=True`
-while transfers may still write into the blocks; `Drained` follows when the last of them is terminal.
+were held all the time. A push needs no such question: the prefill side says "done" of its own blocks, after the last
+byte. No transfer can be cancelled, so a failure is reported at once but with `quarantined=True`
+while transfers may still write into the blocks; `Drained` follows when the last of them is terminal. For a push only
+the prefill side can say so: it is asked until it does, or is known dead.
 
 Source: architecture.md, "Nothing can be cancelled"; vllm-0.32-connectors.md §1.3.
 """
@@ -22,6 +28,7 @@ from enum import Enum
 class State(Enum):
     WAITING = "waiting for the peer"
     READING = "reading"
+    PUSHING = "waiting for the prefill side to write"
     CONFIRMING = "confirming the read"
     DONE = "done"
     DRAINING = "failed, transfers may still write"
@@ -35,6 +42,7 @@ class Limits:
     wait_s: float
     read_s: float
     confirm_s: float
+    silent_s: float = 15.0
 
 
 # Events
@@ -90,6 +98,36 @@ class VerdictTimeout:
 
 
 @dataclass(frozen=True, slots=True)
+class PushReady:
+    """The peer is known and fits: it can be asked to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushAlive:
+    """The prefill side answered that it is not done; `writing` once nothing but writing is left."""
+
+    writing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PushSilent:
+    """No answer to `AskPush` or `Withdraw` came in time, or one that can be asked for again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushDone:
+    """The prefill side says that every byte is in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushFailed:
+    """The prefill side, or its death, says that the push failed; if not `terminal`, it may still write."""
+
+    reason: str
+    terminal: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
     """The request was aborted on this side."""
 
@@ -99,7 +137,21 @@ class Tick:
     """Time has passed; see `next_deadline`."""
 
 
-Event = PeerReady | PeerFailed | TransferDone | TransferFailed | Verdict | VerdictTimeout | Abort | Tick
+Event = (
+    PeerReady
+    | PeerFailed
+    | TransferDone
+    | TransferFailed
+    | Verdict
+    | VerdictTimeout
+    | PushReady
+    | PushAlive
+    | PushSilent
+    | PushDone
+    | PushFailed
+    | Abort
+    | Tick
+)
 
 # Actions
 
@@ -112,6 +164,16 @@ class StartReads:
 @dataclass(frozen=True, slots=True)
 class Confirm:
     """Send `ReadDone` and bring back its verdict; repeated with the same attempt until the phase's deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskPush:
+    """Send `PushInto` and bring back its answer; repeated with the same attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Send `WithdrawPush` and bring back its answer, as `PushFailed(terminal=True)` or `PushSilent`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +190,7 @@ class Drained:
     """Nothing writes any more; the quarantine is over."""
 
 
-Action = StartReads | Confirm | Report | Drained
+Action = StartReads | Confirm | AskPush | Withdraw | Report | Drained
 
 
 class Receive:
@@ -140,6 +202,8 @@ class Receive:
         self._deadline: float | None = now + limits.wait_s
         self._writing: set[int] = set()
         self._staged: frozenset[int] = frozenset()
+        self._pushed = False
+        self._written_by: float | None = None
 
     @property
     def state(self) -> State:
@@ -173,6 +237,16 @@ class Receive:
                 return self._judge(held, reason)
             case VerdictTimeout():
                 return [Confirm()] if self._state is State.CONFIRMING else []
+            case PushReady():
+                return self._ask(now)
+            case PushAlive(writing):
+                return self._push_alive(writing, now)
+            case PushSilent():
+                return self._ask_again()
+            case PushDone():
+                return self._push_ended(None)
+            case PushFailed(reason, terminal):
+                return self._push_ended(reason) if terminal else self._push_failing(reason)
 
     def _start(self, transfers: int, staged: frozenset[int], now: float) -> list[Action]:
         if self._state is not State.WAITING:
@@ -219,23 +293,60 @@ class Receive:
         self._enter(State.DONE)
         return [Report(ok=True, reason="", quarantined=False)]
 
+    def _ask(self, now: float) -> list[Action]:
+        if self._state is not State.WAITING:
+            return []
+        self._pushed, self._writing = True, {0}
+        self._enter(State.PUSHING, now + self._limits.silent_s)
+        return [AskPush()]
+
+    def _ask_again(self) -> list[Action]:
+        if self._state is State.PUSHING:
+            return [AskPush()]
+        return [Withdraw()] if self._state is State.DRAINING and self._pushed else []
+
+    def _push_alive(self, writing: bool, now: float) -> list[Action]:
+        if self._state is State.PUSHING:
+            if writing and self._written_by is None:
+                self._written_by = now + self._limits.read_s
+            silent = now + self._limits.silent_s
+            self._deadline = silent if self._written_by is None else min(silent, self._written_by)
+        return self._ask_again()
+
+    def _push_failing(self, reason: str) -> list[Action]:
+        return self._fail(reason) if self._state is State.PUSHING else self._ask_again()
+
+    def _push_ended(self, failure: str | None) -> list[Action]:
+        if not self._pushed or not self._writing:
+            return []
+        self._writing.clear()
+        if self._state is State.DRAINING:
+            self._enter(State.FAILED)
+            return [Drained()]
+        if failure is not None:
+            return self._fail(failure)
+        self._enter(State.DONE)
+        return [Report(ok=True, reason="", quarantined=False)]
+
     def _tick(self, now: float) -> list[Action]:
         if self._deadline is None or now < self._deadline:
             return []
         limit = {
             State.WAITING: self._limits.wait_s,
             State.READING: self._limits.read_s,
+            State.PUSHING: self._limits.silent_s if self._written_by is None else self._limits.read_s,
             State.CONFIRMING: self._limits.confirm_s,
         }[self._state]
         return self._fail(f"deadline: {self._state.value} took longer than {limit:g} s")
 
     def _fail(self, reason: str) -> list[Action]:
-        if self._state not in (State.WAITING, State.READING, State.CONFIRMING):
+        if self._state not in (State.WAITING, State.READING, State.PUSHING, State.CONFIRMING):
             return []
         self._writing -= self._staged
         quarantined = bool(self._writing)
         self._enter(State.DRAINING if quarantined else State.FAILED)
-        return [Report(ok=False, reason=reason, quarantined=quarantined)]
+        report = Report(ok=False, reason=reason, quarantined=quarantined)
+        return [report, Withdraw()] if quarantined and self._pushed else [report]
 
     def _enter(self, state: State, deadline: float | None = None) -> None:
         self._state, self._deadline = state, deadline

@@ -22,10 +22,21 @@ from vllm_pd_connector.compat.caches import prefill_backoff
 from vllm_pd_connector.compat.states import state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.params import RemotePrefill, parse_remote_prefill, require_signature
+from vllm_pd_connector.protocol.messages import Home, PrefillRef
+from vllm_pd_connector.protocol.params import (
+    RemotePrefill,
+    RemotePush,
+    is_answer,
+    pairing_name,
+    parse_remote_prefill,
+    parse_remote_push,
+    require_signature,
+)
+from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.scheduler.keeper import LeaseKeeper
 from vllm_pd_connector.sidechannel.keys import keys_of, require_known_server
-from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
+from vllm_pd_connector.sidechannel.sockets import endpoint
+from vllm_pd_connector.steps import GroupBlocks, PushTerms, ReceiveOrder
 
 if TYPE_CHECKING:
     from vllm_pd_connector.compat.types import KVCacheBlock, KVCacheBlocks, KVCacheConfig, Request, VllmConfig
@@ -36,6 +47,8 @@ logger = init_logger(__name__)
 @dataclass(slots=True)
 class _Receive:
     remote: RemotePrefill | None
+    push: PushTerms | None = None
+    num_tokens: int = 0
     error: str = ""
     loading: bool = False
     blocks: list[KVCacheBlock] = field(default_factory=list)
@@ -45,6 +58,8 @@ class Consumer:
     """Requests that read their prompt's caches from a prefill instance."""
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
+        self.home: Home | None = None
+        self._mode = config.mode
         self._groups = tuple(kv_cache_config.transfer_group_ids)
         self._receives: dict[str, _Receive] = {}
         self._orders: list[ReceiveOrder] = []
@@ -58,14 +73,46 @@ class Consumer:
 
     def add(self, request: Request) -> None:
         """A request with remote prefill arrived; keep its lease alive while it queues."""
+        params = transfer_params(request)
         try:
-            remote = parse_remote_prefill(transfer_params(request))
+            if self._mode == "push" and not is_answer(params):
+                push = self._concurrent(request, parse_remote_push(params))
+                self._receives[request.request_id] = _Receive(
+                    None, push, num_tokens=request.num_prompt_tokens - self._backoff
+                )
+                return
+            remote = parse_remote_prefill(params)
             self._check(request, remote)
         except ProtocolError as error:
             self.refuse(request, str(error))
             return
-        self._receives[request.request_id] = _Receive(remote)
+        terms = self._serial(remote) if self._mode == "push" else None
+        self._receives[request.request_id] = _Receive(remote, terms, num_tokens=remote.remote_num_tokens)
         self._keeper.keep(remote)
+
+    def _serial(self, remote: RemotePrefill) -> PushTerms:
+        """Whom to ask for a prefill that has finished."""
+        assert self.home is not None
+        prefill = PrefillRef(remote.lease.request_id, remote.lease.nonce)
+        return PushTerms(remote.peer, remote.remote_engine_id, prefill, self.home, remote.pd_connector.prompt_digest)
+
+    def _concurrent(self, request: Request, remote: RemotePush) -> PushTerms:
+        """Whom to ask for a prefill that the router sends at the same time.
+
+        Raises:
+            ProtocolError: the parameters would have to be signed or name a key, which a concurrent router cannot do.
+        """
+        assert self.home is not None
+        if self._secret is not None:
+            raise ProtocolError(
+                "kv_transfer_params: a concurrent hand-off is not signed by the prefill instance, and params_secret is "
+                "set here: use a router that waits for the prefill's answer"
+            )
+        require_known_server(remote.remote_host, None, self._keys, self._allow_unauthenticated)
+        prefill = PrefillRef(pairing_name(transfer_params(request), request.request_id), None)
+        digest = prompt_digest(request, max(request.num_prompt_tokens - self._backoff, 0))
+        peer = PeerKey(remote.remote_host, remote.remote_port, "")
+        return PushTerms(peer, remote.remote_engine_id, prefill, self.home, digest)
 
     def _check(self, request: Request, remote: RemotePrefill) -> None:
         """Parameters that a stranger made, that name a prefill instance of a stranger, that fit another prompt or
@@ -105,7 +152,7 @@ class Consumer:
             return 0
         if request.num_prompt_tokens <= self._backoff:
             return 0  # all of it is ours to compute
-        available = receive.remote.remote_num_tokens if receive.remote is not None else request.num_prompt_tokens
+        available = request.num_prompt_tokens if receive.error else receive.num_tokens
         return max(available - num_computed_tokens, 0)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -118,7 +165,7 @@ class Consumer:
             return
         receive.loading = True
         receive.blocks = owned_blocks(blocks, self._groups)
-        stop = receive.remote.remote_num_tokens if receive.remote is not None else num_external_tokens
+        stop = num_external_tokens if receive.error else receive.num_tokens
         ids = blocks.get_block_ids()
         self._orders.append(
             ReceiveOrder(
@@ -128,6 +175,7 @@ class Consumer:
                 blocks=tuple(self._table(i, ids[group], stop) for i, group in enumerate(self._groups)),
                 start=stop - num_external_tokens,
                 stop=stop,
+                push=receive.push,
             )
         )
 
@@ -163,8 +211,13 @@ class Consumer:
 
     def _forget(self, request_id: str, *, release: bool) -> None:
         receive = self._receives.pop(request_id, None)
-        if receive is not None and receive.remote is not None:
+        if receive is None:
+            return
+        if receive.remote is not None:
             self._keeper.drop(receive.remote, release=release)
+        elif receive.push is not None and release:
+            peer = receive.push.peer
+            self._keeper.decline(endpoint(peer.host, peer.port), receive.push.prefill)
 
     def close(self) -> None:
         self._keeper.close()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         KVCacheManager,
         KVConnectorOutput,
         Request,
+        SchedulerOutput,
         VllmConfig,
     )
 
@@ -45,9 +46,10 @@ class SchedulerHalf:
         self._manager: KVCacheManager | None = None
         self._gauges: dict[str, int] = {}
 
-    def serve(self, manifests: list[bytes]) -> None:
-        """The workers are ready: let peers fetch their manifests."""
-        self.producer.serve(manifests)
+    def serve(self, manifests: list[bytes], tokens: list[bytes]) -> None:
+        """The workers are ready: let peers fetch their manifests. `tokens` are the workers' secrets, in rank order."""
+        self.producer.serve(manifests, tokens)
+        self.consumer.home = self.producer.home
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._quarantine = Quarantine(pool)
@@ -55,6 +57,9 @@ class SchedulerHalf:
 
     def bind_cache_manager(self, manager: KVCacheManager) -> None:
         self._manager = manager
+        self.producer.bind_block_tables(
+            lambda request_id: [manager.get_block_ids(request_id)[group] for group in self.group_ids]
+        )
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived. Bad parameters are remembered and fail the request when it would load."""
@@ -83,19 +88,24 @@ class SchedulerHalf:
         """(False, parameters for whoever reads the blocks): vLLM need not keep them, see `HeldBlocks`."""
         self.consumer.finished(request)
         try:
-            if kind_of(transfer_params(request)) is not Kind.REMOTE_DECODE or not finished_normally(request):
+            if kind_of(transfer_params(request)) is not Kind.REMOTE_DECODE:
+                return False, None
+            if not finished_normally(request):
+                self.producer.abandon(request, f"the prefill ended as {request.status.name}")
                 return False, None
             parse_remote_decode(transfer_params(request))
             params = self.producer.hold(request, [block_ids[group] for group in self.group_ids])
         except ProtocolError as error:  # the router gets no parameters and must not go on to a decode instance
             logger.error("request %s: nothing is held for a decode instance: %s", request.request_id, error)
+            self.producer.abandon(request, str(error))
             return False, None
         return False, params
 
-    def build_metadata(self) -> StepMetadata:
+    def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         receives, aborts = self.consumer.take()
         self.producer.drain()
-        return StepMetadata(receives=receives, aborts=aborts, held=self.producer.take_held())
+        step = self.producer.advance(output)
+        return StepMetadata(step=step, receives=receives, aborts=aborts, held=self.producer.take_held())
 
     def update_output(self, output: KVConnectorOutput) -> None:
         """Called before vLLM frees the blocks of failed requests and caches those of received ones, so that quarantine

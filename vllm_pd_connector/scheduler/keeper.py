@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.messages import LeaseRef, Release, Renew, Renewed, Request, lease_batches
+from vllm_pd_connector.protocol.messages import (
+    DeclinePush,
+    LeaseRef,
+    PrefillRef,
+    Release,
+    Renew,
+    Renewed,
+    Request,
+    lease_batches,
+)
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.sockets import endpoint
 from vllm_pd_connector.sidechannel.waiting import Wake, wait
@@ -52,6 +61,10 @@ class LeaseKeeper:
     def drop(self, remote: RemotePrefill, *, release: bool) -> None:
         """Stop renewing; with `release`, tell the prefill side that nobody will read."""
         self._submit(lambda: self._remove(remote, release))
+
+    def decline(self, address: str, prefill: PrefillRef) -> None:
+        """Tell the prefill side at `address` that nothing is needed of a prefill that has no lease yet."""
+        self._submit(lambda: self._send(address, DeclinePush(prefill)))
 
     def close(self) -> None:
         """End the thread, after the answers to what was sent or half of the reply time-out."""

@@ -14,19 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat import facts
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import NULL_BLOCK, HeldBlocks, prompt_digest, stop_short
+from vllm_pd_connector.compat.blocks import NULL_BLOCK, HeldBlocks, prompt_digest, stop_short, transfer_params
 from vllm_pd_connector.compat.caches import prefill_backoff
 from vllm_pd_connector.compat.states import state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.lease import End
-from vllm_pd_connector.protocol.params import parse_remote_prefill, remote_prefill_params
+from vllm_pd_connector.protocol.lease import End, Freed
+from vllm_pd_connector.protocol.messages import Home
+from vllm_pd_connector.protocol.params import pairing_name, parse_remote_prefill, remote_prefill_params
+from vllm_pd_connector.scheduler.progress import Steps, TablesOf
 from vllm_pd_connector.sidechannel.keys import keys_of, require_private_address
 from vllm_pd_connector.sidechannel.server import SideChannelServer
-from vllm_pd_connector.steps import GroupBlocks, HeldRequest
+from vllm_pd_connector.steps import GroupBlocks, HeldRequest, encode_tables
 
 if TYPE_CHECKING:
-    from vllm_pd_connector.compat.types import BlockPool, KVCacheConfig, Request, VllmConfig
+    from vllm_pd_connector.compat.types import BlockPool, KVCacheConfig, Request, SchedulerOutput, VllmConfig
 
 logger = init_logger(__name__)
 
@@ -41,7 +43,9 @@ class Producer:
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
         parallel = vllm_config.parallel_config
         self._config = config
-        self._serves = vllm_config.kv_transfer_config.is_kv_producer
+        self._keeps = vllm_config.kv_transfer_config.is_kv_producer
+        # A consumer that is written into is asked for its manifests, too.
+        self._serves = self._keeps or config.mode == "push"
         self._engine_id = facts.engine_id(vllm_config)
         self._incarnation = secrets.token_hex(16)
         self._host, self._port = config.side_channel(parallel.data_parallel_index)
@@ -54,18 +58,32 @@ class Producer:
         self._backoff = prefill_backoff(vllm_config, kv_cache_config)
         self._server: SideChannelServer | None = None
         self._held: list[HeldRequest] = []
+        self._traced: list[Freed] = []
         self._expired = 0
         self._blocks: HeldBlocks | None = None
+        self._leased: set[str] = set()
+        self._steps = Steps(config.push_when == "steps", kv_cache_config)
+
+    @property
+    def home(self) -> Home | None:
+        """Where this instance's manifests are served; None if nobody needs them."""
+        if self._server is None:
+            return None
+        key = self._keys.public if self._keys is not None else None
+        return Home(self._engine_id, self._incarnation, self._host, self._server.port, key)
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._blocks = HeldBlocks(pool)
+
+    def bind_block_tables(self, tables: TablesOf) -> None:
+        self._steps.tables = tables
 
     @property
     def num_leases(self) -> int:
         return len(self._blocks) if self._blocks is not None else 0
 
-    def serve(self, manifests: list[bytes]) -> None:
-        """Start the side channel with the encoded manifests of all ranks; a pure consumer needs none.
+    def serve(self, manifests: list[bytes], tokens: list[bytes]) -> None:
+        """Start the side channel with the encoded manifests and secrets of all ranks; a consumer that reads needs none.
 
         Raises:
             InvalidConfig: the address cannot be bound.
@@ -74,6 +92,8 @@ class Producer:
             return
         self._server = SideChannelServer(self._host, self._port, self._engine_id, self._incarnation, keys=self._keys)
         self._server.set_manifests(manifests)
+        if self._keeps and self._config.mode == "push":
+            self._server.enable_pushes(tokens, self._config.kv_lease_duration)
         logger.info(
             "side channel of engine %s listens on %s:%d, %s",
             self._engine_id,
@@ -83,8 +103,18 @@ class Producer:
         )
 
     def add(self, request: Request) -> None:
-        """A prefill for a decode instance arrived; what decode must compute itself is cut off."""
+        """A prefill for a decode instance arrived; what decode must compute itself is cut off.
+
+        Raises:
+            ProtocolError: its name is none.
+        """
         stop_short(request, self._backoff)
+        if self._server is None or not self._keeps:
+            return
+        num_tokens = request.num_prompt_tokens
+        name = pairing_name(transfer_params(request), request.request_id)
+        if self._server.push_started(request.request_id, name, num_tokens, prompt_digest(request, num_tokens)):
+            self._steps.add(request.request_id, num_tokens)
 
     def hold(self, request: Request, block_ids: Sequence[list[int]]) -> dict[str, Any] | None:
         """Lease the request's blocks; returns the `kv_transfer_params` for the router, None if nothing is held.
@@ -92,7 +122,7 @@ class Producer:
         Raises:
             ProtocolError: parameters that no decode instance would accept; nothing is held.
         """
-        if self._server is None or self._blocks is None:
+        if self._server is None or self._blocks is None or not self._keeps:
             logger.error(
                 "request %s asks for do_remote_decode, but this instance's kv_role is kv_consumer: nothing is held. "
                 "Send prefill requests to a kv_producer",
@@ -120,13 +150,20 @@ class Producer:
             num_tokens=num_tokens,
             server_key=self._keys.public if self._keys is not None else None,
             secret=self._secret,
+            transfer_mode=self._config.mode,
         )
-        if request.request_id in self._blocks:  # a client that uses a request id again gives up the older lease
+        if request.request_id in self._leased:  # a client that uses a request id again gives up the older lease
             self._server.drop(request.request_id)
             self.drain()
+            if request.request_id in self._leased:
+                raise ProtocolError("its request id is that of an older prefill whose blocks are still being written")
+        self._leased.add(request.request_id)
         self._blocks.hold(request.request_id, (block for table in tables for block in table.ids))
         lease = parse_remote_prefill(params).lease
         self._server.hold(lease.request_id, lease.nonce, self._config.kv_lease_duration)
+        self._steps.discard(request.request_id)
+        if not self._server.push_finished(request.request_id, lease.nonce, encode_tables(tables), self._steps.number):
+            self._server.drop(request.request_id)
         if self._config.digest_dir is not None:
             self._held.append(HeldRequest(request.request_id, tables, num_tokens))
         return params
@@ -140,6 +177,20 @@ class Producer:
             raise ProtocolError(f"group {group}: no block holds the state after {num_tokens} tokens")
         return GroupBlocks(0, (block,))
 
+    def advance(self, output: SchedulerOutput) -> int:
+        """Begin an engine step: what it will complete goes to the workers as orders. Returns the step's number."""
+        if self._server is not None and self._blocks is not None:
+            for request_id, tables, ready in self._steps.advance(output, self._server.push_wanted):
+                # Held before it is known to be there: from then on it may be written from at any time.
+                self._blocks.hold(request_id, (block for table in tables for block in table.ids))
+                self._server.push_progressed(request_id, encode_tables(tables), ready, self._steps.number)
+        return self._steps.number
+
+    def abandon(self, request: Request, reason: str) -> None:
+        """A prefill for a decode instance ended without a cache that could be handed over."""
+        if self._server is not None and self._steps.discard(request.request_id):
+            self._server.push_aborted(request.request_id, reason)
+
     def take_held(self) -> list[HeldRequest]:
         """What was held since the last call (digest trace only)."""
         held, self._held = self._held, []
@@ -150,9 +201,14 @@ class Producer:
         ended: list[str] = []
         if self._server is None or self._blocks is None:
             return ended
-        for request_id, reason in self._server.take_freed():
+        freed = [*self._traced, *self._server.take_freed()]
+        # Their digests are made in the next step: until then nobody else may write there.
+        self._traced = [entry for entry in freed if any(entry.request_id == held.request_id for held in self._held)]
+        for request_id, reason in [entry for entry in freed if entry not in self._traced]:
             ended.append(request_id)
-            self._blocks.release(request_id)
+            self._leased.discard(request_id)
+            if request_id in self._blocks:
+                self._blocks.release(request_id)
             if reason is End.EXPIRED:
                 self._expired += 1
                 logger.warning(

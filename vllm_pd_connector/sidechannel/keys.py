@@ -143,8 +143,14 @@ def require_private_address(host: str, keys: Keys | None, allow_unauthenticated:
         )
 
 
-def require_known_server(host: str, server_key: str | None, keys: Keys | None, allow_unauthenticated: bool) -> None:
-    """Refuse to ask a prefill instance that cannot prove who it is.
+def require_known_server(
+    host: str,
+    server_key: str | None,
+    keys: Keys | None,
+    allow_unauthenticated: bool,
+    noun: str = "prefill instance",
+) -> None:
+    """Refuse to ask an instance that cannot prove who it is; `noun` says in messages what it is.
 
     Raises:
         UnauthenticatedPeer: its key is not one of ours, it has one and we have none, or nobody has any and it is not
@@ -153,21 +159,21 @@ def require_known_server(host: str, server_key: str | None, keys: Keys | None, a
     if keys is not None:
         if server_key is None:
             raise UnauthenticatedPeer(
-                f"the prefill instance at {host} has no side-channel key, this instance requires one: set "
+                f"the {noun} at {host} has no side-channel key, this instance requires one: set "
                 "side_channel_keys there too"
             )
         if server_key not in keys.peers:
             raise UnauthenticatedPeer(
-                f"the prefill instance at {host} says that its side-channel key is {server_key}, which is none of the "
+                f"the {noun} at {host} says that its side-channel key is {server_key}, which is none of the "
                 f"{len(keys.peers)} public keys in {keys.directory}: copy its *.key file there and start again"
             )
     elif server_key is not None:
         raise UnauthenticatedPeer(
-            f"the prefill instance at {host} talks only to instances whose keys it knows, and side_channel_keys is not "
+            f"the {noun} at {host} talks only to instances whose keys it knows, and side_channel_keys is not "
             "set here: make keys with `vllm-pd keygen`"
         )
     elif not allow_unauthenticated and not is_loopback(host):
-        raise UnauthenticatedPeer(f"the prefill instance at {host} is on another host and has no key: {_ADVICE}")
+        raise UnauthenticatedPeer(f"the {noun} at {host} is on another host and has no key: {_ADVICE}")
 
 
 @contextmanager

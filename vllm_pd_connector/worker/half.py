@@ -7,6 +7,7 @@ thread's queue and takes finished ids out. The work is in `loop` (transfers) and
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import msgspec
 from vllm_pd_connector import __version__
 from vllm_pd_connector.compat import facts
 from vllm_pd_connector.compat.base import KVConnectorTransferResults, init_logger
-from vllm_pd_connector.compat.memory import make_device_current
+from vllm_pd_connector.compat.memory import forward_marker, make_device_current
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.check import validate
 from vllm_pd_connector.geometry.manifest import Manifest
@@ -30,6 +31,7 @@ from vllm_pd_connector.worker.describe import describe
 from vllm_pd_connector.worker.leave import wait_for_readers
 from vllm_pd_connector.worker.loop import TransferLoop
 from vllm_pd_connector.worker.outbox import Outbox
+from vllm_pd_connector.worker.pushing import PushSetup, StepClock
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +49,8 @@ class WorkerHalf:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._outbox = Outbox()
+        self.token = secrets.token_bytes(16)
+        self._forward_done: Callable[[], Callable[[], bool]] | None = None
         self._manifest: Manifest | None = None
         self._loop: TransferLoop | None = None
         self._trace: DigestTrace | None = None
@@ -73,6 +77,13 @@ class WorkerHalf:
         place = manifest.parallel
         consumes = self._vllm_config.kv_transfer_config.is_kv_consumer
         config = self._config if consumes else msgspec.structs.replace(self._config, staging_bytes=0)
+        push = None
+        if self._config.mode == "push" and self._vllm_config.kv_transfer_config.is_kv_producer:
+            self._forward_done = forward_marker(manifest.segments)
+            keys = keys_of(self._config)
+            where = self._config.side_channel(self._vllm_config.parallel_config.data_parallel_index)
+            home = endpoint(*where, keys.public if keys is not None else None)
+            push = PushSetup(home, self.token, StepClock())
         self._loop = TransferLoop(
             config,
             manifest,
@@ -80,6 +91,7 @@ class WorkerHalf:
             self._outbox,
             reader=place.pp_rank * place.tp_size + place.tp_rank,
             readers=place.pp_size * place.tp_size,
+            push=push,
             received=self._trace.received if self._trace is not None else None,
         )
         self._manifest = msgspec.structs.replace(manifest, endpoint=self._loop.start())
@@ -104,6 +116,9 @@ class WorkerHalf:
 
     def start_step(self, metadata: StepMetadata) -> None:
         """Pass on what the scheduler half ordered in this step."""
+        if self._forward_done is not None:
+            assert self._loop is not None
+            self._loop.step_launched(metadata.step, self._forward_done())
         if metadata.receives or metadata.aborts:
             assert self._loop is not None
             self._loop.submit(metadata.receives, metadata.aborts)

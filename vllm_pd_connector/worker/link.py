@@ -1,7 +1,8 @@
-"""One prefill instance as this worker is linked to it: the peer's state machine, the plan, the connected ranks.
+"""Another instance as this worker is linked to it: the peer's state machine, the plan, the connected ranks.
 
 Everything about a peer is in this one object. The handshake is `connect`: decode the manifests, check the pair, plan,
 and only then touch the transport, for the ranks that the plan reads from; a refusal leaves no trace in the transport.
+This is the link of a decode worker that reads; `push_link` has those of a pushing pair.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.plan import Edge, Plan, Rank, make_plan
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.stage import Chunk, chunks, split
-from vllm_pd_connector.geometry.topology import check_pd_topology
+from vllm_pd_connector.geometry.topology import TopologyCheck, check_pd_topology
 from vllm_pd_connector.protocol.peer import Peer
 from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
 from vllm_pd_connector.transport.base import Peer as TransportPeer
@@ -60,15 +61,7 @@ class Link:
             IncompatiblePeer: this pair can never work.
             TransferError: the transport did not connect; nothing stays connected.
         """
-        remote = [_decode(encoded) for encoded in self.manifests]
-        self._require_identity(remote)
-        check = check_pd_topology(local, remote)
-        if not check.allowed:
-            raise IncompatiblePeer(
-                f"decode engine {local.engine_id} rank {local.parallel.tp_rank} cannot read from prefill engine "
-                f"{self.engine_id}: {check.status}: {check.reason if not check.differences else ''}",
-                check.differences,
-            )
+        remote, check = self._accept(local, local, "decode engine {} cannot read from prefill engine {}")
         plan = make_plan(local, remote)
         by_rank = {(m.parallel.pp_rank, m.parallel.tp_rank): m for m in remote}
         try:
@@ -83,12 +76,31 @@ class Link:
         converted = sum(bool(staged.families) for _, staged in self.edges)
         return f"{check.status}, reads from {len(plan.edges)} of {len(remote)} ranks, converts from {converted}"
 
+    def _accept(
+        self, local: Manifest, ours: Manifest | Sequence[Manifest], cannot: str
+    ) -> tuple[list[Manifest], TopologyCheck]:
+        """The peer's manifests, if the pair is possible; no side effect.
+
+        Raises:
+            IncompatiblePeer: it is not; the text begins with `cannot`, filled with both engines.
+        """
+        remote = [decode(encoded) for encoded in self.manifests]
+        self._require_identity(remote)
+        check = check_pd_topology(ours, remote)
+        if not check.allowed:
+            here = f"{local.engine_id} rank {local.parallel.tp_rank}"
+            reason = check.reason if not check.differences else ""
+            raise IncompatiblePeer(
+                f"{cannot.format(here, self.engine_id)}: {check.status}: {reason}", check.differences
+            )
+        return remote, check
+
     def _require_identity(self, remote: Sequence[Manifest]) -> None:
         for manifest in remote:
             if manifest.engine_id != self.engine_id:
                 raise IncompatiblePeer(
                     f"engine {self.engine_id} serves a manifest of engine {manifest.engine_id}: two instances share "
-                    "an address, or the prefill instance is broken"
+                    "an address, or that instance is broken"
                 )
 
     def disconnect(self, transport: Transport) -> None:
@@ -130,7 +142,7 @@ def _table(blocks: GroupBlocks) -> BlockTable:
     return BlockTable(blocks.first_block, np.asarray(blocks.ids, dtype=np.int64))
 
 
-def _decode(encoded: bytes) -> Manifest:
+def decode(encoded: bytes) -> Manifest:
     """A peer's manifest; its content is checked by `check_pd_topology`.
 
     Raises:
@@ -140,6 +152,6 @@ def _decode(encoded: bytes) -> Manifest:
         return _decoder.decode(encoded)
     except (msgspec.MsgspecError, PDConnectorError, ValueError, RecursionError) as error:
         raise IncompatiblePeer(
-            f"a manifest of the prefill instance cannot be read ({error}): run the same release of vllm_pd_connector "
+            f"a manifest of the other instance cannot be read ({error}): run the same release of vllm_pd_connector "
             "on both sides"
         ) from error

@@ -1,4 +1,4 @@
-"""All prefill instances that a worker is or was linked to: their handshakes, doubts, deaths and removal.
+"""All instances that a worker is or was linked to: their handshakes, doubts, deaths and removal.
 
 A peer's state machine decides (`protocol.peer`), its `Link` holds the plan and the connected ranks; this class brings
 the machines their events and carries out what they ask for. What it means for requests goes to the `User`, who owns
@@ -56,6 +56,8 @@ class Links:
 
     Args:
         manifest: this worker's, without the endpoint.
+        make: a link of the kind that these are, from its machine, engine id, endpoint and the time.
+        noun: what is at the other end, for messages.
         chunk_bytes: what a staged transfer may take of the slab at a time; 0 if there is no slab.
         observe: takes the seconds of a phase, for the statistics.
     """
@@ -69,6 +71,8 @@ class Links:
         calls: Calls,
         user: User,
         observe: Callable[[Phase, float], None],
+        make: Callable[[Peer, str, str, float], Link] = Link,
+        noun: str = "prefill instance",
     ) -> None:
         self._config = config
         self._manifest = manifest
@@ -77,18 +81,21 @@ class Links:
         self._calls = calls
         self._user = user
         self._observe = observe
+        self._make = make
+        self._noun = noun
         self._links: dict[tuple[PeerKey, str], Link] = {}
 
     def get(self, key: PeerKey, engine_id: str, now: float) -> Link:
         """The link to this life of this engine, made if there is none."""
         link = self._links.get((key, engine_id))
+        if link is not None and link.machine.over and not key.incarnation:
+            link = None  # whichever life is at the address now is meant
         if link is None:
             if len(self._links) >= MAX_LINKS:
                 self._drop_idle(now, oldest=True)
-            machine = Peer(key, random.random)
-            link = self._links[key, engine_id] = Link(
-                machine, engine_id, endpoint(key.host, key.port, key.server_key), now
-            )
+            machine = Peer(key, random.random, noun=self._noun)
+            address = endpoint(key.host, key.port, key.server_key)
+            link = self._links[key, engine_id] = self._make(machine, engine_id, address, now)
             self._doubt_others_at(link, now)
         link.used_at = now
         return link
@@ -115,7 +122,7 @@ class Links:
     def departed(self, endpoint: str, now: float) -> None:
         """The instance at this endpoint says that it ends: let go of its memory at once."""
         for link in [link for link in self._links.values() if link.endpoint == endpoint]:
-            self.drive(link, peers.Dismissed("the prefill instance is shutting down"), now)
+            self.drive(link, peers.Dismissed(f"the {self._noun} is shutting down"), now)
 
     def tick(self, now: float) -> None:
         """What is due: retries, probes, the removal of links that nobody has used for long."""
@@ -134,7 +141,7 @@ class Links:
         """Two lives of an engine at one address: one of them is over. The parameters of a request prove nothing, so
         the older link is only asked to check."""
         for link in list(self._links.values()):
-            if link is not newcomer and link.endpoint == newcomer.endpoint:
+            if link is not newcomer and link.endpoint == newcomer.endpoint and newcomer.machine.key.incarnation:
                 self.drive(link, peers.Suspected("another incarnation is announced at its address"), now)
 
     def _fetch(self, link: Link, attempt: int, now: float) -> None:
@@ -176,13 +183,18 @@ class Links:
         seconds = time.monotonic() - began
         self._observe(Phase.HANDSHAKE, seconds)
         logger.info(
-            "linked to prefill engine %s at %s in %.1f ms: %s", link.engine_id, link.machine.key, 1e3 * seconds, verdict
+            "linked to %s %s at %s in %.1f ms: %s",
+            self._noun,
+            link.engine_id,
+            link.machine.key,
+            1e3 * seconds,
+            verdict,
         )
         return peers.Connected()
 
     def _disconnect(self, link: Link, reason: str, now: float) -> None:
         """The peer's process is known to be dead, or nobody uses it: what it was sending cannot land any more."""
-        logger.warning("disconnecting prefill engine %s at %s: %s", link.engine_id, link.machine.key, reason)
+        logger.warning("disconnecting %s %s at %s: %s", self._noun, link.engine_id, link.machine.key, reason)
         gone = tuple(link.ranks.values())
         link.disconnect(self._transport)
         self._user.lost(link, gone, reason, now)

@@ -16,40 +16,42 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import BindError, PeerLost, ProtocolError, TransferError
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.geometry.stage import Chunk
 from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.messages import (
     Failure,
     FailureCode,
-    LeaseRef,
     ReadDone,
     ReadVerdict,
     Release,
 )
+from vllm_pd_connector.protocol.push import ANSWER_S
 from vllm_pd_connector.protocol.receive import Receive
 from vllm_pd_connector.sidechannel.client import Outcome
 from vllm_pd_connector.sidechannel.keys import keys_of
 from vllm_pd_connector.sidechannel.waiting import Wake
 from vllm_pd_connector.steps import ReceiveOrder
 from vllm_pd_connector.transport.base import Peer as TransportPeer
-from vllm_pd_connector.transport.base import Status, Transfer, Transport
+from vllm_pd_connector.transport.base import Status, Transport
+from vllm_pd_connector.worker.active import Active
+from vllm_pd_connector.worker.asking import Asking
 from vllm_pd_connector.worker.calls import Calls
 from vllm_pd_connector.worker.convert import Stager
 from vllm_pd_connector.worker.link import Link
-from vllm_pd_connector.worker.links import Links
+from vllm_pd_connector.worker.links import FETCH_ATTEMPTS, Links
 from vllm_pd_connector.worker.outbox import Outbox
 from vllm_pd_connector.worker.pace import pause
+from vllm_pd_connector.worker.push_link import AskLink
+from vllm_pd_connector.worker.pushing import Pushes, PushSetup
 
 logger = init_logger(__name__)
 
@@ -61,41 +63,15 @@ SHUTDOWN_S = 10.0
 GOODBYE_S = 0.5
 
 
-@dataclass(slots=True)
-class _Moved:
-    bytes: int
-    runs: int
-    descriptors: int
-
-
-@dataclass(eq=False, slots=True)
-class _Active:
-    """One receive under way: what was ordered, its machine, and the transport's handles by transfer index."""
-
-    order: ReceiveOrder
-    lease: LeaseRef
-    link: Link
-    machine: Receive
-    attempt: bytes
-    began: float
-    phase_began: float
-    reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = field(default_factory=list)
-    late_starts: dict[int, int] = field(default_factory=dict)
-    transfers: dict[int, Transfer] = field(default_factory=dict)
-    stuck: set[int] = field(default_factory=set)
-    moved: _Moved = field(default_factory=lambda: _Moved(0, 0, 0))
-    kind: FailureKind = FailureKind.INTERNAL
-    reported: bool = False
-
-
 class TransferLoop:
     """See the module.
 
     Args:
         manifest: this worker's, without the endpoint, which the transport gives when the thread has started.
         reader: this worker's number among the `readers` workers of its instance.
-        received: called in the thread before a good receive is reported (the digest trace), or None; its second
-            argument is `Bound.late_starts`.
+        push: for a worker of a prefill instance that writes; else None.
+        received: called in the thread before a good receive is reported (the digest trace), or None; its other
+            arguments are the prefill's request id and `Bound.late_starts`.
     """
 
     def __init__(
@@ -106,7 +82,8 @@ class TransferLoop:
         outbox: Outbox,
         reader: int,
         readers: int,
-        received: Callable[[ReceiveOrder, Mapping[int, int]], None] | None = None,
+        push: PushSetup | None = None,
+        received: Callable[[ReceiveOrder, str, Mapping[int, int]], None] | None = None,
     ) -> None:
         self._config = config
         self._manifest = manifest
@@ -115,13 +92,18 @@ class TransferLoop:
         self._reader, self._readers = reader, readers
         self._received = received
         self._keys = keys_of(config)
-        self._limits = receives.Limits(config.handshake_timeout, config.transfer_timeout, config.confirm_timeout)
+        self._push = push
+        self._pushes: Pushes | None = None
+        silent = config.handshake_timeout + ANSWER_S
+        self._limits = receives.Limits(
+            config.handshake_timeout, config.transfer_timeout, config.confirm_timeout, silent
+        )
         self._inbox: deque[tuple[Sequence[ReceiveOrder], Sequence[str]]] = deque()
         self._wake = Wake()
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="pd-transfer", daemon=True)
         self._started: Future[bytes] = Future()
-        self._active: dict[str, _Active] = {}
+        self._active: dict[str, Active] = {}
         self._stats = PDStats()
 
     def start(self) -> bytes:
@@ -138,6 +120,13 @@ class TransferLoop:
         self._inbox.append((orders, aborts))
         self._wake.set()
 
+    def step_launched(self, step: int, is_done: Callable[[], bool]) -> None:
+        """A forward was launched in the calling thread; see `StepClock`. Returns at once."""
+        assert self._push is not None
+        self._push.clock.launched(step, is_done)
+        if self._pushes is not None and self._pushes.waiting:
+            self._wake.set()
+
     def close(self) -> None:
         """End the thread: receives under way fail and their leases are given back, but nobody takes their reports any
         more. Nothing is written to memory after this returns."""
@@ -150,16 +139,22 @@ class TransferLoop:
     def _run(self) -> None:
         try:
             self._transport = self._make_transport()
-            self._stager: Stager[_Active] = Stager(self._transport, self._manifest.segments, self._config.staging_bytes)
+            self._stager: Stager[Active] = Stager(self._transport, self._manifest.segments, self._config.staging_bytes)
             self._transport.register((*self._manifest.segments, *self._stager.segments))
             self._started.set_result(self._transport.describe())
         except BaseException as error:
             self._started.set_exception(error)
             return
         self._calls = Calls(self._keys)
-        self._links = Links(
-            self._config, self._manifest, self._transport, self._stager.chunk_bytes, self._calls, self, self._observe
-        )
+        shared = (self._config, self._manifest, self._transport, self._stager.chunk_bytes, self._calls)
+        self._links = Links(*shared, self, self._observe)
+        self._asked = Links(*shared, self, self._observe, AskLink)
+        place = self._manifest.parallel
+        seat = (place.pp_rank, place.tp_rank, self._reader, self._readers)
+        per_question = ANSWER_S + self._config.handshake_timeout / FETCH_ATTEMPTS
+        self._asking = Asking(self._calls, seat, per_question, self._drive)
+        if self._push is not None:
+            self._pushes = Pushes(*shared, self._push, self._reader, lambda: self._stats)
         try:
             while not self._stop:
                 self._calls.wait(self._wake, self._next_deadline())
@@ -180,8 +175,13 @@ class TransferLoop:
                     self._abort(request_id, now)
             for endpoint in self._calls.deliver(now):
                 self._links.departed(endpoint, now)
+                self._asked.departed(endpoint, now)
+                if self._pushes is not None:
+                    self._pushes.departed(endpoint, now)
             self._poll(now)
             self._tick(now)
+            if self._pushes is not None:
+                self._pushes.turn(now)
         except Exception as error:
             logger.exception("the transfer thread met an unexpected error")
             self._fail_all(f"unexpected {type(error).__name__}: {error}", now)
@@ -191,8 +191,11 @@ class TransferLoop:
 
     def _next_deadline(self) -> float | None:
         moments = [m for active in self._active.values() if (m := active.machine.next_deadline()) is not None]
-        moments += [m for m in (self._links.next_deadline(),) if m is not None]
+        moments += [active.retry_at for active in self._active.values() if active.retry_at is not None]
         now = time.monotonic()
+        due = [self._links.next_deadline(), self._asked.next_deadline()]
+        due += [self._pushes.next_deadline(now)] if self._pushes is not None else []
+        moments += [moment for moment in due if moment is not None]
         for active in self._active.values():
             if active.transfers:
                 moments.append(now + (POLL_DRAINING_S if active.reported else pause(now - active.phase_began)))
@@ -205,27 +208,26 @@ class TransferLoop:
     # Orders
 
     def _begin(self, order: ReceiveOrder, now: float) -> None:
-        remote = order.remote
-        if remote is None:
+        remote, push = order.remote, order.push
+        if remote is None and push is None:
             logger.error("request %s: receive failed: %s", order.request_id, order.error)
             self._stats.fail(FailureKind.BAD_PARAMETERS)
             self._outbox.finished(order.request_id, ok=False, quarantined=False)
             return
-        link = self._links.get(
-            remote.peer,
-            remote.remote_engine_id,
-            now,
-        )
-        machine = Receive(self._limits, now)
-        self._active[order.request_id] = _Active(
-            order, remote.lease, link, machine, secrets.token_bytes(16), began=now, phase_began=now
-        )
-        self._links.drive(link, peers.Wanted(order.request_id), now)
+        if push is not None:
+            links, key, engine_id, prefill = self._asked, push.peer, push.engine_id, push.prefill.name
+        else:
+            assert remote is not None
+            links, key, engine_id, prefill = self._links, remote.peer, remote.remote_engine_id, remote.remote_request_id
+        link = links.get(key, engine_id, now)
+        machine, attempt = Receive(self._limits, now), secrets.token_bytes(16)
+        self._active[order.request_id] = Active(order, links, link, machine, attempt, prefill, now, now)
+        links.drive(link, peers.Wanted(order.request_id), now)
 
     def _abort(self, request_id: str, now: float) -> None:
         active = self._active.get(request_id)
         if active is not None and not active.reported:
-            self._links.drive(active.link, peers.Unwanted(request_id), now)
+            active.links.drive(active.link, peers.Unwanted(request_id), now)
             self._drive(active, receives.Abort(), now, FailureKind.ABORTED)
 
     # What becomes of links (`links.User`)
@@ -233,6 +235,10 @@ class TransferLoop:
     def ready(self, request_id: str, now: float) -> None:
         """Its peer is ready: bind the request and start its reads."""
         active = self._active[request_id]
+        if active.order.push is not None:
+            self._phase(active, Phase.QUEUE, now)
+            self._drive(active, receives.PushReady(), now)
+            return
         try:
             bound = active.link.bind(active.order)
         except BindError as error:
@@ -260,6 +266,8 @@ class TransferLoop:
             self._drive(active, receives.PeerFailed(reason), now, FailureKind.PEER_UNREACHABLE)
             for index in sorted(active.stuck):
                 self._drive(active, receives.TransferFailed(index, reason, terminal=True), now)
+            if link.machine.over:
+                self._drive(active, receives.PushFailed(reason, terminal=True), now, FailureKind.PEER_UNREACHABLE)
 
     def uses(self, link: Link) -> bool:
         """Whether a receive holds this link."""
@@ -267,7 +275,7 @@ class TransferLoop:
 
     # Receives
 
-    def _drive(self, active: _Active, event: receives.Event, now: float, kind: FailureKind | None = None) -> None:
+    def _drive(self, active: Active, event: receives.Event, now: float, kind: FailureKind | None = None) -> None:
         """Give a receive's machine an event and carry out what it asks for. `kind` labels a failure it may lead to."""
         if kind is not None:
             active.kind = kind
@@ -277,6 +285,10 @@ class TransferLoop:
                     self._read(active, now)
                 case receives.Confirm():
                     self._confirm(active, now)
+                case receives.AskPush():
+                    self._asking.ask(active, now)
+                case receives.Withdraw():
+                    self._asking.withdraw(active, now)
                 case receives.Report(ok, reason, quarantined):
                     self._report(active, ok, reason, quarantined, now)
                 case receives.Drained():
@@ -284,7 +296,7 @@ class TransferLoop:
         if active.reported and not active.machine.writing:
             self._active.pop(active.order.request_id, None)
 
-    def _read(self, active: _Active, now: float) -> None:
+    def _read(self, active: Active, now: float) -> None:
         began = time.monotonic()
         failed: list[tuple[int, TransferError]] = []
         for index, (peer, runs) in enumerate(active.reads):
@@ -327,23 +339,24 @@ class TransferLoop:
             else:
                 self._transfer_done(active, stream.index, now)
 
-    def _transfer_done(self, active: _Active, index: int, now: float) -> None:
+    def _transfer_done(self, active: Active, index: int, now: float) -> None:
         if active.machine.writing == {index} and not active.reported:
             self._phase(active, Phase.TRANSFER, time.monotonic())
         self._drive(active, receives.TransferDone(index), now)
 
-    def _transfer_failed(self, active: _Active, index: int, error: TransferError, now: float) -> None:
+    def _transfer_failed(self, active: Active, index: int, error: TransferError, now: float) -> None:
         if not error.terminal:
             active.stuck.add(index)  # nothing more will be heard of it before the peer is known dead
         event = receives.TransferFailed(index, str(error), error.terminal)
         self._drive(active, event, now, FailureKind.TRANSFER_FAILED)
         if isinstance(error, PeerLost):
-            self._links.drive(active.link, peers.Lost(str(error)), now)
+            active.links.drive(active.link, peers.Lost(str(error)), now)
         else:
-            self._links.drive(active.link, peers.Suspected(str(error)), now)
+            active.links.drive(active.link, peers.Suspected(str(error)), now)
 
-    def _confirm(self, active: _Active, now: float) -> None:
-        message = ReadDone(active.lease, self._reader, self._readers, active.attempt)
+    def _confirm(self, active: Active, now: float) -> None:
+        assert active.order.remote is not None
+        message = ReadDone(active.order.remote.lease, self._reader, self._readers, active.attempt)
         try:
             self._calls.ask(
                 active.link.endpoint,
@@ -354,7 +367,7 @@ class TransferLoop:
         except ProtocolError as error:
             self._drive(active, receives.Verdict(False, str(error)), now, FailureKind.INTERNAL)
 
-    def _confirmed(self, active: _Active, outcome: Outcome, now: float) -> None:
+    def _confirmed(self, active: Active, outcome: Outcome, now: float) -> None:
         match outcome:
             case ReadVerdict(held=held, reason=reason):
                 self._drive(active, receives.Verdict(held, reason), now, FailureKind.LEASE_LOST)
@@ -363,10 +376,10 @@ class TransferLoop:
             case Failure(message=message):
                 self._drive(active, receives.Verdict(False, message), now, FailureKind.LEASE_LOST)
             case _:
-                self._links.drive(active.link, peers.Suspected(str(outcome)), now)
+                active.links.drive(active.link, peers.Suspected(str(outcome)), now)
                 self._drive(active, receives.VerdictTimeout(), now)
 
-    def _report(self, active: _Active, ok: bool, reason: str, quarantined: bool, now: float) -> None:
+    def _report(self, active: Active, ok: bool, reason: str, quarantined: bool, now: float) -> None:
         order = active.order
         active.reported = True
         active.reads = []
@@ -380,16 +393,16 @@ class TransferLoop:
             self._stats.count("runs", active.moved.runs)
             self._stats.count("descriptors", active.moved.descriptors)
             if self._received is not None:
-                self._received(order, active.late_starts)
+                self._received(order, active.prefill, active.late_starts)
         else:
             self._stats.fail(active.kind)
             log = logger.info if active.kind is FailureKind.ABORTED else logger.error
             log(
-                "request %s: receive of tokens [%d, %d) from prefill request %s at %s failed: %s%s%s",
+                "request %s: receive of tokens [%d, %d) of prefill request %s at %s failed: %s%s%s",
                 order.request_id,
                 order.start,
                 order.stop,
-                active.lease.request_id,
+                active.prefill,
                 active.link.endpoint,
                 reason,
                 f" ({account})" if account else "",
@@ -400,17 +413,19 @@ class TransferLoop:
         private = {group: token // groups[group].block_tokens for group, token in active.late_starts.items()}
         self._outbox.finished(order.request_id, ok=ok, quarantined=quarantined, private=private)
 
-    def _give_back(self, active: _Active) -> None:
+    def _give_back(self, active: Active) -> None:
         """Tell the prefill side that this lease needs no keeping; nobody waits for the answer."""
+        if (remote := active.order.remote) is None:
+            return  # without a lease the prefill side learns of it by the withdrawal, or forgets what nobody asks for
         try:
-            self._calls.ask(active.link.endpoint, Release((active.lease,)), RELEASE_TIMEOUT_S)
+            self._calls.ask(active.link.endpoint, Release((remote.lease,)), RELEASE_TIMEOUT_S)
         except ProtocolError as error:
-            logger.debug("releasing the lease of %s: %s", active.lease.request_id, error)
+            logger.debug("releasing the lease of %s: %s", remote.lease.request_id, error)
 
     def _observe(self, phase: Phase, seconds: float) -> None:
         self._stats.observe_phase(phase, seconds)
 
-    def _phase(self, active: _Active, phase: Phase, now: float) -> None:
+    def _phase(self, active: Active, phase: Phase, now: float) -> None:
         self._stats.observe_phase(phase, now - active.phase_began)
         active.phase_began = now
 
@@ -420,13 +435,17 @@ class TransferLoop:
         for active in list(self._active.values()):
             if (due := active.machine.next_deadline()) is not None and due <= now:
                 if active.machine.state is not receives.State.WAITING:
-                    self._links.drive(active.link, peers.Suspected("a receive exceeded its deadline"), now)
-                self._links.drive(active.link, peers.Unwanted(active.order.request_id), now)
+                    active.links.drive(active.link, peers.Suspected("a receive exceeded its deadline"), now)
+                active.links.drive(active.link, peers.Unwanted(active.order.request_id), now)
                 self._drive(active, receives.Tick(), now, FailureKind.DEADLINE)
+            if active.retry_at is not None and active.retry_at <= now:
+                active.retry_at = None
+                self._asking.again(active, now)
         self._links.tick(now)
+        self._asked.tick(now)
 
     def _fail_all(self, reason: str, now: float) -> None:
         for active in list(self._active.values()):
             if not active.reported:
-                self._links.drive(active.link, peers.Unwanted(active.order.request_id), now)
+                active.links.drive(active.link, peers.Unwanted(active.order.request_id), now)
                 self._drive(active, receives.PeerFailed(reason), now, FailureKind.INTERNAL)

@@ -1,0 +1,205 @@
+"""How much of a slow transfer a push hides behind the prefill.
+
+A prompt of at least eight prefill steps goes through the same prefill instance to two decode instances, one that reads
+when the prefill has finished and one that is written into while it computes. The link is slowed to where moving the
+whole prompt takes about as long as computing it, which the benchmark measures first. The time is from the end of the
+prefill (its answer) to the decode instance's first token.
+
+Everything runs in a network namespace of its own (`unshare --net`), whose only link is slowed by `tc` (a token bucket);
+NIXL is confined to TCP, so no bytes pass beside it. Needs root or the right to make namespaces.
+
+    python benchmarks/overlap.py [--requests 10] [--into out/bench/overlap.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+from pull import body, event_times, machine  # noqa: E402
+
+from launch import Server, Servers, post, vllm_spec  # noqa: E402
+from make_models import MODELS, make  # noqa: E402
+
+PROMPT_TOKENS = 1920
+STEP_TOKENS = 192
+GOAL = 0.4
+INSIDE = "PD_OVERLAP_INSIDE"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Medians and worst values in milliseconds over `requests`; `ratio` is of the medians of push and pull."""
+
+    requests: int
+    prefill: float
+    link_mbit: float
+    prompt_bytes: int
+    pull: float
+    pull_worst: float
+    push: float
+    push_worst: float
+    ratio: float
+
+
+def enter_namespace() -> None:
+    """Start this program again in a network namespace, whose loopback is its only link."""
+    command = ["unshare", "--net", "bash", "-c", 'ip link set lo up && exec "$@"', "bash", sys.executable, *sys.argv]
+    sys.exit(subprocess.run(command, env={**os.environ, INSIDE: "1"}, check=False).returncode)
+
+
+def slow_down(mbit: float | None) -> None:
+    """Limit the namespace's link, or lift the limit."""
+    subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], check=False, capture_output=True)
+    if mbit is not None:
+        # The bucket holds a few packets of loopback's size, the queue what TCP sends ahead.
+        limits = ["rate", f"{mbit:.3f}mbit", "burst", "192kb", "limit", "4mb"]
+        subprocess.run(["tc", "qdisc", "add", "dev", "lo", "root", "tbf", *limits], check=True)
+
+
+def specs(model: str) -> list[Any]:
+    """One prefill instance, which serves both ways, and a decode instance of each."""
+
+    def spec(name: str, role: str, mode: str, *flags: str) -> Any:
+        extra = {"mode": mode, "transport_options": {"ucx": {"TLS": "tcp,self", "NET_DEVICES": "lo"}}}
+        transfer = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": extra}
+        return vllm_spec(name, make(MODELS[model]), flags=(*MODELS[model].flags, *flags), transfer=transfer)
+
+    return [
+        spec("overlap-prefill", "kv_producer", "push", "--max-num-batched-tokens", str(STEP_TOKENS)),
+        spec("overlap-pull", "kv_consumer", "pull"),
+        spec("overlap-push", "kv_consumer", "push"),
+    ]
+
+
+def prompt_bytes(model: str) -> int:
+    """Bytes of a prompt's cache: K and V of every layer in float32."""
+    config = json.loads((make(MODELS[model]) / "config.json").read_text())
+    heads, size = config["num_key_value_heads"], config["head_dim"]
+    return int(PROMPT_TOKENS * config["num_hidden_layers"] * 2 * heads * size * 4)
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    generator = random.Random(seed)
+    return [[generator.randrange(256) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+
+
+class Pair:
+    """The prefill instance and the address at which decode instances find it."""
+
+    def __init__(self, model: str, prefill: Server, side_port: int, engine_id: str):
+        self._model = model
+        self._prefill = prefill
+        self._address = {"remote_host": "127.0.0.1", "remote_port": side_port, "remote_engine_id": engine_id}
+
+    def prefill(self, prompt: Sequence[int], name: str) -> dict[str, Any]:
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name}
+        request = body(self._model, prompt, max_tokens=1, kv_transfer_params=params)
+        return dict(post(f"{self._prefill.url}/v1/completions", request)["kv_transfer_params"])
+
+    def pull(self, decode: Server, prompt: Sequence[int]) -> float:
+        """Seconds from the end of the prefill to the first token."""
+        params = self.prefill(prompt, uuid.uuid4().hex)
+        return event_times(decode.url, body(self._model, prompt, kv_transfer_params=params))[0]
+
+    def push(self, decode: Server, prompt: Sequence[int]) -> float:
+        """The same; both legs are sent at the same time."""
+        name = uuid.uuid4().hex
+        params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": name, **self._address}
+        begun = time.perf_counter()
+        first: list[float] = []
+
+        def decoding() -> None:
+            times = event_times(decode.url, body(self._model, prompt, kv_transfer_params=params))
+            first.append(begun + times[0])
+
+        thread = threading.Thread(target=decoding)
+        thread.start()
+        self.prefill(prompt, name)
+        ended = time.perf_counter()
+        thread.join()
+        return first[0] - ended
+
+
+def side_port(server: Server) -> int:
+    return int(server.spec.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"])
+
+
+def measure(model: str, requests: int, logs: Path) -> Result:
+    with Servers(logs) as servers:
+        prefill, puller, pusher = servers.start(*specs(model))
+        for server in (prefill, puller, pusher):
+            event_times(server.url, body(model, [0] * 40))  # the first forward of a process is slow
+        [warm, *others] = prompts(2 * requests + 4, seed=1)
+        answer = Pair(model, prefill, side_port(prefill), "").prefill(warm, "warm")
+        pair = Pair(model, prefill, side_port(prefill), answer["remote_engine_id"])
+        taken = []
+        for prompt in others[:3]:
+            began = time.perf_counter()
+            pair.prefill(prompt, uuid.uuid4().hex)
+            taken.append(time.perf_counter() - began)
+        seconds = float(np.median(taken))
+        for decode, way in ((puller, pair.pull), (pusher, pair.push)):
+            way(decode, warm)  # the handshake
+        mbit = prompt_bytes(model) * 8 / 1e6 / seconds
+        print(
+            f"prefill {1e3 * seconds:.0f} ms, {prompt_bytes(model)} bytes: link slowed to {mbit:.1f} Mbit/s", flush=True
+        )
+        slow_down(mbit)
+        pulls, pushes = [], []
+        for i in range(requests):  # in turns, so that whatever else happens on the machine meets both
+            pulls.append(pair.pull(puller, others[3 + 2 * i]))
+            pushes.append(pair.push(pusher, others[4 + 2 * i]))
+            print(f"  pull {1e3 * pulls[-1]:.0f} ms, push {1e3 * pushes[-1]:.0f} ms", flush=True)
+        slow_down(None)
+    pull, push = (1e3 * float(np.median(times)) for times in (pulls, pushes))
+    return Result(
+        requests,
+        round(1e3 * seconds, 1),
+        round(mbit, 1),
+        prompt_bytes(model),
+        round(pull, 1),
+        round(1e3 * max(pulls), 1),
+        round(push, 1),
+        round(1e3 * max(pushes), 1),
+        round(push / pull, 3),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="gqa")
+    parser.add_argument("--requests", type=int, default=10, help="of each kind, in turns")
+    parser.add_argument("--into", type=Path, default=ROOT / "out" / "bench" / "overlap.json")
+    options = parser.parse_args()
+    if INSIDE not in os.environ:
+        enter_namespace()
+    options.into.parent.mkdir(parents=True, exist_ok=True)
+    result = measure(options.model, options.requests, options.into.parent / "logs")
+    facts = {"machine": machine(), "model": options.model, "prompt_tokens": PROMPT_TOKENS, "step_tokens": STEP_TOKENS}
+    options.into.write_text(json.dumps({**facts, "unit": "ms", "result": asdict(result)}, indent=1) + "\n")
+    print(
+        f"\nfrom the end of the prefill to the first token: pull {result.pull} ms, push {result.push} ms, ratio "
+        f"{result.ratio} (goal {GOAL})\nwrote {options.into}"
+    )
+    sys.exit(0 if result.ratio <= GOAL else 1)
+
+
+if __name__ == "__main__":
+    main()

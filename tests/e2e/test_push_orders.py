@@ -1,0 +1,209 @@
+"""Push: whatever comes first, each side ends with the right tokens or an error, and holds nothing afterwards.
+
+That every block is free again, and every byte right, is checked by the `pair` fixture after each test. The legs are
+sent by hand, in orders in which no router would send them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from e2e.cluster import SHORT_LEASE_SECONDS, Cluster, until
+from e2e.matrix import ORDER_ROWS
+from e2e.over import over
+from e2e.workload import Answer, Prompt, Refused, Stream, ask, prompts
+
+LONG = 1900
+AT_ONCE_SECONDS = 5.0
+"""What "at once" may take on two cores that several processes share; far less than any time-out."""
+
+
+class Legs:
+    """Both legs of one hand-off, by hand, each in a thread of its own."""
+
+    def __init__(self, pair: Cluster, prompt: Prompt, pool: ThreadPoolExecutor):
+        self.pair, self.prompt, self._pool = pair, prompt, pool
+        self.name = uuid.uuid4().hex
+
+    @property
+    def prefill_body(self) -> dict[str, Any]:
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": self.name}
+        return self.pair.body(self.prompt, max_tokens=1, kv_transfer_params=params)
+
+    @property
+    def decode_body(self) -> dict[str, Any]:
+        params = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": self.name,
+            "remote_engine_id": self.pair.prefill_engine_id,
+            "remote_host": "127.0.0.1",
+            "remote_port": int(self.pair.prefill.spec.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"]),
+        }
+        return self.pair.body(self.prompt, kv_transfer_params=params)
+
+    def prefill(self) -> Future[Answer]:
+        return self._pool.submit(ask, self.pair.prefill.url, self.prefill_body)
+
+    def decode(self) -> Future[Answer]:
+        return self._pool.submit(ask, self.pair.decode.url, self.decode_body)
+
+    def right(self, answer: Future[Answer]) -> None:
+        assert answer.result().tokens == self.pair.baselines.tokens(self.pair.model, self.prompt)
+
+    def registered(self) -> None:
+        """Wait until the decode instance holds blocks for this request."""
+        until(lambda: self.pair.holds_blocks(self.pair.decode), "the decode instance to allocate")
+
+
+@contextmanager
+def legs(pair: Cluster, length: int = LONG) -> Iterator[Legs]:
+    """Of the prompt of this length in the scenario "orders"."""
+    from e2e.workload import SCENARIOS
+
+    [prompt] = [prompt for prompt in SCENARIOS["orders"] if len(prompt) == length]
+    pair.forget_prefixes()
+    with ThreadPoolExecutor(4) as pool:
+        yield Legs(pair, prompt, pool)
+
+
+@over(ORDER_ROWS)
+def test_the_decode_leg_may_come_long_before_the_prefill(pair: Cluster) -> None:
+    with legs(pair) as both:
+        answer = both.decode()
+        both.registered()
+        both.prefill()
+        both.right(answer)
+
+
+@over(ORDER_ROWS)
+def test_the_prefill_may_have_finished_long_before_the_decode_leg(pair: Cluster) -> None:
+    with legs(pair) as both:
+        both.prefill().result()
+        both.right(both.decode())
+
+
+@over(ORDER_ROWS)
+def test_a_serial_router_gets_the_right_tokens_too(pair: Cluster) -> None:
+    with legs(pair, 400) as both:
+        params = pair.prefill_only(both.prompt)
+        assert params["transfer_mode"] == "push"
+        assert pair.decode_with(both.prompt, params).tokens == pair.baselines.tokens(pair.model, both.prompt)
+
+
+@over(ORDER_ROWS)
+def test_a_full_hit_on_the_decode_side_frees_the_prefill_at_once(pair: Cluster) -> None:
+    with legs(pair, 400) as both:
+        both.prefill()
+        both.right(both.decode())
+        again = Legs(pair, both.prompt, both._pool)
+        first = again.prefill()
+        again.right(again.decode())
+        first.result()
+        began = time.monotonic()
+        until(lambda: pair.is_settled(pair.prefill), "the prefill to be freed", seconds=AT_ONCE_SECONDS)
+        assert time.monotonic() - began < SHORT_LEASE_SECONDS
+
+
+@over(ORDER_ROWS)
+def test_a_decode_client_that_leaves_before_the_prefill_came_keeps_nothing(pair: Cluster) -> None:
+    with legs(pair) as both:
+        with Stream(pair.decode.url, both.decode_body):
+            both.registered()
+        until(lambda: pair.is_settled(pair.decode), "the decode instance to give up", seconds=AT_ONCE_SECONDS)
+        both.prefill().result()
+
+
+@over(ORDER_ROWS)
+def test_a_decode_client_that_leaves_while_chunks_are_written_keeps_nothing(pair: Cluster) -> None:
+    with legs(pair) as both:
+        with Stream(pair.decode.url, both.decode_body):
+            both.registered()
+            answer = both.prefill()
+            until(lambda: pair.holds_blocks(pair.prefill), "the prefill to compute")
+        answer.result()
+
+
+@over(ORDER_ROWS)
+def test_a_prefill_client_that_leaves_fails_the_decode_at_once(pair: Cluster) -> None:
+    with legs(pair) as both:
+        answer = both.decode()
+        both.registered()
+        with Stream(pair.prefill.url, both.prefill_body):
+            until(lambda: pair.holds_blocks(pair.prefill), "the prefill to compute")
+        began = time.monotonic()
+        try:
+            tokens = answer.result().tokens
+        except Refused as refused:
+            assert refused.status >= 400
+            assert time.monotonic() - began < AT_ONCE_SECONDS
+        else:  # the prefill was faster than its client
+            assert tokens == pair.baselines.tokens(pair.model, both.prompt)
+
+
+@over(ORDER_ROWS)
+def test_a_prefill_that_never_comes_fails_the_decode(pair: Cluster) -> None:
+    with legs(pair) as both:
+        answer = both.decode()
+        with pytest.raises(Refused):
+            answer.result()
+
+
+@over(ORDER_ROWS)
+def test_a_lease_that_ended_is_not_written_from(pair: Cluster) -> None:
+    with legs(pair, 400) as both:
+        params = pair.prefill_only(both.prompt)
+        until(lambda: pair.is_settled(pair.prefill), "the lease to end", seconds=4 * SHORT_LEASE_SECONDS)
+        with pytest.raises(Refused):
+            pair.decode_with(both.prompt, params)
+
+
+@over(ORDER_ROWS)
+def test_two_decode_legs_with_one_name_never_share_a_prefill(pair: Cluster) -> None:
+    with legs(pair) as both:
+        answers = [both.decode(), both.decode()]
+        both.registered()
+        both.prefill().result()
+        right = 0
+        for answer in answers:
+            try:
+                both.right(answer)
+                right += 1
+            except Refused:
+                pass
+        assert right <= 1
+
+
+@over(ORDER_ROWS)
+def test_another_prompt_under_the_same_name_is_refused(pair: Cluster) -> None:
+    with legs(pair, 400) as both:
+        [other] = prompts("another prompt", [400])
+        answer = both.decode()
+        body = pair.body(other, max_tokens=1, kv_transfer_params=both.prefill_body["kv_transfer_params"])
+        ask(pair.prefill.url, body)
+        with pytest.raises(Refused):
+            answer.result()
+
+
+@over(ORDER_ROWS)
+def test_a_prefill_instance_that_freezes_fails_the_decode_in_time(pair: Cluster) -> None:
+    with legs(pair) as both:
+        answer = both.decode()
+        both.registered()
+        group = pair.prefill.process.pid
+        os.killpg(group, signal.SIGSTOP)
+        try:
+            with pytest.raises(Refused):
+                answer.result()
+        finally:
+            os.killpg(group, signal.SIGCONT)
+    pair.check([both.prompt])

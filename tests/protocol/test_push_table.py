@@ -1,0 +1,302 @@
+"""Pushes on the prefill side: every order of what can happen, with workers that are quick or slow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import permutations, product
+
+import pytest
+
+from vllm_pd_connector.protocol import messages as m
+from vllm_pd_connector.protocol.push import ANSWER_S, IDLE_ANSWER_S, PushTable
+
+HOME = m.Home("decode-0", "ab" * 16, "127.0.0.1", 5600)
+NONCE, DIGEST, STOP = b"n" * 16, "0" * 16, 40
+TABLES = (m.Table(0, b"\1\0\0\0"),)
+WORKERS, PATIENCE = 2, 30.0
+NAME, REQUEST = "cmpl-1", "cmpl-1-0123abcd"
+
+
+def into(reader: int = 0, *, nonce: bytes | None = None, readers: int = 2, **changes: object) -> m.PushInto:
+    fields = {"attempt": bytes([reader]) * 16, "start": 0, "stop": STOP, "prompt_digest": DIGEST}
+    ref = m.PrefillRef(REQUEST if nonce else NAME, nonce)
+    return m.PushInto(ref, HOME, 0, reader, reader, readers, blocks=TABLES, **(fields | changes))
+
+
+@dataclass
+class World:
+    """A table, its workers and its clients; it checks what must hold after every event.
+
+    Attributes:
+        owed: for every attempt, the workers that were ordered to write and have not reported the end.
+        asked: tickets that wait for an answer; a withdrawal takes the place of its registration.
+    """
+
+    quick: bool = True
+    table: PushTable = field(default_factory=lambda: PushTable(WORKERS, PATIENCE))
+    now: float = 0.0
+    seen: list[int] = field(default_factory=lambda: [0] * WORKERS)
+    owed: dict[bytes, set[int]] = field(default_factory=dict)
+    ordered_final: set[bytes] = field(default_factory=set)
+    failed: set[bytes] = field(default_factory=set)
+    answers: dict[bytes, list[m.Pushed]] = field(default_factory=dict)
+    asked: dict[tuple[bytes, int], bytes] = field(default_factory=dict)
+    tickets: int = 0
+    closed: bool = False
+    freed: int = 0
+    started: bool = False
+    finished: bool = False
+
+    def ticket(self, attempt: bytes) -> tuple[bytes, int]:
+        self.tickets += 1
+        made = (b"client", self.tickets)
+        self.asked[made] = attempt
+        return made
+
+    def settle(self) -> None:
+        """What the server does after every event, and the workers' questions for orders."""
+        self.table.tick(self.now)
+        for worker in range(WORKERS):
+            self.table.await_orders(m.AwaitOrders(b"t" * 16, worker, self.seen[worker]), (b"w", worker), self.now)
+        for ticket, reply in self.table.take_replies():
+            if ticket[0] == b"w":
+                self.obey(ticket[1], reply)
+            else:
+                self.answered(self.asked.pop(ticket), reply)
+        self.freed += len(self.table.take_freed())
+        if self.closed and not any(self.owed.values()):
+            assert self.freed == 1
+        assert self.freed <= self.closed
+        assert not self.freed or not any(self.owed.values()), "blocks are given back while they may be read"
+
+    def obey(self, worker: int, reply: m.Reply) -> None:
+        assert isinstance(reply, m.Orders)
+        assert all(number > 0 for number in (reply.last,)) or not reply.orders
+        self.seen[worker] = max(self.seen[worker], reply.last)
+        for order in reply.orders:
+            if isinstance(order, m.Write):
+                assert not self.freed
+                self.owed.setdefault(order.into.attempt, set()).add(worker)
+                if order.final:
+                    self.ordered_final.add(order.into.attempt)
+
+    def answered(self, attempt: bytes, reply: m.Reply) -> None:
+        assert isinstance(reply, m.Pushed)
+        self.answers.setdefault(attempt, []).append(reply)
+        if reply.terminal:
+            assert not self.owed.get(attempt), "terminal, and a worker may still write"
+        if reply.state is m.PushState.DONE:
+            assert attempt in self.ordered_final and attempt not in self.failed and self.finished
+        if reply.state is m.PushState.FAILED:
+            assert reply.reason
+
+    def report(self, worker: int, attempt: bytes, ok: bool, terminal: bool) -> None:
+        if not ok:
+            self.failed.add(attempt)
+        if terminal:
+            self.owed[attempt].discard(worker)
+        reason = "" if ok else "a link dropped"
+        self.table.ended(m.PushEnded(b"t" * 16, worker, attempt, ok, reason, terminal))
+        self.settle()
+
+    def work(self) -> None:
+        """Workers end what they can."""
+        for attempt, worker in [(a, w) for a, workers in self.owed.items() for w in workers]:
+            if attempt in self.ordered_final or self.is_over(attempt):
+                self.report(worker, attempt, ok=not self.is_over(attempt), terminal=True)
+
+    def is_over(self, attempt: bytes) -> bool:
+        want = self.table._wants.get(attempt)
+        return want is None or want.state is m.PushState.FAILED
+
+    # What can happen
+
+    def register(self, reader: int) -> None:
+        message = into(reader)
+        self.table.register(message, self.ticket(message.attempt), self.now)
+
+    def start(self) -> None:
+        self.started = self.table.started(REQUEST, NAME, STOP, DIGEST, self.now)
+
+    def progress(self) -> None:
+        if self.table.wanted(REQUEST):
+            self.table.progressed(REQUEST, TABLES, 16, 1)
+
+    def finish(self) -> None:
+        if self.started and not self.closed:
+            self.finished = True
+            if not self.table.finished(REQUEST, NONCE, TABLES, 2):
+                self.close()
+
+    def close(self) -> None:
+        """The prefill is aborted, or its lease ends."""
+        if self.started and not self.closed:
+            self.closed = True
+            self.table.close(REQUEST, "aborted", self.now)
+
+    def withdraw(self) -> None:
+        for reader in (0, 1):
+            message = m.WithdrawPush(into(reader).prefill, into(reader).attempt)
+            self.table.withdraw(message, self.ticket(message.attempt), self.now)
+
+    def drop_link(self) -> None:
+        for attempt, workers in self.owed.items():
+            if 0 in workers:
+                self.report(0, attempt, ok=False, terminal=False)
+
+    def do(self, event: str) -> None:
+        match event:
+            case "register 0" | "register 1":
+                self.register(int(event[-1]))
+            case "start":
+                self.start()
+            case "progress":
+                self.progress()
+            case "finish":
+                self.finish()
+            case "close":
+                self.close()
+            case "withdraw":
+                self.withdraw()
+            case "drop":
+                self.drop_link()
+        self.settle()
+        if self.quick:
+            self.work()
+
+
+EVENTS = ("register 0", "register 1", "start", "progress", "finish", "close", "withdraw", "drop")
+
+
+@pytest.mark.parametrize("quick", [True, False], ids=["quick workers", "slow workers"])
+def test_every_order_of_events_ends_with_every_answer_given_and_every_block_free(quick: bool) -> None:
+    results = set()
+    for order in permutations(EVENTS):
+        world = World(quick)
+        # An event without effect where it stands is left out, so that shorter histories are among these, too.
+        for event in order:
+            world.do(event)
+        world.work()
+        world.table.tick(world.now + PATIENCE)
+        world.settle()
+        world.close()
+        world.settle()
+        world.work()
+        assert not world.table._wants and not world.table._prefills and not world.table._waiting, order
+        for reader in (0, 1):
+            given = world.answers[into(reader).attempt]
+            assert given[-1].terminal, order
+            results.add(given[-1].state)
+    # Slow workers end their writes after everything else, and something in every order fails before that.
+    assert results == ({m.PushState.DONE, m.PushState.FAILED} if quick else {m.PushState.FAILED})
+
+
+NORMAL = ("register 0", "register 1", "start", "progress", "finish")
+
+
+def test_without_failures_every_order_is_served() -> None:
+    for order, quick in product(permutations(NORMAL), (True, False)):
+        if order.index("start") > order.index("finish"):
+            continue
+        world = World(quick)
+        for event in order:
+            world.do(event)
+        world.work()
+        done = m.Pushed(m.PushState.DONE, "", True, request_id=REQUEST)
+        assert [world.answers[into(r).attempt][-1] for r in (0, 1)] == [done] * 2, order
+        assert world.table.take_served() == [REQUEST]
+        world.close()
+        world.settle()
+        assert world.freed == 1 and not world.asked
+
+
+def test_an_answer_is_repeated_for_a_message_that_is_repeated() -> None:
+    world = World()
+    for event in ("start", "finish", "register 0", "register 1", "register 0"):
+        world.do(event)
+    assert [answer.state for answer in world.answers[into(0).attempt]] == [m.PushState.DONE] * 2
+
+
+def test_who_waits_hears_from_time_to_time_how_far_it_is() -> None:
+    world = World(quick=False)
+    states = []
+    for event in ("register 0", "start", "progress", "finish"):
+        world.do(event)
+        world.now += ANSWER_S
+        world.settle()
+        states.append(world.answers[into(0).attempt][-1].state)
+        world.do("register 0")
+    assert states == ["expected", "computing", "computing", "writing"]
+
+
+def test_a_prefill_that_does_not_come_fails_who_waits_for_it() -> None:
+    world = World()
+    world.do("register 0")
+    assert world.table.next_deadline() == ANSWER_S
+    world.now = PATIENCE
+    world.settle()
+    assert world.answers[into(0).attempt][-1].state is m.PushState.FAILED
+    assert "no prefill request named cmpl-1 came within 30 s" in world.answers[into(0).attempt][-1].reason
+
+
+def test_a_prefill_that_was_aborted_before_anybody_asked_is_remembered() -> None:
+    world = World()
+    for event in ("start", "close", "register 0"):
+        world.do(event)
+    assert world.answers[into(0).attempt] == [m.Pushed(m.PushState.FAILED, f"prefill {NAME}: aborted", True)]
+    world.now = PATIENCE
+    world.settle()
+    assert world.table.next_deadline() == pytest.approx(PATIENCE + IDLE_ANSWER_S), "only the workers wait"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"stop": STOP - 1}, "39 tokens"),
+        ({"prompt_digest": "f" * 16}, "digest f"),
+        ({"reader": 2}, "reader 2 of 2"),
+        ({"readers": 3}, "contradicts"),
+        ({"attempt": b"z" * 16}, "registered already"),
+    ],
+)
+def test_a_registration_that_contradicts_the_prefill_is_refused_and_harms_nobody(changes, reason) -> None:
+    world = World(quick=False)
+    for event in ("start", "register 0", "finish"):
+        world.do(event)
+    message = into(**{"reader": 0, "attempt": b"y" * 16} | changes)
+    world.table.register(message, world.ticket(message.attempt), world.now)
+    world.settle()
+    [answer] = world.answers[message.attempt]
+    assert answer.state is m.PushState.FAILED and answer.terminal and reason in answer.reason
+    world.do("register 1")
+    world.work()
+    assert {world.answers[into(r).attempt][-1].state for r in (0, 1)} == {m.PushState.DONE}
+
+
+def test_a_prefill_that_nobody_needs_is_told_to_its_scheduler() -> None:
+    table = PushTable(WORKERS, PATIENCE)
+    table.decline(m.DeclinePush(m.PrefillRef(NAME, None)), 0.0)
+    assert table.started(REQUEST, NAME, STOP, DIGEST, 1.0)
+    assert not table.finished(REQUEST, NONCE, TABLES, 1)
+    table.close(REQUEST, "not needed", 1.0)
+    assert table.take_freed() == [REQUEST]
+    assert table.started(REQUEST, NAME, STOP, DIGEST, 2.0), "the word is used up"
+    assert table.finished(REQUEST, NONCE, TABLES, 2)
+    table.decline(m.DeclinePush(m.PrefillRef(REQUEST, NONCE)), 3.0)
+    assert table.take_served() == [REQUEST]
+
+
+def test_a_request_id_that_is_still_written_from_is_not_taken_again() -> None:
+    world = World(quick=False)
+    for event in ("start", "register 0", "finish", "close"):
+        world.do(event)
+    assert not world.table.started(REQUEST, NAME, STOP, DIGEST, 1.0)
+    world.work()
+    assert world.table.started(REQUEST, NAME, STOP, DIGEST, 2.0)
+
+
+def test_reports_of_what_is_not_known_change_nothing() -> None:
+    world = World()
+    world.table.ended(m.PushEnded(b"t" * 16, 0, b"q" * 16, True, "", True))
+    world.table.close("unknown", "pulled", 0.0)
+    assert world.table.take_freed() == ["unknown"], "a prefill that is read has no push"

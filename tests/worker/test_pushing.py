@@ -1,0 +1,364 @@
+"""Push between workers: real side channels, the loopback transport, the scheduler halves' part played by the test."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "geometry"))
+
+from geometry_world import instance, table, write
+from test_loop import D_BLOCKS, D_SIDE, MODEL, P_BLOCKS, P_SIDE, TOKENS, Decode, changed_model, real, until
+
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import PeerLost, TransferError
+from vllm_pd_connector.protocol.messages import DeclinePush, Home, PrefillRef
+from vllm_pd_connector.protocol.peer import PeerKey
+from vllm_pd_connector.sidechannel.client import SideChannelClient
+from vllm_pd_connector.sidechannel.server import SideChannelServer
+from vllm_pd_connector.sidechannel.sockets import endpoint
+from vllm_pd_connector.steps import GroupBlocks, PushTerms, ReceiveOrder, encode_tables
+from vllm_pd_connector.transport.loopback import LoopbackTransport
+from vllm_pd_connector.worker.loop import TransferLoop
+from vllm_pd_connector.worker.outbox import Outbox
+from vllm_pd_connector.worker.pushing import PushSetup, StepClock
+
+DIGEST = "0" * 16
+SOURCE = encode_tables([GroupBlocks(0, P_BLOCKS)])
+
+
+class Writer:
+    """A prefill instance that writes: its workers' loops and transports, and a side channel."""
+
+    def __init__(self, config: Config, port: int = 0):
+        self.workers = instance(MODEL, P_SIDE, "p-0")
+        self.incarnation = secrets.token_hex(16)
+        self.server = SideChannelServer("127.0.0.1", port, "p-0", self.incarnation)
+        self.tokens = [secrets.token_bytes(16) for _ in self.workers]
+        self.transports = [LoopbackTransport() for _ in self.workers]
+        self.clocks = [StepClock() for _ in self.workers]
+        self.loops, manifests = [], []
+        for i, (worker, transport) in enumerate(zip(self.workers, self.transports, strict=True)):
+            setup = PushSetup(endpoint("127.0.0.1", self.server.port), self.tokens[i], self.clocks[i])
+            loop = TransferLoop(
+                config, real(worker), lambda transport=transport: transport, Outbox(), i, len(self.workers), setup
+            )
+            manifests.append(msgspec.msgpack.encode(real(worker, loop.start())))
+            self.loops.append(loop)
+        self.server.set_manifests(manifests)
+        self.server.enable_pushes(self.tokens, patience_s=config.kv_lease_duration)
+
+    def compute(self, start: int, stop: int) -> None:
+        """The forward of the next step has filled tokens [start, stop)."""
+        for worker in self.workers:
+            write(MODEL, P_SIDE, worker, [table(*P_BLOCKS)], worker.memory, start, stop)
+
+    def step_done(self, step: int) -> None:
+        for loop in self.loops:
+            loop.step_launched(step, lambda: True)
+
+    def begin(self, name: str = "a") -> str:
+        request_id = f"p-{name}"
+        assert self.server.push_started(request_id, name, TOKENS, DIGEST)
+        return request_id
+
+    def finish(self, name: str = "a", step: int = 0, duration: float = 60.0) -> bytes:
+        """The prefill has ended and is held; returns the lease's nonce."""
+        nonce = secrets.token_bytes(16)
+        self.server.hold(f"p-{name}", nonce, duration)
+        if not self.server.push_finished(f"p-{name}", nonce, SOURCE, step):
+            self.server.drop(f"p-{name}")
+        return nonce
+
+    def whole(self, name: str = "a") -> bytes:
+        self.compute(0, TOKENS)
+        self.begin(name)
+        return self.finish(name)
+
+    def close(self) -> None:
+        for loop in self.loops:
+            loop.close()
+        self.server.close()
+
+
+class Target(Decode):
+    """A decode worker with the side channel at which it is found."""
+
+    def __init__(self, config: Config, **changes: object):
+        super().__init__(config)
+        self.server = SideChannelServer("127.0.0.1", 0, "decode-1", secrets.token_hex(16))
+        self.server.set_manifests([msgspec.msgpack.encode(real(self.worker, self.transport.describe(), **changes))])
+        self.home = Home("decode-1", self.server._incarnation, "127.0.0.1", self.server.port)
+
+    def order(
+        self, writer: Writer, request_id: str = "d", name: str = "a", nonce: bytes | None = None, **changes: object
+    ) -> ReceiveOrder:
+        ref = PrefillRef(name if nonce is None else f"p-{name}", nonce)
+        peer = PeerKey("127.0.0.1", writer.server.port, "" if nonce is None else writer.incarnation)
+        terms = PushTerms(peer, "p-0", ref, self.home, DIGEST)
+        fields = {"blocks": (GroupBlocks(0, D_BLOCKS),), "start": 4, "stop": TOKENS, "push": terms}
+        return ReceiveOrder(request_id, None, "", **(fields | changes))
+
+    def close(self) -> None:
+        self.loop.close()
+        self.server.close()
+
+
+CONFIG = Config(transport="loopback", mode="push", staging_bytes=0)
+
+
+@pytest.fixture
+def config(request: pytest.FixtureRequest) -> Config:
+    return msgspec.structs.replace(CONFIG, **getattr(request, "param", {}))
+
+
+@pytest.fixture
+def writer(config: Config) -> Iterator[Writer]:
+    with contextlib.closing(Writer(config)) as made:
+        yield made
+
+
+@pytest.fixture
+def target(config: Config) -> Iterator[Target]:
+    with contextlib.closing(Target(config)) as made:
+        yield made
+
+
+def freed(writer: Writer, *names: str) -> None:
+    """Wait until exactly these prefills' blocks are free."""
+    seen: list[str] = []
+
+    def enough() -> bool:
+        seen.extend(entry.request_id for entry in writer.server.take_freed())
+        return len(seen) >= len(names)
+
+    until(enough, f"{names} to be freed")
+    assert sorted(seen) == sorted(f"p-{name}" for name in names)
+
+
+def whole(memory: Sequence[int], expected: np.ndarray) -> bool:
+    return bool((np.asarray(memory) == expected).all())
+
+
+@pytest.mark.parametrize("by_lease", [False, True])
+def test_a_prefill_that_finished_before_anybody_asked_is_written(writer, target, by_lease):
+    nonce = writer.whole()
+    target.loop.submit([target.order(writer, nonce=nonce if by_lease else None)], [])
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected())
+    assert not target.failures and not target.quarantined
+    freed(writer, "a")
+
+
+def test_a_decode_instance_that_asks_first_is_served_when_the_prefill_comes(writer, target):
+    target.loop.submit([target.order(writer)], [])
+    until(lambda: writer.server.counts().get("PushInto") == 1, "the registration")
+    assert not target.finished
+    writer.whole()
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected())
+    freed(writer, "a")
+
+
+def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
+    target.loop.submit([target.order(writer, start=0)], [])
+    writer.begin()
+    until(lambda: writer.server.push_wanted("p-a"), "the registration")
+    writer.compute(0, 6)
+    writer.server.push_progressed("p-a", encode_tables([GroupBlocks(0, P_BLOCKS[:2])]), 6, 1)
+    assert whole(target.worker.memory, target.before), "its own forward of step 1 is not done"
+    writer.step_done(1)
+    partly = target.before.copy()
+    write(MODEL, D_SIDE, target.worker, [table(*D_BLOCKS)], partly, 0, 4)
+    target.until(lambda: whole(target.worker.memory, partly), "the first page of 4 tokens, and no more")
+    for worker in writer.workers:  # what was written is not read again
+        write(MODEL, P_SIDE, worker, [table(*P_BLOCKS)], worker.memory, 4, TOKENS)
+        page = worker.manifest.tensors[0].page_stride
+        worker.memory[P_BLOCKS[0] * page : (P_BLOCKS[0] + 1) * page] ^= 0xFF
+    writer.finish(step=2)
+    assert not target.finished
+    writer.step_done(2)
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected(0))
+    freed(writer, "a")
+
+
+def test_many_pushes_at_once(writer, target):
+    names = [f"r{i}" for i in range(20)]
+    writer.compute(0, TOKENS)
+    for i, name in enumerate(names):
+        if i % 2:
+            writer.whole(name)
+        target.loop.submit([target.order(writer, f"d-{name}", name)], [])
+        if not i % 2:
+            writer.whole(name)
+    assert all(target.wait_for(*(f"d-{name}" for name in names)))
+    freed(writer, *names)
+    assert target.server.counts()["GetManifests"] == len(writer.workers), "one handshake per rank"
+
+
+def test_a_pair_that_cannot_work_is_refused_before_anything_moves(writer, config):
+    with contextlib.closing(Target(config, model=changed_model(dtype="float16"))) as target:
+        # The decode worker's own check passes, since only what it serves is damaged: the prefill side refuses.
+        writer.whole()
+        target.loop.submit([target.order(writer)], [])
+        assert target.wait_for("d") == [False]
+        assert whole(target.worker.memory, target.before)
+        freed(writer, "a")
+        writer.whole("b")
+        target.loop.submit([target.order(writer, "e", "b")], [])
+        assert target.wait_for("e") == [False]
+        assert target.server.counts()["GetManifests"] == len(writer.workers), "the refusal is remembered"
+        freed(writer, "b")
+
+
+def test_the_decode_side_refuses_too(target, config):
+    other = Writer(config)
+    with contextlib.closing(other):
+        [first, *_] = other.workers
+        wrong = msgspec.structs.replace(real(first), model=changed_model(dtype="float16"))
+        other.server.set_manifests([msgspec.msgpack.encode(wrong)])
+        target.loop.submit([target.order(other)], [])
+        assert target.wait_for("d") == [False]
+        assert target.failures == {"incompatible_peer": 1} and not target.quarantined
+        assert "PushInto" not in other.server.counts()
+
+
+def test_an_aborted_prefill_fails_the_request_at_once(writer, target):
+    target.loop.submit([target.order(writer), target.order(writer, "e", "late")], [])
+    writer.begin()
+    writer.server.push_aborted("p-a", "the client left")
+    writer.begin("late")
+    writer.server.push_aborted("p-late", "the client left")
+    assert target.wait_for("d", "e") == [False, False]
+    assert target.quarantined == target.drained
+    freed(writer, "a", "late")
+
+
+def test_a_request_for_a_prefill_that_was_aborted_before_fails_at_once(writer, target):
+    writer.begin()
+    writer.server.push_aborted("p-a", "the client left")
+    target.loop.submit([target.order(writer)], [])
+    assert target.wait_for("d") == [False]
+    freed(writer, "a")
+
+
+@pytest.mark.parametrize("config", [{"kv_lease_duration": 0.2}], indirect=True)
+def test_a_prefill_that_never_comes_fails_the_request_with_the_reason(writer, target, caplog):
+    target.loop.submit([target.order(writer)], [])
+    assert target.wait_for("d") == [False]
+    assert "no prefill request named a came" in caplog.text
+    assert not target.quarantined
+
+
+def test_another_prompt_is_not_written(writer, target):
+    writer.whole()
+    terms = target.order(writer).push
+    other = PushTerms(terms.peer, terms.engine_id, terms.prefill, terms.home, "f" * 16)
+    target.loop.submit([target.order(writer, push=other)], [])
+    assert target.wait_for("d") == [False]
+    assert whole(target.worker.memory, target.before)
+
+
+def test_a_stale_nonce_is_refused(writer, target):
+    writer.whole()
+    target.loop.submit([target.order(writer, nonce=b"x" * 16)], [])
+    assert target.wait_for("d") == [False]
+    assert whole(target.worker.memory, target.before)
+
+
+def test_a_failed_write_fails_the_request_with_the_reason_and_frees_both_sides(writer, target, caplog):
+    writer.transports[1].faults.failures.append(TransferError("a cable was pulled"))
+    writer.whole()
+    target.loop.submit([target.order(writer)], [])
+    assert target.wait_for("d") == [False]
+    assert "a cable was pulled" in caplog.text
+    target.until(lambda: target.quarantined == target.drained, "the quarantine to end")
+    freed(writer, "a")
+    writer.whole("b")
+    target.loop.submit([target.order(writer, "e", "b")], [])
+    assert target.wait_for("e") == [True]
+
+
+def test_an_abort_on_the_decode_side_keeps_both_sides_blocks_until_nothing_is_written(writer, target):
+    for transport in writer.transports:
+        transport.faults.held = True
+    writer.whole()
+    target.loop.submit([target.order(writer)], [])
+    until(lambda: all(loop._pushes._pushes for loop in writer.loops), "the writes")
+    target.loop.submit([], ["d"])
+    assert target.wait_for("d") == [False]
+    assert target.quarantined == {"d"} and not target.drained
+    assert not writer.server.take_freed()
+    for transport in writer.transports:
+        transport.faults.held = False
+    target.until(lambda: target.drained == {"d"}, "the quarantine to end")
+    freed(writer, "a")
+    assert target.failures == {"aborted": 1}
+
+
+def test_an_abort_before_the_prefill_came_is_over_at_once(writer, target):
+    target.loop.submit([target.order(writer)], [])
+    until(lambda: writer.server.counts().get("PushInto") == 1, "the registration")
+    target.loop.submit([], ["d"])
+    assert target.wait_for("d") == [False]
+    target.until(lambda: target.quarantined == target.drained, "the quarantine to end")
+    writer.whole()
+    freed(writer, "a")
+    assert whole(target.worker.memory, target.before)
+
+
+@pytest.mark.parametrize("config", [{"transfer_timeout": 0.3}], indirect=True)
+def test_a_write_that_does_not_end_fails_in_time_and_keeps_the_blocks(writer, target):
+    writer.transports[0].faults.held = True
+    writer.whole()
+    target.loop.submit([target.order(writer)], [])
+    assert target.wait_for("d") == [False]
+    assert target.quarantined == {"d"} and not target.drained and not writer.server.take_freed()
+    writer.transports[0].faults.held = False
+    target.until(lambda: target.drained == {"d"}, "the quarantine to end")
+    freed(writer, "a")
+
+
+@pytest.mark.parametrize("config", [{"handshake_timeout": 1.0}], indirect=True)
+def test_a_prefill_instance_that_dies_while_it_writes_ends_the_quarantine(target, config):
+    writer = Writer(config)
+    for transport in writer.transports:
+        transport.faults.held = True
+    writer.whole()
+    target.loop.submit([target.order(writer)], [])
+    until(lambda: all(loop._pushes._pushes for loop in writer.loops), "the writes")
+    writer.close()
+    assert target.wait_for("d") == [False]
+    target.until(lambda: target.drained == target.quarantined, "the quarantine to end")
+
+
+def test_a_decode_instance_that_died_fails_its_push_and_frees_the_prefill(writer, config):
+    target = Target(config)
+    writer.transports[0].faults.held = True
+    writer.whole()
+    target.loop.submit([target.order(writer)], [])
+    until(lambda: bool(writer.loops[0]._pushes._pushes), "the write")
+    target.transport.faults.lost = True
+    target.close()
+    writer.transports[0].faults.failures.append(PeerLost("connection reset"))
+    freed(writer, "a")
+
+
+def test_a_prefill_of_which_nothing_is_needed_is_freed_at_once(writer):
+    with contextlib.closing(SideChannelClient()) as sender:
+        address = endpoint("127.0.0.1", writer.server.port)
+        writer.whole()
+        sender.send(address, DeclinePush(PrefillRef("a", None)), 10.0)
+        freed(writer, "a")
+        sender.send(address, DeclinePush(PrefillRef("b", None)), 10.0)
+        until(lambda: writer.server.counts().get("DeclinePush") == 2, "the second message")
+        writer.whole("b")
+        freed(writer, "b")

@@ -1,0 +1,453 @@
+"""Pushes on the prefill side: who wants which prefill, what its workers must write, what the decode side is told.
+
+Two things meet here, in any order. A *prefill* is a request that this instance computes for a decode instance:
+
+    RUNNING --finished--> FINISHED        either --aborted, lease ended, a push failed--> FAILED
+
+A *want* is one decode worker's registration of its blocks, named by its attempt:
+
+    EXPECTED --prefill known--> COMPUTING --first order--> WRITING --all workers done--> DONE
+        +------------ no prefill came, prefill failed, withdrawn, a worker failed ----------> FAILED
+
+A want that comes before its prefill waits for a bounded time; a prefill that nobody wants is kept by its lease, which
+is not known here. Every change gives orders to all workers of this instance; each of them reports the end of every
+attempt that it was ordered to write. A failure is answered at once, but the blocks of its prefill, the source of the
+writes, stay out of `take_freed` until all workers have said that nothing is written any more.
+
+The decode side repeats its messages until it has an answer, so answers are remembered by attempt. No clock, thread or
+socket in here; a `ticket` is a client's identity and sequence number, and never looked into.
+
+Source: architecture.md, "Push"; xllm-pd-semantics.md §1.12 (failures that never reached the other side).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import inf
+
+from vllm_pd_connector.protocol.messages import (
+    MAX_TEXT,
+    AwaitOrders,
+    DeclinePush,
+    GiveUp,
+    LeaseRef,
+    Orders,
+    PrefillRef,
+    Pushed,
+    PushEnded,
+    PushInto,
+    PushState,
+    Reply,
+    Table,
+    WithdrawPush,
+    Write,
+)
+
+Ticket = tuple[bytes, int]
+Tables = tuple[Table, ...]
+
+MAX_WAITING = 4096
+REMEMBER = 4096
+ANSWER_S = 5.0
+IDLE_ANSWER_S = 30.0
+
+
+@dataclass(eq=False, slots=True)
+class _Want:
+    into: PushInto
+    deadline: float = inf  # while no prefill is known
+    state: PushState = PushState.EXPECTED
+    reason: str = ""
+    tickets: dict[Ticket, float] = field(default_factory=dict)  # who waits for an answer, and until when
+    ordered: set[int] = field(default_factory=set)  # workers that may write
+    last: tuple[int, bool] = (0, False)  # `ready` and `final` of the latest order
+    late_starts: dict[int, int] = field(default_factory=dict)
+    prefill: _Prefill | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Prefill:
+    request_id: str
+    name: str
+    num_tokens: int
+    prompt_digest: str
+    nonce: bytes | None = None  # of the lease, once finished
+    source: Tables = ()
+    ready: int = 0
+    step: int = 0
+    finished: bool = False
+    declined: bool = False
+    failure: str = ""
+    wants: dict[bytes, _Want] = field(default_factory=dict)
+    served: set[int] = field(default_factory=set)  # readers that have all their bytes
+    closed: bool = False  # its scheduler half wants the blocks back
+
+
+class PushTable:
+    """All pushes of one prefill instance.
+
+    Args:
+        workers: of this instance; each must report the end of every push.
+        patience_s: how long a want waits for its prefill to arrive.
+    """
+
+    def __init__(self, workers: int, patience_s: float) -> None:
+        self._workers = workers
+        self._patience_s = patience_s
+        self._prefills: dict[str, _Prefill] = {}
+        self._names: dict[str, _Prefill] = {}
+        self._wants: dict[bytes, _Want] = {}
+        self._waiting: dict[str, list[_Want]] = {}  # by name, for prefills that have not come
+        self._declined: OrderedDict[str, float] = OrderedDict()
+        self._over: OrderedDict[str, tuple[str, float]] = OrderedDict()  # why prefills failed, by name and request id
+        self._answers: OrderedDict[bytes, Pushed] = OrderedDict()
+        self._orders: list[list[tuple[int, Write | GiveUp]]] = [[] for _ in range(workers)]
+        self._number = 0
+        self._awaiting: dict[int, tuple[Ticket, int, float]] = {}
+        self._replies: list[tuple[Ticket, Reply]] = []
+        self._served: list[str] = []
+        self._failed: list[str] = []
+        self._freed: list[str] = []
+
+    # From decode instances
+
+    def register(self, into: PushInto, ticket: Ticket, now: float) -> LeaseRef | None:
+        """A decode worker wants a push, or asks again how far it is. Returns the lease that is to be renewed."""
+        if (answer := self._answers.get(into.attempt)) is not None:
+            self._replies.append((ticket, answer))
+            return None
+        want = self._wants.get(into.attempt)
+        if want is None and len(self._wants) >= MAX_WAITING:
+            self._replies.append((ticket, _failed(f"{len(self._wants)} pushes are under way, the limit here")))
+            return None
+        if want is None:
+            want = self._wants[into.attempt] = _Want(into)
+            want.tickets[ticket] = now + ANSWER_S
+            self._match(want, now)
+        elif want.state is PushState.FAILED:
+            self._replies.append((ticket, Pushed(want.state, want.reason, False)))
+        else:
+            want.tickets = {ticket: now + ANSWER_S}
+        prefill = want.prefill
+        return LeaseRef(prefill.request_id, prefill.nonce) if prefill is not None and prefill.nonce else None
+
+    def withdraw(self, message: WithdrawPush, ticket: Ticket, now: float) -> None:
+        """A decode worker has given up; the answer waits until nothing of this attempt can land."""
+        if (answer := self._answers.get(message.attempt)) is not None:
+            self._replies.append((ticket, answer))
+            return
+        want = self._wants.get(message.attempt)
+        if want is None:  # it was never registered, and what is still on its way is refused
+            self._remember(message.attempt, _failed("withdrawn by the decode side"))
+            self._replies.append((ticket, self._answers[message.attempt]))
+            self._decline(message.prefill, now)
+            return
+        # Whoever waits here wants to know when it is over, not how far it is.
+        want.tickets.clear()
+        if want.prefill is not None:
+            self._fail_prefill(want.prefill, "withdrawn by the decode side")
+        else:
+            self._fail(want, "withdrawn by the decode side")
+            self._declined[want.into.prefill.name] = now + self._patience_s
+        if (answer := self._answers.get(message.attempt)) is not None:
+            self._replies.append((ticket, answer))
+        else:
+            want.tickets[ticket] = inf
+
+    def decline(self, message: DeclinePush, now: float) -> None:
+        """A decode instance needs nothing of a prefill."""
+        self._decline(message.prefill, now)
+
+    # From the scheduler half of this instance
+
+    def started(self, request_id: str, name: str, num_tokens: int, prompt_digest: str, now: float) -> bool:
+        """A prefill for a decode instance was accepted; `num_tokens` of its prompt will be handed over.
+
+        Returns whether it is known from now on; false if its request id is that of an older one not yet freed.
+        """
+        if request_id in self._prefills:
+            return False
+        self._over.pop(name, None)
+        prefill = _Prefill(request_id, name, num_tokens, prompt_digest)
+        self._prefills[request_id] = self._names[name] = prefill
+        prefill.declined = self._declined.pop(name, -inf) > now
+        for want in self._waiting.pop(name, []):
+            self._attach(want, prefill)
+        return True
+
+    def wanted(self, request_id: str) -> bool:
+        """Whether somebody waits for more of a prefill. Only then is `progressed` called, and its blocks held."""
+        prefill = self._prefills.get(request_id)
+        return prefill is not None and bool(prefill.wants) and not prefill.failure
+
+    def progressed(self, request_id: str, source: Iterable[Table], ready: int, step: int) -> None:
+        """Tokens below `ready` are in the blocks of `source` when the forward of `step` is done."""
+        prefill = self._prefills.get(request_id)
+        if prefill is None or prefill.finished or prefill.failure or ready <= prefill.ready:
+            return  # a preempted prefill computes again what was written, into other blocks
+        prefill.source, prefill.ready, prefill.step = tuple(source), ready, step
+        for want in prefill.wants.values():
+            self._order(want, prefill)
+
+    def finished(self, request_id: str, nonce: bytes, source: Iterable[Table], step: int) -> bool:
+        """The whole prompt is in `source`, under a lease with `nonce`. Returns whether the lease has a use."""
+        prefill = self._prefills.get(request_id)
+        if prefill is None:
+            return True
+        if prefill.failure or prefill.declined:
+            return False
+        prefill.nonce, prefill.source, prefill.step = nonce, tuple(source), step
+        prefill.ready, prefill.finished = prefill.num_tokens, True
+        for want in list(prefill.wants.values()):
+            self._order(want, prefill)
+        return True
+
+    def close(self, request_id: str, reason: str, now: float) -> None:
+        """A prefill was aborted, or its lease has ended: its blocks are wanted back as soon as nothing reads them."""
+        prefill = self._prefills.get(request_id)
+        if prefill is None:
+            self._freed.append(request_id)
+            return
+        prefill.closed = True
+        self._fail_prefill(prefill, reason)
+        self._free(prefill)
+        for key in (prefill.name, request_id):
+            self._over[key] = (prefill.failure, now + self._patience_s)
+            self._over.move_to_end(key)
+        while len(self._over) > REMEMBER:
+            self._over.popitem(last=False)
+
+    # From the workers of this instance
+
+    def await_orders(self, message: AwaitOrders, ticket: Ticket, now: float) -> None:
+        """A worker is ready for orders after number `seen`."""
+        worker = message.worker
+        self._orders[worker] = [(number, order) for number, order in self._orders[worker] if number > message.seen]
+        self._awaiting[worker] = (ticket, message.seen, now + IDLE_ANSWER_S)
+        self._hand_out(worker)
+
+    def ended(self, message: PushEnded) -> None:
+        """A worker's part of a push is written, or has failed."""
+        want = self._wants.get(message.attempt)
+        if want is None or message.worker not in want.ordered:
+            return
+        if not message.ok:
+            if want.prefill is not None:
+                self._fail_prefill(want.prefill, message.reason)
+            else:
+                self._fail(want, message.reason)
+        if not message.terminal:
+            return
+        want.late_starts |= message.late_starts
+        want.ordered.discard(message.worker)
+        if want.ordered:
+            return
+        self._settle(want)
+
+    # Time and results
+
+    def tick(self, now: float) -> None:
+        """Answer who has waited long enough, and fail wants whose prefill did not come."""
+        for name, wants in list(self._waiting.items()):
+            for want in [w for w in wants if w.deadline <= now]:
+                self._fail(
+                    want,
+                    f"no prefill request named {name} came within {self._patience_s:g} s: send both legs of a request "
+                    "with one transfer_id, or one X-Request-Id",
+                )
+        for want in list(self._wants.values()):
+            for ticket in [t for t, due in want.tickets.items() if due <= now]:
+                del want.tickets[ticket]
+                self._replies.append((ticket, Pushed(_progress(want), want.reason, False)))
+        for worker, (ticket, seen, due) in list(self._awaiting.items()):
+            if due <= now:
+                del self._awaiting[worker]
+                self._replies.append((ticket, Orders(seen, ())))
+        while self._declined and next(iter(self._declined.values())) <= now:
+            self._declined.popitem(last=False)
+        while self._over and next(iter(self._over.values()))[1] <= now:
+            self._over.popitem(last=False)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` is due, None if nothing waits."""
+        moments = [want.deadline for wants in self._waiting.values() for want in wants]
+        moments += [due for want in self._wants.values() for due in want.tickets.values()]
+        moments += [due for _, _, due in self._awaiting.values()]
+        return min((moment for moment in moments if moment < inf), default=None)
+
+    def take_replies(self) -> list[tuple[Ticket, Reply]]:
+        """Answers that are due, in order."""
+        replies, self._replies = self._replies, []
+        return replies
+
+    def take_served(self) -> list[str]:
+        """Request ids of prefills whose readers all have their bytes, or that nobody needs."""
+        served, self._served = self._served, []
+        return served
+
+    def take_failed(self) -> list[str]:
+        """Request ids of finished prefills that cannot be pushed any more: their lease need not be kept."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def take_freed(self) -> list[str]:
+        """Request ids that `close` was called for and whose blocks nothing reads any more, each once."""
+        freed, self._freed = self._freed, []
+        return freed
+
+    # Inside
+
+    def _match(self, want: _Want, now: float) -> None:
+        ref = want.into.prefill
+        prefill = self._find(ref)
+        if prefill is not None:
+            self._attach(want, prefill)
+        elif ref.nonce is not None:
+            why = self._over.get(ref.name, ("no lease with that nonce is known", 0.0))[0]
+            self._fail(want, f"prefill {ref.name} is not held here: {why}")
+        elif ref.name in self._over:
+            self._fail(want, f"prefill {ref.name}: {self._over[ref.name][0]}")
+        else:
+            want.deadline = now + self._patience_s
+            self._waiting.setdefault(ref.name, []).append(want)
+
+    def _find(self, ref: PrefillRef) -> _Prefill | None:
+        if ref.nonce is None:
+            return self._names.get(ref.name)
+        prefill = self._prefills.get(ref.name)
+        return prefill if prefill is not None and prefill.nonce == ref.nonce else None
+
+    def _attach(self, want: _Want, prefill: _Prefill) -> None:
+        into = want.into
+        want.prefill, want.deadline, want.state = prefill, inf, PushState.COMPUTING
+        prefill.wants[into.attempt] = want
+        if prefill.failure:
+            self._fail(want, prefill.failure)
+            return
+        others = [w.into for w in prefill.wants.values() if w is not want]
+        if into.stop != prefill.num_tokens or into.prompt_digest != prefill.prompt_digest:
+            reason = (
+                f"the prefilled prompt ({prefill.num_tokens} tokens, digest {prefill.prompt_digest}) is not the decode "
+                f"request's ({into.stop} tokens, digest {into.prompt_digest}): send both legs with the same prompt"
+            )
+        elif into.reader >= into.readers or any(into.readers != other.readers for other in others):
+            reason = f"reader {into.reader} of {into.readers} contradicts the other readers of this prefill"
+        elif into.reader in prefill.served or any(into.reader == other.reader for other in others):
+            reason = f"reader {into.reader} is registered already: two decode requests name this prefill"
+        else:
+            self._order(want, prefill)
+            return
+        del prefill.wants[into.attempt]
+        want.prefill = None
+        self._fail(want, reason)
+
+    def _order(self, want: _Want, prefill: _Prefill) -> None:
+        progress = (prefill.ready, prefill.finished)
+        if progress == want.last or prefill.ready == 0:
+            return
+        want.last, want.state = progress, PushState.WRITING
+        want.ordered = set(range(self._workers))
+        self._to_workers(Write(want.into, prefill.source, prefill.ready, prefill.step, prefill.finished))
+
+    def _to_workers(self, order: Write | GiveUp) -> None:
+        self._number += 1
+        for worker in range(self._workers):
+            self._orders[worker].append((self._number, order))
+            self._hand_out(worker)
+
+    def _hand_out(self, worker: int) -> None:
+        orders = self._orders[worker]
+        if orders and worker in self._awaiting:
+            ticket, _, _ = self._awaiting.pop(worker)
+            self._replies.append((ticket, Orders(orders[-1][0], tuple(order for _, order in orders))))
+
+    def _decline(self, ref: PrefillRef, now: float) -> None:
+        prefill = self._find(ref)
+        if prefill is not None:
+            prefill.declined = True
+            if prefill.finished:
+                self._served.append(prefill.request_id)
+        elif ref.nonce is None:
+            self._declined[ref.name] = now + self._patience_s
+            while len(self._declined) > MAX_WAITING:
+                self._declined.popitem(last=False)
+
+    def _fail_prefill(self, prefill: _Prefill, reason: str) -> None:
+        """All ranks of the decode instance fail together: none of them can use its part alone."""
+        if not prefill.failure:
+            prefill.failure = reason
+            if prefill.finished:
+                self._failed.append(prefill.request_id)
+        for want in list(prefill.wants.values()):
+            self._fail(want, reason)
+
+    def _fail(self, want: _Want, reason: str) -> None:
+        if want.state in (PushState.DONE, PushState.FAILED):
+            return
+        want.state, want.reason = PushState.FAILED, reason[:MAX_TEXT]
+        if want.ordered:
+            self._to_workers(GiveUp(want.into.attempt, want.reason))
+            self._answer(want, Pushed(want.state, want.reason, False))
+        else:
+            self._settle(want)
+
+    def _settle(self, want: _Want) -> None:
+        """No worker writes for this want: it is done, or failed for good, or between two orders."""
+        prefill = want.prefill
+        if want.state is not PushState.FAILED:
+            if not want.last[1]:
+                return
+            want.state = PushState.DONE
+        request_id = prefill.request_id if prefill is not None else ""
+        answer = Pushed(want.state, want.reason, True, want.late_starts, request_id)
+        self._remember(want.into.attempt, answer)
+        self._answer(want, answer)
+        self._forget(want)
+        if prefill is None:
+            return
+        if want.state is PushState.DONE:
+            prefill.served.add(want.into.reader)
+            if len(prefill.served) == want.into.readers:
+                self._served.append(prefill.request_id)
+        self._free(prefill)
+
+    def _answer(self, want: _Want, answer: Pushed) -> None:
+        self._replies += [(ticket, answer) for ticket in want.tickets]
+        want.tickets.clear()
+
+    def _forget(self, want: _Want) -> None:
+        del self._wants[want.into.attempt]
+        if want.prefill is not None:
+            want.prefill.wants.pop(want.into.attempt, None)
+            return
+        name = want.into.prefill.name
+        waiting = [w for w in self._waiting.get(name, []) if w is not want]
+        if waiting:
+            self._waiting[name] = waiting
+        else:
+            self._waiting.pop(name, None)
+
+    def _free(self, prefill: _Prefill) -> None:
+        if not prefill.closed or prefill.wants or self._prefills.get(prefill.request_id) is not prefill:
+            return
+        del self._prefills[prefill.request_id]
+        if self._names.get(prefill.name) is prefill:
+            del self._names[prefill.name]
+        self._freed.append(prefill.request_id)
+
+    def _remember(self, attempt: bytes, answer: Pushed) -> None:
+        self._answers[attempt] = answer
+        while len(self._answers) > REMEMBER:
+            self._answers.popitem(last=False)
+
+
+def _progress(want: _Want) -> PushState:
+    """What the decode side is told: its deadline for writing runs from the end of the prefill, not from its first
+    chunk."""
+    return PushState.COMPUTING if want.state is PushState.WRITING and not want.last[1] else want.state
+
+
+def _failed(reason: str) -> Pushed:
+    return Pushed(PushState.FAILED, reason[:MAX_TEXT], True)

@@ -1,0 +1,52 @@
+"""One receive under way, as the transfer thread knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.stage import Chunk
+from vllm_pd_connector.observability.stats import FailureKind
+from vllm_pd_connector.protocol.receive import Receive
+from vllm_pd_connector.steps import ReceiveOrder
+from vllm_pd_connector.transport.base import Peer as TransportPeer
+from vllm_pd_connector.transport.base import Transfer
+from vllm_pd_connector.worker.link import Link
+from vllm_pd_connector.worker.links import Links
+
+
+@dataclass(slots=True)
+class Moved:
+    """What the transport was given for a receive."""
+
+    bytes: int = 0
+    runs: int = 0
+    descriptors: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Active:
+    """What was ordered, its machine, and the transport's handles by transfer index.
+
+    `prefill` names the request there; a push learns its id in the end. `stuck` are indices whose transfers failed but
+    may still write. `question` numbers what a prefill side that writes was asked, `retry_at` is when it is asked again.
+    """
+
+    order: ReceiveOrder
+    links: Links
+    link: Link
+    machine: Receive
+    attempt: bytes
+    prefill: str
+    began: float
+    phase_began: float
+    reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = field(default_factory=list)
+    late_starts: dict[int, int] = field(default_factory=dict)
+    transfers: dict[int, Transfer] = field(default_factory=dict)
+    stuck: set[int] = field(default_factory=set)
+    moved: Moved = field(default_factory=Moved)
+    kind: FailureKind = FailureKind.INTERNAL
+    reported: bool = False
+    question: int = 0
+    retry_at: float | None = None

@@ -1,0 +1,370 @@
+"""A prefill worker's part of pushes: it takes orders from its scheduler half, writes, and says when it is over.
+
+Orders come over the instance's own side channel and not with the step's metadata, because an idle engine has no steps
+and a decode instance may ask when the prefill finished long ago. A worker keeps one question for orders open there;
+waiting costs nothing. An order may name a step that is still being computed: the worker writes when its own forward
+of that step is done.
+
+A push is written with a cursor, and its end is reported once everything was written: done when all transfers are, or
+failed with the reason. A failure is reported at once, and again when no transfer can write any more. Every order's
+attempt is reported, also by a rank whose part is empty.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import BindError, PeerLost, ProtocolError, TransferError, UnauthenticatedPeer
+from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
+from vllm_pd_connector.protocol import peer as peers
+from vllm_pd_connector.protocol.messages import (
+    MAX_TEXT,
+    AwaitOrders,
+    Describe,
+    GiveUp,
+    Manifests,
+    Noted,
+    Orders,
+    PushEnded,
+    PushInto,
+    Table,
+    Write,
+)
+from vllm_pd_connector.protocol.peer import PeerKey
+from vllm_pd_connector.protocol.push import IDLE_ANSWER_S
+from vllm_pd_connector.sidechannel.client import Outcome
+from vllm_pd_connector.sidechannel.keys import keys_of, require_known_server
+from vllm_pd_connector.transport.base import Peer as TransportPeer
+from vllm_pd_connector.transport.base import Status, Transfer, Transport
+from vllm_pd_connector.worker.calls import Calls
+from vllm_pd_connector.worker.link import Link
+from vllm_pd_connector.worker.links import Links
+from vllm_pd_connector.worker.push_link import WriteLink
+
+logger = init_logger(__name__)
+
+POLL_S = 0.001
+POLL_DRAINING_S = 0.05
+RETRY_S = 0.5
+HOME_TIMEOUT_S = 10.0
+
+
+class StepClock:
+    """Which steps' forwards are done; told by the thread that launches them, asked by the transfer thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done = 0
+        self._latest = 0
+        self._running: deque[tuple[int, Callable[[], bool]]] = deque()
+
+    def launched(self, step: int, is_done: Callable[[], bool]) -> None:
+        """The forward of `step` was launched; `is_done` tells, from any thread, whether it has ended."""
+        with self._lock:
+            self._latest = step
+            self._running.append((step, is_done))
+            self._look()
+
+    def done(self) -> int:
+        """The latest step that is done, and all before it."""
+        with self._lock:
+            self._look()
+            return self._done
+
+    def ends(self, step: int) -> bool:
+        """Whether `step` was launched and is not done: it will be without another word of the launching thread."""
+        with self._lock:
+            self._look()
+            return self._done < step <= self._latest
+
+    def _look(self) -> None:
+        while self._running and self._running[0][1]():
+            self._done = self._running.popleft()[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PushSetup:
+    """What a worker that writes needs besides: its scheduler half's endpoint, its secret there, the steps done."""
+
+    home: str
+    token: bytes
+    clock: StepClock
+
+
+@dataclass(eq=False, slots=True)
+class _Push:
+    into: PushInto
+    link: WriteLink
+    cursor: int
+    source: tuple[Table, ...] = ()
+    ready: int = 0
+    step: int = 0
+    final: bool = False
+    linked: bool = False
+    complete: bool = False  # everything was posted
+    failure: str = ""
+    stuck: bool = False  # a transfer failed and may still write
+    transfers: list[Transfer] = field(default_factory=list)
+    late_starts: dict[int, int] = field(default_factory=dict)
+    deadline: float = inf
+
+    @property
+    def key(self) -> str:
+        return self.into.attempt.hex()
+
+    @property
+    def waits_for_step(self) -> bool:
+        return self.linked and not self.complete and not self.failure
+
+
+class Pushes:
+    """See the module. Lives in the transfer thread; it is the `links.User` of the links to decode instances.
+
+    Args:
+        worker: this worker's number in its instance.
+        stats: what is counted now.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        manifest: Manifest,
+        transport: Transport,
+        chunk_bytes: int,
+        calls: Calls,
+        setup: PushSetup,
+        worker: int,
+        stats: Callable[[], PDStats],
+    ) -> None:
+        self._config = config
+        self._transport = transport
+        self._calls = calls
+        self._home, self._token, self._clock = setup.home, setup.token, setup.clock
+        self._worker = worker
+        self._keys = keys_of(config)
+        self._own: tuple[bytes, ...] = ()
+        self._stats = stats
+        self._links = Links(
+            config, manifest, transport, chunk_bytes, calls, self, self._observe, self._make_link, "decode instance"
+        )
+        self._pushes: dict[str, _Push] = {}
+        self.waiting = False  # whether a push waits for the end of a step; read by other threads
+        self._seen = 0
+        self._asking = False
+        self._ask_at = 0.0
+
+    def _make_link(self, machine: peers.Peer, engine_id: str, endpoint: str, now: float) -> WriteLink:
+        return WriteLink(machine, engine_id, endpoint, now, own=self._own)
+
+    def turn(self, now: float) -> None:
+        """One round: ask for orders, write what may be written, look at transfers and deadlines."""
+        if not self._asking and self._ask_at <= now:
+            self._await_orders(now)
+        step = self._clock.done()
+        for push in list(self._pushes.values()):
+            if push.waits_for_step and push.step <= step:
+                self._write(push, now)
+            self._look(push, now)
+        self._links.tick(now)
+        self.waiting = any(push.waits_for_step for push in self._pushes.values())
+
+    def next_deadline(self, now: float) -> float | None:
+        """When a turn is due at the latest."""
+        moments = [] if self._asking else [self._ask_at]
+        if (due := self._links.next_deadline()) is not None:
+            moments.append(due)
+        for push in self._pushes.values():
+            moments.append(push.deadline)
+            if push.transfers or (push.waits_for_step and self._clock.ends(push.step)):
+                moments.append(now + (POLL_DRAINING_S if push.failure else POLL_S))
+        return min(moments, default=None)
+
+    def departed(self, endpoint: str, now: float) -> None:
+        """The instance at this endpoint says that it ends."""
+        self._links.departed(endpoint, now)
+
+    # Orders
+
+    def _await_orders(self, now: float) -> None:
+        message = AwaitOrders(self._token, self._worker, self._seen)
+        try:
+            self._calls.ask(self._home, message, IDLE_ANSWER_S + HOME_TIMEOUT_S, self._ordered)
+            self._asking = True
+        except ProtocolError as error:
+            logger.error("orders of the scheduler half: %s", error)
+            self._ask_at = now + RETRY_S
+
+    def _ordered(self, outcome: Outcome, now: float) -> None:
+        self._asking = False
+        match outcome:
+            case Orders(last=last, orders=orders):
+                if orders and not self._own:
+                    self._learn_own(now)
+                    return
+                self._seen = max(self._seen, last)
+                for order in orders:
+                    self._obey(order, now)
+            case _:
+                logger.debug("orders of the scheduler half: %s", outcome)
+                self._ask_at = now + RETRY_S
+
+    def _learn_own(self, now: float) -> None:
+        """Fetch the manifests of this instance's ranks; the orders are handed out again afterwards."""
+        self._asking = True
+        try:
+            self._calls.ask(self._home, Describe(), HOME_TIMEOUT_S, self._learned)
+        except ProtocolError as error:
+            self._learned(error, now)
+
+    def _learned(self, outcome: Outcome, now: float) -> None:
+        self._asking = False
+        if isinstance(outcome, Manifests):
+            self._own = outcome.manifests
+        else:
+            logger.warning("manifests of this instance: %s", outcome)
+            self._ask_at = now + RETRY_S
+
+    def _obey(self, order: Write | GiveUp, now: float) -> None:
+        if isinstance(order, GiveUp):
+            push = self._pushes.get(order.attempt.hex())
+            if push is not None:
+                self._fail(push, order.reason, now)
+            else:
+                self._report(order.attempt, order.reason, terminal=True)
+            return
+        push = self._pushes.get(order.into.attempt.hex())
+        if push is None:
+            home = order.into.home
+            try:
+                require_known_server(
+                    home.host, home.server_key, self._keys, self._config.allow_unauthenticated_peers, "decode instance"
+                )
+            except UnauthenticatedPeer as error:
+                self._report(order.into.attempt, str(error), terminal=True)
+                return
+            key = PeerKey(home.host, home.port, home.incarnation, home.server_key)
+            link = self._links.get(key, home.engine_id, now)
+            assert isinstance(link, WriteLink)
+            push = _Push(order.into, link, order.into.start)
+            self._pushes[push.key] = push
+            self._take(push, order, now)
+            self._links.drive(link, peers.Wanted(push.key), now)
+        else:
+            self._take(push, order, now)
+
+    def _take(self, push: _Push, order: Write, now: float) -> None:
+        push.source, push.ready, push.step, push.final = order.source, order.ready, order.step, order.final
+        if order.final:
+            push.deadline = now + self._config.transfer_timeout
+
+    # Links
+
+    def ready(self, request_id: str, now: float) -> None:
+        """The decode instance is connected."""
+        self._pushes[request_id].linked = True
+
+    def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
+        """The decode instance cannot be written into."""
+        self._stats().fail(kind)
+        self._fail(self._pushes[request_id], reason, now)
+
+    def lost(self, link: Link, ranks: Sequence[TransportPeer], reason: str, now: float) -> None:
+        """The decode instance is gone: nothing lands there any more."""
+        for push in [p for p in self._pushes.values() if p.link is link and p.linked]:
+            push.stuck = False
+            self._fail(push, reason, now)
+
+    def uses(self, link: Link) -> bool:
+        return any(push.link is link for push in self._pushes.values())
+
+    # Writing
+
+    def _write(self, push: _Push, now: float) -> None:
+        reach = push.link.reach(push.into, push.ready, push.cursor, push.final)
+        if reach == push.cursor and not push.final:
+            return
+        try:
+            runs, late_starts = push.link.bind_push(push.into, push.source, push.cursor, reach, push.final)
+            push.late_starts |= late_starts
+            if len(runs):
+                self._post(push, runs)
+        except (BindError, TransferError) as error:
+            self._transfer_failed(push, error, now)
+        except Exception as error:  # a defect of ours that one push met must not reach the others
+            logger.exception("push of prefill %s", push.into.prefill.name)
+            self._fail(push, f"{type(error).__name__}: {error}", now)
+        push.cursor, push.complete = reach, push.final
+
+    def _post(self, push: _Push, runs: Runs) -> None:
+        transfer = self._transport.write(push.link.ranks[push.into.pp_rank, push.into.tp_rank], runs)
+        push.transfers.append(transfer)
+        self._stats().count("bytes", runs.total_bytes)
+        self._stats().count("runs", len(runs))
+        self._stats().count("descriptors", transfer.descriptors)
+
+    def _look(self, push: _Push, now: float) -> None:
+        for transfer in list(push.transfers):
+            try:
+                if self._transport.poll(transfer) is Status.RUNNING:
+                    continue
+                push.transfers.remove(transfer)
+            except TransferError as error:
+                push.transfers.remove(transfer)
+                self._transfer_failed(push, error, now)
+        if push.deadline <= now:
+            self._links.drive(push.link, peers.Suspected("a push exceeded its deadline"), now)
+            self._fail(push, f"writing took longer than {self._config.transfer_timeout:g} s", now)
+        if push.transfers or push.stuck or self._pushes.get(push.key) is not push:
+            return
+        if push.failure or push.complete:
+            del self._pushes[push.key]
+            self._report(push.into.attempt, push.failure, terminal=True, late_starts=push.late_starts)
+
+    def _transfer_failed(self, push: _Push, error: BindError | TransferError, now: float) -> None:
+        self._stats().fail(FailureKind.TRANSFER_FAILED)
+        push.stuck |= isinstance(error, TransferError) and not error.terminal
+        self._fail(push, str(error), now)
+        if isinstance(error, PeerLost):
+            self._links.drive(push.link, peers.Lost(str(error)), now)
+        elif isinstance(error, TransferError):
+            self._links.drive(push.link, peers.Suspected(str(error)), now)
+
+    def _fail(self, push: _Push, reason: str, now: float) -> None:
+        push.deadline = inf
+        if push.failure:
+            return
+        push.failure = reason or "failed"
+        logger.error("push of prefill %s into %s: %s", push.into.prefill.name, push.link.machine.key, reason)
+        self._links.drive(push.link, peers.Unwanted(push.key), now)
+        if push.transfers or push.stuck:
+            self._report(push.into.attempt, push.failure, terminal=False)
+
+    # Reports
+
+    def _report(
+        self, attempt: bytes, failure: str, *, terminal: bool, late_starts: Mapping[int, int] | None = None
+    ) -> None:
+        late = dict(late_starts or {})
+        self._send(PushEnded(self._token, self._worker, attempt, not failure, failure[:MAX_TEXT], terminal, late))
+
+    def _send(self, report: PushEnded) -> None:
+        try:
+            self._calls.ask(self._home, report, HOME_TIMEOUT_S, functools.partial(self._sent, report))
+        except ProtocolError as error:
+            logger.error("report to the scheduler half: %s", error)
+
+    def _sent(self, report: PushEnded, outcome: Outcome, now: float) -> None:
+        if not isinstance(outcome, Noted):
+            self._send(report)  # our own scheduler half: without it nothing else goes on either
+
+    def _observe(self, phase: Phase, seconds: float) -> None:
+        self._stats().observe_phase(phase, seconds)
