@@ -20,6 +20,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +112,7 @@ class Servers:
     def __init__(self, logs: Path):
         self._logs = logs
         self._running: list[Server] = []
+        self._started: Counter[str] = Counter()
         logs.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Servers:
@@ -146,7 +148,10 @@ class Servers:
         return servers
 
     def _spawn(self, spec: Spec) -> Server:
-        log = self._logs / f"{spec.name}.log"
+        # A server that is started again, as after a failed test, leaves the log of its former run.
+        self._started[spec.name] += 1
+        again = f"-{self._started[spec.name]}" if self._started[spec.name] > 1 else ""
+        log = self._logs / f"{spec.name}{again}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
                 spec.command,

@@ -46,8 +46,9 @@ SCENARIOS: dict[str, list[Prompt]] = {
         "partly on the decode side": (130, 700, 1900),
         "all on the decode side": (64, 130, 1500),
         "partly on the prefill side": (130, 700, 1900),
-        # Lengths far enough apart to tell the requests by them.
-        "hits of every length": range(150, 950, 40),
+        # Lengths far enough apart to tell the requests by them, and no part that is asked for before ends where a block
+        # does: with a window, vLLM finds one block less then (seen with one engine, 832 tokens of 864).
+        "hits of every length": range(153, 953, 40),
         # Good requests beside or after bad ones: the servers must still answer them right.
         "beside abandoned": (33, 500, 1100, 1900),
         "after abandoned": (60, 350),
