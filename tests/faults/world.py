@@ -236,6 +236,9 @@ class World:
             return Outcome(End.BROKEN, f"{instance.name}: {type(error).__name__}: {error}")
         if status != 200:
             return Outcome(End.REFUSED, f"HTTP {status}: {str(answer)[:300]}")
+        if (finish := answer["choices"][0]["finish_reason"]) == "abort":
+            # vLLM's own way to end what runs when its server is told to end.
+            return Outcome(End.BROKEN, f"{instance.name}: finish_reason {finish}")
         tokens, expected = self._tokens(answer), self.answers[prompt]
         want = expected[: fields.get("max_tokens", len(expected))]
         if not tokens:

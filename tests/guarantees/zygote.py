@@ -26,6 +26,8 @@ from typing import Any
 import pytest
 
 AT_ONCE = 6
+# What the parent has imported, plugins of pytest among it, is not rewritten in the children, which is all right.
+OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 NOTICED = 100
 
 
@@ -54,7 +56,6 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def preload() -> None:
-    import hypothesis.strategies  # noqa: F401
     import nixl  # noqa: F401
     import numpy  # noqa: F401
     import vllm.distributed.kv_transfer.kv_connector.v1.base  # noqa: F401
@@ -79,7 +80,7 @@ def begin(change: dict[str, Any]) -> int:
     sys.meta_path.insert(0, _Changed(change["module"], change["source"]))
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = tempfile.mkdtemp()
     noticed = _Noticed()
-    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", change["test"]], plugins=[noticed])
+    code = pytest.main([*OPTIONS, change["test"]], plugins=[noticed])
     os._exit(NOTICED if noticed.failed else code)
 
 

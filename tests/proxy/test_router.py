@@ -579,9 +579,10 @@ async def test_a_stream_without_an_event_is_502(bench: Bench) -> None:
 @over_bench
 async def test_an_answer_that_says_it_failed_is_502(bench: Bench) -> None:
     prefill = await bench.instance(HANDS_OVER)
-    decode = await bench.instance(answers({"choices": [{"text": "", "finish_reason": "error"}]}))
-    await bench.route([prefill.url], [decode.url])
-    assert (await bench.ask())[0] == 502
+    for reason in ("error", "abort"):
+        decode = await bench.instance(answers({"choices": [{"text": "", "finish_reason": reason}]}))
+        await bench.route([prefill.url], [decode.url])
+        assert (await bench.ask())[0] == 502
 
 
 @pytest.mark.parametrize("request_id", ["a b", "ü", "x" * 201, "'"])

@@ -358,14 +358,18 @@ async def _read(request: web.Request, request_id: str, started: float) -> Exchan
 
 
 def _check_finished(answer: object) -> None:
-    """An answer with status 200 whose engine request failed is an error.
+    """An answer with status 200 whose engine request failed, or was cut off by its engine's end, is an error.
 
     Raises:
         LegError: it says so.
     """
     choices = answer.get("choices") if isinstance(answer, dict) else None
-    if isinstance(choices, list) and any(isinstance(c, dict) and c.get("finish_reason") == "error" for c in choices):
-        raise LegError(502, "the decode instance could not finish the request (finish_reason: error); see its log")
+    for choice in choices if isinstance(choices, list) else ():
+        # vLLM answers "abort" to what still runs when it is told to end; a client of ours that left is not answered.
+        if isinstance(choice, dict) and (reason := choice.get("finish_reason")) in ("error", "abort"):
+            raise LegError(
+                502, f"the decode instance could not finish the request (finish_reason: {reason}); see its log"
+            )
 
 
 def _refuse_error_event(chunk: bytes) -> None:
