@@ -59,6 +59,8 @@ bench: setup
 	$(RUN) benchmarks/convert.py
 	$(RUN) benchmarks/transports.py
 	$(RUN) benchmarks/pull.py
+	$(RUN) benchmarks/rates.py
+	$(RUN) benchmarks/accuracy/recall.py
 
 clean:
 	rm -rf .venv .cache build out

@@ -91,8 +91,9 @@ def main() -> int:
         for name in options.pairs:
             found[name] = run(name, servers, model, plain, options.questions)
             print(f"{name}:\n{table([found[name]])}\n", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({name: asdict(one) for name, one in found.items()}, indent=1) + "\n")
+            if options.json:
+                outcome = {name: asdict(one) for name, one in found.items()}
+                options.json.write_text(json.dumps(outcome, indent=1) + "\n")
     wrong = [name for name, one in found.items() if not is_right(PAIRS[name], one)]
     print(f"not as it must be: {', '.join(wrong)}" if wrong else "all as it must be")
     return 1 if wrong else 0

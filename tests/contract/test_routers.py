@@ -17,8 +17,10 @@ from vllm_pd_connector.observability.instance import EngineInfo
 from vllm_pd_connector.protocol.params import (
     Kind,
     kind_of,
+    pairing_name,
     parse_remote_decode,
     parse_remote_prefill,
+    parse_remote_push,
     remote_prefill_params,
 )
 from vllm_pd_connector.proxy.handoff import decode_body, decode_body_beside, prefill_body
@@ -79,6 +81,16 @@ def test_a_concurrent_routers_second_leg_asks_for_a_cache(name: str) -> None:
     assert kind_of(ROUTERS[name]["decode"]) is Kind.REMOTE_PREFILL
 
 
+def test_the_legs_of_a_push_find_each_other() -> None:
+    push = ROUTERS["push demo proxy"]
+    parse_remote_push(push["decode"])
+    request_id = push["decode"]["remote_request_id"]
+    legs = (push["prefill"]["kv_transfer_params"], "1a2b3c4d"), (push["decode"], "5e6f7a8b")
+    # vLLM puts random digits of its own behind the id that both legs carry.
+    names = {pairing_name(params, f"cmpl-{request_id}-0-{digits}") for params, digits in legs}
+    assert len(names) == 1
+
+
 def test_this_projects_router_sends_what_the_others_send() -> None:
     serial, push = ROUTERS["toy_proxy"], ROUTERS["push demo proxy"]
     assert prefill_body(CLIENT)["kv_transfer_params"] == serial["prefill"]["kv_transfer_params"]
@@ -88,4 +100,7 @@ def test_this_projects_router_sends_what_the_others_send() -> None:
     second = decode_body_beside(CLIENT, engine, request_id)["kv_transfer_params"]
     assert {key: second[key] for key in push["decode"]} == push["decode"]
     assert set(second) - set(push["decode"]) == {"dcp_size", "transfer_id"}
-    assert prefill_body(CLIENT, request_id)["kv_transfer_params"]["transfer_id"] == second["transfer_id"]
+    first = prefill_body(CLIENT, request_id)["kv_transfer_params"]
+    parse_remote_decode(first)
+    parse_remote_push(second)
+    assert pairing_name(first, "cmpl-x-0-1a2b3c4d") == pairing_name(second, "cmpl-x-0-5e6f7a8b") == request_id
