@@ -286,6 +286,18 @@ def test_a_prefill_that_nobody_needs_is_told_to_its_scheduler() -> None:
     assert table.take_served() == [REQUEST]
 
 
+def test_a_prefill_that_somebody_asks_for_is_not_declined_by_another() -> None:
+    world = World(quick=False)
+    for event in ("start", "register 0", "finish"):
+        world.do(event)
+    world.table.decline(m.DeclinePush(m.PrefillRef(NAME, None)), 0.0)
+    stranger = m.WithdrawPush(m.PrefillRef(NAME, None), b"s" * 16)
+    world.table.withdraw(stranger, world.ticket(stranger.attempt), world.now)
+    world.do("register 1")
+    world.work()
+    assert {world.answers[into(r).attempt][-1].state for r in (0, 1)} == {m.PushState.DONE}
+
+
 def test_a_request_id_that_is_still_written_from_is_not_taken_again() -> None:
     world = World(quick=False)
     for event in ("start", "register 0", "finish", "close"):

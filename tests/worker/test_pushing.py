@@ -229,6 +229,7 @@ def test_the_decode_side_refuses_too(target, config):
         assert target.wait_for("d") == [False]
         assert target.failures == {"incompatible_peer": 1} and not target.quarantined
         assert "PushInto" not in other.server.counts()
+        until(lambda: other.server.counts().get("DeclinePush") == 1, "the word that nothing will be fetched")
 
 
 def test_an_aborted_prefill_fails_the_request_at_once(writer, target):

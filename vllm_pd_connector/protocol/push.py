@@ -365,6 +365,8 @@ class PushTable:
 
     def _decline(self, ref: PrefillRef, now: float) -> None:
         prefill = self._find(ref)
+        if prefill is not None and prefill.wants:
+            return  # by another decode request of that name than the one that asks for it
         if prefill is not None:
             prefill.declined = True
             if prefill.finished:

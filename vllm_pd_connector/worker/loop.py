@@ -28,6 +28,7 @@ from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.messages import (
+    DeclinePush,
     Failure,
     FailureCode,
     ReadDone,
@@ -414,12 +415,18 @@ class TransferLoop:
 
     def _give_back(self, active: Active) -> None:
         """Tell the prefill side that this lease needs no keeping; nobody waits for the answer."""
-        if (remote := active.order.remote) is None:
-            return  # without a lease the prefill side learns of it by the withdrawal, or forgets what nobody asks for
+        remote, push = active.order.remote, active.order.push
+        if active.question:
+            return  # whom we asked to write has failed the push itself, or learns it by the withdrawal
+        if remote is not None:
+            message: Release | DeclinePush = Release((remote.lease,))
+        else:
+            assert push is not None
+            message = DeclinePush(push.prefill)
         try:
-            self._calls.ask(active.link.endpoint, Release((remote.lease,)), RELEASE_TIMEOUT_S)
+            self._calls.ask(active.link.endpoint, message, RELEASE_TIMEOUT_S)
         except ProtocolError as error:
-            logger.debug("releasing the lease of %s: %s", remote.lease.request_id, error)
+            logger.debug("giving back prefill %s: %s", active.prefill, error)
 
     def _observe(self, phase: Phase, seconds: float) -> None:
         self._stats.observe_phase(phase, seconds)
