@@ -28,8 +28,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     Attributes:
         transport: which library moves the bytes.
-        mode: who moves the bytes: "pull" (the decode side reads when the prefill has finished) or "push" (the prefill
-            side writes, while it still computes). A prefill instance in mode push serves both kinds.
+        mode: who moves the bytes: "pull" (the decode side reads when the prefill has finished), "push" (the prefill
+            side writes, while it still computes) or "auto" (the decode side tries both when it first meets a prefill
+            instance, and takes the faster). A prefill instance in mode push or auto serves all kinds.
         push_when: "steps" writes what each prefill step completed, "end" everything when the prefill has finished.
         side_channel_host: address that the prefill side binds and advertises. None: the environment variable
             VLLM_NIXL_SIDE_CHANNEL_HOST that in-tree launch scripts set, else loopback.
@@ -51,7 +52,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """
 
     transport: Literal["nixl", "mooncake", "loopback"] = "nixl"
-    mode: Literal["pull", "push"] = "pull"
+    mode: Literal["pull", "push", "auto"] = "pull"
     push_when: Literal["steps", "end"] = "steps"
     side_channel_host: str | None = None
     side_channel_port: int | None = None
@@ -68,6 +69,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     huge_pages: bool = True
     transport_options: dict[str, Any] = {}
     digest_dir: str | None = None
+
+    @property
+    def pushes(self) -> bool:
+        """Whether a prefill instance may be asked to write, and a decode instance may ask."""
+        return self.mode != "pull"
 
     def side_channel(self, data_parallel_index: int, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
         """Host and port at which this instance's scheduler half listens.

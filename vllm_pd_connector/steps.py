@@ -46,9 +46,9 @@ class PushTerms:
 class ReceiveOrder:
     """Get tokens [start, stop) of a request into `blocks` (one entry per transfer group).
 
-    They are read from `remote`, or, if `push` is set, written by the prefill instance that it names. `error` is set
-    instead of both when the request's parameters were refused: the worker reports the failure in the way that vLLM's
-    contract wants.
+    They are read from `remote`, or, if `push` is set, written by the prefill instance that it names; with `either`, by
+    whichever is the faster way to that instance. `error` is set instead of both when the request's parameters were
+    refused: the worker reports the failure in the way that vLLM's contract wants.
     """
 
     request_id: str
@@ -58,6 +58,7 @@ class ReceiveOrder:
     start: int
     stop: int
     push: PushTerms | None = None
+    either: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from vllm_pd_connector.protocol import messages as m
 from vllm_pd_connector.protocol import params as p
 from vllm_pd_connector.proxy.handoff import check_client_body
 from vllm_pd_connector.transport.endpoint import seal, unseal
-from vllm_pd_connector.worker.link import _decode as decode_manifest
+from vllm_pd_connector.worker.link import decode as decode_manifest
 
 MODEL = Model(layers=2, heads=4)
 [LOCAL] = [worker.manifest for worker in instance(MODEL, Side(tp=1, layout="NHD"), "decode-0")]

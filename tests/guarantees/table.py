@@ -79,7 +79,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a sleeping server expires leases by itself",
-        "sidechannel/server.py", "            deadline = self._leases.next_deadline()", "            deadline = None",
+        "sidechannel/server.py", "moments = [self._leases.next_deadline(), ", "moments = [None, ",
         f"{T_SIDE}::test_a_sleeping_server_expires_leases_by_itself",
     ),
     # Peers
@@ -131,7 +131,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "held blocks stay out of vLLM's pool",
-        "compat/blocks.py", "        self._pool.touch(blocks)\n        self._blocks[request_id] = blocks\n\n", "        self._blocks[request_id] = blocks\n\n",
+        "compat/blocks.py", "        self._pool.touch(list(blocks.values()))\n", "",
         f"{T_HALF}::test_held_blocks_stay_out_of_the_pool_until_the_lease_ends",
     ),
     Guarantee(

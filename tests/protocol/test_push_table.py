@@ -204,7 +204,7 @@ def test_without_failures_every_order_is_served() -> None:
         world.work()
         done = m.Pushed(m.PushState.DONE, "", True, request_id=REQUEST)
         assert [world.answers[into(r).attempt][-1] for r in (0, 1)] == [done] * 2, order
-        assert world.table.take_served() == [REQUEST]
+        assert sorted(report.reader for report in world.table.take_served()) == [0, 1]
         world.close()
         world.settle()
         assert world.freed == 1 and not world.asked
@@ -283,7 +283,19 @@ def test_a_prefill_that_nobody_needs_is_told_to_its_scheduler() -> None:
     assert table.started(REQUEST, NAME, STOP, DIGEST, 2.0), "the word is used up"
     assert table.finished(REQUEST, NONCE, TABLES, 2)
     table.decline(m.DeclinePush(m.PrefillRef(REQUEST, NONCE)), 3.0)
-    assert table.take_served() == [REQUEST]
+    assert table.take_unneeded() == [REQUEST]
+
+
+def test_a_prefill_that_somebody_asks_for_is_not_declined_by_another() -> None:
+    world = World(quick=False)
+    for event in ("start", "register 0", "finish"):
+        world.do(event)
+    world.table.decline(m.DeclinePush(m.PrefillRef(NAME, None)), 0.0)
+    stranger = m.WithdrawPush(m.PrefillRef(NAME, None), b"s" * 16)
+    world.table.withdraw(stranger, world.ticket(stranger.attempt), world.now)
+    world.do("register 1")
+    world.work()
+    assert {world.answers[into(r).attempt][-1].state for r in (0, 1)} == {m.PushState.DONE}
 
 
 def test_a_request_id_that_is_still_written_from_is_not_taken_again() -> None:

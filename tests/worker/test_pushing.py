@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -20,6 +22,7 @@ from test_loop import D_BLOCKS, D_SIDE, MODEL, P_BLOCKS, P_SIDE, TOKENS, Decode,
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.protocol.messages import DeclinePush, Home, PrefillRef
+from vllm_pd_connector.protocol.params import parse_remote_prefill, remote_prefill_params
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.server import SideChannelServer
@@ -29,6 +32,7 @@ from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.loop import TransferLoop
 from vllm_pd_connector.worker.outbox import Outbox
 from vllm_pd_connector.worker.pushing import PushSetup, StepClock
+from vllm_pd_connector.worker.selftest import Figures
 
 DIGEST = "0" * 16
 SOURCE = encode_tables([GroupBlocks(0, P_BLOCKS)])
@@ -50,7 +54,8 @@ class Writer:
             loop = TransferLoop(
                 config, real(worker), lambda transport=transport: transport, Outbox(), i, len(self.workers), setup
             )
-            manifests.append(msgspec.msgpack.encode(real(worker, loop.start())))
+            manifest = real(worker, loop.start(), scratch=loop.scratch)
+            manifests.append(msgspec.msgpack.encode(manifest))
             self.loops.append(loop)
         self.server.set_manifests(manifests)
         self.server.enable_pushes(self.tokens, patience_s=config.kv_lease_duration)
@@ -69,10 +74,10 @@ class Writer:
         assert self.server.push_started(request_id, name, TOKENS, DIGEST)
         return request_id
 
-    def finish(self, name: str = "a", step: int = 0, duration: float = 60.0) -> bytes:
+    def finish(self, name: str = "a", step: int = 0, nonce: bytes | None = None) -> bytes:
         """The prefill has ended and is held; returns the lease's nonce."""
-        nonce = secrets.token_bytes(16)
-        self.server.hold(f"p-{name}", nonce, duration)
+        nonce = nonce or secrets.token_bytes(16)
+        self.server.hold(f"p-{name}", nonce, 60.0)
         if not self.server.push_finished(f"p-{name}", nonce, SOURCE, step):
             self.server.drop(f"p-{name}")
         return nonce
@@ -229,6 +234,7 @@ def test_the_decode_side_refuses_too(target, config):
         assert target.wait_for("d") == [False]
         assert target.failures == {"incompatible_peer": 1} and not target.quarantined
         assert "PushInto" not in other.server.counts()
+        until(lambda: other.server.counts().get("DeclinePush") == 1, "the word that nothing will be fetched")
 
 
 def test_an_aborted_prefill_fails_the_request_at_once(writer, target):
@@ -350,6 +356,44 @@ def test_a_decode_instance_that_died_fails_its_push_and_frees_the_prefill(writer
     target.close()
     writer.transports[0].faults.failures.append(PeerLost("connection reset"))
     freed(writer, "a")
+
+
+@pytest.mark.parametrize("config", [{"mode": "auto"}], indirect=True)
+@pytest.mark.parametrize(("figures", "pushes"), [(Figures(1e9, 9e9), 1), (Figures(9e9, 1e9), 0)])
+def test_mode_auto_takes_the_faster_way(writer, target, monkeypatch, figures, pushes):
+    monkeypatch.setattr("vllm_pd_connector.worker.loop.self_test", lambda *_: figures)
+    target.loop.submit([both_ways(writer, target)], [])
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected())
+    freed(writer, "a")
+    counts = writer.server.counts()
+    assert (counts.get("PushInto", 0) > 0, counts.get("ReadDone", 0)) == (bool(pushes), 1 - pushes)
+
+
+@pytest.mark.parametrize("config", [{"mode": "auto"}], indirect=True)
+def test_mode_auto_measures_both_ways_and_tells_what_it_found(writer, target, caplog):
+    with caplog.at_level("INFO", logger="vllm_pd_connector"):
+        target.loop.submit([both_ways(writer, target)], [])
+        assert target.wait_for("d") == [True]
+    assert re.search(
+        r"self-test with prefill engine p-0: reads \d+\.\d+ GB/s, writes \d+\.\d+ GB/s; it is", caplog.text
+    )
+    assert whole(target.worker.memory, target.expected()), "the self-test touches no cache"
+
+
+def both_ways(writer: Writer, target: Target) -> ReceiveOrder:
+    """A request whose prefill can be read and can be written."""
+    params = remote_prefill_params(
+        block_ids=[P_BLOCKS], first_blocks=[0], request_id="p-a", nonce=secrets.token_bytes(16),
+        lease_seconds=60.0, prompt_digest=DIGEST,
+        engine_id="p-0", incarnation=writer.incarnation, host="127.0.0.1", port=writer.server.port,
+        tp_size=2, dcp_size=1, pp_size=1, num_tokens=TOKENS, transfer_mode="push",
+    )  # fmt: skip
+    remote = parse_remote_prefill(params)
+    writer.compute(0, TOKENS)
+    writer.begin()
+    nonce = writer.finish(nonce=remote.lease.nonce)
+    return replace(target.order(writer, nonce=nonce), remote=remote, either=True)
 
 
 def test_a_prefill_of_which_nothing_is_needed_is_freed_at_once(writer):

@@ -68,6 +68,8 @@ def validate(manifest: Manifest) -> None:
             _refuse(field, f"{count} entries", f"must have 1 to {limit}")
     for i, segment in enumerate(manifest.segments):
         _check_segment(f"segments[{i}]", segment)
+    if manifest.scratch is not None:
+        _check_segment("scratch", manifest.scratch)
     for i, group in enumerate(manifest.groups):
         _check_group(f"groups[{i}]", group)
     seen = set()

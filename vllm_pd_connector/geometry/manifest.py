@@ -155,7 +155,11 @@ class Coordinates(Base, frozen=True):
 
 
 class Manifest(Base, frozen=True):
-    """Everything one worker tells its peers, once per process start (`incarnation`, 32 hex digits)."""
+    """Everything one worker tells its peers, once per process start (`incarnation`, 32 hex digits).
+
+    `scratch` is memory that holds nothing and that peers may read and write to see how fast that is; None if this
+    worker cannot be asked to write, so that there is nothing to choose.
+    """
 
     version: int
     engine_id: str
@@ -168,3 +172,4 @@ class Manifest(Base, frozen=True):
     tensors: tuple[Tensor, ...]
     transport: str
     endpoint: bytes
+    scratch: Segment | None = None

@@ -1,8 +1,8 @@
 """What a worker or the scheduler half counted since it was last asked, and its Prometheus series.
 
 One `PDStats` is filled by the transfer thread, taken by each engine step, aggregated over ranks and over time by
-vLLM, and observed once in the API server. Counts are sums over ranks; `gauges` are set by the scheduler half alone,
-the newest value wins. The series are the same for every transport.
+vLLM, and observed once in the API server. Counts are sums over ranks. `gauges` are set by the scheduler half and, for
+self-tests, by a worker; the newest value wins. The series are the same for every transport.
 
 Source: vLLM 0.32, `kv_connector/v1/metrics.py` (KVConnectorStats, KVConnectorPromMetrics).
 """
@@ -128,8 +128,8 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter, gauge, histogram = metric_types[Counter], metric_types[Gauge], metric_types[Histogram]
         counts = {
-            "bytes": ("vllm:pd_received_bytes", "Bytes read from prefill instances, summed over ranks."),
-            "runs": ("vllm:pd_runs", "Contiguous runs that the reads were made of, summed over ranks."),
+            "bytes": ("vllm:pd_received_bytes", "Bytes that came from prefill instances, summed over ranks."),
+            "runs": ("vllm:pd_runs", "Contiguous runs that they were moved in, summed over ranks."),
             "descriptors": ("vllm:pd_descriptors", "Descriptors given to the transport, summed over ranks."),
             "receives": ("vllm:pd_receives", "Receives that ended well, summed over ranks."),
             "leases_expired": ("vllm:pd_leases_expired", "Requests whose lease ended before they were read (prefill)."),
@@ -154,6 +154,15 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
                 "vllm:pd_quarantined_blocks",
                 "Blocks kept back because a failed read may still write into them.",
             ),
+            "read bytes/s": (
+                "vllm:pd_selftest_read_bytes_per_second",
+                "Mode auto: speed of reads from the prefill instance that was met last.",
+            ),
+            "write bytes/s": (
+                "vllm:pd_selftest_write_bytes_per_second",
+                "Mode auto: speed of writes to the prefill instance that was met last.",
+            ),
+            "push chosen": ("vllm:pd_push_chosen", "Mode auto: 1 if that instance is asked to write, 0 if it is read."),
             "free blocks": ("vllm:pd_free_blocks", "Free blocks of the KV-cache pool."),
         }
         self._gauges = {

@@ -124,11 +124,11 @@ class LeaseTable:
         if lease is not None:
             lease.deadline = max(lease.deadline, now + lease.duration + seconds)
 
-    def served(self, request_id: str, now: float) -> None:
-        """End a lease whose readers were all given their bytes by this side; ignored if it is not held."""
+    def release_by_id(self, request_id: str, now: float) -> None:
+        """End a lease of which the decode side needs nothing; ignored if it is not held."""
         self.tick(now)
         if request_id in self._held:
-            self._end(request_id, End.READ)
+            self._end(request_id, End.RELEASED)
 
     def drop(self, request_id: str, now: float) -> None:
         """End a lease from the prefill side; ignored if it is not held."""

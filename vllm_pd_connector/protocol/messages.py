@@ -70,6 +70,7 @@ class Table(Message, frozen=True):
 
 Tables = Annotated[tuple[Table, ...], Meta(max_length=MAX_GROUPS)]
 Tokens = Annotated[int, Meta(ge=0, lt=2**31)]
+Count = Annotated[int, Meta(ge=0, lt=2**62)]
 LateStarts = Annotated[dict[Annotated[int, Meta(ge=0, lt=MAX_GROUPS)], Tokens], Meta(max_length=MAX_GROUPS)]
 
 
@@ -168,6 +169,17 @@ class AwaitOrders(Message, frozen=True, tag="await_orders"):
     seen: Annotated[int, Meta(ge=0)]
 
 
+class Moved(Message, frozen=True):
+    """What the transport was given, for statistics."""
+
+    bytes: Count = 0
+    runs: Count = 0
+    descriptors: Count = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.bytes + other.bytes, self.runs + other.runs, self.descriptors + other.descriptors)
+
+
 class PushEnded(Message, frozen=True, tag="push_ended"):
     """From a worker to its own scheduler half: its part of a push is written, or has failed.
 
@@ -182,6 +194,7 @@ class PushEnded(Message, frozen=True, tag="push_ended"):
     reason: Text
     terminal: bool
     late_starts: LateStarts = {}
+    moved: Moved = Moved()
 
 
 class Release(Message, frozen=True, tag="release"):
@@ -245,6 +258,7 @@ class Pushed(Message, frozen=True, tag="pushed"):
     reason: Text
     terminal: bool
     late_starts: LateStarts = {}
+    moved: Moved = Moved()
     request_id: Text = ""
 
 

@@ -33,12 +33,14 @@ from vllm_pd_connector.protocol.messages import (
     DeclinePush,
     GiveUp,
     LeaseRef,
+    Moved,
     Orders,
     PrefillRef,
     Pushed,
     PushEnded,
     PushInto,
     PushState,
+    ReadDone,
     Reply,
     Table,
     WithdrawPush,
@@ -64,6 +66,7 @@ class _Want:
     ordered: set[int] = field(default_factory=set)  # workers that may write
     last: tuple[int, bool] = (0, False)  # `ready` and `final` of the latest order
     late_starts: dict[int, int] = field(default_factory=dict)
+    moved: Moved = Moved()
     prefill: _Prefill | None = None
 
 
@@ -107,7 +110,8 @@ class PushTable:
         self._number = 0
         self._awaiting: dict[int, tuple[Ticket, int, float]] = {}
         self._replies: list[tuple[Ticket, Reply]] = []
-        self._served: list[str] = []
+        self._served: list[ReadDone] = []
+        self._unneeded: list[str] = []
         self._failed: list[str] = []
         self._freed: list[str] = []
 
@@ -241,6 +245,7 @@ class PushTable:
         if not message.terminal:
             return
         want.late_starts |= message.late_starts
+        want.moved += message.moved
         want.ordered.discard(message.worker)
         if want.ordered:
             return
@@ -282,10 +287,15 @@ class PushTable:
         replies, self._replies = self._replies, []
         return replies
 
-    def take_served(self) -> list[str]:
-        """Request ids of prefills whose readers all have their bytes, or that nobody needs."""
+    def take_served(self) -> list[ReadDone]:
+        """Readers that have all their bytes since the last call, as if they had read them themselves."""
         served, self._served = self._served, []
         return served
+
+    def take_unneeded(self) -> list[str]:
+        """Request ids of finished prefills of which nothing is needed: their lease need not be kept."""
+        unneeded, self._unneeded = self._unneeded, []
+        return unneeded
 
     def take_failed(self) -> list[str]:
         """Request ids of finished prefills that cannot be pushed any more: their lease need not be kept."""
@@ -365,10 +375,12 @@ class PushTable:
 
     def _decline(self, ref: PrefillRef, now: float) -> None:
         prefill = self._find(ref)
+        if prefill is not None and prefill.wants:
+            return  # by another decode request of that name than the one that asks for it
         if prefill is not None:
             prefill.declined = True
             if prefill.finished:
-                self._served.append(prefill.request_id)
+                self._unneeded.append(prefill.request_id)
         elif ref.nonce is None:
             self._declined[ref.name] = now + self._patience_s
             while len(self._declined) > MAX_WAITING:
@@ -401,16 +413,17 @@ class PushTable:
                 return
             want.state = PushState.DONE
         request_id = prefill.request_id if prefill is not None else ""
-        answer = Pushed(want.state, want.reason, True, want.late_starts, request_id)
+        answer = Pushed(want.state, want.reason, True, want.late_starts, want.moved, request_id)
         self._remember(want.into.attempt, answer)
         self._answer(want, answer)
         self._forget(want)
         if prefill is None:
             return
         if want.state is PushState.DONE:
-            prefill.served.add(want.into.reader)
-            if len(prefill.served) == want.into.readers:
-                self._served.append(prefill.request_id)
+            assert prefill.nonce is not None
+            into, lease = want.into, LeaseRef(prefill.request_id, prefill.nonce)
+            prefill.served.add(into.reader)
+            self._served.append(ReadDone(lease, into.reader, into.readers, into.attempt))
         self._free(prefill)
 
     def _answer(self, want: _Want, answer: Pushed) -> None:

@@ -59,7 +59,7 @@ class Consumer:
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
         self.home: Home | None = None
-        self._mode = config.mode
+        self._config = config
         self._groups = tuple(kv_cache_config.transfer_group_ids)
         self._receives: dict[str, _Receive] = {}
         self._orders: list[ReceiveOrder] = []
@@ -75,7 +75,7 @@ class Consumer:
         """A request with remote prefill arrived; keep its lease alive while it queues."""
         params = transfer_params(request)
         try:
-            if self._mode == "push" and not is_answer(params):
+            if self._config.pushes and not is_answer(params):
                 push = self._concurrent(request, parse_remote_push(params))
                 self._receives[request.request_id] = _Receive(
                     None, push, num_tokens=request.num_prompt_tokens - self._backoff
@@ -86,7 +86,7 @@ class Consumer:
         except ProtocolError as error:
             self.refuse(request, str(error))
             return
-        terms = self._serial(remote) if self._mode == "push" else None
+        terms = self._serial(remote) if self._config.pushes else None
         self._receives[request.request_id] = _Receive(remote, terms, num_tokens=remote.remote_num_tokens)
         self._keeper.keep(remote)
 
@@ -176,6 +176,7 @@ class Consumer:
                 start=stop - num_external_tokens,
                 stop=stop,
                 push=receive.push,
+                either=self._config.mode == "auto" and receive.remote is not None,
             )
         )
 

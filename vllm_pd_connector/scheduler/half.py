@@ -57,9 +57,12 @@ class SchedulerHalf:
 
     def bind_cache_manager(self, manager: KVCacheManager) -> None:
         self._manager = manager
-        self.producer.bind_block_tables(
-            lambda request_id: [manager.get_block_ids(request_id)[group] for group in self.group_ids]
-        )
+
+        def tables(request_id: str) -> list[list[int]]:
+            ids = manager.get_block_ids(request_id)
+            return [ids[group] for group in self.group_ids]
+
+        self.producer.bind_block_tables(tables)
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived. Bad parameters are remembered and fail the request when it would load."""

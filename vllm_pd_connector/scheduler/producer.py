@@ -45,7 +45,7 @@ class Producer:
         self._config = config
         self._keeps = vllm_config.kv_transfer_config.is_kv_producer
         # A consumer that is written into is asked for its manifests, too.
-        self._serves = self._keeps or config.mode == "push"
+        self._serves = self._keeps or config.pushes
         self._engine_id = facts.engine_id(vllm_config)
         self._incarnation = secrets.token_hex(16)
         self._host, self._port = config.side_channel(parallel.data_parallel_index)
@@ -92,7 +92,7 @@ class Producer:
             return
         self._server = SideChannelServer(self._host, self._port, self._engine_id, self._incarnation, keys=self._keys)
         self._server.set_manifests(manifests)
-        if self._keeps and self._config.mode == "push":
+        if self._keeps and self._config.pushes:
             self._server.enable_pushes(tokens, self._config.kv_lease_duration)
         logger.info(
             "side channel of engine %s listens on %s:%d, %s",
@@ -150,7 +150,7 @@ class Producer:
             num_tokens=num_tokens,
             server_key=self._keys.public if self._keys is not None else None,
             secret=self._secret,
-            transfer_mode=self._config.mode,
+            transfer_mode="push" if self._config.pushes else "pull",
         )
         if request.request_id in self._leased:  # a client that uses a request id again gives up the older lease
             self._server.drop(request.request_id)

@@ -214,8 +214,10 @@ class SideChannelServer:
             self._freed += self._leases.take_freed()
             return
         self._pushes.tick(now)
-        for request_id in self._pushes.take_served():
-            self._leases.served(request_id, now)
+        for report in self._pushes.take_served():
+            self._leases.read_done(report, now)
+        for request_id in self._pushes.take_unneeded():
+            self._leases.release_by_id(request_id, now)
         for request_id in self._pushes.take_failed():
             self._leases.drop(request_id, now)
         for request_id, reason in self._leases.take_freed():

@@ -8,21 +8,13 @@ from dataclasses import dataclass, field
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.stage import Chunk
 from vllm_pd_connector.observability.stats import FailureKind
+from vllm_pd_connector.protocol.messages import Moved
 from vllm_pd_connector.protocol.receive import Receive
 from vllm_pd_connector.steps import ReceiveOrder
 from vllm_pd_connector.transport.base import Peer as TransportPeer
 from vllm_pd_connector.transport.base import Transfer
 from vllm_pd_connector.worker.link import Link
 from vllm_pd_connector.worker.links import Links
-
-
-@dataclass(slots=True)
-class Moved:
-    """What the transport was given for a receive."""
-
-    bytes: int = 0
-    runs: int = 0
-    descriptors: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -45,8 +37,15 @@ class Active:
     late_starts: dict[int, int] = field(default_factory=dict)
     transfers: dict[int, Transfer] = field(default_factory=dict)
     stuck: set[int] = field(default_factory=set)
-    moved: Moved = field(default_factory=Moved)
+    moved: Moved = Moved()
     kind: FailureKind = FailureKind.INTERNAL
     reported: bool = False
     question: int = 0
     retry_at: float | None = None
+
+    @property
+    def asks(self) -> bool:
+        """Whether the prefill side is asked to write; known once the link is ready."""
+        if self.order.either:
+            return self.link.figures is not None and self.link.figures.prefers_push
+        return self.order.push is not None

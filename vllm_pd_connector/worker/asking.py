@@ -89,8 +89,8 @@ class Asking:
 
     def _asked(self, active: Active, outcome: Outcome, now: float) -> None:
         match outcome:
-            case Pushed(state=PushState.DONE, late_starts=late_starts, request_id=request_id):
-                active.late_starts, active.prefill = late_starts, request_id
+            case Pushed(state=PushState.DONE, late_starts=late_starts, moved=moved, request_id=request_id):
+                active.late_starts, active.prefill, active.moved = late_starts, request_id, moved
                 self._drive(active, receives.PushDone(), now)
             case Pushed(state=PushState.FAILED, reason=reason, terminal=terminal):
                 self._drive(active, receives.PushFailed(reason, terminal), now, FailureKind.TRANSFER_FAILED)

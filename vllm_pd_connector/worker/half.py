@@ -78,7 +78,7 @@ class WorkerHalf:
         consumes = self._vllm_config.kv_transfer_config.is_kv_consumer
         config = self._config if consumes else msgspec.structs.replace(self._config, staging_bytes=0)
         push = None
-        if self._config.mode == "push" and self._vllm_config.kv_transfer_config.is_kv_producer:
+        if self._config.pushes and self._vllm_config.kv_transfer_config.is_kv_producer:
             self._forward_done = forward_marker(manifest.segments)
             keys = keys_of(self._config)
             where = self._config.side_channel(self._vllm_config.parallel_config.data_parallel_index)
@@ -94,7 +94,9 @@ class WorkerHalf:
             push=push,
             received=self._trace.received if self._trace is not None else None,
         )
-        self._manifest = msgspec.structs.replace(manifest, endpoint=self._loop.start())
+        transport_endpoint = self._loop.start()
+        scratch = self._loop.scratch if push is not None else None
+        self._manifest = msgspec.structs.replace(manifest, endpoint=transport_endpoint, scratch=scratch)
         if self._config.huge_pages:
             hugepages.collapse_in_background(manifest.segments)
         logger.info(

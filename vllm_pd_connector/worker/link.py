@@ -15,7 +15,7 @@ import numpy as np
 
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, TransferError
 from vllm_pd_connector.geometry.bind import BlockTable, Tail, late_starts, pair, runs_of
-from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.geometry.manifest import Manifest, Segment
 from vllm_pd_connector.geometry.plan import Edge, Plan, Rank, make_plan
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.stage import Chunk, chunks, split
@@ -24,6 +24,7 @@ from vllm_pd_connector.protocol.peer import Peer
 from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
 from vllm_pd_connector.transport.base import Peer as TransportPeer
 from vllm_pd_connector.transport.base import Transport
+from vllm_pd_connector.worker.selftest import Figures
 
 _decoder = msgspec.msgpack.Decoder(Manifest)
 
@@ -39,7 +40,10 @@ class Bound:
 
 @dataclass(eq=False, slots=True)
 class Link:
-    """See the module. `manifests` is the latest answer of the side channel, not yet trusted."""
+    """See the module. `manifests` is the latest answer of the side channel, not yet trusted.
+
+    `scratch` is memory of one connected rank for a self-test, `figures` what the latest one found.
+    """
 
     machine: Peer
     engine_id: str
@@ -50,6 +54,8 @@ class Link:
     ranks: dict[Rank, TransportPeer] = field(default_factory=dict)
     edges: tuple[tuple[Edge, Edge], ...] = ()
     chunk_bytes: int = 0
+    scratch: tuple[TransportPeer, Segment] | None = None
+    figures: Figures | None = None
 
     def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
         """Check, plan, connect. Returns the verdict for the log.
@@ -67,7 +73,9 @@ class Link:
         try:
             for edge in plan.edges:
                 source = by_rank[edge.source]
-                self.ranks[edge.source] = transport.connect(source.endpoint, source.segments)
+                scratch = (source.scratch,) if source.scratch is not None else ()
+                peer = self.ranks[edge.source] = transport.connect(source.endpoint, (*source.segments, *scratch))
+                self.scratch = self.scratch or ((peer, *scratch) if scratch else None)
         except TransferError:
             self.disconnect(transport)
             raise
@@ -107,7 +115,7 @@ class Link:
         for peer in self.ranks.values():
             transport.disconnect(peer)
         self.ranks = {}
-        self.plan = None
+        self.plan, self.scratch = None, None
         self.edges = ()
 
     def bind(self, order: ReceiveOrder) -> Bound:

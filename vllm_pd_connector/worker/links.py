@@ -58,6 +58,7 @@ class Links:
         manifest: this worker's, without the endpoint.
         make: a link of the kind that these are, from its machine, engine id, endpoint and the time.
         noun: what is at the other end, for messages.
+        connected: called with every link that was connected, before it is used.
         chunk_bytes: what a staged transfer may take of the slab at a time; 0 if there is no slab.
         observe: takes the seconds of a phase, for the statistics.
     """
@@ -73,6 +74,7 @@ class Links:
         observe: Callable[[Phase, float], None],
         make: Callable[[Peer, str, str, float], Link] = Link,
         noun: str = "prefill instance",
+        connected: Callable[[Link], None] | None = None,
     ) -> None:
         self._config = config
         self._manifest = manifest
@@ -83,6 +85,7 @@ class Links:
         self._observe = observe
         self._make = make
         self._noun = noun
+        self._connected = connected
         self._links: dict[tuple[PeerKey, str], Link] = {}
 
     def get(self, key: PeerKey, engine_id: str, now: float) -> Link:
@@ -190,6 +193,8 @@ class Links:
             1e3 * seconds,
             verdict,
         )
+        if self._connected is not None:
+            self._connected(link)
         return peers.Connected()
 
     def _disconnect(self, link: Link, reason: str, now: float) -> None:

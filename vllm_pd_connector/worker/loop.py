@@ -22,14 +22,16 @@ from concurrent.futures import Future
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import BindError, PeerLost, ProtocolError, TransferError
-from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.geometry.manifest import Manifest, Segment
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.messages import (
+    DeclinePush,
     Failure,
     FailureCode,
+    Moved,
     ReadDone,
     ReadVerdict,
     Release,
@@ -46,12 +48,14 @@ from vllm_pd_connector.worker.active import Active
 from vllm_pd_connector.worker.asking import Asking
 from vllm_pd_connector.worker.calls import Calls
 from vllm_pd_connector.worker.convert import Stager
+from vllm_pd_connector.worker.copies import Memory, copier_for
 from vllm_pd_connector.worker.link import Link
 from vllm_pd_connector.worker.links import FETCH_ATTEMPTS, Links
 from vllm_pd_connector.worker.outbox import Outbox
 from vllm_pd_connector.worker.pace import pause
 from vllm_pd_connector.worker.push_link import AskLink
 from vllm_pd_connector.worker.pushing import Pushes, PushSetup
+from vllm_pd_connector.worker.selftest import SCRATCH_BYTES, self_test
 
 logger = init_logger(__name__)
 
@@ -94,6 +98,7 @@ class TransferLoop:
         self._keys = keys_of(config)
         self._push = push
         self._pushes: Pushes | None = None
+        self._scratch: Memory | None = None
         silent = config.handshake_timeout + ANSWER_S
         self._limits = receives.Limits(
             config.handshake_timeout, config.transfer_timeout, config.confirm_timeout, silent
@@ -114,6 +119,11 @@ class TransferLoop:
         """
         self._thread.start()
         return self._started.result()
+
+    @property
+    def scratch(self) -> Segment | None:
+        """Memory for self-tests, once the thread has started."""
+        return self._scratch.segment if self._scratch is not None else None
 
     def submit(self, orders: Sequence[ReceiveOrder], aborts: Sequence[str]) -> None:
         """Begin and give up receives; callable from any thread, returns at once."""
@@ -140,14 +150,18 @@ class TransferLoop:
         try:
             self._transport = self._make_transport()
             self._stager: Stager[Active] = Stager(self._transport, self._manifest.segments, self._config.staging_bytes)
-            self._transport.register((*self._manifest.segments, *self._stager.segments))
+            if self._config.mode == "auto" or self._push is not None:
+                self._scratch = copier_for(self._manifest.segments).allocate(SCRATCH_BYTES)
+            scratch = () if self.scratch is None else (self.scratch,)
+            self._transport.register((*self._manifest.segments, *self._stager.segments, *scratch))
             self._started.set_result(self._transport.describe())
         except BaseException as error:
             self._started.set_exception(error)
             return
         self._calls = Calls(self._keys)
         shared = (self._config, self._manifest, self._transport, self._stager.chunk_bytes, self._calls)
-        self._links = Links(*shared, self, self._observe)
+        test = self._self_test if self._config.mode == "auto" else None
+        self._links = Links(*shared, self, self._observe, connected=test)
         self._asked = Links(*shared, self, self._observe, AskLink)
         place = self._manifest.parallel
         seat = (place.pp_rank, place.tp_rank, self._reader, self._readers)
@@ -214,7 +228,7 @@ class TransferLoop:
             self._stats.fail(FailureKind.BAD_PARAMETERS)
             self._outbox.finished(order.request_id, ok=False, quarantined=False)
             return
-        if push is not None:
+        if push is not None and not order.either:
             links, key, engine_id, prefill = self._asked, push.peer, push.engine_id, push.prefill.name
         else:
             assert remote is not None
@@ -235,7 +249,7 @@ class TransferLoop:
     def ready(self, request_id: str, now: float) -> None:
         """Its peer is ready: bind the request and start its reads."""
         active = self._active[request_id]
-        if active.order.push is not None:
+        if active.asks:
             self._phase(active, Phase.QUEUE, now)
             self._drive(active, receives.PushReady(), now)
             return
@@ -309,9 +323,7 @@ class TransferLoop:
                 failed.append((index, error))
                 continue
             active.transfers[index] = transfer
-            active.moved.bytes += runs.total_bytes
-            active.moved.runs += len(runs)
-            active.moved.descriptors += transfer.descriptors
+            active.moved += Moved(runs.total_bytes, len(runs), transfer.descriptors)
         self._stats.observe_phase(Phase.POST, time.monotonic() - began)
         active.reads = []
         for index, failure in failed:
@@ -331,9 +343,7 @@ class TransferLoop:
                     self._transfer_done(active, index, now)
         for stream, failure in self._stager.poll():
             active = stream.owner
-            active.moved.bytes += stream.bytes
-            active.moved.runs += stream.runs
-            active.moved.descriptors += stream.descriptors
+            active.moved += Moved(stream.bytes, stream.runs, stream.descriptors)
             if failure is not None:
                 self._transfer_failed(active, stream.index, failure, now)
             else:
@@ -415,12 +425,34 @@ class TransferLoop:
 
     def _give_back(self, active: Active) -> None:
         """Tell the prefill side that this lease needs no keeping; nobody waits for the answer."""
-        if (remote := active.order.remote) is None:
-            return  # without a lease the prefill side learns of it by the withdrawal, or forgets what nobody asks for
+        remote, push = active.order.remote, active.order.push
+        if active.question:
+            return  # whom we asked to write has failed the push itself, or learns it by the withdrawal
+        if remote is not None:
+            message: Release | DeclinePush = Release((remote.lease,))
+        else:
+            assert push is not None
+            message = DeclinePush(push.prefill)
         try:
-            self._calls.ask(active.link.endpoint, Release((remote.lease,)), RELEASE_TIMEOUT_S)
+            self._calls.ask(active.link.endpoint, message, RELEASE_TIMEOUT_S)
         except ProtocolError as error:
-            logger.debug("releasing the lease of %s: %s", remote.lease.request_id, error)
+            logger.debug("giving back prefill %s: %s", active.prefill, error)
+
+    def _self_test(self, link: Link) -> None:
+        """Mode auto: find the faster way to a prefill instance that can be asked to write."""
+        if link.scratch is None or self.scratch is None:
+            logger.info("prefill engine %s reads only: it does not offer to write", link.engine_id)
+            return
+        try:
+            link.figures = self_test(self._transport, link.scratch[0], self.scratch, link.scratch[1])
+        except TransferError as error:
+            logger.warning("self-test with prefill engine %s: %s; it is read from", link.engine_id, error)
+            return
+        way = "is asked to write" if link.figures.prefers_push else "is read from"
+        logger.info("self-test with prefill engine %s: %s; it %s", link.engine_id, link.figures, way)
+        self._stats.gauge("read bytes/s", round(link.figures.read))
+        self._stats.gauge("write bytes/s", round(link.figures.write))
+        self._stats.gauge("push chosen", int(link.figures.prefers_push))
 
     def _observe(self, phase: Phase, seconds: float) -> None:
         self._stats.observe_phase(phase, seconds)

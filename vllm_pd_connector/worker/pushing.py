@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -32,6 +32,7 @@ from vllm_pd_connector.protocol.messages import (
     Describe,
     GiveUp,
     Manifests,
+    Moved,
     Noted,
     Orders,
     PushEnded,
@@ -115,6 +116,7 @@ class _Push:
     stuck: bool = False  # a transfer failed and may still write
     transfers: list[Transfer] = field(default_factory=list)
     late_starts: dict[int, int] = field(default_factory=dict)
+    moved: Moved = Moved()
     deadline: float = inf
 
     @property
@@ -307,9 +309,7 @@ class Pushes:
     def _post(self, push: _Push, runs: Runs) -> None:
         transfer = self._transport.write(push.link.ranks[push.into.pp_rank, push.into.tp_rank], runs)
         push.transfers.append(transfer)
-        self._stats().count("bytes", runs.total_bytes)
-        self._stats().count("runs", len(runs))
-        self._stats().count("descriptors", transfer.descriptors)
+        push.moved += Moved(runs.total_bytes, len(runs), transfer.descriptors)
 
     def _look(self, push: _Push, now: float) -> None:
         for transfer in list(push.transfers):
@@ -327,7 +327,7 @@ class Pushes:
             return
         if push.failure or push.complete:
             del self._pushes[push.key]
-            self._report(push.into.attempt, push.failure, terminal=True, late_starts=push.late_starts)
+            self._send(self._end(push))
 
     def _transfer_failed(self, push: _Push, error: BindError | TransferError, now: float) -> None:
         self._stats().fail(FailureKind.TRANSFER_FAILED)
@@ -350,11 +350,12 @@ class Pushes:
 
     # Reports
 
-    def _report(
-        self, attempt: bytes, failure: str, *, terminal: bool, late_starts: Mapping[int, int] | None = None
-    ) -> None:
-        late = dict(late_starts or {})
-        self._send(PushEnded(self._token, self._worker, attempt, not failure, failure[:MAX_TEXT], terminal, late))
+    def _report(self, attempt: bytes, failure: str, *, terminal: bool) -> None:
+        self._send(PushEnded(self._token, self._worker, attempt, not failure, failure[:MAX_TEXT], terminal))
+
+    def _end(self, push: _Push) -> PushEnded:
+        attempt, failure = push.into.attempt, push.failure[:MAX_TEXT]
+        return PushEnded(self._token, self._worker, attempt, not failure, failure, True, push.late_starts, push.moved)
 
     def _send(self, report: PushEnded) -> None:
         try:
