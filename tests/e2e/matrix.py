@@ -216,6 +216,9 @@ FAMILIES = ("gqa", "swa", "mla", *HYBRIDS)
 PLAIN_ROWS: list[Row] = [Row(family, prefix_caching=MODELS[family].prefix_caching) for family in FAMILIES]
 """One row per family: equal sides, everything at its default. What does not depend on geometry is tested on these."""
 
+PLAINEST: list[Row] = PLAIN_ROWS[:1]
+"""Where `make test` runs what does not depend on the kind of cache either."""
+
 
 def _plainest(row: Row) -> bool:
     return row.transport == "nixl" and row.mode == "pull" and not row.unequal
@@ -226,9 +229,9 @@ QUICK_ROWS: list[Row] = [
     for row in ROWS
     if row == QUICK_MOONCAKE_ROW
     or row in (*QUICK_UNEQUAL_ROWS, *QUICK_PUSH_ROWS)
-    or (row in PLAIN_ROWS and row.family in ("swa", "kimi", "granite"))
-    or (_plainest(row) and row.family in ("gqa", "mla") and row.workers < 4)
-    or (_plainest(row) and row.family == "swa" and row.workers == 2)
+    or (row in PLAIN_ROWS and row.family in ("swa", "mla", "kimi"))
+    or (_plainest(row) and row.family == "gqa" and row.workers < 4)
+    or (row.family in ("swa", "mla") and _plainest(row) and row.p_tp > row.d_tp == 1)
 ]
 """What `make test` chooses from. A pair with four workers takes minutes on two cores, and unequal sides are tested
 without servers by the geometry's property tests: most of both are rows of `make test-full`. So are most hybrids: what

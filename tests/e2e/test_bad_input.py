@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 
 from e2e.cluster import Cluster
-from e2e.matrix import PLAIN_ROWS
+from e2e.matrix import PLAIN_ROWS, PLAINEST
 from e2e.over import over
 from e2e.workload import SCENARIOS, Refused
 from launch import free_port
@@ -92,7 +92,7 @@ CHANGES = [
 ]
 
 
-@over(PLAIN_ROWS)
+@over(PLAIN_ROWS, quick=PLAINEST)
 def test_bad_parameters_fail_their_request_with_a_reason(pair: Cluster) -> None:
     prompt = SCENARIOS["bad input"][0]
     flags = {"do_remote_prefill", "do_remote_decode"}
@@ -114,7 +114,7 @@ def test_bad_parameters_fail_their_request_with_a_reason(pair: Cluster) -> None:
     pair.check(SCENARIOS["bad input"][1:])
 
 
-@over(PLAIN_ROWS)
+@over(PLAIN_ROWS, quick=PLAINEST)
 def test_a_cache_is_handed_over_once(pair: Cluster) -> None:
     prompt = SCENARIOS["bad input"][0]
     params = pair.prefill_only(prompt)
@@ -124,7 +124,7 @@ def test_a_cache_is_handed_over_once(pair: Cluster) -> None:
         assert not pair.disagreement(prompt, pair.decode_with(prompt, params))
 
 
-@over(PLAIN_ROWS)
+@over(PLAIN_ROWS, quick=PLAINEST)
 def test_another_prompt_with_these_parameters_is_refused(pair: Cluster) -> None:
     prompt, other = SCENARIOS["bad input"]
     params = pair.prefill_only(prompt)
@@ -136,7 +136,7 @@ def test_another_prompt_with_these_parameters_is_refused(pair: Cluster) -> None:
         raise AssertionError(f"a prompt of {len(wrong)} tokens was answered from another's cache: {answer.tokens}")
 
 
-@over(PLAIN_ROWS)
+@over(PLAIN_ROWS, quick=PLAINEST)
 def test_bad_parameters_to_the_prefill_side_hand_nothing_over(pair: Cluster) -> None:
     """A connector can fail a request only where it loads a cache; here a refusal is an answer without parameters."""
     prompt = SCENARIOS["bad input"][0]
@@ -181,7 +181,7 @@ def frame(version: int, body: bytes) -> bytes:
     return struct.pack("!4sHQ", messages.MAGIC, version, 5) + body
 
 
-@over(PLAIN_ROWS)
+@over(PLAIN_ROWS, quick=PLAINEST)
 def test_junk_on_the_side_channel_harms_nobody(pair: Cluster) -> None:
     params = pair.prefill_only(SCENARIOS["bad input"][0])
     host, port = params["remote_host"], params["remote_port"]
@@ -193,7 +193,7 @@ def test_junk_on_the_side_channel_harms_nobody(pair: Cluster) -> None:
     pair.check(SCENARIOS["bad input"][1:])
 
 
-@over(PLAIN_ROWS)
+@over(PLAIN_ROWS, quick=PLAINEST)
 def test_another_protocol_version_is_told_so(pair: Cluster) -> None:
     params = pair.prefill_only(SCENARIOS["bad input"][0])
     reply = framed(frame(99, b""))(params["remote_host"], params["remote_port"])

@@ -14,7 +14,7 @@ from launch import Servers
 
 NUMBER = 32
 SEED = 20261121
-SECONDS = 240.0
+SECONDS = 480.0
 
 
 @pytest.mark.e2e
