@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from e2e.agreement import MOST_DRIFT, disagreement
+from e2e.agreement import MOST_DRIFT, PARTING_GAP, disagreement
 from e2e.workload import Answer
-from models.engine import NEAR_TIE
 
-CLOSE = {7: -1.0, 8: -1.0 - NEAR_TIE / 2, 9: -3.0}
+CLOSE = {7: -1.0, 8: -1.0 - PARTING_GAP / 2, 9: -3.0}
 CLEAR = {7: -0.1, 8: -4.0, 9: -5.0}
 
 
@@ -43,7 +42,7 @@ def test_an_unknown_token_is_no_near_tie() -> None:
 
 def test_other_probabilities_are_a_difference_although_the_tokens_are_equal() -> None:
     off = {token: value - MOST_DRIFT - 0.01 for token, value in CLEAR.items()}
-    assert "off by 0.26 at step 2" in disagreement(PLAIN, answer((7, 7, 7), CLEAR, CLOSE, off), exact=False)
+    assert "off by 0.51 at step 2" in disagreement(PLAIN, answer((7, 7, 7), CLEAR, CLOSE, off), exact=False)
 
 
 def test_other_probabilities_at_a_near_tie_are_a_difference() -> None:
