@@ -238,7 +238,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "what a step completes is written after that step",
-        "worker/pushing.py", " and push.step <= step:", ":",
+        "worker/pushing.py", " is not None and waiting <= step:", " is not None:",
         "worker/test_pushing.py::test_complete_pages_go_out_while_the_next_step_computes",
     ),
 ]
