@@ -101,7 +101,7 @@ def test_a_serial_router_gets_the_right_tokens_too(pair: Cluster) -> None:
 
 
 @over(ORDER_ROWS)
-def test_a_full_hit_on_the_decode_side_frees_the_prefill_at_once(pair: Cluster) -> None:
+def test_a_prompt_that_the_decode_side_mostly_has_frees_the_prefill_at_once(pair: Cluster) -> None:
     with legs(pair, 400) as both:
         both.prefill()
         both.right(both.decode())

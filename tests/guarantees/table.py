@@ -215,5 +215,31 @@ GUARANTEES = [
         "worker/loop.py", "        except Exception as error:  # a defect of ours that one request met", "        except ZeroDivisionError as error:  # a defect",
         f"{T_LOOP}::test_an_unexpected_error_fails_requests_and_not_the_thread",
     ),
+    # Pushes
+    Guarantee(
+        "blocks that may still be written from are not given back",
+        "protocol/push.py", "        if not prefill.closed or prefill.wants or ", "        if not prefill.closed or ",
+        "protocol/test_push_table.py::test_every_order_of_events_ends_with_every_answer_given_and_every_block_free",
+    ),
+    Guarantee(
+        "a push is done when every worker of the prefill instance has written its part",
+        "protocol/push.py", "        if want.ordered:\n            return\n        self._settle", "        self._settle",
+        "protocol/test_push_table.py::test_without_failures_every_order_is_served",
+    ),
+    Guarantee(
+        "a cache is written for the prompt that it was computed for",
+        "protocol/push.py", " or into.prompt_digest != prefill.prompt_digest:", ":",
+        "worker/test_pushing.py::test_another_prompt_is_not_written",
+    ),
+    Guarantee(
+        "orders are given to the instance's own workers alone",
+        "sidechannel/server.py", "if not known or not hmac.compare_digest(", "if not known and not hmac.compare_digest(",
+        "scheduler/test_push_halves.py::test_orders_are_only_for_who_knows_the_workers_secret",
+    ),
+    Guarantee(
+        "what a step completes is written after that step",
+        "worker/pushing.py", " is not None and waiting <= step:", " is not None:",
+        "worker/test_pushing.py::test_complete_pages_go_out_while_the_next_step_computes",
+    ),
 ]
 # fmt: on

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.protocol import params as p
 from vllm_pd_connector.protocol.messages import MIN_VERSION, PROTOCOL_VERSION
 from vllm_pd_connector.protocol.params import (
     IN_TREE_KEYS,
@@ -309,3 +310,60 @@ def test_every_field_is_among_those_that_cannot_be_changed():
 def test_another_secret_does_not_do():
     with pytest.raises(ProtocolError, match="different secrets"):
         require_signature(parse_remote_prefill(make(secret=b"t" * 32)), SECRET)
+
+
+CONCURRENT = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "p-0",
+    "remote_host": "10.0.0.1",
+    "remote_port": 5600,
+    "remote_request_id": "x-1",
+    "tp_size": 2,
+    "pp_size": 1,
+}
+"""What a concurrent router sends to the decode instance (vLLM's push demo; `transfer_id` in its newer form)."""
+
+
+@pytest.mark.parametrize("changes", [{}, {"transfer_id": "t-1"}, {"dcp_size": 1}, {"remote_block_ids": None}])
+def test_a_concurrent_router_s_parameters_are_accepted(changes):
+    parsed = p.parse_remote_push(CONCURRENT | changes)
+    assert (parsed.remote_engine_id, parsed.remote_host, parsed.remote_port) == ("p-0", "10.0.0.1", 5600)
+    assert not p.is_answer(CONCURRENT)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"remote_port": 0}, "remote_port"),
+        ({"remote_host": "a;b"}, "remote_host"),
+        ({"remote_engine_id": None}, "remote_engine_id"),
+        ({"transfer_mode": "pull"}, "transfer_mode"),
+        ({"surprise": 1}, "surprise"),
+        ({"do_remote_prefill": False}, "do_remote_prefill"),
+    ],
+    ids=str,
+)
+def test_a_mistake_of_a_concurrent_router_is_named(change, named):
+    with pytest.raises(ProtocolError, match=named):
+        p.parse_remote_push(CONCURRENT | change)
+
+
+@pytest.mark.parametrize(
+    ("params", "request_id", "name"),
+    [
+        ({}, "cmpl-x-1-0-0123abcd", "cmpl-x-1-0"),
+        ({}, "chatcmpl-7-ABCDEF01", "chatcmpl-7"),
+        ({}, "no-suffix", "no-suffix"),
+        ({}, "-0123abcd", "-0123abcd"),
+        ({"transfer_id": "t-1"}, "cmpl-x-1-0-0123abcd", "t-1"),
+    ],
+)
+def test_both_legs_of_a_request_have_one_name(params, request_id, name):
+    assert p.pairing_name(params, request_id) == name
+
+
+@pytest.mark.parametrize("transfer_id", [7, "", "t" * 513, ["t"]])
+def test_a_transfer_id_that_is_none_is_refused(transfer_id):
+    with pytest.raises(ProtocolError, match="transfer_id"):
+        p.pairing_name({"transfer_id": transfer_id}, "r")

@@ -298,6 +298,17 @@ def test_a_prefill_that_somebody_asks_for_is_not_declined_by_another() -> None:
     assert {world.answers[into(r).attempt][-1].state for r in (0, 1)} == {m.PushState.DONE}
 
 
+def test_a_router_s_second_attempt_is_served_although_the_first_gave_up_before_the_prefill_came() -> None:
+    world = World()
+    world.do("register 0")
+    world.do("withdraw")
+    second = into(0, attempt=b"2" * 16, readers=1)
+    world.table.register(second, world.ticket(second.attempt), world.now)
+    for event in ("start", "finish"):
+        world.do(event)
+    assert world.answers[second.attempt][-1].state is m.PushState.DONE
+
+
 def test_a_request_id_that_is_still_written_from_is_not_taken_again() -> None:
     world = World(quick=False)
     for event in ("start", "register 0", "finish", "close"):

@@ -195,6 +195,26 @@ def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
     freed(writer, "a")
 
 
+def test_a_step_that_is_done_is_written_although_the_next_is_ordered_already(writer, target):
+    target.loop.submit([target.order(writer, start=0)], [])
+    writer.begin()
+    until(lambda: writer.server.push_wanted("p-a"), "the registration")
+    writer.compute(0, 6)
+    writer.server.push_progressed("p-a", SOURCE, 6, 1)
+    writer.server.push_progressed("p-a", SOURCE, 8, 2)
+    until(lambda: all(sum(len(p.orders) for p in loop._pushes._pushes.values()) == 2 for loop in writer.loops), "both")
+    writer.step_done(1)
+    partly = target.before.copy()
+    write(MODEL, D_SIDE, target.worker, [table(*D_BLOCKS)], partly, 0, 4)
+    target.until(lambda: whole(target.worker.memory, partly), "what the first step completed")
+    writer.compute(6, TOKENS)
+    writer.finish(step=3)
+    for step in (2, 3):
+        writer.step_done(step)
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected(0))
+
+
 def test_many_pushes_at_once(writer, target):
     names = [f"r{i}" for i in range(20)]
     writer.compute(0, TOKENS)

@@ -138,7 +138,10 @@ class PushTable:
         return LeaseRef(prefill.request_id, prefill.nonce) if prefill is not None and prefill.nonce else None
 
     def withdraw(self, message: WithdrawPush, ticket: Ticket, now: float) -> None:
-        """A decode worker has given up; the answer waits until nothing of this attempt can land."""
+        """A decode worker has given up; the answer waits until nothing of this attempt can land.
+
+        Its instance cannot use the other ranks' parts either, so the whole prefill is given up with it.
+        """
         if (answer := self._answers.get(message.attempt)) is not None:
             self._replies.append((ticket, answer))
             return
@@ -200,7 +203,7 @@ class PushTable:
         prefill = self._prefills.get(request_id)
         if prefill is None:
             return True
-        if prefill.failure or prefill.declined:
+        if prefill.failure or (prefill.declined and not prefill.wants):
             return False
         prefill.nonce, prefill.source, prefill.step = nonce, tuple(source), step
         prefill.ready, prefill.finished = prefill.num_tokens, True
@@ -321,6 +324,7 @@ class PushTable:
             self._fail(want, f"prefill {ref.name}: {self._over[ref.name][0]}")
         else:
             want.deadline = now + self._patience_s
+            self._declined.pop(ref.name, None)  # a router's second attempt, on another decode instance
             self._waiting.setdefault(ref.name, []).append(want)
 
     def _find(self, ref: PrefillRef) -> _Prefill | None:

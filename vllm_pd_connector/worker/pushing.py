@@ -37,7 +37,6 @@ from vllm_pd_connector.protocol.messages import (
     Orders,
     PushEnded,
     PushInto,
-    Table,
     Write,
 )
 from vllm_pd_connector.protocol.peer import PeerKey
@@ -106,10 +105,7 @@ class _Push:
     into: PushInto
     link: WriteLink
     cursor: int
-    source: tuple[Table, ...] = ()
-    ready: int = 0
-    step: int = 0
-    final: bool = False
+    orders: deque[Write] = field(default_factory=deque)  # not carried out yet, in the order of their steps
     linked: bool = False
     complete: bool = False  # everything was posted
     failure: str = ""
@@ -124,8 +120,16 @@ class _Push:
         return self.into.attempt.hex()
 
     @property
-    def waits_for_step(self) -> bool:
-        return self.linked and not self.complete and not self.failure
+    def next_step(self) -> int | None:
+        """The step whose end lets this push go on, None if nothing does."""
+        return self.orders[0].step if self.orders and self.linked and not self.failure else None
+
+    def take(self, step: int) -> Write | None:
+        """The latest order whose step is done; orders of several steps that ended together are one."""
+        order = None
+        while (waiting := self.next_step) is not None and waiting <= step:
+            order = self.orders.popleft()
+        return order
 
 
 class Pushes:
@@ -173,11 +177,11 @@ class Pushes:
             self._await_orders(now)
         step = self._clock.done()
         for push in list(self._pushes.values()):
-            if push.waits_for_step and push.step <= step:
-                self._write(push, now)
+            if (order := push.take(step)) is not None:
+                self._write(push, order, now)
             self._look(push, now)
         self._links.tick(now)
-        self.waiting = any(push.waits_for_step for push in self._pushes.values())
+        self.waiting = any(push.next_step is not None for push in self._pushes.values())
 
     def next_deadline(self, now: float) -> float | None:
         """When a turn is due at the latest."""
@@ -186,7 +190,7 @@ class Pushes:
             moments.append(due)
         for push in self._pushes.values():
             moments.append(push.deadline)
-            if push.transfers or (push.waits_for_step and self._clock.ends(push.step)):
+            if push.transfers or ((step := push.next_step) is not None and self._clock.ends(step)):
                 moments.append(now + (POLL_DRAINING_S if push.failure else POLL_S))
         return min(moments, default=None)
 
@@ -256,15 +260,9 @@ class Pushes:
             key = PeerKey(home.host, home.port, home.incarnation, home.server_key)
             link = self._links.get(key, home.engine_id, now)
             assert isinstance(link, WriteLink)
-            push = _Push(order.into, link, order.into.start)
-            self._pushes[push.key] = push
-            self._take(push, order, now)
+            push = self._pushes[order.into.attempt.hex()] = _Push(order.into, link, order.into.start)
             self._links.drive(link, peers.Wanted(push.key), now)
-        else:
-            self._take(push, order, now)
-
-    def _take(self, push: _Push, order: Write, now: float) -> None:
-        push.source, push.ready, push.step, push.final = order.source, order.ready, order.step, order.final
+        push.orders.append(order)
         if order.final:
             push.deadline = now + self._config.transfer_timeout
 
@@ -290,12 +288,12 @@ class Pushes:
 
     # Writing
 
-    def _write(self, push: _Push, now: float) -> None:
-        reach = push.link.reach(push.into, push.ready, push.cursor, push.final)
-        if reach == push.cursor and not push.final:
+    def _write(self, push: _Push, order: Write, now: float) -> None:
+        reach = push.link.reach(push.into, order.ready, push.cursor, order.final)
+        if reach == push.cursor and not order.final:
             return
         try:
-            runs, late_starts = push.link.bind_push(push.into, push.source, push.cursor, reach, push.final)
+            runs, late_starts = push.link.bind_push(push.into, order.source, push.cursor, reach, order.final)
             push.late_starts |= late_starts
             if len(runs):
                 self._post(push, runs)
@@ -304,7 +302,7 @@ class Pushes:
         except Exception as error:  # a defect of ours that one push met must not reach the others
             logger.exception("push of prefill %s", push.into.prefill.name)
             self._fail(push, f"{type(error).__name__}: {error}", now)
-        push.cursor, push.complete = reach, push.final
+        push.cursor, push.complete = reach, order.final
 
     def _post(self, push: _Push, runs: Runs) -> None:
         transfer = self._transport.write(push.link.ranks[push.into.pp_rank, push.into.tp_rank], runs)
