@@ -50,6 +50,13 @@ def test_sums_that_nobody_waits_for_are_taken_and_change_nothing() -> None:
     assert ("r", m.Verified(())) in machine.add("w", m.Sums(1, 0, (), True))
 
 
+def test_a_worker_may_ask_before_the_instance_is_complete() -> None:
+    machine: Verification[str] = Verification(0)
+    assert machine.next_job("w", 0) == []
+    machine.workers = 1
+    assert [to for to, _ in machine.ask("r", verify(), TABLES)] == ["w"]
+
+
 def test_jobs_are_bounded() -> None:
     machine: Verification[str] = Verification(1)
     for lease in range(MAX_JOBS + 1):

@@ -91,6 +91,20 @@ def test_without_verification_nothing_is_asked():
         assert "Verify" not in prefill.server.counts()
 
 
+def test_workers_that_ask_before_their_instance_is_complete_are_not_forgotten(decode):
+    with contextlib.closing(Verifying()) as prefill:
+        for maker in prefill.makers:
+            maker.close()
+        prefill.server.close()
+        prefill.server = SideChannelServer("127.0.0.1", 0, prefill.engine_id, prefill.incarnation, verifies=True)
+        address = endpoint("127.0.0.1", prefill.server.port)
+        prefill.makers = [SumMaker(address, None, real(worker), i) for i, worker in enumerate(prefill.workers)]
+        decode.until(lambda: prefill.server.counts().get("NextJob") == 2, "both workers to ask")
+        prefill.server.set_manifests(prefill.manifests)
+        decode.loop.submit([prefill.held("a")], [])
+        assert decode.wait_for("a") == [True]
+
+
 def test_a_maker_without_a_side_channel_ends_when_it_is_told(decode):
     prefill = Prefill()
     prefill.server.close()

@@ -29,10 +29,10 @@ class _Work(Generic[B]):
 
 
 class Verification(Generic[B]):
-    """The jobs of one instance with `workers` workers."""
+    """The jobs of one instance with `workers` workers, of which some may ask for work before it is known how many."""
 
     def __init__(self, workers: int) -> None:
-        self._workers = workers
+        self.workers = workers
         self._work: OrderedDict[tuple[LeaseRef, tuple[int, ...], int], _Work[B]] = OrderedDict()
         self._idle: dict[int, B] = {}
         self._number = 0
@@ -45,7 +45,7 @@ class Verification(Generic[B]):
             work = self._work[key] = _Work(Job(self._number, tuple(tables), request.starts, request.stop))
             while len(self._work) > MAX_JOBS:
                 self._work.popitem(last=False)  # its readers' deadline ends them
-        if len(work.done) == self._workers:
+        if len(work.done) == self.workers:
             return [(back, _verified(work))]
         work.waiting = [*work.waiting[-MAX_WAITING + 1 :], back]
         idle = [worker for worker in self._idle if worker not in work.done]
@@ -57,20 +57,19 @@ class Verification(Generic[B]):
             if worker not in work.done:
                 work.pieces.pop(worker, None)
                 return [(back, work.job)]
-        if worker < self._workers:
-            self._idle[worker] = back
+        self._idle[worker] = back
         return []
 
     def add(self, back: B, found: Sums) -> list[tuple[B, Reply]]:
         """A worker has made sums."""
         answers: list[tuple[B, Reply]] = [(back, Accepted())]
         for work in self._work.values():
-            if work.job.job != found.job or found.worker in work.done or found.worker >= self._workers:
+            if work.job.job != found.job or found.worker in work.done or found.worker >= self.workers:
                 continue
             work.pieces.setdefault(found.worker, []).extend(found.pieces)
             if found.last:
                 work.done.add(found.worker)
-            if len(work.done) == self._workers:
+            if len(work.done) == self.workers:
                 answers += [(waiting, _verified(work)) for waiting in work.waiting]
                 work.waiting = []
         return answers

@@ -151,7 +151,7 @@ class SideChannelServer:
         encode(0, message)
         with self._lock:
             self._manifests = message
-            self._verification = Verification(len(manifests))
+            self._verification.workers = len(manifests)
 
     def hold(self, request_id: str, nonce: bytes, duration: float, tables: Sequence[Table] = ()) -> None:
         """Keep a finished request's blocks for `duration` seconds, and again from each renewal.
