@@ -23,7 +23,7 @@ FAMILIES = ("gqa", "swa")
 @pytest.fixture(params=FAMILIES, scope="module")
 def world(request: pytest.FixtureRequest, pairs: Pairs) -> Iterator[World]:
     pairs.end()
-    made = World(pairs.servers, request.param, 1, ("fail", "recompute"))
+    made = World(pairs.servers, request.param, 1, ("fail", "recompute"), {"verify": "all"})
     try:
         yield made
     finally:

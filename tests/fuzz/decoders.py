@@ -115,6 +115,8 @@ DECODERS: dict[str, Decoder] = {
         m.Renew((LEASE, LEASE)),
         m.ReadDone(LEASE, 1, 4, bytes(16)),
         m.Release((LEASE,)),
+        m.Verify(LEASE, (0, 16), 33),
+        m.Sums(7, 1, (m.SumPiece("layer", "key", 0, bytes(8)),), True),
     ),
     "reply": framed(
         m.decode_reply,
@@ -122,6 +124,8 @@ DECODERS: dict[str, Decoder] = {
         m.Renewed(("cmpl-1",)),
         m.ReadVerdict(False, "expired"),
         m.Standing(3),
+        m.Job(7, (m.Table(0, bytes(8)),), (0, 16), 33),
+        m.Verified((m.SumPiece("layer", "key", 0, bytes(8)),)),
         m.Failure(m.FailureCode.BUSY, "later"),
     ),
     "parameters": of_json(use_params, PARAMS, {"do_remote_decode": True, "remote_host": None}),

@@ -186,9 +186,14 @@ GUARANTEES = [
         f"{T_PARAMS}::test_another_secret_does_not_do",
     ),
     Guarantee(
-        "every field of parameters is known",
-        "protocol/params.py", "    if unknown:\n", "    if False:\n",
+        "parameters name no endpoint but a host",
+        "protocol/params.py", r'pattern=r"^[A-Za-z0-9._:%-]+\Z"', r'pattern=r".*"',
         f"{T_PARAMS}::test_a_field_that_is_not_as_declared_is_refused_by_name",
+    ),
+    Guarantee(
+        "with verification, a receive that differs fails",
+        RECEIVE, 'self._fail(f"verification: {problem}") if problem else self._confirm(now)', "self._confirm(now)",
+        "worker/test_verify.py::test_a_difference_fails_the_receive_and_gives_the_lease_back",
     ),
     Guarantee(
         "requests are bounded before they are in memory",

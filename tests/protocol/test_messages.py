@@ -35,6 +35,9 @@ REQUESTS = [
     m.DeclinePush(PREFILL),
     m.AwaitOrders(bytes(16), worker=3, seen=7),
     m.PushEnded(bytes(16), 3, b"a" * 16, ok=False, reason="broken", terminal=False),
+    m.Verify(LEASE, (0, 16), 33),
+    m.NextJob(1),
+    m.Sums(7, 1, (m.SumPiece("layer", "key", 0, bytes(8)),), True),
 ]
 REPLIES = [
     m.Manifests("engine-0", "0123456789abcdef" * 2, (b"one", b"two")),
@@ -42,6 +45,9 @@ REPLIES = [
     m.ReadVerdict(held=False, reason="the lease expired"),
     m.Released(),
     m.Standing(3),
+    m.Job(7, (m.Table(0, bytes(8)),), (0, 16), 33),
+    m.Accepted(),
+    m.Verified((m.SumPiece("layer", "key", 0, bytes(8)),)),
     m.Failure(m.FailureCode.NOT_READY, "later"),
     m.Pushed(m.PushState.WRITING, "", terminal=False),
     m.Orders(2, (m.Write(PUSH, PUSH.blocks, ready=32, step=5, final=False), m.GiveUp(b"a" * 16, "aborted"))),

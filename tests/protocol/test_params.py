@@ -107,6 +107,7 @@ def test_fields_of_other_connectors_of_vllm_are_tolerated(key):
         ({"remote_port": "5600"}, "remote_port"),
         ({"remote_port": True}, "remote_port"),
         ({"remote_host": ""}, "remote_host"),
+        ({"remote_host": "a;b"}, "remote_host"),
         ({"remote_host": "a" * 254}, "remote_host"),
         ({"remote_host": "a;tcp://b"}, "remote_host"),
         ({"remote_host": "host\n"}, "remote_host"),

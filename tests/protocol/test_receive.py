@@ -22,6 +22,8 @@ EVENTS: list[tuple[r.Event, float]] = [
     (r.PeerFailed("refused"), 0.0),
     *[(r.TransferDone(i), 0.0) for i in range(4)],
     *[(r.TransferFailed(i, "broken", terminal), 0.0) for i in range(4) for terminal in (True, False)],
+    (r.Verified(""), 0.0),
+    (r.Verified("layer 3 differs"), 0.0),
     (HELD, 0.0),
     (r.Verdict(held=False, reason="expired"), 0.0),
     (r.VerdictTimeout(), 0.0),
@@ -39,19 +41,23 @@ class Seen:
     staged: frozenset[int] = frozenset()
     ended: frozenset[int] = frozenset()
     failed: bool = False
+    verifying: bool = False
+    equal: bool = False
     verdict: bool = False
     confirming: bool = False
     reported: r.Report | None = None
     drained: bool = False
 
 
-def observe(seen: Seen, event: r.Event, actions: list[r.Action]) -> Seen:
+def observe(seen: Seen, event: r.Event, actions: list[r.Action], verify: bool) -> Seen:
     """Check the actions against what must hold, and remember them."""
     running = frozenset(range(max(0, seen.started))) - seen.ended  # an event of an ended transfer changes nothing
     if isinstance(event, r.TransferDone) and event.index in running:
         seen = replace(seen, ended=seen.ended | {event.index})
     if isinstance(event, r.TransferFailed) and event.index in running:
         seen = replace(seen, failed=True, ended=seen.ended | ({event.index} if event.terminal else set()))
+    if isinstance(event, r.Verified) and seen.verifying and seen.reported is None:
+        seen = replace(seen, equal=seen.equal or (not event.problem and not seen.confirming))
     if isinstance(event, r.Verdict) and seen.confirming and seen.reported is None:
         seen = replace(seen, verdict=event.held)
     if isinstance(event, r.PeerReady) and seen.started < 0 and seen.reported is None:
@@ -63,7 +69,11 @@ def observe(seen: Seen, event: r.Event, actions: list[r.Action]) -> Seen:
         match action:
             case r.StartReads():
                 assert isinstance(event, r.PeerReady) and event.transfers > 0
+            case r.Verify():
+                assert verify and not unfinished and not seen.failed and not seen.verifying and seen.reported is None
+                seen = replace(seen, verifying=True)
             case r.Confirm():
+                assert not verify or seen.equal or seen.started == 0, "confirmed unverified"
                 assert seen.started >= 0 and not unfinished and not seen.failed and seen.reported is None
                 seen = replace(seen, confirming=True)
             case r.Report(ok, reason, quarantined):
@@ -80,15 +90,16 @@ def observe(seen: Seen, event: r.Event, actions: list[r.Action]) -> Seen:
     return seen
 
 
-def test_every_order_of_events_reports_once_and_truthfully():
-    frontier = [(r.Receive(LIMITS, 0.0), Seen())]
+@pytest.mark.parametrize("verify", [False, True])
+def test_every_order_of_events_reports_once_and_truthfully(verify):
+    frontier = [(r.Receive(LIMITS, 0.0, verify), Seen())]
     known = set()
     ends = set()
     while frontier:
         machine, seen = frontier.pop()
         for event, now in EVENTS:
             after = deepcopy(machine)
-            watched = observe(seen, event, after.handle(event, now))
+            watched = observe(seen, event, after.handle(event, now), verify)
             assert (after.next_deadline() is None) == (watched.reported is not None)
             key = (after.state, after.writing, watched)
             if watched.reported is not None:
@@ -259,3 +270,18 @@ def test_a_push_that_computes_for_long_is_waited_for_and_one_that_writes_for_lon
     assert machine.next_deadline() == 510.0 + LIMITS.read_s
     [report, _] = machine.handle(r.Tick(), 530.0)
     assert isinstance(report, r.Report) and "20 s" in report.reason
+
+
+def test_what_was_read_is_compared_before_it_is_confirmed():
+    machine = r.Receive(LIMITS, 0.0, verify=True)
+    assert [a for e in (r.PeerReady(1), r.TransferDone(0)) for a in machine.handle(e, 1.0)][1:] == [r.Verify()]
+    assert machine.next_deadline() == 21.0
+    assert machine.handle(r.Verified(""), 2.0) == [r.Confirm()]
+
+
+def test_a_difference_fails_the_request_with_its_place():
+    machine = r.Receive(LIMITS, 0.0, verify=True)
+    for event in (r.PeerReady(1), r.TransferDone(0)):
+        machine.handle(event, 1.0)
+    [report] = machine.handle(r.Verified("layer 3 differs"), 2.0)
+    assert report == r.Report(ok=False, reason="verification: layer 3 differs", quarantined=False)

@@ -421,8 +421,11 @@ def test_keys_on_both_sides_keep_a_lease_alive_and_give_it_back(tmp_path):
     producer.shutdown()
 
 
-def test_a_decode_instance_that_ends_gives_back_what_queues_there(producer):
+def test_a_decode_instance_that_ends_gives_back_what_queues_there():
+    producer, _ = make_half("kv_producer", kv_lease_duration=600.0)  # so that only a release ends the lease
+    producer.serve([b"manifest"], [TOKEN])
     half, _ = make_half("kv_consumer")
     half.on_new_request(make_request("d-1", hand_over(producer)))
     half.shutdown()
     until(lambda: freed(producer) == ["p-1"], "the lease to be released")
+    producer.shutdown()

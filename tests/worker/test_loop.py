@@ -27,6 +27,7 @@ from vllm_pd_connector.protocol.params import parse_remote_prefill, remote_prefi
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
 from vllm_pd_connector.transport.loopback import LoopbackTransport
+from vllm_pd_connector.worker.link import Bound, Link
 from vllm_pd_connector.worker.loop import TransferLoop
 from vllm_pd_connector.worker.outbox import Outbox
 
@@ -100,7 +101,7 @@ class Decode:
         self.quarantined: set[str] = set()
         self.drained: set[str] = set()
         self.failures: dict[str, int] = {}
-        self.bytes = 0
+        self.bytes = self.verified = 0
         self.loop.start()
 
     def collect(self) -> None:
@@ -114,6 +115,7 @@ class Decode:
             self.drained |= report.drained.keys()
         if (stats := self.outbox.take_stats()) is not None:
             self.bytes += stats.data["bytes"]
+            self.verified += stats.data["verified"]
             for kind, number in stats.data["failures"].items():
                 self.failures[kind] = self.failures.get(kind, 0) + number
 
@@ -325,15 +327,16 @@ def test_a_restarted_peer_at_the_same_address_works(prefill, decode):
 
 
 def test_an_unexpected_error_fails_requests_and_not_the_thread(prefill, decode, monkeypatch):
-    def broken(*_: object) -> None:
-        raise RuntimeError("a defect")
+    bind = Link.bind
 
-    with monkeypatch.context() as patch:
-        patch.setattr("vllm_pd_connector.worker.link.pair", broken)
-        decode.loop.submit([prefill.order("a")], [])
-        assert decode.wait_for("a") == [False]
-    decode.loop.submit([prefill.order("b")], [])
-    assert decode.wait_for("b") == [True]
+    def broken(link: Link, order: ReceiveOrder) -> Bound:
+        if order.request_id == "a":
+            raise RuntimeError("a defect")
+        return bind(link, order)
+
+    monkeypatch.setattr(Link, "bind", broken)
+    decode.loop.submit([prefill.order("before"), prefill.order("a"), prefill.order("b")], [])
+    assert decode.wait_for("before", "a", "b") == [True, False, True]
     assert decode.failures == {"internal": 1}
 
 

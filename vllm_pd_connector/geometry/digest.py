@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,6 +26,17 @@ from vllm_pd_connector.geometry.topology import logical_axes
 
 Values = NDArray[np.uint64]
 PAGES_AT_ONCE = 64
+
+
+class Pages(Protocol):
+    """Memory that cannot be looked at directly."""
+
+    def gather(self, offset: int, stride: int, extent: int, pages: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Array of shape (len(pages), extent): the bytes from `offset + page * stride` on, of each page."""
+
+
+Memory = NDArray[np.uint8] | Pages
+"""The bytes of one segment."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +52,7 @@ class Digest:
 
 
 def digests(
-    manifest: Manifest, memory: Sequence[NDArray[np.uint8]], tables: BlockTables, start: int, stop: int
+    manifest: Manifest, memory: Sequence[Memory], tables: BlockTables, start: int, stop: int
 ) -> dict[tuple[str, Role], Digest]:
     """Digest what one worker holds of a request: tokens [start, stop), and the last block of every state table.
 
@@ -114,8 +127,13 @@ def _common(a: Digest, b: Digest) -> tuple[tuple[slice, slice], tuple[slice, sli
     return (slices[0][0], slices[1][0]), (slices[0][1], slices[1][1])
 
 
-def _page_values(tensor: Tensor, memory: NDArray[np.uint8], pages: NDArray[np.int64]) -> tuple[Values, int]:
+def _page_values(tensor: Tensor, memory: Memory, pages: NDArray[np.int64]) -> tuple[Values, int]:
     """Values of shape (pages, tokens or 1, indices), and the global number of the first index."""
+    if not isinstance(memory, np.ndarray):
+        extent = tensor.itemsize + sum((axis.size - 1) * axis.stride for axis in tensor.axes)
+        memory = memory.gather(tensor.offset, tensor.page_stride, extent, pages).reshape(-1)
+        tensor = msgspec.structs.replace(tensor, offset=0, page_stride=extent, pages=len(pages))
+        pages = np.arange(len(pages))
     axes = logical_axes(tensor.axes)
     token = [axis for axis in tensor.axes if axis.name is AxisName.TOKEN]
     named = [AxisName.HEAD] if token else [AxisName.HEAD, AxisName.CHANNEL]
@@ -135,15 +153,15 @@ def _page_values(tensor: Tensor, memory: NDArray[np.uint8], pages: NDArray[np.in
     values = np.empty((len(pages), *shape), dtype=np.uint64)
     for i in range(0, len(pages), PAGES_AT_ONCE):
         chunk = view[pages[i : i + PAGES_AT_ONCE]].astype(np.uint64)
-        values[i : i + PAGES_AT_ONCE] = _mix((chunk.reshape(-1, *shape, len(weights)) * weights).sum(axis=-1))
+        values[i : i + PAGES_AT_ONCE] = mix((chunk.reshape(-1, *shape, len(weights)) * weights).sum(axis=-1))
     return values, index.start if index else 0
 
 
 def _weights(count: int) -> Values:
-    return _mix(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)
+    return mix(np.arange(1, count + 1, dtype=np.uint64)) | np.uint64(1)
 
 
-def _mix(x: Values) -> Values:
+def mix(x: Values) -> Values:
     """A bijection of 64-bit values that spreads every bit (SplitMix64's finaliser), with a start that 0 lacks."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from vllm_pd_connector.protocol.messages import LeaseRef, ReadDone, ReadVerdict
+from vllm_pd_connector.protocol.messages import LeaseRef, ReadDone, ReadVerdict, Table
 
 
 class End(Enum):
@@ -45,6 +45,7 @@ class _Lease:
     nonce: bytes
     duration: float
     deadline: float
+    tables: tuple[Table, ...]
     readers: int = 0  # 0 until the first report
     reported: dict[int, bytes] = field(default_factory=dict)  # reader -> its latest attempt that was answered "held"
 
@@ -69,15 +70,21 @@ class LeaseTable:
         """How many leases are held."""
         return len(self._held)
 
-    def hold(self, request_id: str, nonce: bytes, now: float, duration: float) -> None:
-        """Begin a lease of `duration` seconds; `request_id` must not be held already."""
+    def hold(self, request_id: str, nonce: bytes, now: float, duration: float, tables: tuple[Table, ...] = ()) -> None:
+        """Begin a lease of `duration` seconds; `request_id` must not be held already. `tables` are its blocks."""
         assert request_id not in self._held, f"request {request_id} is already under a lease"
-        self._held[request_id] = _Lease(nonce, duration, now + duration)
+        self._held[request_id] = _Lease(nonce, duration, now + duration, tables)
         if len(self._timers) > 2 * len(self._held) + 64:
             self._timers = [(lease.deadline, key, lease.nonce) for key, lease in self._held.items()]
             heapq.heapify(self._timers)
         else:
             heapq.heappush(self._timers, (now + duration, request_id, nonce))
+
+    def tables_of(self, ref: LeaseRef, now: float) -> tuple[Table, ...] | None:
+        """The blocks of a held lease, None if it is not held."""
+        self.tick(now)
+        lease = self._find(ref)
+        return lease.tables if lease is not None else None
 
     def renew(self, leases: Iterable[LeaseRef], now: float) -> list[str]:
         """Extend each lease to `now` plus its duration; returns the request ids of those that are not held."""

@@ -35,6 +35,8 @@ MAX_TEXT: Final = 4096
 NONCE_BYTES: Final = 16
 MAX_TABLE_BYTES: Final = 512 * 1024
 MAX_GROUPS: Final = 256
+MAX_PIECE_BYTES: Final = 16 * 1024
+MAX_PIECES_BYTES: Final = 40 * 1024  # of all pieces of one Sums, with names well below a request frame
 
 _HEADER: Final = struct.Struct("!4sHQ")
 _ADVICE: Final = "run releases of vllm_pd_connector on both sides that share a protocol version"
@@ -207,6 +209,43 @@ class Status(Message, frozen=True, tag="status"):
     """Ask how many leases are held: an instance's own worker does, before it unmaps the memory at the end."""
 
 
+class SumPiece(Message, frozen=True):
+    """Sums (`geometry.sums`) of one layer and role for the indices from `first_index` on: little-endian uint64."""
+
+    layer: Annotated[str, Meta(max_length=512)]
+    role: Annotated[str, Meta(max_length=64)]
+    first_index: Annotated[int, Meta(ge=0, lt=2**31)]
+    values: Annotated[bytes, Meta(max_length=MAX_PIECE_BYTES)]
+
+
+Starts = Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...], Meta(max_length=256)]
+Worker = Annotated[int, Meta(ge=0, lt=MAX_READERS)]
+
+
+class Verify(Message, frozen=True, tag="verify"):
+    """Ask for the sums over a lease's blocks: tokens [starts[group], stop) of each group. Answered when all workers
+    have made theirs."""
+
+    lease: LeaseRef
+    starts: Starts
+    stop: Tokens
+
+
+class NextJob(Message, frozen=True, tag="next_job"):
+    """Worker `worker` of this instance is ready to make sums. Answered when there is something to do."""
+
+    worker: Worker
+
+
+class Sums(Message, frozen=True, tag="sums"):
+    """What worker `worker` found for a job, in one or several messages; `last` ends them."""
+
+    job: Annotated[int, Meta(ge=0, lt=2**53)]
+    worker: Worker
+    pieces: Annotated[tuple[SumPiece, ...], Meta(max_length=4096)]
+    last: bool
+
+
 class Manifests(Message, frozen=True, tag="manifests"):
     """One encoded `geometry.manifest.Manifest` per worker, of one incarnation of the engine."""
 
@@ -294,6 +333,25 @@ class Noted(Message, frozen=True, tag="noted"):
     """The message was taken in."""
 
 
+class Job(Message, frozen=True, tag="job"):
+    """Sums to be made, see `Verify`."""
+
+    job: Annotated[int, Meta(ge=0, lt=2**53)]
+    tables: Tables
+    starts: Starts
+    stop: Tokens
+
+
+class Accepted(Message, frozen=True, tag="accepted"):
+    """Sums were taken, or nobody waits for them any more."""
+
+
+class Verified(Message, frozen=True, tag="verified"):
+    """The sums of all workers."""
+
+    pieces: Annotated[tuple[SumPiece, ...], Meta(max_length=1 << 20)]
+
+
 class FailureCode(StrEnum):
     """What a client can do about a failure differs by code."""
 
@@ -303,6 +361,7 @@ class FailureCode(StrEnum):
     NOT_READY = "not_ready"
     BUSY = "busy"
     LEAVING = "leaving"
+    NOT_OFFERED = "not_offered"
     INTERNAL = "internal"
 
 
@@ -328,8 +387,24 @@ Request = (
     | AwaitOrders
     | PushEnded
     | Status
+    | Verify
+    | NextJob
+    | Sums
 )
-Reply = Manifests | Renewed | ReadVerdict | Released | Standing | Pushed | Orders | Noted | Failure
+Reply = (
+    Manifests
+    | Renewed
+    | ReadVerdict
+    | Released
+    | Standing
+    | Pushed
+    | Orders
+    | Noted
+    | Verified
+    | Job
+    | Accepted
+    | Failure
+)
 
 REPLY_OF: Final[dict[type[Message], type[Message]]] = {
     GetManifests: Manifests,
@@ -343,6 +418,9 @@ REPLY_OF: Final[dict[type[Message], type[Message]]] = {
     DeclinePush: Noted,
     AwaitOrders: Orders,
     PushEnded: Noted,
+    Verify: Verified,
+    NextJob: Job,
+    Sums: Accepted,
 }
 
 T = TypeVar("T")

@@ -16,6 +16,8 @@ byte. No transfer can be cancelled, so a failure is reported at once but with `q
 while transfers may still write into the blocks; `Drained` follows when the last of them is terminal. For a push only
 the prefill side can say so: it is asked until it does, or is known dead.
 
+With verification VERIFYING comes between READING and CONFIRMING, while the blocks are still held.
+
 Source: architecture.md, "Nothing can be cancelled"; vllm-0.32-connectors.md §1.3.
 """
 
@@ -29,6 +31,7 @@ class State(Enum):
     WAITING = "waiting for the peer"
     READING = "reading"
     PUSHING = "waiting for the prefill side to write"
+    VERIFYING = "comparing what was read"
     CONFIRMING = "confirming the read"
     DONE = "done"
     DRAINING = "failed, transfers may still write"
@@ -82,6 +85,13 @@ class TransferFailed:
     index: int
     reason: str
     terminal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Answers `Verify`: what differs between the two sides, empty if nothing does."""
+
+    problem: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +152,7 @@ Event = (
     | PeerFailed
     | TransferDone
     | TransferFailed
+    | Verified
     | Verdict
     | VerdictTimeout
     | PushReady
@@ -159,6 +170,11 @@ Event = (
 @dataclass(frozen=True, slots=True)
 class StartReads:
     """Start the transfers; one that cannot be started is a `TransferFailed(terminal=True)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Compare what was read with what the prefill side holds, while it still holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +206,18 @@ class Drained:
     """Nothing writes any more; the quarantine is over."""
 
 
-Action = StartReads | Confirm | AskPush | Withdraw | Report | Drained
+Action = StartReads | Verify | Confirm | AskPush | Withdraw | Report | Drained
 
 
 class Receive:
-    """The machine of one receive. Events after the end are late messages and have no effect."""
+    """The machine of one receive. Events after the end are late messages and have no effect.
 
-    def __init__(self, limits: Limits, now: float) -> None:
+    With `verify`, what was read is compared before it is confirmed; the limit is that of reading.
+    """
+
+    def __init__(self, limits: Limits, now: float, verify: bool = False) -> None:
         self._limits = limits
+        self._verify = verify
         self._state = State.WAITING
         self._deadline: float | None = now + limits.wait_s
         self._writing: set[int] = set()
@@ -233,6 +253,8 @@ class Receive:
                 return self._fail("aborted")
             case Tick():
                 return self._tick(now)
+            case Verified(problem):
+                return self._compared(problem, now)
             case Verdict(held, reason):
                 return self._judge(held, reason)
             case VerdictTimeout():
@@ -252,7 +274,7 @@ class Receive:
         if self._state is not State.WAITING:
             return []
         if transfers == 0:
-            return self._confirm(now)
+            return self._confirm(now)  # nothing was read
         self._enter(State.READING, now + self._limits.read_s)
         self._writing = set(range(transfers))
         self._staged = staged
@@ -271,7 +293,15 @@ class Receive:
         if self._state is State.DRAINING:
             self._enter(State.FAILED)
             return [Drained()]
+        if self._verify:
+            self._enter(State.VERIFYING, now + self._limits.read_s)
+            return [Verify()]
         return self._confirm(now)
+
+    def _compared(self, problem: str, now: float) -> list[Action]:
+        if self._state is not State.VERIFYING:
+            return []
+        return self._fail(f"verification: {problem}") if problem else self._confirm(now)
 
     def _transfer_failed(self, index: int, reason: str, terminal: bool) -> list[Action]:
         if index not in self._writing:
@@ -335,12 +365,13 @@ class Receive:
             State.WAITING: self._limits.wait_s,
             State.READING: self._limits.read_s,
             State.PUSHING: self._limits.silent_s if self._written_by is None else self._limits.read_s,
+            State.VERIFYING: self._limits.read_s,
             State.CONFIRMING: self._limits.confirm_s,
         }[self._state]
         return self._fail(f"deadline: {self._state.value} took longer than {limit:g} s")
 
     def _fail(self, reason: str) -> list[Action]:
-        if self._state not in (State.WAITING, State.READING, State.PUSHING, State.CONFIRMING):
+        if self._state not in (State.WAITING, State.READING, State.PUSHING, State.VERIFYING, State.CONFIRMING):
             return []
         self._writing -= self._staged
         quarantined = bool(self._writing)

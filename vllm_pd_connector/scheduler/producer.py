@@ -90,7 +90,14 @@ class Producer:
         """
         if not self._serves:
             return
-        self._server = SideChannelServer(self._host, self._port, self._engine_id, self._incarnation, keys=self._keys)
+        self._server = SideChannelServer(
+            self._host,
+            self._port,
+            self._engine_id,
+            self._incarnation,
+            keys=self._keys,
+            verifies=self._config.verify != "off",
+        )
         self._server.set_manifests(manifests)
         if self._keeps and self._config.pushes:
             self._server.enable_pushes(tokens, self._config.kv_lease_duration)
@@ -160,7 +167,12 @@ class Producer:
         self._leased.add(request.request_id)
         self._blocks.hold(request.request_id, (block for table in tables for block in table.ids))
         lease = parse_remote_prefill(params).lease
-        self._server.hold(lease.request_id, lease.nonce, self._config.kv_lease_duration)
+        self._server.hold(
+            lease.request_id,
+            lease.nonce,
+            self._config.kv_lease_duration,
+            encode_tables(tables),
+        )
         self._steps.discard(request.request_id)
         if not self._server.push_finished(request.request_id, lease.nonce, encode_tables(tables), self._steps.number):
             self._server.drop(request.request_id)

@@ -35,6 +35,7 @@ from vllm_pd_connector.protocol.messages import (
     FailureCode,
     GetManifests,
     Manifests,
+    NextJob,
     Noted,
     Pushed,
     PushEnded,
@@ -49,6 +50,9 @@ from vllm_pd_connector.protocol.messages import (
     Request,
     Standing,
     Status,
+    Sums,
+    Table,
+    Verify,
     VersionMismatch,
     WithdrawPush,
     decode_request,
@@ -56,6 +60,7 @@ from vllm_pd_connector.protocol.messages import (
     sequence_of,
 )
 from vllm_pd_connector.protocol.push import ANSWER_S, PushTable, Tables, Ticket
+from vllm_pd_connector.protocol.verification import Verification
 from vllm_pd_connector.sidechannel.keys import ZAP_DOMAIN, Keys
 from vllm_pd_connector.sidechannel.sockets import bound_router
 
@@ -83,6 +88,7 @@ class SideChannelServer:
         host, port: where to listen (IPv4, IPv6 or a name); port 0 takes a free one, see `port`.
         engine_id, incarnation: of the engine that it serves.
         clock: seconds, monotonic.
+        verifies: this instance's workers make sums of their caches for readers that ask.
         keys: talk only to clients with a key in their directory, and encrypt; None: to everybody.
 
     Raises:
@@ -97,6 +103,7 @@ class SideChannelServer:
         incarnation: str,
         clock: Callable[[], float] = time.monotonic,
         keys: Keys | None = None,
+        verifies: bool = False,
     ) -> None:
         self._engine_id = engine_id
         self._incarnation = incarnation
@@ -108,6 +115,8 @@ class SideChannelServer:
         self._freed: list[Freed] = []
         self._ended: dict[str, End] = {}  # leases whose blocks are still being written from
         self._manifests: Manifests | None = None
+        self._verifies = verifies
+        self._verification: Verification[Ticket] = Verification(0)
         self._counts: Counter[str] = Counter()
         self._unsent: list[_Unsent] = []
         self._log_at = -math.inf
@@ -142,11 +151,15 @@ class SideChannelServer:
         encode(0, message)
         with self._lock:
             self._manifests = message
+            self._verification.workers = len(manifests)
 
-    def hold(self, request_id: str, nonce: bytes, duration: float) -> None:
-        """Keep a finished request's blocks for `duration` seconds, and again from each renewal."""
+    def hold(self, request_id: str, nonce: bytes, duration: float, tables: Sequence[Table] = ()) -> None:
+        """Keep a finished request's blocks for `duration` seconds, and again from each renewal.
+
+        `tables` are needed where sums are made of them.
+        """
         with self._lock:
-            self._leases.hold(request_id, nonce, self._clock(), duration)
+            self._leases.hold(request_id, nonce, self._clock(), duration, tuple(tables))
         self._wake()
 
     def drop(self, request_id: str) -> None:
@@ -323,6 +336,27 @@ class SideChannelServer:
             logger.exception("side channel: a request failed")
             return self._failure(FailureCode.INTERNAL, f"{type(error).__name__}: {error}")
 
+    def _verify(self, request: Verify | NextJob | Sums, ticket: Ticket) -> Reply | None:
+        """The reply to this request, if it is due; those to others that become due are sent."""
+        answers: list[tuple[Ticket, Reply]] = []
+        match request:
+            case NextJob(worker):
+                answers = self._verification.next_job(ticket, worker)
+            case Sums():
+                answers = self._verification.add(ticket, request)
+            case Verify():
+                tables = self._leases.tables_of(request.lease, self._clock())
+                if not self._verifies:
+                    text = "verify is off on the prefill instance: set it there too, or switch it off here"
+                    return Failure(FailureCode.NOT_OFFERED, text)
+                if tables is None:
+                    return Failure(FailureCode.NOT_OFFERED, "the lease is not held any more")
+                answers = self._verification.ask(ticket, request, tables)
+        for (client, seq), reply in answers:
+            if (client, seq) != ticket:
+                self._send(client, seq, reply)
+        return dict(answers).get(ticket)
+
     def _serve(self, request: Request, ticket: Ticket) -> Reply | None:
         now = self._clock()
         match request:
@@ -337,6 +371,8 @@ class SideChannelServer:
             case Release(leases):
                 self._leases.release(leases, now)
                 return Released()
+            case Verify() | NextJob() | Sums():
+                return self._verify(request, ticket)
             case Status():
                 self._leases.tick(now)
                 return Standing(len(self._leases))

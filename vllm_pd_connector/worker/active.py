@@ -40,6 +40,7 @@ class Active:
     moved: Moved = Moved()
     kind: FailureKind = FailureKind.INTERNAL
     reported: bool = False
+    verified: bool = False
     question: int = 0
     retry_at: float | None = None
 

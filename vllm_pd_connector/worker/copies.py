@@ -150,3 +150,15 @@ def element_arrays(base: int, copy: Copy) -> tuple[_Array, _Array]:
         _Array(address, kind, shape, tuple(axis[1] for axis in axes)),
         _Array(copy.destination, kind, shape, tuple(axis[2] for axis in axes)),
     )
+
+
+def device_rows(address: int, stride: int, length: int, rows: NDArray[np.int64], device_id: int) -> NDArray[np.uint8]:
+    """Bytes of a GPU's memory on the host, shape (len(rows), length): row i begins at `address + rows[i] * stride`."""
+    import torch
+
+    count = int(rows.max()) + 1 if len(rows) else 0
+    array = _Array(address, "|u1", (count, length), (stride, 1))
+    device = torch.device("cuda", device_id)
+    picked = torch.as_tensor(array, device=device)[torch.as_tensor(rows, device=device)]
+    found: NDArray[np.uint8] = picked.cpu().numpy()
+    return found

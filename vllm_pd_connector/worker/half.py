@@ -18,11 +18,12 @@ from vllm_pd_connector.compat import facts
 from vllm_pd_connector.compat.base import KVConnectorTransferResults, init_logger
 from vllm_pd_connector.compat.memory import forward_marker, make_device_current
 from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.geometry.check import validate
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.observability.digest_trace import DigestTrace
 from vllm_pd_connector.observability.stats import PDStats
-from vllm_pd_connector.sidechannel.keys import keys_of
+from vllm_pd_connector.sidechannel.keys import Keys, keys_of
 from vllm_pd_connector.sidechannel.sockets import endpoint
 from vllm_pd_connector.steps import StepMetadata, WorkerReport
 from vllm_pd_connector.transport import hugepages, registry
@@ -32,6 +33,7 @@ from vllm_pd_connector.worker.leave import wait_for_readers
 from vllm_pd_connector.worker.loop import TransferLoop
 from vllm_pd_connector.worker.outbox import Outbox
 from vllm_pd_connector.worker.pushing import PushSetup, StepClock
+from vllm_pd_connector.worker.verify import SumMaker
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +56,7 @@ class WorkerHalf:
         self._manifest: Manifest | None = None
         self._loop: TransferLoop | None = None
         self._trace: DigestTrace | None = None
+        self._sums: SumMaker | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe the caches, start the transfer thread, register the memory with the transport.
@@ -72,10 +75,15 @@ class WorkerHalf:
             transport=self._config.transport,
         )
         validate(manifest)
+        consumes = self._vllm_config.kv_transfer_config.is_kv_consumer
+        if self._config.verify != "off" and self._config.mode != "pull" and consumes:
+            raise InvalidConfig(
+                f"verify: {self._config.verify!r} with mode {self._config.mode!r}: only what is read is compared with "
+                "the prefill side; set mode to pull, or verify to off"
+            )
         if self._config.digest_dir is not None:
             self._trace = DigestTrace(Path(self._config.digest_dir), manifest)
         place = manifest.parallel
-        consumes = self._vllm_config.kv_transfer_config.is_kv_consumer
         config = self._config if consumes else msgspec.structs.replace(self._config, staging_bytes=0)
         push = None
         if self._config.pushes and self._vllm_config.kv_transfer_config.is_kv_producer:
@@ -96,6 +104,7 @@ class WorkerHalf:
         )
         transport_endpoint = self._loop.start()
         scratch = self._loop.scratch if push is not None else None
+        self._offer_sums(manifest)
         self._manifest = msgspec.structs.replace(manifest, endpoint=transport_endpoint, scratch=scratch)
         if self._config.huge_pages:
             hugepages.collapse_in_background(manifest.segments)
@@ -106,6 +115,19 @@ class WorkerHalf:
             len(manifest.segments),
             self._config.transport,
         )
+
+    def _own_side_channel(self) -> tuple[str, Keys | None]:
+        """The address of this instance's side channel, and the keys to speak to it with."""
+        keys = keys_of(self._config)
+        host, port = self._config.side_channel(self._vllm_config.parallel_config.data_parallel_index)
+        return endpoint(host, port, keys.public if keys is not None else None), keys
+
+    def _offer_sums(self, manifest: Manifest) -> None:
+        """Make sums for decode instances that ask."""
+        if self._config.verify != "off" and self._vllm_config.kv_transfer_config.is_kv_producer:
+            address, keys = self._own_side_channel()
+            place = manifest.parallel
+            self._sums = SumMaker(address, keys, manifest, place.pp_rank * place.tp_size + place.tp_rank)
 
     def _make_transport(self, manifest: Manifest) -> Transport:
         """Called in the transfer thread."""
@@ -142,9 +164,9 @@ class WorkerHalf:
         """End: after the readers of this worker's memory, if it is a prefill worker, within `shutdown_timeout`."""
         if self._loop is not None:
             if self._vllm_config.kv_transfer_config.is_kv_producer and self._config.shutdown_timeout > 0:
-                keys = keys_of(self._config)
-                host, port = self._config.side_channel(self._vllm_config.parallel_config.data_parallel_index)
-                address = endpoint(host, port, keys.public if keys is not None else None)
+                address, keys = self._own_side_channel()
                 wait_for_readers(address, keys, self._config.shutdown_timeout)
+            if self._sums is not None:
+                self._sums.close()
             self._loop.close()
             self._loop = None

@@ -17,13 +17,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import BindError, PeerLost, ProtocolError, TransferError
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
 from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.sums import difference
 from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
@@ -35,6 +36,8 @@ from vllm_pd_connector.protocol.messages import (
     ReadDone,
     ReadVerdict,
     Release,
+    Verified,
+    Verify,
 )
 from vllm_pd_connector.protocol.push import ANSWER_S
 from vllm_pd_connector.protocol.receive import Receive
@@ -56,6 +59,7 @@ from vllm_pd_connector.worker.pace import pause
 from vllm_pd_connector.worker.push_link import AskLink
 from vllm_pd_connector.worker.pushing import Pushes, PushSetup
 from vllm_pd_connector.worker.selftest import SCRATCH_BYTES, self_test
+from vllm_pd_connector.worker.verify import is_chosen, memory_of, of_pieces, received_sums, starts_of
 
 logger = init_logger(__name__)
 
@@ -104,6 +108,9 @@ class TransferLoop:
             config.handshake_timeout, config.transfer_timeout, config.confirm_timeout, silent
         )
         self._inbox: deque[tuple[Sequence[ReceiveOrder], Sequence[str]]] = deque()
+        self._results: deque[Callable[[float], None]] = deque()
+        self._memory = memory_of(manifest.segments) if config.verify != "off" else []
+        self._summing = ThreadPoolExecutor(1, "pd-sums")
         self._wake = Wake()
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="pd-transfer", daemon=True)
@@ -143,6 +150,7 @@ class TransferLoop:
         self._stop = True
         self._wake.set()
         self._thread.join(timeout=SHUTDOWN_S)
+        self._summing.shutdown(cancel_futures=True)
 
     # Everything below runs in the thread.
 
@@ -187,6 +195,8 @@ class TransferLoop:
                     self._begin(order, now)
                 for request_id in aborts:
                     self._abort(request_id, now)
+            while self._results:
+                self._results.popleft()(now)
             for endpoint in self._calls.deliver(now):
                 self._links.departed(endpoint, now)
                 self._asked.departed(endpoint, now)
@@ -234,7 +244,8 @@ class TransferLoop:
             assert remote is not None
             links, key, engine_id, prefill = self._links, remote.peer, remote.remote_engine_id, remote.remote_request_id
         link = links.get(key, engine_id, now)
-        machine, attempt = Receive(self._limits, now), secrets.token_bytes(16)
+        verify = remote is not None and is_chosen(remote.lease, self._config.verify)
+        machine, attempt = Receive(self._limits, now, verify), secrets.token_bytes(16)
         self._active[order.request_id] = Active(order, links, link, machine, attempt, prefill, now, now)
         links.drive(link, peers.Wanted(order.request_id), now)
 
@@ -297,6 +308,8 @@ class TransferLoop:
             match action:
                 case receives.StartReads():
                     self._read(active, now)
+                case receives.Verify():
+                    self._verify(active, now)
                 case receives.Confirm():
                     self._confirm(active, now)
                 case receives.AskPush():
@@ -389,6 +402,40 @@ class TransferLoop:
                 active.links.drive(active.link, peers.Suspected(str(outcome)), now)
                 self._drive(active, receives.VerdictTimeout(), now)
 
+    def _verify(self, active: Active, now: float) -> None:
+        """Ask for the prefill side's sums and make ours; what they say comes back to this thread."""
+        order = active.order
+        assert order.remote is not None
+        active.verified = True
+        starts = starts_of(order, self._manifest, active.late_starts)
+        mine = self._summing.submit(received_sums, self._manifest, self._memory, order, starts)
+
+        def compare(outcome: Outcome) -> str:
+            match outcome:
+                case Verified(pieces):
+                    return difference(mine.result(), of_pieces(pieces))
+                case Failure(message=reason):
+                    return reason
+                case _:
+                    return str(outcome)
+
+        def compared(problem: Future[str]) -> None:
+            if problem.cancelled():  # this instance ends
+                return
+            error = problem.exception()
+            text = problem.result() if error is None else f"{type(error).__name__}: {error}"
+            self._results.append(lambda at: self._drive(active, receives.Verified(text), at, FailureKind.VERIFICATION))
+            self._wake.set()
+
+        def answered(outcome: Outcome, _: float) -> None:
+            self._summing.submit(compare, outcome).add_done_callback(compared)
+
+        try:
+            message = Verify(order.remote.lease, starts, order.stop)
+            self._calls.ask(active.link.endpoint, message, self._config.transfer_timeout, answered)
+        except ProtocolError as error:
+            self._drive(active, receives.Verified(str(error)), now, FailureKind.VERIFICATION)
+
     def _report(self, active: Active, ok: bool, reason: str, quarantined: bool, now: float) -> None:
         order = active.order
         active.reported = True
@@ -402,6 +449,7 @@ class TransferLoop:
             self._stats.count("bytes", active.moved.bytes)
             self._stats.count("runs", active.moved.runs)
             self._stats.count("descriptors", active.moved.descriptors)
+            self._stats.count("verified", int(active.verified))
             if self._received is not None:
                 self._received(order, active.prefill, active.late_starts)
         else:

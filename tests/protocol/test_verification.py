@@ -1,0 +1,104 @@
+"""Every reader gets the sums of all workers, whatever the order in which they come."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_pd_connector.protocol import messages as m
+from vllm_pd_connector.protocol.verification import MAX_JOBS, Verification
+
+LEASES = [m.LeaseRef(f"r{i}", bytes(16)) for i in range(MAX_JOBS + 1)]
+TABLES = (m.Table(0, bytes(8)),)
+
+
+def verify(lease: int = 0, start: int = 0) -> m.Verify:
+    return m.Verify(LEASES[lease], (start,), 10)
+
+
+def piece(worker: int) -> m.SumPiece:
+    return m.SumPiece("l", "key", worker, bytes(8))
+
+
+def test_a_waiting_worker_gets_the_job_and_the_reader_the_sums() -> None:
+    machine: Verification[str] = Verification(1)
+    assert machine.next_job("w", 0) == []
+    [(to, job)] = machine.ask("r", verify(), TABLES)
+    assert to == "w" and job == m.Job(1, TABLES, (0,), 10)
+    assert machine.add("w2", m.Sums(1, 0, (piece(0),), True)) == [
+        ("w2", m.Accepted()),
+        ("r", m.Verified((piece(0),))),
+    ]
+    assert machine.ask("again", verify(), TABLES) == [("again", m.Verified((piece(0),)))]
+
+
+def test_a_worker_that_asks_again_gets_the_same_job_and_its_first_sums_are_forgotten() -> None:
+    machine: Verification[str] = Verification(1)
+    machine.ask("r", verify(), TABLES)
+    [(_, first)] = machine.next_job("w", 0)
+    machine.add("w", m.Sums(1, 0, (piece(0),), False))
+    assert machine.next_job("w", 0) == [("w", first)]
+    assert ("r", m.Verified((piece(0),))) in machine.add("w", m.Sums(1, 0, (piece(0),), True))
+
+
+def test_sums_that_nobody_waits_for_are_taken_and_change_nothing() -> None:
+    machine: Verification[str] = Verification(1)
+    machine.ask("r", verify(), TABLES)
+    for found in (m.Sums(9, 0, (), True), m.Sums(1, 5, (), True)):
+        assert machine.add("w", found) == [("w", m.Accepted())]
+    assert machine.next_job("w", 7) != []  # a stranger may ask, and changes nothing
+    assert ("r", m.Verified(())) in machine.add("w", m.Sums(1, 0, (), True))
+
+
+def test_a_worker_may_ask_before_the_instance_is_complete() -> None:
+    machine: Verification[str] = Verification(0)
+    assert machine.next_job("w", 0) == []
+    machine.workers = 1
+    assert [to for to, _ in machine.ask("r", verify(), TABLES)] == ["w"]
+
+
+def test_jobs_are_bounded() -> None:
+    machine: Verification[str] = Verification(1)
+    for lease in range(MAX_JOBS + 1):
+        machine.ask("r", verify(lease), TABLES)
+    [(_, oldest)] = machine.next_job("w", 0)
+    assert isinstance(oldest, m.Job) and oldest.job == 2
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_in_any_order_of_events_every_reader_is_answered_once_with_everything(data: st.DataObject) -> None:
+    workers = data.draw(st.integers(1, 3))
+    machine: Verification[str] = Verification(workers)
+    asked: dict[str, m.Verify] = {}
+    answered: dict[str, m.Verified] = {}
+    at_work: dict[int, list[m.Job]] = {worker: [] for worker in range(workers)}
+
+    def deliver(answers: list[tuple[str, m.Reply]]) -> None:
+        for to, reply in answers:
+            if isinstance(reply, m.Job):
+                at_work[int(to)].append(reply)
+            elif isinstance(reply, m.Verified):
+                assert to not in answered
+                answered[to] = reply
+
+    def work(worker: int) -> None:
+        if not at_work[worker]:
+            deliver(machine.next_job(str(worker), worker))
+        if at_work[worker]:
+            job = at_work[worker].pop()
+            deliver(machine.add(f"{worker}", m.Sums(job.job, worker, (piece(worker),), True)))
+
+    for number in range(data.draw(st.integers(1, 8))):
+        if data.draw(st.booleans()):
+            reader = f"reader {number}"
+            asked[reader] = verify(start=data.draw(st.integers(0, 1)))
+            deliver(machine.ask(reader, asked[reader], TABLES))
+        else:
+            work(data.draw(st.integers(0, workers - 1)))
+    for _ in range(10):
+        for worker in range(workers):
+            work(worker)
+    assert answered.keys() == asked.keys()
+    for reply in answered.values():
+        assert sorted(found.first_index for found in reply.pieces) == list(range(workers))

@@ -1,0 +1,132 @@
+"""Verification between a decode worker and the workers of a prefill instance, over a real side channel."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from test_loop import P_BLOCKS, Decode, Prefill, real
+
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.geometry.sums import Sum, difference
+from vllm_pd_connector.protocol import messages as m
+from vllm_pd_connector.sidechannel.server import SideChannelServer
+from vllm_pd_connector.sidechannel.sockets import endpoint
+from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder, encode_tables
+from vllm_pd_connector.worker.verify import SumMaker, is_chosen, of_pieces, to_messages
+
+NONCE = bytes(16)
+
+
+class Verifying(Prefill):
+    """A prefill instance whose workers make sums; `corrupt` makes the second one see another byte."""
+
+    def __init__(self, offers: bool = True, corrupt: bool = False):
+        super().__init__()
+        self.server.close()
+        self.server = SideChannelServer("127.0.0.1", 0, self.engine_id, self.incarnation, verifies=offers)
+        self.server.set_manifests(self.manifests)
+        address = endpoint("127.0.0.1", self.server.port)
+        self.copies = [worker.memory.copy() for worker in self.workers]
+        if corrupt:
+            for index in self.workers[1].where.values():
+                self.copies[1][index[P_BLOCKS[1], 1, 0, 0, 0]] ^= 1
+        self.makers = []
+        for number, (worker, copy) in enumerate(zip(self.workers, self.copies, strict=True)):
+            worker.memory, original = copy, worker.memory
+            self.makers.append(SumMaker(address, None, real(worker), number))
+            worker.memory = original
+
+    def held(self, request_id: str) -> ReceiveOrder:
+        order = self.order(request_id, hold=False)
+        lease = order.remote.lease
+        self.server.hold(lease.request_id, lease.nonce, 60.0, encode_tables([GroupBlocks(0, P_BLOCKS)]))
+        return order
+
+    def close(self) -> None:
+        for maker in self.makers:
+            maker.close()
+        super().close()
+
+
+@pytest.fixture
+def decode() -> Iterator[Decode]:
+    made = Decode(Config(transport="loopback", staging_bytes=0, verify="all", transfer_timeout=20.0))
+    yield made
+    made.loop.close()
+
+
+def test_equal_contents_are_verified_and_counted(decode):
+    with contextlib.closing(Verifying()) as prefill:
+        names = [f"r{i}" for i in range(5)]
+        decode.loop.submit([prefill.held(name) for name in names], [])
+        assert all(decode.wait_for(*names))
+        decode.until(lambda: decode.verified == 5, "the count")
+        assert (decode.worker.memory == decode.expected()).all()
+
+
+def test_a_difference_fails_the_receive_and_gives_the_lease_back(decode):
+    with contextlib.closing(Verifying(corrupt=True)) as prefill:
+        decode.loop.submit([prefill.held("a")], [])
+        assert decode.wait_for("a") == [False]
+        assert decode.failures == {"verification": 1} and not decode.quarantined
+        decode.until(lambda: len(prefill.server.take_freed()) == 1, "the lease to come back")
+
+
+def test_a_prefill_instance_that_offers_no_sums_fails_the_receive(decode):
+    with contextlib.closing(Verifying(offers=False)) as prefill:
+        decode.loop.submit([prefill.held("a")], [])
+        assert decode.wait_for("a") == [False]
+        assert decode.failures == {"verification": 1}
+
+
+def test_without_verification_nothing_is_asked():
+    made = Decode(Config(transport="loopback", staging_bytes=0))
+    with contextlib.closing(Verifying(corrupt=True)) as prefill, contextlib.closing(made.loop):
+        made.loop.submit([prefill.held("a")], [])
+        assert made.wait_for("a") == [True]
+        assert "Verify" not in prefill.server.counts()
+
+
+def test_workers_that_ask_before_their_instance_is_complete_are_not_forgotten(decode):
+    with contextlib.closing(Verifying()) as prefill:
+        for maker in prefill.makers:
+            maker.close()
+        prefill.server.close()
+        prefill.server = SideChannelServer("127.0.0.1", 0, prefill.engine_id, prefill.incarnation, verifies=True)
+        address = endpoint("127.0.0.1", prefill.server.port)
+        prefill.makers = [SumMaker(address, None, real(worker), i) for i, worker in enumerate(prefill.workers)]
+        decode.until(lambda: prefill.server.counts().get("NextJob") == 2, "both workers to ask")
+        prefill.server.set_manifests(prefill.manifests)
+        decode.loop.submit([prefill.held("a")], [])
+        assert decode.wait_for("a") == [True]
+
+
+def test_a_maker_without_a_side_channel_ends_when_it_is_told(decode):
+    prefill = Prefill()
+    prefill.server.close()
+    maker = SumMaker(endpoint("127.0.0.1", prefill.server.port), None, real(prefill.workers[0]), 0)
+    began = time.monotonic()
+    maker.close()
+    assert time.monotonic() - began < 5.0 and not maker._thread.is_alive()
+    prefill.close()
+
+
+def test_sums_of_any_size_fit_their_messages():
+    found = [Sum(f"layer {i}", "key", 3, np.arange(9000, dtype=np.uint64)) for i in range(3)]
+    messages = list(to_messages(7, 1, found))
+    assert [message.last for message in messages] == [False] * (len(messages) - 1) + [True]
+    for message in messages:
+        assert m.decode_request(m.encode(1, message))[1] == message
+    pieces = [piece for message in messages for piece in message.pieces]
+    assert difference(found, of_pieces(pieces)) == "" == difference(of_pieces(pieces), found)
+
+
+def test_a_sample_is_about_one_in_sixteen_and_the_same_for_all():
+    chosen = [is_chosen(m.LeaseRef("r", bytes([i]) + NONCE[1:]), "sample") for i in range(256)]
+    assert sum(chosen) == 16
+    assert all(is_chosen(m.LeaseRef("r", bytes([i]) + NONCE[1:]), "all") for i in range(256))
+    assert not any(is_chosen(m.LeaseRef("r", bytes([i]) + NONCE[1:]), "off") for i in range(256))

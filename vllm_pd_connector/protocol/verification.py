@@ -1,0 +1,79 @@
+"""Who waits for which sums on the prefill side: decode workers ask, this instance's workers make them.
+
+A decode worker's `Verify` and a prefill worker's `NextJob` are answered later than they come, so this machine keeps
+where each answer goes (`B`, opaque) and returns the answers that an event makes due. A job is given to a worker again
+and again until its sums have come, so a lost answer only costs time. No clock, no socket.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from vllm_pd_connector.protocol.messages import Accepted, Job, LeaseRef, Reply, SumPiece, Sums, Table, Verified, Verify
+
+B = TypeVar("B")
+
+MAX_JOBS = 64
+MAX_WAITING = 256
+
+
+@dataclass(slots=True)
+class _Work(Generic[B]):
+    job: Job
+    waiting: list[B] = field(default_factory=list)
+    pieces: dict[int, list[SumPiece]] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+
+
+class Verification(Generic[B]):
+    """The jobs of one instance with `workers` workers, of which some may ask for work before it is known how many."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self._work: OrderedDict[tuple[LeaseRef, tuple[int, ...], int], _Work[B]] = OrderedDict()
+        self._idle: dict[int, B] = {}
+        self._number = 0
+
+    def ask(self, back: B, request: Verify, tables: Sequence[Table]) -> list[tuple[B, Reply]]:
+        """A reader of a held lease wants its sums. Readers with the same range share a job."""
+        key = (request.lease, request.starts, request.stop)
+        if (work := self._work.get(key)) is None:
+            self._number += 1
+            work = self._work[key] = _Work(Job(self._number, tuple(tables), request.starts, request.stop))
+            while len(self._work) > MAX_JOBS:
+                self._work.popitem(last=False)  # its readers' deadline ends them
+        if len(work.done) == self.workers:
+            return [(back, _verified(work))]
+        work.waiting = [*work.waiting[-MAX_WAITING + 1 :], back]
+        idle = [worker for worker in self._idle if worker not in work.done]
+        return [(self._idle.pop(worker), work.job) for worker in idle]
+
+    def next_job(self, back: B, worker: int) -> list[tuple[B, Reply]]:
+        """A worker has nothing to do."""
+        for work in self._work.values():
+            if worker not in work.done:
+                work.pieces.pop(worker, None)
+                return [(back, work.job)]
+        self._idle[worker] = back
+        return []
+
+    def add(self, back: B, found: Sums) -> list[tuple[B, Reply]]:
+        """A worker has made sums."""
+        answers: list[tuple[B, Reply]] = [(back, Accepted())]
+        for work in self._work.values():
+            if work.job.job != found.job or found.worker in work.done or found.worker >= self.workers:
+                continue
+            work.pieces.setdefault(found.worker, []).extend(found.pieces)
+            if found.last:
+                work.done.add(found.worker)
+            if len(work.done) == self.workers:
+                answers += [(waiting, _verified(work)) for waiting in work.waiting]
+                work.waiting = []
+        return answers
+
+
+def _verified(work: _Work[B]) -> Verified:
+    return Verified(tuple(piece for pieces in work.pieces.values() for piece in pieces))
