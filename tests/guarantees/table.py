@@ -241,10 +241,5 @@ GUARANTEES = [
         "sidechannel/server.py", "if not known or not hmac.compare_digest(", "if not known and not hmac.compare_digest(",
         "scheduler/test_push_halves.py::test_orders_are_only_for_who_knows_the_workers_secret",
     ),
-    Guarantee(
-        "what a step completes is written after that step",
-        "worker/pushing.py", " is not None and waiting <= step:", " is not None:",
-        "worker/test_pushing.py::test_complete_pages_go_out_while_the_next_step_computes",
-    ),
 ]
 # fmt: on
