@@ -297,10 +297,8 @@ class SideChannelServer:
 
     def _sleep_ms(self) -> int:
         with self._lock:
-            deadline = self._leases.next_deadline()
-            pushes = self._pushes.next_deadline() if self._pushes is not None else None
-        if pushes is not None:
-            deadline = pushes if deadline is None else min(deadline, pushes)
+            moments = [self._leases.next_deadline(), self._pushes.next_deadline() if self._pushes is not None else None]
+        deadline = min((moment for moment in moments if moment is not None), default=None)
         seconds = _LONGEST_SLEEP_S if deadline is None else min(_LONGEST_SLEEP_S, deadline - self._clock())
         return max(0, math.ceil(seconds * 1000))
 
