@@ -6,6 +6,8 @@ that a misspelt key never silently means its default. Times are seconds.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,6 +105,17 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         variable = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
         base = environ.get(variable) if self.bootstrap_port is None else self.bootstrap_port
         return None if base is None else _port("bootstrap_port", variable, base, data_parallel_index)
+
+    def transport_settings(self) -> dict[str, Any]:
+        """`transport_options`, with what other keys decide: Mooncake advertises an address, by default the one on the
+        route to the side channel's, so that a worker is reached like its instance is, or from this host alone."""
+        settings = dict(self.transport_options)
+        if self.transport == "mooncake" and not settings.keys() & {"address", "route_to"}:
+            host, _ = self.side_channel(0)
+            with contextlib.suppress(ValueError):  # a name: the default route decides
+                if not ipaddress.ip_address(host).is_unspecified:
+                    settings["route_to"] = host
+        return settings
 
     def secret(self) -> bytes | None:
         """The content of `params_secret`, None if that is not set.
