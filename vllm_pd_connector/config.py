@@ -6,6 +6,8 @@ that a misspelt key never silently means its default. Times are seconds.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +37,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         side_channel_host: address that the prefill side binds and advertises. None: the environment variable
             VLLM_NIXL_SIDE_CHANNEL_HOST that in-tree launch scripts set, else loopback.
         side_channel_port: base port; the data-parallel index is added. None: VLLM_NIXL_SIDE_CHANNEL_PORT, else 5600.
+        bootstrap_port: where a prefill instance in mode push answers proxies of vLLM's in-tree Mooncake connector, on
+            the side channel's host; the data-parallel index is added. None: VLLM_MOONCAKE_BOOTSTRAP_PORT, else nowhere.
         side_channel_keys: directory of this instance's CURVE key pair and its peers' public keys (`sidechannel.keys`).
         allow_unauthenticated_peers: talk to other hosts without keys.
         params_secret: file of a secret that prefill and decode instances share, to sign `kv_transfer_params`.
@@ -58,6 +62,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     push_when: Literal["steps", "end"] = "steps"
     side_channel_host: str | None = None
     side_channel_port: int | None = None
+    bootstrap_port: int | None = None
     side_channel_keys: str | None = None
     allow_unauthenticated_peers: bool = False
     params_secret: str | None = None
@@ -85,18 +90,32 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             InvalidConfig: the environment's port is not a number, or the port is outside 1..65535.
         """
         host = self.side_channel_host or environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST") or DEFAULT_SIDE_CHANNEL_HOST
+        variable = "VLLM_NIXL_SIDE_CHANNEL_PORT"
         base: int | str | None = self.side_channel_port
         if base is None:
-            base = environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", DEFAULT_SIDE_CHANNEL_PORT)
-        try:
-            port = int(base) + data_parallel_index
-        except ValueError:
-            raise InvalidConfig(f"VLLM_NIXL_SIDE_CHANNEL_PORT is {base!r}: set it to a port number") from None
-        if not 1 <= port <= 65535:
-            raise InvalidConfig(
-                f"side_channel_port {base} + data-parallel index {data_parallel_index} = {port} is outside 1..65535"
-            )
-        return host, port
+            base = environ.get(variable, DEFAULT_SIDE_CHANNEL_PORT)
+        return host, _port("side_channel_port", variable, base, data_parallel_index)
+
+    def bootstrap(self, data_parallel_index: int, environ: Mapping[str, str] = os.environ) -> int | None:
+        """Port at which this instance answers bootstrap questions; None if it does not.
+
+        Raises:
+            InvalidConfig: as `side_channel`.
+        """
+        variable = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
+        base = environ.get(variable) if self.bootstrap_port is None else self.bootstrap_port
+        return None if base is None else _port("bootstrap_port", variable, base, data_parallel_index)
+
+    def transport_settings(self) -> dict[str, Any]:
+        """`transport_options`, with what other keys decide: Mooncake advertises an address, by default the one on the
+        route to the side channel's, so that a worker is reached like its instance is, or from this host alone."""
+        settings = dict(self.transport_options)
+        if self.transport == "mooncake" and not settings.keys() & {"address", "route_to"}:
+            host, _ = self.side_channel(0)
+            with contextlib.suppress(ValueError):  # a name: the default route decides
+                if not ipaddress.ip_address(host).is_unspecified:
+                    settings["route_to"] = host
+        return settings
 
     def secret(self) -> bytes | None:
         """The content of `params_secret`, None if that is not set.
@@ -116,6 +135,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 "needed; make one with `vllm-pd keygen --params-secret FILE`"
             )
         return content
+
+
+def _port(key: str, variable: str, base: int | str, data_parallel_index: int) -> int:
+    try:
+        port = int(base) + data_parallel_index
+    except ValueError:
+        raise InvalidConfig(f"{variable} is {base!r}: set it to a port number") from None
+    if not 1 <= port <= 65535:
+        raise InvalidConfig(f"{key} {base} + data-parallel index {data_parallel_index} = {port} is outside 1..65535")
+    return port
 
 
 def parse_config(extra: Mapping[str, Any]) -> Config:

@@ -21,7 +21,7 @@ from e2e import digests
 from e2e.agreement import disagreement, parting_step, rest_of
 from e2e.matrix import ORDER_ROWS, PLAIN_ROWS, Row
 from e2e.workload import LOGPROBS, OUTPUT_TOKENS, SCENARIOS, Answer, Prompt, ask, ask_many, completion
-from launch import CPU_FLAGS, Server, Servers, router_spec, vllm_spec
+from launch import CPU_FLAGS, Server, Servers, free_port, router_spec, vllm_spec
 from make_models import MODELS, make
 from models.engine import rounds_to_bfloat16
 from vllm_pd_connector.observability.instance import parse
@@ -118,6 +118,8 @@ class Cluster:
             # Up to eight processes share two cores here: none may poll without pause (see vllm-cpu-findings.md).
             environment = {"VLLM_SERVER_DEV_MODE": "1", "PD_TEST_POLITE": "1", **model.environment}
             environment |= row.environment(side)
+            if row.mode == "push" and side == "p":
+                environment["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(free_port())
             return vllm_spec(
                 f"{row.id}-{name}",
                 make(model),

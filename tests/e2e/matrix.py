@@ -180,6 +180,10 @@ MOONCAKE_ROWS: list[Row] = [
     Row("mla", prefix_caching=False, transport="mooncake"),
     Row("kimi", prefix_caching=MODELS["kimi"].prefix_caching, transport="mooncake"),
     replace(_layouts("gqa", 1, 1, ("NHD", 32), ("HND", 64)), transport="mooncake"),
+    *(Row("gqa", *sizes, chunked=True, mode="push", transport="mooncake") for sizes in ((1, 1), (2, 1), (1, 2))),
+    Row("swa", mode="push", transport="mooncake"),
+    Row("mla", prefix_caching=False, mode="push", transport="mooncake"),
+    Row("kimi", prefix_caching=MODELS["kimi"].prefix_caching, mode="push", transport="mooncake"),
 ]
 """Every kind of cache and of plan once: no transport knows what it moves, the conformance suite has the rest."""
 

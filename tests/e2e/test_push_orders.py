@@ -6,9 +6,11 @@ sent by hand, in orders in which no router would send them.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -98,6 +100,25 @@ def test_a_serial_router_gets_the_right_tokens_too(pair: Cluster) -> None:
         params = pair.prefill_only(both.prompt)
         assert params["transfer_mode"] == "push"
         assert pair.decode_with(both.prompt, params).tokens == pair.baselines.tokens(pair.model, both.prompt)
+
+
+@over(ORDER_ROWS)
+def test_a_proxy_of_the_in_tree_mooncake_connector_is_served(pair: Cluster) -> None:
+    """It asks the prefill instance who it is, and sends both legs at once with what it was told and a common name."""
+    address = f"http://127.0.0.1:{pair.prefill.spec.environment['VLLM_MOONCAKE_BOOTSTRAP_PORT']}"
+    with urllib.request.urlopen(f"{address}/query", timeout=10) as response:
+        engines = json.load(response)
+    told = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_bootstrap_addr": address,
+        "remote_engine_id": engines["0"]["engine_id"],
+    }
+    with legs(pair) as both:
+        body = pair.body(both.prompt, kv_transfer_params=told | {"transfer_id": both.name})
+        prefill, decode = both.prefill(), both._pool.submit(ask, pair.decode.url, body)
+        both.right(decode)
+        prefill.result()
 
 
 @over(ORDER_ROWS)

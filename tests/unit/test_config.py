@@ -73,3 +73,21 @@ heavy = {{"vllm", "torch", "nixl", "mooncake", "zmq"}} & {{name.split(".")[0] fo
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ({}, {"route_to": "127.0.0.1"}),
+        ({"side_channel_host": "10.0.0.7"}, {"route_to": "10.0.0.7"}),
+        ({"side_channel_host": "fd00::7"}, {"route_to": "fd00::7"}),
+        ({"side_channel_host": "prefill-0.example"}, {}),
+        ({"side_channel_host": "0.0.0.0"}, {}),
+        ({"transport_options": {"address": "10.0.0.8"}}, {"address": "10.0.0.8"}),
+        ({"transport_options": {"route_to": "10.0.0.9", "in_flight": 8}}, {"route_to": "10.0.0.9", "in_flight": 8}),
+        ({"transport": "nixl"}, {}),
+    ],
+)
+def test_mooncake_is_reached_like_the_side_channel_unless_an_address_is_given(monkeypatch, given, settings):
+    monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_HOST", raising=False)
+    assert parse_config({"transport": "mooncake", **given}).transport_settings() == settings

@@ -26,6 +26,7 @@ from vllm_pd_connector.geometry.manifest import Manifest, Segment
 from vllm_pd_connector.protocol.params import parse_remote_prefill, remote_prefill_params
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
+from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.link import Bound, Link
 from vllm_pd_connector.worker.loop import TransferLoop
@@ -54,9 +55,15 @@ def real(worker: Worker, endpoint: bytes = b"", **changes: object) -> Manifest:
 class Prefill:
     """A prefill instance: ranks with bytes and transports, and a side channel."""
 
-    def __init__(self, engine_id: str = "p-0", port: int = 0, **changes: object):
+    def __init__(
+        self,
+        engine_id: str = "p-0",
+        port: int = 0,
+        make: Callable[[], Transport] = LoopbackTransport,
+        **changes: object,
+    ):
         self.workers = instance(MODEL, P_SIDE, engine_id)
-        self.transports = [LoopbackTransport() for _ in self.workers]
+        self.transports = [make() for _ in self.workers]
         manifests = []
         for worker, transport in zip(self.workers, self.transports, strict=True):
             write(MODEL, P_SIDE, worker, [table(*P_BLOCKS)], worker.memory, 0, TOKENS)
@@ -91,11 +98,11 @@ class Prefill:
 class Decode:
     """One decode worker's loop, its memory, and everything that came out of it."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, make: Callable[[], Transport] | None = None):
         [self.worker] = instance(MODEL, D_SIDE, "decode-1")
         self.transport = LoopbackTransport()
         self.outbox = Outbox()
-        self.loop = TransferLoop(config, real(self.worker), lambda: self.transport, self.outbox, 0, 1)
+        self.loop = TransferLoop(config, real(self.worker), make or (lambda: self.transport), self.outbox, 0, 1)
         self.before = self.worker.memory.copy()
         self.finished: dict[str, bool] = {}
         self.quarantined: set[str] = set()

@@ -165,6 +165,17 @@ class RemotePush(Base, frozen=True):
     pd_connector: None = None
 
 
+class RemoteBootstrap(Base, frozen=True):
+    """The same from a proxy of the in-tree Mooncake connector, which names the bootstrap address instead of the
+    side channel's; both legs carry the same `transfer_id`."""
+
+    do_remote_prefill: bool
+    remote_engine_id: EngineId
+    remote_bootstrap_addr: Annotated[str, Meta(max_length=300)]
+    transfer_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    do_remote_decode: bool | None = None
+
+
 class RemoteDecode(Base, frozen=True):
     """What a router asks of a prefill instance: compute the prompt, keep the cache for a decode instance.
 
@@ -274,6 +285,22 @@ def parse_remote_push(params: object) -> RemotePush:
     """
     _require(params, Kind.REMOTE_PREFILL, "do_remote_prefill")
     return _convert(_fields(params), RemotePush)
+
+
+def parse_remote_bootstrap(params: object) -> RemoteBootstrap:
+    """The parameters of a request on the decode side, as proxies of the in-tree Mooncake connector write them.
+
+    Raises:
+        ProtocolError: names the field that is unknown, missing, of another type or out of bounds.
+    """
+    _require(params, Kind.REMOTE_PREFILL, "do_remote_prefill")
+    return _convert(_fields(params), RemoteBootstrap)
+
+
+def names_bootstrap(params: object) -> bool:
+    """Whether parameters for a decode instance are those of the in-tree Mooncake connector's proxies."""
+    fields = _fields(params)
+    return fields.get("remote_bootstrap_addr") is not None and fields.get("pd_connector") is None
 
 
 def is_answer(params: object) -> bool:
@@ -392,7 +419,8 @@ def _convert(fields: Mapping[Any, Any], struct: type[S]) -> S:
             f"kv_transfer_params: unknown fields {', '.join(unknown)}; forward the prefill instance's answer unchanged "
             "and keep a router's own data elsewhere"
         )
-    ours = {key: value for key, value in fields.items() if key not in IN_TREE_KEYS}
+    skipped = IN_TREE_KEYS - set(struct.__struct_fields__)
+    ours = {key: value for key, value in fields.items() if key not in skipped}
     try:
         return msgspec.convert(ours, struct)
     except Exception as error:  # the border to a user's data, as in messages

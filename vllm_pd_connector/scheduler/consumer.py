@@ -13,6 +13,7 @@ workers is the only way in which vLLM fails one request.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,18 +23,22 @@ from vllm_pd_connector.compat.caches import prefill_backoff
 from vllm_pd_connector.compat.states import state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.protocol.bootstrap import Place, parse_bootstrap_address
 from vllm_pd_connector.protocol.messages import Home, PrefillRef
 from vllm_pd_connector.protocol.params import (
+    RemoteBootstrap,
     RemotePrefill,
-    RemotePush,
     is_answer,
+    names_bootstrap,
     pairing_name,
+    parse_remote_bootstrap,
     parse_remote_prefill,
     parse_remote_push,
     require_signature,
 )
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.scheduler.keeper import LeaseKeeper
+from vllm_pd_connector.sidechannel.bootstrap import Directory
 from vllm_pd_connector.sidechannel.keys import keys_of, require_known_server
 from vllm_pd_connector.sidechannel.sockets import endpoint
 from vllm_pd_connector.steps import GroupBlocks, PushTerms, ReceiveOrder
@@ -50,6 +55,7 @@ class _Receive:
     push: PushTerms | None = None
     num_tokens: int = 0
     error: str = ""
+    found: Future[Place] | None = None
     loading: bool = False
     blocks: list[KVCacheBlock] = field(default_factory=list)
 
@@ -68,6 +74,7 @@ class Consumer:
         self._secret = config.secret()
         self._allow_unauthenticated = config.allow_unauthenticated_peers
         self._keeper = LeaseKeeper(self._keys)
+        self._directory = Directory(config.handshake_timeout)
         self._states = state_groups(kv_cache_config)
         self._backoff = prefill_backoff(vllm_config, kv_cache_config)
 
@@ -75,8 +82,12 @@ class Consumer:
         """A request with remote prefill arrived; keep its lease alive while it queues."""
         params = transfer_params(request)
         try:
+            if names_bootstrap(params):
+                self._look_up(request, parse_remote_bootstrap(params))
+                return
             if self._config.pushes and not is_answer(params):
-                push = self._concurrent(request, parse_remote_push(params))
+                named = parse_remote_push(params)
+                push = self._concurrent(request, named.remote_engine_id, Place(named.remote_host, named.remote_port))
                 self._receives[request.request_id] = _Receive(
                     None, push, num_tokens=request.num_prompt_tokens - self._backoff
                 )
@@ -96,23 +107,62 @@ class Consumer:
         prefill = PrefillRef(remote.lease.request_id, remote.lease.nonce)
         return PushTerms(remote.peer, remote.remote_engine_id, prefill, self.home, remote.pd_connector.prompt_digest)
 
-    def _concurrent(self, request: Request, remote: RemotePush) -> PushTerms:
+    def _look_up(self, request: Request, remote: RemoteBootstrap) -> None:
+        """Find the prefill instance by its bootstrap address; the request waits for the answer before it allocates.
+
+        Raises:
+            ProtocolError: this instance pulls, the parameters cannot be trusted, or the address is none.
+        """
+        if not self._config.pushes:
+            raise ProtocolError(
+                "kv_transfer_params: remote_bootstrap_addr: the router sends both legs at once, which a pull cannot "
+                "serve: set mode to push on both sides"
+            )
+        bootstrap = parse_bootstrap_address(remote.remote_bootstrap_addr)
+        self._require_concurrent(bootstrap.host)
+        found = self._directory.find(bootstrap, remote.remote_engine_id)
+        tokens = request.num_prompt_tokens - self._backoff
+        self._receives[request.request_id] = _Receive(None, num_tokens=tokens, found=found)
+
+    def _found(self, request: Request, receive: _Receive) -> bool:
+        """Whether it is known where the request's prefill instance is, or that it is nowhere."""
+        if receive.found is None:
+            return True
+        if not receive.found.done():
+            return False
+        found, receive.found = receive.found, None
+        try:
+            remote = parse_remote_bootstrap(transfer_params(request))
+            receive.push = self._concurrent(request, remote.remote_engine_id, found.result())
+        except ProtocolError as error:
+            logger.error("request %s: kv_transfer_params refused: %s", request.request_id, error)
+            receive.error = str(error)
+        return True
+
+    def _require_concurrent(self, host: str) -> None:
+        """Refuse what a concurrent router cannot do: have parameters signed, or name a key.
+
+        Raises:
+            ProtocolError: a secret or keys are configured, or the host is a stranger.
+        """
+        if self._secret is not None:
+            raise ProtocolError(
+                "kv_transfer_params: a concurrent hand-off is not signed by the prefill instance, and params_secret is "
+                "set here: use a router that waits for the prefill's answer"
+            )
+        require_known_server(host, None, self._keys, self._allow_unauthenticated)
+
+    def _concurrent(self, request: Request, engine_id: str, place: Place) -> PushTerms:
         """Whom to ask for a prefill that the router sends at the same time.
 
         Raises:
             ProtocolError: the parameters would have to be signed or name a key, which a concurrent router cannot do.
         """
         assert self.home is not None
-        if self._secret is not None:
-            raise ProtocolError(
-                "kv_transfer_params: a concurrent hand-off is not signed by the prefill instance, and params_secret is "
-                "set here: use a router that waits for the prefill's answer"
-            )
-        require_known_server(remote.remote_host, None, self._keys, self._allow_unauthenticated)
+        self._require_concurrent(place.host)
         prefill = PrefillRef(pairing_name(transfer_params(request), request.request_id), None)
         digest = prompt_digest(request, max(request.num_prompt_tokens - self._backoff, 0))
-        peer = PeerKey(remote.remote_host, remote.remote_port, "")
-        return PushTerms(peer, remote.remote_engine_id, prefill, self.home, digest)
+        return PushTerms(PeerKey(place.host, place.port, ""), engine_id, prefill, self.home, digest)
 
     def _check(self, request: Request, remote: RemotePrefill) -> None:
         """Parameters that a stranger made, that name a prefill instance of a stranger, that fit another prompt or
@@ -145,11 +195,13 @@ class Consumer:
         logger.error("request %s: kv_transfer_params refused: %s", request.request_id, reason)
         self._receives[request.request_id] = _Receive(None, error=reason)
 
-    def num_remote_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens to load beyond the local prefix hit; without side effects, vLLM may ask again."""
+    def num_remote_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Tokens to load beyond the local prefix hit, None if that is not known yet; vLLM may ask again."""
         receive = self._receives.get(request.request_id)
         if receive is None or receive.loading:
             return 0
+        if not self._found(request, receive):
+            return None
         if request.num_prompt_tokens <= self._backoff:
             return 0  # all of it is ours to compute
         available = request.num_prompt_tokens if receive.error else receive.num_tokens

@@ -78,9 +78,9 @@ class SchedulerHalf:
         except ProtocolError as error:
             self.consumer.refuse(request, str(error))
 
-    def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         count = self.consumer.num_remote_tokens(request, num_computed_tokens)
-        return count, count > 0
+        return count, bool(count)
 
     def update_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.consumer.allocated(request, blocks, num_external_tokens)

@@ -19,10 +19,12 @@ from vllm_pd_connector.compat.caches import prefill_backoff
 from vllm_pd_connector.compat.states import state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.protocol.bootstrap import Place, encode_answer
 from vllm_pd_connector.protocol.lease import End, Freed
 from vllm_pd_connector.protocol.messages import Home
 from vllm_pd_connector.protocol.params import pairing_name, parse_remote_prefill, remote_prefill_params
 from vllm_pd_connector.scheduler.progress import Steps, TablesOf
+from vllm_pd_connector.sidechannel.bootstrap import BootstrapServer
 from vllm_pd_connector.sidechannel.keys import keys_of, require_private_address
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.steps import GroupBlocks, HeldRequest, encode_tables
@@ -57,6 +59,7 @@ class Producer:
         self._states = state_groups(kv_cache_config)
         self._backoff = prefill_backoff(vllm_config, kv_cache_config)
         self._server: SideChannelServer | None = None
+        self._bootstrap: BootstrapServer | None = None
         self._held: list[HeldRequest] = []
         self._traced: list[Freed] = []
         self._expired = 0
@@ -101,6 +104,7 @@ class Producer:
         self._server.set_manifests(manifests)
         if self._keeps and self._config.pushes:
             self._server.enable_pushes(tokens, self._config.kv_lease_duration)
+            self._answer_proxies()
         logger.info(
             "side channel of engine %s listens on %s:%d, %s",
             self._engine_id,
@@ -108,6 +112,17 @@ class Producer:
             self._port,
             f"for {len(self._keys.peers)} known keys" if self._keys is not None else "for everybody",
         )
+
+    def _answer_proxies(self) -> None:
+        """Say who this instance is to proxies that ask in the way of the in-tree Mooncake connector, if configured."""
+        index = self._parallel.data_parallel_index
+        port = self._config.bootstrap(index)
+        if port is None:
+            return
+        sizes = self._parallel.tensor_parallel_size, self._parallel.pipeline_parallel_size
+        answer = encode_answer(index, self._engine_id, Place(self._host, self._port), *sizes)
+        self._bootstrap = BootstrapServer(self._host, port, answer)
+        logger.info("bootstrap answers for engine %s on http://%s:%d/query", self._engine_id, self._host, port)
 
     def add(self, request: Request) -> None:
         """A prefill for a decode instance arrived; what decode must compute itself is cut off.
@@ -237,6 +252,8 @@ class Producer:
         return expired
 
     def close(self) -> None:
+        if self._bootstrap is not None:
+            self._bootstrap.close()
         if self._server is not None:
             self._server.close()
 

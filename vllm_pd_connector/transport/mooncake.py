@@ -85,7 +85,7 @@ class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     address: str = ""
     route_to: str = ""
     run_bytes: int = 4 << 20
-    in_flight: int = 64
+    in_flight: int = 256
     in_flight_bytes: int = 64 << 20
     connect_timeout: float = 10.0
 

@@ -132,7 +132,7 @@ class WorkerHalf:
     def _make_transport(self, manifest: Manifest) -> Transport:
         """Called in the transfer thread."""
         make_device_current(manifest.segments)
-        return registry.create(self._config.transport, self._config.transport_options)
+        return registry.create(self._config.transport, self._config.transport_settings())
 
     def encoded_manifest(self) -> bytes:
         assert self._manifest is not None, "vLLM asks for it after register_kv_caches"

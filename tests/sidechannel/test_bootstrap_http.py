@@ -1,0 +1,110 @@
+"""Bootstrap over HTTP: one answer to every question, and questions that end."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from vllm_pd_connector.errors import InvalidConfig, ProtocolError
+from vllm_pd_connector.protocol.bootstrap import Place, encode_answer
+from vllm_pd_connector.sidechannel import bootstrap
+from vllm_pd_connector.sidechannel.bootstrap import BootstrapServer, Directory, query
+
+HOST = "127.0.0.1"
+ANSWER = encode_answer(0, "e-0", Place(HOST, 5600), 1, 1)
+
+
+def free_port(host: str = HOST) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(params=[HOST, "::1"])
+def server(request: pytest.FixtureRequest) -> Iterator[Place]:
+    host: str = request.param
+    made = BootstrapServer(host, free_port(host), ANSWER)
+    yield Place(host, made.port)
+    made.close()
+
+
+def status_of(place: Place, method: str, path: str) -> int:
+    connection = http.client.HTTPConnection(place.host, place.port, timeout=10)
+    connection.request(method, path)
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def test_a_question_is_answered_and_nothing_else_is(server: Place) -> None:
+    assert query(server) == {"e-0": Place(HOST, 5600)}
+    assert [status_of(server, "GET", path) for path in ("/query", "/", "/register", "/query/x")] == [200, 404, 404, 404]
+    assert status_of(server, "POST", "/register") == 501
+
+
+def test_one_who_asks_nothing_delays_nobody(server: Place) -> None:
+    with socket.create_connection(server), socket.create_connection(server) as slow:
+        slow.sendall(b"GET /que")
+        assert query(server) == {"e-0": Place(HOST, 5600)}
+
+
+def test_a_taken_port_is_a_configuration_error() -> None:
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidConfig, match=f"bootstrap_port: cannot listen on {HOST} port {port}"):
+            BootstrapServer(HOST, port, ANSWER)
+
+
+def test_an_engine_is_found_and_the_answer_is_kept_for_a_while(server: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = Directory(10.0)
+    found = directory.find(server, "e-0")
+    assert found.result(10) == Place(HOST, 5600)
+    assert directory.find(server, "e-0") is found
+    monkeypatch.setattr(bootstrap, "KNOWN_SECONDS", 0.0)
+    again = directory.find(server, "e-0")
+    assert again is not found and again.result(10) == Place(HOST, 5600)
+
+
+def refusal(answer: Future[Place]) -> str:
+    with pytest.raises(ProtocolError) as refused:
+        answer.result(20)
+    return str(refused.value)
+
+
+def test_an_engine_that_is_not_there_is_refused_with_those_that_are(server: Place) -> None:
+    directory = Directory(10.0)
+    first = directory.find(server, "e-old")
+    assert "'e-old' is not at bootstrap" in refusal(first) and "has e-0" in refusal(first)
+    assert directory.find(server, "e-old") is not first
+
+
+def test_an_instance_that_still_starts_is_waited_for() -> None:
+    port = free_port()
+    found = Directory(20.0).find(Place(HOST, port), "e-0")
+    time.sleep(0.3)
+    server = BootstrapServer(HOST, port, ANSWER)
+    assert found.result(20) == Place(HOST, 5600)
+    server.close()
+
+
+def test_nobody_there_is_an_error_within_the_patience() -> None:
+    began = time.monotonic()
+    assert "does not answer" in refusal(Directory(0.3).find(Place(HOST, free_port()), "e-0"))
+    assert time.monotonic() - began < 5
+
+
+def test_one_who_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "QUESTION_SECONDS", 0.2)
+    with socket.create_server((HOST, 0)) as silent:
+        assert "does not answer" in refusal(Directory(0.3).find(Place(HOST, silent.getsockname()[1]), "e-0"))
+
+
+def test_another_service_is_no_prefill_instance() -> None:
+    page = BootstrapServer(HOST, free_port(), b"<html>")
+    assert "not in the form" in refusal(Directory(0.1).find(Place(HOST, page.port), "e-0"))
+    page.close()
