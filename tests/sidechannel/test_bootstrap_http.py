@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -108,3 +109,22 @@ def test_another_service_is_no_prefill_instance() -> None:
     page = BootstrapServer(HOST, free_port(), b"<html>")
     assert "not in the form" in refusal(Directory(0.1).find(Place(HOST, page.port), "e-0"))
     page.close()
+
+
+def test_what_goes_wrong_unforeseen_ends_the_question_too(server: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(where: Place) -> dict[str, Place]:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(bootstrap, "query", broken)
+    assert "a defect" in refusal(Directory(10.0).find(server, "e-0"))
+
+
+def test_a_closed_directory_asks_nobody_any_more() -> None:
+    directory = Directory(3600.0)
+    found = directory.find(Place(HOST, free_port()), "e-0")
+    directory.close()
+    assert "does not answer" in refusal(found)
+    deadline = time.monotonic() + 20
+    while any(thread.name == "pd-bootstrap-query" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "a question goes on"
+        time.sleep(0.01)

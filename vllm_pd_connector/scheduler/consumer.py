@@ -273,4 +273,5 @@ class Consumer:
             self._keeper.decline(endpoint(peer.host, peer.port), receive.push.prefill)
 
     def close(self) -> None:
+        self._directory.close()
         self._keeper.close()

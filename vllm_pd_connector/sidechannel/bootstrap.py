@@ -74,6 +74,7 @@ class Directory:
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
+        self._closed = threading.Event()
         self._asked: dict[tuple[Place, str], tuple[float, Future[Place]]] = {}
 
     def find(self, bootstrap: Place, engine_id: str) -> Future[Place]:
@@ -94,17 +95,26 @@ class Directory:
             threading.Thread(target=self._ask, args=(*key, answer), name="pd-bootstrap-query", daemon=True).start()
         return self._asked[key][1]
 
+    def close(self) -> None:
+        """Ask nobody any more. Questions that are open end with an error, each at its next attempt."""
+        self._closed.set()
+
     def _ask(self, bootstrap: Place, engine_id: str, answer: Future[Place]) -> None:
+        try:
+            self._answer(bootstrap, engine_id, answer)
+        except Exception as error:  # a request waits for this future: whatever happens, it must end
+            answer.set_exception(ProtocolError(f"bootstrap {bootstrap.host}:{bootstrap.port}: {error!r}"))
+
+    def _answer(self, bootstrap: Place, engine_id: str, answer: Future[Place]) -> None:
         until = time.monotonic() + self._patience
         while True:
             try:
                 engines = query(bootstrap)
                 break
             except ProtocolError as error:
-                if time.monotonic() + RETRY_SECONDS >= until:
+                if time.monotonic() + RETRY_SECONDS >= until or self._closed.wait(RETRY_SECONDS):
                     answer.set_exception(error)
                     return
-            time.sleep(RETRY_SECONDS)
         if engine_id in engines:
             answer.set_result(engines[engine_id])
             return
