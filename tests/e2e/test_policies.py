@@ -64,6 +64,7 @@ def test_a_prefill_instance_that_no_longer_holds_the_blocks_ends_as_the_policy_s
 
 
 @pytest.mark.e2e
+@pytest.mark.matrix
 def test_a_prefill_instance_that_does_not_answer_ends_as_the_policy_says(world: World) -> None:
     [p] = world.prefills
     for d in world.decodes:
