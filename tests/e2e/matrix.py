@@ -235,7 +235,7 @@ QUICK_ROWS: list[Row] = [
     or row in (*QUICK_UNEQUAL_ROWS, *QUICK_PUSH_ROWS)
     or (row in PLAIN_ROWS and row.family in ("swa", "mla", "kimi"))
     or (_plainest(row) and row.family == "gqa" and row.workers < 4)
-    or (row.family in ("swa", "mla") and _plainest(row) and row.p_tp > row.d_tp == 1)
+    or (row.family == "swa" and _plainest(row) and row.p_tp > row.d_tp == 1 and row.chunked)
 ]
 """What `make test` chooses from. A pair with four workers takes minutes on two cores, and unequal sides are tested
 without servers by the geometry's property tests: most of both are rows of `make test-full`. So are most hybrids: what

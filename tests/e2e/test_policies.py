@@ -16,6 +16,8 @@ from faults.plan import Fault
 from faults.strikes import STRIKES, forgeries
 from faults.world import LEASE_S, End, World
 
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
+
 FAMILIES = ("gqa", "swa")
 """One KV-cache group, and two."""
 
@@ -34,7 +36,6 @@ def world(request: pytest.FixtureRequest, pairs: Pairs) -> Iterator[World]:
 EXPECTED = {"fail": End.REFUSED, "recompute": End.RIGHT}
 
 
-@pytest.mark.e2e
 def test_parameters_that_cannot_be_read_end_as_the_policy_says(world: World) -> None:
     [p] = world.prefills
     wrong = []
@@ -52,7 +53,6 @@ def test_parameters_that_cannot_be_read_end_as_the_policy_says(world: World) -> 
     assert not world.leaks() and not world.dead()
 
 
-@pytest.mark.e2e
 def test_a_prefill_instance_that_no_longer_holds_the_blocks_ends_as_the_policy_says(world: World) -> None:
     [p] = world.prefills
     for d in world.decodes:
@@ -63,8 +63,6 @@ def test_a_prefill_instance_that_no_longer_holds_the_blocks_ends_as_the_policy_s
         assert world.decode(d, prompt, params).end is EXPECTED[d.policy]
 
 
-@pytest.mark.e2e
-@pytest.mark.matrix
 def test_a_prefill_instance_that_does_not_answer_ends_as_the_policy_says(world: World) -> None:
     [p] = world.prefills
     for d in world.decodes:
