@@ -27,7 +27,7 @@ KERNEL_BLOCK_TOKENS = 16
 """MLA on the CPU: blocks are divided into pages of so many tokens."""
 
 
-@over(EQUAL_ROWS)
+@over(EQUAL_ROWS, quick=())
 def test_hundreds_of_requests_in_a_row_that_use_every_block_again_are_answered_as_the_first(pair: Cluster) -> None:
     asked = SCENARIOS["again and again"]
     assert ROUNDS * len(asked) >= 300
