@@ -249,7 +249,7 @@ class World:
     def prefill(self, p: Instance, prompt: Prompt, held_s: float = 0.0) -> Outcome:
         """The first leg. Its parameters name the relay where the instance has one."""
         outcome = self.ask(p, prompt, dict(KEEP), held_s, max_tokens=1)
-        # Its token is nobody's answer: with windows and states the prefill side stops one token before the prompt's end.
+        # Its token is nobody's answer: with windows and states prefill stops one token before the prompt's end.
         if outcome.end not in (End.RIGHT, End.WRONG):
             return outcome
         if outcome.params is None:
