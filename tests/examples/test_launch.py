@@ -128,6 +128,10 @@ def test_wrong_usage_is_told_and_starts_nothing(words: str) -> None:
     assert done.returncode == 2 and done.stderr.startswith("launch: ") and not done.stdout
 
 
+def _hear_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Run:
     """The script with the stand-in, on free ports."""
 
@@ -146,6 +150,8 @@ class Run:
             stderr=subprocess.STDOUT,
             text=True,
             env=os.environ | {"PATH": path, "PIDS": str(self.pids)} | environment,
+            # A background job of a shell without job control ignores Ctrl-C, and bash cannot trap what it inherits so.
+            preexec_fn=_hear_ctrl_c,
         )
 
     def lines_until(self, text: str) -> str:
