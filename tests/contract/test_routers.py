@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from handed_over import handed_over
 from vllm_pd_connector.observability.instance import EngineInfo
 from vllm_pd_connector.protocol.params import (
     Kind,
@@ -21,7 +22,6 @@ from vllm_pd_connector.protocol.params import (
     parse_remote_decode,
     parse_remote_prefill,
     parse_remote_push,
-    remote_prefill_params,
 )
 from vllm_pd_connector.proxy.handoff import decode_body, decode_body_beside, prefill_body
 
@@ -33,23 +33,7 @@ CLIENT = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 50, "min_tokens": 4, 
 
 def answer() -> dict[str, Any]:
     """What a prefill instance answers, as it comes out of JSON."""
-    params = remote_prefill_params(
-        block_ids=[[4, 5], [9]],
-        first_blocks=[0, 2],
-        request_id="cmpl-1-0-abcdef01",
-        nonce=b"n" * 16,
-        lease_seconds=30.0,
-        prompt_digest="0123456789abcdef",
-        engine_id="p-0",
-        incarnation="0" * 32,
-        host="10.0.0.7",
-        port=5600,
-        tp_size=2,
-        dcp_size=1,
-        pp_size=1,
-        num_tokens=33,
-    )
-    return json.loads(json.dumps(params))
+    return json.loads(json.dumps(handed_over()))
 
 
 def first_leg(router: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:

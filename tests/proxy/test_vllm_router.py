@@ -21,25 +21,11 @@ import pytest
 from aiohttp.test_utils import unused_port
 from router_stand_ins import Instance, answers, info, streams
 
-from vllm_pd_connector.protocol.params import parse_remote_decode, parse_remote_prefill, remote_prefill_params
+from handed_over import handed_over
+from vllm_pd_connector.protocol.params import parse_remote_decode, parse_remote_prefill
 
 STARTS_WITHIN = 60.0
-ANSWER = remote_prefill_params(
-    block_ids=[[4, 5], [9]],
-    first_blocks=[0, 2],
-    request_id="cmpl-1-0-abcdef01",
-    nonce=b"n" * 16,
-    lease_seconds=30.0,
-    prompt_digest="0123456789abcdef",
-    engine_id="p-0",
-    incarnation="0" * 32,
-    host="10.0.0.7",
-    port=5600,
-    tp_size=2,
-    dcp_size=1,
-    pp_size=1,
-    num_tokens=33,
-)
+ANSWER = handed_over()
 """What a prefill instance with PDConnector answers."""
 COMPLETION = {"id": "c", "object": "text_completion", "created": 1, "model": "m"}
 USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
