@@ -188,6 +188,24 @@ MOONCAKE_ROWS: list[Row] = [
 """Every kind of cache and of plan once: no transport knows what it moves, the conformance suite has the rest."""
 
 
+PUSHED_UNEQUAL_ROWS: list[Row] = [
+    Row("gqa", p_block=128, d_block=32),
+    Row("gqa", 2, 1, p_block=32, d_block=128),
+    Row("swa", p_block=128, d_block=32),
+    Row("swa", 2, 1, p_block=32, d_block=96),
+    _layouts("gqa", 1, 1, ("NHD", 32), ("HND", 64)),
+    _layouts("gqa", 1, 2, ("HND", 48), ("NHD", 32)),
+    _layouts("gqa", 2, 1, ("", 64), ("NHD", 16)),
+    _layouts("mqa", 1, 2, ("HND", 32), ("NHD", 16)),
+    Row("gqa6", 2, 3),
+    Row("gqa", p_pp=2),
+    Row("gqa", d_pp=2),
+    Row("kimi", p_pp=2),
+]
+"""Every kind of difference once, in the direction that is harder to write than to read where there is one: the plans
+are the ones that reading has, of which `UNEQUAL_ROWS` has more."""
+
+
 def _push_rows() -> list[Row]:
     rows = []
     for family in ("gqa", "swa", "mla"):
@@ -198,8 +216,8 @@ def _push_rows() -> list[Row]:
     rows += [Row("gqa", chunked=True, prefix_caching=caching, mode="push") for caching in (True, False)]
     for family in HYBRIDS:
         rows.append(Row(family, prefix_caching=MODELS[family].prefix_caching, mode="push"))
-    unequal = [row for row in UNEQUAL_ROWS if row.p_tp * row.p_pp * row.d_tp * row.d_pp < 4]
-    return rows + [replace(row, chunked=True, mode="push") for row in unequal]
+    rows.append(Row("kimi16", 1, 2, prefix_caching=MODELS["kimi16"].prefix_caching, mode="push"))
+    return rows + [replace(row, chunked=True, mode="push") for row in PUSHED_UNEQUAL_ROWS]
 
 
 QUICK_PUSH_ROWS: list[Row] = [Row("gqa", chunked=True, mode="push")]
