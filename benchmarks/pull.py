@@ -3,9 +3,11 @@
 In one run, on one machine, with one model: this connector; vLLM's in-tree NixlConnector as shipped; the same with a
 sleeping progress thread and without pinning (see `quiet_nixl`); and a plain instance without a connector. For each
 pair the client runs the prefill leg itself, outside of the measured time, and streams the decode leg from the decode
-instance: the time is from sending that request to its first token. Also measured: the first request to a new peer,
-and the processor time that the idle servers burn. The variants take turns for several rounds, each with fresh
-servers, so that whatever else the machine does in a minute does not fall on one variant alone.
+instance: the time is from sending that request to its first token. Requests at once come in waves, eight prefill legs
+and then eight decode legs: with both instances on the same cores, decoding beside a prefill would measure the cores.
+Also measured: the first request to a new peer, and the processor time that the idle servers burn. The variants take
+turns for several rounds, each with fresh servers, so that whatever else the machine does in a minute does not fall on
+one variant alone.
 
 The plain instance computes the whole prompt, so its first token is no rival; its decode step and its idle cost are
 what the others are compared with.
@@ -23,12 +25,12 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -48,6 +50,9 @@ OUTPUT_TOKENS = 8
 AT_ONCE = 8
 IDLE_SECONDS = 20.0
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +162,7 @@ def idle_cores(servers: Sequence[Server]) -> float:
 
 
 class Variant:
-    """One way to serve; `decode_times` answers one prompt and returns the times of the decode instance's events."""
+    """One way to serve; `prefilled` runs a prompt's prefill leg and tells what to send to the decode instance."""
 
     def __init__(self, name: str, connector: str | None, environment: Mapping[str, str]):
         self.name = name
@@ -182,13 +187,13 @@ class Variant:
             )
         )
 
-    def decode_times(self, running: Sequence[Server], model: str, prompt: Sequence[int]) -> list[float]:
+    def prefilled(self, running: Sequence[Server], model: str, prompt: Sequence[int]) -> dict[str, Any]:
+        """Run the prefill leg; the body of the decode leg."""
         if self._connector is None:
-            return event_times(running[0].url, body(model, prompt))
-        prefill, decode = running
+            return body(model, prompt)
         keep = {"do_remote_decode": True, "do_remote_prefill": False}
-        answer = post(f"{prefill.url}/v1/completions", body(model, prompt, max_tokens=1, kv_transfer_params=keep))
-        return event_times(decode.url, body(model, prompt, kv_transfer_params=answer["kv_transfer_params"]))
+        answer = post(f"{running[0].url}/v1/completions", body(model, prompt, max_tokens=1, kv_transfer_params=keep))
+        return body(model, prompt, kv_transfer_params=answer["kv_transfer_params"])
 
 
 def measure(variant: Variant, model: str, requests: int, seed: int, logs: Path) -> Round:
@@ -201,24 +206,35 @@ def measure(variant: Variant, model: str, requests: int, seed: int, logs: Path) 
 
         failed = 0
 
-        def ask(prompt: Sequence[int]) -> list[float] | None:
+        def tried(call: Callable[[Any], Answer], argument: Any) -> Answer | None:
             nonlocal failed
             try:
-                return variant.decode_times(running, model, prompt)
+                return call(argument)
             except (RuntimeError, OSError) as error:
                 failed += 1
                 print(f"  {variant.name}: {error}", flush=True)
                 return None
 
-        def first_tokens(answers: Iterator[list[float] | None]) -> list[float]:
+        def prefilled(prompt: Sequence[int]) -> dict[str, Any] | None:
+            return tried(lambda given: variant.prefilled(running, model, given), prompt)
+
+        def decoded(leg: dict[str, Any] | None) -> list[float] | None:
+            return tried(lambda given: event_times(running[-1].url, given), leg) if leg else None
+
+        def first_tokens(answers: Iterable[list[float] | None]) -> list[float]:
             return [times[0] for times in answers if times]
 
-        [first] = first_tokens(map(ask, prompts(1, seed))) or [float("nan")]
-        answers = list(map(ask, prompts(requests, seed + 1)))
+        [first] = first_tokens([decoded(prefilled(prompt)) for prompt in prompts(1, seed)]) or [float("nan")]
+        answers = [decoded(prefilled(prompt)) for prompt in prompts(requests, seed + 1)]
         steps = [b - a for times in answers if times for a, b in zip(times, times[1:], strict=False)]
+        at_once: list[float] = []
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            at_once = first_tokens(pool.map(ask, prompts(requests, seed + 2)))
-        return Round(first, first_tokens(iter(answers)), at_once, steps, idle_cores(running), failed)
+            # In waves: the two instances share the cores here, and the prefill legs are not what is measured.
+            asked = prompts(requests, seed + 2)
+            for begin in range(0, requests, AT_ONCE):
+                legs = list(pool.map(prefilled, asked[begin : begin + AT_ONCE]))
+                at_once += first_tokens(pool.map(decoded, legs))
+        return Round(first, first_tokens(answers), at_once, steps, idle_cores(running), failed)
 
 
 def summary(name: str, rounds: Sequence[Round]) -> Result:
