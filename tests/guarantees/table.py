@@ -19,6 +19,7 @@ class Guarantee:
 
 
 LEASE, PEER, RECEIVE = "protocol/lease.py", "protocol/peer.py", "protocol/receive.py"
+LOOP, RECEIVES = "worker/loop.py", "worker/receiving.py"
 T_LEASE, T_PEER, T_RECEIVE = "protocol/test_lease.py", "protocol/test_peer.py", "protocol/test_receive.py"
 T_LOOP, T_LEAVE, T_HALF = "worker/test_loop.py", "worker/test_leave.py", "scheduler/test_half.py"
 T_SIDE, T_KEYS, T_PARAMS = "sidechannel/test_sidechannel.py", "sidechannel/test_keys.py", "protocol/test_params.py"
@@ -110,7 +111,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "what a lost peer may still have written ends with its connection",
-        "worker/loop.py", "            for index in sorted(active.stuck):", "            for index in ():",
+        RECEIVES, "            for index in sorted(active.stuck):", "            for index in ():",
         f"{T_LOOP}::test_a_transfer_that_may_still_write_keeps_its_blocks_until_the_peer_is_known_dead",
     ),
     # Draining
@@ -136,7 +137,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a failed receive gives its lease back",
-        "worker/loop.py", "            self._give_back(active)\n", "            pass\n",
+        RECEIVES, "            self._give_back(active)\n", "            pass\n",
         f"{T_LOOP}::test_block_ids_that_do_not_fit_fail_that_request_alone",
     ),
     Guarantee(
@@ -151,7 +152,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a decode worker that ends gives its leases back",
-        "worker/loop.py", '            self._fail_all("this instance is shutting down", time.monotonic())\n', "",
+        LOOP, '            self._receives.fail_all("this instance is shutting down", time.monotonic())\n', "",
         f"{T_LEAVE}::test_a_decode_worker_that_ends_gives_its_leases_back",
     ),
     Guarantee(
@@ -217,7 +218,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a defect that one request meets does not reach the others",
-        "worker/loop.py", "        except Exception as error:  # a defect of ours that one request met", "        except ZeroDivisionError as error:  # a defect",
+        RECEIVES, "        except Exception as error:  # a defect of ours that one request met", "        except ZeroDivisionError as error:  # a defect",
         f"{T_LOOP}::test_an_unexpected_error_fails_requests_and_not_the_thread",
     ),
     # Pushes

@@ -312,7 +312,7 @@ def test_a_transfer_that_may_still_write_keeps_its_blocks_until_the_peer_is_know
     decode.loop.submit([prefill.order("a")], [])
     assert decode.wait_for("a") == [False]
     assert decode.quarantined == {"a"} and not decode.drained
-    until(lambda: not decode.loop._active["a"].transfers, "the read from the other rank to end")
+    until(lambda: not decode.loop._receives._active["a"].transfers, "the read from the other rank to end")
     decode.transport.faults.failures.append(PeerLost("connection reset"))
     decode.loop.submit([prefill.order("b")], [])
     assert decode.wait_for("b") == [False]

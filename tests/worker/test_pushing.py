@@ -381,7 +381,7 @@ def test_a_decode_instance_that_died_fails_its_push_and_frees_the_prefill(writer
 @pytest.mark.parametrize("config", [{"mode": "auto"}], indirect=True)
 @pytest.mark.parametrize(("figures", "pushes"), [(Figures(1e9, 9e9), 1), (Figures(9e9, 1e9), 0)])
 def test_mode_auto_takes_the_faster_way(writer, target, monkeypatch, figures, pushes):
-    monkeypatch.setattr("vllm_pd_connector.worker.loop.self_test", lambda *_: figures)
+    monkeypatch.setattr("vllm_pd_connector.worker.direction.self_test", lambda *_: figures)
     target.loop.submit([both_ways(writer, target)], [])
     assert target.wait_for("d") == [True]
     assert whole(target.worker.memory, target.expected())
