@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_pd_connector.compat.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-from vllm_pd_connector.protocol.messages import Home, PrefillRef, Table
+from vllm_pd_connector.protocol.fields import Table
 from vllm_pd_connector.protocol.params import RemotePrefill
 from vllm_pd_connector.protocol.peer import PeerKey
+from vllm_pd_connector.protocol.push_messages import Home, PrefillRef
 
 
 @dataclass(frozen=True, slots=True)

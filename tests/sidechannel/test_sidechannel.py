@@ -14,6 +14,7 @@ import zmq
 
 from vllm_pd_connector.errors import DeadlineExceeded, InvalidConfig, ProtocolError
 from vllm_pd_connector.protocol import messages as m
+from vllm_pd_connector.protocol.fields import MAX_LEASES, MAX_REQUEST_FRAME, LeaseRef
 from vllm_pd_connector.protocol.lease import End, Freed
 from vllm_pd_connector.sidechannel import server as server_module
 from vllm_pd_connector.sidechannel.client import SideChannelClient
@@ -22,7 +23,7 @@ from vllm_pd_connector.sidechannel.sockets import endpoint
 
 ENGINE, INCARNATION = "engine-0", "ab" * 16
 A, B = b"a" * 16, b"b" * 16
-REF = m.LeaseRef("req", A)
+REF = LeaseRef("req", A)
 PATIENCE_S = float(os.environ.get("PD_TEST_PATIENCE", "20"))
 
 
@@ -122,7 +123,7 @@ def test_a_foreign_engine_id_is_refused_naming_both(server, client):
 
 def test_a_lease_is_renewed_read_confirmed_and_freed(server, client):
     server.hold("req", A, 60.0)
-    assert ask(client, server, m.Renew((REF, m.LeaseRef("other", A)))) == m.Renewed(("other",))
+    assert ask(client, server, m.Renew((REF, LeaseRef("other", A)))) == m.Renewed(("other",))
     for reader in (0, 1):
         assert server.take_freed() == []
         assert ask(client, server, m.ReadDone(REF, reader, 2, B)) == m.ReadVerdict(held=True, reason="")
@@ -183,7 +184,7 @@ def test_fifty_clients_are_served_at_once(server):
         tokens = [
             [
                 client.send(address(server), m.GetManifests(ENGINE), PATIENCE_S),
-                client.send(address(server), m.ReadDone(m.LeaseRef(f"r{n}", A), 0, 1, B), PATIENCE_S),
+                client.send(address(server), m.ReadDone(LeaseRef(f"r{n}", A), 0, 1, B), PATIENCE_S),
             ]
             for n, client in enumerate(clients)
         ]
@@ -210,7 +211,7 @@ MALFORMED = {
     "missing field": (frame({"type": "renew"}), m.FailureCode.MALFORMED, 7),
     "wrong type": (frame({"type": "renew", "leases": 3}), m.FailureCode.MALFORMED, 7),
     "too many leases": (
-        frame({"type": "renew", "leases": [{"request_id": "r", "nonce": A}] * (m.MAX_LEASES + 1)}),
+        frame({"type": "renew", "leases": [{"request_id": "r", "nonce": A}] * (MAX_LEASES + 1)}),
         m.FailureCode.MALFORMED,
         7,
     ),
@@ -428,7 +429,7 @@ def test_what_cannot_be_sent_is_refused_before_it_is_sent(client):
     with pytest.raises(ProtocolError, match="not an address"):
         client.send("tcp://nowhere", m.Release(()), 1.0)
     with pytest.raises(ProtocolError, match="limit"):
-        client.send("tcp://127.0.0.1:1", m.GetManifests("e" * m.MAX_REQUEST_FRAME), 1.0)
+        client.send("tcp://127.0.0.1:1", m.GetManifests("e" * MAX_REQUEST_FRAME), 1.0)
     assert client.sockets() == ()
 
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from vllm_pd_connector.protocol.messages import LeaseRef, ReadDone, ReadVerdict, Table
+from vllm_pd_connector.protocol.fields import LeaseRef, Table
+from vllm_pd_connector.protocol.messages import ReadDone, ReadVerdict
 
 
 class End(Enum):

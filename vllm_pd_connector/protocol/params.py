@@ -24,15 +24,8 @@ import msgspec
 from msgspec import Meta
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.messages import (
-    MIN_VERSION,
-    NONCE_BYTES,
-    PROTOCOL_VERSION,
-    EngineId,
-    Incarnation,
-    LeaseRef,
-    RequestId,
-)
+from vllm_pd_connector.protocol.fields import NONCE_BYTES, EngineId, Incarnation, LeaseRef, RequestId
+from vllm_pd_connector.protocol.messages import MIN_VERSION, PROTOCOL_VERSION
 from vllm_pd_connector.protocol.peer import PeerKey
 
 BlockId = Annotated[int, Meta(ge=0, lt=2**31)]

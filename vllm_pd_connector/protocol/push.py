@@ -27,12 +27,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
-from vllm_pd_connector.protocol.messages import (
-    MAX_TEXT,
+from vllm_pd_connector.protocol.fields import MAX_TEXT, LeaseRef, Table
+from vllm_pd_connector.protocol.messages import ReadDone, Reply
+from vllm_pd_connector.protocol.push_messages import (
     AwaitOrders,
     DeclinePush,
     GiveUp,
-    LeaseRef,
     Moved,
     Orders,
     PrefillRef,
@@ -40,9 +40,6 @@ from vllm_pd_connector.protocol.messages import (
     PushEnded,
     PushInto,
     PushState,
-    ReadDone,
-    Reply,
-    Table,
     WithdrawPush,
     Write,
 )

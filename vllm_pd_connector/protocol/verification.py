@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from vllm_pd_connector.protocol.messages import Accepted, Job, LeaseRef, Reply, SumPiece, Sums, Table, Verified, Verify
+from vllm_pd_connector.protocol.fields import LeaseRef, Table
+from vllm_pd_connector.protocol.messages import Accepted, Job, Reply, SumPiece, Sums, Verified, Verify
 
 B = TypeVar("B")
 

@@ -24,7 +24,6 @@ from vllm_pd_connector.compat.states import state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.bootstrap import Place, parse_bootstrap_address
-from vllm_pd_connector.protocol.messages import Home, PrefillRef
 from vllm_pd_connector.protocol.params import (
     RemoteBootstrap,
     RemotePrefill,
@@ -37,6 +36,7 @@ from vllm_pd_connector.protocol.params import (
     require_signature,
 )
 from vllm_pd_connector.protocol.peer import PeerKey
+from vllm_pd_connector.protocol.push_messages import Home, PrefillRef
 from vllm_pd_connector.scheduler.keeper import LeaseKeeper
 from vllm_pd_connector.sidechannel.bootstrap import Directory
 from vllm_pd_connector.sidechannel.keys import keys_of, require_known_server

@@ -25,11 +25,9 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.protocol.fields import MAX_TEXT, Table
 from vllm_pd_connector.protocol.lease import End, Freed, LeaseTable
 from vllm_pd_connector.protocol.messages import (
-    MAX_TEXT,
-    AwaitOrders,
-    DeclinePush,
     Describe,
     Failure,
     FailureCode,
@@ -37,10 +35,6 @@ from vllm_pd_connector.protocol.messages import (
     Manifests,
     NextJob,
     Noted,
-    Pushed,
-    PushEnded,
-    PushInto,
-    PushState,
     ReadDone,
     Release,
     Released,
@@ -51,15 +45,22 @@ from vllm_pd_connector.protocol.messages import (
     Standing,
     Status,
     Sums,
-    Table,
     Verify,
     VersionMismatch,
-    WithdrawPush,
     decode_request,
     encode,
     sequence_of,
 )
 from vllm_pd_connector.protocol.push import ANSWER_S, PushTable, Tables, Ticket
+from vllm_pd_connector.protocol.push_messages import (
+    AwaitOrders,
+    DeclinePush,
+    Pushed,
+    PushEnded,
+    PushInto,
+    PushState,
+    WithdrawPush,
+)
 from vllm_pd_connector.protocol.verification import Verification
 from vllm_pd_connector.sidechannel.keys import ZAP_DOMAIN, Keys
 from vllm_pd_connector.sidechannel.sockets import bound_router

@@ -10,7 +10,7 @@ from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.stage import Chunk
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import receive as receives
-from vllm_pd_connector.protocol.messages import Moved
+from vllm_pd_connector.protocol.push_messages import Moved
 from vllm_pd_connector.protocol.receive import Receive
 from vllm_pd_connector.steps import ReceiveOrder
 from vllm_pd_connector.transport.base import Peer as TransportPeer

@@ -15,7 +15,8 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
-from vllm_pd_connector.protocol.messages import Failure, FailureCode, Pushed, PushInto, PushState, WithdrawPush
+from vllm_pd_connector.protocol.messages import Failure, FailureCode
+from vllm_pd_connector.protocol.push_messages import Pushed, PushInto, PushState, WithdrawPush
 from vllm_pd_connector.sidechannel.client import Outcome
 from vllm_pd_connector.steps import PushTerms, encode_tables
 from vllm_pd_connector.worker.active import Active, Drive

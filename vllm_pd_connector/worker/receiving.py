@@ -19,16 +19,9 @@ from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
-from vllm_pd_connector.protocol.messages import (
-    DeclinePush,
-    Failure,
-    FailureCode,
-    Moved,
-    ReadDone,
-    ReadVerdict,
-    Release,
-)
+from vllm_pd_connector.protocol.messages import Failure, FailureCode, ReadDone, ReadVerdict, Release
 from vllm_pd_connector.protocol.push import ANSWER_S
+from vllm_pd_connector.protocol.push_messages import DeclinePush, Moved
 from vllm_pd_connector.protocol.receive import Receive
 from vllm_pd_connector.sidechannel.client import Outcome
 from vllm_pd_connector.steps import ReceiveOrder
