@@ -58,7 +58,7 @@ class Writer:
             manifests.append(msgspec.msgpack.encode(manifest))
             self.loops.append(loop)
         self.server.set_manifests(manifests)
-        self.server.enable_pushes(self.tokens, patience_s=config.kv_lease_duration)
+        self.server.pushes.enable(self.tokens, patience_s=config.kv_lease_duration)
 
     def compute(self, start: int, stop: int) -> None:
         """The forward of the next step has filled tokens [start, stop)."""
@@ -71,14 +71,14 @@ class Writer:
 
     def begin(self, name: str = "a") -> str:
         request_id = f"p-{name}"
-        assert self.server.push_started(request_id, name, TOKENS, DIGEST)
+        assert self.server.pushes.started(request_id, name, TOKENS, DIGEST)
         return request_id
 
     def finish(self, name: str = "a", step: int = 0, nonce: bytes | None = None) -> bytes:
         """The prefill has ended and is held; returns the lease's nonce."""
         nonce = nonce or secrets.token_bytes(16)
         self.server.hold(f"p-{name}", nonce, 60.0)
-        if not self.server.push_finished(f"p-{name}", nonce, SOURCE, step):
+        if not self.server.pushes.finished(f"p-{name}", nonce, SOURCE, step):
             self.server.drop(f"p-{name}")
         return nonce
 
@@ -175,9 +175,9 @@ def test_a_decode_instance_that_asks_first_is_served_when_the_prefill_comes(writ
 def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
     target.loop.submit([target.order(writer, start=0)], [])
     writer.begin()
-    until(lambda: writer.server.push_wanted("p-a"), "the registration")
+    until(lambda: writer.server.pushes.wanted("p-a"), "the registration")
     writer.compute(0, 6)
-    writer.server.push_progressed("p-a", encode_tables([GroupBlocks(0, P_BLOCKS[:2])]), 6, 1)
+    writer.server.pushes.progressed("p-a", encode_tables([GroupBlocks(0, P_BLOCKS[:2])]), 6, 1)
     assert whole(target.worker.memory, target.before), "its own forward of step 1 is not done"
     writer.step_done(1)
     partly = target.before.copy()
@@ -198,10 +198,10 @@ def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
 def test_a_step_that_is_done_is_written_although_the_next_is_ordered_already(writer, target):
     target.loop.submit([target.order(writer, start=0)], [])
     writer.begin()
-    until(lambda: writer.server.push_wanted("p-a"), "the registration")
+    until(lambda: writer.server.pushes.wanted("p-a"), "the registration")
     writer.compute(0, 6)
-    writer.server.push_progressed("p-a", SOURCE, 6, 1)
-    writer.server.push_progressed("p-a", SOURCE, 8, 2)
+    writer.server.pushes.progressed("p-a", SOURCE, 6, 1)
+    writer.server.pushes.progressed("p-a", SOURCE, 8, 2)
     until(lambda: all(sum(len(p.orders) for p in loop._pushes._pushes.values()) == 2 for loop in writer.loops), "both")
     writer.step_done(1)
     partly = target.before.copy()
@@ -260,9 +260,9 @@ def test_the_decode_side_refuses_too(target, config):
 def test_an_aborted_prefill_fails_the_request_at_once(writer, target):
     target.loop.submit([target.order(writer), target.order(writer, "e", "late")], [])
     writer.begin()
-    writer.server.push_aborted("p-a", "the client left")
+    writer.server.pushes.aborted("p-a", "the client left")
     writer.begin("late")
-    writer.server.push_aborted("p-late", "the client left")
+    writer.server.pushes.aborted("p-late", "the client left")
     assert target.wait_for("d", "e") == [False, False]
     assert target.quarantined == target.drained
     freed(writer, "a", "late")
@@ -270,7 +270,7 @@ def test_an_aborted_prefill_fails_the_request_at_once(writer, target):
 
 def test_a_request_for_a_prefill_that_was_aborted_before_fails_at_once(writer, target):
     writer.begin()
-    writer.server.push_aborted("p-a", "the client left")
+    writer.server.pushes.aborted("p-a", "the client left")
     target.loop.submit([target.order(writer)], [])
     assert target.wait_for("d") == [False]
     freed(writer, "a")
