@@ -183,7 +183,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "with a secret, only parameters that a prefill instance made are used",
-        "protocol/params.py", "if not hmac.compare_digest(found, sign(remote, secret)):", "if False:",
+        "protocol/answer.py", "if not hmac.compare_digest(found, sign(remote, secret)):", "if False:",
         f"{T_PARAMS}::test_another_secret_does_not_do",
     ),
     Guarantee(
@@ -234,7 +234,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a cache is written for the prompt that it was computed for",
-        "protocol/push.py", " or into.prompt_digest != prefill.prompt_digest:", ":",
+        "protocol/wants.py", " or into.prompt_digest != prefill.prompt_digest:", ":",
         "worker/test_pushing.py::test_another_prompt_is_not_written",
     ),
     Guarantee(

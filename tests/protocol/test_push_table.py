@@ -9,7 +9,8 @@ import pytest
 
 from vllm_pd_connector.protocol import messages as m
 from vllm_pd_connector.protocol.fields import Table
-from vllm_pd_connector.protocol.push import ANSWER_S, IDLE_ANSWER_S, PushTable
+from vllm_pd_connector.protocol.orders import IDLE_ANSWER_S
+from vllm_pd_connector.protocol.push import ANSWER_S, PushTable
 from vllm_pd_connector.protocol.push_messages import (
     AwaitOrders,
     DeclinePush,

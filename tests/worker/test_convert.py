@@ -17,7 +17,7 @@ from effort import examples
 from vllm_pd_connector.config import Config, parse_config
 from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
-from vllm_pd_connector.geometry.stage import Copy
+from vllm_pd_connector.geometry.strided import Copy
 from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
 from vllm_pd_connector.worker.convert import Slab
 from vllm_pd_connector.worker.copies import CpuCopier, element_arrays

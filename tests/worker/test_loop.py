@@ -23,7 +23,8 @@ from geometry_world import Model, Side, Worker, instance, table, write
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
-from vllm_pd_connector.protocol.params import parse_remote_prefill, remote_prefill_params
+from vllm_pd_connector.protocol.answer import remote_prefill_params
+from vllm_pd_connector.protocol.params import parse_remote_prefill
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
 from vllm_pd_connector.transport.base import Transport

@@ -21,7 +21,8 @@ from test_loop import D_BLOCKS, D_SIDE, MODEL, P_BLOCKS, P_SIDE, TOKENS, Decode,
 
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
-from vllm_pd_connector.protocol.params import parse_remote_prefill, remote_prefill_params
+from vllm_pd_connector.protocol.answer import remote_prefill_params
+from vllm_pd_connector.protocol.params import parse_remote_prefill
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.push_messages import DeclinePush, Home, PrefillRef
 from vllm_pd_connector.sidechannel.client import SideChannelClient

@@ -19,9 +19,10 @@ from vllm_pd_connector.compat.caches import prefill_backoff
 from vllm_pd_connector.compat.states import state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.protocol.answer import remote_prefill_params
 from vllm_pd_connector.protocol.bootstrap import Place, encode_answer
 from vllm_pd_connector.protocol.lease import End, Freed
-from vllm_pd_connector.protocol.params import pairing_name, parse_remote_prefill, remote_prefill_params
+from vllm_pd_connector.protocol.params import pairing_name, parse_remote_prefill
 from vllm_pd_connector.protocol.push_messages import Home
 from vllm_pd_connector.scheduler.progress import Steps, TablesOf
 from vllm_pd_connector.sidechannel.bootstrap import BootstrapServer

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 from vllm_pd_connector.protocol.lease import End, Freed, LeaseTable
 from vllm_pd_connector.protocol.messages import Failure, FailureCode, Noted, Reply
-from vllm_pd_connector.protocol.push import ANSWER_S, PushTable, Tables, Ticket
+from vllm_pd_connector.protocol.orders import Ticket
+from vllm_pd_connector.protocol.push import ANSWER_S, PushTable
 from vllm_pd_connector.protocol.push_messages import (
     AwaitOrders,
     DeclinePush,
@@ -22,6 +23,7 @@ from vllm_pd_connector.protocol.push_messages import (
     PushState,
     WithdrawPush,
 )
+from vllm_pd_connector.protocol.wants import Tables
 
 
 class PushService:

@@ -17,13 +17,14 @@ import math
 import socket as _socket
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.fields import MAX_TEXT, Table
 from vllm_pd_connector.protocol.lease import Freed, LeaseTable
@@ -50,7 +51,7 @@ from vllm_pd_connector.protocol.messages import (
     encode,
     sequence_of,
 )
-from vllm_pd_connector.protocol.push import Ticket
+from vllm_pd_connector.protocol.orders import Ticket
 from vllm_pd_connector.protocol.push_messages import AwaitOrders, DeclinePush, PushEnded, PushInto, WithdrawPush
 from vllm_pd_connector.protocol.verification import Verification
 from vllm_pd_connector.sidechannel.keys import ZAP_DOMAIN, Keys
@@ -112,7 +113,7 @@ class SideChannelServer:
         self._unsent: list[_Unsent] = []
         self._log_at = -math.inf
         self._closing = False
-        self._clients: OrderedDict[bytes, None] = OrderedDict()
+        self._clients: Bounded[bytes, None] = Bounded(_MAX_CLIENTS)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         try:
@@ -238,9 +239,6 @@ class SideChannelServer:
             except zmq.Again:
                 return
             self._clients[client] = None
-            self._clients.move_to_end(client)
-            if len(self._clients) > _MAX_CLIENTS:
-                self._clients.popitem(last=False)
             seq = sequence_of(parts[0]) if parts else 0
             reply = self._answer(parts, (client, seq))
             if reply is not None:
