@@ -10,6 +10,8 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from vllm_pd_connector.geometry.check import MAX_GROUPS
+
 MAX_REQUEST_FRAME: Final = 1024 * 1024
 MAX_REPLY_FRAME: Final = 16 * 1024 * 1024
 MAX_LEASES: Final = 24  # of the longest request ids, in UTF-8, still fit a request frame
@@ -17,7 +19,6 @@ MAX_READERS: Final = 4096
 MAX_TEXT: Final = 4096
 NONCE_BYTES: Final = 16
 MAX_TABLE_BYTES: Final = 512 * 1024
-MAX_GROUPS: Final = 256
 MAX_PIECE_BYTES: Final = 16 * 1024
 MAX_PIECES_BYTES: Final = 40 * 1024  # of all pieces of one Sums, with names well below a request frame
 
@@ -28,6 +29,7 @@ Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 EncodedManifest = Annotated[bytes, Meta(min_length=1, max_length=MAX_REPLY_FRAME)]
 Tokens = Annotated[int, Meta(ge=0, lt=2**31)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
 Worker = Annotated[int, Meta(ge=0, lt=MAX_READERS)]
 Workers = Annotated[int, Meta(ge=1, le=MAX_READERS)]

@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.geometry.check import MAX_GROUPS
 from vllm_pd_connector.protocol.fields import (
     MAX_LEASES,
     MAX_PIECE_BYTES,
@@ -58,7 +59,6 @@ PROTOCOL_VERSION: Final = 1
 MIN_VERSION: Final = 1
 
 _HEADER: Final = struct.Struct("!4sHQ")
-_ADVICE: Final = "run releases of vllm_pd_connector on both sides that share a protocol version"
 
 
 class GetManifests(Message, frozen=True, tag="get_manifests"):
@@ -112,7 +112,7 @@ class SumPiece(Message, frozen=True):
     values: Annotated[bytes, Meta(max_length=MAX_PIECE_BYTES)]
 
 
-Starts = Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...], Meta(max_length=256)]
+Starts = Annotated[tuple[Tokens, ...], Meta(max_length=MAX_GROUPS)]
 
 
 class Verify(Message, frozen=True, tag="verify"):
@@ -312,6 +312,16 @@ def sequence_of(frame: bytes) -> int:
     return int(_HEADER.unpack_from(frame)[2])
 
 
+def version_problem(version: int) -> str:
+    """Why a peer's protocol version cannot be spoken here; empty if it can."""
+    if MIN_VERSION <= version <= PROTOCOL_VERSION:
+        return ""
+    return (
+        f"version: {version} there, {MIN_VERSION} to {PROTOCOL_VERSION} here — run releases of vllm_pd_connector on "
+        "both sides that share a protocol version"
+    )
+
+
 def lease_batches(leases: Sequence[LeaseRef]) -> Iterator[tuple[LeaseRef, ...]]:
     """Leases in groups that each fit one Renew or Release."""
     for first in range(0, len(leases), MAX_LEASES):
@@ -326,10 +336,8 @@ def _decode(frame: bytes, limit: int, decoder: msgspec.msgpack.Decoder[T]) -> tu
     magic, version, seq = _HEADER.unpack_from(frame)
     if magic != MAGIC:
         raise ProtocolError(f"magic: {magic!r} there, {MAGIC!r} here; something else speaks to this port")
-    if not MIN_VERSION <= version <= PROTOCOL_VERSION:
-        raise VersionMismatch(
-            f"protocol version: {version} there, {MIN_VERSION} to {PROTOCOL_VERSION} here — {_ADVICE}"
-        )
+    if problem := version_problem(version):
+        raise VersionMismatch(f"protocol {problem}")
     try:
         return seq, decoder.decode(memoryview(frame)[_HEADER.size :])
     except Exception as error:  # the border to strangers' bytes: whatever a decoder thinks of them is one error

@@ -21,20 +21,19 @@ import msgspec
 from msgspec import Meta
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.fields import NONCE_BYTES, EngineId, Incarnation, LeaseRef, RequestId
-from vllm_pd_connector.protocol.messages import MIN_VERSION, PROTOCOL_VERSION
+from vllm_pd_connector.geometry.check import MAX_GROUPS
+from vllm_pd_connector.protocol.fields import NONCE_BYTES, EngineId, Incarnation, LeaseRef, Port, RequestId, Tokens
+from vllm_pd_connector.protocol.messages import version_problem
 from vllm_pd_connector.protocol.peer import PeerKey
 
 BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
 BlockIds = Annotated[
     tuple[Annotated[tuple[BlockId, ...], Meta(max_length=1 << 20)], ...],
-    Meta(max_length=256),
+    Meta(max_length=MAX_GROUPS),
 ]
 # Letters of names and addresses only: zmq gives ";", "/" and "*" in an endpoint a meaning of their own.
 Host = Annotated[str, Meta(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._:%-]+\Z")]
-Port = Annotated[int, Meta(ge=1, le=65535)]
 ParallelSize = Annotated[int, Meta(ge=1, le=65536)]
-NumTokens = Annotated[int, Meta(ge=0, lt=2**31)]
 ServerKey = Annotated[str, Meta(min_length=40, max_length=40, pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]+\Z")]
 Signature = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")]
 NonceHex = Annotated[str, Meta(min_length=32, max_length=32, pattern="^[0-9a-f]{32}$")]
@@ -85,7 +84,7 @@ class Extension(Base, frozen=True):
     nonce: NonceHex
     lease_seconds: Annotated[float, Meta(gt=0, le=86400)]
     prompt_digest: Annotated[str, Meta(min_length=16, max_length=16, pattern="^[0-9a-f]{16}$")]
-    first_blocks: Annotated[tuple[BlockId, ...], Meta(max_length=256)]
+    first_blocks: Annotated[tuple[BlockId, ...], Meta(max_length=MAX_GROUPS)]
     server_key: ServerKey | None = None
     signature: Signature | None = None
 
@@ -107,7 +106,7 @@ class RemotePrefill(Base, frozen=True):
     tp_size: ParallelSize
     dcp_size: ParallelSize
     pp_size: ParallelSize
-    remote_num_tokens: NumTokens
+    remote_num_tokens: Tokens
     remote_blocks_expiry_time: float | None
     transfer_mode: Literal["pull", "push"]
     pd_connector: Extension
@@ -149,7 +148,7 @@ class RemotePush(Base, frozen=True):
     tp_size: ParallelSize | None = None
     dcp_size: ParallelSize | None = None
     pp_size: ParallelSize | None = None
-    remote_num_tokens: NumTokens | None = None
+    remote_num_tokens: Tokens | None = None
     remote_blocks_expiry_time: float | None = None
     transfer_mode: Literal["push"] | None = None
     pd_connector: None = None
@@ -230,12 +229,8 @@ def parse_remote_prefill(params: object) -> RemotePrefill:
             f"kv_transfer_params: remote_block_ids has {groups} groups, pd_connector.first_blocks {firsts}; forward "
             "the prefill instance's answer unchanged"
         )
-    version = parsed.pd_connector.version
-    if not MIN_VERSION <= version <= PROTOCOL_VERSION:
-        raise ProtocolError(
-            f"kv_transfer_params: pd_connector.version: {version} there, {MIN_VERSION} to {PROTOCOL_VERSION} here — "
-            "run releases of vllm_pd_connector on both sides that share a protocol version"
-        )
+    if problem := version_problem(parsed.pd_connector.version):
+        raise ProtocolError(f"kv_transfer_params: pd_connector.{problem}")
     return parsed
 
 

@@ -11,13 +11,14 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from vllm_pd_connector.geometry.check import MAX_GROUPS
 from vllm_pd_connector.protocol.fields import (
-    MAX_GROUPS,
     Count,
     EngineId,
     Incarnation,
     Message,
     Nonce,
+    Port,
     RequestId,
     Tables,
     Text,
@@ -43,7 +44,7 @@ class Home(Message, frozen=True):
     engine_id: EngineId
     incarnation: Incarnation
     host: Annotated[str, Meta(min_length=1, max_length=253)]
-    port: Annotated[int, Meta(ge=1, le=65535)]
+    port: Port
     server_key: Annotated[str, Meta(min_length=40, max_length=40)] | None = None
 
 

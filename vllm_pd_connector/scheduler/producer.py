@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat import facts
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import NULL_BLOCK, HeldBlocks, prompt_digest, stop_short, transfer_params
+from vllm_pd_connector.compat.blocks import HeldBlocks, prompt_digest, stop_short, transfer_params
 from vllm_pd_connector.compat.caches import prefill_backoff
 from vllm_pd_connector.compat.states import state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.geometry.bind import NULL_BLOCK
 from vllm_pd_connector.protocol.answer import remote_prefill_params
 from vllm_pd_connector.protocol.bootstrap import Place, encode_answer
 from vllm_pd_connector.protocol.lease import End, Freed
