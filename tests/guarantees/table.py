@@ -174,12 +174,12 @@ GUARANTEES = [
     Guarantee(
         "without keys, no instance listens where others reach it",
         "scheduler/producer.py", "            require_private_address(self._host", "            (lambda *_: None)(self._host",
-        f"{T_HALF}::test_a_producer_without_keys_does_not_listen_where_others_reach_it",
+        "scheduler/test_half_keys.py::test_a_producer_without_keys_does_not_listen_where_others_reach_it",
     ),
     Guarantee(
         "without keys, no instance on another host is asked",
         "scheduler/consumer.py", "        require_known_server(\n", "        (lambda *_: None)(\n",
-        f"{T_HALF}::test_a_consumer_without_keys_asks_nobody_on_another_host",
+        "scheduler/test_half_keys.py::test_a_consumer_without_keys_asks_nobody_on_another_host",
     ),
     Guarantee(
         "with a secret, only parameters that a prefill instance made are used",
@@ -204,7 +204,7 @@ GUARANTEES = [
     Guarantee(
         "requests under way are bounded",
         "sidechannel/client.py", "        if len(link.pending) >= MAX_PENDING:", "        if False:",
-        f"{T_SIDE}::test_requests_under_way_are_bounded",
+        "sidechannel/test_client.py::test_requests_under_way_are_bounded",
     ),
     Guarantee(
         "replies that nobody takes are bounded",

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -21,8 +19,6 @@ from test_loop import D_BLOCKS, D_SIDE, MODEL, P_BLOCKS, P_SIDE, TOKENS, Decode,
 
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
-from vllm_pd_connector.protocol.answer import remote_prefill_params
-from vllm_pd_connector.protocol.params import parse_remote_prefill
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.push_messages import DeclinePush, Home, PrefillRef
 from vllm_pd_connector.sidechannel.client import SideChannelClient
@@ -33,7 +29,6 @@ from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.loop import TransferLoop
 from vllm_pd_connector.worker.outbox import Outbox
 from vllm_pd_connector.worker.pushing import PushSetup, StepClock
-from vllm_pd_connector.worker.selftest import Figures
 
 DIGEST = "0" * 16
 SOURCE = encode_tables([GroupBlocks(0, P_BLOCKS)])
@@ -377,44 +372,6 @@ def test_a_decode_instance_that_died_fails_its_push_and_frees_the_prefill(writer
     target.close()
     writer.transports[0].faults.failures.append(PeerLost("connection reset"))
     freed(writer, "a")
-
-
-@pytest.mark.parametrize("config", [{"mode": "auto"}], indirect=True)
-@pytest.mark.parametrize(("figures", "pushes"), [(Figures(1e9, 9e9), 1), (Figures(9e9, 1e9), 0)])
-def test_mode_auto_takes_the_faster_way(writer, target, monkeypatch, figures, pushes):
-    monkeypatch.setattr("vllm_pd_connector.worker.direction.self_test", lambda *_: figures)
-    target.loop.submit([both_ways(writer, target)], [])
-    assert target.wait_for("d") == [True]
-    assert whole(target.worker.memory, target.expected())
-    freed(writer, "a")
-    counts = writer.server.counts()
-    assert (counts.get("PushInto", 0) > 0, counts.get("ReadDone", 0)) == (bool(pushes), 1 - pushes)
-
-
-@pytest.mark.parametrize("config", [{"mode": "auto"}], indirect=True)
-def test_mode_auto_measures_both_ways_and_tells_what_it_found(writer, target, caplog):
-    with caplog.at_level("INFO", logger="vllm_pd_connector"):
-        target.loop.submit([both_ways(writer, target)], [])
-        assert target.wait_for("d") == [True]
-    assert re.search(
-        r"self-test with prefill engine p-0: reads \d+\.\d+ GB/s, writes \d+\.\d+ GB/s; it is", caplog.text
-    )
-    assert whole(target.worker.memory, target.expected()), "the self-test touches no cache"
-
-
-def both_ways(writer: Writer, target: Target) -> ReceiveOrder:
-    """A request whose prefill can be read and can be written."""
-    params = remote_prefill_params(
-        block_ids=[P_BLOCKS], first_blocks=[0], request_id="p-a", nonce=secrets.token_bytes(16),
-        lease_seconds=60.0, prompt_digest=DIGEST,
-        engine_id="p-0", incarnation=writer.incarnation, host="127.0.0.1", port=writer.server.port,
-        tp_size=2, dcp_size=1, pp_size=1, num_tokens=TOKENS, transfer_mode="push",
-    )  # fmt: skip
-    remote = parse_remote_prefill(params)
-    writer.compute(0, TOKENS)
-    writer.begin()
-    nonce = writer.finish(nonce=remote.lease.nonce)
-    return replace(target.order(writer, nonce=nonce), remote=remote, either=True)
 
 
 def test_a_prefill_of_which_nothing_is_needed_is_freed_at_once(writer):

@@ -40,12 +40,7 @@ from vllm_pd_connector.proxy.exchange import (
     refuse_error_event,
 )
 from vllm_pd_connector.proxy.fleet import Fleet, Instance, Role
-from vllm_pd_connector.proxy.handoff import (
-    Body,
-    decode_body,
-    decode_body_beside,
-    prefill_body,
-)
+from vllm_pd_connector.proxy.handoff import Body, decode_body, decode_body_beside, prefill_body
 from vllm_pd_connector.proxy.legs import Headers, LegError, Legs, Limits, make_session
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 
