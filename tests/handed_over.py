@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_pd_connector.protocol.params import remote_prefill_params
+from vllm_pd_connector.protocol.answer import remote_prefill_params
 
 
 def handed_over() -> dict[str, Any]:

@@ -18,14 +18,12 @@ import contextlib
 import json
 import logging
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError, ProtocolError
@@ -36,6 +34,7 @@ from vllm_pd_connector.protocol.messages import Describe, Failure, GetManifests,
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
 from vllm_pd_connector.sidechannel.keys import Keys, create_keys, create_secret, load_keys, public_key
 from vllm_pd_connector.sidechannel.sockets import endpoint
+from vllm_pd_connector.sidechannel.waiting import Wake, ask
 
 ALLOWED, REFUSED, UNANSWERED = 0, 1, 2
 
@@ -236,19 +235,9 @@ def fetch(address: str, timeout: float, identity: Identity | None = None) -> tup
 
 
 def _ask(address: str, request: Request, timeout: float, identity: Identity | None) -> Outcome:
-    client = SideChannelClient(keys=identity.keys if identity is not None else None)
-    try:
-        token = client.send(address, request, timeout)
-        while True:
-            poller = zmq.Poller()
-            for socket in client.sockets():
-                poller.register(socket, zmq.POLLIN)
-            deadline = client.next_deadline() or 0.0
-            poller.poll(max(1, round(1000 * (deadline - time.monotonic()))))
-            if (outcome := dict(client.receive()).get(token)) is not None:
-                return outcome
-    finally:
-        client.close()
+    keys = identity.keys if identity is not None else None
+    with contextlib.closing(SideChannelClient(keys=keys)) as client, contextlib.closing(Wake()) as wake:
+        return ask(client, wake, address, request, timeout)
 
 
 def as_json(prefill: Sequence[Manifest], decode: Sequence[Manifest], found: Explanation) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_pd_connector.compat.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-from vllm_pd_connector.protocol.messages import Home, PrefillRef, Table
+from vllm_pd_connector.geometry.bind import BlockTable
+from vllm_pd_connector.protocol.fields import Table
 from vllm_pd_connector.protocol.params import RemotePrefill
 from vllm_pd_connector.protocol.peer import PeerKey
+from vllm_pd_connector.protocol.push_messages import Home, PrefillRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,11 @@ class GroupBlocks:
 def encode_tables(tables: Iterable[GroupBlocks]) -> tuple[Table, ...]:
     """Block tables as they travel."""
     return tuple(Table(table.first_block, np.asarray(table.ids, dtype="<i4").tobytes()) for table in tables)
+
+
+def block_tables(tables: Iterable[GroupBlocks]) -> list[BlockTable]:
+    """Block tables as they are bound."""
+    return [BlockTable(table.first_block, np.asarray(table.ids, dtype=np.int64)) for table in tables]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ from vllm_pd_connector.geometry.plan import make_plan
 from vllm_pd_connector.geometry.topology import check_pd_topology
 from vllm_pd_connector.protocol import messages as m
 from vllm_pd_connector.protocol import params as p
+from vllm_pd_connector.protocol.answer import remote_prefill_params, require_signature
+from vllm_pd_connector.protocol.fields import LeaseRef, Table
 from vllm_pd_connector.proxy.handoff import check_client_body
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.worker.link import decode as decode_manifest
@@ -39,8 +41,8 @@ from vllm_pd_connector.worker.link import decode as decode_manifest
 MODEL = Model(layers=2, heads=4)
 [LOCAL] = [worker.manifest for worker in instance(MODEL, Side(tp=1, layout="NHD"), "decode-0")]
 REMOTE = [worker.manifest for worker in instance(MODEL, Side(tp=2, layout="HND"), "prefill-0")]
-LEASE = m.LeaseRef("cmpl-1", bytes(range(16)))
-PARAMS = p.remote_prefill_params(
+LEASE = LeaseRef("cmpl-1", bytes(range(16)))
+PARAMS = remote_prefill_params(
     block_ids=([3, 4, 5], [9]), first_blocks=(0, 2), request_id="cmpl-1", nonce=bytes(16), lease_seconds=30.0,
     prompt_digest="0123456789abcdef", engine_id="p-0", incarnation="ab" * 16, host="10.0.0.1", port=5600,
     tp_size=2, dcp_size=1, pp_size=1, num_tokens=33, server_key="k" * 40, secret=b"s" * 32,
@@ -93,7 +95,7 @@ def use_params(value: Any) -> object:
     if kind is p.Kind.NONE:
         return None
     remote = p.parse_remote_prefill(value)
-    p.require_signature(remote, b"s" * 32)
+    require_signature(remote, b"s" * 32)
     return remote.lease
 
 
@@ -124,7 +126,7 @@ DECODERS: dict[str, Decoder] = {
         m.Renewed(("cmpl-1",)),
         m.ReadVerdict(False, "expired"),
         m.Standing(3),
-        m.Job(7, (m.Table(0, bytes(8)),), (0, 16), 33),
+        m.Job(7, (Table(0, bytes(8)),), (0, 16), 33),
         m.Verified((m.SumPiece("layer", "key", 0, bytes(8)),)),
         m.Failure(m.FailureCode.BUSY, "later"),
     ),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_moves import moves, windows
 
 from effort import examples
-from vllm_pd_connector.geometry import stage
+from vllm_pd_connector.geometry import stage, strided
 from vllm_pd_connector.geometry.bind import Tail, bind, pair, runs_of
 from vllm_pd_connector.geometry.plan import Edge, make_plan
 from vllm_pd_connector.geometry.stage import Chunk, chunks, split
@@ -31,7 +31,7 @@ def carry_out(chunk: Chunk, source: Worker, destination: Worker, limit: int, wri
         assert length > 0 and from_ >= 0 and from_ + length <= a.length and to >= 0 and to + length <= chunk.size
         slab[to : to + length] = source.memory[from_ : from_ + length]
     for part in chunk.copies:
-        assert part.total_bytes <= stage.COPY_BYTES or not part.axes
+        assert part.total_bytes <= strided.COPY_BYTES or not part.axes
         sizes = [size for size, _, _ in part.axes]
         assert all(size > 1 and a > 0 and b > 0 for size, a, b in part.axes), "torch has no negative strides"
         places = np.zeros((2, *sizes, part.item), dtype=np.int64)
@@ -111,7 +111,7 @@ def test_exactly_the_asked_bytes_arrive(move: Move, cost: int, forced: bool) -> 
 def test_a_small_slab_and_small_copies_change_nothing(move: Move, cost: int, limit: int, most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "RUN_COST_BYTES", cost)
-        patch.setattr(stage, "COPY_BYTES", most)
+        patch.setattr(strided, "COPY_BYTES", most)
         run(move, limit, forced=False)
 
 

@@ -19,6 +19,7 @@ class Guarantee:
 
 
 LEASE, PEER, RECEIVE = "protocol/lease.py", "protocol/peer.py", "protocol/receive.py"
+LOOP, RECEIVES = "worker/loop.py", "worker/receiving.py"
 T_LEASE, T_PEER, T_RECEIVE = "protocol/test_lease.py", "protocol/test_peer.py", "protocol/test_receive.py"
 T_LOOP, T_LEAVE, T_HALF = "worker/test_loop.py", "worker/test_leave.py", "scheduler/test_half.py"
 T_SIDE, T_KEYS, T_PARAMS = "sidechannel/test_sidechannel.py", "sidechannel/test_keys.py", "protocol/test_params.py"
@@ -110,7 +111,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "what a lost peer may still have written ends with its connection",
-        "worker/loop.py", "            for index in sorted(active.stuck):", "            for index in ():",
+        RECEIVES, "            for index in sorted(active.stuck):", "            for index in ():",
         f"{T_LOOP}::test_a_transfer_that_may_still_write_keeps_its_blocks_until_the_peer_is_known_dead",
     ),
     # Draining
@@ -136,7 +137,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a failed receive gives its lease back",
-        "worker/loop.py", "            self._give_back(active)\n", "            pass\n",
+        RECEIVES, "            self._give_back(active)\n", "            pass\n",
         f"{T_LOOP}::test_block_ids_that_do_not_fit_fail_that_request_alone",
     ),
     Guarantee(
@@ -151,7 +152,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a decode worker that ends gives its leases back",
-        "worker/loop.py", '            self._fail_all("this instance is shutting down", time.monotonic())\n', "",
+        LOOP, '            self._receives.fail_all("this instance is shutting down", time.monotonic())\n', "",
         f"{T_LEAVE}::test_a_decode_worker_that_ends_gives_its_leases_back",
     ),
     Guarantee(
@@ -173,16 +174,16 @@ GUARANTEES = [
     Guarantee(
         "without keys, no instance listens where others reach it",
         "scheduler/producer.py", "            require_private_address(self._host", "            (lambda *_: None)(self._host",
-        f"{T_HALF}::test_a_producer_without_keys_does_not_listen_where_others_reach_it",
+        "scheduler/test_half_keys.py::test_a_producer_without_keys_does_not_listen_where_others_reach_it",
     ),
     Guarantee(
         "without keys, no instance on another host is asked",
         "scheduler/consumer.py", "        require_known_server(\n", "        (lambda *_: None)(\n",
-        f"{T_HALF}::test_a_consumer_without_keys_asks_nobody_on_another_host",
+        "scheduler/test_half_keys.py::test_a_consumer_without_keys_asks_nobody_on_another_host",
     ),
     Guarantee(
         "with a secret, only parameters that a prefill instance made are used",
-        "protocol/params.py", "if not hmac.compare_digest(found, sign(remote, secret)):", "if False:",
+        "protocol/answer.py", "if not hmac.compare_digest(found, sign(remote, secret)):", "if False:",
         f"{T_PARAMS}::test_another_secret_does_not_do",
     ),
     Guarantee(
@@ -203,7 +204,7 @@ GUARANTEES = [
     Guarantee(
         "requests under way are bounded",
         "sidechannel/client.py", "        if len(link.pending) >= MAX_PENDING:", "        if False:",
-        f"{T_SIDE}::test_requests_under_way_are_bounded",
+        "sidechannel/test_client.py::test_requests_under_way_are_bounded",
     ),
     Guarantee(
         "replies that nobody takes are bounded",
@@ -217,7 +218,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a defect that one request meets does not reach the others",
-        "worker/loop.py", "        except Exception as error:  # a defect of ours that one request met", "        except ZeroDivisionError as error:  # a defect",
+        RECEIVES, "        except Exception as error:  # a defect of ours that one request met", "        except ZeroDivisionError as error:  # a defect",
         f"{T_LOOP}::test_an_unexpected_error_fails_requests_and_not_the_thread",
     ),
     # Pushes
@@ -233,12 +234,12 @@ GUARANTEES = [
     ),
     Guarantee(
         "a cache is written for the prompt that it was computed for",
-        "protocol/push.py", " or into.prompt_digest != prefill.prompt_digest:", ":",
+        "protocol/wants.py", " or into.prompt_digest != prefill.prompt_digest:", ":",
         "worker/test_pushing.py::test_another_prompt_is_not_written",
     ),
     Guarantee(
         "orders are given to the instance's own workers alone",
-        "sidechannel/server.py", "if not known or not hmac.compare_digest(", "if not known and not hmac.compare_digest(",
+        "sidechannel/pushes.py", "if not known or not hmac.compare_digest(", "if not known and not hmac.compare_digest(",
         "scheduler/test_push_halves.py::test_orders_are_only_for_who_knows_the_workers_secret",
     ),
 ]

@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from vllm_pd_connector.protocol.fields import LeaseRef
 from vllm_pd_connector.protocol.lease import End, Freed, LeaseTable
-from vllm_pd_connector.protocol.messages import LeaseRef, ReadDone
+from vllm_pd_connector.protocol.messages import ReadDone
 
 A, B = b"a" * 16, b"b" * 16
 REF = LeaseRef("req", A)

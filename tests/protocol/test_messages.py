@@ -12,29 +12,52 @@ from hypothesis import strategies as st
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol import messages as m
+from vllm_pd_connector.protocol.fields import (
+    MAX_LEASES,
+    MAX_READERS,
+    MAX_REPLY_FRAME,
+    MAX_REQUEST_FRAME,
+    MAX_TEXT,
+    LeaseRef,
+    Table,
+)
+from vllm_pd_connector.protocol.push_messages import (
+    AwaitOrders,
+    DeclinePush,
+    GiveUp,
+    Home,
+    Orders,
+    PrefillRef,
+    Pushed,
+    PushEnded,
+    PushInto,
+    PushState,
+    WithdrawPush,
+    Write,
+)
 
 HEADER = struct.Struct("!4sHQ")
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine decides nothing
-LEASE = m.LeaseRef("cmpl-1", bytes(range(16)))
-PREFILL = m.PrefillRef("cmpl-1", None)
-PUSH = m.PushInto(
-    m.PrefillRef("cmpl-1", bytes(16)),
-    m.Home("decode-0", "ab" * 16, "10.0.0.1", 5600),
+LEASE = LeaseRef("cmpl-1", bytes(range(16)))
+PREFILL = PrefillRef("cmpl-1", None)
+PUSH = PushInto(
+    PrefillRef("cmpl-1", bytes(16)),
+    Home("decode-0", "ab" * 16, "10.0.0.1", 5600),
     pp_rank=0, tp_rank=1, reader=1, readers=2, attempt=b"a" * 16,
-    blocks=(m.Table(0, b"\1\0\0\0"), m.Table(3, b"")), start=16, stop=40, prompt_digest="0" * 16,
+    blocks=(Table(0, b"\1\0\0\0"), Table(3, b"")), start=16, stop=40, prompt_digest="0" * 16,
 )  # fmt: skip
 REQUESTS = [
     m.GetManifests("engine-0"),
     m.Describe(),
-    m.Renew((LEASE, m.LeaseRef("é", bytes(16)))),
+    m.Renew((LEASE, LeaseRef("é", bytes(16)))),
     m.ReadDone(LEASE, reader=1, readers=4, attempt=b"a" * 16),
     m.Release((LEASE,)),
     m.Status(),
     PUSH,
-    m.WithdrawPush(PREFILL, b"a" * 16),
-    m.DeclinePush(PREFILL),
-    m.AwaitOrders(bytes(16), worker=3, seen=7),
-    m.PushEnded(bytes(16), 3, b"a" * 16, ok=False, reason="broken", terminal=False),
+    WithdrawPush(PREFILL, b"a" * 16),
+    DeclinePush(PREFILL),
+    AwaitOrders(bytes(16), worker=3, seen=7),
+    PushEnded(bytes(16), 3, b"a" * 16, ok=False, reason="broken", terminal=False),
     m.Verify(LEASE, (0, 16), 33),
     m.NextJob(1),
     m.Sums(7, 1, (m.SumPiece("layer", "key", 0, bytes(8)),), True),
@@ -45,12 +68,12 @@ REPLIES = [
     m.ReadVerdict(held=False, reason="the lease expired"),
     m.Released(),
     m.Standing(3),
-    m.Job(7, (m.Table(0, bytes(8)),), (0, 16), 33),
+    m.Job(7, (Table(0, bytes(8)),), (0, 16), 33),
     m.Accepted(),
     m.Verified((m.SumPiece("layer", "key", 0, bytes(8)),)),
     m.Failure(m.FailureCode.NOT_READY, "later"),
-    m.Pushed(m.PushState.WRITING, "", terminal=False),
-    m.Orders(2, (m.Write(PUSH, PUSH.blocks, ready=32, step=5, final=False), m.GiveUp(b"a" * 16, "aborted"))),
+    Pushed(PushState.WRITING, "", terminal=False),
+    Orders(2, (Write(PUSH, PUSH.blocks, ready=32, step=5, final=False), GiveUp(b"a" * 16, "aborted"))),
     m.Noted(),
 ]
 ids = {"ids": lambda message: type(message).__name__}
@@ -115,7 +138,7 @@ READ_DONE = {
         ({"reader": "0"}, "reader"),
         ({"reader": 0.0}, "reader"),
         ({"reader": -1}, "reader"),
-        ({"reader": m.MAX_READERS}, "reader"),
+        ({"reader": MAX_READERS}, "reader"),
         ({"readers": 0}, "readers"),
         ({"attempt": bytes(15)}, "attempt"),
         ({"attempt": "a" * 16}, None),
@@ -143,20 +166,20 @@ def test_trailing_bytes_are_refused():
 
 
 def test_the_largest_batch_of_the_longest_ids_fits_a_request():
-    leases = [m.LeaseRef("\U0001f600" * 512, bytes(16)) for _ in range(2 * m.MAX_LEASES + 1)]
+    leases = [LeaseRef("\U0001f600" * 512, bytes(16)) for _ in range(2 * MAX_LEASES + 1)]
     batches = list(m.lease_batches(leases))
-    assert [len(batch) for batch in batches] == [m.MAX_LEASES, m.MAX_LEASES, 1]
+    assert [len(batch) for batch in batches] == [MAX_LEASES, MAX_LEASES, 1]
     for batch in batches:
         assert m.decode_request(m.encode(1, m.Renew(batch)))[1] == m.Renew(batch)
 
 
 def test_frames_over_the_limit_are_refused_on_both_sides():
     with pytest.raises(ProtocolError, match="limit"):
-        m.decode_request(frame(bytes(m.MAX_REQUEST_FRAME)))
+        m.decode_request(frame(bytes(MAX_REQUEST_FRAME)))
     with pytest.raises(ProtocolError, match="limit"):
-        m.encode(1, m.Manifests("e", "0" * 32, (bytes(m.MAX_REPLY_FRAME),)))
+        m.encode(1, m.Manifests("e", "0" * 32, (bytes(MAX_REPLY_FRAME),)))
     with pytest.raises(ProtocolError, match="limit"):
-        m.encode(1, m.GetManifests("e" * m.MAX_REQUEST_FRAME))
+        m.encode(1, m.GetManifests("e" * MAX_REQUEST_FRAME))
 
 
 def test_text_that_is_no_unicode_cannot_be_sent():
@@ -181,7 +204,7 @@ def only_protocol_errors(decode, data: bytes) -> None:
     try:
         seq, message = decode(data)
     except ProtocolError as error:
-        assert len(str(error)) <= m.MAX_TEXT + 100
+        assert len(str(error)) <= MAX_TEXT + 100
     else:
         assert decode(m.encode(seq, message)) == (seq, message)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol import params as p
+from vllm_pd_connector.protocol.answer import remote_prefill_params, require_signature
 from vllm_pd_connector.protocol.messages import MIN_VERSION, PROTOCOL_VERSION
 from vllm_pd_connector.protocol.params import (
     IN_TREE_KEYS,
@@ -19,8 +20,6 @@ from vllm_pd_connector.protocol.params import (
     kind_of,
     parse_remote_decode,
     parse_remote_prefill,
-    remote_prefill_params,
-    require_signature,
 )
 
 NONCE = bytes(range(16))

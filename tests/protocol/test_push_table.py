@@ -8,19 +8,34 @@ from itertools import permutations, product
 import pytest
 
 from vllm_pd_connector.protocol import messages as m
-from vllm_pd_connector.protocol.push import ANSWER_S, IDLE_ANSWER_S, PushTable
+from vllm_pd_connector.protocol.fields import Table
+from vllm_pd_connector.protocol.orders import IDLE_ANSWER_S
+from vllm_pd_connector.protocol.push import ANSWER_S, PushTable
+from vllm_pd_connector.protocol.push_messages import (
+    AwaitOrders,
+    DeclinePush,
+    Home,
+    Orders,
+    PrefillRef,
+    Pushed,
+    PushEnded,
+    PushInto,
+    PushState,
+    WithdrawPush,
+    Write,
+)
 
-HOME = m.Home("decode-0", "ab" * 16, "127.0.0.1", 5600)
+HOME = Home("decode-0", "ab" * 16, "127.0.0.1", 5600)
 NONCE, DIGEST, STOP = b"n" * 16, "0" * 16, 40
-TABLES = (m.Table(0, b"\1\0\0\0"),)
+TABLES = (Table(0, b"\1\0\0\0"),)
 WORKERS, PATIENCE = 2, 30.0
 NAME, REQUEST = "cmpl-1", "cmpl-1-0123abcd"
 
 
-def into(reader: int = 0, *, nonce: bytes | None = None, readers: int = 2, **changes: object) -> m.PushInto:
+def into(reader: int = 0, *, nonce: bytes | None = None, readers: int = 2, **changes: object) -> PushInto:
     fields = {"attempt": bytes([reader]) * 16, "start": 0, "stop": STOP, "prompt_digest": DIGEST}
-    ref = m.PrefillRef(REQUEST if nonce else NAME, nonce)
-    return m.PushInto(ref, HOME, 0, reader, reader, readers, blocks=TABLES, **(fields | changes))
+    ref = PrefillRef(REQUEST if nonce else NAME, nonce)
+    return PushInto(ref, HOME, 0, reader, reader, readers, blocks=TABLES, **(fields | changes))
 
 
 @dataclass
@@ -39,7 +54,7 @@ class World:
     owed: dict[bytes, set[int]] = field(default_factory=dict)
     ordered_final: set[bytes] = field(default_factory=set)
     failed: set[bytes] = field(default_factory=set)
-    answers: dict[bytes, list[m.Pushed]] = field(default_factory=dict)
+    answers: dict[bytes, list[Pushed]] = field(default_factory=dict)
     asked: dict[tuple[bytes, int], bytes] = field(default_factory=dict)
     tickets: int = 0
     closed: bool = False
@@ -57,7 +72,7 @@ class World:
         """What the server does after every event, and the workers' questions for orders."""
         self.table.tick(self.now)
         for worker in range(WORKERS):
-            self.table.await_orders(m.AwaitOrders(b"t" * 16, worker, self.seen[worker]), (b"w", worker), self.now)
+            self.table.await_orders(AwaitOrders(b"t" * 16, worker, self.seen[worker]), (b"w", worker), self.now)
         for ticket, reply in self.table.take_replies():
             if ticket[0] == b"w":
                 self.obey(ticket[1], reply)
@@ -70,24 +85,24 @@ class World:
         assert not self.freed or not any(self.owed.values()), "blocks are given back while they may be read"
 
     def obey(self, worker: int, reply: m.Reply) -> None:
-        assert isinstance(reply, m.Orders)
+        assert isinstance(reply, Orders)
         assert all(number > 0 for number in (reply.last,)) or not reply.orders
         self.seen[worker] = max(self.seen[worker], reply.last)
         for order in reply.orders:
-            if isinstance(order, m.Write):
+            if isinstance(order, Write):
                 assert not self.freed
                 self.owed.setdefault(order.into.attempt, set()).add(worker)
                 if order.final:
                     self.ordered_final.add(order.into.attempt)
 
     def answered(self, attempt: bytes, reply: m.Reply) -> None:
-        assert isinstance(reply, m.Pushed)
+        assert isinstance(reply, Pushed)
         self.answers.setdefault(attempt, []).append(reply)
         if reply.terminal:
             assert not self.owed.get(attempt), "terminal, and a worker may still write"
-        if reply.state is m.PushState.DONE:
+        if reply.state is PushState.DONE:
             assert attempt in self.ordered_final and attempt not in self.failed and self.finished
-        if reply.state is m.PushState.FAILED:
+        if reply.state is PushState.FAILED:
             assert reply.reason
 
     def report(self, worker: int, attempt: bytes, ok: bool, terminal: bool) -> None:
@@ -96,7 +111,7 @@ class World:
         if terminal:
             self.owed[attempt].discard(worker)
         reason = "" if ok else "a link dropped"
-        self.table.ended(m.PushEnded(b"t" * 16, worker, attempt, ok, reason, terminal))
+        self.table.ended(PushEnded(b"t" * 16, worker, attempt, ok, reason, terminal))
         self.settle()
 
     def work(self) -> None:
@@ -107,7 +122,7 @@ class World:
 
     def is_over(self, attempt: bytes) -> bool:
         want = self.table._wants.get(attempt)
-        return want is None or want.state is m.PushState.FAILED
+        return want is None or want.state is PushState.FAILED
 
     # What can happen
 
@@ -136,7 +151,7 @@ class World:
 
     def withdraw(self) -> None:
         for reader in (0, 1):
-            message = m.WithdrawPush(into(reader).prefill, into(reader).attempt)
+            message = WithdrawPush(into(reader).prefill, into(reader).attempt)
             self.table.withdraw(message, self.ticket(message.attempt), self.now)
 
     def drop_link(self) -> None:
@@ -188,7 +203,7 @@ def test_every_order_of_events_ends_with_every_answer_given_and_every_block_free
             assert given[-1].terminal, order
             results.add(given[-1].state)
     # Slow workers end their writes after everything else, and something in every order fails before that.
-    assert results == ({m.PushState.DONE, m.PushState.FAILED} if quick else {m.PushState.FAILED})
+    assert results == ({PushState.DONE, PushState.FAILED} if quick else {PushState.FAILED})
 
 
 NORMAL = ("register 0", "register 1", "start", "progress", "finish")
@@ -202,7 +217,7 @@ def test_without_failures_every_order_is_served() -> None:
         for event in order:
             world.do(event)
         world.work()
-        done = m.Pushed(m.PushState.DONE, "", True, request_id=REQUEST)
+        done = Pushed(PushState.DONE, "", True, request_id=REQUEST)
         assert [world.answers[into(r).attempt][-1] for r in (0, 1)] == [done] * 2, order
         assert sorted(report.reader for report in world.table.take_served()) == [0, 1]
         world.close()
@@ -214,7 +229,7 @@ def test_an_answer_is_repeated_for_a_message_that_is_repeated() -> None:
     world = World()
     for event in ("start", "finish", "register 0", "register 1", "register 0"):
         world.do(event)
-    assert [answer.state for answer in world.answers[into(0).attempt]] == [m.PushState.DONE] * 2
+    assert [answer.state for answer in world.answers[into(0).attempt]] == [PushState.DONE] * 2
 
 
 def test_who_waits_hears_from_time_to_time_how_far_it_is() -> None:
@@ -235,7 +250,7 @@ def test_a_prefill_that_does_not_come_fails_who_waits_for_it() -> None:
     assert world.table.next_deadline() == ANSWER_S
     world.now = PATIENCE
     world.settle()
-    assert world.answers[into(0).attempt][-1].state is m.PushState.FAILED
+    assert world.answers[into(0).attempt][-1].state is PushState.FAILED
     assert "no prefill request named cmpl-1 came within 30 s" in world.answers[into(0).attempt][-1].reason
 
 
@@ -243,7 +258,7 @@ def test_a_prefill_that_was_aborted_before_anybody_asked_is_remembered() -> None
     world = World()
     for event in ("start", "close", "register 0"):
         world.do(event)
-    assert world.answers[into(0).attempt] == [m.Pushed(m.PushState.FAILED, f"prefill {NAME}: aborted", True)]
+    assert world.answers[into(0).attempt] == [Pushed(PushState.FAILED, f"prefill {NAME}: aborted", True)]
     world.now = PATIENCE
     world.settle()
     assert world.table.next_deadline() == pytest.approx(PATIENCE + IDLE_ANSWER_S), "only the workers wait"
@@ -267,22 +282,22 @@ def test_a_registration_that_contradicts_the_prefill_is_refused_and_harms_nobody
     world.table.register(message, world.ticket(message.attempt), world.now)
     world.settle()
     [answer] = world.answers[message.attempt]
-    assert answer.state is m.PushState.FAILED and answer.terminal and reason in answer.reason
+    assert answer.state is PushState.FAILED and answer.terminal and reason in answer.reason
     world.do("register 1")
     world.work()
-    assert {world.answers[into(r).attempt][-1].state for r in (0, 1)} == {m.PushState.DONE}
+    assert {world.answers[into(r).attempt][-1].state for r in (0, 1)} == {PushState.DONE}
 
 
 def test_a_prefill_that_nobody_needs_is_told_to_its_scheduler() -> None:
     table = PushTable(WORKERS, PATIENCE)
-    table.decline(m.DeclinePush(m.PrefillRef(NAME, None)), 0.0)
+    table.decline(DeclinePush(PrefillRef(NAME, None)), 0.0)
     assert table.started(REQUEST, NAME, STOP, DIGEST, 1.0)
     assert not table.finished(REQUEST, NONCE, TABLES, 1)
     table.close(REQUEST, "not needed", 1.0)
     assert table.take_freed() == [REQUEST]
     assert table.started(REQUEST, NAME, STOP, DIGEST, 2.0), "the word is used up"
     assert table.finished(REQUEST, NONCE, TABLES, 2)
-    table.decline(m.DeclinePush(m.PrefillRef(REQUEST, NONCE)), 3.0)
+    table.decline(DeclinePush(PrefillRef(REQUEST, NONCE)), 3.0)
     assert table.take_unneeded() == [REQUEST]
 
 
@@ -290,12 +305,12 @@ def test_a_prefill_that_somebody_asks_for_is_not_declined_by_another() -> None:
     world = World(quick=False)
     for event in ("start", "register 0", "finish"):
         world.do(event)
-    world.table.decline(m.DeclinePush(m.PrefillRef(NAME, None)), 0.0)
-    stranger = m.WithdrawPush(m.PrefillRef(NAME, None), b"s" * 16)
+    world.table.decline(DeclinePush(PrefillRef(NAME, None)), 0.0)
+    stranger = WithdrawPush(PrefillRef(NAME, None), b"s" * 16)
     world.table.withdraw(stranger, world.ticket(stranger.attempt), world.now)
     world.do("register 1")
     world.work()
-    assert {world.answers[into(r).attempt][-1].state for r in (0, 1)} == {m.PushState.DONE}
+    assert {world.answers[into(r).attempt][-1].state for r in (0, 1)} == {PushState.DONE}
 
 
 def test_a_router_s_second_attempt_is_served_although_the_first_gave_up_before_the_prefill_came() -> None:
@@ -306,7 +321,7 @@ def test_a_router_s_second_attempt_is_served_although_the_first_gave_up_before_t
     world.table.register(second, world.ticket(second.attempt), world.now)
     for event in ("start", "finish"):
         world.do(event)
-    assert world.answers[second.attempt][-1].state is m.PushState.DONE
+    assert world.answers[second.attempt][-1].state is PushState.DONE
 
 
 def test_a_request_id_that_is_still_written_from_is_not_taken_again() -> None:
@@ -320,6 +335,6 @@ def test_a_request_id_that_is_still_written_from_is_not_taken_again() -> None:
 
 def test_reports_of_what_is_not_known_change_nothing() -> None:
     world = World()
-    world.table.ended(m.PushEnded(b"t" * 16, 0, b"q" * 16, True, "", True))
+    world.table.ended(PushEnded(b"t" * 16, 0, b"q" * 16, True, "", True))
     world.table.close("unknown", "pulled", 0.0)
     assert world.table.take_freed() == ["unknown"], "a prefill that is read has no push"

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_pd_connector.protocol import messages as m
+from vllm_pd_connector.protocol.fields import LeaseRef, Table
 from vllm_pd_connector.protocol.verification import MAX_JOBS, Verification
 
-LEASES = [m.LeaseRef(f"r{i}", bytes(16)) for i in range(MAX_JOBS + 1)]
-TABLES = (m.Table(0, bytes(8)),)
+LEASES = [LeaseRef(f"r{i}", bytes(16)) for i in range(MAX_JOBS + 1)]
+TABLES = (Table(0, bytes(8)),)
 
 
 def verify(lease: int = 0, start: int = 0) -> m.Verify:

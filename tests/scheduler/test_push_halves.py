@@ -12,19 +12,17 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
 from vllm_pd_connector.compat.blocks import prompt_digest
-from vllm_pd_connector.protocol.messages import (
+from vllm_pd_connector.protocol.fields import Table
+from vllm_pd_connector.protocol.messages import Noted, Reply, Request
+from vllm_pd_connector.protocol.push_messages import (
     AwaitOrders,
     Home,
-    Noted,
     Orders,
     PrefillRef,
     Pushed,
     PushEnded,
     PushInto,
     PushState,
-    Reply,
-    Request,
-    Table,
     WithdrawPush,
     Write,
 )

@@ -9,17 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from vllm_pd_connector.protocol import messages as m
-from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.sidechannel.sockets import endpoint
 from vllm_pd_connector.sidechannel.waiting import Wake, wait
-
-
-@pytest.fixture
-def client() -> Iterator[SideChannelClient]:
-    made = SideChannelClient()
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -1,45 +1,21 @@
-"""What every transport must do, over each of them: loopback in one process, NIXL and Mooncake between two processes.
-
-NIXL runs twice: as it chooses on one host (cross-memory attach), and over TCP, which is what containers without that
-permission and two hosts use.
-"""
+"""What every transport must do, over each of them (`transport_variants`)."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
-from transport_ends import End, InProcessPeer, ProcessPeer, pattern, runs, until, whole
+from transport_ends import End, pattern, runs, until, whole
+from transport_variants import MIB, SIZE, VARIANTS, AnyPeer, Variant, scattered
 
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.base import Status
 
-MIB = 1 << 20
-SIZE = 4 * MIB
 LARGE = 256 * MIB
 LONG = 96 * MIB  # more than one call of any transport copies
-
-AnyPeer = InProcessPeer | ProcessPeer
-
-
-@dataclass(frozen=True)
-class Variant:
-    transport: str
-    options: dict[str, Any]
-    peer: type[AnyPeer]
-
-
-VARIANTS = {
-    "loopback": Variant("loopback", {}, InProcessPeer),
-    "nixl": Variant("nixl", {}, ProcessPeer),
-    "nixl-tcp": Variant("nixl", {"ucx": {"TLS": "tcp,self"}}, ProcessPeer),
-    "mooncake": Variant("mooncake", {"protocol": "tcp"}, ProcessPeer),
-}
 
 
 @pytest.fixture(scope="module", params=list(VARIANTS))
@@ -97,14 +73,6 @@ def used(end: End, peer: AnyPeer) -> Any:
     connection = connected(end, peer)
     end.finish(end.transport.read(connection, whole(peer.address, end.address, 4096)))
     return connection
-
-
-def scattered(count: int, length: int, source: int, destination: int, space: int = SIZE) -> list[tuple[int, int, int]]:
-    """`count` pieces of `length` bytes, in another order on each side, that share no byte on either side."""
-    rng = np.random.default_rng(count)
-    slots = space // length
-    order, reverse = rng.permutation(slots)[:count] * length, rng.permutation(slots)[:count] * length
-    return [(source + int(a), destination + int(b), length) for a, b in zip(order, reverse, strict=True)]
 
 
 def test_read_copies_every_byte_across_adjacent_segments(end: End, living: AnyPeer) -> None:

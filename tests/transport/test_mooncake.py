@@ -17,7 +17,8 @@ from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.transport.addresses import host_identity
 from vllm_pd_connector.transport.base import Status
 from vllm_pd_connector.transport.endpoint import seal, unseal
-from vllm_pd_connector.transport.mooncake import MooncakeOptions, Whereabouts, check_options, choose_protocol
+from vllm_pd_connector.transport.mooncake import Whereabouts
+from vllm_pd_connector.transport.mooncake_engine import MooncakeOptions, check_options, choose_protocol
 from vllm_pd_connector.transport.registry import create
 
 SIZE = 1 << 20

@@ -17,7 +17,7 @@ from effort import examples
 from vllm_pd_connector.config import Config, parse_config
 from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
-from vllm_pd_connector.geometry.stage import Copy
+from vllm_pd_connector.geometry.strided import Copy
 from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
 from vllm_pd_connector.worker.convert import Slab
 from vllm_pd_connector.worker.copies import CpuCopier, element_arrays
@@ -115,7 +115,8 @@ def test_a_frozen_peer_keeps_its_slots_but_not_the_blocks_nor_the_others(prefill
 @pytest.mark.parametrize("decode", [{"transfer_timeout": 0.5}], indirect=True)
 def test_a_receive_that_is_given_up_says_how_far_it_was(prefill, decode, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr("vllm_pd_connector.worker.loop.logger.error", lambda text, *values: said.append(text % values))
+    log = "vllm_pd_connector.worker.receiving.logger.error"
+    monkeypatch.setattr(log, lambda text, *values: said.append(text % values))
     for transport in prefill.transports:
         transport.faults.frozen = True
     decode.loop.submit([prefill.order("a")], [])

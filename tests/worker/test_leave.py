@@ -81,7 +81,7 @@ def test_a_peer_that_leaves_is_let_go_of_at_once_and_may_come_back(decode):
     with contextlib.closing(Prefill()) as prefill:
         decode.loop.submit([prefill.order("a")], [])
         assert decode.wait_for("a") == [True]
-        [link] = decode.loop._links._links.values()
+        [link] = decode.loop._receives._links._links.values()
         assert link.ranks
         prefill.server.close()
         until(lambda: not link.ranks, "the connection to end")
@@ -99,7 +99,7 @@ def test_requests_that_read_from_a_peer_that_leaves_end_at_once(decode):
         prefill.transports[0].faults.frozen = True
         decode.loop.submit([prefill.order("a")], [])
         until(lambda: prefill.server.counts().get("GetManifests") == 1, "the handshake")
-        until(lambda: bool(decode.loop._active["a"].transfers), "the reads to begin")
+        until(lambda: bool(decode.loop._receives._active["a"].transfers), "the reads to begin")
         prefill.server.close()
         assert decode.wait_for("a") == [False]
         assert decode.failures == {"peer_unreachable": 1} and decode.quarantined == {"a"}
@@ -112,7 +112,8 @@ def test_a_decode_worker_that_ends_gives_its_leases_back(decode):
         prefill.transports[0].faults.frozen = True
         decode.loop.submit([prefill.order("a")], [])
         until(lambda: prefill.server.counts().get("GetManifests") == 1, "the handshake")
-        until(lambda: "a" in decode.loop._active and bool(decode.loop._active["a"].transfers), "the reads to begin")
+        active = decode.loop._receives._active
+        until(lambda: "a" in active and bool(active["a"].transfers), "the reads to begin")
         decode.loop.close()
         until(lambda: prefill.server.take_freed() == [Freed("p-a", End.RELEASED)], "the lease to come back")
         prefill.transports[0].faults.frozen = False

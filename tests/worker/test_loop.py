@@ -23,7 +23,8 @@ from geometry_world import Model, Side, Worker, instance, table, write
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
-from vllm_pd_connector.protocol.params import parse_remote_prefill, remote_prefill_params
+from vllm_pd_connector.protocol.answer import remote_prefill_params
+from vllm_pd_connector.protocol.params import parse_remote_prefill
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
 from vllm_pd_connector.transport.base import Transport
@@ -312,7 +313,7 @@ def test_a_transfer_that_may_still_write_keeps_its_blocks_until_the_peer_is_know
     decode.loop.submit([prefill.order("a")], [])
     assert decode.wait_for("a") == [False]
     assert decode.quarantined == {"a"} and not decode.drained
-    until(lambda: not decode.loop._active["a"].transfers, "the read from the other rank to end")
+    until(lambda: not decode.loop._receives._active["a"].transfers, "the read from the other rank to end")
     decode.transport.faults.failures.append(PeerLost("connection reset"))
     decode.loop.submit([prefill.order("b")], [])
     assert decode.wait_for("b") == [False]

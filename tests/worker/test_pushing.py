@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -21,9 +19,8 @@ from test_loop import D_BLOCKS, D_SIDE, MODEL, P_BLOCKS, P_SIDE, TOKENS, Decode,
 
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
-from vllm_pd_connector.protocol.messages import DeclinePush, Home, PrefillRef
-from vllm_pd_connector.protocol.params import parse_remote_prefill, remote_prefill_params
 from vllm_pd_connector.protocol.peer import PeerKey
+from vllm_pd_connector.protocol.push_messages import DeclinePush, Home, PrefillRef
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.sidechannel.sockets import endpoint
@@ -32,7 +29,6 @@ from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.loop import TransferLoop
 from vllm_pd_connector.worker.outbox import Outbox
 from vllm_pd_connector.worker.pushing import PushSetup, StepClock
-from vllm_pd_connector.worker.selftest import Figures
 
 DIGEST = "0" * 16
 SOURCE = encode_tables([GroupBlocks(0, P_BLOCKS)])
@@ -58,7 +54,7 @@ class Writer:
             manifests.append(msgspec.msgpack.encode(manifest))
             self.loops.append(loop)
         self.server.set_manifests(manifests)
-        self.server.enable_pushes(self.tokens, patience_s=config.kv_lease_duration)
+        self.server.pushes.enable(self.tokens, patience_s=config.kv_lease_duration)
 
     def compute(self, start: int, stop: int) -> None:
         """The forward of the next step has filled tokens [start, stop)."""
@@ -71,14 +67,14 @@ class Writer:
 
     def begin(self, name: str = "a") -> str:
         request_id = f"p-{name}"
-        assert self.server.push_started(request_id, name, TOKENS, DIGEST)
+        assert self.server.pushes.started(request_id, name, TOKENS, DIGEST)
         return request_id
 
     def finish(self, name: str = "a", step: int = 0, nonce: bytes | None = None) -> bytes:
         """The prefill has ended and is held; returns the lease's nonce."""
         nonce = nonce or secrets.token_bytes(16)
         self.server.hold(f"p-{name}", nonce, 60.0)
-        if not self.server.push_finished(f"p-{name}", nonce, SOURCE, step):
+        if not self.server.pushes.finished(f"p-{name}", nonce, SOURCE, step):
             self.server.drop(f"p-{name}")
         return nonce
 
@@ -175,9 +171,9 @@ def test_a_decode_instance_that_asks_first_is_served_when_the_prefill_comes(writ
 def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
     target.loop.submit([target.order(writer, start=0)], [])
     writer.begin()
-    until(lambda: writer.server.push_wanted("p-a"), "the registration")
+    until(lambda: writer.server.pushes.wanted("p-a"), "the registration")
     writer.compute(0, 6)
-    writer.server.push_progressed("p-a", encode_tables([GroupBlocks(0, P_BLOCKS[:2])]), 6, 1)
+    writer.server.pushes.progressed("p-a", encode_tables([GroupBlocks(0, P_BLOCKS[:2])]), 6, 1)
     assert whole(target.worker.memory, target.before), "its own forward of step 1 is not done"
     writer.step_done(1)
     partly = target.before.copy()
@@ -198,10 +194,10 @@ def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
 def test_a_step_that_is_done_is_written_although_the_next_is_ordered_already(writer, target):
     target.loop.submit([target.order(writer, start=0)], [])
     writer.begin()
-    until(lambda: writer.server.push_wanted("p-a"), "the registration")
+    until(lambda: writer.server.pushes.wanted("p-a"), "the registration")
     writer.compute(0, 6)
-    writer.server.push_progressed("p-a", SOURCE, 6, 1)
-    writer.server.push_progressed("p-a", SOURCE, 8, 2)
+    writer.server.pushes.progressed("p-a", SOURCE, 6, 1)
+    writer.server.pushes.progressed("p-a", SOURCE, 8, 2)
     until(lambda: all(sum(len(p.orders) for p in loop._pushes._pushes.values()) == 2 for loop in writer.loops), "both")
     writer.step_done(1)
     partly = target.before.copy()
@@ -260,9 +256,9 @@ def test_the_decode_side_refuses_too(target, config):
 def test_an_aborted_prefill_fails_the_request_at_once(writer, target):
     target.loop.submit([target.order(writer), target.order(writer, "e", "late")], [])
     writer.begin()
-    writer.server.push_aborted("p-a", "the client left")
+    writer.server.pushes.aborted("p-a", "the client left")
     writer.begin("late")
-    writer.server.push_aborted("p-late", "the client left")
+    writer.server.pushes.aborted("p-late", "the client left")
     assert target.wait_for("d", "e") == [False, False]
     assert target.quarantined == target.drained
     freed(writer, "a", "late")
@@ -270,7 +266,7 @@ def test_an_aborted_prefill_fails_the_request_at_once(writer, target):
 
 def test_a_request_for_a_prefill_that_was_aborted_before_fails_at_once(writer, target):
     writer.begin()
-    writer.server.push_aborted("p-a", "the client left")
+    writer.server.pushes.aborted("p-a", "the client left")
     target.loop.submit([target.order(writer)], [])
     assert target.wait_for("d") == [False]
     freed(writer, "a")
@@ -376,44 +372,6 @@ def test_a_decode_instance_that_died_fails_its_push_and_frees_the_prefill(writer
     target.close()
     writer.transports[0].faults.failures.append(PeerLost("connection reset"))
     freed(writer, "a")
-
-
-@pytest.mark.parametrize("config", [{"mode": "auto"}], indirect=True)
-@pytest.mark.parametrize(("figures", "pushes"), [(Figures(1e9, 9e9), 1), (Figures(9e9, 1e9), 0)])
-def test_mode_auto_takes_the_faster_way(writer, target, monkeypatch, figures, pushes):
-    monkeypatch.setattr("vllm_pd_connector.worker.loop.self_test", lambda *_: figures)
-    target.loop.submit([both_ways(writer, target)], [])
-    assert target.wait_for("d") == [True]
-    assert whole(target.worker.memory, target.expected())
-    freed(writer, "a")
-    counts = writer.server.counts()
-    assert (counts.get("PushInto", 0) > 0, counts.get("ReadDone", 0)) == (bool(pushes), 1 - pushes)
-
-
-@pytest.mark.parametrize("config", [{"mode": "auto"}], indirect=True)
-def test_mode_auto_measures_both_ways_and_tells_what_it_found(writer, target, caplog):
-    with caplog.at_level("INFO", logger="vllm_pd_connector"):
-        target.loop.submit([both_ways(writer, target)], [])
-        assert target.wait_for("d") == [True]
-    assert re.search(
-        r"self-test with prefill engine p-0: reads \d+\.\d+ GB/s, writes \d+\.\d+ GB/s; it is", caplog.text
-    )
-    assert whole(target.worker.memory, target.expected()), "the self-test touches no cache"
-
-
-def both_ways(writer: Writer, target: Target) -> ReceiveOrder:
-    """A request whose prefill can be read and can be written."""
-    params = remote_prefill_params(
-        block_ids=[P_BLOCKS], first_blocks=[0], request_id="p-a", nonce=secrets.token_bytes(16),
-        lease_seconds=60.0, prompt_digest=DIGEST,
-        engine_id="p-0", incarnation=writer.incarnation, host="127.0.0.1", port=writer.server.port,
-        tp_size=2, dcp_size=1, pp_size=1, num_tokens=TOKENS, transfer_mode="push",
-    )  # fmt: skip
-    remote = parse_remote_prefill(params)
-    writer.compute(0, TOKENS)
-    writer.begin()
-    nonce = writer.finish(nonce=remote.lease.nonce)
-    return replace(target.order(writer, nonce=nonce), remote=remote, either=True)
 
 
 def test_a_prefill_of_which_nothing_is_needed_is_freed_at_once(writer):

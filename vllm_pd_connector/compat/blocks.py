@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from vllm.v1.request import RequestStatus
 
+from vllm_pd_connector.geometry.bind import NULL_BLOCK
+
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-NULL_BLOCK = 0
-"""vLLM's placeholder block: its bytes belong to nobody (BlockPool.null_block is the first block)."""
 
 
 def finished_normally(request: Request) -> bool:

@@ -30,6 +30,7 @@ from vllm_pd_connector.geometry.plan import Edge, Family, Paging, concatenate, j
 from vllm_pd_connector.geometry.runs import Addresses, Runs
 
 NULL_BLOCK = 0
+"""vLLM's placeholder block: its bytes belong to nobody (BlockPool.null_block is the first block)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,39 +27,16 @@ from vllm_pd_connector.geometry.bind import Spans
 from vllm_pd_connector.geometry.manifest import GroupKind
 from vllm_pd_connector.geometry.plan import Bundle, Edge, Family, Piece, Stretch, bundle_runs, join
 from vllm_pd_connector.geometry.runs import Addresses, Runs
+from vllm_pd_connector.geometry.strided import Axis, Copy, fold, strided_copies
 
 # The price of one more run, in bytes that could be read and converted instead. Staging pays where the average run
 # is shorter than this. Measured; see docs/design/conversion.md.
 RUN_COST_BYTES = 20 << 10
 
-# A single copy moves at most this much, so that whoever carries it out can look up in between (about 1 ms).
-COPY_BYTES = 4 << 20
-
 # A chunk takes up to this part of the slab, so that receives share it and one can be read while another is copied.
 CHUNKS_PER_SLAB = 8
 
 _ESTIMATE_RUNS = 1 << 18
-
-
-_Axis = tuple[int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """One strided copy, in bytes: `item` contiguous bytes at every index of `axes`.
-
-    `slab` counts from where the chunk lies in the slab, `destination` is an absolute address. An axis is (size, slab
-    stride, destination stride); the outermost on the destination comes first.
-    """
-
-    slab: int
-    destination: int
-    item: int
-    axes: tuple[_Axis, ...]
-
-    @property
-    def total_bytes(self) -> int:
-        return self.item * prod(size for size, _, _ in self.axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +75,7 @@ class _Shape:
     """What copies of several pieces share; the axes without TOKEN, whose strides stand apart."""
 
     item: int
-    axes: tuple[_Axis, ...]
+    axes: tuple[Axis, ...]
     token: tuple[int, int]
 
 
@@ -115,7 +92,7 @@ class _Layout:
     image: _Image
     size: int
     into: Addresses
-    rows: tuple[tuple[_Shape, int, list[_Axis], NDArray[np.int64]], ...]
+    rows: tuple[tuple[_Shape, int, list[Axis], NDArray[np.int64]], ...]
 
 
 def split(edge: Edge, limit: int) -> tuple[Edge, Edge]:
@@ -295,7 +272,7 @@ def _lay_out(family: Family, image: _Image, low: int, high: int, slots: int) -> 
     placed = _place(image, family.source.page_stride, slots)
     into = placed.base[:, None] + np.multiply.outer(placed.stride, np.arange(slots, dtype=np.int64))
     rows = _rows(family, image, placed, low, high)
-    return _Layout(image, placed.size, into.ravel(), tuple((*key, *_fold(places)) for key, places in rows.items()))
+    return _Layout(image, placed.size, into.ravel(), tuple((*key, *fold(places)) for key, places in rows.items()))
 
 
 def _chunk(family: Family, layout: _Layout, low: int, spans: Spans, first: Addresses) -> Chunk:
@@ -313,7 +290,7 @@ def _chunk(family: Family, layout: _Layout, low: int, spans: Spans, first: Addre
         for shape, stride, axes, rows in layout.rows:
             columns = np.stack((slot[some] * stride + from_ * shape.token[0], page + to * shape.token[1]), axis=1)
             token = [(tokens, *shape.token)] if tokens > 1 else []
-            copies += _copies(shape.item, [*shape.axes, *token, *axes], rows, columns)
+            copies += strided_copies(shape.item, [*shape.axes, *token, *axes], rows, columns)
     return Chunk(layout.size, reads, tuple(copies))
 
 
@@ -343,65 +320,3 @@ def _rows(
         for key, members in of_bundle.items():
             rows.setdefault(key, []).append(np.concatenate(members, axis=1).reshape(-1, 2))
     return {key: np.concatenate(members) for key, members in rows.items()}
-
-
-def _copies(item: int, axes: list[_Axis], rows: NDArray[np.int64], columns: NDArray[np.int64]) -> Iterator[Copy]:
-    """Copies of one shape at every row plus every column, both arrays of (slab, destination)."""
-    for first, count, step in _progressions(columns):
-        more = [(count, *step)] if count > 1 else []
-        for row in rows:
-            slab, destination = (row + columns[first]).tolist()
-            yield from _cut(_compact(slab, destination, item, [*axes, *more]))
-
-
-def _fold(places: NDArray[np.int64]) -> tuple[list[_Axis], NDArray[np.int64]]:
-    """Take out of an array (n, 2) of places every axis of equal steps, innermost first; and what remains."""
-    axes: list[_Axis] = []
-    while len(places) > 1:
-        steps = np.diff(places, axis=0)
-        other = np.flatnonzero((steps != steps[0]).any(axis=1))
-        size = int(other[0]) + 1 if len(other) else len(places)
-        blocks = places.reshape(-1, size, 2) if size > 1 and len(places) % size == 0 else None
-        if blocks is None or (steps[0] <= 0).any() or (np.diff(blocks, axis=1) != steps[0]).any():
-            break
-        axes.append((size, int(steps[0, 0]), int(steps[0, 1])))
-        places = blocks[:, 0]
-    return axes, places
-
-
-def _progressions(places: NDArray[np.int64]) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    """Cut an array (n, 2) into stretches of equal positive steps: (index of the first, how many, step)."""
-    steps = np.diff(places, axis=0)
-    broken = (steps[1:] != steps[:-1]).any(axis=1)
-    ends = np.append(np.flatnonzero(broken) + 1, len(steps))  # steps up to here equal the ones before
-    first = 0
-    while first < len(places):
-        if first == len(places) - 1 or (steps[first] <= 0).any():
-            yield first, 1, (0, 0)
-            first += 1
-            continue
-        end = int(ends[np.searchsorted(ends, first, side="right")])
-        yield first, end - first + 1, (int(steps[first, 0]), int(steps[first, 1]))
-        first = end + 1
-
-
-def _compact(slab: int, destination: int, item: int, axes: list[_Axis]) -> Copy:
-    """A copy with its contiguous axes made part of the item."""
-    ordered = sorted(axes, key=lambda axis: axis[2])
-    while ordered and ordered[0][1] == ordered[0][2] == item:
-        item *= ordered.pop(0)[0]
-    return Copy(slab, destination, item, tuple(reversed(ordered)))
-
-
-def _cut(copy: Copy) -> Iterator[Copy]:
-    """A copy in parts of at most COPY_BYTES, or as close as one element of its outer axes allows."""
-    if copy.total_bytes <= COPY_BYTES or not copy.axes:
-        yield copy
-        return
-    (size, from_, to), inner = copy.axes[0], copy.axes[1:]
-    at_once = max(1, COPY_BYTES * size // copy.total_bytes)
-    for i in range(0, size, at_once):
-        count = min(at_once, size - i)
-        axes = ((count, from_, to), *inner) if count > 1 else inner
-        part = Copy(copy.slab + i * from_, copy.destination + i * to, copy.item, axes)
-        yield from _cut(part) if count == 1 else (part,)

@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_pd_connector.errors import InvalidConfig
-from vllm_pd_connector.geometry.bind import BlockTable
 from vllm_pd_connector.geometry.digest import digests
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
-from vllm_pd_connector.steps import GroupBlocks, HeldRequest, ReceiveOrder
+from vllm_pd_connector.steps import GroupBlocks, HeldRequest, ReceiveOrder, block_tables
 
 
 class DigestTrace:
@@ -65,7 +64,7 @@ class DigestTrace:
             for t in self._manifest.tensors
             if late_starts and t.group in late_starts
         }
-        tables = [BlockTable(table.first_block, np.asarray(table.ids, dtype=np.int64)) for table in blocks]
+        tables = block_tables(blocks)
         arrays: dict[str, NDArray[np.generic]] = {"start": np.array(start), "stop": np.array(stop), **(extra or {})}
         for digest in digests(self._manifest, self._memory, tables, start, stop).values():
             positions, indices = digest.values.shape

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.messages import EngineId
+from vllm_pd_connector.protocol.fields import EngineId
 
 MAX_ANSWER_BYTES = 1 << 20
 DEFAULT_PORT = 8998

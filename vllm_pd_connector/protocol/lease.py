@@ -15,13 +15,14 @@ Source: architecture.md, "Pull"; peers-and-demands.md §1, ranks 1, 4 and 16.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from vllm_pd_connector.protocol.messages import LeaseRef, ReadDone, ReadVerdict, Table
+from vllm_pd_connector.bounded import Bounded
+from vllm_pd_connector.protocol.fields import LeaseRef, Table
+from vllm_pd_connector.protocol.messages import ReadDone, ReadVerdict
 
 
 class End(Enum):
@@ -60,9 +61,8 @@ class LeaseTable:
     """All leases of one prefill instance. `remember` bounds how many ended ones can still be explained."""
 
     def __init__(self, remember: int = 4096) -> None:
-        self._remember = remember
         self._held: dict[str, _Lease] = {}
-        self._ended: OrderedDict[tuple[str, bytes], _Ended] = OrderedDict()
+        self._ended: Bounded[tuple[str, bytes], _Ended] = Bounded(remember)
         self._timers: list[tuple[float, str, bytes]] = []  # at least one per lease, never later than its deadline
         self._freed: list[Freed] = []
 
@@ -180,8 +180,6 @@ class LeaseTable:
         lease = self._held.pop(request_id)
         self._freed.append(Freed(request_id, reason))
         self._ended[request_id, lease.nonce] = _Ended(reason, lease.reported)
-        while len(self._ended) > self._remember:
-            self._ended.popitem(last=False)
 
     def _explain(self, report: ReadDone) -> ReadVerdict:
         ref = report.lease

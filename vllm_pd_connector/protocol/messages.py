@@ -5,8 +5,9 @@ so that another version, or junk, is told apart before the body is looked at, an
 that it answers. The sequence number belongs to the client, which matches replies by it; 0 means "not known".
 
 Bodies are strict tagged structs: unknown fields, other types and values out of bounds are refused. All requests are
-idempotent: a client may repeat one whose reply was lost. Bytes of strangers go through `decode_request` and
-`decode_reply`, which raise `ProtocolError` and nothing else, and whose work and memory are bounded by the frame.
+idempotent: a client may repeat one whose reply was lost. What bodies are made of is in `fields`, those of pushes are in
+`push_messages`. Bytes of strangers go through `decode_request` and `decode_reply`, which raise `ProtocolError` and
+nothing else, and whose work and memory are bounded by the frame.
 
 Source: architecture.md, "Rules that come from the contract"; docs/design/protocol.md.
 """
@@ -22,76 +23,42 @@ import msgspec
 from msgspec import Meta
 
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.geometry.check import MAX_GROUPS
+from vllm_pd_connector.protocol.fields import (
+    MAX_LEASES,
+    MAX_PIECE_BYTES,
+    MAX_REPLY_FRAME,
+    MAX_REQUEST_FRAME,
+    MAX_TEXT,
+    EncodedManifest,
+    EngineId,
+    Incarnation,
+    LeaseRef,
+    Leases,
+    Message,
+    Nonce,
+    RequestId,
+    Tables,
+    Text,
+    Tokens,
+    Worker,
+    Workers,
+)
+from vllm_pd_connector.protocol.push_messages import (
+    AwaitOrders,
+    DeclinePush,
+    Orders,
+    Pushed,
+    PushEnded,
+    PushInto,
+    WithdrawPush,
+)
 
 MAGIC: Final = b"VPDC"
 PROTOCOL_VERSION: Final = 1
 MIN_VERSION: Final = 1
 
-MAX_REQUEST_FRAME: Final = 1024 * 1024
-MAX_REPLY_FRAME: Final = 16 * 1024 * 1024
-MAX_LEASES: Final = 24  # of the longest request ids, in UTF-8, still fit a request frame
-MAX_READERS: Final = 4096
-MAX_TEXT: Final = 4096
-NONCE_BYTES: Final = 16
-MAX_TABLE_BYTES: Final = 512 * 1024
-MAX_GROUPS: Final = 256
-MAX_PIECE_BYTES: Final = 16 * 1024
-MAX_PIECES_BYTES: Final = 40 * 1024  # of all pieces of one Sums, with names well below a request frame
-
 _HEADER: Final = struct.Struct("!4sHQ")
-_ADVICE: Final = "run releases of vllm_pd_connector on both sides that share a protocol version"
-
-RequestId = Annotated[str, Meta(min_length=1, max_length=512)]
-EngineId = Annotated[str, Meta(min_length=1, max_length=512)]
-Incarnation = Annotated[str, Meta(min_length=32, max_length=32, pattern="^[0-9a-f]{32}$")]
-Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
-Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-EncodedManifest = Annotated[bytes, Meta(min_length=1, max_length=MAX_REPLY_FRAME)]
-
-
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Strict, immutable, comparable by value."""
-
-
-class LeaseRef(Message, frozen=True):
-    """One lease: the request id on the prefill side and the nonce that was drawn when the lease began."""
-
-    request_id: RequestId
-    nonce: Nonce
-
-
-Leases = Annotated[tuple[LeaseRef, ...], Meta(max_length=MAX_LEASES)]
-
-
-class Table(Message, frozen=True):
-    """Logical block ids of one KV-cache group, as little-endian int32: entry i is logical block `first_block` + i."""
-
-    first_block: Annotated[int, Meta(ge=0, lt=2**31)]
-    ids: Annotated[bytes, Meta(max_length=MAX_TABLE_BYTES)]
-
-
-Tables = Annotated[tuple[Table, ...], Meta(max_length=MAX_GROUPS)]
-Tokens = Annotated[int, Meta(ge=0, lt=2**31)]
-Count = Annotated[int, Meta(ge=0, lt=2**62)]
-LateStarts = Annotated[dict[Annotated[int, Meta(ge=0, lt=MAX_GROUPS)], Tokens], Meta(max_length=MAX_GROUPS)]
-
-
-class PrefillRef(Message, frozen=True):
-    """One prefill on the instance that is asked: by the name that both legs of a request carry, or, with the nonce of
-    its lease, by its request id there."""
-
-    name: RequestId
-    nonce: Nonce | None
-
-
-class Home(Message, frozen=True):
-    """Where the manifests of a decode instance are served, by whom (its CURVE key), and which of its lives is meant."""
-
-    engine_id: EngineId
-    incarnation: Incarnation
-    host: Annotated[str, Meta(min_length=1, max_length=253)]
-    port: Annotated[int, Meta(ge=1, le=65535)]
-    server_key: Annotated[str, Meta(min_length=40, max_length=40)] | None = None
 
 
 class GetManifests(Message, frozen=True, tag="get_manifests"):
@@ -121,82 +88,9 @@ class ReadDone(Message, frozen=True, tag="read_done"):
     """
 
     lease: LeaseRef
-    reader: Annotated[int, Meta(ge=0, lt=MAX_READERS)]
-    readers: Annotated[int, Meta(ge=1, le=MAX_READERS)]
+    reader: Worker
+    readers: Workers
     attempt: Nonce
-
-
-class PushInto(Message, frozen=True, tag="push_into"):
-    """Write tokens [start, stop) of a prefill into these blocks of one worker of the decode instance at `home`.
-
-    Answered when every byte is there, at once when it fails, and otherwise after a few seconds with how far it is; the
-    decode side then asks again, with the same `attempt` (random, drawn once per receive). `reader` and `readers`
-    count workers as in `ReadDone`, `pp_rank` and `tp_rank` name the worker in its instance's manifests.
-    """
-
-    prefill: PrefillRef
-    home: Home
-    pp_rank: Annotated[int, Meta(ge=0, lt=MAX_READERS)]
-    tp_rank: Annotated[int, Meta(ge=0, lt=MAX_READERS)]
-    reader: Annotated[int, Meta(ge=0, lt=MAX_READERS)]
-    readers: Annotated[int, Meta(ge=1, le=MAX_READERS)]
-    attempt: Nonce
-    blocks: Tables
-    start: Tokens
-    stop: Tokens
-    prompt_digest: Annotated[str, Meta(min_length=16, max_length=16)]
-
-
-class WithdrawPush(Message, frozen=True, tag="withdraw_push"):
-    """The push of this attempt is not wanted any more; answered like `PushInto` when nothing of it can land."""
-
-    prefill: PrefillRef
-    attempt: Nonce
-
-
-class DeclinePush(Message, frozen=True, tag="decline_push"):
-    """A prefill that the decode instance needs nothing of: a full prefix hit, or a request that was aborted."""
-
-    prefill: PrefillRef
-
-
-class AwaitOrders(Message, frozen=True, tag="await_orders"):
-    """From a worker to its own scheduler half: the orders after number `seen`, as soon as there are any.
-
-    `token` was drawn by the worker and given to its scheduler half by way of vLLM, so that nobody else gets orders.
-    """
-
-    token: Nonce
-    worker: Annotated[int, Meta(ge=0, lt=MAX_READERS)]
-    seen: Annotated[int, Meta(ge=0)]
-
-
-class Moved(Message, frozen=True):
-    """What the transport was given, for statistics."""
-
-    bytes: Count = 0
-    runs: Count = 0
-    descriptors: Count = 0
-
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(self.bytes + other.bytes, self.runs + other.runs, self.descriptors + other.descriptors)
-
-
-class PushEnded(Message, frozen=True, tag="push_ended"):
-    """From a worker to its own scheduler half: its part of a push is written, or has failed.
-
-    A failure that is not `terminal` may still write; another report follows when it cannot any more. `late_starts`
-    are those of `geometry.bind`: destination groups whose first block in the window holds tokens only from there on.
-    """
-
-    token: Nonce
-    worker: Annotated[int, Meta(ge=0, lt=MAX_READERS)]
-    attempt: Nonce
-    ok: bool
-    reason: Text
-    terminal: bool
-    late_starts: LateStarts = {}
-    moved: Moved = Moved()
 
 
 class Release(Message, frozen=True, tag="release"):
@@ -218,8 +112,7 @@ class SumPiece(Message, frozen=True):
     values: Annotated[bytes, Meta(max_length=MAX_PIECE_BYTES)]
 
 
-Starts = Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**31)], ...], Meta(max_length=256)]
-Worker = Annotated[int, Meta(ge=0, lt=MAX_READERS)]
+Starts = Annotated[tuple[Tokens, ...], Meta(max_length=MAX_GROUPS)]
 
 
 class Verify(Message, frozen=True, tag="verify"):
@@ -275,58 +168,6 @@ class Standing(Message, frozen=True, tag="standing"):
     """How many leases are held."""
 
     leases: Annotated[int, Meta(ge=0)]
-
-
-class PushState(StrEnum):
-    """How far a push is."""
-
-    EXPECTED = "expected"
-    COMPUTING = "computing"
-    WRITING = "writing"
-    DONE = "done"
-    FAILED = "failed"
-
-
-class Pushed(Message, frozen=True, tag="pushed"):
-    """State of one push, with the reason if it failed. `terminal`: nothing of it is written from now on.
-
-    `request_id` is the prefill's, once it is known, for logs and traces.
-    """
-
-    state: PushState
-    reason: Text
-    terminal: bool
-    late_starts: LateStarts = {}
-    moved: Moved = Moved()
-    request_id: Text = ""
-
-
-class Write(Message, frozen=True, tag="write"):
-    """Order to a worker: write what is missing of tokens below `ready`, when its forward of `step` is done.
-
-    Block ids in `source` are the prefill side's. Only with `final` are the last partial block, windows and states
-    written; before, only blocks that are complete.
-    """
-
-    into: PushInto
-    source: Tables
-    ready: Tokens
-    step: Annotated[int, Meta(ge=0)]
-    final: bool
-
-
-class GiveUp(Message, frozen=True, tag="give_up"):
-    """Order to a worker: start no more writes of this attempt, and report its end."""
-
-    attempt: Nonce
-    reason: Text
-
-
-class Orders(Message, frozen=True, tag="orders"):
-    """The orders up to number `last`, oldest first; none if nothing came for a while."""
-
-    last: Annotated[int, Meta(ge=0)]
-    orders: tuple[Write | GiveUp, ...]
 
 
 class Noted(Message, frozen=True, tag="noted"):
@@ -471,6 +312,16 @@ def sequence_of(frame: bytes) -> int:
     return int(_HEADER.unpack_from(frame)[2])
 
 
+def version_problem(version: int) -> str:
+    """Why a peer's protocol version cannot be spoken here; empty if it can."""
+    if MIN_VERSION <= version <= PROTOCOL_VERSION:
+        return ""
+    return (
+        f"version: {version} there, {MIN_VERSION} to {PROTOCOL_VERSION} here — run releases of vllm_pd_connector on "
+        "both sides that share a protocol version"
+    )
+
+
 def lease_batches(leases: Sequence[LeaseRef]) -> Iterator[tuple[LeaseRef, ...]]:
     """Leases in groups that each fit one Renew or Release."""
     for first in range(0, len(leases), MAX_LEASES):
@@ -485,10 +336,8 @@ def _decode(frame: bytes, limit: int, decoder: msgspec.msgpack.Decoder[T]) -> tu
     magic, version, seq = _HEADER.unpack_from(frame)
     if magic != MAGIC:
         raise ProtocolError(f"magic: {magic!r} there, {MAGIC!r} here; something else speaks to this port")
-    if not MIN_VERSION <= version <= PROTOCOL_VERSION:
-        raise VersionMismatch(
-            f"protocol version: {version} there, {MIN_VERSION} to {PROTOCOL_VERSION} here — {_ADVICE}"
-        )
+    if problem := version_problem(version):
+        raise VersionMismatch(f"protocol {problem}")
     try:
         return seq, decoder.decode(memoryview(frame)[_HEADER.size :])
     except Exception as error:  # the border to strangers' bytes: whatever a decoder thinks of them is one error

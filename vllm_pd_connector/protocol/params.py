@@ -4,9 +4,7 @@ The router sends `do_remote_decode` to the prefill instance, takes the parameter
 unchanged, to the decode instance. The fields are those of vLLM's in-tree NIXL pull connector, so that routers need
 not know us; what is our own stands under one extra key, "pd_connector". A user can write these parameters, so they
 are data of a stranger: everything is typed and bounded, and a field that is neither ours nor known from vLLM is
-refused, because a misspelt field silently ignored is a wrong cache served. With a secret that prefill and decode
-instances share, the answer is signed (HMAC-SHA256 over all of its fields), and parameters that a client made up or
-changed, block ids inside the cache included, are refused before any traffic.
+refused, because a misspelt field silently ignored is a wrong cache served. `answer` makes and signs the answer.
 
 Source: vLLM 0.32 `nixl/pull_scheduler.py` (`request_finished`), `nixl/metadata.py`, `mooncake_connector.py`.
 """
@@ -14,9 +12,8 @@ Source: vLLM 0.32 `nixl/pull_scheduler.py` (`request_finished`), `nixl/metadata.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -24,27 +21,19 @@ import msgspec
 from msgspec import Meta
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.messages import (
-    MIN_VERSION,
-    NONCE_BYTES,
-    PROTOCOL_VERSION,
-    EngineId,
-    Incarnation,
-    LeaseRef,
-    RequestId,
-)
+from vllm_pd_connector.geometry.check import MAX_GROUPS
+from vllm_pd_connector.protocol.fields import NONCE_BYTES, EngineId, Incarnation, LeaseRef, Port, RequestId, Tokens
+from vllm_pd_connector.protocol.messages import version_problem
 from vllm_pd_connector.protocol.peer import PeerKey
 
 BlockId = Annotated[int, Meta(ge=0, lt=2**31)]
 BlockIds = Annotated[
     tuple[Annotated[tuple[BlockId, ...], Meta(max_length=1 << 20)], ...],
-    Meta(max_length=256),
+    Meta(max_length=MAX_GROUPS),
 ]
 # Letters of names and addresses only: zmq gives ";", "/" and "*" in an endpoint a meaning of their own.
 Host = Annotated[str, Meta(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._:%-]+\Z")]
-Port = Annotated[int, Meta(ge=1, le=65535)]
 ParallelSize = Annotated[int, Meta(ge=1, le=65536)]
-NumTokens = Annotated[int, Meta(ge=0, lt=2**31)]
 ServerKey = Annotated[str, Meta(min_length=40, max_length=40, pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]+\Z")]
 Signature = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")]
 NonceHex = Annotated[str, Meta(min_length=32, max_length=32, pattern="^[0-9a-f]{32}$")]
@@ -95,7 +84,7 @@ class Extension(Base, frozen=True):
     nonce: NonceHex
     lease_seconds: Annotated[float, Meta(gt=0, le=86400)]
     prompt_digest: Annotated[str, Meta(min_length=16, max_length=16, pattern="^[0-9a-f]{16}$")]
-    first_blocks: Annotated[tuple[BlockId, ...], Meta(max_length=256)]
+    first_blocks: Annotated[tuple[BlockId, ...], Meta(max_length=MAX_GROUPS)]
     server_key: ServerKey | None = None
     signature: Signature | None = None
 
@@ -117,7 +106,7 @@ class RemotePrefill(Base, frozen=True):
     tp_size: ParallelSize
     dcp_size: ParallelSize
     pp_size: ParallelSize
-    remote_num_tokens: NumTokens
+    remote_num_tokens: Tokens
     remote_blocks_expiry_time: float | None
     transfer_mode: Literal["pull", "push"]
     pd_connector: Extension
@@ -159,7 +148,7 @@ class RemotePush(Base, frozen=True):
     tp_size: ParallelSize | None = None
     dcp_size: ParallelSize | None = None
     pp_size: ParallelSize | None = None
-    remote_num_tokens: NumTokens | None = None
+    remote_num_tokens: Tokens | None = None
     remote_blocks_expiry_time: float | None = None
     transfer_mode: Literal["push"] | None = None
     pd_connector: None = None
@@ -240,41 +229,9 @@ def parse_remote_prefill(params: object) -> RemotePrefill:
             f"kv_transfer_params: remote_block_ids has {groups} groups, pd_connector.first_blocks {firsts}; forward "
             "the prefill instance's answer unchanged"
         )
-    version = parsed.pd_connector.version
-    if not MIN_VERSION <= version <= PROTOCOL_VERSION:
-        raise ProtocolError(
-            f"kv_transfer_params: pd_connector.version: {version} there, {MIN_VERSION} to {PROTOCOL_VERSION} here — "
-            "run releases of vllm_pd_connector on both sides that share a protocol version"
-        )
+    if problem := version_problem(parsed.pd_connector.version):
+        raise ProtocolError(f"kv_transfer_params: pd_connector.{problem}")
     return parsed
-
-
-def sign(remote: RemotePrefill, secret: bytes) -> str:
-    """64 hex digits over every field of the parameters that a decode instance reads, its signature aside."""
-    bare = msgspec.structs.replace(remote.pd_connector, signature=None)
-    content = msgspec.json.encode(msgspec.structs.replace(remote, pd_connector=bare))
-    return hmac.new(secret, content, hashlib.sha256).hexdigest()
-
-
-def require_signature(remote: RemotePrefill, secret: bytes | None) -> None:
-    """Check who made the parameters; without a secret anybody may have.
-
-    Raises:
-        ProtocolError: a secret is given, and the parameters are not signed with it.
-    """
-    if secret is None:
-        return
-    found = remote.pd_connector.signature
-    if found is None:
-        raise ProtocolError(
-            "kv_transfer_params: pd_connector.signature is missing, and params_secret is set here: set it on the "
-            "prefill instance too"
-        )
-    if not hmac.compare_digest(found, sign(remote, secret)):
-        raise ProtocolError(
-            "kv_transfer_params: pd_connector.signature is not that of a prefill instance with this params_secret: "
-            "the parameters were changed on the way, or the two sides have different secrets"
-        )
 
 
 def parse_remote_push(params: object) -> RemotePush:
@@ -331,65 +288,6 @@ def parse_remote_decode(params: object) -> RemoteDecode:
     """
     _require(params, Kind.REMOTE_DECODE, "do_remote_decode")
     return _convert(_fields(params), RemoteDecode)
-
-
-def remote_prefill_params(
-    *,
-    block_ids: Sequence[Sequence[int]],
-    first_blocks: Sequence[int],
-    request_id: str,
-    nonce: bytes,
-    lease_seconds: float,
-    prompt_digest: str,
-    engine_id: str,
-    incarnation: str,
-    host: str,
-    port: int,
-    tp_size: int,
-    dcp_size: int,
-    pp_size: int,
-    num_tokens: int,
-    transfer_mode: Literal["pull", "push"] = "pull",
-    server_key: str | None = None,
-    secret: bytes | None = None,
-) -> dict[str, Any]:
-    """The answer of a prefill instance, ready for JSON; `block_ids` per group, `num_tokens` of the prompt.
-
-    `nonce` is drawn for this answer; what is to be held is the `lease` of the parsed parameters. `server_key` is the
-    side channel's, None without CURVE; with a `secret` the answer is signed.
-
-    Raises:
-        ProtocolError: a value that no decode instance would accept, so that the failure shows where it is made.
-    """
-    params: dict[str, Any] = {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_block_ids": [list(group) for group in block_ids],
-        "remote_engine_id": engine_id,
-        "remote_request_id": request_id,
-        "remote_host": host,
-        "remote_port": port,
-        "tp_size": tp_size,
-        "dcp_size": dcp_size,
-        "pp_size": pp_size,
-        "remote_num_tokens": num_tokens,
-        # A moment of this host's clock means nothing on another; the lease protocol replaces it.
-        "remote_blocks_expiry_time": None,
-        "transfer_mode": transfer_mode,
-        "pd_connector": {
-            "version": PROTOCOL_VERSION,
-            "incarnation": incarnation,
-            "nonce": nonce.hex(),
-            "lease_seconds": lease_seconds,
-            "prompt_digest": prompt_digest,
-            "first_blocks": list(first_blocks),
-            **({"server_key": server_key} if server_key is not None else {}),
-        },
-    }
-    remote = parse_remote_prefill(params)
-    if secret is not None:
-        params["pd_connector"]["signature"] = sign(remote, secret)
-    return params
 
 
 def _fields(params: object) -> Mapping[Any, Any]:

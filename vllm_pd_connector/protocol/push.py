@@ -22,70 +22,30 @@ Source: architecture.md, "Push"; xllm-pd-semantics.md §1.12 (failures that neve
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from math import inf
 
-from vllm_pd_connector.protocol.messages import (
-    MAX_TEXT,
+from vllm_pd_connector.bounded import Bounded
+from vllm_pd_connector.protocol.fields import MAX_TEXT, LeaseRef, Table
+from vllm_pd_connector.protocol.messages import ReadDone, Reply
+from vllm_pd_connector.protocol.orders import OrderBook, Ticket
+from vllm_pd_connector.protocol.push_messages import (
     AwaitOrders,
     DeclinePush,
     GiveUp,
-    LeaseRef,
-    Moved,
-    Orders,
     PrefillRef,
     Pushed,
     PushEnded,
     PushInto,
     PushState,
-    ReadDone,
-    Reply,
-    Table,
     WithdrawPush,
     Write,
 )
-
-Ticket = tuple[bytes, int]
-Tables = tuple[Table, ...]
+from vllm_pd_connector.protocol.wants import Prefill, Want, contradiction, progress
 
 MAX_WAITING = 4096
 REMEMBER = 4096
 ANSWER_S = 5.0
-IDLE_ANSWER_S = 30.0
-
-
-@dataclass(eq=False, slots=True)
-class _Want:
-    into: PushInto
-    deadline: float = inf  # while no prefill is known
-    state: PushState = PushState.EXPECTED
-    reason: str = ""
-    tickets: dict[Ticket, float] = field(default_factory=dict)  # who waits for an answer, and until when
-    ordered: set[int] = field(default_factory=set)  # workers that may write
-    last: tuple[int, bool] = (0, False)  # `ready` and `final` of the latest order
-    late_starts: dict[int, int] = field(default_factory=dict)
-    moved: Moved = Moved()
-    prefill: _Prefill | None = None
-
-
-@dataclass(eq=False, slots=True)
-class _Prefill:
-    request_id: str
-    name: str
-    num_tokens: int
-    prompt_digest: str
-    nonce: bytes | None = None  # of the lease, once finished
-    source: Tables = ()
-    ready: int = 0
-    step: int = 0
-    finished: bool = False
-    declined: bool = False
-    failure: str = ""
-    wants: dict[bytes, _Want] = field(default_factory=dict)
-    served: set[int] = field(default_factory=set)  # readers that have all their bytes
-    closed: bool = False  # its scheduler half wants the blocks back
 
 
 class PushTable:
@@ -99,16 +59,14 @@ class PushTable:
     def __init__(self, workers: int, patience_s: float) -> None:
         self._workers = workers
         self._patience_s = patience_s
-        self._prefills: dict[str, _Prefill] = {}
-        self._names: dict[str, _Prefill] = {}
-        self._wants: dict[bytes, _Want] = {}
-        self._waiting: dict[str, list[_Want]] = {}  # by name, for prefills that have not come
-        self._declined: OrderedDict[str, float] = OrderedDict()
-        self._over: OrderedDict[str, tuple[str, float]] = OrderedDict()  # why prefills failed, by name and request id
-        self._answers: OrderedDict[bytes, Pushed] = OrderedDict()
-        self._orders: list[list[tuple[int, Write | GiveUp]]] = [[] for _ in range(workers)]
-        self._number = 0
-        self._awaiting: dict[int, tuple[Ticket, int, float]] = {}
+        self._prefills: dict[str, Prefill] = {}
+        self._names: dict[str, Prefill] = {}
+        self._wants: dict[bytes, Want] = {}
+        self._waiting: dict[str, list[Want]] = {}  # by name, for prefills that have not come
+        self._declined: Bounded[str, float] = Bounded(MAX_WAITING)  # until when
+        self._over: Bounded[str, tuple[str, float]] = Bounded(REMEMBER)  # why prefills failed, by name and request id
+        self._answers: Bounded[bytes, Pushed] = Bounded(REMEMBER)
+        self._orders = OrderBook(workers)
         self._replies: list[tuple[Ticket, Reply]] = []
         self._served: list[ReadDone] = []
         self._unneeded: list[str] = []
@@ -127,7 +85,7 @@ class PushTable:
             self._replies.append((ticket, _failed(f"{len(self._wants)} pushes are under way, the limit here")))
             return None
         if want is None:
-            want = self._wants[into.attempt] = _Want(into)
+            want = self._wants[into.attempt] = Want(into)
             want.tickets[ticket] = now + ANSWER_S
             self._match(want, now)
         elif want.state is PushState.FAILED:
@@ -147,7 +105,7 @@ class PushTable:
             return
         want = self._wants.get(message.attempt)
         if want is None:  # it was never registered, and what is still on its way is refused
-            self._remember(message.attempt, _failed("withdrawn by the decode side"))
+            self._answers[message.attempt] = _failed("withdrawn by the decode side")
             self._replies.append((ticket, self._answers[message.attempt]))
             self._decline(message.prefill, now)
             return
@@ -177,7 +135,7 @@ class PushTable:
         if request_id in self._prefills:
             return False
         self._over.pop(name, None)
-        prefill = _Prefill(request_id, name, num_tokens, prompt_digest)
+        prefill = Prefill(request_id, name, num_tokens, prompt_digest)
         self._prefills[request_id] = self._names[name] = prefill
         prefill.declined = self._declined.pop(name, -inf) > now
         for want in self._waiting.pop(name, []):
@@ -222,18 +180,12 @@ class PushTable:
         self._free(prefill)
         for key in (prefill.name, request_id):
             self._over[key] = (prefill.failure, now + self._patience_s)
-            self._over.move_to_end(key)
-        while len(self._over) > REMEMBER:
-            self._over.popitem(last=False)
 
     # From the workers of this instance
 
     def await_orders(self, message: AwaitOrders, ticket: Ticket, now: float) -> None:
         """A worker is ready for orders after number `seen`."""
-        worker = message.worker
-        self._orders[worker] = [(number, order) for number, order in self._orders[worker] if number > message.seen]
-        self._awaiting[worker] = (ticket, message.seen, now + IDLE_ANSWER_S)
-        self._hand_out(worker)
+        self._replies += self._orders.await_orders(message, ticket, now)
 
     def ended(self, message: PushEnded) -> None:
         """A worker's part of a push is written, or has failed."""
@@ -268,11 +220,8 @@ class PushTable:
         for want in list(self._wants.values()):
             for ticket in [t for t, due in want.tickets.items() if due <= now]:
                 del want.tickets[ticket]
-                self._replies.append((ticket, Pushed(_progress(want), want.reason, False)))
-        for worker, (ticket, seen, due) in list(self._awaiting.items()):
-            if due <= now:
-                del self._awaiting[worker]
-                self._replies.append((ticket, Orders(seen, ())))
+                self._replies.append((ticket, Pushed(progress(want), want.reason, False)))
+        self._replies += self._orders.tick(now)
         while self._declined and next(iter(self._declined.values())) <= now:
             self._declined.popitem(last=False)
         while self._over and next(iter(self._over.values()))[1] <= now:
@@ -282,7 +231,7 @@ class PushTable:
         """When `tick` is due, None if nothing waits."""
         moments = [want.deadline for wants in self._waiting.values() for want in wants]
         moments += [due for want in self._wants.values() for due in want.tickets.values()]
-        moments += [due for _, _, due in self._awaiting.values()]
+        moments += self._orders.moments()
         return min((moment for moment in moments if moment < inf), default=None)
 
     def take_replies(self) -> list[tuple[Ticket, Reply]]:
@@ -312,7 +261,7 @@ class PushTable:
 
     # Inside
 
-    def _match(self, want: _Want, now: float) -> None:
+    def _match(self, want: Want, now: float) -> None:
         ref = want.into.prefill
         prefill = self._find(ref)
         if prefill is not None:
@@ -327,55 +276,34 @@ class PushTable:
             self._declined.pop(ref.name, None)  # a router's second attempt, on another decode instance
             self._waiting.setdefault(ref.name, []).append(want)
 
-    def _find(self, ref: PrefillRef) -> _Prefill | None:
+    def _find(self, ref: PrefillRef) -> Prefill | None:
         if ref.nonce is None:
             return self._names.get(ref.name)
         prefill = self._prefills.get(ref.name)
         return prefill if prefill is not None and prefill.nonce == ref.nonce else None
 
-    def _attach(self, want: _Want, prefill: _Prefill) -> None:
+    def _attach(self, want: Want, prefill: Prefill) -> None:
         into = want.into
         want.prefill, want.deadline, want.state = prefill, inf, PushState.COMPUTING
         prefill.wants[into.attempt] = want
         if prefill.failure:
             self._fail(want, prefill.failure)
             return
-        others = [w.into for w in prefill.wants.values() if w is not want]
-        if into.stop != prefill.num_tokens or into.prompt_digest != prefill.prompt_digest:
-            reason = (
-                f"the prefilled prompt ({prefill.num_tokens} tokens, digest {prefill.prompt_digest}) is not the decode "
-                f"request's ({into.stop} tokens, digest {into.prompt_digest}): send both legs with the same prompt"
-            )
-        elif into.reader >= into.readers or any(into.readers != other.readers for other in others):
-            reason = f"reader {into.reader} of {into.readers} contradicts the other readers of this prefill"
-        elif into.reader in prefill.served or any(into.reader == other.reader for other in others):
-            reason = f"reader {into.reader} is registered already: two decode requests name this prefill"
-        else:
+        if not (reason := contradiction(want, prefill)):
             self._order(want, prefill)
             return
         del prefill.wants[into.attempt]
         want.prefill = None
         self._fail(want, reason)
 
-    def _order(self, want: _Want, prefill: _Prefill) -> None:
-        progress = (prefill.ready, prefill.finished)
-        if progress == want.last or prefill.ready == 0:
+    def _order(self, want: Want, prefill: Prefill) -> None:
+        reached = (prefill.ready, prefill.finished)
+        if reached == want.last or prefill.ready == 0:
             return
-        want.last, want.state = progress, PushState.WRITING
+        want.last, want.state = reached, PushState.WRITING
         want.ordered = set(range(self._workers))
-        self._to_workers(Write(want.into, prefill.source, prefill.ready, prefill.step, prefill.finished))
-
-    def _to_workers(self, order: Write | GiveUp) -> None:
-        self._number += 1
-        for worker in range(self._workers):
-            self._orders[worker].append((self._number, order))
-            self._hand_out(worker)
-
-    def _hand_out(self, worker: int) -> None:
-        orders = self._orders[worker]
-        if orders and worker in self._awaiting:
-            ticket, _, _ = self._awaiting.pop(worker)
-            self._replies.append((ticket, Orders(orders[-1][0], tuple(order for _, order in orders))))
+        order = Write(want.into, prefill.source, prefill.ready, prefill.step, prefill.finished)
+        self._replies += self._orders.add(order)
 
     def _decline(self, ref: PrefillRef, now: float) -> None:
         prefill = self._find(ref)
@@ -387,10 +315,8 @@ class PushTable:
                 self._unneeded.append(prefill.request_id)
         elif ref.nonce is None:
             self._declined[ref.name] = now + self._patience_s
-            while len(self._declined) > MAX_WAITING:
-                self._declined.popitem(last=False)
 
-    def _fail_prefill(self, prefill: _Prefill, reason: str) -> None:
+    def _fail_prefill(self, prefill: Prefill, reason: str) -> None:
         """All ranks of the decode instance fail together: none of them can use its part alone."""
         if not prefill.failure:
             prefill.failure = reason
@@ -399,17 +325,17 @@ class PushTable:
         for want in list(prefill.wants.values()):
             self._fail(want, reason)
 
-    def _fail(self, want: _Want, reason: str) -> None:
+    def _fail(self, want: Want, reason: str) -> None:
         if want.state in (PushState.DONE, PushState.FAILED):
             return
         want.state, want.reason = PushState.FAILED, reason[:MAX_TEXT]
         if want.ordered:
-            self._to_workers(GiveUp(want.into.attempt, want.reason))
+            self._replies += self._orders.add(GiveUp(want.into.attempt, want.reason))
             self._answer(want, Pushed(want.state, want.reason, False))
         else:
             self._settle(want)
 
-    def _settle(self, want: _Want) -> None:
+    def _settle(self, want: Want) -> None:
         """No worker writes for this want: it is done, or failed for good, or between two orders."""
         prefill = want.prefill
         if want.state is not PushState.FAILED:
@@ -418,7 +344,7 @@ class PushTable:
             want.state = PushState.DONE
         request_id = prefill.request_id if prefill is not None else ""
         answer = Pushed(want.state, want.reason, True, want.late_starts, want.moved, request_id)
-        self._remember(want.into.attempt, answer)
+        self._answers[want.into.attempt] = answer
         self._answer(want, answer)
         self._forget(want)
         if prefill is None:
@@ -430,11 +356,11 @@ class PushTable:
             self._served.append(ReadDone(lease, into.reader, into.readers, into.attempt))
         self._free(prefill)
 
-    def _answer(self, want: _Want, answer: Pushed) -> None:
+    def _answer(self, want: Want, answer: Pushed) -> None:
         self._replies += [(ticket, answer) for ticket in want.tickets]
         want.tickets.clear()
 
-    def _forget(self, want: _Want) -> None:
+    def _forget(self, want: Want) -> None:
         del self._wants[want.into.attempt]
         if want.prefill is not None:
             want.prefill.wants.pop(want.into.attempt, None)
@@ -446,24 +372,13 @@ class PushTable:
         else:
             self._waiting.pop(name, None)
 
-    def _free(self, prefill: _Prefill) -> None:
+    def _free(self, prefill: Prefill) -> None:
         if not prefill.closed or prefill.wants or self._prefills.get(prefill.request_id) is not prefill:
             return
         del self._prefills[prefill.request_id]
         if self._names.get(prefill.name) is prefill:
             del self._names[prefill.name]
         self._freed.append(prefill.request_id)
-
-    def _remember(self, attempt: bytes, answer: Pushed) -> None:
-        self._answers[attempt] = answer
-        while len(self._answers) > REMEMBER:
-            self._answers.popitem(last=False)
-
-
-def _progress(want: _Want) -> PushState:
-    """What the decode side is told: its deadline for writing runs from the end of the prefill, not from its first
-    chunk."""
-    return PushState.COMPUTING if want.state is PushState.WRITING and not want.last[1] else want.state
 
 
 def _failed(reason: str) -> Pushed:

@@ -7,12 +7,13 @@ and again until its sums have come, so a lost answer only costs time. No clock, 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from vllm_pd_connector.protocol.messages import Accepted, Job, LeaseRef, Reply, SumPiece, Sums, Table, Verified, Verify
+from vllm_pd_connector.bounded import Bounded
+from vllm_pd_connector.protocol.fields import LeaseRef, Table
+from vllm_pd_connector.protocol.messages import Accepted, Job, Reply, SumPiece, Sums, Verified, Verify
 
 B = TypeVar("B")
 
@@ -33,7 +34,7 @@ class Verification(Generic[B]):
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
-        self._work: OrderedDict[tuple[LeaseRef, tuple[int, ...], int], _Work[B]] = OrderedDict()
+        self._work: Bounded[tuple[LeaseRef, tuple[int, ...], int], _Work[B]] = Bounded(MAX_JOBS)
         self._idle: dict[int, B] = {}
         self._number = 0
 
@@ -42,9 +43,8 @@ class Verification(Generic[B]):
         key = (request.lease, request.starts, request.stop)
         if (work := self._work.get(key)) is None:
             self._number += 1
+            # Of a job that is forgotten for this one, the readers' deadline ends them.
             work = self._work[key] = _Work(Job(self._number, tuple(tables), request.starts, request.stop))
-            while len(self._work) > MAX_JOBS:
-                self._work.popitem(last=False)  # its readers' deadline ends them
         if len(work.done) == self.workers:
             return [(back, _verified(work))]
         work.waiting = [*work.waiting[-MAX_WAITING + 1 :], back]

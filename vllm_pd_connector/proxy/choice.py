@@ -14,10 +14,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from vllm_pd_connector.bounded import Bounded
 
 PIECE_TOKENS = 64
 PIECE_CHARACTERS = 256
@@ -58,8 +59,7 @@ class Chooser:
 
     def __init__(self, slack: int, capacity: int = 1 << 16):
         self._slack = slack
-        self._capacity = capacity
-        self._homes: OrderedDict[bytes, str] = OrderedDict()
+        self._homes: Bounded[bytes, str] = Bounded(capacity)
         self._chosen_at: dict[str, int] = {}
         self._turns = itertools.count(1)
 
@@ -79,9 +79,6 @@ class Chooser:
         self._chosen_at[url] = next(self._turns)
         for key in keys:
             self._homes[key] = url
-            self._homes.move_to_end(key)
-        while len(self._homes) > self._capacity:
-            self._homes.popitem(last=False)
 
     def forget(self, url: str) -> None:
         """`url` has lost its cache or is gone."""

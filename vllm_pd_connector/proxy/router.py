@@ -18,10 +18,9 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,15 +29,18 @@ from aiohttp import web
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.observability.instance import EngineInfo
-from vllm_pd_connector.proxy.choice import prefix_keys
-from vllm_pd_connector.proxy.fleet import Fleet, Instance, Role
-from vllm_pd_connector.proxy.handoff import (
-    Body,
-    check_client_body,
-    decode_body,
-    decode_body_beside,
-    prefill_body,
+from vllm_pd_connector.proxy.exchange import (
+    Exchange,
+    InstanceRefusal,
+    check_finished,
+    error_object,
+    parsed_json,
+    read_exchange,
+    refuse,
+    refuse_error_event,
 )
+from vllm_pd_connector.proxy.fleet import Fleet, Instance, Role
+from vllm_pd_connector.proxy.handoff import Body, decode_body, decode_body_beside, prefill_body
 from vllm_pd_connector.proxy.legs import Headers, LegError, Legs, Limits, make_session
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 
@@ -46,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")
-REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 DATA_PARALLEL_RANK = "X-data-parallel-rank"
 """Header by which vLLM 0.32's API server gives a request to one of its engines."""
 CLIENT_LEFT = 499
@@ -69,39 +70,6 @@ class Options:
     check_interval: float = 2.0
     facts_interval: float = 30.0
     slack: int = 2
-
-
-class InstanceRefusal(Exception):
-    """An instance answered with another status than 200; the client gets what it said."""
-
-    def __init__(self, status: int, content: bytes, content_type: str):
-        super().__init__(f"status {status}")
-        self.status = status
-        self.content = content
-        self.content_type = content_type
-
-
-@dataclass(slots=True)
-class Exchange:
-    """One client request on its way through the router."""
-
-    request: web.Request
-    request_id: str
-    body: Body
-    keys: list[bytes]
-    headers: Headers
-    started: float
-    answer: web.StreamResponse | None = None
-    """Set when the first byte goes to the client."""
-
-    @property
-    def path(self) -> str:
-        return self.request.path
-
-
-def error_object(status: int, message: str) -> Body:
-    """An error in the form of the OpenAI API."""
-    return {"error": {"message": message, "type": "router_error", "param": None, "code": status}}
 
 
 class Router:
@@ -164,9 +132,9 @@ class Router:
 
     async def _answer_or_refuse(self, request: web.Request, request_id: str, started: float) -> web.StreamResponse:
         try:
-            exchange = await _read(request, request_id, started)
+            exchange = await read_exchange(request, request_id, started)
         except ProtocolError as error:
-            return _refuse(request_id, 400, str(error))
+            return refuse(request_id, 400, str(error))
         try:
             return await self._hand_off(exchange)
         except InstanceRefusal as error:
@@ -180,7 +148,7 @@ class Router:
         except (LegError, ProtocolError) as error:
             status = error.status if isinstance(error, LegError) else 502
             if exchange.answer is None:
-                return _refuse(request_id, status, str(error))
+                return refuse(request_id, status, str(error))
             logger.warning("request %s: after the first byte: %s", request_id, error)
             self.metrics.broken_streams.inc()
             event = json.dumps(error_object(status, str(error)))
@@ -211,7 +179,7 @@ class Router:
     async def _serial(self, exchange: Exchange) -> web.StreamResponse:
         first = prefill_body(exchange.body)
         content = await self._prefill(exchange, lambda _instance: (first, exchange.headers))
-        second = decode_body(exchange.body, _json(content))
+        second = decode_body(exchange.body, parsed_json(content))
         return await self._decode(exchange, second)
 
     async def _side_by_side(self, exchange: Exchange) -> web.StreamResponse:
@@ -288,7 +256,7 @@ class Router:
                 self._observe("first_byte", exchange)
                 if response.status != 200:
                     raise InstanceRefusal(response.status, content, response.content_type)
-                _check_finished(_json(content))
+                check_finished(parsed_json(content))
                 return web.Response(
                     body=content, content_type=response.content_type, headers={"X-Request-Id": exchange.request_id}
                 )
@@ -300,7 +268,7 @@ class Router:
         answer.content_type = "text/event-stream"
         async for chunk in response.content.iter_any():
             if exchange.answer is None:
-                _refuse_error_event(chunk)
+                refuse_error_event(chunk)
                 self._observe("first_byte", exchange)
                 exchange.answer = answer
                 await answer.prepare(exchange.request)
@@ -326,74 +294,17 @@ class Router:
                     return web.Response(status=response.status, body=content, content_type=response.content_type)
             except (aiohttp.ClientError, TimeoutError) as error:
                 self.fleet.refused(instance, repr(error))
-        return _refuse("-", 503, f"no decode instance can be reached: {self.fleet.reasons(Role.DECODE)}")
+        return refuse("-", 503, f"no decode instance can be reached: {self.fleet.reasons(Role.DECODE)}")
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
         """200 while at least one instance of each role can be used."""
         for role in Role:
             if not self.fleet.usable(role):
-                return _refuse("-", 503, f"no usable {role} instance: {self.fleet.reasons(role)}")
+                return refuse("-", 503, f"no usable {role} instance: {self.fleet.reasons(role)}")
         return web.Response()
 
     async def _metrics_page(self, _request: web.Request) -> web.StreamResponse:
         return web.Response(body=self.metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
-
-
-async def _read(request: web.Request, request_id: str, started: float) -> Exchange:
-    """The client's request.
-
-    Raises:
-        ProtocolError: what it says cannot be handed over.
-    """
-    if not REQUEST_ID.fullmatch(request_id):
-        raise ProtocolError(f"X-Request-Id: {request_id!r:.80}; use up to 200 letters, digits, '.', '_', ':' and '-'")
-    try:
-        body = check_client_body(await request.json())
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"the request body is not JSON: {error}") from error
-    headers = {"X-Request-Id": request_id}
-    if "Authorization" in request.headers:
-        headers["Authorization"] = request.headers["Authorization"]
-    return Exchange(request, request_id, body, prefix_keys(body), headers, started)
-
-
-def _check_finished(answer: object) -> None:
-    """An answer with status 200 whose engine request failed, or was cut off by its engine's end, is an error.
-
-    Raises:
-        LegError: it says so.
-    """
-    choices = answer.get("choices") if isinstance(answer, dict) else None
-    for choice in choices if isinstance(choices, list) else ():
-        # vLLM answers "abort" to what still runs when it is told to end; a client of ours that left is not answered.
-        if isinstance(choice, dict) and (reason := choice.get("finish_reason")) in ("error", "abort"):
-            raise LegError(
-                502, f"the decode instance could not finish the request (finish_reason: {reason}); see its log"
-            )
-
-
-def _refuse_error_event(chunk: bytes) -> None:
-    """Raises InstanceRefusal if a stream's first event is an error."""
-    event, _, _ = chunk.partition(b"\n\n")
-    found = _json(event.removeprefix(b"data:").strip()) if event.startswith(b"data:") else None
-    error = found.get("error") if isinstance(found, Mapping) else None
-    if error is not None:
-        code = error.get("code") if isinstance(error, Mapping) else None
-        status = code if isinstance(code, int) and 400 <= code < 600 else 502
-        raise InstanceRefusal(status, json.dumps(found).encode(), "application/json")
-
-
-def _json(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _refuse(request_id: str, status: int, message: str) -> web.Response:
-    logger.warning("request %.200r: %d: %s", request_id, status, message)
-    identity = {"X-Request-Id": request_id} if REQUEST_ID.fullmatch(request_id) else {}
-    return web.json_response(error_object(status, message), status=status, headers=identity)
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from vllm_pd_connector.proxy.exchange import error_object
 from vllm_pd_connector.proxy.fleet import Role
 from vllm_pd_connector.proxy.legs import Limits
-from vllm_pd_connector.proxy.router import Options, Router, error_object
+from vllm_pd_connector.proxy.router import Options, Router
 
 logger = logging.getLogger(__name__)
 

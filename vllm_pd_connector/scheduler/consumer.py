@@ -23,8 +23,8 @@ from vllm_pd_connector.compat.caches import prefill_backoff
 from vllm_pd_connector.compat.states import state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.protocol.answer import require_signature
 from vllm_pd_connector.protocol.bootstrap import Place, parse_bootstrap_address
-from vllm_pd_connector.protocol.messages import Home, PrefillRef
 from vllm_pd_connector.protocol.params import (
     RemoteBootstrap,
     RemotePrefill,
@@ -34,9 +34,9 @@ from vllm_pd_connector.protocol.params import (
     parse_remote_bootstrap,
     parse_remote_prefill,
     parse_remote_push,
-    require_signature,
 )
 from vllm_pd_connector.protocol.peer import PeerKey
+from vllm_pd_connector.protocol.push_messages import Home, PrefillRef
 from vllm_pd_connector.scheduler.keeper import LeaseKeeper
 from vllm_pd_connector.sidechannel.bootstrap import Directory
 from vllm_pd_connector.sidechannel.keys import keys_of, require_known_server

@@ -15,16 +15,9 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.messages import (
-    DeclinePush,
-    LeaseRef,
-    PrefillRef,
-    Release,
-    Renew,
-    Renewed,
-    Request,
-    lease_batches,
-)
+from vllm_pd_connector.protocol.fields import LeaseRef
+from vllm_pd_connector.protocol.messages import Release, Renew, Renewed, Request, lease_batches
+from vllm_pd_connector.protocol.push_messages import DeclinePush, PrefillRef
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.sockets import endpoint
 from vllm_pd_connector.sidechannel.waiting import Wake, wait

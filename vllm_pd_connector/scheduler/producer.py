@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat import facts
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import NULL_BLOCK, HeldBlocks, prompt_digest, stop_short, transfer_params
+from vllm_pd_connector.compat.blocks import HeldBlocks, prompt_digest, stop_short, transfer_params
 from vllm_pd_connector.compat.caches import prefill_backoff
 from vllm_pd_connector.compat.states import state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.geometry.bind import NULL_BLOCK
+from vllm_pd_connector.protocol.answer import remote_prefill_params
 from vllm_pd_connector.protocol.bootstrap import Place, encode_answer
 from vllm_pd_connector.protocol.lease import End, Freed
-from vllm_pd_connector.protocol.messages import Home
-from vllm_pd_connector.protocol.params import pairing_name, parse_remote_prefill, remote_prefill_params
+from vllm_pd_connector.protocol.params import pairing_name, parse_remote_prefill
+from vllm_pd_connector.protocol.push_messages import Home
 from vllm_pd_connector.scheduler.progress import Steps, TablesOf
 from vllm_pd_connector.sidechannel.bootstrap import BootstrapServer
 from vllm_pd_connector.sidechannel.keys import keys_of, require_private_address
@@ -103,7 +105,7 @@ class Producer:
         )
         self._server.set_manifests(manifests)
         if self._keeps and self._config.pushes:
-            self._server.enable_pushes(tokens, self._config.kv_lease_duration)
+            self._server.pushes.enable(tokens, self._config.kv_lease_duration)
             self._answer_proxies()
         logger.info(
             "side channel of engine %s listens on %s:%d, %s",
@@ -135,7 +137,7 @@ class Producer:
             return
         num_tokens = request.num_prompt_tokens
         name = pairing_name(transfer_params(request), request.request_id)
-        if self._server.push_started(request.request_id, name, num_tokens, prompt_digest(request, num_tokens)):
+        if self._server.pushes.started(request.request_id, name, num_tokens, prompt_digest(request, num_tokens)):
             self._steps.add(request.request_id, num_tokens)
 
     def hold(self, request: Request, block_ids: Sequence[list[int]]) -> dict[str, Any] | None:
@@ -189,7 +191,7 @@ class Producer:
             encode_tables(tables),
         )
         self._steps.discard(request.request_id)
-        if not self._server.push_finished(request.request_id, lease.nonce, encode_tables(tables), self._steps.number):
+        if not self._server.pushes.finished(request.request_id, lease.nonce, encode_tables(tables), self._steps.number):
             self._server.drop(request.request_id)
         if self._config.digest_dir is not None:
             self._held.append(HeldRequest(request.request_id, tables, num_tokens))
@@ -207,16 +209,16 @@ class Producer:
     def advance(self, output: SchedulerOutput) -> int:
         """Begin an engine step: what it will complete goes to the workers as orders. Returns the step's number."""
         if self._server is not None and self._blocks is not None:
-            for request_id, tables, ready in self._steps.advance(output, self._server.push_wanted):
+            for request_id, tables, ready in self._steps.advance(output, self._server.pushes.wanted):
                 # Held before it is known to be there: from then on it may be written from at any time.
                 self._blocks.hold(request_id, (block for table in tables for block in table.ids))
-                self._server.push_progressed(request_id, encode_tables(tables), ready, self._steps.number)
+                self._server.pushes.progressed(request_id, encode_tables(tables), ready, self._steps.number)
         return self._steps.number
 
     def abandon(self, request: Request, reason: str) -> None:
         """A prefill for a decode instance ended without a cache that could be handed over."""
         if self._server is not None and self._steps.discard(request.request_id):
-            self._server.push_aborted(request.request_id, reason)
+            self._server.pushes.aborted(request.request_id, reason)
 
     def take_held(self) -> list[HeldRequest]:
         """What was held since the last call (digest trace only)."""

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import zmq
 
 from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
+from vllm_pd_connector.protocol.fields import Message
 from vllm_pd_connector.protocol.messages import (
     REPLY_OF,
     Failure,
     FailureCode,
-    Message,
     Reply,
     Request,
     decode_reply,

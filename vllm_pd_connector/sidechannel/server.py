@@ -6,41 +6,35 @@ too large is cut off by zmq (see `sockets`), and nothing that a client sends end
 served are bounded per connection by zmq; large replies that a slow client has not taken yet are counted here, because
 zmq counts only messages, and answered BUSY over the limit.
 
-The scheduler's thread calls the public methods; a lock around the table is all that the two share.
+The scheduler's thread calls the public methods; a lock around the tables is all that the two share. What
+concerns pushes alone is in `pushes`.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 import math
 import socket as _socket
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.lease import End, Freed, LeaseTable
+from vllm_pd_connector.protocol.fields import MAX_TEXT, Table
+from vllm_pd_connector.protocol.lease import Freed, LeaseTable
 from vllm_pd_connector.protocol.messages import (
-    MAX_TEXT,
-    AwaitOrders,
-    DeclinePush,
     Describe,
     Failure,
     FailureCode,
     GetManifests,
     Manifests,
     NextJob,
-    Noted,
-    Pushed,
-    PushEnded,
-    PushInto,
-    PushState,
     ReadDone,
     Release,
     Released,
@@ -51,17 +45,17 @@ from vllm_pd_connector.protocol.messages import (
     Standing,
     Status,
     Sums,
-    Table,
     Verify,
     VersionMismatch,
-    WithdrawPush,
     decode_request,
     encode,
     sequence_of,
 )
-from vllm_pd_connector.protocol.push import ANSWER_S, PushTable, Tables, Ticket
+from vllm_pd_connector.protocol.orders import Ticket
+from vllm_pd_connector.protocol.push_messages import AwaitOrders, DeclinePush, PushEnded, PushInto, WithdrawPush
 from vllm_pd_connector.protocol.verification import Verification
 from vllm_pd_connector.sidechannel.keys import ZAP_DOMAIN, Keys
+from vllm_pd_connector.sidechannel.pushes import PushService
 from vllm_pd_connector.sidechannel.sockets import bound_router
 
 logger = logging.getLogger(__name__)
@@ -110,10 +104,8 @@ class SideChannelServer:
         self._clock = clock
         self._lock = threading.Lock()
         self._leases = LeaseTable()
-        self._pushes: PushTable | None = None
-        self._tokens: tuple[bytes, ...] = ()
+        self.pushes = PushService(self._leases, self._lock, self._wake, clock)
         self._freed: list[Freed] = []
-        self._ended: dict[str, End] = {}  # leases whose blocks are still being written from
         self._manifests: Manifests | None = None
         self._verifies = verifies
         self._verification: Verification[Ticket] = Verification(0)
@@ -121,7 +113,7 @@ class SideChannelServer:
         self._unsent: list[_Unsent] = []
         self._log_at = -math.inf
         self._closing = False
-        self._clients: OrderedDict[bytes, None] = OrderedDict()
+        self._clients: Bounded[bytes, None] = Bounded(_MAX_CLIENTS)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         try:
@@ -172,71 +164,9 @@ class SideChannelServer:
         """(request id, reason) of the leases that have ended since the last call; each exactly once, and not before
         the last write from its blocks has ended."""
         with self._lock:
-            self._settle(self._clock())
-            freed, self._freed = self._freed, []
+            freed, self._freed = self._freed + self.pushes.settle(self._clock()), []
         self._wake()
         return freed
-
-    # Pushes: see `protocol.push`
-
-    def enable_pushes(self, tokens: Sequence[bytes], patience_s: float) -> None:
-        """Accept pushes from now on; `tokens` are those of this instance's workers, in rank order."""
-        with self._lock:
-            self._tokens = tuple(tokens)
-            self._pushes = PushTable(len(tokens), patience_s)
-
-    def push_started(self, request_id: str, name: str, num_tokens: int, prompt_digest: str) -> bool:
-        """See `PushTable.started`; false also if this instance does not push."""
-        with self._lock:
-            known = self._pushes is not None and self._pushes.started(
-                request_id, name, num_tokens, prompt_digest, self._clock()
-            )
-        self._wake()
-        return known
-
-    def push_wanted(self, request_id: str) -> bool:
-        """See `PushTable.wanted`."""
-        with self._lock:
-            return self._pushes is not None and self._pushes.wanted(request_id)
-
-    def push_progressed(self, request_id: str, source: Tables, ready: int, step: int) -> None:
-        """See `PushTable.progressed`."""
-        with self._lock:
-            assert self._pushes is not None
-            self._pushes.progressed(request_id, source, ready, step)
-        self._wake()
-
-    def push_finished(self, request_id: str, nonce: bytes, source: Tables, step: int) -> bool:
-        """See `PushTable.finished`; called after `hold`."""
-        with self._lock:
-            useful = self._pushes is None or self._pushes.finished(request_id, nonce, source, step)
-        self._wake()
-        return useful
-
-    def push_aborted(self, request_id: str, reason: str) -> None:
-        """A prefill that has no lease will not be finished; it comes out of `take_freed`."""
-        with self._lock:
-            if self._pushes is not None:
-                self._pushes.close(request_id, reason, self._clock())
-        self._wake()
-
-    def _settle(self, now: float) -> None:
-        """Let leases and pushes know of each other what ended; blocks are free when both are done with them."""
-        self._leases.tick(now)
-        if self._pushes is None:
-            self._freed += self._leases.take_freed()
-            return
-        self._pushes.tick(now)
-        for report in self._pushes.take_served():
-            self._leases.read_done(report, now)
-        for request_id in self._pushes.take_unneeded():
-            self._leases.release_by_id(request_id, now)
-        for request_id in self._pushes.take_failed():
-            self._leases.drop(request_id, now)
-        for request_id, reason in self._leases.take_freed():
-            self._ended[request_id] = reason
-            self._pushes.close(request_id, f"the lease {reason.value}", now)
-        self._freed += [Freed(r, self._ended.pop(r, End.DROPPED)) for r in self._pushes.take_freed()]
 
     def counts(self) -> dict[str, int]:
         """How many requests were served, by message name, and how many failed, by "failure:" and its code."""
@@ -279,8 +209,8 @@ class SideChannelServer:
                 if self._router in ready:
                     self._serve_batch()
                 with self._lock:
-                    self._settle(self._clock())
-                    answers = self._pushes.take_replies() if self._pushes is not None else []
+                    self._freed += self.pushes.settle(self._clock())
+                    answers = self.pushes.take_replies()
                 for (client, seq), reply in answers:
                     self._send(client, seq, reply)
             except Exception as error:  # the thread outlives whatever this was; the pause keeps it from spinning
@@ -297,7 +227,7 @@ class SideChannelServer:
 
     def _sleep_ms(self) -> int:
         with self._lock:
-            moments = [self._leases.next_deadline(), self._pushes.next_deadline() if self._pushes is not None else None]
+            moments = [self._leases.next_deadline(), self.pushes.next_deadline()]
         deadline = min((moment for moment in moments if moment is not None), default=None)
         seconds = _LONGEST_SLEEP_S if deadline is None else min(_LONGEST_SLEEP_S, deadline - self._clock())
         return max(0, math.ceil(seconds * 1000))
@@ -309,9 +239,6 @@ class SideChannelServer:
             except zmq.Again:
                 return
             self._clients[client] = None
-            self._clients.move_to_end(client)
-            if len(self._clients) > _MAX_CLIENTS:
-                self._clients.popitem(last=False)
             seq = sequence_of(parts[0]) if parts else 0
             reply = self._answer(parts, (client, seq))
             if reply is not None:
@@ -374,41 +301,8 @@ class SideChannelServer:
             case Status():
                 self._leases.tick(now)
                 return Standing(len(self._leases))
-            case AwaitOrders() | PushEnded():
-                return self._serve_worker(request, ticket, now)
-            case PushInto() | WithdrawPush() | DeclinePush():
-                return self._serve_push(request, ticket, now)
-
-    def _serve_push(
-        self, request: PushInto | WithdrawPush | DeclinePush, ticket: Ticket, now: float
-    ) -> Pushed | Noted | None:
-        if self._pushes is None:
-            if isinstance(request, DeclinePush):
-                return Noted()
-            here = "this instance does not push: start it as kv_producer with mode push, or both sides with mode pull"
-            return Pushed(PushState.FAILED, here, True)
-        match request:
-            case PushInto():
-                if (lease := self._pushes.register(request, ticket, now)) is not None:
-                    self._leases.extend(lease, now, 2 * ANSWER_S)
-            case WithdrawPush():
-                self._pushes.withdraw(request, ticket, now)
-            case DeclinePush():
-                self._pushes.decline(request, now)
-                return Noted()
-        return None
-
-    def _serve_worker(self, request: AwaitOrders | PushEnded, ticket: Ticket, now: float) -> Reply | None:
-        if self._pushes is None:
-            return Failure(FailureCode.NOT_READY, "this instance has no workers that push, or not yet")
-        known = request.worker < len(self._tokens)
-        if not known or not hmac.compare_digest(self._tokens[request.worker], request.token):
-            return Failure(FailureCode.MALFORMED, f"token: not that of worker {request.worker} of this instance")
-        if isinstance(request, PushEnded):
-            self._pushes.ended(request)
-            return Noted()
-        self._pushes.await_orders(request, ticket, now)
-        return None
+            case PushInto() | WithdrawPush() | DeclinePush() | AwaitOrders() | PushEnded():
+                return self.pushes.serve(request, ticket, now)
 
     def _describe(self, engine_id: str) -> Reply:
         if engine_id != self._engine_id:

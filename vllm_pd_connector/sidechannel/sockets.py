@@ -13,7 +13,7 @@ import ipaddress
 import zmq
 
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
-from vllm_pd_connector.protocol.messages import MAX_REPLY_FRAME, MAX_REQUEST_FRAME
+from vllm_pd_connector.protocol.fields import MAX_REPLY_FRAME, MAX_REQUEST_FRAME
 from vllm_pd_connector.sidechannel.keys import Keys, secure_client, secure_server
 
 QUEUED_PER_CLIENT = 16  # requests that a server takes in before it has served them, per connection

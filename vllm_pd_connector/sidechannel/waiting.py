@@ -11,7 +11,8 @@ import time
 
 import zmq
 
-from vllm_pd_connector.sidechannel.client import SideChannelClient
+from vllm_pd_connector.protocol.messages import Request
+from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
 
 
 class Wake:
@@ -52,3 +53,15 @@ def wait(client: SideChannelClient, wake: Wake, deadline: float | None) -> None:
     else:
         poller.poll(None if seconds is None else math.ceil(seconds * 1000))
     wake.clear()
+
+
+def ask(client: SideChannelClient, wake: Wake, endpoint: str, request: Request, timeout_s: float) -> Outcome:
+    """Send a request and wait for what becomes of it.
+
+    Raises:
+        ProtocolError: it cannot be sent; see `SideChannelClient.send`.
+    """
+    token = client.send(endpoint, request, timeout_s)
+    while (outcome := dict(client.receive()).get(token)) is None:
+        wait(client, wake, None)
+    return outcome

@@ -15,10 +15,11 @@ Errors are `TransferError` (`PeerLost` when the peer is gone); a transport trans
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
 
@@ -113,3 +114,26 @@ class Transport(Protocol):
         Registered memory may be unmapped once no peer reads or writes it: over TCP a process dies that is asked for
         memory it unmapped, so peers are told first.
         """
+
+
+class Followed(Protocol):
+    """A transfer that is advanced by being polled; `outcome` is set at its end, and `reported` once."""
+
+    outcome: Status | TransferError | None
+    reported: bool
+
+
+FollowedTransfer = TypeVar("FollowedTransfer", bound=Followed)
+
+
+def follow(transfer: FollowedTransfer, advance: Callable[[FollowedTransfer], None]) -> Status:
+    """`Transport.poll` of such a transfer; `advance` looks at it, goes on with it and sets the outcome."""
+    assert not transfer.reported, "polled after its end"
+    if transfer.outcome is None:
+        advance(transfer)
+    if transfer.outcome is None:
+        return Status.RUNNING
+    transfer.reported = True
+    if isinstance(transfer.outcome, TransferError):
+        raise transfer.outcome
+    return transfer.outcome

@@ -1,4 +1,4 @@
-"""Mooncake's Transfer Engine, peer to peer, spoken to through its Python module.
+"""Mooncake's Transfer Engine, peer to peer, spoken to through its Python module; `mooncake_engine` starts it.
 
 What the library does not do, and this module does:
 - **A call never waits.** The batched calls of Mooncake either block, burning a core and a half, or give a batch whose
@@ -15,50 +15,46 @@ What the library does not do, and this module does:
   which the peer does after it has the bytes in its memory.
 - **One stopped peer does not stop the others.** Opening a peer blocks inside the library and blocks every other submit;
   it is done in a thread of its own, only after the peer has answered on its line, and nothing is submitted meanwhile.
-- **The protocol is the one asked for.** The library ignores its protocol argument and takes RDMA if there is a device,
-  TCP if there is none. Here, `rdma` without a device is refused, and `tcp` forces TCP.
 
 Source of the library's behaviour: mooncake-transfer-engine 0.3.13.post1, observed and read.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
+from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.transport.addresses import Address, check_reachable, host_identity, local_address
-from vllm_pd_connector.transport.base import Peer, Status, Transfer
+from vllm_pd_connector.transport.base import Peer, Status, Transfer, follow
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.lines import Exchange, Line, LineState
+from vllm_pd_connector.transport.mooncake_engine import (
+    MAX_IN_FLIGHT,
+    RDMA_DEVICES,
+    MooncakeOptions,
+    check_options,
+    choose_protocol,
+    load_module,
+    segment_name,
+    start_engine,
+)
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, cut
 
 logger = logging.getLogger(__name__)
 
 NAME = "mooncake"
-INSTALL_HINT = (
-    "install one of mooncake-transfer-engine (CUDA 12), mooncake-transfer-engine-cuda13 and "
-    "mooncake-transfer-engine-non-cuda (Debian also needs libibverbs1), or choose another transport"
-)
-RDMA_DEVICES = Path("/sys/class/infiniband")
-
-# Mooncake queues 1024 descriptors per peer and fails what comes on top of as many again.
-MAX_IN_FLIGHT = 1024
-MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 8 << 20
 
 # No more is submitted in a call that took this long.
 _SUBMIT_SECONDS = 0.005
@@ -68,26 +64,6 @@ _LOOK_AHEAD = 8
 
 # A dying process closes its sockets one after another; a failed descriptor may be known before the lost line.
 _GRACE_SECONDS = 0.25
-
-
-class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of one engine.
-
-    `protocol`: "auto" is "rdma" on a machine with RDMA devices and "tcp" on one without. `device`: RDMA devices to use,
-    separated by commas; "" is all. `address`: the IP address (4 or 6) that peers reach this worker at; "" takes the
-    source address of the route to `route_to`, or of the default route when that is "" as well. `run_bytes`: longest
-    descriptor. `in_flight`: descriptors of one transfer that the library has at a time, `in_flight_bytes` bounds their
-    sum. `connect_timeout`: seconds in which a peer must answer.
-    """
-
-    protocol: Literal["auto", "tcp", "rdma"] = "auto"
-    device: str = ""
-    address: str = ""
-    route_to: str = ""
-    run_bytes: int = 4 << 20
-    in_flight: int = 256
-    in_flight_bytes: int = 64 << 20
-    connect_timeout: float = 10.0
 
 
 class Whereabouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -162,19 +138,14 @@ class MooncakeTransport:
         check_options(self._options, os.environ)
         self._protocol = choose_protocol(self._options, RDMA_DEVICES)
         self._address = local_address(self._options.address, self._options.route_to)
-        self._environment = {
-            "MC_FORCE_TCP": "1" if self._protocol == "tcp" else None,
-            "MC_USE_IPV6": "1" if self._address.version == 6 else None,
-        }
-        with _environment(self._environment):
-            self._module = _module()
+        self._module = load_module(self._protocol, self._address)
         self._name = f"pd-{uuid.uuid4().hex}"
         self._ranges = Ranges.of((), "this worker")
         self._peers: dict[str, _Peer] = {}
         self._segments: dict[str, list[str]] = {}
         self._exchange = Exchange(str(self._address), self._name)
         try:
-            self._engine = self._start_engine()
+            self._engine = start_engine(self._module, self._options, self._protocol, self._address)
         except Exception:
             self._exchange.close()
             raise
@@ -245,15 +216,8 @@ class MooncakeTransport:
         return self._start(peer, self._module.TransferOpcode.Write, work, notification)
 
     def poll(self, transfer: Transfer) -> Status:
-        assert isinstance(transfer, _Transfer) and not transfer.reported, "polled after its end"
-        if transfer.outcome is None:
-            self._advance(transfer)
-        if transfer.outcome is None:
-            return Status.RUNNING
-        transfer.reported = True
-        if isinstance(transfer.outcome, TransferError):
-            raise transfer.outcome
-        return transfer.outcome
+        assert isinstance(transfer, _Transfer)
+        return follow(transfer, self._advance)
 
     def notify(self, peer: Peer, payload: bytes) -> None:
         assert isinstance(peer, _Peer) and not peer.leaving
@@ -267,30 +231,13 @@ class MooncakeTransport:
         self._exchange.close()
         self._engine = None
 
-    def _start_engine(self) -> Any:
-        with _environment(self._environment):
-            engine = self._module.TransferEngine()
-            status = engine.initialize(str(self._address), "P2PHANDSHAKE", self._protocol, self._options.device)
-        if status:
-            raise TransferError(
-                f"Mooncake does not start with protocol {self._protocol} at {self._address} (status {status}); "
-                "MC_LOG_LEVEL=INFO shows its own words"
-            )
-        # The library fixes the version of IP when it is imported, which may have been before us.
-        if engine.send_probe(_segment_name(self._address, engine.get_rpc_port())):
-            raise TransferError(
-                f"Mooncake started and does not answer at {self._address}; another engine in this process may have "
-                "chosen the other version of IP"
-            )
-        return engine
-
     def _segment(self, peer: str, address: Address, port: int) -> str:
         """The library's name for a peer's memory, never one that it used for another process.
 
         The library keeps what it learnt under a name for ever, and after restarts the same port is another process:
         leading zeros, which it does not read, tell the incarnations apart.
         """
-        plain = _segment_name(address, port)
+        plain = segment_name(address, port)
         incarnations = self._segments.setdefault(plain, [])
         if peer not in incarnations:
             incarnations.append(peer)
@@ -427,82 +374,3 @@ class MooncakeTransport:
         if peer.leaving and not peer.running and self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
             peer.line.hang_up()
-
-
-def check_options(options: MooncakeOptions, environment: Mapping[str, str]) -> None:
-    """Refuse numbers out of range, and a setting of the library under which a write would be done before it arrived.
-
-    Raises:
-        InvalidConfig: with the field, its value and its range.
-    """
-    for key, low, high in (
-        ("run_bytes", MIN_RUN_BYTES, MAX_RUN_BYTES),
-        ("in_flight", 1, MAX_IN_FLIGHT),
-        ("in_flight_bytes", 1, 1 << 40),
-        ("connect_timeout", 0.1, 3600),
-    ):
-        if not low <= getattr(options, key) <= high:
-            raise InvalidConfig(f"transport_options.{key} is {getattr(options, key)}: it must be in [{low}, {high}]")
-    if environment.get("MC_TCP_PROTO") == "1":
-        raise InvalidConfig(
-            "MC_TCP_PROTO=1 makes Mooncake report writes that the peer may not have; unset it to use transport mooncake"
-        )
-
-
-def choose_protocol(options: MooncakeOptions, devices: Path) -> Literal["tcp", "rdma"]:
-    """The protocol to use; `devices` is the kernel's directory of RDMA devices.
-
-    Raises:
-        InvalidConfig: RDMA, or a device, that this machine does not have, or a device for TCP.
-    """
-    present = sorted(entry.name for entry in devices.iterdir()) if devices.is_dir() else []
-    if options.protocol == "tcp" or (options.protocol == "auto" and not present):
-        if options.device:
-            raise InvalidConfig(
-                f"transport_options.device is {options.device!r} and the protocol is tcp, which has no devices; "
-                f"this machine's RDMA devices: {', '.join(present) or 'none'}"
-            )
-        return "tcp"
-    unknown = [name for name in filter(None, options.device.split(",")) if name not in present]
-    if unknown or not present:
-        raise InvalidConfig(
-            f"transport_options.protocol is rdma with device {options.device!r}; this machine's RDMA devices: "
-            f"{', '.join(present) or 'none'}; choose among them, or protocol tcp"
-        )
-    return "rdma"
-
-
-def _segment_name(address: Address, port: int) -> str:
-    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
-
-
-@contextmanager
-def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Variables that the library reads while an engine starts, put back afterwards; None is "not set"."""
-    before = {key: os.environ.get(key) for key in values}
-    _set_environment(values)
-    try:
-        yield
-    finally:
-        _set_environment(before)
-
-
-def _set_environment(values: Mapping[str, str | None]) -> None:
-    for key, value in values.items():
-        if value is None:
-            os.environ.pop(key, None)
-        else:
-            os.environ[key] = value
-
-
-def _module() -> Any:
-    """Mooncake's engine module. Its log is reduced to errors unless MC_LOG_LEVEL says otherwise.
-
-    Raises:
-        InvalidConfig: the library is missing or does not load.
-    """
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    try:
-        return importlib.import_module("mooncake.engine")
-    except ImportError as error:
-        raise InvalidConfig(f"transport: mooncake cannot be imported ({error}); {INSTALL_HINT}") from error

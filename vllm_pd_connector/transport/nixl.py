@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Addresses, Runs
-from vllm_pd_connector.transport.base import Peer, Status, Transfer
+from vllm_pd_connector.transport.base import Peer, Status, Transfer, follow
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, batches, cut
 
@@ -180,15 +180,8 @@ class NixlTransport:
         return self._start(peer, self._nixl.NIXL_WRITE, runs, self._ranges, peer.ranges, notification)
 
     def poll(self, transfer: Transfer) -> Status:
-        assert isinstance(transfer, _Transfer) and not transfer.reported, "polled after its end"
-        if transfer.outcome is None:
-            self._advance(transfer)
-        if transfer.outcome is None:
-            return Status.RUNNING
-        transfer.reported = True
-        if isinstance(transfer.outcome, TransferError):
-            raise transfer.outcome
-        return transfer.outcome
+        assert isinstance(transfer, _Transfer)
+        return follow(transfer, self._advance)
 
     def notify(self, peer: Peer, payload: bytes) -> None:
         assert isinstance(peer, _Peer) and not peer.leaving

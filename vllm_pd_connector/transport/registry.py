@@ -31,7 +31,8 @@ def create(name: str, options: Mapping[str, object] | None = None) -> Transport:
 
         return NixlTransport(_convert(name, given, NixlOptions))
     if name == "mooncake":
-        from vllm_pd_connector.transport.mooncake import MooncakeOptions, MooncakeTransport
+        from vllm_pd_connector.transport.mooncake import MooncakeTransport
+        from vllm_pd_connector.transport.mooncake_engine import MooncakeOptions
 
         return MooncakeTransport(_convert(name, given, MooncakeOptions))
     if name == "loopback":

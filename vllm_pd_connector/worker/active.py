@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.stage import Chunk
 from vllm_pd_connector.observability.stats import FailureKind
-from vllm_pd_connector.protocol.messages import Moved
+from vllm_pd_connector.protocol import receive as receives
+from vllm_pd_connector.protocol.push_messages import Moved
 from vllm_pd_connector.protocol.receive import Receive
 from vllm_pd_connector.steps import ReceiveOrder
 from vllm_pd_connector.transport.base import Peer as TransportPeer
@@ -50,3 +52,9 @@ class Active:
         if self.order.either:
             return self.link.figures is not None and self.link.figures.prefers_push
         return self.order.push is not None
+
+
+class Drive(Protocol):
+    """Gives a receive's machine an event; `kind` labels a failure that it may lead to."""
+
+    def __call__(self, active: Active, event: receives.Event, now: float, kind: FailureKind | None = None) -> None: ...

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from typing import Protocol
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
-from vllm_pd_connector.protocol.messages import Failure, FailureCode, Pushed, PushInto, PushState, WithdrawPush
+from vllm_pd_connector.protocol.messages import Failure, FailureCode
+from vllm_pd_connector.protocol.push_messages import Pushed, PushInto, PushState, WithdrawPush
 from vllm_pd_connector.sidechannel.client import Outcome
 from vllm_pd_connector.steps import PushTerms, encode_tables
-from vllm_pd_connector.worker.active import Active
+from vllm_pd_connector.worker.active import Active, Drive
 from vllm_pd_connector.worker.calls import Calls
 
 RETRY_S = 0.5
@@ -28,12 +28,6 @@ _NOT_UNDERSTOOD = (FailureCode.MALFORMED, FailureCode.VERSION)
 
 Seat = tuple[int, int, int, int]
 """Pipeline rank, tensor rank, number among the readers, how many readers there are."""
-
-
-class Drive(Protocol):
-    """Gives a receive's machine an event; `kind` labels a failure that it may lead to."""
-
-    def __call__(self, active: Active, event: receives.Event, now: float, kind: FailureKind | None = None) -> None: ...
 
 
 class Asking:

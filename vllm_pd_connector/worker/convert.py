@@ -23,7 +23,8 @@ from typing import Generic, TypeVar
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.geometry.stage import CHUNKS_PER_SLAB, Chunk, Copy
+from vllm_pd_connector.geometry.stage import CHUNKS_PER_SLAB, Chunk
+from vllm_pd_connector.geometry.strided import Copy
 from vllm_pd_connector.transport.base import Peer, Status, Transfer, Transport
 from vllm_pd_connector.worker.copies import Copier, copier_for
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import Segment
-from vllm_pd_connector.geometry.stage import Copy
+from vllm_pd_connector.geometry.strided import Copy
 
 _PAGE = 4096
 _SMALL_ITEM = 16

@@ -16,7 +16,7 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.messages import Standing, Status
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.keys import Keys
-from vllm_pd_connector.sidechannel.waiting import Wake, wait
+from vllm_pd_connector.sidechannel.waiting import Wake, ask, wait
 
 logger = init_logger(__name__)
 
@@ -30,9 +30,7 @@ def wait_for_readers(endpoint: str, keys: Keys | None, seconds: float) -> bool:
     wake = Wake()
     with closing(SideChannelClient(keys=keys)) as client, closing(wake), contextlib.suppress(ProtocolError):
         while (left := until - time.monotonic()) > 0:
-            token = client.send(endpoint, Status(), min(_REPLY_S, left))
-            while (outcome := dict(client.receive()).get(token)) is None:
-                wait(client, wake, None)
+            outcome = ask(client, wake, endpoint, Status(), min(_REPLY_S, left))
             if outcome == Standing(0):
                 return True
             if not isinstance(outcome, Standing):

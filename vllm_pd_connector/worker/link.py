@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 
 import msgspec
-import numpy as np
 
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, TransferError
-from vllm_pd_connector.geometry.bind import BlockTable, Tail, late_starts, pair, runs_of
+from vllm_pd_connector.geometry.bind import Tail, late_starts, pair, runs_of
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
 from vllm_pd_connector.geometry.plan import Edge, Plan, Rank, make_plan
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.stage import Chunk, chunks, split
 from vllm_pd_connector.geometry.topology import TopologyCheck, check_pd_topology
 from vllm_pd_connector.protocol.peer import Peer
-from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
+from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder, block_tables
 from vllm_pd_connector.transport.base import Peer as TransportPeer
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.worker.selftest import Figures
@@ -126,11 +126,9 @@ class Link:
         """
         assert self.plan is not None and order.remote is not None
         remote = order.remote
-        source = [
-            _table(GroupBlocks(first, ids))
-            for first, ids in zip(remote.pd_connector.first_blocks, remote.remote_block_ids, strict=True)
-        ]
-        destination = [_table(blocks) for blocks in order.blocks]
+        firsts = remote.pd_connector.first_blocks
+        source = block_tables(starmap(GroupBlocks, zip(firsts, remote.remote_block_ids, strict=True)))
+        destination = block_tables(order.blocks)
         bound = Bound([], {})
         for edges in self.edges:
             peer = self.ranks[edges[0].source]
@@ -144,10 +142,6 @@ class Link:
                 bound.reads.append((peer, chunks(staged, self.chunk_bytes)))
             bound.late_starts.update(late_starts([*direct, *staged]))
         return bound
-
-
-def _table(blocks: GroupBlocks) -> BlockTable:
-    return BlockTable(blocks.first_block, np.asarray(blocks.ids, dtype=np.int64))
 
 
 def decode(encoded: bytes) -> Manifest:

@@ -22,7 +22,8 @@ from vllm_pd_connector.geometry.bind import BlockTable, Tail, late_starts, pair,
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest
 from vllm_pd_connector.geometry.plan import Edge, Rank, make_plan
 from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.protocol.messages import PushInto, Table
+from vllm_pd_connector.protocol.fields import Table
+from vllm_pd_connector.protocol.push_messages import PushInto
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.worker.link import Link, decode
 

@@ -26,21 +26,11 @@ from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
 from vllm_pd_connector.protocol import peer as peers
-from vllm_pd_connector.protocol.messages import (
-    MAX_TEXT,
-    AwaitOrders,
-    Describe,
-    GiveUp,
-    Manifests,
-    Moved,
-    Noted,
-    Orders,
-    PushEnded,
-    PushInto,
-    Write,
-)
+from vllm_pd_connector.protocol.fields import MAX_TEXT
+from vllm_pd_connector.protocol.messages import Describe, Manifests, Noted
+from vllm_pd_connector.protocol.orders import IDLE_ANSWER_S
 from vllm_pd_connector.protocol.peer import PeerKey
-from vllm_pd_connector.protocol.push import IDLE_ANSWER_S
+from vllm_pd_connector.protocol.push_messages import AwaitOrders, GiveUp, Moved, Orders, PushEnded, PushInto, Write
 from vllm_pd_connector.sidechannel.client import Outcome
 from vllm_pd_connector.sidechannel.keys import keys_of, require_known_server
 from vllm_pd_connector.transport.base import Peer as TransportPeer

@@ -21,17 +21,8 @@ from vllm_pd_connector.geometry.bind import BlockTable
 from vllm_pd_connector.geometry.digest import Memory
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest, Segment
 from vllm_pd_connector.geometry.sums import Sum, sums
-from vllm_pd_connector.protocol.messages import (
-    MAX_PIECE_BYTES,
-    MAX_PIECES_BYTES,
-    Failure,
-    Job,
-    LeaseRef,
-    NextJob,
-    Request,
-    SumPiece,
-    Sums,
-)
+from vllm_pd_connector.protocol.fields import MAX_PIECE_BYTES, MAX_PIECES_BYTES, LeaseRef
+from vllm_pd_connector.protocol.messages import Failure, Job, NextJob, Request, SumPiece, Sums
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
 from vllm_pd_connector.sidechannel.keys import Keys
 from vllm_pd_connector.sidechannel.waiting import Wake, wait

@@ -1,0 +1,137 @@
+"""The router's concurrent hand-off, as its clients see it: both legs at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from router_bench import Bench, over_bench
+from router_stand_ins import DONE, HANDS_OVER, Handler, answers, info, stall, streams
+
+from vllm_pd_connector.proxy.fleet import Role
+
+
+@over_bench
+async def test_a_pushing_prefill_gets_its_leg_beside_the_decode(bench: Bench) -> None:
+    together = asyncio.Barrier(2)
+
+    def meets(handler: Handler) -> Handler:
+        async def meet(request: web.Request) -> web.StreamResponse:
+            await together.wait()
+            return await handler(request)
+
+        return meet
+
+    prefill = await bench.instance(meets(HANDS_OVER), info())
+    decode = await bench.instance(meets(DONE), info(role="kv_consumer", engine_id="d-0"))
+    await bench.route(instances=[prefill.url, decode.url])
+    status, answer, _ = await bench.ask({"prompt": "x", "max_tokens": 9}, **{"X-Request-Id": "id-7"})
+    assert (status, answer) == (200, {"choices": [{"text": "abc"}]})
+    assert prefill.request_ids == decode.request_ids == ["id-7"]
+    assert prefill.asked[0]["max_tokens"] == 1
+    assert prefill.asked[0]["kv_transfer_params"]["do_remote_decode"] is True
+    assert decode.asked[0]["kv_transfer_params"] == {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "remote_engine_id": "p-0",
+        "remote_host": "h",
+        "remote_port": 5600,
+        "remote_request_id": "id-7",
+        "tp_size": 2,
+        "pp_size": 1,
+        "dcp_size": 1,
+        "transfer_id": "id-7",
+    }
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failing_leg_ends_the_other_and_reaches_the_client(leg: str, stream: bool) -> None:
+    async def test(bench: Bench) -> None:
+        other_waits = asyncio.Event()
+
+        async def fail_when_the_other_waits(request: web.Request) -> web.StreamResponse:
+            await other_waits.wait()
+            return await answers({"error": {"message": "no"}}, status=500)(request)
+
+        async def wait(request: web.Request) -> web.StreamResponse:
+            other_waits.set()
+            # As vLLM does: headers of a stream are sent before there is an event.
+            return await (streams(then=stall) if stream else stall)(request)
+
+        prefill = await bench.instance(fail_when_the_other_waits if leg == "prefill" else wait, info())
+        decode = await bench.instance(fail_when_the_other_waits if leg == "decode" else wait)
+        await bench.route([prefill.url], [decode.url])
+        status, answer, _ = await bench.ask({"prompt": "x", "stream": stream})
+        assert (status, answer) == (500, {"error": {"message": "no"}})
+        await (decode if leg == "prefill" else prefill).cancelled.wait()
+
+    over_bench(test)()
+
+
+@over_bench
+async def test_a_prefill_that_fails_after_the_first_byte_does_not_end_the_answer(bench: Bench) -> None:
+    seen = asyncio.Event()
+
+    async def fail_late(request: web.Request) -> web.StreamResponse:
+        await seen.wait()
+        return web.Response(status=500)
+
+    async def wait_until_prefill_failed(_request: web.Request) -> None:
+        seen.set()
+        while bench.router.fleet.choose(Role.PREFILL, (), set()).in_flight:
+            await asyncio.sleep(0)
+
+    prefill = await bench.instance(fail_late, info())
+    decode = await bench.instance(streams(b"data: 1\n\n", then=wait_until_prefill_failed))
+    await bench.route([prefill.url], [decode.url])
+    assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (200, "data: 1\n\n")
+
+
+@over_bench
+async def test_a_client_that_leaves_cancels_both_legs(bench: Bench) -> None:
+    prefill, decode = await bench.instance(stall, info()), await bench.instance(stall)
+    await bench.route([prefill.url], [decode.url])
+    client = asyncio.create_task(bench.ask())
+    await asyncio.gather(prefill.arrived.wait(), decode.arrived.wait())
+    client.cancel()
+    await asyncio.gather(prefill.cancelled.wait(), decode.cancelled.wait())
+
+
+@over_bench
+async def test_nothing_is_sent_to_decode_before_a_prefill_took_the_connection(bench: Bench) -> None:
+    gone, prefill = await bench.instance(HANDS_OVER, info(engine_id="gone")), await bench.instance(HANDS_OVER, info())
+    decode = await bench.instance(DONE)
+    await bench.route([gone.url, prefill.url], [decode.url])
+    await gone.server.close()
+    assert [(await bench.ask())[0] for _ in range(2)] == [200, 200]
+    assert [asked["kv_transfer_params"]["remote_engine_id"] for asked in decode.asked] == ["p-0", "p-0"]
+
+
+@over_bench
+async def test_a_prefill_with_several_engines_is_asked_for_one_of_them(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER, info(dp_size=2), engines=2), await bench.instance(DONE)
+    await bench.route([prefill.url], [decode.url])
+    for _ in range(4):
+        assert (await bench.ask())[0] == 200
+    assert sorted(prefill.ranks) == ["0", "0", "1", "1"]
+
+
+@over_bench
+async def test_a_request_id_in_use_is_refused_where_it_pairs_the_legs(bench: Bench) -> None:
+    prefill, decode = await bench.instance(stall, info()), await bench.instance(stall)
+    await bench.route([prefill.url], [decode.url])
+    first = asyncio.create_task(bench.ask(**{"X-Request-Id": "same"}))
+    await decode.arrived.wait()
+    assert (await bench.ask(**{"X-Request-Id": "same"}))[0] == 409
+    first.cancel()
+
+
+@over_bench
+async def test_a_concurrent_handoff_needs_a_prefill_that_says_its_engine(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
+    await bench.route([prefill.url], [decode.url], handoff="concurrent")
+    status, answer, _ = await bench.ask()
+    assert status == 503 and "engine id" in answer["error"]["message"]
+    assert decode.asked == []

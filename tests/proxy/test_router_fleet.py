@@ -1,0 +1,135 @@
+"""The router's instances come, go and say what they are."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from router_bench import Bench, over_bench
+from router_stand_ins import DONE, HANDS_OVER, info
+
+from vllm_pd_connector.proxy.serve import admin_application
+
+
+@over_bench
+async def test_an_instance_that_went_away_is_passed_over_and_used_again_when_it_is_back(bench: Bench) -> None:
+    prefills = [await bench.instance(HANDS_OVER) for _ in range(2)]
+    decode = await bench.instance(DONE)
+    await bench.route([one.url for one in prefills], [decode.url])
+    port = prefills[0].server.port
+    await prefills[0].server.close()
+    assert [(await bench.ask())[0] for _ in range(4)] == [200] * 4
+    assert [len(one.asked) for one in prefills] == [0, 4]
+    back = await bench.instance(HANDS_OVER, port=port)
+    await bench.check()
+    assert [(await bench.ask())[0] for _ in range(2)] == [200] * 2
+    assert len(back.asked) == 1
+
+
+@over_bench
+async def test_an_unhealthy_instance_gets_nothing_until_it_is_healthy(bench: Bench) -> None:
+    sick, prefill, decode = [await bench.instance(h) for h in (HANDS_OVER, HANDS_OVER, DONE)]
+    sick.health = 503
+    await bench.route([sick.url, prefill.url], [decode.url])
+    for _ in range(2):
+        await bench.ask()
+    assert (len(sick.asked), len(prefill.asked)) == (0, 2)
+    sick.health = 200
+    await bench.check()
+    for _ in range(2):
+        await bench.ask()
+    assert (len(sick.asked), len(prefill.asked)) == (1, 3)
+
+
+@over_bench
+async def test_one_bad_check_is_forgiven_and_a_second_is_not(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
+    await bench.route([prefill.url], [decode.url])
+    prefill.health = 503
+    await bench.check()
+    assert (await bench.get("/health"))[0] == 200
+    await bench.check()
+    status, text = await bench.get("/health")
+    assert status == 503 and prefill.url in text and "503" in text
+
+
+@over_bench
+async def test_instances_say_their_roles(bench: Bench) -> None:
+    prefill = await bench.instance(HANDS_OVER, info(mode="pull"))
+    decode = await bench.instance(DONE, info(role="kv_consumer", mode="pull"))
+    await bench.route(instances=[decode.url, prefill.url])
+    assert (await bench.ask())[0] == 200
+    assert (len(prefill.asked), len(decode.asked)) == (1, 1)
+
+
+@over_bench
+async def test_an_instance_with_another_role_than_it_was_given_is_not_used(bench: Bench) -> None:
+    prefill = await bench.instance(HANDS_OVER, info(role="kv_consumer"))
+    decode = await bench.instance(DONE)
+    await bench.route([prefill.url], [decode.url])
+    status, answer, _ = await bench.ask()
+    assert status == 503 and "kv_consumer" in answer["error"]["message"]
+    assert prefill.asked == []
+
+
+@over_bench
+async def test_a_restarted_engine_is_addressed_by_its_new_id(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER, info()), await bench.instance(DONE)
+    await bench.route([prefill.url], [decode.url], facts_interval=1e-9)
+    await bench.ask()
+    prefill.says = info(engine_id="p-1")
+    await bench.check()
+    await bench.ask()
+    assert [asked["kv_transfer_params"]["remote_engine_id"] for asked in decode.asked] == ["p-0", "p-1"]
+
+
+@over_bench
+async def test_instances_are_added_and_removed_while_requests_run(bench: Bench) -> None:
+    waits = asyncio.Event()
+
+    async def wait(request: web.Request) -> web.StreamResponse:
+        await waits.wait()
+        return await HANDS_OVER(request)
+
+    first, second = await bench.instance(wait), await bench.instance(HANDS_OVER)
+    decode = await bench.instance(DONE)
+    await bench.route([first.url], [decode.url])
+    admin = await bench.serve(admin_application(bench.router)) + "/instances"
+    running = asyncio.create_task(bench.ask())
+    await first.arrived.wait()
+    async with bench.client.delete(admin, params={"url": first.url}) as response:
+        assert (response.status, (await response.json())["in_flight"]) == (202, 1)
+    assert (await bench.ask())[0] == 503
+    async with bench.client.post(admin, json={"url": second.url + "/", "role": "prefill"}) as response:
+        assert response.status == 202
+    await bench.check()
+    assert (await bench.ask())[0] == 200
+    waits.set()
+    assert (await running)[0] == 200
+    async with bench.client.get(admin) as response:
+        shown = {one["url"]: one for one in (await response.json())["instances"]}
+    assert set(shown) == {second.url, decode.url}
+    assert shown[second.url]["state"] == "up"
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "query", "status"),
+    [
+        ("POST", {"url": "no"}, "", 400),
+        ("POST", {}, "", 400),
+        ("POST", [], "", 400),
+        ("POST", {"url": "http://h:1", "role": "both"}, "", 400),
+        ("POST", {"url": "http://h:1", "other": 1}, "", 400),
+        ("DELETE", None, "?url=http://h:1", 404),
+    ],
+)
+def test_operators_mistakes_are_told(method: str, body: object, query: str, status: int) -> None:
+    async def test(bench: Bench) -> None:
+        await bench.route()
+        admin = await bench.serve(admin_application(bench.router)) + "/instances" + query
+        async with bench.client.request(method, admin, json=body) as response:
+            assert response.status == status
+            assert (await response.json())["error"]["message"]
+
+    over_bench(test)()

@@ -1,0 +1,72 @@
+"""The scheduler halves with keys, with a secret, and without: who listens where, who is asked, what is believed."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+from test_half import EMPTY_STEP, TOKEN, allocate, freed, hand_over, make_half, make_request, until
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import RequestStatus
+
+from vllm_pd_connector.errors import InvalidConfig
+from vllm_pd_connector.scheduler.half import SchedulerHalf
+from vllm_pd_connector.sidechannel.keys import create_keys, create_secret
+
+
+def refusal(half: SchedulerHalf, pool: BlockPool, params: Any) -> str:
+    """Why a request with these parameters fails; empty if it does not."""
+    request = make_request("d-1", params)
+    half.on_new_request(request)
+    allocate(half, pool, request)
+    [order] = half.build_metadata(EMPTY_STEP).receives
+    return str(order.error)
+
+
+def test_a_producer_without_keys_does_not_listen_where_others_reach_it():
+    with pytest.raises(InvalidConfig, match="side_channel_host 0.0.0.0"):
+        make_half("kv_producer", side_channel_host="0.0.0.0")
+    make_half("kv_consumer", side_channel_host="0.0.0.0")[0].shutdown()
+    make_half("kv_producer", side_channel_host="0.0.0.0", allow_unauthenticated_peers=True)[0].shutdown()
+
+
+def test_a_consumer_without_keys_asks_nobody_on_another_host():
+    producer, _ = make_half("kv_producer")
+    producer.serve([b"manifest"], [TOKEN])
+    half, pool = make_half("kv_consumer")
+    assert "10.9.8.7 is on another host" in refusal(half, pool, hand_over(producer) | {"remote_host": "10.9.8.7"})
+    assert not half.consumer._keeper._commands
+    half.shutdown()
+    producer.shutdown()
+
+
+def test_a_secret_on_both_sides_lets_only_true_parameters_in(tmp_path):
+    secret = tmp_path / "params.secret"
+    create_secret(secret)
+    producer, _ = make_half("kv_producer", params_secret=str(secret))
+    producer.serve([b"manifest"], [TOKEN])
+    half, pool = make_half("kv_consumer", params_secret=str(secret))
+    params = hand_over(producer)
+    assert "signature" in refusal(half, pool, params | {"remote_block_ids": [[1, 2, 3]]})
+    half.consumer.received("d-1")
+    assert refusal(half, pool, params) == ""
+    half.shutdown()
+    producer.shutdown()
+
+
+def test_keys_on_both_sides_keep_a_lease_alive_and_give_it_back(tmp_path):
+    for name in ("p", "d"):
+        create_keys(tmp_path / name, name)
+    shutil.copy(tmp_path / "p" / "p.key", tmp_path / "d")
+    shutil.copy(tmp_path / "d" / "d.key", tmp_path / "p")
+    producer, _ = make_half("kv_producer", side_channel_keys=str(tmp_path / "p"), kv_lease_duration=30.0)
+    producer.serve([b"manifest"], [TOKEN])
+    half, _ = make_half("kv_consumer", side_channel_keys=str(tmp_path / "d"))
+    request = make_request("d-1", hand_over(producer))
+    half.on_new_request(request)
+    request.status = RequestStatus.FINISHED_ABORTED
+    half.request_finished(request, ([],))
+    until(lambda: freed(producer) == ["p-1"], "the lease to be released")
+    half.shutdown()
+    producer.shutdown()

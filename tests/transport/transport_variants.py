@@ -1,0 +1,41 @@
+"""What the conformance suite runs over: loopback in one process, NIXL and Mooncake between two processes.
+
+NIXL runs twice: as it chooses on one host (cross-memory attach), and over TCP, which is what containers without that
+permission and two hosts use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transport_ends import InProcessPeer, ProcessPeer
+
+MIB = 1 << 20
+SIZE = 4 * MIB
+
+AnyPeer = InProcessPeer | ProcessPeer
+
+
+@dataclass(frozen=True)
+class Variant:
+    transport: str
+    options: dict[str, Any]
+    peer: type[AnyPeer]
+
+
+VARIANTS = {
+    "loopback": Variant("loopback", {}, InProcessPeer),
+    "nixl": Variant("nixl", {}, ProcessPeer),
+    "nixl-tcp": Variant("nixl", {"ucx": {"TLS": "tcp,self"}}, ProcessPeer),
+    "mooncake": Variant("mooncake", {"protocol": "tcp"}, ProcessPeer),
+}
+
+
+def scattered(count: int, length: int, source: int, destination: int, space: int = SIZE) -> list[tuple[int, int, int]]:
+    """`count` pieces of `length` bytes, in another order on each side, that share no byte on either side."""
+    rng = np.random.default_rng(count)
+    slots = space // length
+    order, reverse = rng.permutation(slots)[:count] * length, rng.permutation(slots)[:count] * length
+    return [(source + int(a), destination + int(b), length) for a, b in zip(order, reverse, strict=True)]

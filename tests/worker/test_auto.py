@@ -1,0 +1,69 @@
+"""Mode auto: one pair of workers measures both ways and takes the faster one."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
+import pytest
+from test_loop import P_BLOCKS, TOKENS
+from test_pushing import CONFIG, DIGEST, Target, Writer, freed, whole
+
+from vllm_pd_connector.protocol.answer import remote_prefill_params
+from vllm_pd_connector.protocol.params import parse_remote_prefill
+from vllm_pd_connector.steps import ReceiveOrder
+from vllm_pd_connector.worker.selftest import Figures
+
+AUTO = msgspec.structs.replace(CONFIG, mode="auto")
+
+
+@pytest.fixture
+def writer() -> Iterator[Writer]:
+    with contextlib.closing(Writer(AUTO)) as made:
+        yield made
+
+
+@pytest.fixture
+def target() -> Iterator[Target]:
+    with contextlib.closing(Target(AUTO)) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("figures", "pushes"), [(Figures(1e9, 9e9), 1), (Figures(9e9, 1e9), 0)])
+def test_mode_auto_takes_the_faster_way(writer, target, monkeypatch, figures, pushes):
+    monkeypatch.setattr("vllm_pd_connector.worker.direction.self_test", lambda *_: figures)
+    target.loop.submit([both_ways(writer, target)], [])
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected())
+    freed(writer, "a")
+    counts = writer.server.counts()
+    assert (counts.get("PushInto", 0) > 0, counts.get("ReadDone", 0)) == (bool(pushes), 1 - pushes)
+
+
+def test_mode_auto_measures_both_ways_and_tells_what_it_found(writer, target, caplog):
+    with caplog.at_level("INFO", logger="vllm_pd_connector"):
+        target.loop.submit([both_ways(writer, target)], [])
+        assert target.wait_for("d") == [True]
+    assert re.search(
+        r"self-test with prefill engine p-0: reads \d+\.\d+ GB/s, writes \d+\.\d+ GB/s; it is", caplog.text
+    )
+    assert whole(target.worker.memory, target.expected()), "the self-test touches no cache"
+
+
+def both_ways(writer: Writer, target: Target) -> ReceiveOrder:
+    """A request whose prefill can be read and can be written."""
+    params = remote_prefill_params(
+        block_ids=[P_BLOCKS], first_blocks=[0], request_id="p-a", nonce=secrets.token_bytes(16),
+        lease_seconds=60.0, prompt_digest=DIGEST,
+        engine_id="p-0", incarnation=writer.incarnation, host="127.0.0.1", port=writer.server.port,
+        tp_size=2, dcp_size=1, pp_size=1, num_tokens=TOKENS, transfer_mode="push",
+    )  # fmt: skip
+    remote = parse_remote_prefill(params)
+    writer.compute(0, TOKENS)
+    writer.begin()
+    nonce = writer.finish(nonce=remote.lease.nonce)
+    return replace(target.order(writer, nonce=nonce), remote=remote, either=True)

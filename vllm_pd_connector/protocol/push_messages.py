@@ -1,0 +1,173 @@
+"""Messages of pushes: what a decode instance asks to be written, and what a prefill instance tells its workers.
+
+They are part of the one protocol of `messages`, which frames them and says which answers which. docs/design/push.md
+tells what is done with them.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+from vllm_pd_connector.geometry.check import MAX_GROUPS
+from vllm_pd_connector.protocol.fields import (
+    Count,
+    EngineId,
+    Incarnation,
+    Message,
+    Nonce,
+    Port,
+    RequestId,
+    Tables,
+    Text,
+    Tokens,
+    Worker,
+    Workers,
+)
+
+LateStarts = Annotated[dict[Annotated[int, Meta(ge=0, lt=MAX_GROUPS)], Tokens], Meta(max_length=MAX_GROUPS)]
+
+
+class PrefillRef(Message, frozen=True):
+    """One prefill on the instance that is asked: by the name that both legs of a request carry, or, with the nonce of
+    its lease, by its request id there."""
+
+    name: RequestId
+    nonce: Nonce | None
+
+
+class Home(Message, frozen=True):
+    """Where the manifests of a decode instance are served, by whom (its CURVE key), and which of its lives is meant."""
+
+    engine_id: EngineId
+    incarnation: Incarnation
+    host: Annotated[str, Meta(min_length=1, max_length=253)]
+    port: Port
+    server_key: Annotated[str, Meta(min_length=40, max_length=40)] | None = None
+
+
+class Moved(Message, frozen=True):
+    """What the transport was given, for statistics."""
+
+    bytes: Count = 0
+    runs: Count = 0
+    descriptors: Count = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.bytes + other.bytes, self.runs + other.runs, self.descriptors + other.descriptors)
+
+
+class PushInto(Message, frozen=True, tag="push_into"):
+    """Write tokens [start, stop) of a prefill into these blocks of one worker of the decode instance at `home`.
+
+    Answered when every byte is there, at once when it fails, and otherwise after a few seconds with how far it is; the
+    decode side then asks again, with the same `attempt` (random, drawn once per receive). `reader` and `readers`
+    count workers as in `ReadDone`, `pp_rank` and `tp_rank` name the worker in its instance's manifests.
+    """
+
+    prefill: PrefillRef
+    home: Home
+    pp_rank: Worker
+    tp_rank: Worker
+    reader: Worker
+    readers: Workers
+    attempt: Nonce
+    blocks: Tables
+    start: Tokens
+    stop: Tokens
+    prompt_digest: Annotated[str, Meta(min_length=16, max_length=16)]
+
+
+class WithdrawPush(Message, frozen=True, tag="withdraw_push"):
+    """The push of this attempt is not wanted any more; answered like `PushInto` when nothing of it can land."""
+
+    prefill: PrefillRef
+    attempt: Nonce
+
+
+class DeclinePush(Message, frozen=True, tag="decline_push"):
+    """A prefill that the decode instance needs nothing of: a full prefix hit, or a request that was aborted."""
+
+    prefill: PrefillRef
+
+
+class PushState(StrEnum):
+    """How far a push is."""
+
+    EXPECTED = "expected"
+    COMPUTING = "computing"
+    WRITING = "writing"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Pushed(Message, frozen=True, tag="pushed"):
+    """State of one push, with the reason if it failed. `terminal`: nothing of it is written from now on.
+
+    `request_id` is the prefill's, once it is known, for logs and traces.
+    """
+
+    state: PushState
+    reason: Text
+    terminal: bool
+    late_starts: LateStarts = {}
+    moved: Moved = Moved()
+    request_id: Text = ""
+
+
+class AwaitOrders(Message, frozen=True, tag="await_orders"):
+    """From a worker to its own scheduler half: the orders after number `seen`, as soon as there are any.
+
+    `token` was drawn by the worker and given to its scheduler half by way of vLLM, so that nobody else gets orders.
+    """
+
+    token: Nonce
+    worker: Worker
+    seen: Annotated[int, Meta(ge=0)]
+
+
+class Write(Message, frozen=True, tag="write"):
+    """Order to a worker: write what is missing of tokens below `ready`, when its forward of `step` is done.
+
+    Block ids in `source` are the prefill side's. Only with `final` are the last partial block, windows and states
+    written; before, only blocks that are complete.
+    """
+
+    into: PushInto
+    source: Tables
+    ready: Tokens
+    step: Annotated[int, Meta(ge=0)]
+    final: bool
+
+
+class GiveUp(Message, frozen=True, tag="give_up"):
+    """Order to a worker: start no more writes of this attempt, and report its end."""
+
+    attempt: Nonce
+    reason: Text
+
+
+class Orders(Message, frozen=True, tag="orders"):
+    """The orders up to number `last`, oldest first; none if nothing came for a while."""
+
+    last: Annotated[int, Meta(ge=0)]
+    orders: tuple[Write | GiveUp, ...]
+
+
+class PushEnded(Message, frozen=True, tag="push_ended"):
+    """From a worker to its own scheduler half: its part of a push is written, or has failed.
+
+    A failure that is not `terminal` may still write; another report follows when it cannot any more. `late_starts`
+    are those of `geometry.bind`: destination groups whose first block in the window holds tokens only from there on.
+    """
+
+    token: Nonce
+    worker: Worker
+    attempt: Nonce
+    ok: bool
+    reason: Text
+    terminal: bool
+    late_starts: LateStarts = {}
+    moved: Moved = Moved()

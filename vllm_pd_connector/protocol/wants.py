@@ -1,0 +1,70 @@
+"""One prefill for a decode instance and one registration for it; `push` says what becomes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from vllm_pd_connector.protocol.fields import Table
+from vllm_pd_connector.protocol.orders import Ticket
+from vllm_pd_connector.protocol.push_messages import Moved, PushInto, PushState
+
+Tables = tuple[Table, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Want:
+    """A decode worker's registration of its blocks."""
+
+    into: PushInto
+    deadline: float = inf  # while no prefill is known
+    state: PushState = PushState.EXPECTED
+    reason: str = ""
+    tickets: dict[Ticket, float] = field(default_factory=dict)  # who waits for an answer, and until when
+    ordered: set[int] = field(default_factory=set)  # workers that may write
+    last: tuple[int, bool] = (0, False)  # `ready` and `final` of the latest order
+    late_starts: dict[int, int] = field(default_factory=dict)
+    moved: Moved = Moved()
+    prefill: Prefill | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Prefill:
+    """A request that this instance computes for a decode instance."""
+
+    request_id: str
+    name: str
+    num_tokens: int
+    prompt_digest: str
+    nonce: bytes | None = None  # of the lease, once finished
+    source: Tables = ()
+    ready: int = 0
+    step: int = 0
+    finished: bool = False
+    declined: bool = False
+    failure: str = ""
+    wants: dict[bytes, Want] = field(default_factory=dict)
+    served: set[int] = field(default_factory=set)  # readers that have all their bytes
+    closed: bool = False  # its scheduler half wants the blocks back
+
+
+def contradiction(want: Want, prefill: Prefill) -> str:
+    """Why a prefill, with the other registrations that it has, cannot be written for this one; empty if it can."""
+    into = want.into
+    others = [w.into for w in prefill.wants.values() if w is not want]
+    if into.stop != prefill.num_tokens or into.prompt_digest != prefill.prompt_digest:
+        return (
+            f"the prefilled prompt ({prefill.num_tokens} tokens, digest {prefill.prompt_digest}) is not the decode "
+            f"request's ({into.stop} tokens, digest {into.prompt_digest}): send both legs with the same prompt"
+        )
+    if into.reader >= into.readers or any(into.readers != other.readers for other in others):
+        return f"reader {into.reader} of {into.readers} contradicts the other readers of this prefill"
+    if into.reader in prefill.served or any(into.reader == other.reader for other in others):
+        return f"reader {into.reader} is registered already: two decode requests name this prefill"
+    return ""
+
+
+def progress(want: Want) -> PushState:
+    """What the decode side is told: its deadline for writing runs from the end of the prefill, not from its first
+    chunk."""
+    return PushState.COMPUTING if want.state is PushState.WRITING and not want.last[1] else want.state

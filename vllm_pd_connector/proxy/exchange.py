@@ -1,0 +1,117 @@
+"""One client request at the router: read and checked, and what is not answered refused.
+
+An error has the form of the OpenAI API. vLLM puts failures also into answers with status 200: as the reason why a
+choice ended, and as a stream's first event.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.proxy.choice import prefix_keys
+from vllm_pd_connector.proxy.handoff import Body, check_client_body
+from vllm_pd_connector.proxy.legs import Headers, LegError
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
+
+
+class InstanceRefusal(Exception):
+    """An instance answered with another status than 200; the client gets what it said."""
+
+    def __init__(self, status: int, content: bytes, content_type: str):
+        super().__init__(f"status {status}")
+        self.status = status
+        self.content = content
+        self.content_type = content_type
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One client request on its way through the router."""
+
+    request: web.Request
+    request_id: str
+    body: Body
+    keys: list[bytes]
+    headers: Headers
+    started: float
+    answer: web.StreamResponse | None = None
+    """Set when the first byte goes to the client."""
+
+    @property
+    def path(self) -> str:
+        return self.request.path
+
+
+def error_object(status: int, message: str) -> Body:
+    """An error in the form of the OpenAI API."""
+    return {"error": {"message": message, "type": "router_error", "param": None, "code": status}}
+
+
+async def read_exchange(request: web.Request, request_id: str, started: float) -> Exchange:
+    """The client's request.
+
+    Raises:
+        ProtocolError: what it says cannot be handed over.
+    """
+    if not REQUEST_ID.fullmatch(request_id):
+        raise ProtocolError(f"X-Request-Id: {request_id!r:.80}; use up to 200 letters, digits, '.', '_', ':' and '-'")
+    try:
+        body = check_client_body(await request.json())
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"the request body is not JSON: {error}") from error
+    headers = {"X-Request-Id": request_id}
+    if "Authorization" in request.headers:
+        headers["Authorization"] = request.headers["Authorization"]
+    return Exchange(request, request_id, body, prefix_keys(body), headers, started)
+
+
+def check_finished(answer: object) -> None:
+    """An answer with status 200 whose engine request failed, or was cut off by its engine's end, is an error.
+
+    Raises:
+        LegError: it says so.
+    """
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    for choice in choices if isinstance(choices, list) else ():
+        # vLLM answers "abort" to what still runs when it is told to end; a client of ours that left is not answered.
+        if isinstance(choice, dict) and (reason := choice.get("finish_reason")) in ("error", "abort"):
+            raise LegError(
+                502, f"the decode instance could not finish the request (finish_reason: {reason}); see its log"
+            )
+
+
+def refuse_error_event(chunk: bytes) -> None:
+    """Raises InstanceRefusal if a stream's first event is an error."""
+    event, _, _ = chunk.partition(b"\n\n")
+    found = parsed_json(event.removeprefix(b"data:").strip()) if event.startswith(b"data:") else None
+    error = found.get("error") if isinstance(found, Mapping) else None
+    if error is not None:
+        code = error.get("code") if isinstance(error, Mapping) else None
+        status = code if isinstance(code, int) and 400 <= code < 600 else 502
+        raise InstanceRefusal(status, json.dumps(found).encode(), "application/json")
+
+
+def parsed_json(content: bytes) -> Any:
+    """What an instance said, None if it is not JSON."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
+def refuse(request_id: str, status: int, message: str) -> web.Response:
+    """The answer to a request that cannot be served."""
+    logger.warning("request %.200r: %d: %s", request_id, status, message)
+    identity = {"X-Request-Id": request_id} if REQUEST_ID.fullmatch(request_id) else {}
+    return web.json_response(error_object(status, message), status=status, headers=identity)

@@ -1,0 +1,368 @@
+"""A decode worker's receives: from the order to the one report, in the transfer thread.
+
+Everything that decides is a state machine without I/O (`protocol.receive`); `Receives` brings it events and carries out
+its actions. What needs questions and answers of its own stands beside it: `asking` (the prefill side is to write),
+`comparison` (its sums are to equal ours).
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import BindError, PeerLost, ProtocolError, TransferError
+from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
+from vllm_pd_connector.protocol import peer as peers
+from vllm_pd_connector.protocol import receive as receives
+from vllm_pd_connector.protocol.messages import Failure, FailureCode, ReadDone, ReadVerdict, Release
+from vllm_pd_connector.protocol.push import ANSWER_S
+from vllm_pd_connector.protocol.push_messages import DeclinePush, Moved
+from vllm_pd_connector.protocol.receive import Receive
+from vllm_pd_connector.sidechannel.client import Outcome
+from vllm_pd_connector.steps import ReceiveOrder
+from vllm_pd_connector.transport.base import Peer as TransportPeer
+from vllm_pd_connector.transport.base import Status, Transport
+from vllm_pd_connector.worker.active import Active
+from vllm_pd_connector.worker.asking import Asking
+from vllm_pd_connector.worker.calls import Calls
+from vllm_pd_connector.worker.comparison import Comparison
+from vllm_pd_connector.worker.convert import Stager
+from vllm_pd_connector.worker.link import Link
+from vllm_pd_connector.worker.links import FETCH_ATTEMPTS, Links
+from vllm_pd_connector.worker.outbox import Outbox
+from vllm_pd_connector.worker.pace import pause
+from vllm_pd_connector.worker.push_link import AskLink
+from vllm_pd_connector.worker.verify import is_chosen
+
+logger = init_logger(__name__)
+
+POLL_S = 0.001
+POLL_DRAINING_S = 0.05
+CONFIRM_ATTEMPTS = 3
+RELEASE_TIMEOUT_S = 5.0
+
+
+class Receives:
+    """See the module. Lives in the transfer thread; it is the `links.User` of the links to prefill instances.
+
+    Args:
+        manifest: this worker's, without the endpoint.
+        reader: this worker's number among the `readers` workers of its instance.
+        stats: what is counted now.
+        connected: called with every link to a prefill instance that is read from, before it is used, or None.
+        received: called before a good receive is reported, or None; see `TransferLoop`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        manifest: Manifest,
+        transport: Transport,
+        stager: Stager[Active],
+        calls: Calls,
+        comparison: Comparison,
+        outbox: Outbox,
+        reader: int,
+        readers: int,
+        stats: Callable[[], PDStats],
+        connected: Callable[[Link], None] | None,
+        received: Callable[[ReceiveOrder, str, Mapping[int, int]], None] | None,
+    ) -> None:
+        self._config = config
+        self._manifest = manifest
+        self._transport = transport
+        self._stager = stager
+        self._calls = calls
+        self._comparison = comparison
+        self._outbox = outbox
+        self._reader, self._readers = reader, readers
+        self._stats = stats
+        self._received = received
+        silent = config.handshake_timeout + ANSWER_S
+        self._limits = receives.Limits(
+            config.handshake_timeout, config.transfer_timeout, config.confirm_timeout, silent
+        )
+        shared = (config, manifest, transport, stager.chunk_bytes, calls, self, self._observe)
+        self._links = Links(*shared, connected=connected)
+        self._asked = Links(*shared, AskLink)
+        place = manifest.parallel
+        per_question = ANSWER_S + config.handshake_timeout / FETCH_ATTEMPTS
+        self._asking = Asking(calls, (place.pp_rank, place.tp_rank, reader, readers), per_question, self._drive)
+        self._active: dict[str, Active] = {}
+
+    def begin(self, order: ReceiveOrder, now: float) -> None:
+        """Begin a receive: its peer is wanted."""
+        remote, push = order.remote, order.push
+        if remote is None and push is None:
+            logger.error("request %s: receive failed: %s", order.request_id, order.error)
+            self._stats().fail(FailureKind.BAD_PARAMETERS)
+            self._outbox.finished(order.request_id, ok=False, quarantined=False)
+            return
+        if push is not None and not order.either:
+            links, key, engine_id, prefill = self._asked, push.peer, push.engine_id, push.prefill.name
+        else:
+            assert remote is not None
+            links, key, engine_id, prefill = self._links, remote.peer, remote.remote_engine_id, remote.remote_request_id
+        link = links.get(key, engine_id, now)
+        verify = remote is not None and is_chosen(remote.lease, self._config.verify)
+        machine, attempt = Receive(self._limits, now, verify), secrets.token_bytes(16)
+        self._active[order.request_id] = Active(order, links, link, machine, attempt, prefill, now, now)
+        links.drive(link, peers.Wanted(order.request_id), now)
+
+    def abort(self, request_id: str, now: float) -> None:
+        """Give up a receive, if it is not over."""
+        active = self._active.get(request_id)
+        if active is not None and not active.reported:
+            active.links.drive(active.link, peers.Unwanted(request_id), now)
+            self._drive(active, receives.Abort(), now, FailureKind.ABORTED)
+
+    def departed(self, endpoint: str, now: float) -> None:
+        """The instance at this endpoint says that it ends."""
+        self._links.departed(endpoint, now)
+        self._asked.departed(endpoint, now)
+
+    def poll(self, now: float) -> None:
+        """Look at all transfers that run."""
+        for active in list(self._active.values()):
+            for index, transfer in list(active.transfers.items()):
+                try:
+                    if self._transport.poll(transfer) is Status.RUNNING:
+                        continue
+                except TransferError as error:
+                    del active.transfers[index]
+                    self._transfer_failed(active, index, error, now)
+                else:
+                    del active.transfers[index]
+                    self._transfer_done(active, index, now)
+        for stream, failure in self._stager.poll():
+            active = stream.owner
+            active.moved += Moved(stream.bytes, stream.runs, stream.descriptors)
+            if failure is not None:
+                self._transfer_failed(active, stream.index, failure, now)
+            else:
+                self._transfer_done(active, stream.index, now)
+
+    def tick(self, now: float) -> None:
+        """What is due: deadlines, questions to be asked again, what the links have to do."""
+        for active in list(self._active.values()):
+            if (due := active.machine.next_deadline()) is not None and due <= now:
+                if active.machine.state is not receives.State.WAITING:
+                    active.links.drive(active.link, peers.Suspected("a receive exceeded its deadline"), now)
+                active.links.drive(active.link, peers.Unwanted(active.order.request_id), now)
+                self._drive(active, receives.Tick(), now, FailureKind.DEADLINE)
+            if active.retry_at is not None and active.retry_at <= now:
+                active.retry_at = None
+                self._asking.again(active, now)
+        self._links.tick(now)
+        self._asked.tick(now)
+
+    def next_deadline(self, now: float) -> float | None:
+        """When a `poll` or a `tick` is due, None if none is."""
+        moments = [m for active in self._active.values() if (m := active.machine.next_deadline()) is not None]
+        moments += [active.retry_at for active in self._active.values() if active.retry_at is not None]
+        moments += [m for links in (self._links, self._asked) if (m := links.next_deadline()) is not None]
+        for active in self._active.values():
+            if active.transfers:
+                moments.append(now + (POLL_DRAINING_S if active.reported else pause(now - active.phase_began)))
+        if self._stager.active:
+            moments.append(now if self._stager.converting else now + POLL_S)
+        elif self._stager.draining:
+            moments.append(now + POLL_DRAINING_S)
+        return min(moments, default=None)
+
+    def fail_all(self, reason: str, now: float) -> None:
+        """End every receive that was not reported."""
+        for active in list(self._active.values()):
+            if not active.reported:
+                active.links.drive(active.link, peers.Unwanted(active.order.request_id), now)
+                self._drive(active, receives.PeerFailed(reason), now, FailureKind.INTERNAL)
+
+    # What becomes of links (`links.User`)
+
+    def ready(self, request_id: str, now: float) -> None:
+        """Its peer is ready: bind the request and start its reads."""
+        active = self._active[request_id]
+        if active.asks:
+            self._phase(active, Phase.QUEUE, now)
+            self._drive(active, receives.PushReady(), now)
+            return
+        try:
+            bound = active.link.bind(active.order)
+        except BindError as error:
+            self._drive(active, receives.PeerFailed(str(error)), now, FailureKind.BAD_PARAMETERS)
+            return
+        except Exception as error:  # a defect of ours that one request met must not reach the others
+            logger.exception("request %s: binding failed", active.order.request_id)
+            self._drive(active, receives.PeerFailed(f"{type(error).__name__}: {error}"), now, FailureKind.INTERNAL)
+            return
+        active.reads, active.late_starts = bound.reads, bound.late_starts
+        self._phase(active, Phase.QUEUE, now)
+        staged = frozenset(i for i, (_, work) in enumerate(active.reads) if not isinstance(work, Runs))
+        self._drive(active, receives.PeerReady(len(active.reads), staged), now)
+
+    def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
+        """Its peer cannot be had."""
+        self._drive(self._active[request_id], receives.PeerFailed(reason), now, kind)
+
+    def lost(self, link: Link, ranks: Sequence[TransportPeer], reason: str, now: float) -> None:
+        """A peer is gone: what was read from it fails, and what may still have been written cannot be any more."""
+        waiting = receives.State.WAITING
+        for peer in ranks:
+            self._stager.peer_gone(peer)
+        for active in [a for a in self._active.values() if a.link is link and a.machine.state is not waiting]:
+            self._drive(active, receives.PeerFailed(reason), now, FailureKind.PEER_UNREACHABLE)
+            for index in sorted(active.stuck):
+                self._drive(active, receives.TransferFailed(index, reason, terminal=True), now)
+            if link.machine.over:
+                self._drive(active, receives.PushFailed(reason, terminal=True), now, FailureKind.PEER_UNREACHABLE)
+
+    def uses(self, link: Link) -> bool:
+        """Whether a receive holds this link."""
+        return any(active.link is link for active in self._active.values())
+
+    # One receive
+
+    def _drive(self, active: Active, event: receives.Event, now: float, kind: FailureKind | None = None) -> None:
+        """Give a receive's machine an event and carry out what it asks for. `kind` labels a failure it may lead to."""
+        if kind is not None:
+            active.kind = kind
+        for action in active.machine.handle(event, now):
+            match action:
+                case receives.StartReads():
+                    self._read(active, now)
+                case receives.Verify():
+                    self._comparison.begin(active, self._calls, self._drive, now)
+                case receives.Confirm():
+                    self._confirm(active, now)
+                case receives.AskPush():
+                    self._asking.ask(active, now)
+                case receives.Withdraw():
+                    self._asking.withdraw(active, now)
+                case receives.Report(ok, reason, quarantined):
+                    self._report(active, ok, reason, quarantined, now)
+                case receives.Drained():
+                    self._outbox.drained(active.order.request_id)
+        if active.reported and not active.machine.writing:
+            self._active.pop(active.order.request_id, None)
+
+    def _read(self, active: Active, now: float) -> None:
+        began = time.monotonic()
+        failed: list[tuple[int, TransferError]] = []
+        for index, (peer, runs) in enumerate(active.reads):
+            if not isinstance(runs, Runs):
+                self._stager.start(active, index, active.link, peer, runs)
+                continue
+            try:
+                transfer = self._transport.read(peer, runs)
+            except TransferError as error:
+                failed.append((index, error))
+                continue
+            active.transfers[index] = transfer
+            active.moved += Moved(runs.total_bytes, len(runs), transfer.descriptors)
+        self._stats().observe_phase(Phase.POST, time.monotonic() - began)
+        active.reads = []
+        for index, failure in failed:
+            self._transfer_failed(active, index, failure, now)
+
+    def _transfer_done(self, active: Active, index: int, now: float) -> None:
+        if active.machine.writing == {index} and not active.reported:
+            self._phase(active, Phase.TRANSFER, time.monotonic())
+        self._drive(active, receives.TransferDone(index), now)
+
+    def _transfer_failed(self, active: Active, index: int, error: TransferError, now: float) -> None:
+        if not error.terminal:
+            active.stuck.add(index)  # nothing more will be heard of it before the peer is known dead
+        event = receives.TransferFailed(index, str(error), error.terminal)
+        self._drive(active, event, now, FailureKind.TRANSFER_FAILED)
+        if isinstance(error, PeerLost):
+            active.links.drive(active.link, peers.Lost(str(error)), now)
+        else:
+            active.links.drive(active.link, peers.Suspected(str(error)), now)
+
+    def _confirm(self, active: Active, now: float) -> None:
+        assert active.order.remote is not None
+        message = ReadDone(active.order.remote.lease, self._reader, self._readers, active.attempt)
+        try:
+            self._calls.ask(
+                active.link.endpoint,
+                message,
+                self._config.confirm_timeout / CONFIRM_ATTEMPTS,
+                lambda outcome, at: self._confirmed(active, outcome, at),
+            )
+        except ProtocolError as error:
+            self._drive(active, receives.Verdict(False, str(error)), now, FailureKind.INTERNAL)
+
+    def _confirmed(self, active: Active, outcome: Outcome, now: float) -> None:
+        match outcome:
+            case ReadVerdict(held=held, reason=reason):
+                self._drive(active, receives.Verdict(held, reason), now, FailureKind.LEASE_LOST)
+            case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY):
+                self._drive(active, receives.VerdictTimeout(), now)
+            case Failure(message=message):
+                self._drive(active, receives.Verdict(False, message), now, FailureKind.LEASE_LOST)
+            case _:
+                active.links.drive(active.link, peers.Suspected(str(outcome)), now)
+                self._drive(active, receives.VerdictTimeout(), now)
+
+    def _report(self, active: Active, ok: bool, reason: str, quarantined: bool, now: float) -> None:
+        order = active.order
+        active.reported = True
+        active.reads = []
+        account = self._stager.account(active)
+        self._stager.cancel(active)
+        stats = self._stats()
+        if ok:
+            self._phase(active, Phase.CONFIRM, now)
+            stats.observe_phase(Phase.TOTAL, now - active.began)
+            stats.count("receives")
+            stats.count("bytes", active.moved.bytes)
+            stats.count("runs", active.moved.runs)
+            stats.count("descriptors", active.moved.descriptors)
+            stats.count("verified", int(active.verified))
+            if self._received is not None:
+                self._received(order, active.prefill, active.late_starts)
+        else:
+            stats.fail(active.kind)
+            log = logger.info if active.kind is FailureKind.ABORTED else logger.error
+            log(
+                "request %s: receive of tokens [%d, %d) of prefill request %s at %s failed: %s%s%s",
+                order.request_id,
+                order.start,
+                order.stop,
+                active.prefill,
+                active.link.endpoint,
+                reason,
+                f" ({account})" if account else "",
+                "; its blocks stay in quarantine until no transfer can write into them" if quarantined else "",
+            )
+            self._give_back(active)
+        groups = self._manifest.groups
+        private = {group: token // groups[group].block_tokens for group, token in active.late_starts.items()}
+        self._outbox.finished(order.request_id, ok=ok, quarantined=quarantined, private=private)
+
+    def _give_back(self, active: Active) -> None:
+        """Tell the prefill side that this lease needs no keeping; nobody waits for the answer."""
+        remote, push = active.order.remote, active.order.push
+        if active.question:
+            return  # whom we asked to write has failed the push itself, or learns it by the withdrawal
+        if remote is not None:
+            message: Release | DeclinePush = Release((remote.lease,))
+        else:
+            assert push is not None
+            message = DeclinePush(push.prefill)
+        try:
+            self._calls.ask(active.link.endpoint, message, RELEASE_TIMEOUT_S)
+        except ProtocolError as error:
+            logger.debug("giving back prefill %s: %s", active.prefill, error)
+
+    def _observe(self, phase: Phase, seconds: float) -> None:
+        self._stats().observe_phase(phase, seconds)
+
+    def _phase(self, active: Active, phase: Phase, now: float) -> None:
+        self._stats().observe_phase(phase, now - active.phase_began)
+        active.phase_began = now
