@@ -1,6 +1,6 @@
-"""What it costs to change a cache's layout on its way: the strided copies alone, whole pulls, and the threshold.
+"""What it costs to change a cache's layout on its way: the strided copies alone, whole transfers, and the threshold.
 
-    python benchmarks/convert.py [--parts copies pulls threshold] [--into out/bench/convert.json]
+    python benchmarks/convert.py [--parts copies pulls pushes threshold] [--into out/bench/convert.json]
 
 The request has 4096 tokens of 28 layers with 8 KV heads of 128 channels in bfloat16 (448 MiB), in scattered blocks.
 
@@ -8,6 +8,7 @@ The request has 4096 tokens of 28 layers with 8 KV heads of 128 channels in bflo
   the same slab into the same cache. One thread, as in the transfer thread.
 - pulls: a read over NIXL from another process into a cache of another layout, against a read of the same bytes into
   a cache of the same layout.
+- pushes: the same with writes, of a request whose prefill has finished.
 - threshold: the same bytes directly and by way of the slab, for runs of different lengths. Where the two take equally
   long is what `geometry.stage.RUN_COST_BYTES` should be.
 
@@ -79,14 +80,14 @@ class Copies:
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
-    """Milliseconds from binding to the last byte in place; `ratio` is against the same layout's pull."""
+class Whole:
+    """Milliseconds from binding to the last byte in place; `ratio` is against the same layout's transfer."""
 
     transport: str
     source: str
     destination: str
     way: str
-    reads: int
+    runs: int
     equal_ms: float
     unequal_ms: float
     ratio: float
@@ -146,15 +147,18 @@ class Request:
         ]
         return cls(edge, *tables, tokens)
 
-    def pull(self, transport: Transport, stager: Stager[object], peer: Peer, direct: Edge, staged: Edge) -> int:
-        """What the transfer loop does with one receive; returns the number of runs that were read."""
+    def move(
+        self, transport: Transport, stager: Stager, peer: Peer, direct: Edge, staged: Edge, *, writes: bool
+    ) -> int:
+        """What the transfer loop does with one receive or push; returns the number of runs that were moved."""
         args = self.source, self.destination, 0, self.tokens
         runs = bind(direct, *args)
         count = len(runs)
-        transfers = [transport.read(peer, runs)] if count else []
+        start = transport.write if writes else transport.read
+        transfers = [start(peer, runs)] if count else []
         paired = pair(staged, *args)
         if paired:
-            stager.start(self, 0, self, peer, stage.chunks(paired, stager.chunk_bytes))
+            stager.start(self, 0, self, peer, stage.chunks(paired, stager.chunk_bytes, writes=writes))
         while transfers or stager.active:
             transfers = [transfer for transfer in transfers if transport.poll(transfer) is Status.RUNNING]
             for stream, failure in stager.poll():
@@ -224,16 +228,17 @@ class Pair:
         self._process.start()
         self.memory = Memory()
         self.transport = NixlTransport(NixlOptions(**options))
-        self.stager: Stager[object] = Stager(self.transport, (self.memory.segment,), SLAB_BYTES)
+        self.stager: Stager = Stager(self.transport, (self.memory.segment,), SLAB_BYTES)
         self.transport.register((self.memory.segment, *self.stager.segments))
         self.theirs, endpoint = self._pipe.recv()
         self.peer = self.transport.connect(endpoint, (self.theirs,))
 
-    def request(self, source: Form, destination: Form, tokens: int = TOKENS) -> Request:
-        return Request.make(source, destination, self.theirs, self.memory.segment, tokens)
+    def request(self, source: Form, destination: Form, tokens: int = TOKENS, *, writes: bool = False) -> Request:
+        theirs, ours = self.theirs, self.memory.segment
+        return Request.make(source, destination, *((ours, theirs) if writes else (theirs, ours)), tokens)
 
-    def pull(self, request: Request, direct: Edge, staged: Edge) -> int:
-        return request.pull(self.transport, self.stager, self.peer, direct, staged)
+    def move(self, request: Request, direct: Edge, staged: Edge, *, writes: bool = False) -> int:
+        return request.move(self.transport, self.stager, self.peer, direct, staged, writes=writes)
 
     def close(self) -> None:
         self._pipe.send(None)
@@ -241,19 +246,19 @@ class Pair:
         self.transport.close()
 
 
-def measure_pulls(transport: str, pair_: Pair, rounds: int) -> list[Pull]:
+def measure_whole(transport: str, pair_: Pair, rounds: int, *, writes: bool) -> list[Whole]:
     results = []
     for source, destination in UNEQUAL:
-        equal, unequal = (pair_.request(source, form) for form in (source, destination))
-        edges = stage.split(unequal.edge, pair_.stager.chunk_bytes)
-        reads = pair_.pull(unequal, *edges)
+        equal, unequal = (pair_.request(source, form, writes=writes) for form in (source, destination))
+        same, edges = (stage.split(r.edge, pair_.stager.chunk_bytes, writes=writes) for r in (equal, unequal))
+        runs = pair_.move(unequal, *edges, writes=writes)
         (equal_ms, unequal_ms), ratio = compare(
             rounds,
-            lambda: pair_.pull(equal, *stage.split(equal.edge, pair_.stager.chunk_bytes)),  # noqa: B023
-            lambda: pair_.pull(unequal, *edges),  # noqa: B023
+            lambda: pair_.move(equal, *same, writes=writes),  # noqa: B023
+            lambda: pair_.move(unequal, *edges, writes=writes),  # noqa: B023
         )
         way = "converted" if edges[1].families else "direct"
-        row = Pull(transport, name(source), name(destination), way, reads, equal_ms, unequal_ms, round(ratio, 2))
+        row = Whole(transport, name(source), name(destination), way, runs, equal_ms, unequal_ms, round(ratio, 2))
         results.append(row)
         print(results[-1], flush=True)
     return results
@@ -266,15 +271,15 @@ def measure_threshold(transport: str, pair_: Pair, rounds: int) -> list[Crossing
         request = pair_.request(("HND", 128), ("HND", tokens), tokens=TOKENS // 8)
         nothing = without_families(request.edge)
         pair_.memory.bytes[:] = 0
-        pair_.pull(request, nothing, request.edge)
+        pair_.move(request, nothing, request.edge)
         staged = pair_.memory.bytes.copy()
         pair_.memory.bytes[:] = 0
-        pair_.pull(request, request.edge, nothing)
+        pair_.move(request, request.edge, nothing)
         assert np.array_equal(staged, pair_.memory.bytes), "staged and direct differ"
         (direct_ms, staged_ms), _ = compare(
             rounds,
-            lambda: pair_.pull(request, request.edge, nothing),  # noqa: B023
-            lambda: pair_.pull(request, nothing, request.edge),  # noqa: B023
+            lambda: pair_.move(request, request.edge, nothing),  # noqa: B023
+            lambda: pair_.move(request, nothing, request.edge),  # noqa: B023
         )
         results.append(Crossing(transport, tokens * 512, direct_ms, staged_ms))
         print(results[-1], flush=True)
@@ -295,7 +300,7 @@ def table(rows: Sequence[Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parts = ("copies", "pulls", "threshold")
+    parts = ("copies", "pulls", "pushes", "threshold")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--transports", nargs="+", choices=("cma", "tcp"), default=["cma", "tcp"])
     parser.add_argument("--rounds", type=int, default=7)
@@ -305,11 +310,13 @@ def main() -> None:
     load = [os.getloadavg()[0]]
     if "copies" in options.parts:
         results["copies"] = measure_copies(options.rounds)
-    for transport in options.transports if {"pulls", "threshold"} & set(options.parts) else ():
+    for transport in options.transports if set(options.parts) - {"copies"} else ():
         between = Pair({"ucx": {"TLS": "tcp,self"}} if transport == "tcp" else {})
         try:
-            if "pulls" in options.parts:
-                results.setdefault("pulls", []).extend(measure_pulls(transport, between, options.rounds))
+            for part in ("pulls", "pushes"):
+                if part in options.parts:
+                    found = measure_whole(transport, between, options.rounds, writes=part == "pushes")
+                    results.setdefault(part, []).extend(found)
             if "threshold" in options.parts:
                 results.setdefault("threshold", []).extend(measure_threshold(transport, between, options.rounds))
         finally:

@@ -71,7 +71,10 @@ def _parser() -> argparse.ArgumentParser:
         "--staging-bytes",
         type=int,
         default=Config().staging_bytes,
-        help="staging_bytes of the decode instance (default: the connector's)",
+        help="staging_bytes of the instance that starts transfers (default: the connector's)",
+    )
+    explain.add_argument(
+        "--mode", choices=("pull", "push"), default="pull", help="who starts them: decode or prefill (default: pull)"
     )
     explain.set_defaults(run=_explain)
     save = commands.add_parser("manifest", help="save an instance's manifests")
@@ -130,7 +133,8 @@ def _positive(text: str) -> int:
 def _explain(options: argparse.Namespace) -> int:
     identity = _identity(options)
     prefill, decode = (load(source, options.timeout, identity) for source in (options.prefill, options.decode))
-    found = explain_pair(prefill, decode, options.tokens, options.staging_bytes // CHUNKS_PER_SLAB)
+    chunk_bytes = options.staging_bytes // CHUNKS_PER_SLAB
+    found = explain_pair(prefill, decode, options.tokens, chunk_bytes, push=options.mode == "push")
     if options.json:
         print(json.dumps(as_json(prefill, decode, found), indent=1))
     else:
@@ -253,6 +257,7 @@ def as_json(prefill: Sequence[Manifest], decode: Sequence[Manifest], found: Expl
         "prefill": _facts(prefill),
         "decode": _facts(decode),
         "tokens": found.tokens,
+        "mode": "push" if found.push else "pull",
         "movements": [asdict(movement) for movement in found.movements],
     }
 
@@ -290,11 +295,13 @@ def as_text(prefill: Sequence[Manifest], decode: Sequence[Manifest], found: Expl
         # A difference is told from the decode side, which reads and therefore checks.
         lines += [f"  {difference}" for difference in check.differences] or [f"  {check.reason}"]
         return "\n".join(lines)
-    header = ("from", "to", "group", "layers", "tokens per page", "way", "bytes", "runs", "bytes read", "mean run",
+    of_runs = "bytes written" if found.push else "bytes read"
+    header = ("from", "to", "group", "layers", "tokens per page", "way", "bytes", "runs", of_runs, "mean run",
               "copies")  # fmt: skip
     rows = [header, *(_row(movement) for movement in found.movements)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines += ["", f"A request of {found.tokens} tokens in blocks that are not neighbours:"]
+    how = "pushed by prefill" if found.push else "pulled by decode"
+    lines += ["", f"A request of {found.tokens} tokens in blocks that are not neighbours, {how}:"]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     converted = [m for m in found.movements if m.converted]
     runs, moved = sum(m.runs for m in found.movements), sum(m.bytes for m in found.movements)

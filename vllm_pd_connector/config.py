@@ -83,6 +83,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Whether a prefill instance may be asked to write, and a decode instance may ask."""
         return self.mode != "pull"
 
+    def starts_transfers(self, *, prefills: bool, decodes: bool) -> bool:
+        """Whether workers of an instance in these roles read or write others' caches, and so convert."""
+        return (prefills and self.pushes) or (decodes and self.mode != "push")
+
     def side_channel(self, data_parallel_index: int, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
         """Host and port at which this instance's scheduler half listens.
 

@@ -87,6 +87,20 @@ def test_a_pair_of_other_layouts_names_what_is_converted(files, capsys):
     assert without["movements"][0]["runs"] == pytest.approx(found["movements"][0]["unconverted_runs"], rel=0.25)
 
 
+def test_a_push_is_explained_too(files, capsys):
+    hnd = Side(layout="HND", tp=2, block_tokens=32, num_blocks=40)
+    arguments = files("a", manifests()), files("b", manifests("d-0", side=hnd)), "--tokens", "100", "--mode", "push"
+    code, found = explain(capsys, *arguments)
+    assert code == 0 and found["mode"] == "push" and len(found["movements"]) == 2
+    for movement in found["movements"]:
+        assert movement["converted"] and movement["copies"] > 0
+        assert movement["bytes"] == movement["read_bytes"] == 100 * 4096 * 3 / 2, "nothing but what was asked for"
+        assert movement["runs"] == 3 * (3 + 4), "per layer, one per whole page of 32 tokens, in the last one per head"
+    assert cli.main(["explain", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "pushed by prefill" in printed and "bytes written" in printed
+
+
 def test_states_and_windows_are_explained_too(files, capsys):
     model = Model(layers=3, heads=4, key=20, value=20, states=2)
     code, found = explain(capsys, files("a", manifests(model=model)), files("b", manifests("d-0", model=model)))

@@ -14,37 +14,68 @@ from test_moves import moves, windows
 from effort import examples
 from vllm_pd_connector.geometry import stage, strided
 from vllm_pd_connector.geometry.bind import Tail, bind, pair, runs_of
-from vllm_pd_connector.geometry.plan import Edge, make_plan
+from vllm_pd_connector.geometry.plan import Bundle, Edge, Paging, Piece, Stretch, make_plan
 from vllm_pd_connector.geometry.stage import Chunk, chunks, split
+from vllm_pd_connector.geometry.strided import Copy
 
 PLENTY = 1 << 30
 
 
+def places(part: Copy) -> tuple[np.ndarray, np.ndarray]:
+    """Every byte of a copy, in the slab and in the cache."""
+    assert part.total_bytes <= strided.COPY_BYTES or not part.axes
+    assert all(size > 1 and a > 0 and b > 0 for size, a, b in part.axes), "torch has no negative strides"
+    found = np.zeros((2, *(size for size, _, _ in part.axes), part.item), dtype=np.int64)
+    for i, strides in enumerate(([*(a for _, a, _ in part.axes), 1], [*(b for _, _, b in part.axes), 1])):
+        for axis, stride in enumerate(strides):
+            shape = [-1 if j == axis else 1 for j in range(len(strides))]
+            found[i] += np.arange(found.shape[1 + axis]).reshape(shape) * stride
+    return found[0].ravel() + part.slab, found[1].ravel() + part.cache
+
+
+def inside(address: int, length: int, worker: Worker) -> slice:
+    """These addresses in a worker's memory."""
+    [segment] = worker.manifest.segments
+    first = address - segment.address
+    assert length > 0 and first >= 0 and first + length <= segment.length
+    return slice(first, first + length)
+
+
 def carry_out(chunk: Chunk, source: Worker, destination: Worker, limit: int, written: np.ndarray) -> None:
-    """A chunk as a worker carries it out; what its copies write is counted in `written`."""
+    """A chunk as a worker carries it out; what is written to the destination is counted in `written`."""
     assert 0 < chunk.size <= limit
     slab = np.full(chunk.size, 0xEE, dtype=np.uint8)
-    a, b = source.manifest.segments[0], destination.manifest.segments[0]
-    runs = zip(chunk.reads.source.tolist(), chunk.reads.destination.tolist(), chunk.reads.length.tolist(), strict=True)
-    for from_, to, length in runs:
-        from_ -= a.address
-        assert length > 0 and from_ >= 0 and from_ + length <= a.length and to >= 0 and to + length <= chunk.size
-        slab[to : to + length] = source.memory[from_ : from_ + length]
-    for part in chunk.copies:
-        assert part.total_bytes <= strided.COPY_BYTES or not part.axes
-        sizes = [size for size, _, _ in part.axes]
-        assert all(size > 1 and a > 0 and b > 0 for size, a, b in part.axes), "torch has no negative strides"
-        places = np.zeros((2, *sizes, part.item), dtype=np.int64)
-        for i, strides in enumerate(([*(a for _, a, _ in part.axes), 1], [*(b for _, _, b in part.axes), 1])):
-            for axis, stride in enumerate(strides):
-                shape = [-1 if j == axis else 1 for j in range(len(strides))]
-                places[i] += np.arange(places.shape[1 + axis]).reshape(shape) * stride
-        from_, to = places[0].ravel() + part.slab, places[1].ravel() + part.destination - b.address
-        destination.memory[to] = slab[from_]
-        np.add.at(written, to, 1)
+    filled = np.zeros(chunk.size, dtype=np.int64)
+    of_cache = (source if chunk.writes else destination).manifest.segments[0].address
+    if chunk.writes:
+        for part in chunk.copies:
+            to, from_ = places(part)
+            slab[to] = source.memory[from_ - of_cache]
+            np.add.at(filled, to, 1)
+        assert (filled == 1).all(), "the slab holds what is written and nothing else"
+    runs = chunk.runs
+    for from_, to, length in zip(runs.source.tolist(), runs.destination.tolist(), runs.length.tolist(), strict=True):
+        if chunk.writes:
+            assert from_ >= 0 and from_ + length <= chunk.size
+            there = inside(to, length, destination)
+            destination.memory[there] = slab[from_ : from_ + length]
+            written[there] += 1
+        else:
+            assert to >= 0 and to + length <= chunk.size
+            slab[to : to + length] = source.memory[inside(from_, length, source)]
+    if not chunk.writes:
+        for part in chunk.copies:
+            from_, to = places(part)
+            destination.memory[to - of_cache] = slab[from_]
+            np.add.at(written, to - of_cache, 1)
 
 
-def run(move: Move, limit: int = PLENTY, *, forced: bool = True) -> None:
+@pytest.fixture(params=[False, True], ids=["reads", "writes"])
+def writes(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+def run(move: Move, limit: int = PLENTY, *, forced: bool = True, writes: bool = False) -> None:
     """Execute a move and compare every byte; with `forced` everything is staged, else what pays."""
     sources = instance(move.model, move.source, "p-0")
     for worker in sources:
@@ -59,13 +90,14 @@ def run(move: Move, limit: int = PLENTY, *, forced: bool = True) -> None:
             origin = next(
                 s for s in sources if (s.manifest.parallel.pp_rank, s.manifest.parallel.tp_rank) == edge.source
             )
-            direct, staged = (replace(edge, families=()), edge) if forced else split(edge, limit)
+            direct, staged = (replace(edge, families=()), edge) if forced else split(edge, limit, writes=writes)
             runs = runs_of(pair(direct, *args, tail=move.tail, late=late))
             copy(runs, origin, worker)
             for to, length in zip(runs.destination.tolist(), runs.length.tolist(), strict=True):
                 to -= worker.manifest.segments[0].address
                 written[to : to + length] += 1
-            for chunk in chunks(pair(staged, *args, tail=move.tail, late=late), limit):
+            for chunk in chunks(pair(staged, *args, tail=move.tail, late=late), limit, writes=writes):
+                assert chunk.writes is writes
                 carry_out(chunk, origin, worker, limit, written)
         wrong = np.flatnonzero(worker.memory != expected)
         assert not len(wrong), f"{move}\nrank {worker.manifest.parallel}: bytes {wrong[:20]} differ"
@@ -80,39 +112,43 @@ def run_cost(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("source", [*LAYOUTS, "CPU"])
 @pytest.mark.parametrize("destination", [*LAYOUTS, "CPU"])
-def test_all_pairs_of_layouts(source: str, destination: str, run_cost: int) -> None:
-    run(make_move(Model(heads=2), Side(layout=source), Side(layout=destination, block_tokens=6), 3, 11))
+def test_all_pairs_of_layouts(source: str, destination: str, run_cost: int, writes: bool) -> None:
+    run(make_move(Model(heads=2), Side(layout=source), Side(layout=destination, block_tokens=6), 3, 11), writes=writes)
 
 
 @pytest.mark.parametrize("heads", [2, 4, 6, 8])
-def test_all_pairs_of_tensor_parallel_sizes(heads: int) -> None:
+def test_all_pairs_of_tensor_parallel_sizes(heads: int, writes: bool) -> None:
     for a, b in product(range(1, 9), repeat=2):
         if legal(heads, a) and legal(heads, b):
             model = Model(layers=2, heads=heads, key=1, value=1)
-            run(make_move(model, Side(tp=a, block_tokens=2), Side(tp=b, block_tokens=3, layout="HND"), 1, 5))
+            for sides in (("NHD", "HND"), ("HND", "NHD")):
+                p, d = Side(tp=a, block_tokens=2, layout=sides[0]), Side(tp=b, block_tokens=3, layout=sides[1])
+                run(make_move(model, p, d, 1, 5), writes=writes)
 
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
-@given(windows())
-def test_a_window_that_begins_late_in_a_larger_block_is_converted_like_the_rest(move: Move) -> None:
-    run(move)
+@given(windows(), st.booleans())
+def test_a_window_that_begins_late_in_a_larger_block_is_converted_like_the_rest(move: Move, writes: bool) -> None:
+    run(move, writes=writes)
 
 
 @settings(max_examples=examples(500), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
-@given(moves(), st.sampled_from([0, 12, 1 << 20]), st.booleans())
-def test_exactly_the_asked_bytes_arrive(move: Move, cost: int, forced: bool) -> None:
+@given(moves(), st.sampled_from([0, 12, 1 << 20]), st.booleans(), st.booleans())
+def test_exactly_the_asked_bytes_arrive(move: Move, cost: int, forced: bool, writes: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "RUN_COST_BYTES", cost)
-        run(move, forced=forced)
+        run(move, forced=forced, writes=writes)
 
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
-@given(moves(), st.sampled_from([0, 12, 1 << 20]), st.integers(1, 4000), st.integers(2, 200))
-def test_a_small_slab_and_small_copies_change_nothing(move: Move, cost: int, limit: int, most: int) -> None:
+@given(moves(), st.sampled_from([0, 12, 1 << 20]), st.integers(1, 4000), st.integers(2, 200), st.booleans())
+def test_a_small_slab_and_small_copies_change_nothing(
+    move: Move, cost: int, limit: int, most: int, writes: bool
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "RUN_COST_BYTES", cost)
         patch.setattr(strided, "COPY_BYTES", most)
-        run(move, limit, forced=False)
+        run(move, limit, forced=False, writes=writes)
 
 
 def only_edge(model: Model, source: Side, destination: Side) -> Edge:
@@ -163,7 +199,7 @@ def test_a_page_of_all_layers_is_one_copy_and_consecutive_pages_are_one_read_per
         (move.source_tables, move.destination_tables)[i][0].ids[:] = ids
     edge = only_edge(REAL, move.source, move.destination)
     [chunk] = chunks(pair(edge, move.source_tables, move.destination_tables, 0, 64), PLENTY)
-    assert len(chunk.reads) == 4 and chunk.size == chunk.reads.total_bytes == 64 * 4 * 8 * 512
+    assert len(chunk.runs) == 4 and chunk.size == chunk.runs.total_bytes == 64 * 4 * 8 * 512
     assert [part.item for part in chunk.copies] == [512] * 3
     sizes = [tuple(size for size, _, _ in part.axes) for part in chunk.copies]
     assert sizes == [(4, 8, 16), (4, 8, 16), (4, 2, 8, 16)]  # the last two pages follow each other on both sides
@@ -175,14 +211,14 @@ def test_a_page_that_holds_all_layers_side_by_side_is_one_read() -> None:
     move.source_tables[0].ids[:] = [1, 2, 4]
     edge = only_edge(REAL, move.source, move.destination)
     [chunk] = chunks(pair(edge, move.source_tables, move.destination_tables, 0, 48), PLENTY)
-    assert (chunk.reads.length / (16 * 4 * 8 * 512)).tolist() == [2, 1]
+    assert (chunk.runs.length / (16 * 4 * 8 * 512)).tolist() == [2, 1]
 
 
 def test_only_the_wanted_tokens_of_a_page_are_read_where_they_lie_together() -> None:
     move = make_move(REAL, replace(NHD, block_tokens=128), replace(NHD, layout="HND"), 16, 24)
     edge = only_edge(REAL, move.source, move.destination)
     [chunk] = chunks(pair(edge, move.source_tables, move.destination_tables, 16, 24), PLENTY)
-    assert chunk.reads.total_bytes == 8 * 4 * 8 * 512
+    assert chunk.runs.total_bytes == 8 * 4 * 8 * 512
 
 
 def test_of_heads_that_are_not_needed_only_small_gaps_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +229,7 @@ def test_of_heads_that_are_not_needed_only_small_gaps_are_read(monkeypatch: pyte
     move = make_move(REAL, NHD, replace(NHD, layout="HND"), 0, 16)
     move.source_tables[0].ids[:] = move.destination_tables[0].ids[:] = 1
     [chunk] = chunks(pair(edge, move.source_tables, move.destination_tables, 0, 16), PLENTY)
-    assert len(chunk.reads) == 4
+    assert len(chunk.runs) == 4
     assert sum(part.total_bytes for part in chunk.copies) == 4 * 16 * 2 * 512
 
 
@@ -205,3 +241,38 @@ def test_a_page_tail_is_staged_like_it_is_bound() -> None:
         args = move.source_tables, move.destination_tables, 0, 9
         moved = sum(p.total_bytes for c in chunks(pair(edge, *args, tail=Tail.PAGE), PLENTY) for p in c.copies)
         assert moved == bind(edge, *args, tail=Tail.PAGE).total_bytes == widened * 2 * 2 * 8
+
+
+@pytest.mark.parametrize(("second", "staged"), [(4, 1), (20, 0)], ids=["side by side", "interleaved"])
+def test_pages_whose_tokens_would_lie_unevenly_in_the_slab_are_not_staged(second: int, staged: int) -> None:
+    """Four pieces of two bytes per token, apart on the prefill side, two and two together on the decode side; there the
+    second pair begins behind the first, or in the middle of its tokens."""
+    edge = only_edge(Model(layers=1, heads=1), Side(), Side())
+    token, one = Stretch(4, 2, 8), np.zeros(1, dtype=np.int64)
+    places = [(0, 0), (100, 2), (200, second), (300, second + 2)]
+    bundle = Bundle(tuple(Piece(a, b, 2, token, ()) for a, b in places), ("layers.0.attn",), one, one)
+    family = replace(edge.families[0], source=Paging(0, 4, 1, 400), bundles=(bundle,), alike=False)
+    family = replace(family, destination=Paging(0, 4, 1, 64))
+    assert len(split(replace(edge, families=(family,)), PLENTY, writes=True)[1].families) == staged
+
+
+def test_a_rank_that_writes_its_heads_between_others_writes_them_token_by_token() -> None:
+    """Two of four heads into token-major pages: both in one run, and nothing of the other two."""
+    sources, destination = instance(REAL, replace(NHD, tp=2, layout="HND")), instance(REAL, NHD, "decode-1")[0]
+    move = make_move(REAL, replace(NHD, layout="HND"), NHD, 0, 16)
+    move.source_tables[0].ids[:] = move.destination_tables[0].ids[:] = 1
+    edge = make_plan(destination.manifest, [s.manifest for s in sources]).edges[1]
+    direct, staged = split(edge, PLENTY, writes=True)
+    assert not direct.families
+    [chunk] = chunks(pair(staged, move.source_tables, move.destination_tables, 0, 16), PLENTY, writes=True)
+    assert chunk.runs.length.tolist() == [4 * 512] * 16 * REAL.layers
+    assert chunk.size == chunk.runs.total_bytes == sum(part.total_bytes for part in chunk.copies)
+    assert len(chunk.copies) == 1
+
+
+def test_a_rank_writes_directly_where_staging_would_save_no_run() -> None:
+    """Its heads lie together in both sides' token-major pages, between those of others on the decode side."""
+    [destination] = instance(REAL, NHD, "decode-1")
+    edges = make_plan(destination.manifest, [w.manifest for w in instance(REAL, replace(NHD, tp=2))]).edges
+    for edge in edges:
+        assert len(split(edge, PLENTY, writes=True)[0].families) == 1

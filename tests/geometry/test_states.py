@@ -255,7 +255,7 @@ def test_of_a_state_only_the_own_share_is_read_also_where_it_is_converted(p_tp, 
         direct, staged = split(edge, SLAB)
         moved += bind(direct, p_tables, d_tables, 0, 0).total_bytes
         found = list(chunks(pair(staged, p_tables, d_tables, 0, 0), SLAB))
-        moved += sum(chunk.reads.total_bytes for chunk in found)
+        moved += sum(chunk.runs.total_bytes for chunk in found)
         converted |= bool(found)
     assert moved == own
     assert converted == (p_first != d_first)

@@ -238,6 +238,16 @@ GUARANTEES = [
         "worker/test_pushing.py::test_another_prompt_is_not_written",
     ),
     Guarantee(
+        "a write by way of the slab touches nothing but what was asked for",
+        "geometry/stage.py", "return 0 if writes or family.kind is", "return 0 if family.kind is",
+        "geometry/test_stage.py::test_a_rank_that_writes_its_heads_between_others_writes_them_token_by_token",
+    ),
+    Guarantee(
+        "a push is not over while its slots may still be written from",
+        "worker/pushing.py", "or push.stuck or self._stager.holds(push)", "or push.stuck",
+        "worker/test_push_convert.py::test_after_a_push_was_given_up_its_slots_stay_out_until_nothing_is_written",
+    ),
+    Guarantee(
         "orders are given to the instance's own workers alone",
         "sidechannel/pushes.py", "if not known or not hmac.compare_digest(", "if not known and not hmac.compare_digest(",
         "scheduler/test_push_halves.py::test_orders_are_only_for_who_knows_the_workers_secret",

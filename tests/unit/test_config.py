@@ -91,3 +91,13 @@ assert not heavy, heavy
 def test_mooncake_is_reached_like_the_side_channel_unless_an_address_is_given(monkeypatch, given, settings):
     monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_HOST", raising=False)
     assert parse_config({"transport": "mooncake", **given}).transport_settings() == settings
+
+
+@pytest.mark.parametrize(
+    ("mode", "prefill", "decode"), [("pull", False, True), ("push", True, False), ("auto", True, True)]
+)
+def test_the_side_that_starts_transfers_converts(mode, prefill, decode):
+    config = parse_config({"mode": mode})
+    assert config.starts_transfers(prefills=True, decodes=False) is prefill
+    assert config.starts_transfers(prefills=False, decodes=True) is decode
+    assert config.starts_transfers(prefills=True, decodes=True)

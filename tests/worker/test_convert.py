@@ -241,18 +241,20 @@ def places(copy: Copy, side: int) -> list[int]:
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(copies())
-def test_a_copy_moves_its_items_and_nothing_else(copy):
-    source = np.random.default_rng(1).integers(0, 255, 1 << 14, dtype=np.uint8)
-    wanted = np.zeros(1 << 14, dtype=np.uint8)
-    for from_, to in zip(places(copy, 1), places(copy, 2), strict=True):
-        wanted[to + 3 : to + 3 + copy.item] = source[from_ + 5 : from_ + 5 + copy.item]
-    by_items, by_elements = np.zeros_like(wanted), np.zeros_like(wanted)
-    CpuCopier().copy(source.ctypes.data, replace(copy, destination=by_items.ctypes.data + 3))
+@given(copies(), st.booleans())
+def test_a_copy_moves_its_items_and_nothing_else(copy, gather):
+    noise = np.random.default_rng(1).integers(0, 255, (2, 1 << 14), dtype=np.uint8)
+    wanted = noise.copy()
+    for in_slab, in_cache in zip(places(copy, 1), places(copy, 2), strict=True):
+        slab, cache = wanted[0, in_slab + 5 :][: copy.item], wanted[1, in_cache + 3 :][: copy.item]
+        (slab if gather else cache)[:] = cache if gather else slab
+    by_items, by_elements = noise.copy(), noise.copy()
+    CpuCopier().copy(by_items[0].ctypes.data, replace(copy, cache=by_items[1].ctypes.data + 3), gather=gather)
     assert (by_items == wanted).all()
     # The GPU's form of the same copy: integers instead of items.
-    views = element_arrays(source.ctypes.data, replace(copy, destination=by_elements.ctypes.data + 3))
-    np.copyto(*map(np.asarray, reversed(views)))
+    views = element_arrays(by_elements[0].ctypes.data, replace(copy, cache=by_elements[1].ctypes.data + 3))
+    slab, cache = map(np.asarray, views)
+    np.copyto(*((slab, cache) if gather else (cache, slab)))
     assert (by_elements == wanted).all()
 
 

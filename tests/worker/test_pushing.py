@@ -112,12 +112,18 @@ class Target(Decode):
         self.server.close()
 
 
-CONFIG = Config(transport="loopback", mode="push", staging_bytes=0)
+CONFIG = Config(transport="loopback", mode="push")
+TINY = 512  # chunks of 64 bytes: what a rank gives to one page of one layer
+
+
+@pytest.fixture(params=[0, TINY], ids=["direct", "by way of the slab"])
+def staging_bytes(request: pytest.FixtureRequest) -> int:
+    return request.param
 
 
 @pytest.fixture
-def config(request: pytest.FixtureRequest) -> Config:
-    return msgspec.structs.replace(CONFIG, **getattr(request, "param", {}))
+def config(request: pytest.FixtureRequest, staging_bytes: int) -> Config:
+    return msgspec.structs.replace(CONFIG, **({"staging_bytes": staging_bytes} | getattr(request, "param", {})))
 
 
 @pytest.fixture

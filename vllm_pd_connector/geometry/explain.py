@@ -21,19 +21,20 @@ from vllm_pd_connector.geometry.topology import TopologyCheck, TopologyStatus, c
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """What one kind of layers moves from one prefill rank to one decode rank, per request.
+    """What one kind of layers moves from one prefill rank to one decode rank, per request. The initiator is the decode
+    rank in a pull, the prefill rank in a push.
 
     Attributes:
         source, destination: ranks, as "pp0 tp1".
         kind: of the KV-cache group; `group` is its index on the destination.
         layers: how many; `first_layer` is the name of one.
         source_page_tokens, destination_page_tokens: 0 for states.
-        converted: whether the bytes go by way of the staging slab.
+        converted: whether the bytes go by way of the initiator's staging slab.
         bytes: that reach the destination's cache.
-        runs: that the transport reads, into the cache or, if converted, into the slab.
-        read_bytes: of these runs; more than `bytes` where gaps are read through.
+        runs: that the transport reads or writes, between the caches or, if converted, on one side in the slab.
+        read_bytes: of these runs; more than `bytes` where gaps are read through. A push writes no gaps.
         unconverted_runs: about how many runs there would be without conversion.
-        copies: strided copies that follow.
+        copies: strided copies that follow, or come first in a push.
     """
 
     source: str
@@ -54,32 +55,35 @@ class Movement:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A verdict and, if the pair is allowed, everything that moves for a request of `tokens` tokens."""
+    """A verdict and, if the pair is allowed, all that moves for a request of `tokens` tokens, by pull or push."""
 
     check: TopologyCheck
     tokens: int
     movements: tuple[Movement, ...]
+    push: bool = False
 
 
-def explain_pair(prefill: Sequence[Manifest], decode: Sequence[Manifest], tokens: int, chunk_bytes: int) -> Explanation:
-    """Check two whole instances and plan from `prefill` to `decode`.
+def explain_pair(
+    prefill: Sequence[Manifest], decode: Sequence[Manifest], tokens: int, chunk_bytes: int, *, push: bool = False
+) -> Explanation:
+    """Check two whole instances and plan from `prefill` to `decode`, by pull or push.
 
     `tokens` is reduced to what both caches hold; `chunk_bytes` is the most that is staged at a time, 0 for nothing.
     """
     check = check_pd_topology(decode, prefill)
     if not check.allowed:
-        return Explanation(check, tokens, ())
+        return Explanation(check, tokens, (), push)
     held = min(_capacity(group) for side in (prefill, decode) for m in side for group in m.groups)
     tokens = min(tokens, held)
     movements: list[Movement] = []
     try:
         for manifest in decode:
             for edge in make_plan(manifest, prefill).edges:
-                movements += _edge(edge, tokens, chunk_bytes)
+                movements += _edge(edge, tokens, chunk_bytes, push)
     except IncompatiblePeer as error:
         refused = TopologyCheck(TopologyStatus.DENY, error.summary, error.differences)
-        return Explanation(refused, tokens, ())
-    return Explanation(check, tokens, tuple(movements))
+        return Explanation(refused, tokens, (), push)
+    return Explanation(check, tokens, tuple(movements), push)
 
 
 def _capacity(group: Group) -> int:
@@ -87,8 +91,8 @@ def _capacity(group: Group) -> int:
     return max(1, group.num_blocks - 1) * max(1, group.block_tokens)
 
 
-def _edge(edge: Edge, tokens: int, chunk_bytes: int) -> list[Movement]:
-    _, staged = split(edge, chunk_bytes)
+def _edge(edge: Edge, tokens: int, chunk_bytes: int, push: bool) -> list[Movement]:
+    _, staged = split(edge, chunk_bytes, writes=push)
     source = [_table(group, tokens, descending=False) for group in edge.source_groups]
     destination = [_table(group, tokens, descending=True) for group in edge.destination_groups]
     movements = []
@@ -98,8 +102,8 @@ def _edge(edge: Edge, tokens: int, chunk_bytes: int) -> list[Movement]:
         paired = pair(only, source, destination, 0, tokens)
         count = len(paired[0][1].tokens)
         if converted:
-            parts = list(chunks(paired, chunk_bytes))
-            runs, read = sum(len(part.reads) for part in parts), sum(part.reads.total_bytes for part in parts)
+            parts = list(chunks(paired, chunk_bytes, writes=push))
+            runs, read = sum(len(part.runs) for part in parts), sum(part.runs.total_bytes for part in parts)
             copies = sum(len(part.copies) for part in parts)
             moved = sum(copy.total_bytes for part in parts for copy in part.copies)
             unconverted = round(run_count(family) * count)

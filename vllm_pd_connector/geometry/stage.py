@@ -1,15 +1,19 @@
-"""Where runs are short: long reads into a slab, and strided copies from there to where the bytes belong.
+"""Where runs are short: long runs between a slab and the peer, and strided copies between the slab and the own cache.
 
 A run costs a transport a fixed price, however short it is. Where two page layouts cut a page into many short runs, the
-initiator reads whole stretches of the source's pages into memory of its own (the *slab*) and puts the elements in
-place with strided copies between two views of the same elements: the source's strides over the slab, the
-destination's strides over its cache. Both follow from the same `Piece`, so no pair of layouts is a case of its own.
+initiator reads whole stretches of the peer's pages into memory of its own (the *slab*) and puts the elements in place
+with strided copies between two views of the same elements: the peer's strides over the slab, its own strides over its
+cache. Both follow from the same `Piece`, so no pair of layouts is a case of its own.
 
 `split` decides per family, once per peer. `chunks` turns the spans that `bind.pair` found into pieces of work of
 bounded size: what to read to where in the slab, then what to copy. A page's *image* is what must be read of it: the
 stretches that hold the wanted elements, neighbours made one where the gap between them costs less than a run. The
-slab keeps images in the source's own order, so that consecutive source pages are still one read. Copies name exactly
-the elements of the token range: a byte that is read needlessly goes no further than the slab.
+slab keeps images in the peer's own order, so that its consecutive pages are still one run. Copies name exactly the
+elements of the token range: a byte that is read needlessly goes no further than the slab.
+
+An initiator that writes does the same backwards, with the two sides of the plan exchanged (`_turned`): copies gather
+images of the destination's pages in the slab, runs carry them there. The one difference is that its images have no
+gaps: what lies there belongs to others. Below, `source` of a turned family is the peer in both cases.
 
 Source: architecture.md, idea 3. Figures: docs/design/conversion.md, `benchmarks/convert.py`.
 """
@@ -33,7 +37,7 @@ from vllm_pd_connector.geometry.strided import Axis, Copy, fold, strided_copies
 # is shorter than this. Measured; see docs/design/conversion.md.
 RUN_COST_BYTES = 20 << 10
 
-# A chunk takes up to this part of the slab, so that receives share it and one can be read while another is copied.
+# A chunk takes up to this part of the slab, so that transfers share it and one moves while another is copied.
 CHUNKS_PER_SLAB = 8
 
 _ESTIMATE_RUNS = 1 << 18
@@ -41,24 +45,46 @@ _ESTIMATE_RUNS = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`reads` into `size` bytes of the slab (destinations count from the chunk's first byte), then `copies`."""
+    """A piece of work that takes `size` bytes of the slab: `runs` between the slab and the peer, `copies` between the
+    slab and the cache.
+
+    Reads come before their copies, out of the slab; with `writes`, copies into the slab come first. On the slab's side
+    runs count from the chunk's first byte.
+    """
 
     size: int
-    reads: Runs
+    runs: Runs
     copies: tuple[Copy, ...]
+    writes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Image:
-    """What is read of a page: arrays (n,) of source addresses in page 0, ascending and apart, and lengths in bytes."""
+    """What moves of a page: arrays (n,) of source addresses in page 0, ascending and apart, and lengths in bytes.
+
+    `gap` is the longest gap, in bytes, that it moves too.
+    """
 
     start: Addresses
     length: Addresses
+    gap: int
 
     @property
     def size(self) -> int:
         """Bytes of the slab that one page takes; for some of a page's tokens never more than for all."""
         return int(self.length.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """How some tokens of a piece lie in the source's pages: in stretches of `length` bytes that hold the `inner` axes,
+    one at every index of the `outer` axes. Both without TOKEN, which is outer if the tokens lie `apart`."""
+
+    length: int
+    inner: tuple[Stretch, ...]
+    outer: tuple[Stretch, ...]
+    token: Stretch
+    apart: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +98,7 @@ class _Placed:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What copies of several pieces share; the axes without TOKEN, whose strides stand apart."""
+    """What copies of several pieces share; the axes without TOKEN, whose strides (slab, destination) stand apart."""
 
     item: int
     axes: tuple[Axis, ...]
@@ -84,7 +110,7 @@ class _Layout:
     """How chunks of equally many pages with one image use the slab.
 
     Attributes:
-        into: where every part of the image of every page is read to, parts first; array (parts * pages,).
+        into: where in the slab every part of the image of every page lies, parts first; array (parts * pages,).
         rows: per shape, the distance of slots, axes of layers and pieces, and what does not fold into axes: an array
             (n, 2) of (slab, destination) in slot 0 and page 0.
     """
@@ -95,18 +121,49 @@ class _Layout:
     rows: tuple[tuple[_Shape, int, list[Axis], NDArray[np.int64]], ...]
 
 
-def split(edge: Edge, limit: int) -> tuple[Edge, Edge]:
-    """The families of an edge that move directly, and those that are staged in chunks of up to `limit` bytes."""
-    staged = tuple(family for family in edge.families if _fits(family, limit) and staging_pays(family))
+def split(edge: Edge, limit: int, *, writes: bool = False) -> tuple[Edge, Edge]:
+    """The families of an edge that move directly, and those that are staged in chunks of up to `limit` bytes by the
+    destination, or, with `writes`, by the source."""
+    staged = tuple(family for family in edge.families if _stages(_turned(family, writes), limit, _gap(family, writes)))
     direct = tuple(family for family in edge.families if family not in staged)
     return replace(edge, families=direct), replace(edge, families=staged)
 
 
-def staging_pays(family: Family) -> bool:
-    """Whether the runs that staging saves per source page cost more than the bytes that it reads."""
-    image = _image(family, 0, 1 if family.whole else family.source.page_tokens)
+def _stages(family: Family, limit: int, gap: int) -> bool:
+    return _fits(family, limit, gap) and _pays(family, gap) and _is_even(family, gap)
+
+
+def _pays(family: Family, gap: int) -> bool:
+    """Whether the runs that staging saves per source page cost more than the bytes that it moves."""
+    image = _image(family, 0, _page_tokens(family), gap)
     saved = _spans_per_page(family) * run_count(family) - len(image.start)
     return saved * RUN_COST_BYTES > int(image.length.sum())
+
+
+def _page_tokens(family: Family) -> int:
+    return 1 if family.whole else family.source.page_tokens
+
+
+def _gap(family: Family, writes: bool) -> int:
+    """The longest gap, in bytes, that is read rather than left out. A state is large, moves once per request and lies
+    there without gaps but for other ranks' shares, which may be most of it: those are never read. Nothing is ever
+    written into a gap."""
+    return 0 if writes or family.kind is GroupKind.STATE else RUN_COST_BYTES
+
+
+def _turned(family: Family, writes: bool) -> Family:
+    """The family with the initiator as its destination: as it is for reads, with its sides exchanged for writes."""
+    if not writes:
+        return family
+    bundles = tuple(
+        Bundle(tuple(map(_turned_piece, b.pieces)), b.layers, b.destination, b.source) for b in family.bundles
+    )
+    return Family(family.kind, family.destination, family.source, family.whole, family.alike, bundles)
+
+
+def _turned_piece(piece: Piece) -> Piece:
+    token, *axes = (Stretch(axis.size, axis.destination, axis.source) for axis in (piece.token, *piece.axes))
+    return Piece(piece.destination, piece.source, piece.itemsize, token, tuple(axes))
 
 
 def run_count(family: Family) -> float:
@@ -124,14 +181,20 @@ def _spans_per_page(family: Family) -> float:
     return (common // a + common // b - 1) / (common // a)
 
 
-def chunks(paired: Iterable[tuple[Family, Spans]], limit: int) -> Iterator[Chunk]:
-    """The work of moving `paired` through a slab, in order, each chunk at most `limit` bytes of it.
+def chunks(paired: Iterable[tuple[Family, Spans]], limit: int, *, writes: bool = False) -> Iterator[Chunk]:
+    """The work of moving `paired` through a slab of the destination, or, with `writes`, of the source: in order, each
+    chunk at most `limit` bytes of it.
 
     Every family must fit: a page of one of its layers takes at most `limit` bytes (`split` sees to it).
     """
     for family, spans in paired:
         if not len(spans.tokens):
             continue
+        gap, family = _gap(family, writes), _turned(family, writes)
+        if writes:
+            spans = Spans(
+                spans.destination_page, spans.source_page, spans.destination_token, spans.source_token, spans.tokens
+            )
         if family.whole:
             none = np.zeros_like(spans.tokens)
             spans = replace(spans, source_token=none, destination_token=none, tokens=none + 1)
@@ -143,15 +206,24 @@ def chunks(paired: Iterable[tuple[Family, Spans]], limit: int) -> Iterator[Chunk
         bounds = np.append(first, len(spans.tokens))
         edges = [0, *change.tolist(), len(first)]
         for i, j in zip(edges, edges[1:], strict=False):
-            yield from _alike_chunks(family, spans, bounds[i : j + 1], int(low[i]), int(high[i]), limit)
+            alike = _alike_chunks(family, spans, bounds[i : j + 1], int(low[i]), int(high[i]), gap, limit)
+            yield from map(_written, alike) if writes else alike
 
 
-def _alike_chunks(family: Family, spans: Spans, bounds: Addresses, low: int, high: int, limit: int) -> Iterator[Chunk]:
+def _written(chunk: Chunk) -> Chunk:
+    """A chunk that writes what this one reads."""
+    runs = chunk.runs
+    return Chunk(chunk.size, Runs(runs.destination, runs.source, runs.length), chunk.copies, writes=True)
+
+
+def _alike_chunks(
+    family: Family, spans: Spans, bounds: Addresses, low: int, high: int, gap: int, limit: int
+) -> Iterator[Chunk]:
     """Chunks of consecutive source pages with one image; page k has the spans bounds[k] to bounds[k + 1]."""
-    image = _image(family, low, high)
+    image = _image(family, low, high, gap)
     if image.size > limit:
         for half in _halves(family):
-            yield from _alike_chunks(half, spans, bounds, low, high, limit)
+            yield from _alike_chunks(half, spans, bounds, low, high, gap, limit)
         return
     at_once = limit // image.size
     pages = len(bounds) - 1
@@ -190,10 +262,22 @@ def _layers(bundle: Bundle, first: int, last: int | None) -> Bundle:
     return Bundle(bundle.pieces, bundle.layers[part], bundle.source[part], bundle.destination[part])
 
 
-def _fits(family: Family, limit: int) -> bool:
-    whole = 1 if family.whole else family.source.page_tokens
+def _fits(family: Family, limit: int, gap: int) -> bool:
     single = (replace(family, bundles=(_layers(bundle, 0, 1),)) for bundle in family.bundles)
-    return all(_image(one, 0, whole).size <= limit for one in single)
+    return all(_image(one, 0, _page_tokens(family), gap).size <= limit for one in single)
+
+
+def _is_even(family: Family, gap: int) -> bool:
+    """Whether the tokens of a page are equally far apart in the slab, which they are not where those of two pieces
+    interleave; then no strided copy moves several."""
+    image = _image(family, 0, _page_tokens(family), gap)
+    placed = _place(image, family.source.page_stride, 2)
+    return all(
+        _steps(image, placed, _peer_places(bundle, piece, reach, 0), reach) is not None
+        for bundle in family.bundles
+        for piece in bundle.pieces
+        for reach in [_reach(piece, _page_tokens(family), gap)]
+    )
 
 
 def _run_count(bundle: Bundle, tokens: int) -> float:
@@ -203,48 +287,47 @@ def _run_count(bundle: Bundle, tokens: int) -> float:
     return len(join([bundle_runs(_layers(bundle, 0, some), 0, 0, tokens)])) * len(bundle.layers) / some
 
 
-def _image(family: Family, low: int, high: int) -> _Image:
-    """What must be read of a source page for its tokens [low, high)."""
+def _image(family: Family, low: int, high: int, gap: int) -> _Image:
+    """What must move of a source page for its tokens [low, high)."""
     start, length = [], []
     for bundle in family.bundles:
+        begin, size = [], []
         for piece in bundle.pieces:
-            _, outer, reach = _read_through(piece, high - low, _gap(family))
-            places = np.add.outer(bundle.source, _grid(outer)[0] + piece.source + low * piece.token.source).ravel()
-            start.append(places)
-            length.append(np.full(len(places), reach, dtype=np.int64))
-    begin, size = np.concatenate(start), np.concatenate(length)
+            reach = _reach(piece, high - low, gap)
+            outer = (*reach.outer, reach.token) if reach.apart else reach.outer
+            begin.append(_grid(outer)[0] + piece.source + low * piece.token.source)
+            size.append(np.full(len(begin[-1]), reach.length, dtype=np.int64))
+        of_layer, sizes = _merged(np.concatenate(begin), np.concatenate(size))
+        start.append(np.add.outer(bundle.source, of_layer).ravel())
+        length.append(np.tile(sizes, len(bundle.layers)))
+    return _Image(*_merged(np.concatenate(start), np.concatenate(length)), gap)
+
+
+def _merged(begin: Addresses, size: Addresses) -> tuple[Addresses, Addresses]:
+    """Stretches of memory in order, those that touch or overlap made one."""
     order = np.argsort(begin, kind="stable")
     begin, size = begin[order], size[order]
     end = np.maximum.accumulate(begin + size)
     first = np.concatenate(([0], np.flatnonzero(begin[1:] > end[:-1]) + 1))
-    return _Image(begin[first], end[np.append(first[1:] - 1, len(end) - 1)] - begin[first])
+    return begin[first], end[np.append(first[1:] - 1, len(end) - 1)] - begin[first]
 
 
-def _gap(family: Family) -> int:
-    """The longest gap, in bytes, that is read rather than left out. A state is large, moves once per request and lies
-    there without gaps but for other ranks' shares, which may be most of it: those are never read."""
-    return 0 if family.kind is GroupKind.STATE else RUN_COST_BYTES
-
-
-def _read_through(piece: Piece, tokens: int, gap: int) -> tuple[tuple[Stretch, ...], tuple[Stretch, ...], int]:
-    """Axes (without TOKEN) that lie in one stretch of the source together with `tokens` tokens, the others, and the
-    stretch's bytes.
-
-    An axis is read through if the gaps between its elements are at most `gap` bytes: reading them then costs less than
-    more runs would. Everything up to the TOKEN axis always is, so that any part of a page's tokens lies in the same
-    stretches as the whole.
-    """
+def _reach(piece: Piece, tokens: int, gap: int) -> _Reach:
+    """How `tokens` tokens lie. An axis is inner if the gaps between its elements are at most `gap` bytes: moving them
+    then costs less than more runs would."""
     token = Stretch(tokens, piece.token.source, piece.token.destination)
-    reach: int = piece.itemsize
+    length: int = piece.itemsize
     inner: list[Stretch] = []
     outer: list[Stretch] = []
     for axis in sorted((axis for axis in (token, *piece.axes) if axis.size > 1), key=lambda axis: axis.source):
-        if outer or (axis.source > token.source and axis.source - reach > gap):
+        if outer or axis.source - length > gap:
             outer.append(axis)
         else:
-            reach += (axis.size - 1) * axis.source
+            length += (axis.size - 1) * axis.source
             inner.append(axis)
-    return tuple(axis for axis in inner if axis is not token), tuple(outer), reach
+    apart = any(axis is token for axis in outer)
+    others = (tuple(axis for axis in axes if axis is not token) for axes in (inner, outer))
+    return _Reach(length, *others, token, apart)
 
 
 def _grid(axes: tuple[Stretch, ...]) -> tuple[Addresses, Addresses]:
@@ -271,8 +354,8 @@ def _place(image: _Image, page_stride: int, slots: int) -> _Placed:
 def _lay_out(family: Family, image: _Image, low: int, high: int, slots: int) -> _Layout:
     placed = _place(image, family.source.page_stride, slots)
     into = placed.base[:, None] + np.multiply.outer(placed.stride, np.arange(slots, dtype=np.int64))
-    rows = _rows(family, image, placed, low, high)
-    return _Layout(image, placed.size, into.ravel(), tuple((*key, *fold(places)) for key, places in rows.items()))
+    rows = tuple((*key, *fold(p)) for key, p in _rows(family, image, placed, low, high).items())
+    return _Layout(image, placed.size, into.ravel(), rows)
 
 
 def _chunk(family: Family, layout: _Layout, low: int, spans: Spans, first: Addresses) -> Chunk:
@@ -280,7 +363,7 @@ def _chunk(family: Family, layout: _Layout, low: int, spans: Spans, first: Addre
     image, slots = layout.image, len(first) - 1
     pages = spans.source_page[first[:-1]] * family.source.page_stride
     source = np.add.outer(image.start, pages).ravel()
-    reads = join([Runs(source, layout.into, np.repeat(image.length, slots))])
+    runs = join([Runs(source, layout.into, np.repeat(image.length, slots))])
     copies: list[Copy] = []
     slot = np.repeat(np.arange(slots, dtype=np.int64), np.diff(first))
     for tokens in np.unique(spans.tokens).tolist():
@@ -291,7 +374,7 @@ def _chunk(family: Family, layout: _Layout, low: int, spans: Spans, first: Addre
             columns = np.stack((slot[some] * stride + from_ * shape.token[0], page + to * shape.token[1]), axis=1)
             token = [(tokens, *shape.token)] if tokens > 1 else []
             copies += strided_copies(shape.item, [*shape.axes, *token, *axes], rows, columns)
-    return Chunk(layout.size, reads, tuple(copies))
+    return Chunk(layout.size, runs, tuple(copies))
 
 
 def _rows(
@@ -302,21 +385,43 @@ def _rows(
     for bundle in family.bundles:
         of_bundle: dict[tuple[_Shape, int], list[NDArray[np.int64]]] = {}
         for piece in bundle.pieces:
-            inner, outer, _ = _read_through(piece, high - low, _gap(family))
-            axes = tuple((axis.size, axis.source, axis.destination) for axis in inner)
-            shape = _Shape(piece.itemsize, axes, (piece.token.source, piece.token.destination))
-            theirs, ours = _grid(outer)
-            source = np.add.outer(bundle.source, theirs + piece.source + low * piece.token.source)
-            part = np.searchsorted(image.start, source, side="right") - 1
-            slab = source - image.start[part] + placed.base[part]
-            both = np.stack((slab, np.add.outer(bundle.destination, ours + piece.destination)), axis=2)
+            reach = _reach(piece, high - low, image.gap)
+            axes = tuple((axis.size, axis.source, axis.destination) for axis in reach.inner)
+            source = _peer_places(bundle, piece, reach, low)
+            slab, stride = _in_slab(image, placed, source)
+            ours = np.add.outer(bundle.destination, _grid(reach.outer)[1] + piece.destination)
+            both = np.stack((slab, ours), axis=2)
+            steps = _steps(image, placed, source, reach)
+            assert steps is not None, "tokens interleave; split() keeps such families out"
             # Parts of different length only differ between layers where some of them lie side by side.
-            for stride in np.unique(placed.stride[part]).tolist():
-                mine = (placed.stride[part] == stride).all(axis=1)
-                if mine.all():
-                    of_bundle.setdefault((shape, stride), []).append(both)
+            distances = np.stack((stride, steps), axis=2)
+            for distance in np.unique(distances.reshape(-1, 2), axis=0):
+                alike = (distances == distance).all(axis=2)
+                shape = _Shape(piece.itemsize, axes, (int(distance[1]), piece.token.destination))
+                if alike.all():
+                    of_bundle.setdefault((shape, int(distance[0])), []).append(both)
                 else:
-                    rows.setdefault((shape, stride), []).append(both[placed.stride[part] == stride])
+                    rows.setdefault((shape, int(distance[0])), []).append(both[alike])
         for key, members in of_bundle.items():
             rows.setdefault(key, []).append(np.concatenate(members, axis=1).reshape(-1, 2))
     return {key: np.concatenate(members) for key, members in rows.items()}
+
+
+def _peer_places(bundle: Bundle, piece: Piece, reach: _Reach, low: int) -> Addresses:
+    """Addresses of token `low` of page 0 in the source: array (layers, indices of the outer axes)."""
+    return np.add.outer(bundle.source, _grid(reach.outer)[0] + piece.source + low * piece.token.source)
+
+
+def _in_slab(image: _Image, placed: _Placed, source: Addresses) -> tuple[Addresses, Addresses]:
+    """Where addresses of page 0 lie in the slab for slot 0, and how far apart the slots are there."""
+    part = np.searchsorted(image.start, source, side="right") - 1
+    return source - image.start[part] + placed.base[part], placed.stride[part]
+
+
+def _steps(image: _Image, placed: _Placed, source: Addresses, reach: _Reach) -> Addresses | None:
+    """Bytes from token to token in the slab, for tokens that begin at addresses `source`; None if they vary."""
+    if not reach.apart:
+        return np.full(source.shape, reach.token.source, dtype=np.int64)
+    tokens = np.arange(reach.token.size, dtype=np.int64) * reach.token.source
+    steps = np.diff(_in_slab(image, placed, np.add.outer(source, tokens))[0], axis=-1)
+    return steps[..., 0] if (steps == steps[..., :1]).all() else None

@@ -1,4 +1,4 @@
-"""Strided copies: few of them for many places.
+"""Strided copies between a slab and a cache: few of them for many places.
 
 Elements of one shape that lie at regular distances on both sides are one copy with more axes, so places are searched
 for equal steps. What is contiguous on both sides becomes part of the item.
@@ -21,14 +21,14 @@ Axis = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One strided copy, in bytes: `item` contiguous bytes at every index of `axes`.
+    """One strided copy between slab and cache, in bytes: `item` contiguous bytes at every index of `axes`.
 
-    `slab` counts from where the chunk lies in the slab, `destination` is an absolute address. An axis is (size, slab
-    stride, destination stride); the outermost on the destination comes first.
+    `slab` counts from where the chunk lies in the slab, `cache` is an absolute address. An axis is (size, slab stride,
+    cache stride); the outermost in the cache comes first.
     """
 
     slab: int
-    destination: int
+    cache: int
     item: int
     axes: tuple[Axis, ...]
 
@@ -38,12 +38,12 @@ class Copy:
 
 
 def strided_copies(item: int, axes: list[Axis], rows: NDArray[np.int64], columns: NDArray[np.int64]) -> Iterator[Copy]:
-    """Copies of one shape at every row plus every column, both arrays of (slab, destination)."""
+    """Copies of one shape at every row plus every column, both arrays of (slab, cache)."""
     for first, count, step in _progressions(columns):
         more = [(count, *step)] if count > 1 else []
         for row in rows:
-            slab, destination = (row + columns[first]).tolist()
-            yield from _cut(_compact(slab, destination, item, [*axes, *more]))
+            slab, cache = (row + columns[first]).tolist()
+            yield from _cut(_compact(slab, cache, item, [*axes, *more]))
 
 
 def fold(places: NDArray[np.int64]) -> tuple[list[Axis], NDArray[np.int64]]:
@@ -77,12 +77,12 @@ def _progressions(places: NDArray[np.int64]) -> Iterator[tuple[int, int, tuple[i
         first = end + 1
 
 
-def _compact(slab: int, destination: int, item: int, axes: list[Axis]) -> Copy:
+def _compact(slab: int, cache: int, item: int, axes: list[Axis]) -> Copy:
     """A copy with its contiguous axes made part of the item."""
     ordered = sorted(axes, key=lambda axis: axis[2])
     while ordered and ordered[0][1] == ordered[0][2] == item:
         item *= ordered.pop(0)[0]
-    return Copy(slab, destination, item, tuple(reversed(ordered)))
+    return Copy(slab, cache, item, tuple(reversed(ordered)))
 
 
 def _cut(copy: Copy) -> Iterator[Copy]:
@@ -95,5 +95,5 @@ def _cut(copy: Copy) -> Iterator[Copy]:
     for i in range(0, size, at_once):
         count = min(at_once, size - i)
         axes = ((count, from_, to), *inner) if count > 1 else inner
-        part = Copy(copy.slab + i * from_, copy.destination + i * to, copy.item, axes)
+        part = Copy(copy.slab + i * from_, copy.cache + i * to, copy.item, axes)
         yield from _cut(part) if count == 1 else (part,)

@@ -1,14 +1,19 @@
-"""Staged transfers: reads into the slab, strided copies from there into the caches.
+"""Staged transfers: by way of the slab, with strided copies between it and the caches.
 
 The *slab* is memory of this worker that the transport registered beside the caches; no peer is told of it. A staged
-transfer is a `Stream` of chunks (`geometry.stage`): each takes a slot of the slab, is read into it, is copied to where
-its bytes belong, and gives its slot back. A stream has at most four chunks under way, so that some are read while
-another is copied, and streams with fewer go first. When the slab is full, streams wait; their receives' deadlines
-run on. One instance never holds more than half of the slab, so that a frozen one does not stop the others.
+transfer is a `Stream` of chunks (`geometry.stage`): each takes a slot of the slab and gives it back in the end.
+Between, a chunk that reads is read into its slot and copied to where its bytes belong; one that writes is copied out of
+the cache into its slot and written from there. A stream has at most four chunks under way, so that some are moved while
+another is copied, and streams with fewer go first. When the slab is full, streams wait; the deadlines of what they are
+for run on. One instance never holds more than half of the slab, so that a frozen one does not stop the others.
 
-Nothing but our own copies writes to the destination of a staged transfer, so giving it up (`cancel`) takes effect at
-once. What may still be written to is the slot: it stays out until its read is terminal, or, if the transport cannot
-tell, until the peer is gone.
+Nothing but our own copies writes to the destination of a staged read, so giving it up (`cancel`) takes effect at once.
+What may still be written to is the slot: it stays out until its read is terminal, or, if the transport cannot tell,
+until the peer is gone. A staged write that was given up may still write to the peer, out of its slots: until the last
+of them is back, `holds` says so.
+
+A cache is read by a chunk that writes when its turn comes, and not before its stream is started: who starts it knows
+that the bytes are final and stay so until the stream has ended.
 
 All of it runs in the transfer thread, in slices of a few milliseconds. Figures: docs/design/conversion.md.
 """
@@ -18,8 +23,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
+from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
@@ -27,12 +32,14 @@ from vllm_pd_connector.geometry.stage import CHUNKS_PER_SLAB, Chunk
 from vllm_pd_connector.geometry.strided import Copy
 from vllm_pd_connector.transport.base import Peer, Status, Transfer, Transport
 from vllm_pd_connector.worker.copies import Copier, copier_for
+from vllm_pd_connector.worker.pace import pause
+
+logger = init_logger(__name__)
 
 SLICE_SECONDS = 0.005
+POLL_DRAINING_S = 0.05
 CHUNKS_UNDER_WAY = 4
 _ALIGNMENT = 64
-
-Owner = TypeVar("Owner")
 
 
 class Slab:
@@ -69,20 +76,21 @@ class Slab:
 
 @dataclass(eq=False, slots=True)
 class _Flight:
-    """A chunk in its slot: while `transfer` is set it is read, afterwards `copies` are left to do."""
+    """A chunk in its slot: while `transfer` is set it is read or written, else `copies` are to do."""
 
-    instance: object
-    peer: Peer
+    stream: Stream
+    chunk: Chunk
     slot: int
-    transfer: Transfer | None
     copies: Iterator[Copy]
+    transfer: Transfer | None = None
 
 
 @dataclass(eq=False, slots=True)
-class Stream(Generic[Owner]):
-    """One staged transfer of `owner` from a rank of `instance`; counts are of what the transport was given so far."""
+class Stream:
+    """One staged transfer of `owner` (whoever asked for it) from or to a rank of `instance`; counts are of what the
+    transport was given so far."""
 
-    owner: Owner
+    owner: object
     index: int
     instance: object
     peer: Peer
@@ -94,7 +102,7 @@ class Stream(Generic[Owner]):
     descriptors: int = 0
 
 
-class Stager(Generic[Owner]):
+class Stager:
     """See the module.
 
     Args:
@@ -112,10 +120,11 @@ class Stager(Generic[Owner]):
         self.chunk_bytes = length // CHUNKS_PER_SLAB // _ALIGNMENT * _ALIGNMENT
         self._memory = self._copier.allocate(length) if self.chunk_bytes else None
         self.slab = Slab(length if self._memory else 0)
-        self._streams: list[Stream[Owner]] = []
+        self._streams: list[Stream] = []
         self._orphans: list[_Flight] = []
         self._stuck: list[_Flight] = []
         self._posted = False
+        self._posted_at = 0.0
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -132,66 +141,77 @@ class Stager(Generic[Owner]):
         """Whether there are streams."""
         return bool(self._streams)
 
-    @property
-    def draining(self) -> bool:
-        """Whether slots are out only because of streams that were given up."""
-        return bool(self._orphans)
+    def pause(self) -> float | None:
+        """Seconds until a `poll` is due; None if there is nothing to look at."""
+        if self.converting:
+            return 0.0
+        if self._streams:
+            return pause(time.monotonic() - self._posted_at)
+        return POLL_DRAINING_S if self._orphans else None
 
-    def start(self, owner: Owner, index: int, instance: object, peer: Peer, chunks: Iterable[Chunk]) -> None:
-        """Begin a staged transfer from `peer`, a rank of `instance`; `poll` names it when it has ended."""
+    def start(self, owner: object, index: int, instance: object, peer: Peer, chunks: Iterable[Chunk]) -> None:
+        """Begin a staged transfer from or to `peer`, a rank of `instance`; `poll` names it when it has ended."""
         self._streams.append(Stream(owner, index, instance, peer, iter(chunks)))
+        self._posted = True
 
-    def poll(self) -> list[tuple[Stream[Owner], TransferError | None]]:
+    def poll(self) -> list[tuple[Stream, TransferError | None]]:
         """Go on for a few milliseconds. Returns the streams that ended, with what failed them.
 
-        Their destinations are not written to any more, so the errors are `terminal`, whatever the transport said.
+        The destinations of reads are not written to any more, so their errors are `terminal`, whatever the transport
+        said. Of a stream that writes, every error is told, also after its end.
         """
-        self._poll_orphans()
-        failed: dict[Stream[Owner], TransferError] = {}
+        ended: list[tuple[Stream, TransferError | None]] = list(self._poll_orphans())
+        failed: dict[Stream, TransferError] = {}
         until = time.monotonic() + SLICE_SECONDS
         while True:
             for stream in self._streams:
                 self._look(stream, failed)
-            self._convert(until)
+            self._convert(until, failed)
             # On one host a read is often over when it was posted: what it brought is then copied before the next is
             # started, while it is still in the processor's cache.
             self._posted = self._refill(failed)
             if not self._posted or time.monotonic() >= until:
                 break
-        ended: list[tuple[Stream[Owner], TransferError | None]] = list(failed.items())
+        for stream in [s for s in self._streams if s not in failed and not s.flights and not self._next(s, failed)]:
+            if stream not in failed:
+                self._streams.remove(stream)
+                ended.append((stream, None))
         for stream in failed:
             self._abandon(stream)
-        for stream in [s for s in self._streams if not s.flights and not self._next(s)]:
-            self._streams.remove(stream)
-            ended.append((stream, None))
-        return ended
+        return [*ended, *failed.items()]
 
-    def cancel(self, owner: Owner) -> None:
-        """Give up the streams of `owner`: nothing is written to their destinations when this returns."""
+    def cancel(self, owner: object) -> None:
+        """Give up the streams of `owner`: when this returns nothing is written to the destinations of those that read,
+        and nothing is copied any more for those that write; see `holds`."""
         for stream in [s for s in self._streams if s.owner == owner]:
             self._abandon(stream)
 
-    def account(self, owner: Owner) -> str:
+    def holds(self, owner: object) -> bool:
+        """Whether `owner` has streams, or slots that the transport may still use."""
+        lost = (flight.stream for flight in (*self._orphans, *self._stuck))
+        return any(stream.owner == owner for stream in (*self._streams, *lost))
+
+    def account(self, owner: object) -> str:
         """How far the streams of `owner` are, in words for a log; empty if there are none."""
         streams = [stream for stream in self._streams if stream.owner == owner]
         if not streams:
             return ""
         flights = [flight for stream in streams for flight in stream.flights]
-        reading = sum(flight.transfer is not None for flight in flights)
+        moving = sum(flight.transfer is not None for flight in flights)
         waiting = sum(stream.waiting is not None for stream in streams)
         return (
-            f"{sum(stream.bytes for stream in streams)} bytes were asked for; {reading} chunks being read, "
-            f"{len(flights) - reading} being copied, {waiting} waiting for room; {self.slab.free} of "
+            f"{sum(stream.bytes for stream in streams)} bytes were posted; {moving} chunks being moved, "
+            f"{len(flights) - moving} being copied, {waiting} waiting for room; {self.slab.free} of "
             f"{self.slab.length} bytes of the slab are free"
         )
 
     def peer_gone(self, peer: Peer) -> None:
         """Nothing that this peer was asked for can land any more, though the transport could not tell."""
-        for flight in [f for f in self._stuck if f.peer is peer]:
+        for flight in [f for f in self._stuck if f.stream.peer is peer]:
             self._stuck.remove(flight)
             self.slab.give(flight.slot)
 
-    def _abandon(self, stream: Stream[Owner]) -> None:
+    def _abandon(self, stream: Stream) -> None:
         self._streams.remove(stream)
         for flight in stream.flights:
             if flight.transfer is None:
@@ -200,29 +220,35 @@ class Stager(Generic[Owner]):
                 self._orphans.append(flight)
         stream.flights = []
 
-    def _poll_orphans(self) -> None:
+    def _poll_orphans(self) -> Iterator[tuple[Stream, TransferError]]:
+        """Look at what was given up; yields what failed of streams that write."""
         for flight in list(self._orphans):
             try:
-                if self._arrived(flight):
+                if self._is_over(flight):
                     self._orphans.remove(flight)
                     self.slab.give(flight.slot)
             except TransferError as error:
                 self._orphans.remove(flight)
                 self._slot_after(flight, error)
+                if flight.chunk.writes:
+                    yield flight.stream, error
 
-    def _look(self, stream: Stream[Owner], failed: dict[Stream[Owner], TransferError]) -> None:
-        for flight in list(stream.flights):
+    def _look(self, stream: Stream, failed: dict[Stream, TransferError]) -> None:
+        for flight in [f for f in stream.flights if f.transfer is not None]:
             try:
-                self._arrived(flight)
+                if not self._is_over(flight):
+                    continue
+                flight.transfer = None
+                if flight.chunk.writes:
+                    self._land(flight)
             except TransferError as error:
                 stream.flights.remove(flight)
                 self._slot_after(flight, error)
-                failed[stream] = _ended(error)
+                failed[stream] = _seen_by_owner(flight.chunk, error)
 
-    def _arrived(self, flight: _Flight) -> bool:
-        if flight.transfer is not None and self._transport.poll(flight.transfer) is Status.DONE:
-            flight.transfer = None
-        return flight.transfer is None
+    def _is_over(self, flight: _Flight) -> bool:
+        assert flight.transfer is not None
+        return self._transport.poll(flight.transfer) is Status.DONE
 
     def _slot_after(self, flight: _Flight, error: TransferError) -> None:
         if error.terminal:
@@ -230,64 +256,103 @@ class Stager(Generic[Owner]):
         else:
             self._stuck.append(flight)
 
-    def _convert(self, until: float) -> None:
-        """Copy what has arrived, stream by stream, while there is time."""
+    def _land(self, flight: _Flight) -> None:
+        """A chunk is where it belongs."""
+        flight.stream.flights.remove(flight)
+        self.slab.give(flight.slot)
+
+    def _convert(self, until: float, failed: dict[Stream, TransferError]) -> None:
+        """Copy what is to be copied, stream by stream, while there is time, and write what was copied to be written."""
         for stream in self._streams:
             for flight in [f for f in stream.flights if f.transfer is None]:
-                assert self._memory is not None
-                base = self._memory.segment.address + flight.slot
-                for copy in flight.copies:
-                    self._copier.copy(base, copy)
-                    if time.monotonic() >= until:
-                        self._copier.finish()
+                if stream in failed:
+                    break
+                try:
+                    if not self._copy(flight, until):
                         return
-                self._copier.finish()
-                stream.flights.remove(flight)
-                self.slab.give(flight.slot)
+                    if flight.chunk.writes:
+                        self._post(flight)
+                    else:
+                        self._land(flight)
+                except TransferError as error:
+                    failed[stream] = _seen_by_owner(flight.chunk, error)
+                except Exception as error:  # a defect of ours that one stream met must not reach the others
+                    failed[stream] = _defect(error)
 
-    def _refill(self, failed: dict[Stream[Owner], TransferError]) -> bool:
-        """Start one read if there is room; whether it did. The first that does not fit keeps its turn."""
+    def _copy(self, flight: _Flight, until: float) -> bool:
+        """Go on with a chunk's copies; whether all are done."""
+        assert self._memory is not None
+        base = self._memory.segment.address + flight.slot
+        for copy in flight.copies:
+            self._copier.copy(base, copy, gather=flight.chunk.writes)
+            if time.monotonic() >= until:
+                self._copier.finish()
+                return False
+        self._copier.finish()
+        return True
+
+    def _refill(self, failed: dict[Stream, TransferError]) -> bool:
+        """Start one chunk if there is room; whether it did. The first that does not fit keeps its turn."""
         ready = [
             s
             for s in self._streams
-            if len(s.flights) < CHUNKS_UNDER_WAY and s not in failed and self._next(s) and self._may_take(s)
+            if len(s.flights) < CHUNKS_UNDER_WAY and s not in failed and self._next(s, failed) and self._may_take(s)
         ]
         stream = min(ready, key=lambda s: len(s.flights), default=None)
         if stream is None or stream.waiting is None or (slot := self.slab.take(stream.waiting.size)) is None:
             return False
         chunk, stream.waiting = stream.waiting, None
-        try:
-            self._read(stream, chunk, slot)
-        except TransferError as error:
-            self.slab.give(slot)
-            failed[stream] = _ended(error)
+        flight = _Flight(stream, chunk, slot, iter(chunk.copies))
+        stream.flights.append(flight)
+        if not chunk.writes:
+            try:
+                self._post(flight)
+            except TransferError as error:
+                failed[stream] = _seen_by_owner(chunk, error)
         return True
 
-    def _read(self, stream: Stream[Owner], chunk: Chunk, slot: int) -> None:
+    def _post(self, flight: _Flight) -> None:
+        """Give a chunk's runs to the transport.
+
+        Raises:
+            TransferError: nothing moves; the slot is given back when the stream is abandoned.
+        """
         assert self._memory is not None
-        into = self._memory.segment.address + slot
-        runs = Runs(chunk.reads.source, chunk.reads.destination + into, chunk.reads.length)
-        transfer = self._transport.read(stream.peer, runs)
-        stream.flights.append(_Flight(stream.instance, stream.peer, slot, transfer, iter(chunk.copies)))
+        stream, runs, base = flight.stream, flight.chunk.runs, self._memory.segment.address + flight.slot
+        if flight.chunk.writes:
+            runs = Runs(runs.source + base, runs.destination, runs.length)
+            flight.transfer = self._transport.write(stream.peer, runs)
+        else:
+            runs = Runs(runs.source, runs.destination + base, runs.length)
+            flight.transfer = self._transport.read(stream.peer, runs)
+        self._posted_at = time.monotonic()
         stream.bytes += runs.total_bytes
         stream.runs += len(runs)
-        stream.descriptors += transfer.descriptors
+        stream.descriptors += flight.transfer.descriptors
 
-    def _next(self, stream: Stream[Owner]) -> bool:
+    def _next(self, stream: Stream, failed: dict[Stream, TransferError]) -> bool:
         """Whether a stream has a chunk to start; it is then in `waiting`."""
         if stream.waiting is None:
-            stream.waiting = next(stream.rest, None)
+            try:
+                stream.waiting = next(stream.rest, None)
+            except Exception as error:  # a defect of ours that one stream met must not reach the others
+                failed[stream] = _defect(error)
         return stream.waiting is not None
 
-    def _may_take(self, stream: Stream[Owner]) -> bool:
+    def _may_take(self, stream: Stream) -> bool:
         flights = [*self._orphans, *self._stuck, *(f for s in self._streams for f in s.flights)]
-        held = sum(self.slab.size_of(flight.slot) for flight in flights if flight.instance is stream.instance)
+        held = sum(self.slab.size_of(flight.slot) for flight in flights if flight.stream.instance is stream.instance)
         assert stream.waiting is not None
         return held + stream.waiting.size <= self.slab.length // 2
 
 
-def _ended(error: TransferError) -> TransferError:
-    """The same failure as the receive sees it: its destination is not written to."""
-    if error.terminal:
+def _seen_by_owner(chunk: Chunk, error: TransferError) -> TransferError:
+    """The same failure as the owner sees it: the destination of a read is not written to."""
+    if error.terminal or chunk.writes:
         return error
     return TransferError(str(error), retryable=error.retryable)
+
+
+def _defect(error: Exception) -> TransferError:
+    logger.error("a staged transfer", exc_info=error)
+    return TransferError(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Carrying out strided copies, and the memory that they start from, on the CPU and on a GPU.
+"""Carrying out strided copies between slab and cache, and the slab's memory, on the CPU and on a GPU.
 
 A copy is two views of the same shape with different strides, over memory that is only known by address, and one
 assignment. On the CPU numpy makes it: elements are the contiguous items of a copy, of any size, and it is fast (and
@@ -46,8 +46,8 @@ class Copier(Protocol):
             TransferError: there is none.
         """
 
-    def copy(self, base: int, copy: Copy) -> None:
-        """Start a copy whose `slab` counts from the address `base`."""
+    def copy(self, base: int, copy: Copy, *, gather: bool = False) -> None:
+        """Start a copy whose `slab` counts from the address `base`: into the cache, or, to `gather`, out of it."""
 
     def finish(self) -> None:
         """Return when all copies that were started are done."""
@@ -87,12 +87,16 @@ class CpuCopier:
         address = -(-owner.ctypes.data // _PAGE) * _PAGE
         return Memory(Segment(address, length, "cpu", 0), owner)
 
-    def copy(self, base: int, copy: Copy) -> None:
+    def copy(self, base: int, copy: Copy, *, gather: bool = False) -> None:
         kind = f"<u{copy.item}" if copy.item in (1, 2, 4, 8) else f"|V{copy.item}"
-        shape = tuple(size for size, _, _ in copy.axes)
-        source = np.asarray(_Array(base + copy.slab, kind, shape, tuple(axis[1] for axis in copy.axes)))
-        destination = np.asarray(_Array(copy.destination, kind, shape, tuple(axis[2] for axis in copy.axes)))
-        along = next((i for i, axis in enumerate(copy.axes) if axis[1] == copy.item), None)
+        from_, to = (2, 1) if gather else (1, 2)
+        axes = sorted(copy.axes, key=lambda axis: -axis[to])
+        shape = tuple(size for size, _, _ in axes)
+        addresses = (0, base + copy.slab, copy.cache)
+        source, destination = (
+            np.asarray(_Array(addresses[side], kind, shape, tuple(axis[side] for axis in axes))) for side in (from_, to)
+        )
+        along = next((i for i, axis in enumerate(axes) if axis[from_] == copy.item), None)
         if copy.item > _SMALL_ITEM or along is None or along == len(shape) - 1:
             np.copyto(destination, source)
         else:
@@ -128,27 +132,29 @@ class CudaCopier:
             raise TransferError(f"no GPU memory for a staging slab of {length} bytes: lower staging_bytes") from error
         return Memory(Segment(owner.data_ptr(), length, "cuda", self._device.index), owner)
 
-    def copy(self, base: int, copy: Copy) -> None:
-        source, destination = element_arrays(base, copy)
+    def copy(self, base: int, copy: Copy, *, gather: bool = False) -> None:
         with self._torch.cuda.stream(self._stream):
-            views = (self._torch.as_tensor(array, device=self._device) for array in (destination, source))
-            next(views).copy_(next(views))
+            slab, cache = (self._torch.as_tensor(array, device=self._device) for array in element_arrays(base, copy))
+            if gather:
+                slab.copy_(cache)
+            else:
+                cache.copy_(slab)
 
     def finish(self) -> None:
         self._stream.synchronize()
 
 
 def element_arrays(base: int, copy: Copy) -> tuple[_Array, _Array]:
-    """(source, destination) with the items of a copy as an axis of integers, the widest that both sides allow."""
+    """(slab, cache) with the items of a copy as an axis of integers, the widest that both sides allow."""
     address = base + copy.slab
-    numbers = [copy.item, address, copy.destination, *(n for _, a, b in copy.axes for n in (a, b))]
+    numbers = [copy.item, address, copy.cache, *(n for _, a, b in copy.axes for n in (a, b))]
     width = gcd(8, *numbers)
     axes = [*copy.axes, (copy.item // width, width, width)]
     kind = "|u1" if width == 1 else f"<i{width}"
     shape = tuple(axis[0] for axis in axes)
     return (
         _Array(address, kind, shape, tuple(axis[1] for axis in axes)),
-        _Array(copy.destination, kind, shape, tuple(axis[2] for axis in axes)),
+        _Array(copy.cache, kind, shape, tuple(axis[2] for axis in axes)),
     )
 
 

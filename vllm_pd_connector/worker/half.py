@@ -75,7 +75,8 @@ class WorkerHalf:
             transport=self._config.transport,
         )
         validate(manifest)
-        consumes = self._vllm_config.kv_transfer_config.is_kv_consumer
+        role = self._vllm_config.kv_transfer_config
+        produces, consumes = role.is_kv_producer, role.is_kv_consumer
         if self._config.verify != "off" and self._config.mode != "pull" and consumes:
             raise InvalidConfig(
                 f"verify: {self._config.verify!r} with mode {self._config.mode!r}: only what is read is compared with "
@@ -84,9 +85,10 @@ class WorkerHalf:
         if self._config.digest_dir is not None:
             self._trace = DigestTrace(Path(self._config.digest_dir), manifest)
         place = manifest.parallel
-        config = self._config if consumes else msgspec.structs.replace(self._config, staging_bytes=0)
+        starts = self._config.starts_transfers(prefills=produces, decodes=consumes)
+        config = self._config if starts else msgspec.structs.replace(self._config, staging_bytes=0)
         push = None
-        if self._config.pushes and self._vllm_config.kv_transfer_config.is_kv_producer:
+        if self._config.pushes and produces:
             self._forward_done = forward_marker(manifest.segments)
             keys = keys_of(self._config)
             where = self._config.side_channel(self._vllm_config.parallel_config.data_parallel_index)

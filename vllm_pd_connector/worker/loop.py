@@ -32,7 +32,7 @@ from vllm_pd_connector.worker.copies import Memory, copier_for
 from vllm_pd_connector.worker.direction import find_direction
 from vllm_pd_connector.worker.link import Link
 from vllm_pd_connector.worker.outbox import Outbox
-from vllm_pd_connector.worker.pushing import Pushes, PushSetup
+from vllm_pd_connector.worker.pushing import Push, Pushes, PushSetup
 from vllm_pd_connector.worker.receiving import Receives
 from vllm_pd_connector.worker.selftest import SCRATCH_BYTES
 
@@ -121,7 +121,7 @@ class TransferLoop:
     def _run(self) -> None:
         try:
             self._transport = self._make_transport()
-            self._stager: Stager[Active] = Stager(self._transport, self._manifest.segments, self._config.staging_bytes)
+            self._stager = Stager(self._transport, self._manifest.segments, self._config.staging_bytes)
             if self._config.mode == "auto" or self._push is not None:
                 self._scratch = copier_for(self._manifest.segments).allocate(SCRATCH_BYTES)
             scratch = () if self.scratch is None else (self.scratch,)
@@ -131,11 +131,9 @@ class TransferLoop:
             self._started.set_exception(error)
             return
         self._calls = Calls(self._keys)
-        common = (self._config, self._manifest, self._transport)
+        common = (self._config, self._manifest, self._transport, self._stager, self._calls)
         self._receives = Receives(
             *common,
-            self._stager,
-            self._calls,
             self._comparison,
             self._outbox,
             self._reader,
@@ -145,8 +143,7 @@ class TransferLoop:
             received=self._received,
         )
         if self._push is not None:
-            place = (self._push, self._reader)
-            self._pushes = Pushes(*common, self._stager.chunk_bytes, self._calls, *place, lambda: self._stats)
+            self._pushes = Pushes(*common, self._push, self._reader, lambda: self._stats)
         try:
             while not self._stop:
                 self._calls.wait(self._wake, self._next_deadline())
@@ -171,6 +168,7 @@ class TransferLoop:
                 if self._pushes is not None:
                     self._pushes.departed(endpoint, now)
             self._receives.poll(now)
+            self._poll_staged(now)
             self._receives.tick(now)
             if self._pushes is not None:
                 self._pushes.turn(now)
@@ -181,9 +179,19 @@ class TransferLoop:
             self._outbox.count(self._stats)
             self._stats = PDStats()
 
+    def _poll_staged(self, now: float) -> None:
+        for stream, failure in self._stager.poll():
+            match stream.owner:
+                case Active() as active:
+                    self._receives.staged(active, stream, failure, now)
+                case Push() as push:
+                    assert self._pushes is not None
+                    self._pushes.staged(push, stream, failure, now)
+
     def _next_deadline(self) -> float | None:
         now = time.monotonic()
         due = [self._receives.next_deadline(now)]
+        due += [now + pause] if (pause := self._stager.pause()) is not None else []
         due += [self._pushes.next_deadline(now)] if self._pushes is not None else []
         return min((moment for moment in due if moment is not None), default=None)
 

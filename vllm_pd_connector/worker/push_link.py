@@ -6,12 +6,13 @@ all ranks of its own, and takes what the plan gives to itself: every rank comes 
 
 A push is bound in parts. Groups of full attention follow a cursor: only whole pages of both sides go out before the
 end, so that no byte is written twice and none of a page that is still being filled. The rest (the last partial block,
-windows, recurrent states) is bound once, at the end.
+windows, recurrent states) is bound once, at the end. Where runs into the other side's pages would be short, a part goes
+by way of this side's slab, by the rule of reads (`geometry.stage`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
 
@@ -22,6 +23,7 @@ from vllm_pd_connector.geometry.bind import BlockTable, Tail, late_starts, pair,
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest
 from vllm_pd_connector.geometry.plan import Edge, Rank, make_plan
 from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.stage import Chunk, chunks, split
 from vllm_pd_connector.protocol.fields import Table
 from vllm_pd_connector.protocol.push_messages import PushInto
 from vllm_pd_connector.transport.base import Transport
@@ -44,11 +46,22 @@ class AskLink(Link):
 
 @dataclass(frozen=True, slots=True)
 class _Edges:
-    """What this rank gives to one rank of the decode instance: by cursor, and at the end. `step` is in tokens."""
+    """What this rank gives to one rank of the decode instance: by cursor, and at the end; each directly and by way of
+    the slab. `step` is in tokens."""
 
-    growing: Edge
-    ending: Edge
+    growing: tuple[Edge, Edge]
+    ending: tuple[Edge, Edge]
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a push: `runs` to write directly, chunks to write by way of the slab (None for nothing), and
+    `geometry.bind.late_starts`."""
+
+    runs: Runs
+    staged: Iterator[Chunk] | None
+    late_starts: dict[int, int]
 
 
 @dataclass(eq=False, slots=True)
@@ -69,11 +82,15 @@ class WriteLink(Link):
                 if edge is not None:
                     rank = destination.parallel.pp_rank, destination.parallel.tp_rank
                     self.ranks[rank] = transport.connect(destination.endpoint, destination.segments)
-                    self.outgoing[rank] = _edges(edge)
+                    self.outgoing[rank] = _edges(edge, chunk_bytes)
         except TransferError:
             self.disconnect(transport)
             raise
-        return f"{check.status}, writes into {len(self.outgoing)} of {len(remote)} ranks"
+        self.chunk_bytes = chunk_bytes
+        converted = sum(
+            any(staged.families for _, staged in (edges.growing, edges.ending)) for edges in self.outgoing.values()
+        )
+        return f"{check.status}, writes into {len(self.outgoing)} of {len(remote)} ranks, converts for {converted}"
 
     def disconnect(self, transport: Transport) -> None:
         Link.disconnect(self, transport)
@@ -86,32 +103,35 @@ class WriteLink(Link):
             return into.stop
         return max(cursor, ready // edges.step * edges.step)
 
-    def bind_push(
-        self, into: PushInto, source: Sequence[Table], cursor: int, reach: int, final: bool
-    ) -> tuple[Runs, dict[int, int]]:
-        """What this rank must write of tokens [cursor, reach), and at the end of everything else; with it
-        `geometry.bind.late_starts`.
+    def bind_push(self, into: PushInto, source: Sequence[Table], cursor: int, reach: int, final: bool) -> Part:
+        """What this rank must write of tokens [cursor, reach), and at the end of everything else.
 
         Raises:
             BindError: the request's block ids do not fit the manifests.
         """
         edges = self.outgoing.get((into.pp_rank, into.tp_rank))
         if edges is None:
-            return Runs.empty(), {}
-        ours = [_table(table) for table in source]
-        theirs = [_table(table) for table in into.blocks]
+            return Part(Runs.empty(), None, {})
+        tables = [_table(table) for table in source], [_table(table) for table in into.blocks]
         tail = Tail.PAGE if final else Tail.EXACT
-        paired = pair(edges.growing, ours, theirs, cursor, reach, tail=tail, states=False)
+        direct, staged = (pair(edge, *tables, cursor, reach, tail=tail, states=False) for edge in edges.growing)
         if final:
-            paired += pair(edges.ending, ours, theirs, into.start, into.stop, tail=tail, late=True)
-        return runs_of(paired), late_starts(paired)
+            for paired, edge in zip((direct, staged), edges.ending, strict=True):
+                paired += pair(edge, *tables, into.start, into.stop, tail=tail, late=True)
+        any_staged = any(len(spans.tokens) for _, spans in staged)
+        return Part(
+            runs_of(direct),
+            chunks(staged, self.chunk_bytes, writes=True) if any_staged else None,
+            late_starts([*direct, *staged]),
+        )
 
 
-def _edges(edge: Edge) -> _Edges:
+def _edges(edge: Edge, chunk_bytes: int) -> _Edges:
     growing = tuple(family for family in edge.families if family.kind is GroupKind.FULL)
     ending = tuple(family for family in edge.families if family.kind is not GroupKind.FULL)
     step = lcm(*(tokens for f in growing for tokens in (f.source.page_tokens, f.destination.page_tokens)))
-    return _Edges(replace(edge, families=growing), replace(edge, families=ending), step)
+    by_time = (split(replace(edge, families=families), chunk_bytes, writes=True) for families in (growing, ending))
+    return _Edges(*by_time, step)
 
 
 def _table(table: Table) -> BlockTable:

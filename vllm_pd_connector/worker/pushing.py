@@ -8,12 +8,17 @@ of that step is done.
 A push is written with a cursor, and its end is reported once everything was written: done when all transfers are, or
 failed with the reason. A failure is reported at once, and again when no transfer can write any more. Every order's
 attempt is reported, also by a rank whose part is empty.
+
+Where a part goes by way of the slab (`convert`), its copies read this worker's cache in the transfer thread, some time
+after the part was bound. They see what a direct write would: the part is bound when the step's forward is done, and the
+scheduler half keeps the blocks until this side has reported that nothing writes any more.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,13 +41,14 @@ from vllm_pd_connector.sidechannel.keys import keys_of, require_known_server
 from vllm_pd_connector.transport.base import Peer as TransportPeer
 from vllm_pd_connector.transport.base import Status, Transfer, Transport
 from vllm_pd_connector.worker.calls import Calls
+from vllm_pd_connector.worker.convert import Stager, Stream
 from vllm_pd_connector.worker.link import Link
 from vllm_pd_connector.worker.links import Links
+from vllm_pd_connector.worker.pace import pause
 from vllm_pd_connector.worker.push_link import WriteLink
 
 logger = init_logger(__name__)
 
-POLL_S = 0.001
 POLL_DRAINING_S = 0.05
 RETRY_S = 0.5
 HOME_TIMEOUT_S = 10.0
@@ -54,14 +60,12 @@ class StepClock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._done = 0
-        self._latest = 0
-        self._running: deque[tuple[int, Callable[[], bool]]] = deque()
+        self._running: deque[tuple[int, Callable[[], bool], float]] = deque()
 
     def launched(self, step: int, is_done: Callable[[], bool]) -> None:
         """The forward of `step` was launched; `is_done` tells, from any thread, whether it has ended."""
         with self._lock:
-            self._latest = step
-            self._running.append((step, is_done))
+            self._running.append((step, is_done, time.monotonic()))
             self._look()
 
     def done(self) -> int:
@@ -70,11 +74,15 @@ class StepClock:
             self._look()
             return self._done
 
-    def ends(self, step: int) -> bool:
-        """Whether `step` was launched and is not done: it will be without another word of the launching thread."""
+    def pause(self, step: int) -> float | None:
+        """Seconds until `done` should be asked for this step; None if it was not launched: who launches it will say
+        so."""
         with self._lock:
             self._look()
-            return self._done < step <= self._latest
+            if step <= self._done:
+                return 0.0
+            launched_at = next((at for running, _, at in self._running if running >= step), None)
+            return None if launched_at is None else pause(time.monotonic() - launched_at)
 
     def _look(self) -> None:
         while self._running and self._running[0][1]():
@@ -91,7 +99,9 @@ class PushSetup:
 
 
 @dataclass(eq=False, slots=True)
-class _Push:
+class Push:
+    """One rank's part of a push under way. `posted_at` is when the latest direct write began."""
+
     into: PushInto
     link: WriteLink
     cursor: int
@@ -101,6 +111,7 @@ class _Push:
     failure: str = ""
     stuck: bool = False  # a transfer failed and may still write
     transfers: list[Transfer] = field(default_factory=list)
+    posted_at: float = 0.0
     late_starts: dict[int, int] = field(default_factory=dict)
     moved: Moved = Moved()
     deadline: float = inf
@@ -126,6 +137,7 @@ class Pushes:
     """See the module. Lives in the transfer thread; it is the `links.User` of the links to decode instances.
 
     Args:
+        stager: carries out what goes by way of the slab; whoever polls it brings its results to `staged`.
         worker: this worker's number in its instance.
         stats: what is counted now.
     """
@@ -135,7 +147,7 @@ class Pushes:
         config: Config,
         manifest: Manifest,
         transport: Transport,
-        chunk_bytes: int,
+        stager: Stager,
         calls: Calls,
         setup: PushSetup,
         worker: int,
@@ -143,16 +155,16 @@ class Pushes:
     ) -> None:
         self._config = config
         self._transport = transport
+        self._stager = stager
         self._calls = calls
         self._home, self._token, self._clock = setup.home, setup.token, setup.clock
         self._worker = worker
         self._keys = keys_of(config)
         self._own: tuple[bytes, ...] = ()
         self._stats = stats
-        self._links = Links(
-            config, manifest, transport, chunk_bytes, calls, self, self._observe, self._make_link, "decode instance"
-        )
-        self._pushes: dict[str, _Push] = {}
+        shared = (config, manifest, transport, stager.chunk_bytes, calls, self, self._observe)
+        self._links = Links(*shared, self._make_link, "decode instance")
+        self._pushes: dict[str, Push] = {}
         self.waiting = False  # whether a push waits for the end of a step; read by other threads
         self._seen = 0
         self._asking = False
@@ -180,8 +192,10 @@ class Pushes:
             moments.append(due)
         for push in self._pushes.values():
             moments.append(push.deadline)
-            if push.transfers or ((step := push.next_step) is not None and self._clock.ends(step)):
-                moments.append(now + (POLL_DRAINING_S if push.failure else POLL_S))
+            if push.transfers:
+                moments.append(now + (POLL_DRAINING_S if push.failure else pause(now - push.posted_at)))
+            if (step := push.next_step) is not None and (until_look := self._clock.pause(step)) is not None:
+                moments.append(now + until_look)
         return min(moments, default=None)
 
     def departed(self, endpoint: str, now: float) -> None:
@@ -250,7 +264,7 @@ class Pushes:
             key = PeerKey(home.host, home.port, home.incarnation, home.server_key)
             link = self._links.get(key, home.engine_id, now)
             assert isinstance(link, WriteLink)
-            push = self._pushes[order.into.attempt.hex()] = _Push(order.into, link, order.into.start)
+            push = self._pushes[order.into.attempt.hex()] = Push(order.into, link, order.into.start)
             self._links.drive(link, peers.Wanted(push.key), now)
         push.orders.append(order)
         if order.final:
@@ -269,6 +283,8 @@ class Pushes:
 
     def lost(self, link: Link, ranks: Sequence[TransportPeer], reason: str, now: float) -> None:
         """The decode instance is gone: nothing lands there any more."""
+        for peer in ranks:
+            self._stager.peer_gone(peer)
         for push in [p for p in self._pushes.values() if p.link is link and p.linked]:
             push.stuck = False
             self._fail(push, reason, now)
@@ -278,15 +294,17 @@ class Pushes:
 
     # Writing
 
-    def _write(self, push: _Push, order: Write, now: float) -> None:
+    def _write(self, push: Push, order: Write, now: float) -> None:
         reach = push.link.reach(push.into, order.ready, push.cursor, order.final)
         if reach == push.cursor and not order.final:
             return
         try:
-            runs, late_starts = push.link.bind_push(push.into, order.source, push.cursor, reach, order.final)
-            push.late_starts |= late_starts
-            if len(runs):
-                self._post(push, runs)
+            part = push.link.bind_push(push.into, order.source, push.cursor, reach, order.final)
+            push.late_starts |= part.late_starts
+            if len(part.runs):
+                self._post(push, part.runs)
+            if part.staged is not None:
+                self._stager.start(push, 0, push.link, self._peer(push), part.staged)
         except (BindError, TransferError) as error:
             self._transfer_failed(push, error, now)
         except Exception as error:  # a defect of ours that one push met must not reach the others
@@ -294,12 +312,23 @@ class Pushes:
             self._fail(push, f"{type(error).__name__}: {error}", now)
         push.cursor, push.complete = reach, order.final
 
-    def _post(self, push: _Push, runs: Runs) -> None:
-        transfer = self._transport.write(push.link.ranks[push.into.pp_rank, push.into.tp_rank], runs)
+    def _peer(self, push: Push) -> TransportPeer:
+        return push.link.ranks[push.into.pp_rank, push.into.tp_rank]
+
+    def _post(self, push: Push, runs: Runs) -> None:
+        transfer = self._transport.write(self._peer(push), runs)
         push.transfers.append(transfer)
+        push.posted_at = time.monotonic()
         push.moved += Moved(runs.total_bytes, len(runs), transfer.descriptors)
 
-    def _look(self, push: _Push, now: float) -> None:
+    def staged(self, push: Push, stream: Stream, failure: TransferError | None, now: float) -> None:
+        """A transfer by way of the slab has ended, or a part of it failed."""
+        if failure is not None:
+            self._transfer_failed(push, failure, now)
+        else:
+            push.moved += Moved(stream.bytes, stream.runs, stream.descriptors)
+
+    def _look(self, push: Push, now: float) -> None:
         for transfer in list(push.transfers):
             try:
                 if self._transport.poll(transfer) is Status.RUNNING:
@@ -311,13 +340,17 @@ class Pushes:
         if push.deadline <= now:
             self._links.drive(push.link, peers.Suspected("a push exceeded its deadline"), now)
             self._fail(push, f"writing took longer than {self._config.transfer_timeout:g} s", now)
-        if push.transfers or push.stuck or self._pushes.get(push.key) is not push:
+        if self._writes(push) or self._pushes.get(push.key) is not push:
             return
         if push.failure or push.complete:
             del self._pushes[push.key]
             self._send(self._end(push))
 
-    def _transfer_failed(self, push: _Push, error: BindError | TransferError, now: float) -> None:
+    def _writes(self, push: Push) -> bool:
+        """Whether something of a push may still be written."""
+        return bool(push.transfers) or push.stuck or self._stager.holds(push)
+
+    def _transfer_failed(self, push: Push, error: BindError | TransferError, now: float) -> None:
         self._stats().fail(FailureKind.TRANSFER_FAILED)
         push.stuck |= isinstance(error, TransferError) and not error.terminal
         self._fail(push, str(error), now)
@@ -326,14 +359,16 @@ class Pushes:
         elif isinstance(error, TransferError):
             self._links.drive(push.link, peers.Suspected(str(error)), now)
 
-    def _fail(self, push: _Push, reason: str, now: float) -> None:
+    def _fail(self, push: Push, reason: str, now: float) -> None:
         push.deadline = inf
         if push.failure:
             return
         push.failure = reason or "failed"
-        logger.error("push of prefill %s into %s: %s", push.into.prefill.name, push.link.machine.key, reason)
+        account = f" ({found})" if (found := self._stager.account(push)) else ""
+        logger.error("push of prefill %s into %s: %s%s", push.into.prefill.name, push.link.machine.key, reason, account)
         self._links.drive(push.link, peers.Unwanted(push.key), now)
-        if push.transfers or push.stuck:
+        self._stager.cancel(push)
+        if self._writes(push):
             self._report(push.into.attempt, push.failure, terminal=False)
 
     # Reports
@@ -341,7 +376,7 @@ class Pushes:
     def _report(self, attempt: bytes, failure: str, *, terminal: bool) -> None:
         self._send(PushEnded(self._token, self._worker, attempt, not failure, failure[:MAX_TEXT], terminal))
 
-    def _end(self, push: _Push) -> PushEnded:
+    def _end(self, push: Push) -> PushEnded:
         attempt, failure = push.into.attempt, push.failure[:MAX_TEXT]
         return PushEnded(self._token, self._worker, attempt, not failure, failure, True, push.late_starts, push.moved)
 

@@ -31,7 +31,7 @@ from vllm_pd_connector.worker.active import Active
 from vllm_pd_connector.worker.asking import Asking
 from vllm_pd_connector.worker.calls import Calls
 from vllm_pd_connector.worker.comparison import Comparison
-from vllm_pd_connector.worker.convert import Stager
+from vllm_pd_connector.worker.convert import Stager, Stream
 from vllm_pd_connector.worker.link import Link
 from vllm_pd_connector.worker.links import FETCH_ATTEMPTS, Links
 from vllm_pd_connector.worker.outbox import Outbox
@@ -41,7 +41,6 @@ from vllm_pd_connector.worker.verify import is_chosen
 
 logger = init_logger(__name__)
 
-POLL_S = 0.001
 POLL_DRAINING_S = 0.05
 CONFIRM_ATTEMPTS = 3
 RELEASE_TIMEOUT_S = 5.0
@@ -52,6 +51,7 @@ class Receives:
 
     Args:
         manifest: this worker's, without the endpoint.
+        stager: carries out what goes by way of the slab; whoever polls it brings its results to `staged`.
         reader: this worker's number among the `readers` workers of its instance.
         stats: what is counted now.
         connected: called with every link to a prefill instance that is read from, before it is used, or None.
@@ -63,7 +63,7 @@ class Receives:
         config: Config,
         manifest: Manifest,
         transport: Transport,
-        stager: Stager[Active],
+        stager: Stager,
         calls: Calls,
         comparison: Comparison,
         outbox: Outbox,
@@ -127,7 +127,7 @@ class Receives:
         self._asked.departed(endpoint, now)
 
     def poll(self, now: float) -> None:
-        """Look at all transfers that run."""
+        """Look at all direct transfers that run."""
         for active in list(self._active.values()):
             for index, transfer in list(active.transfers.items()):
                 try:
@@ -139,13 +139,14 @@ class Receives:
                 else:
                     del active.transfers[index]
                     self._transfer_done(active, index, now)
-        for stream, failure in self._stager.poll():
-            active = stream.owner
-            active.moved += Moved(stream.bytes, stream.runs, stream.descriptors)
-            if failure is not None:
-                self._transfer_failed(active, stream.index, failure, now)
-            else:
-                self._transfer_done(active, stream.index, now)
+
+    def staged(self, active: Active, stream: Stream, failure: TransferError | None, now: float) -> None:
+        """A transfer by way of the slab has ended."""
+        active.moved += Moved(stream.bytes, stream.runs, stream.descriptors)
+        if failure is not None:
+            self._transfer_failed(active, stream.index, failure, now)
+        else:
+            self._transfer_done(active, stream.index, now)
 
     def tick(self, now: float) -> None:
         """What is due: deadlines, questions to be asked again, what the links have to do."""
@@ -169,10 +170,6 @@ class Receives:
         for active in self._active.values():
             if active.transfers:
                 moments.append(now + (POLL_DRAINING_S if active.reported else pause(now - active.phase_began)))
-        if self._stager.active:
-            moments.append(now if self._stager.converting else now + POLL_S)
-        elif self._stager.draining:
-            moments.append(now + POLL_DRAINING_S)
         return min(moments, default=None)
 
     def fail_all(self, reason: str, now: float) -> None:
