@@ -48,10 +48,14 @@ test-full: lint
 	$(RUN) tools/compat_table.py
 
 FAULTS_SEED ?= 1
+CAMPAIGN := $(RUN) tests/faults/campaign.py --seed $(FAULTS_SEED)
+# The seconds leave 5 minutes of the 30 for starting servers and for the last fault of each world.
 faults: setup
-	$(RUN) tests/faults/campaign.py --world pair --faults 260 --seconds 840 --seed $(FAULTS_SEED)
-	$(RUN) tests/faults/campaign.py --world restarts --faults 14 --seconds 480 --seed $(FAULTS_SEED)
-	$(RUN) tests/faults/campaign.py --world network --faults 30 --seconds 300 --seed $(FAULTS_SEED)
+	$(CAMPAIGN) --world pair --faults 140 --seconds 400
+	$(CAMPAIGN) --world pair --mode push --verify sample --faults 110 --seconds 420
+	$(CAMPAIGN) --world pair --transport mooncake --faults 60 --seconds 200
+	$(CAMPAIGN) --world restarts --faults 10 --seconds 280
+	$(CAMPAIGN) --world network --faults 25 --seconds 200
 
 bench: setup
 	$(RUN) benchmarks/bind.py

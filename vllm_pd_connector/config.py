@@ -47,7 +47,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         transfer_timeout: from the first posted read of a request to its last byte.
         confirm_timeout: for the prefill side's word that the blocks were held while they were read.
         shutdown_timeout: how long a prefill instance that ends lets its readers finish; 0: not at all.
-        verify: compare sums over what was read with the prefill side's: of no request, of one in 16, of all. On the
+        verify: compare sums over what was received with the prefill side's: of no request, of one in 16, of all. On the
             prefill side anything but "off" lets decode instances ask.
         model_id: name under which both sides know the model; None: the served model's name or path.
         staging_bytes: memory of the side that starts transfers through which caches of another layout are converted,

@@ -1,6 +1,7 @@
 """Run a campaign of faults against real servers and print what became of it.
 
-    python tests/faults/campaign.py [--world pair|restarts|network] [--faults N] [--seed S] [--only TEXT] [--skip N]
+    python tests/faults/campaign.py [--world pair|restarts|network] [--mode pull|push] [--transport nixl|mooncake]
+                                    [--verify off|sample|all] [--faults N] [--seed S] [--only TEXT] [--skip N]
 
 Worlds: one prefill and one decode instance, of which nothing is restarted; two of each, killed and started again in
 turn; one of each in network namespaces, with a bad network between them and keys on the side channel (needs root).
@@ -26,15 +27,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
 
-from faults.network import Network  # noqa: E402
-from faults.plan import NETWORK, ONE_PAIR, RESTARTS, Fault, Kind, plan  # noqa: E402
+from faults.network import Network, NotPossible  # noqa: E402
+from faults.plan import NETWORK, ONE_PAIR, ONE_PAIR_COMPARED, ONE_PAIR_PUSH, RESTARTS, Fault, Kind, plan  # noqa: E402
 from faults.restarts import ended  # noqa: E402
 from faults.strikes import STRIKES  # noqa: E402
 from faults.world import End, Outcome, World  # noqa: E402
 from launch import Servers  # noqa: E402
 from vllm_pd_connector.sidechannel.keys import create_keys  # noqa: E402
 
-WORLDS: dict[str, tuple[Kind, ...]] = {"pair": ONE_PAIR, "restarts": RESTARTS, "network": NETWORK}
+WORLDS = ("pair", "restarts", "network")
 ALL_STRIKES = {**STRIKES, **{kind.name: ended for kind in RESTARTS}}
 
 GOOD = {End.RIGHT, End.REFUSED, End.ABORTED}
@@ -70,6 +71,13 @@ class Result:
                 self.died.append(text)
 
 
+def kinds_of(world: str, mode: str, verify: str) -> tuple[Kind, ...]:
+    """What can go wrong in a world."""
+    if world == "pair" and mode == "push":
+        return ONE_PAIR_COMPARED if verify == "all" else ONE_PAIR_PUSH
+    return {"pair": ONE_PAIR, "restarts": RESTARTS, "network": NETWORK}[world]
+
+
 def make_world(
     servers: Servers, name: str, family: str, extra: Mapping[str, str] | None = None, network: Network | None = None
 ) -> World:
@@ -93,6 +101,7 @@ def run(world: World, faults: Sequence[Fault], note: Path, until: float) -> list
         if not result.died:
             result.lost += world.recovers()
             result.leaked += world.leaks()
+            world.settled()
         result.seconds = time.monotonic() - began
         results.append(result)
         print(f"{number:4} {result.seconds:5.1f} s  {fault}: {dict(result.ends)}", *result.problems, sep="\n      ! "
@@ -123,6 +132,9 @@ def _row(results: Sequence[Result]) -> tuple[int, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", choices=WORLDS, default="pair")
+    parser.add_argument("--mode", choices=("pull", "push"), default="pull")
+    parser.add_argument("--transport", choices=("nixl", "mooncake"), default="nixl")
+    parser.add_argument("--verify", choices=("off", "sample", "all"), default="off")
     parser.add_argument("--faults", type=int, default=250)
     parser.add_argument("--skip", type=int, default=0, help="leave out the first faults of the plan")
     parser.add_argument("--seed", type=int, default=1)
@@ -130,16 +142,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", default="gqa")
     parser.add_argument("--seconds", type=float, default=1800.0, help="begin no further fault after this time")
     options = parser.parse_args(arguments)
-    kinds = tuple(kind for kind in WORLDS[options.world] if options.only in kind.name)
+    all_kinds = kinds_of(options.world, options.mode, options.verify)
+    kinds = tuple(kind for kind in all_kinds if options.only in kind.name)
     faults = plan(kinds, options.faults, options.seed)[options.skip :]
     directory = ROOT / "out" / "faults" / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
     with ExitStack() as stack:
         servers = stack.enter_context(Servers(directory / "logs"))
-        network, extra = None, dict[str, str]()
+        network = None
+        extra = {"mode": options.mode, "transport": options.transport, "verify": options.verify}
         if options.world == "network":
             network = stack.enter_context(Network(options.seed))
             create_keys(directory / "keys", "all")
-            extra = {"side_channel_keys": str(directory / "keys")}
+            extra["side_channel_keys"] = str(directory / "keys")
         world = make_world(servers, options.world, options.family, extra, network)
         try:
             until = time.monotonic() + options.seconds
@@ -147,8 +161,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             world.close()
     print(table(results))
+    print("messages that passed by:", dict(sum((i.relay.seen for i in world.prefills if i.relay), Counter())))
     return 1 if any(result.problems for result in results) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except NotPossible as error:
+        sys.exit(str(error))

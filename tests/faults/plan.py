@@ -38,26 +38,52 @@ class Kind:
 
 
 MESSAGES = ("ReadDone", "ReadVerdict", "Release", "Renew")
+PUSH_MESSAGES = ("PushInto", "Pushed", "WithdrawPush", "DeclinePush")
+COMPARED = ("Verify", "Verified", "ReadDone", "ReadVerdict")
+"""Said besides where what was written is compared."""
 PHASES = ("prefill", "between", "decode")
 """While the prefill runs; between the two legs; a moment after the decode instance got the request."""
 
-ONE_PAIR: tuple[Kind, ...] = (
-    Kind("duplicated", MESSAGES, ("decode",), 2),
-    Kind("delayed", MESSAGES, ("decode",), 2),
-    Kind("lost once", MESSAGES, ("decode",), 2),
-    Kind("lost", ("ReadDone", "ReadVerdict"), ("decode",)),
-    Kind("replayed", ("ReadDone", "ReadVerdict", "Release"), ("decode", "between"), 2),
-    Kind("damaged", ("ReadDone", "ReadVerdict"), ("decode",), 2),
-    Kind("foreign", ("failure", "verdict", "junk", "manifests"), ("decode",), 2),
-    Kind("stopped", ("prefill engine", "prefill server", "decode engine", "decode server"), (*PHASES, "confirm"), 4),
-    Kind("aborted", ("prefill", "decode"), ("at once", "soon", "late"), 4),
-    Kind("junk", ("side channel", "prefill server", "decode server", "prefill transport", "decode transport"),
-         ("bytes", "greeting", "silence", "crowd"), 4),
-    Kind("forged", ("nonce", "incarnation", "request", "engine", "blocks", "far blocks", "tokens", "port", "mode",
-                    "groups", "digest", "version", "first blocks", "another prompt"), ("decode",), 4),
-    Kind("used again", ("after the end", "at the same time", "after the lease", "after a reset"), ("decode",), 2),
-)  # fmt: skip
+
+def _one_pair(
+    messages: tuple[str, ...], last: tuple[str, str], verdict: str, ports: tuple[str, ...]
+) -> tuple[Kind, ...]:
+    """The kinds for control messages of a mode, of which `last` are the question and the answer that end a request."""
+    return (
+        Kind("duplicated", messages, ("decode",), 2),
+        Kind("delayed", messages, ("decode",), 2),
+        Kind("lost once", messages, ("decode",), 2),
+        Kind("lost", last, ("decode",)),
+        Kind("replayed", (*last, messages[2]), ("decode", "between"), 2),
+        Kind("damaged", last, ("decode",), 2),
+        Kind("foreign", ("failure", verdict, "junk", "manifests"), ("decode",), 2),
+        Kind("stopped", ("prefill engine", "prefill server", "decode engine", "decode server"),
+             (*PHASES, "confirm"), 4),
+        Kind("aborted", ("prefill", "decode"), ("at once", "soon", "late"), 4),
+        Kind("junk", (*ports, "prefill server", "decode server", "prefill transport", "decode transport"),
+             ("bytes", "greeting", "silence", "crowd"), 4),
+        Kind("forged", ("nonce", "incarnation", "request", "engine", "blocks", "far blocks", "tokens", "port", "mode",
+                        "groups", "digest", "version", "first blocks", "another prompt"), ("decode",), 4),
+        Kind("used again", ("after the end", "at the same time", "after the lease", "after a reset"), ("decode",), 2),
+    )  # fmt: skip
+
+
+ONE_PAIR = _one_pair(MESSAGES, ("ReadDone", "ReadVerdict"), "verdict", ("side channel",))
 """One prefill and one decode instance; every fault passes, and nothing is restarted."""
+
+
+def _one_pair_push(messages: tuple[str, ...]) -> tuple[Kind, ...]:
+    orders = ("decode first", "prefill first", "no prefill", "no decode", "two decodes", "two prefills",
+              "another prompt", "name again", "prefill leaves", "decode leaves")  # fmt: skip
+    ports = ("side channel", "decode side channel")
+    return (*_one_pair(messages, ("PushInto", "Pushed"), "pushed", ports), Kind("out of order", orders, ("decode",), 4))
+
+
+ONE_PAIR_PUSH = _one_pair_push(PUSH_MESSAGES)
+"""The same in mode push, where either leg may come first."""
+
+ONE_PAIR_COMPARED = _one_pair_push((*PUSH_MESSAGES, *COMPARED))
+"""In mode push with verification of every request."""
 
 RESTARTS: tuple[Kind, ...] = (
     Kind("killed", ("prefill engine", "prefill server", "decode engine", "decode server"), PHASES),

@@ -62,9 +62,10 @@ class Relay:
         """Treat every message by this rule from now on; `forward` is the honest one."""
         self._rule = rule
 
-    def seen(self, name: str) -> int:
-        """How many messages of this name came by, in either direction."""
-        return self._seen[name]
+    @property
+    def seen(self) -> Counter[str]:
+        """How many messages came by, in either direction, by name."""
+        return Counter(self._seen)
 
     def close(self) -> None:
         self._stop = True

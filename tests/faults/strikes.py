@@ -18,11 +18,13 @@ from typing import Any
 
 from e2e.workload import Prompt
 from faults import processes
+from faults.orders import out_of_order
 from faults.plan import Fault
 from faults.relay import Passing, Relay, Rule, forward
-from faults.world import LEASE_S, Instance, Outcome, Params, World, begin
+from faults.world import KEEP, LEASE_S, Instance, Outcome, Params, World, begin
 from launch import free_port
 from vllm_pd_connector.protocol import messages
+from vllm_pd_connector.protocol.push_messages import Pushed, PushState
 
 Strike = Callable[[World, Instance, Instance, Fault], list[Outcome]]
 
@@ -38,6 +40,10 @@ def pause(seconds: float) -> None:
 
 def settled(futures: list[Any], seconds: float = 120.0) -> list[Outcome]:
     return [future.result(seconds) for future in futures]
+
+
+PROVOKED = ("Release", "Renew", "WithdrawPush", "DeclinePush")
+"""Messages that undisturbed requests do without."""
 
 
 # -- control messages -------------------------------------------------------------------------------------------------
@@ -63,7 +69,7 @@ def tampered(rule_of: Callable[[Fault, random.Random, list[bytes]], Rule], held_
         assert p.relay is not None
         with obeying(p.relay, rule_of(fault, rng, [])):
             outcomes = [world.decode(d, prompt, first.params, held_s)]
-            if fault.where in ("Release", "Renew"):
+            if fault.where in PROVOKED:
                 outcomes += provoke(world, p, d, fault.where)
             outcomes.append(world.both(p, d, world.prompt(), held_s))
         return outcomes
@@ -72,22 +78,30 @@ def tampered(rule_of: Callable[[Fault, random.Random, list[bytes]], Rule], held_
 
 
 def provoke(world: World, p: Instance, d: Instance, name: str) -> list[Outcome]:
-    """Have the decode instance send a Release (a prompt that it knows already) or let a lease get old."""
-    prompt = world.prompts[0]
-    if name == "Release":
-        outcomes = [world.both(p, d, prompt), world.both(p, d, prompt)]
-    else:
-        first = world.prefill(p, prompt)
+    """Have the decode instance send such a message: by clients that leave, or a lease that gets old."""
+    if name == "Renew":
+        first = world.prefill(p, prompt := world.prompts[0])
         pause(LEASE_S / 2)
-        outcomes = [world.decode(d, prompt, first.params)] if first.params else [first]
-    return outcomes
+        return [world.decode(d, prompt, first.params) if first.params else first]
+    if name == "Release":
+        return [leave_decode(world, p, d, after) for after in (0.0, SOON_S)]
+    # Without a prefill a push is waited for until the client leaves.
+    return [world.leave(d, world.prompt(), world.named(p)[1], after) for after in (SOON_S / 2, SOON_S, LATE_S)]
 
 
-def once(name: str, change: Callable[[Passing], list[tuple[float, bytes]]], times: int = 1) -> Rule:
-    left = [times]
+def leave_decode(world: World, p: Instance, d: Instance, after_s: float) -> Outcome:
+    """A client that goes away from the second leg."""
+    prompt = world.prompt()
+    first = world.prefill(p, prompt)
+    return first if first.params is None else world.leave(d, prompt, first.params, after_s)
+
+
+def once(name: str | tuple[str, ...], change: Callable[[Passing], list[tuple[float, bytes]]], times: int = 1) -> Rule:
+    """Treat the first messages of that name, or those names, so."""
+    left, names = [times], (name,) if isinstance(name, str) else name
 
     def rule(passing: Passing) -> list[tuple[float, bytes]]:
-        if passing.name != name or not left[0]:
+        if passing.name not in names or not left[0]:
             return forward(passing)
         left[0] -= 1
         return change(passing)
@@ -142,10 +156,12 @@ def foreign(fault: Fault, rng: random.Random, _: list[bytes]) -> Rule:
     made = {
         "failure": messages.encode(0, messages.Failure(rng.choice(list(messages.FailureCode)), "not from here")),
         "verdict": messages.encode(rng.randrange(1 << 40), messages.ReadVerdict(True, "")),
+        "pushed": messages.encode(rng.randrange(1 << 40), Pushed(PushState.DONE, "", True)),
         "junk": rng.randbytes(rng.randrange(1, 2000)),
         "manifests": messages.encode(rng.randrange(1 << 40), messages.Manifests("x", "0" * 32, (b"junk",))),
     }
-    return once("ReadVerdict", lambda it: [(0.0, made[fault.where]), (0.0, it.frame)], 2)
+    before = ("ReadVerdict", "Pushed")
+    return once(before, lambda it: [(0.0, made[fault.where]), (0.0, it.frame)], 2)
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -196,7 +212,7 @@ def in_phase(
         done = threading.Event()
 
         def rule(passing: Passing) -> list[tuple[float, bytes]]:
-            if passing.name == "ReadDone" and not done.is_set():
+            if passing.name == ("Pushed" if world.pushes else "ReadDone") and not done.is_set():
                 act()
                 done.set()
             return forward(passing)
@@ -221,16 +237,11 @@ def aborted(world: World, p: Instance, d: Instance, fault: Fault) -> list[Outcom
     beside = begin(lambda: world.both(p, d, world.prompt()))
     outcomes = []
     for _ in range(3):
-        prompt, after = world.prompt(), longest * rng.random()
+        after = longest * rng.random()
         if fault.where == "prefill":
-            keep = {"do_remote_decode": True, "do_remote_prefill": False}
-            outcomes.append(world.leave(p, prompt, keep, after))
-            continue
-        first = world.prefill(p, prompt)
-        if first.params is None:
-            outcomes.append(first)
+            outcomes.append(world.leave(p, world.prompt(), dict(KEEP), after))
         else:
-            outcomes.append(world.leave(d, prompt, first.params, after))
+            outcomes.append(leave_decode(world, p, d, after))
     return [*outcomes, beside.result(120.0)]
 
 
@@ -242,12 +253,12 @@ def ports(p: Instance, d: Instance, where: str) -> list[int]:
     http = {"prefill server": p.spec.port, "decode server": d.spec.port}
     if where in http:
         return [http[where]]
-    assert p.relay is not None
-    side = int(p.relay.server.rpartition(":")[2])
-    if where == "side channel":
-        return [side]
+    sides = {"side channel": p.side_port, "decode side channel": d.side_port}
+    if where in sides:
+        return [sides[where]]
     instance = p if where.startswith("prefill") else d
-    return [port for worker in instance.processes("worker") for port in transport_ports(worker.pid) if port != side]
+    found = [port for worker in instance.processes("worker") for port in transport_ports(worker.pid)]
+    return [port for port in found if port not in sides.values()]
 
 
 def transport_ports(pid: int) -> list[int]:
@@ -282,6 +293,7 @@ def own(params: Params, field: str, value: Any) -> Params:
 def forgeries(params: Params, rng: random.Random) -> dict[str, Params]:
     blocks = params["remote_block_ids"]
     digits = f"{rng.randrange(1 << 128):032x}"
+    other_mode = "push" if params["transfer_mode"] == "pull" else "pull"
     return {
         "nonce": own(params, "nonce", digits),
         "incarnation": own(params, "incarnation", digits),
@@ -291,7 +303,7 @@ def forgeries(params: Params, rng: random.Random) -> dict[str, Params]:
         "far blocks": {**params, "remote_block_ids": [[10**6 + block for block in group] for group in blocks]},
         "tokens": {**params, "remote_num_tokens": rng.randrange(1, 2000)},
         "port": {**params, "remote_port": free_port()},
-        "mode": {**params, "transfer_mode": rng.choice(["push", "teleport", None])},
+        "mode": {**params, "transfer_mode": rng.choice([other_mode, "teleport", None])},
         "groups": {**params, "remote_block_ids": [*blocks, [1]]},
         "digest": own(params, "prompt_digest", digits[:16]),
         "version": own(params, "version", rng.randrange(2, 60000)),
@@ -375,6 +387,7 @@ STRIKES: dict[str, Strike] = {
     "junk": junk,
     "forged": forged,
     "used again": used_again,
+    "out of order": out_of_order,
     "link down": bad_network,
     "loss": bad_network,
     "delay": bad_network,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import secrets
 import threading
 import time
 import urllib.parse
@@ -26,6 +27,7 @@ from faults.network import Host, Network
 from faults.relay import Relay, forward
 from launch import Server, Servers, Spec, vllm_spec
 from make_models import MODELS, make
+from vllm_pd_connector.observability.instance import parse
 from vllm_pd_connector.sidechannel.sockets import endpoint
 
 LEASE_S = 4.0
@@ -39,8 +41,12 @@ a machine that does other things too."""
 RECOVERY_S = 45.0
 UCX_OVER_NETWORK = {"TLS": "tcp,self", "NET_DEVICES": "net"}
 KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
+FETCH = {"do_remote_decode": False, "do_remote_prefill": True}
+HEAD_STARTS_S = (0.0, 0.05, -0.05)
 LENGTHS = (40, 150, 700, 33, 300, 1100, 64, 500)
 CACHE_BYTES = 256 << 20
+MOST_PROMPTS = 12
+"""That one fault asks for, with what comes before and after it."""
 
 Params = dict[str, Any]
 
@@ -66,13 +72,15 @@ class Outcome:
 
 @dataclass(eq=False, slots=True)
 class Instance:
-    """One `vllm serve`. `relay` stands before a prefill instance's side channel."""
+    """One `vllm serve`. `relay` stands before a prefill instance's side channel, `side_port` is the port behind it."""
 
     spec: Spec
     server: Server
     policy: str
     at_start: dict[str, float] = field(default_factory=dict)
     relay: Relay | None = None
+    engine_id: str = ""
+    side_port: int = 0
     generation: int = 0
 
     @property
@@ -104,7 +112,7 @@ class World:
 
     Args:
         policies: of the decode instances, `kv_load_failure_policy`; there is one instance for each.
-        extra: more of `kv_connector_extra_config`.
+        extra: more of `kv_connector_extra_config`; with mode push some requests send both legs at once.
         network: where the instances run; None: on this host.
     """
 
@@ -119,6 +127,8 @@ class World:
     ) -> None:
         self.network = network
         self._servers = servers
+        self.pushes = (extra or {}).get("mode") == "push"
+        self._handed_over = 0
         self.family = family
         self.prompts = [p for i in range(4) for p in prompts(f"faults {i}", LENGTHS)]
         self._next = 0
@@ -179,7 +189,7 @@ class World:
             self.answers[prompt] = tokens
         self.forget_prefixes()
         for instance in self.instances:
-            instance.at_start = self.holdings(instance)
+            self._look_at(instance)
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -190,6 +200,12 @@ class World:
             self.forget_prefixes()
         self._next += 1
         return self.prompts[self.last]
+
+    def settled(self) -> None:
+        """Nothing is under way: while every block is free the caches can be emptied, so that prompts come again."""
+        if self._next > len(self.prompts) - MOST_PROMPTS:
+            self._next = 0
+            self.forget_prefixes()
 
     @property
     def last(self) -> int:
@@ -259,28 +275,50 @@ class World:
     def through_relay(self, p: Instance, params: Params) -> Params:
         if self.network is not None:
             return params
+        return {**params, "remote_host": "127.0.0.1", "remote_port": self.relay(p).port}
+
+    def relay(self, p: Instance) -> Relay:
+        """The man in the middle before a prefill instance."""
         if p.relay is None:
-            server = endpoint(params["remote_host"], params["remote_port"])
-            p.relay = Relay(server)
-        return {**params, "remote_host": "127.0.0.1", "remote_port": p.relay.port}
+            p.relay = Relay(endpoint("127.0.0.1", p.side_port))
+        return p.relay
+
+    def named(self, p: Instance, name: str = "") -> tuple[Params, Params]:
+        """Parameters of two legs that find each other by their common name, in mode push."""
+        common = {"transfer_id": name or secrets.token_hex(8)}
+        place = {"remote_engine_id": p.engine_id, "remote_host": "127.0.0.1", "remote_port": self.relay(p).port}
+        return {**KEEP, **common}, {**FETCH, **common, **place}
 
     def decode(self, d: Instance, prompt: Prompt, params: Params, held_s: float = 0.0) -> Outcome:
         return self.ask(d, prompt, params, held_s)
 
-    def both(
-        self,
-        p: Instance,
-        d: Instance,
-        prompt: Prompt,
-        held_s: float = 0.0,
-        between: Callable[[Params], Params | None] = lambda params: params,
-    ) -> Outcome:
-        """Both legs; `between` may change the parameters."""
+    def both(self, p: Instance, d: Instance, prompt: Prompt, held_s: float = 0.0) -> Outcome:
+        """Both legs: one after the other, or, in mode push every other time, at once in either order."""
+        self._handed_over += 1
+        if self.pushes and self.network is None and self._handed_over % 2:
+            return self.at_once(p, d, prompt, HEAD_STARTS_S[self._handed_over // 2 % len(HEAD_STARTS_S)], held_s)
         first = self.prefill(p, prompt, held_s)
         if first.end is not End.RIGHT:
             return first
         assert first.params is not None
-        return self.decode(d, prompt, between(first.params) or first.params, held_s)
+        return self.decode(d, prompt, first.params, held_s)
+
+    def at_once(
+        self, p: Instance, d: Instance, prompt: Prompt, head_start_s: float = 0.0, held_s: float = 0.0, name: str = ""
+    ) -> Outcome:
+        """Both legs at once, in mode push; the prefill has a head start, or the decode leg if that is negative."""
+        keep, fetch = self.named(p, name)
+
+        def prefill() -> Outcome:
+            threading.Event().wait(max(0.0, -head_start_s))
+            return self.ask(p, prompt, keep, held_s, max_tokens=1)
+
+        first = begin(prefill)
+        threading.Event().wait(max(0.0, head_start_s))
+        second = self.decode(d, prompt, fetch, held_s)
+        left = first.result(2 * PATIENCE_S + held_s - min(0.0, head_start_s))
+        bad = (End.WRONG, End.EMPTY, End.STUCK)
+        return left if second.end not in bad and left.end in (End.BROKEN, *bad[1:]) else second
 
     def leave(self, instance: Instance, prompt: Prompt, params: Params, after_s: float) -> Outcome:
         """A client that goes away."""
@@ -302,13 +340,22 @@ class World:
         self._servers.stop(instance.server)
         [instance.server] = self._servers.start(instance.spec)
         instance.generation += 1
+        self._look_at(instance)
+
+    def _look_at(self, instance: Instance) -> None:
+        """Learn what an instance that has just started holds, and under which names it is asked."""
         instance.at_start = self.holdings(instance)
+        info = parse(self._metrics(instance))[0]
+        instance.engine_id, instance.side_port = info.engine_id, info.side_channel_port
+
+    def _metrics(self, instance: Instance) -> str:
+        with urllib.request.urlopen(f"{instance.url}/metrics", timeout=30) as answer:
+            return str(answer.read(), "utf-8")
 
     def holdings(self, instance: Instance) -> dict[str, float]:
         """What an instance holds. Metrics are renewed by engine steps, so a tiny request makes one first."""
         self.post(instance, self._body((0,), max_tokens=1), 30.0)
-        with urllib.request.urlopen(f"{instance.url}/metrics", timeout=30) as answer:
-            return {name: float(value) for name, value in HOLDINGS.findall(answer.read().decode())}
+        return {name: float(value) for name, value in HOLDINGS.findall(self._metrics(instance))}
 
     def dead(self) -> list[str]:
         """Instances whose server or engine has ended."""

@@ -197,6 +197,16 @@ GUARANTEES = [
         "worker/test_verify.py::test_a_difference_fails_the_receive_and_gives_the_lease_back",
     ),
     Guarantee(
+        "with verification, what was written is compared before it is used",
+        RECEIVE, "        if self._verify and comparable:\n", "        if False:\n",
+        "worker/test_verify_push.py::test_a_difference_fails_the_request_before_its_blocks_are_used_and_frees_the_prefill",
+    ),
+    Guarantee(
+        "blocks that are compared with what was written are kept until then",
+        "protocol/push.py", "            if lease is not None:\n", "            if False:\n",
+        "worker/test_verify_push.py::test_the_blocks_are_kept_until_they_were_compared_and_no_longer",
+    ),
+    Guarantee(
         "requests are bounded before they are in memory",
         "sidechannel/sockets.py", "    socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_FRAME)\n", "",
         f"{T_SIDE}::test_ten_megabytes_of_junk_never_reach_the_server",

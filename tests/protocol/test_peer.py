@@ -59,6 +59,16 @@ def test_another_incarnation_means_that_the_peer_is_gone_for_ever():
     assert isinstance(peer.handle(p.Wanted("b"), 1e9)[0], p.FailRequests)
 
 
+def test_without_an_incarnation_the_life_that_answers_after_the_last_one_is_meant():
+    peer = p.Peer(p.PeerKey("10.0.0.1", 5600, ""), lambda: 0.0, BACKOFF)
+    for attempt, incarnation in enumerate((KEY.incarnation, OTHER), start=1):
+        assert peer.handle(p.Wanted("a"), 10.0 * attempt) == [p.FetchManifests(attempt)]
+        assert peer.handle(p.ManifestsArrived(attempt, incarnation), 10.0 * attempt) == [p.Connect()]
+        assert peer.handle(p.Connected(), 10.0 * attempt) == [p.StartRequests(("a",))]
+        assert peer.key.incarnation == incarnation
+        assert peer.handle(p.Dismissed("it ends"), 10.0 * attempt) == [p.Disconnect("it ends")]
+
+
 def test_attempts_back_off_and_end_in_an_error_that_later_requests_get_at_once():
     peer = make()
     assert peer.handle(p.Wanted("a"), 0.0) == [p.FetchManifests(1)]

@@ -8,7 +8,7 @@ from itertools import permutations, product
 import pytest
 
 from vllm_pd_connector.protocol import messages as m
-from vllm_pd_connector.protocol.fields import Table
+from vllm_pd_connector.protocol.fields import LeaseRef, Table
 from vllm_pd_connector.protocol.orders import IDLE_ANSWER_S
 from vllm_pd_connector.protocol.push import ANSWER_S, PushTable
 from vllm_pd_connector.protocol.push_messages import (
@@ -331,6 +331,53 @@ def test_a_request_id_that_is_still_written_from_is_not_taken_again() -> None:
     assert not world.table.started(REQUEST, NAME, STOP, DIGEST, 1.0)
     world.work()
     assert world.table.started(REQUEST, NAME, STOP, DIGEST, 2.0)
+
+
+COMPARE_S = 60.0
+
+
+def compared(world: World, *events: str, source: tuple[Table, ...] = TABLES) -> Pushed:
+    """The answer to the one reader of a prefill who compares what is written; `source` is that of the end."""
+    message = into(readers=1, compare_s=COMPARE_S)
+    for event in events:
+        if event == "ask":
+            world.table.register(message, world.ticket(message.attempt), world.now)
+        elif event == "finish":
+            world.finished = world.table.finished(REQUEST, NONCE, source, 2)
+        else:
+            world.do(event)
+        world.settle()
+        world.work()
+    return world.answers[message.attempt][-1]
+
+
+@pytest.mark.parametrize("events", [("ask", "start", "progress", "finish"), ("start", "finish", "ask")])
+def test_a_reader_who_compares_is_given_the_lease_and_not_taken_for_served(events) -> None:
+    world = World()
+    answer = compared(world, *events)
+    assert answer == Pushed(PushState.DONE, "", True, request_id=REQUEST, lease=LeaseRef(REQUEST, NONCE))
+    assert world.table.take_kept() == [(LeaseRef(REQUEST, NONCE), COMPARE_S)]
+    assert not world.table.take_served() and not world.table.take_kept()
+
+
+def test_a_part_that_was_written_before_a_preemption_is_not_compared() -> None:
+    """It was computed again, with other chunks: equal within rounding only."""
+    world = World()
+    grown, other = (Table(0, TABLES[0].ids + b"\2\0\0\0"),), (Table(0, b"\3\0\0\0\2\0\0\0"),)
+    assert compared(World(), "ask", "start", "progress", "finish", source=grown).lease is not None
+    assert compared(world, "ask", "start", "progress", "finish", source=other).lease is None
+    assert [report.reader for report in world.table.take_served()] == [0] and not world.table.take_kept()
+    assert compared(World(), "start", "progress", "finish", "ask", source=other).lease is not None, "written at the end"
+
+
+def test_who_gives_up_instead_of_comparing_frees_the_prefill() -> None:
+    world = World()
+    compared(world, "start", "finish", "ask")
+    message = WithdrawPush(into().prefill, into().attempt)
+    world.table.withdraw(message, world.ticket(message.attempt), world.now)
+    world.settle()
+    assert world.answers[message.attempt][-1].terminal
+    assert world.table.take_failed() == [REQUEST]
 
 
 def test_reports_of_what_is_not_known_change_nothing() -> None:

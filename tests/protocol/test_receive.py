@@ -190,11 +190,16 @@ PUSH_EVENTS: list[tuple[r.Event, float]] = [
     (r.PushAlive(writing=True), 0.0),
     (r.PushSilent(), 0.0),
     (r.PushDone(), 0.0),
+    (r.PushDone(comparable=True), 0.0),
+    (r.Verified(""), 0.0),
+    (r.Verified("layer 3 differs"), 0.0),
     (r.PushFailed("aborted", terminal=False), 0.0),
     (r.PushFailed("broken", terminal=True), 0.0),
     (r.PeerFailed("lost"), 0.0),
     (r.TransferDone(1), 0.0),
     (HELD, 0.0),
+    (r.Verdict(held=False, reason="expired"), 0.0),
+    (r.VerdictTimeout(), 0.0),
     (r.Abort(), 0.0),
     (r.Tick(), 0.0),
     (r.Tick(), LATE),
@@ -207,13 +212,16 @@ class Pushing:
 
     asked: bool = False
     over: bool = False
+    comparing: bool = False
+    confirming: bool = False
     reported: r.Report | None = None
     withdrawn: bool = False
     drained: bool = False
 
 
-def test_every_order_of_events_of_a_push_reports_once_and_truthfully():
-    frontier = [(r.Receive(LIMITS, 0.0), Pushing())]
+@pytest.mark.parametrize("verify", [False, True])
+def test_every_order_of_events_of_a_push_reports_once_and_truthfully(verify):
+    frontier = [(r.Receive(LIMITS, 0.0, verify), Pushing())]
     known, ends = set(), set()
     while frontier:
         machine, seen = frontier.pop()
@@ -231,9 +239,18 @@ def test_every_order_of_events_of_a_push_reports_once_and_truthfully():
                     case r.Withdraw():
                         assert watched.reported is not None and watched.reported.quarantined and not watched.over
                         watched = replace(watched, withdrawn=True)
+                    case r.Verify():
+                        assert verify and event == r.PushDone(comparable=True) and watched.reported is None
+                        watched = replace(watched, comparing=True)
+                    case r.Confirm():
+                        assert watched.comparing and watched.reported is None
+                        assert event == r.Verified("") or watched.confirming, "confirmed unverified"
+                        watched = replace(watched, confirming=True)
                     case r.Report(ok, reason, quarantined):
                         assert watched.reported is None, "reported twice"
-                        assert ok == isinstance(event, r.PushDone) and bool(reason) != ok
+                        good = event == HELD if watched.comparing else isinstance(event, r.PushDone)
+                        assert ok == good and watched.comparing <= (watched.confirming or not ok)
+                        assert bool(reason) != ok
                         assert quarantined == (watched.asked and not watched.over)
                         watched = replace(watched, reported=action)
                     case r.Drained():
@@ -285,3 +302,16 @@ def test_a_difference_fails_the_request_with_its_place():
         machine.handle(event, 1.0)
     [report] = machine.handle(r.Verified("layer 3 differs"), 2.0)
     assert report == r.Report(ok=False, reason="verification: layer 3 differs", quarantined=False)
+
+
+def test_what_was_written_is_compared_if_the_prefill_side_keeps_it_for_that():
+    for comparable, actions in ((True, [r.Verify()]), (False, [r.Report(ok=True, reason="", quarantined=False)])):
+        machine = r.Receive(LIMITS, 0.0, verify=True)
+        machine.handle(r.PushReady(), 1.0)
+        assert machine.handle(r.PushDone(comparable), 2.0) == actions
+    machine = r.Receive(LIMITS, 0.0, verify=True)
+    for event in (r.PushReady(), r.PushDone(comparable=True)):
+        machine.handle(event, 2.0)
+    assert machine.next_deadline() == 2.0 + LIMITS.read_s
+    assert machine.handle(r.Verified(""), 3.0) == [r.Confirm()]
+    assert machine.handle(HELD, 4.0) == [r.Report(ok=True, reason="", quarantined=False)]

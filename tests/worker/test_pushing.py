@@ -73,7 +73,7 @@ class Writer:
     def finish(self, name: str = "a", step: int = 0, nonce: bytes | None = None) -> bytes:
         """The prefill has ended and is held; returns the lease's nonce."""
         nonce = nonce or secrets.token_bytes(16)
-        self.server.hold(f"p-{name}", nonce, 60.0)
+        self.server.hold(f"p-{name}", nonce, 60.0, SOURCE)
         if not self.server.pushes.finished(f"p-{name}", nonce, SOURCE, step):
             self.server.drop(f"p-{name}")
         return nonce
@@ -148,6 +148,11 @@ def freed(writer: Writer, *names: str) -> None:
 
     until(enough, f"{names} to be freed")
     assert sorted(seen) == sorted(f"p-{name}" for name in names)
+
+
+def writes(loop: TransferLoop) -> bool:
+    """Whether a worker's transport has something to write."""
+    return any(push.transfers for push in loop._pushes._pushes.values())
 
 
 def whole(memory: Sequence[int], expected: np.ndarray) -> bool:
@@ -320,7 +325,7 @@ def test_an_abort_on_the_decode_side_keeps_both_sides_blocks_until_nothing_is_wr
         transport.faults.held = True
     writer.whole()
     target.loop.submit([target.order(writer)], [])
-    until(lambda: all(loop._pushes._pushes for loop in writer.loops), "the writes")
+    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
     target.loop.submit([], ["d"])
     assert target.wait_for("d") == [False]
     assert target.quarantined == {"d"} and not target.drained
@@ -362,7 +367,7 @@ def test_a_prefill_instance_that_dies_while_it_writes_ends_the_quarantine(target
         transport.faults.held = True
     writer.whole()
     target.loop.submit([target.order(writer)], [])
-    until(lambda: all(loop._pushes._pushes for loop in writer.loops), "the writes")
+    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
     writer.close()
     assert target.wait_for("d") == [False]
     target.until(lambda: target.drained == target.quarantined, "the quarantine to end")
@@ -373,7 +378,7 @@ def test_a_decode_instance_that_died_fails_its_push_and_frees_the_prefill(writer
     writer.transports[0].faults.held = True
     writer.whole()
     target.loop.submit([target.order(writer)], [])
-    until(lambda: bool(writer.loops[0]._pushes._pushes), "the write")
+    until(lambda: writes(writer.loops[0]), "the write")
     target.transport.faults.lost = True
     target.close()
     writer.transports[0].faults.failures.append(PeerLost("connection reset"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,12 +14,12 @@ from test_loop import P_BLOCKS, Decode, Prefill, real
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.sums import Sum, difference
 from vllm_pd_connector.protocol import messages as m
+from vllm_pd_connector.protocol.peer import PeerKey
+from vllm_pd_connector.protocol.push_messages import Home, PrefillRef
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.sidechannel.sockets import endpoint
-from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder, encode_tables
+from vllm_pd_connector.steps import GroupBlocks, PushTerms, ReceiveOrder, encode_tables
 from vllm_pd_connector.worker.verify import SumMaker, is_chosen, of_pieces, to_messages
-
-NONCE = bytes(16)
 
 
 class Verifying(Prefill):
@@ -126,7 +127,16 @@ def test_sums_of_any_size_fit_their_messages():
 
 
 def test_a_sample_is_about_one_in_sixteen_and_the_same_for_all():
-    chosen = [is_chosen(m.LeaseRef("r", bytes([i]) + NONCE[1:]), "sample") for i in range(256)]
-    assert sum(chosen) == 16
-    assert all(is_chosen(m.LeaseRef("r", bytes([i]) + NONCE[1:]), "all") for i in range(256))
-    assert not any(is_chosen(m.LeaseRef("r", bytes([i]) + NONCE[1:]), "off") for i in range(256))
+    with contextlib.closing(Prefill()) as prefill:
+        read = [prefill.order(str(i), hold=False) for i in range(512)]
+    written = [replace(order, remote=None, push=terms(f"transfer {i}")) for i, order in enumerate(read)]
+    for orders in (read, written):
+        assert 16 < sum(is_chosen(order, "sample") for order in orders) < 64
+        assert [is_chosen(order, "sample") for order in orders] == [is_chosen(order, "sample") for order in orders]
+        assert all(is_chosen(order, "all") for order in orders)
+        assert not any(is_chosen(order, "off") for order in orders)
+
+
+def terms(name: str) -> PushTerms:
+    home = Home("decode-1", "ab" * 16, "127.0.0.1", 5600)
+    return PushTerms(PeerKey("127.0.0.1", 5601, ""), "p-0", PrefillRef(name, None), home, "0" * 16)

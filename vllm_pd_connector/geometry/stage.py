@@ -326,8 +326,8 @@ def _reach(piece: Piece, tokens: int, gap: int) -> _Reach:
             length += (axis.size - 1) * axis.source
             inner.append(axis)
     apart = any(axis is token for axis in outer)
-    others = (tuple(axis for axis in axes if axis is not token) for axes in (inner, outer))
-    return _Reach(length, *others, token, apart)
+    inner, outer = ([axis for axis in axes if axis is not token] for axes in (inner, outer))
+    return _Reach(length, tuple(inner), tuple(outer), token, apart)
 
 
 def _grid(axes: tuple[Stretch, ...]) -> tuple[Addresses, Addresses]:

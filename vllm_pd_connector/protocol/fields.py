@@ -19,6 +19,7 @@ MAX_READERS: Final = 4096
 MAX_TEXT: Final = 4096
 NONCE_BYTES: Final = 16
 MAX_TABLE_BYTES: Final = 512 * 1024
+MAX_COMPARE_S: Final = 3600.0
 MAX_PIECE_BYTES: Final = 16 * 1024
 MAX_PIECES_BYTES: Final = 40 * 1024  # of all pieces of one Sums, with names well below a request frame
 

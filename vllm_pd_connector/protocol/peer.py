@@ -209,7 +209,8 @@ class Peer:
     """The machine of one peer.
 
     Args:
-        key: with an empty incarnation, whichever life answers first is the one that is meant.
+        key: with an empty incarnation, whichever life answers first is the one that is meant; after it has gone, the
+            one that answers next.
         random: returns numbers in [0, 1) and spreads the retries of many workers.
         noun: what the peer is, for messages.
     """
@@ -218,6 +219,7 @@ class Peer:
         self, key: PeerKey, random: Callable[[], float], backoff: Backoff | None = None, noun: str = "prefill instance"
     ) -> None:
         self.key = key
+        self._any_life = not key.incarnation
         self._noun = noun
         self._random = random
         self._backoff = backoff or Backoff()
@@ -305,7 +307,7 @@ class Peer:
 
     def _arrived(self, incarnation: str) -> list[Action]:
         self._fetching = False
-        if not self.key.incarnation:
+        if self._any_life and self._state is State.CONNECTING:
             self.key = replace(self.key, incarnation=incarnation)
         if incarnation != self.key.incarnation:
             reason = f"the {self._noun} at {self.key} was restarted: incarnation {incarnation[:8]} answers there"

@@ -14,6 +14,11 @@ is not known here. Every change gives orders to all workers of this instance; ea
 attempt that it was ordered to write. A failure is answered at once, but the blocks of its prefill, the source of the
 writes, stay out of `take_freed` until all workers have said that nothing is written any more.
 
+A decode side that compares what was written (`PushInto.compare_s`) says itself when it has: its reader is not served
+with DONE, and the lease, which the answer names, is kept for it (`take_kept`). A prefill that was preempted after a
+part was written computed that part again into other blocks, to the same within rounding only: it cannot be compared,
+and the answer names no lease.
+
 The decode side repeats its messages until it has an answer, so answers are remembered by attempt. No clock, thread or
 socket in here; a `ticket` is a client's identity and sequence number, and never looked into.
 
@@ -69,6 +74,7 @@ class PushTable:
         self._orders = OrderBook(workers)
         self._replies: list[tuple[Ticket, Reply]] = []
         self._served: list[ReadDone] = []
+        self._kept: list[tuple[LeaseRef, float]] = []
         self._unneeded: list[str] = []
         self._failed: list[str] = []
         self._freed: list[str] = []
@@ -101,6 +107,10 @@ class PushTable:
         Its instance cannot use the other ranks' parts either, so the whole prefill is given up with it.
         """
         if (answer := self._answers.get(message.attempt)) is not None:
+            held = answer.lease
+            prefill = self._find(PrefillRef(held.request_id, held.nonce)) if held is not None else None
+            if prefill is not None:  # it will not be compared
+                self._fail_prefill(prefill, "withdrawn by the decode side")
             self._replies.append((ticket, answer))
             return
         want = self._wants.get(message.attempt)
@@ -244,6 +254,11 @@ class PushTable:
         served, self._served = self._served, []
         return served
 
+    def take_kept(self) -> list[tuple[LeaseRef, float]]:
+        """Leases that readers compare with from now on, and the seconds for which each must not expire."""
+        kept, self._kept = self._kept, []
+        return kept
+
     def take_unneeded(self) -> list[str]:
         """Request ids of finished prefills of which nothing is needed: their lease need not be kept."""
         unneeded, self._unneeded = self._unneeded, []
@@ -301,6 +316,7 @@ class PushTable:
         if reached == want.last or prefill.ready == 0:
             return
         want.last, want.state = reached, PushState.WRITING
+        want.write_from(prefill.source)
         want.ordered = set(range(self._workers))
         order = Write(want.into, prefill.source, prefill.ready, prefill.step, prefill.finished)
         self._replies += self._orders.add(order)
@@ -343,7 +359,8 @@ class PushTable:
                 return
             want.state = PushState.DONE
         request_id = prefill.request_id if prefill is not None else ""
-        answer = Pushed(want.state, want.reason, True, want.late_starts, want.moved, request_id)
+        lease = want.compared_with()
+        answer = Pushed(want.state, want.reason, True, want.late_starts, want.moved, request_id, lease)
         self._answers[want.into.attempt] = answer
         self._answer(want, answer)
         self._forget(want)
@@ -351,9 +368,13 @@ class PushTable:
             return
         if want.state is PushState.DONE:
             assert prefill.nonce is not None
-            into, lease = want.into, LeaseRef(prefill.request_id, prefill.nonce)
+            into = want.into
             prefill.served.add(into.reader)
-            self._served.append(ReadDone(lease, into.reader, into.readers, into.attempt))
+            if lease is not None:
+                self._kept.append((lease, into.compare_s))
+            else:
+                held = LeaseRef(prefill.request_id, prefill.nonce)
+                self._served.append(ReadDone(held, into.reader, into.readers, into.attempt))
         self._free(prefill)
 
     def _answer(self, want: Want, answer: Pushed) -> None:

@@ -13,9 +13,11 @@ from msgspec import Meta
 
 from vllm_pd_connector.geometry.check import MAX_GROUPS
 from vllm_pd_connector.protocol.fields import (
+    MAX_COMPARE_S,
     Count,
     EngineId,
     Incarnation,
+    LeaseRef,
     Message,
     Nonce,
     Port,
@@ -65,6 +67,9 @@ class PushInto(Message, frozen=True, tag="push_into"):
     Answered when every byte is there, at once when it fails, and otherwise after a few seconds with how far it is; the
     decode side then asks again, with the same `attempt` (random, drawn once per receive). `reader` and `readers`
     count workers as in `ReadDone`, `pp_rank` and `tp_rank` name the worker in its instance's manifests.
+
+    With `compare_s` above 0 the decode side compares what was written before it uses it, within so many seconds of the
+    answer: the prefill side keeps the blocks under their lease until then, or until `ReadDone` or `Release`.
     """
 
     prefill: PrefillRef
@@ -78,6 +83,7 @@ class PushInto(Message, frozen=True, tag="push_into"):
     start: Tokens
     stop: Tokens
     prompt_digest: Annotated[str, Meta(min_length=16, max_length=16)]
+    compare_s: Annotated[float, Meta(ge=0, le=MAX_COMPARE_S)] = 0.0
 
 
 class WithdrawPush(Message, frozen=True, tag="withdraw_push"):
@@ -106,7 +112,8 @@ class PushState(StrEnum):
 class Pushed(Message, frozen=True, tag="pushed"):
     """State of one push, with the reason if it failed. `terminal`: nothing of it is written from now on.
 
-    `request_id` is the prefill's, once it is known, for logs and traces.
+    `request_id` is the prefill's, once it is known, for logs and traces. `lease` is set with DONE if what was written
+    can be compared with the blocks that it holds, as was asked for: it then waits for `ReadDone` or `Release`.
     """
 
     state: PushState
@@ -115,6 +122,7 @@ class Pushed(Message, frozen=True, tag="pushed"):
     late_starts: LateStarts = {}
     moved: Moved = Moved()
     request_id: Text = ""
+    lease: LeaseRef | None = None
 
 
 class AwaitOrders(Message, frozen=True, tag="await_orders"):

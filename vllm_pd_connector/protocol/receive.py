@@ -6,7 +6,7 @@
                                                      (DRAINING first, while a transfer may still write)
 
     WAITING --push ready--> PUSHING --push done--> DONE          when the prefill side writes
-                               |
+                               |         (or VERIFYING, CONFIRMING, DONE)
                                +---- push failed, silence, abort, deadline ----> FAILED (DRAINING first)
 
 vLLM keeps a request's blocks until the worker has reported it, also when it was aborted: exactly one `Report` leaves
@@ -16,7 +16,8 @@ byte. No transfer can be cancelled, so a failure is reported at once but with `q
 while transfers may still write into the blocks; `Drained` follows when the last of them is terminal. For a push only
 the prefill side can say so: it is asked until it does, or is known dead.
 
-With verification VERIFYING comes between READING and CONFIRMING, while the blocks are still held.
+With verification VERIFYING comes between READING and CONFIRMING, while the blocks are still held. A push that is
+verified is confirmed, too: the prefill side holds its blocks until then.
 
 Source: architecture.md, "Nothing can be cancelled"; vllm-0.32-connectors.md §1.3.
 """
@@ -31,7 +32,7 @@ class State(Enum):
     WAITING = "waiting for the peer"
     READING = "reading"
     PUSHING = "waiting for the prefill side to write"
-    VERIFYING = "comparing what was read"
+    VERIFYING = "comparing what was received"
     CONFIRMING = "confirming the read"
     DONE = "done"
     DRAINING = "failed, transfers may still write"
@@ -126,7 +127,10 @@ class PushSilent:
 
 @dataclass(frozen=True, slots=True)
 class PushDone:
-    """The prefill side says that every byte is in place."""
+    """The prefill side says that every byte is in place. `comparable`: it keeps its blocks until they were compared,
+    which it can and does if it was asked for it."""
+
+    comparable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,7 @@ class StartReads:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Compare what was read with what the prefill side holds, while it still holds it."""
+    """Compare what was received with what the prefill side holds, while it still holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +216,7 @@ Action = StartReads | Verify | Confirm | AskPush | Withdraw | Report | Drained
 class Receive:
     """The machine of one receive. Events after the end are late messages and have no effect.
 
-    With `verify`, what was read is compared before it is confirmed; the limit is that of reading.
+    With `verify`, what was received is compared before it is confirmed; the limit is that of reading.
     """
 
     def __init__(self, limits: Limits, now: float, verify: bool = False) -> None:
@@ -224,6 +228,11 @@ class Receive:
         self._staged: frozenset[int] = frozenset()
         self._pushed = False
         self._written_by: float | None = None
+
+    @property
+    def verifies(self) -> bool:
+        """Whether what was received is to be compared."""
+        return self._verify
 
     @property
     def state(self) -> State:
@@ -265,10 +274,10 @@ class Receive:
                 return self._push_alive(writing, now)
             case PushSilent():
                 return self._ask_again()
-            case PushDone():
-                return self._push_ended(None)
+            case PushDone(comparable):
+                return self._push_ended(None, now, comparable)
             case PushFailed(reason, terminal):
-                return self._push_ended(reason) if terminal else self._push_failing(reason)
+                return self._push_ended(reason, now) if terminal else self._push_failing(reason)
 
     def _start(self, transfers: int, staged: frozenset[int], now: float) -> list[Action]:
         if self._state is not State.WAITING:
@@ -346,7 +355,7 @@ class Receive:
     def _push_failing(self, reason: str) -> list[Action]:
         return self._fail(reason) if self._state is State.PUSHING else self._ask_again()
 
-    def _push_ended(self, failure: str | None) -> list[Action]:
+    def _push_ended(self, failure: str | None, now: float, comparable: bool = False) -> list[Action]:
         if not self._pushed or not self._writing:
             return []
         self._writing.clear()
@@ -355,6 +364,9 @@ class Receive:
             return [Drained()]
         if failure is not None:
             return self._fail(failure)
+        if self._verify and comparable:
+            self._enter(State.VERIFYING, now + self._limits.read_s)
+            return [Verify()]
         self._enter(State.DONE)
         return [Report(ok=True, reason="", quarantined=False)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from vllm_pd_connector.protocol.fields import Table
+from vllm_pd_connector.protocol.fields import LeaseRef, Table
 from vllm_pd_connector.protocol.orders import Ticket
 from vllm_pd_connector.protocol.push_messages import Moved, PushInto, PushState
 
@@ -14,7 +14,11 @@ Tables = tuple[Table, ...]
 
 @dataclass(eq=False, slots=True)
 class Want:
-    """A decode worker's registration of its blocks."""
+    """A decode worker's registration of its blocks.
+
+    `source` is that of the latest order; `mixed` says that parts were written from blocks that the prefill does not
+    have any more.
+    """
 
     into: PushInto
     deadline: float = inf  # while no prefill is known
@@ -26,6 +30,22 @@ class Want:
     late_starts: dict[int, int] = field(default_factory=dict)
     moved: Moved = Moved()
     prefill: Prefill | None = None
+    source: Tables = ()
+    mixed: bool = False
+
+    def write_from(self, source: Tables) -> None:
+        """The next order is from these blocks. Tables of full attention only grow, unless the request was preempted;
+        the others are empty before the end."""
+        self.mixed |= any(not now.ids.startswith(old.ids) for old, now in zip(self.source, source, strict=False))
+        self.source = source
+
+    def compared_with(self) -> LeaseRef | None:
+        """The lease of the blocks that the decode side compares with what they brought; None if it does not, or if it
+        cannot."""
+        prefill = self.prefill
+        if self.state is not PushState.DONE or prefill is None or prefill.nonce is None or self.mixed:
+            return None
+        return LeaseRef(prefill.request_id, prefill.nonce) if self.into.compare_s > 0 else None
 
 
 @dataclass(eq=False, slots=True)

@@ -110,6 +110,8 @@ class PushService:
         self._table.tick(now)
         for report in self._table.take_served():
             self._leases.read_done(report, now)
+        for lease, seconds in self._table.take_kept():
+            self._leases.extend(lease, now, seconds)
         for request_id in self._table.take_unneeded():
             self._leases.release_by_id(request_id, now)
         for request_id in self._table.take_failed():

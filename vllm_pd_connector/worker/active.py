@@ -10,6 +10,7 @@ from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.stage import Chunk
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import receive as receives
+from vllm_pd_connector.protocol.fields import LeaseRef
 from vllm_pd_connector.protocol.push_messages import Moved
 from vllm_pd_connector.protocol.receive import Receive
 from vllm_pd_connector.steps import ReceiveOrder
@@ -23,7 +24,8 @@ from vllm_pd_connector.worker.links import Links
 class Active:
     """What was ordered, its machine, and the transport's handles by transfer index.
 
-    `prefill` names the request there; a push learns its id in the end. `stuck` are indices whose transfers failed but
+    `prefill` names the request there; a push learns its id in the end, and in `compared` the lease of the blocks with
+    which what was written is compared, if it is to be and can be. `stuck` are indices whose transfers failed but
     may still write. `question` numbers what a prefill side that writes was asked, `retry_at` is when it is asked again.
     """
 
@@ -43,8 +45,16 @@ class Active:
     kind: FailureKind = FailureKind.INTERNAL
     reported: bool = False
     verified: bool = False
+    compared: LeaseRef | None = None
     question: int = 0
     retry_at: float | None = None
+
+    @property
+    def lease(self) -> LeaseRef | None:
+        """What is compared with, confirmed or given back; None if the prefill side sees to its lease itself."""
+        if self.question:
+            return self.compared
+        return self.order.remote.lease if self.order.remote is not None else None
 
     @property
     def asks(self) -> bool:

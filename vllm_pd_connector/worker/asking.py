@@ -15,6 +15,7 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
+from vllm_pd_connector.protocol.fields import MAX_COMPARE_S
 from vllm_pd_connector.protocol.messages import Failure, FailureCode
 from vllm_pd_connector.protocol.push_messages import Pushed, PushInto, PushState, WithdrawPush
 from vllm_pd_connector.sidechannel.client import Outcome
@@ -31,12 +32,14 @@ Seat = tuple[int, int, int, int]
 
 
 class Asking:
-    """See the module. `timeout_s` is for one message and its answer."""
+    """See the module. `timeout_s` is for one message and its answer, `compare_s` for the comparison of what was written
+    with what the prefill side holds, in receives that are verified."""
 
-    def __init__(self, calls: Calls, seat: Seat, timeout_s: float, drive: Drive) -> None:
+    def __init__(self, calls: Calls, seat: Seat, timeout_s: float, compare_s: float, drive: Drive) -> None:
         self._calls = calls
         self._seat = seat
         self._timeout_s = timeout_s
+        self._compare_s = min(compare_s, MAX_COMPARE_S)
         self._drive = drive
 
     def ask(self, active: Active, now: float) -> None:
@@ -51,6 +54,7 @@ class Asking:
             order.start,
             order.stop,
             terms.prompt_digest,
+            self._compare_s if active.machine.verifies else 0.0,
         )
         try:
             self._send(active, message, self._asked)
@@ -83,9 +87,10 @@ class Asking:
 
     def _asked(self, active: Active, outcome: Outcome, now: float) -> None:
         match outcome:
-            case Pushed(state=PushState.DONE, late_starts=late_starts, moved=moved, request_id=request_id):
-                active.late_starts, active.prefill, active.moved = late_starts, request_id, moved
-                self._drive(active, receives.PushDone(), now)
+            case Pushed(state=PushState.DONE) as done:
+                active.late_starts, active.moved = done.late_starts, done.moved
+                active.prefill, active.compared = done.request_id, done.lease
+                self._drive(active, receives.PushDone(comparable=done.lease is not None), now)
             case Pushed(state=PushState.FAILED, reason=reason, terminal=terminal):
                 self._drive(active, receives.PushFailed(reason, terminal), now, FailureKind.TRANSFER_FAILED)
             case Pushed(state=state):

@@ -37,8 +37,8 @@ class Comparison:
 
     def begin(self, active: Active, calls: Calls, drive: Drive, now: float) -> None:
         """Ask for the prefill side's sums and make ours; what they say comes back to this thread."""
-        order = active.order
-        assert order.remote is not None
+        order, lease = active.order, active.lease
+        assert lease is not None
         active.verified = True
         starts = starts_of(order, self._manifest, active.late_starts)
         mine = self._summing.submit(received_sums, self._manifest, self._memory, order, starts)
@@ -64,7 +64,7 @@ class Comparison:
             self._summing.submit(compare, outcome).add_done_callback(compared)
 
         try:
-            message = Verify(order.remote.lease, starts, order.stop)
+            message = Verify(lease, starts, order.stop)
             calls.ask(active.link.endpoint, message, self._timeout_s, answered)
         except ProtocolError as error:
             drive(active, receives.Verified(str(error)), now, FailureKind.VERIFICATION)

@@ -18,7 +18,6 @@ from vllm_pd_connector.compat import facts
 from vllm_pd_connector.compat.base import KVConnectorTransferResults, init_logger
 from vllm_pd_connector.compat.memory import forward_marker, make_device_current
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.geometry.check import validate
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.observability.digest_trace import DigestTrace
@@ -77,11 +76,6 @@ class WorkerHalf:
         validate(manifest)
         role = self._vllm_config.kv_transfer_config
         produces, consumes = role.is_kv_producer, role.is_kv_consumer
-        if self._config.verify != "off" and self._config.mode != "pull" and consumes:
-            raise InvalidConfig(
-                f"verify: {self._config.verify!r} with mode {self._config.mode!r}: only what is read is compared with "
-                "the prefill side; set mode to pull, or verify to off"
-            )
         if self._config.digest_dir is not None:
             self._trace = DigestTrace(Path(self._config.digest_dir), manifest)
         place = manifest.parallel

@@ -21,7 +21,7 @@ import numpy as np
 from vllm_pd_connector.errors import BindError, TransferError
 from vllm_pd_connector.geometry.bind import BlockTable, Tail, late_starts, pair, runs_of
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest
-from vllm_pd_connector.geometry.plan import Edge, Rank, make_plan
+from vllm_pd_connector.geometry.plan import Edge, Family, Rank, make_plan
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.stage import Chunk, chunks, split
 from vllm_pd_connector.protocol.fields import Table
@@ -130,8 +130,11 @@ def _edges(edge: Edge, chunk_bytes: int) -> _Edges:
     growing = tuple(family for family in edge.families if family.kind is GroupKind.FULL)
     ending = tuple(family for family in edge.families if family.kind is not GroupKind.FULL)
     step = lcm(*(tokens for f in growing for tokens in (f.source.page_tokens, f.destination.page_tokens)))
-    by_time = (split(replace(edge, families=families), chunk_bytes, writes=True) for families in (growing, ending))
-    return _Edges(*by_time, step)
+
+    def both(families: tuple[Family, ...]) -> tuple[Edge, Edge]:
+        return split(replace(edge, families=families), chunk_bytes, writes=True)
+
+    return _Edges(both(growing), both(ending), step)
 
 
 def _table(table: Table) -> BlockTable:

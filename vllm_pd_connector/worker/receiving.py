@@ -92,7 +92,8 @@ class Receives:
         self._asked = Links(*shared, AskLink)
         place = manifest.parallel
         per_question = ANSWER_S + config.handshake_timeout / FETCH_ATTEMPTS
-        self._asking = Asking(calls, (place.pp_rank, place.tp_rank, reader, readers), per_question, self._drive)
+        seat = (place.pp_rank, place.tp_rank, reader, readers)
+        self._asking = Asking(calls, seat, per_question, config.transfer_timeout, self._drive)
         self._active: dict[str, Active] = {}
 
     def begin(self, order: ReceiveOrder, now: float) -> None:
@@ -109,7 +110,7 @@ class Receives:
             assert remote is not None
             links, key, engine_id, prefill = self._links, remote.peer, remote.remote_engine_id, remote.remote_request_id
         link = links.get(key, engine_id, now)
-        verify = remote is not None and is_chosen(remote.lease, self._config.verify)
+        verify = is_chosen(order, self._config.verify)
         machine, attempt = Receive(self._limits, now, verify), secrets.token_bytes(16)
         self._active[order.request_id] = Active(order, links, link, machine, attempt, prefill, now, now)
         links.drive(link, peers.Wanted(order.request_id), now)
@@ -282,8 +283,8 @@ class Receives:
             active.links.drive(active.link, peers.Suspected(str(error)), now)
 
     def _confirm(self, active: Active, now: float) -> None:
-        assert active.order.remote is not None
-        message = ReadDone(active.order.remote.lease, self._reader, self._readers, active.attempt)
+        assert active.lease is not None
+        message = ReadDone(active.lease, self._reader, self._readers, active.attempt)
         try:
             self._calls.ask(
                 active.link.endpoint,
@@ -344,11 +345,11 @@ class Receives:
 
     def _give_back(self, active: Active) -> None:
         """Tell the prefill side that this lease needs no keeping; nobody waits for the answer."""
-        remote, push = active.order.remote, active.order.push
-        if active.question:
+        push = active.order.push
+        if active.lease is not None:
+            message: Release | DeclinePush = Release((active.lease,))
+        elif active.question:
             return  # whom we asked to write has failed the push itself, or learns it by the withdrawal
-        if remote is not None:
-            message: Release | DeclinePush = Release((remote.lease,))
         else:
             assert push is not None
             message = DeclinePush(push.prefill)

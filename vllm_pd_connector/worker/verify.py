@@ -1,6 +1,7 @@
 """Sums over a request's caches, made beside the forward and the transfers, and compared between the two sides.
 
-On the decode side the transfer thread asks the prefill side for its sums and has a thread of its own make ours. On the
+On the decode side the transfer thread asks the prefill side for its sums, when it has read all or when the prefill side
+says that all is written, and has a thread of its own make ours. On the
 prefill side a thread of each worker asks its own instance's side channel for jobs, sleeps until there is one, and sends
 back what it finds. The blocks are under a lease all the while, so nothing writes them.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -21,7 +23,7 @@ from vllm_pd_connector.geometry.bind import BlockTable
 from vllm_pd_connector.geometry.digest import Memory
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest, Segment
 from vllm_pd_connector.geometry.sums import Sum, sums
-from vllm_pd_connector.protocol.fields import MAX_PIECE_BYTES, MAX_PIECES_BYTES, LeaseRef
+from vllm_pd_connector.protocol.fields import MAX_PIECE_BYTES, MAX_PIECES_BYTES
 from vllm_pd_connector.protocol.messages import Failure, Job, NextJob, Request, SumPiece, Sums
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
 from vllm_pd_connector.sidechannel.keys import Keys
@@ -38,9 +40,13 @@ _CLOSE_S = 10.0
 _NAMES_BYTES = 128  # of a piece, beside its layer's name
 
 
-def is_chosen(lease: LeaseRef, how: str) -> bool:
+def is_chosen(order: ReceiveOrder, how: str) -> bool:
     """Whether a request is verified; all ranks choose alike."""
-    return how == "all" or (how == "sample" and lease.nonce[0] % ONE_IN == 0)
+    if order.remote is not None:
+        drawn = order.remote.lease.nonce[0]
+    else:
+        drawn = zlib.crc32(order.push.prefill.name.encode()) if order.push is not None else 0
+    return how == "all" or (how == "sample" and drawn % ONE_IN == 0)
 
 
 class _DevicePages:
