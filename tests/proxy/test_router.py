@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer, unused_port
+from aiohttp.test_utils import TestServer
 from router_stand_ins import (
     DONE,
     HANDS_OVER,
@@ -27,6 +27,7 @@ from router_stand_ins import (
     streams,
 )
 
+from ports import free_port
 from vllm_pd_connector.observability.instance import EngineInfo
 from vllm_pd_connector.proxy.fleet import Role
 from vllm_pd_connector.proxy.legs import Limits
@@ -167,7 +168,7 @@ async def test_instances_take_turns(bench: Bench) -> None:
 @over_bench
 async def test_an_instance_that_refuses_the_connection_is_passed_over(bench: Bench) -> None:
     prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-    nobody = [NOBODY.format(unused_port()) for _ in range(2)]
+    nobody = [NOBODY.format(free_port()) for _ in range(2)]
     await bench.route([nobody[0], prefill.url], [nobody[1], decode.url])
     assert [(await bench.ask())[0] for _ in range(4)] == [200] * 4
 
@@ -176,7 +177,7 @@ async def test_an_instance_that_refuses_the_connection_is_passed_over(bench: Ben
 def test_no_reachable_instance_is_503(kind: str) -> None:
     async def test(bench: Bench) -> None:
         prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-        urls = {"prefill": prefill.url, "decode": decode.url, kind: NOBODY.format(unused_port())}
+        urls = {"prefill": prefill.url, "decode": decode.url, kind: NOBODY.format(free_port())}
         await bench.route([urls["prefill"]], [urls["decode"]])
         status, answer, _ = await bench.ask()
         assert status == 503
@@ -289,7 +290,7 @@ def test_a_bad_body_is_400_and_reaches_no_instance(content: bytes) -> None:
 @over_bench
 async def test_health_needs_one_instance_of_each_kind(bench: Bench) -> None:
     prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-    nobody, no_one = (NOBODY.format(unused_port()) for _ in range(2))
+    nobody, no_one = (NOBODY.format(free_port()) for _ in range(2))
     for prefills, decodes, expected in (
         ([prefill.url, nobody], [no_one, decode.url], 200),
         ([nobody], [decode.url], 503),
