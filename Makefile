@@ -7,6 +7,9 @@ PYTHON ?=
 SETUP := $(firstword $(PYTHON) $(shell command -v python3.11 python3 2>/dev/null) python3) tools/setup_env.py
 RUN := .venv/bin/python
 PYTEST := .venv/bin/pytest
+# Processes for the tests without servers, which wait as much as they compute.
+JOBS ?= 3
+PARALLEL := -n $(JOBS) --dist worksteal
 
 .PHONY: help setup demo lint test test-unit test-full faults bench clean
 
@@ -34,15 +37,15 @@ lint: setup
 	$(RUN) tools/check_links.py
 
 test-unit: setup
-	$(PYTEST)
+	$(PYTEST) $(PARALLEL)
 
 test: lint
-	$(PYTEST)
+	$(PYTEST) $(PARALLEL)
 	$(PYTEST) -m guarantees
 	$(PYTEST) -m "e2e and not matrix"
 
 test-full: lint
-	PD_TEST_EFFORT=full $(PYTEST)
+	PD_TEST_EFFORT=full $(PYTEST) $(PARALLEL)
 	$(PYTEST) -m guarantees
 	$(PYTEST) -m e2e
 	$(RUN) tools/compat_table.py

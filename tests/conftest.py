@@ -1,12 +1,19 @@
-"""Options of the whole suite; they stand here because pytest reads them before it looks into sub-directories."""
+"""Options of the whole suite; they stand here because pytest reads them before it looks into sub-directories.
+
+Property tests have no deadline for an example: a busy machine decides nothing.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
+
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

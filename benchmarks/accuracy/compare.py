@@ -74,6 +74,7 @@ def evaluate(url: str, model: str, tasks: Sequence[Any], *, limit: int | None, a
     os.environ.setdefault("HF_DATASETS_TRUST_REMOTE_CODE", "0")
     os.environ.setdefault("OPENAI_API_KEY", "EMPTY")
     from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
 
     arguments = {
         "model": model,
@@ -84,10 +85,13 @@ def evaluate(url: str, model: str, tasks: Sequence[Any], *, limit: int | None, a
         "tokenized_requests": False,
         "tokenizer_backend": "none",
     }
+    # A task that is given whole need not be looked up in lm-eval's thousands of files.
+    by_name = any(isinstance(task, str) for task in tasks)
     return simple_evaluate(
         model="local-completions",
         model_args=arguments,
         tasks=list(tasks),
+        task_manager=TaskManager(include_defaults=by_name, metadata=arguments),
         num_fewshot=few,
         limit=limit,
         batch_size=1,

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
+
+from ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
@@ -140,7 +139,7 @@ class Run:
         (directory / "vllm").chmod(0o755)
         self.pids = directory / "pids"
         self.logs = directory / "logs"
-        self.base = free_ports(30)
+        self.base = free_ports((0, 1, 10, 11, 20))
         path = os.pathsep.join([str(directory), str(Path(sys.executable).parent), os.environ["PATH"]])
         ports = {"--prefill-port": 0, "--decode-port": 10, "--port": 20}
         options = [word for name, at in ports.items() for word in (name, str(self.base + at))]
@@ -174,19 +173,6 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def free_ports(number: int) -> int:
-    """The first of `number` ports in a row of which some were just seen to be free."""
-    while True:
-        base = random.SystemRandom().randrange(18000, 32000 - number)
-        try:
-            for port in (base, base + 1, base + 10, base + 11, base + 20):
-                with closing(socket.socket()) as probe:
-                    probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return base
 
 
 @pytest.fixture

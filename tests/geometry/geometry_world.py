@@ -266,18 +266,26 @@ def write(
     model: Model, side: Side, worker: Worker, tables: list[BlockTable], memory: NDArray[np.uint8], start: int, stop: int
 ) -> None:
     """Put the numbers of tokens [start, stop) and of all states where this rank's layout wants them."""
+    tokens, blocks = _blocks_of(tables[0], side.block_tokens, start, stop)
+    inside = tokens % side.block_tokens
+    pages, slots = blocks * side.ratio + inside // side.page_tokens, inside % side.page_tokens
     for (layer, role), index in worker.where.items():
         values = local_part(model, worker, role, numbers(model, layer, role, stop))
         if role in STATE_ROLES:
             memory[index[tables[1].ids[-1]]] = values
             continue
-        for token in range(start, stop):
-            entry = token // side.block_tokens - tables[0].first_block
-            block = int(tables[0].ids[entry]) if 0 <= entry < len(tables[0].ids) else 0
-            if block:
-                inside = token % side.block_tokens
-                page = block * side.ratio + inside // side.page_tokens
-                memory[index[page, inside % side.page_tokens]] = values[token]
+        memory[index[pages, slots]] = values[tokens]
+
+
+def _blocks_of(
+    blocks: BlockTable, block_tokens: int, start: int, stop: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Those of the tokens [start, stop) that have a block other than the null block, and its id for each."""
+    tokens = np.arange(start, stop)
+    entries = tokens // block_tokens - blocks.first_block
+    known = (entries >= 0) & (entries < len(blocks.ids))
+    tokens, ids = tokens[known], blocks.ids[entries[known]]
+    return tokens[ids != 0], ids[ids != 0]
 
 
 def table(*ids: int, first: int = 0) -> BlockTable:

@@ -7,9 +7,10 @@ import json
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import unused_port
 from router_bench import Bench, over_bench
 from router_stand_ins import DONE, HANDS_OVER, NOBODY, PARAMS, answers, break_off, stall, streams
+
+from ports import free_port
 
 
 @over_bench
@@ -86,7 +87,7 @@ async def test_instances_take_turns(bench: Bench) -> None:
 @over_bench
 async def test_an_instance_that_refuses_the_connection_is_passed_over(bench: Bench) -> None:
     prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-    nobody = [NOBODY.format(unused_port()) for _ in range(2)]
+    nobody = [NOBODY.format(free_port()) for _ in range(2)]
     await bench.route([nobody[0], prefill.url], [nobody[1], decode.url])
     assert [(await bench.ask())[0] for _ in range(4)] == [200] * 4
 
@@ -95,7 +96,7 @@ async def test_an_instance_that_refuses_the_connection_is_passed_over(bench: Ben
 def test_no_reachable_instance_is_503(kind: str) -> None:
     async def test(bench: Bench) -> None:
         prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-        urls = {"prefill": prefill.url, "decode": decode.url, kind: NOBODY.format(unused_port())}
+        urls = {"prefill": prefill.url, "decode": decode.url, kind: NOBODY.format(free_port())}
         await bench.route([urls["prefill"]], [urls["decode"]])
         status, answer, _ = await bench.ask()
         assert status == 503
@@ -208,7 +209,7 @@ def test_a_bad_body_is_400_and_reaches_no_instance(content: bytes) -> None:
 @over_bench
 async def test_health_needs_one_instance_of_each_kind(bench: Bench) -> None:
     prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-    nobody, no_one = (NOBODY.format(unused_port()) for _ in range(2))
+    nobody, no_one = (NOBODY.format(free_port()) for _ in range(2))
     for prefills, decodes, expected in (
         ([prefill.url, nobody], [no_one, decode.url], 200),
         ([nobody], [decode.url], 503),

@@ -12,8 +12,8 @@ import urllib.error
 import urllib.request
 
 import pytest
-from aiohttp.test_utils import unused_port
 
+from ports import free_port
 from vllm_pd_connector.proxy.serve import add_arguments, base_url, options_of
 
 STARTS_WITHIN = 60.0
@@ -47,7 +47,7 @@ def test_the_command_line_says_what_the_router_does() -> None:
 
 
 def test_the_command_serves_clients_and_operators_until_it_is_told_to_stop() -> None:
-    port, admin, nobody = (unused_port() for _ in range(3))
+    port, admin, nobody = (free_port() for _ in range(3))
     command = [sys.executable, "-m", "vllm_pd_connector.proxy", "--port", str(port), "--admin-port", str(admin)]
     with subprocess.Popen([*command, "--instance", f"http://127.0.0.1:{nobody}"], stderr=subprocess.PIPE) as process:
         try:

@@ -18,10 +18,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp.test_utils import unused_port
 from router_stand_ins import Instance, answers, info, streams
 
 from handed_over import handed_over
+from ports import free_port
 from vllm_pd_connector.protocol.params import parse_remote_decode, parse_remote_prefill
 
 STARTS_WITHIN = 60.0
@@ -42,7 +42,7 @@ class Bench:
         self._stack = stack
         self.prefill = Instance(answers(finished(kv_transfer_params=ANSWER)), info(mode="pull"))
         self.decode = Instance(answers(finished(choices=[{"index": 0, "text": "right"}])), info(role="kv_consumer"))
-        self.url = f"http://127.0.0.1:{unused_port()}"
+        self.url = f"http://127.0.0.1:{free_port()}"
 
     async def start(self, *words: str, static: bool = True) -> None:
         for instance in (self.prefill, self.decode):
@@ -52,7 +52,7 @@ class Bench:
         port = self.url.rpartition(":")[2]
         program = str(Path(sys.executable).with_name("vllm-router"))
         options = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
-        options += ["--worker-startup-check-interval", "1", "--prometheus-port", str(unused_port())]
+        options += ["--worker-startup-check-interval", "1", "--prometheus-port", str(free_port())]
         self.run(program, *options, "--host", "127.0.0.1", "--port", port, *words)
 
     def run(self, *command: str) -> None:
@@ -129,7 +129,7 @@ async def test_streams(bench: Bench) -> None:
 
 @over_bench
 async def test_discovery_takes_the_announced_instances(bench: Bench) -> None:
-    registry = f"127.0.0.1:{unused_port()}"
+    registry = f"127.0.0.1:{free_port()}"
     await bench.start("--vllm-discovery-address", registry, static=False)
     bench.run(sys.executable, "-m", "vllm_pd_connector.cli", "announce", registry, bench.prefill.url, bench.decode.url)
     answer = json.loads(await bench.ask("/v1/completions", {"model": "m", "prompt": [1], "max_tokens": 2}))

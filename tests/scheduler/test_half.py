@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from ports import free_port
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.steps import GroupBlocks, WorkerReport
@@ -62,12 +63,10 @@ def make_half(role: str, lookahead: int = 0, spec: Any = FULL, **changes: Any) -
     return half, pool
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def end(producer: SchedulerHalf, consumer: SchedulerHalf) -> None:
+    """Decode first: what it holds it gives back, and it waits some seconds for an answer."""
+    consumer.shutdown()
+    producer.shutdown()
 
 
 def make_request(request_id: str, params: Any, prompt: list[int] = PROMPT, **changes: Any) -> Any:
@@ -245,8 +244,7 @@ def test_prefill_leaves_decode_what_decode_must_compute_itself(spec, left):
     assert allocate(consumer, pool, decode)[0] == len(PROMPT) - left
     [order] = consumer.build_metadata(EMPTY_STEP).receives
     assert (order.error, order.stop) == ("", len(PROMPT) - left)
-    for half in (producer, consumer):
-        half.shutdown()
+    end(producer, consumer)
 
 
 def test_a_prompt_of_one_token_is_computed_by_decode_where_prefill_must_leave_one(producer):

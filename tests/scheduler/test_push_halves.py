@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_half import FULL, PROMPT, TOKEN, WINDOW, allocate, free_port, make_half, make_request, new_prompt, until
+from test_half import FULL, PROMPT, TOKEN, WINDOW, allocate, make_half, make_request, new_prompt, until
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
+from ports import free_port
 from vllm_pd_connector.compat.blocks import prompt_digest
 from vllm_pd_connector.protocol.fields import Table
 from vllm_pd_connector.protocol.messages import Noted, Reply, Request
@@ -271,7 +272,7 @@ def test_a_concurrent_router_s_request_is_registered_under_the_name_of_both_legs
     assert order.push.home == half.producer.home and order.push.prompt_digest == digest_of(request)
 
 
-def test_a_serial_router_s_request_is_asked_for_by_its_lease(consumer, prefill):
+def test_a_serial_router_s_request_is_asked_for_by_its_lease(prefill, consumer):
     half, pool = consumer
     first = make_request("p-1", {"do_remote_decode": True})
     prefill.half.on_new_request(first)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_half import EMPTY_STEP, FULL, PROMPT, TOKEN, make_half, make_request, new_prompt
+from test_half import EMPTY_STEP, FULL, PROMPT, TOKEN, end, make_half, make_request, new_prompt
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -68,8 +68,7 @@ def test_prefill_names_the_block_of_each_group_that_holds_the_state_of_what_it_c
     assert params["pd_connector"]["first_blocks"] == [0, 0, 0]
     held = producer.producer._blocks
     assert held is not None and held._blocks["p-1"].keys() >= {1, 2, 3, block}
-    for half in (producer, consumer):
-        half.shutdown()
+    end(producer, consumer)
 
 
 def test_a_prefill_without_the_state_of_its_last_token_is_not_handed_over():
@@ -77,8 +76,7 @@ def test_a_prefill_without_the_state_of_its_last_token_is_not_handed_over():
     request = make_request("p-1", {"do_remote_decode": True}, num_computed_tokens=COMPUTED)
     assert producer.request_finished(request, ([1, 2, 3], [5, 0], [6, 0])) == (False, None)
     assert producer.producer.num_leases == 0
-    for half in (producer, consumer):
-        half.shutdown()
+    end(producer, consumer)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +99,7 @@ def test_decode_loads_all_but_the_last_token_into_the_block_that_its_own_mode_na
         GroupBlocks(0, (second[0].block_id,)),
     )
     assert consumer.group_ids == (0, 1, 2), "a group that is not named is wiped while its state arrives"
-    for half in (producer, consumer):
-        half.shutdown()
+    end(producer, consumer)
 
 
 def test_a_prompt_that_is_cached_but_for_its_last_token_loads_nothing():
@@ -113,8 +110,7 @@ def test_a_prompt_that_is_cached_but_for_its_last_token_loads_nothing():
     blocks = pool.get_new_blocks(3)
     consumer.update_after_alloc(request, KVCacheBlocks((blocks, [], [])), 0)
     assert consumer.build_metadata(EMPTY_STEP).receives == []
-    for half in (producer, consumer):
-        half.shutdown()
+    end(producer, consumer)
 
 
 def test_a_single_token_is_computed_by_decode():
@@ -127,5 +123,4 @@ def test_a_single_token_is_computed_by_decode():
     request = new_prompt("d-1", json.loads(json.dumps(params)), [7])
     consumer.on_new_request(request)
     assert consumer.num_matched_tokens(request, 0) == (0, False)
-    for half in (producer, consumer):
-        half.shutdown()
+    end(producer, consumer)

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from ports import free_port
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
 from vllm_pd_connector.protocol.bootstrap import Place, encode_answer
 from vllm_pd_connector.sidechannel import bootstrap
@@ -18,12 +19,6 @@ from vllm_pd_connector.sidechannel.bootstrap import BootstrapServer, Directory, 
 
 HOST = "127.0.0.1"
 ANSWER = encode_answer(0, "e-0", Place(HOST, 5600), 1, 1)
-
-
-def free_port(host: str = HOST) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(params=[HOST, "::1"])
@@ -120,11 +115,12 @@ def test_what_goes_wrong_unforeseen_ends_the_question_too(server: Place, monkeyp
 
 
 def test_a_closed_directory_asks_nobody_any_more() -> None:
+    others = set(threading.enumerate())
     directory = Directory(3600.0)
     found = directory.find(Place(HOST, free_port()), "e-0")
     directory.close()
     assert "does not answer" in refusal(found)
     deadline = time.monotonic() + 20
-    while any(thread.name == "pd-bootstrap-query" for thread in threading.enumerate()):
+    while any(thread.name == "pd-bootstrap-query" for thread in set(threading.enumerate()) - others):
         assert time.monotonic() < deadline, "a question goes on"
         time.sleep(0.01)

@@ -42,6 +42,8 @@ def spawn(variant: Variant) -> Iterator[Callable[..., AnyPeer]]:
 
     yield make
     for peer in made:
+        peer.tell_to_stop()
+    for peer in made:
         peer.stop()
 
 
@@ -59,13 +61,22 @@ def ends(variant: Variant) -> Iterator[Callable[..., End]]:
         end.transport.close()
 
 
+@pytest.fixture(scope="module")
+def standing(variant: Variant) -> Iterator[End]:
+    made = End(variant.transport, variant.options, SIZE)
+    yield made
+    made.transport.close()
+
+
 @pytest.fixture
-def end(ends: Callable[..., End]) -> End:
-    return ends()
+def end(standing: End) -> End:
+    """The local side for tests that end what they begin there; `ends` makes one for a test that does not."""
+    standing.renew()
+    return standing
 
 
 def connected(end: End, peer: AnyPeer) -> Any:
-    return end.transport.connect(peer.endpoint, peer.segments)
+    return end.connect(peer.endpoint, peer.segments)
 
 
 def used(end: End, peer: AnyPeer) -> Any:
@@ -156,7 +167,8 @@ def test_notifications_arrive_in_order_with_any_bytes(end: End, living: AnyPeer)
     assert received == sent
 
 
-def test_a_peer_that_we_never_connected_to_can_notify_us(end: End, living: AnyPeer) -> None:
+def test_a_peer_that_we_never_connected_to_can_notify_us(ends: Callable[..., End], living: AnyPeer) -> None:
+    end = ends()
     living.call("notify", *end.hello()[:2], b"from afar")
     assert until(end.transport.notifications, "a notification") == [b"from afar"]
 
@@ -189,11 +201,11 @@ def test_a_damaged_endpoint_is_refused_and_harms_no_living_peer(end: End, living
     flipped = whole_endpoint[:middle] + bytes([whole_endpoint[middle] ^ 1]) + whole_endpoint[middle + 1 :]
     for damaged in (b"", b"\x00", whole_endpoint[:-1], whole_endpoint[:middle], whole_endpoint + b"\x00", flipped):
         with pytest.raises(TransferError) as refusal:
-            end.transport.connect(damaged, living.segments)
+            end.connect(damaged, living.segments)
         assert refusal.value.terminal
     end.finish(end.transport.read(peer, whole(living.address, end.address, SIZE)))
     assert end.content(0, SIZE) == pattern(9, SIZE)
-    end.transport.disconnect(peer)
+    end.disconnect(peer)
     again = connected(end, living)
     end.finish(end.transport.read(again, whole(living.address, end.address, SIZE)))
 
@@ -241,7 +253,7 @@ def test_a_killed_peer_is_reported_lost_and_its_next_incarnation_works(
         with pytest.raises(PeerLost) as loss:
             end.finish(move(peer, ours))
         assert loss.value.terminal and loss.value.retryable
-    end.transport.disconnect(peer)
+    end.disconnect(peer)
 
     second = spawn()
     assert second.endpoint != first.endpoint
@@ -297,7 +309,7 @@ def test_a_transfer_in_flight_at_disconnect_ends_and_the_peer_can_come_back(
     end, other = ends(LONG), spawn(LONG)
     peer = used(end, other)
     transfer = end.transport.read(peer, whole(other.address, end.address, LONG))
-    end.transport.disconnect(peer)
+    end.disconnect(peer)
     try:
         end.finish(transfer)
     except TransferError as error:

@@ -25,14 +25,20 @@ SIZE = 1 << 20
 LOCAL = {"protocol": "tcp", "address": "127.0.0.1"}
 
 
-@pytest.fixture
-def end() -> Iterator[End]:
+@pytest.fixture(scope="module")
+def standing() -> Iterator[End]:
     made = End("mooncake", LOCAL, SIZE)
     yield made
     made.transport.close()
 
 
 @pytest.fixture
+def end(standing: End) -> End:
+    standing.renew()
+    return standing
+
+
+@pytest.fixture(scope="module")
 def peer() -> Iterator[ProcessPeer]:
     made = ProcessPeer("mooncake", LOCAL, SIZE)
     yield made
@@ -130,10 +136,10 @@ def test_an_endpoint_that_cannot_be_used_from_here_is_refused_with_the_reason(
     end: End, peer: ProcessPeer, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(TransferError, match=message) as refusal:
-        end.transport.connect(elsewhere(peer.endpoint, **changes), peer.segments)
+        end.connect(elsewhere(peer.endpoint, **changes), peer.segments)
     assert refusal.value.terminal and not refusal.value.retryable
     with pytest.raises(TransferError, match="malformed"):
-        end.transport.connect(seal("mooncake", "pd-1", b"\xc1"), peer.segments)
+        end.connect(seal("mooncake", "pd-1", b"\xc1"), peer.segments)
 
 
 def test_two_workers_speak_ipv6() -> None:
@@ -145,8 +151,10 @@ def test_two_workers_speak_ipv6() -> None:
     assert first.call("digest") == second.call("digest")
     first.call("notify", second.endpoint, second.segments, b"six")
     assert until(lambda: second.call("notifications"), "a notification") == [b"six"]
-    first.stop()
-    second.stop()
+    for one in (first, second):
+        one.tell_to_stop()
+    for one in (first, second):
+        one.stop()
 
 
 def lying_about_memory(peer: ProcessPeer) -> tuple[Segment, ...]:
@@ -160,7 +168,7 @@ def test_a_refused_descriptor_fails_its_transfer_when_its_neighbours_have_ended(
     end: End, peer: ProcessPeer, operation: str
 ) -> None:
     peer.call("fill", 2)
-    connection = end.transport.connect(peer.endpoint, lying_about_memory(peer))
+    connection = end.connect(peer.endpoint, lying_about_memory(peer))
     rows = [(peer.address, end.address, SIZE // 2), (peer.address + SIZE, end.address + SIZE // 2, SIZE // 2)]
     if operation == "write":
         rows = [(there, here, length) for here, there, length in rows]
@@ -177,7 +185,7 @@ def test_a_refused_descriptor_fails_its_transfer_when_its_neighbours_have_ended(
 
 def test_an_end_that_is_closed_is_lost_for_its_peers(end: End) -> None:
     other = End("mooncake", LOCAL, SIZE)
-    connection = end.transport.connect(other.endpoint, other.segments)
+    connection = end.connect(other.endpoint, other.segments)
     end.finish(end.transport.read(connection, whole(other.address, end.address, SIZE)))
     other.transport.close()
     with pytest.raises(PeerLost, match="its process ended or its transport was closed"):
@@ -198,7 +206,7 @@ def test_a_peer_that_does_not_answer_fails_within_the_connect_timeout_and_delays
     with pytest.raises(PeerLost, match="did not answer in time") as loss:
         end.finish(waiting)
     assert loss.value.terminal and loss.value.retryable
-    silent.thaw()
+    silent.tell_to_stop()
     end.transport.close()
     silent.stop()
 
@@ -217,6 +225,7 @@ def test_a_peer_stopped_in_the_middle_of_a_transfer_does_not_delay_others(peer: 
     stopped.thaw()
     end.finish(frozen)
     assert end.digest() == stopped.call("digest")
+    stopped.tell_to_stop()
     end.transport.close()
     stopped.stop()
 
@@ -230,15 +239,15 @@ def test_incarnations_at_one_port_have_names_of_their_own_that_the_library_takes
     names = [end.transport._segment(name, address, where.engine_port) for name in ("first", "second", "first", "third")]
     assert len(set(names)) == 3 and names[0] == names[2]
     peer.call("fill", 3)
-    connection = end.transport.connect(peer.endpoint, peer.segments)
+    connection = end.connect(peer.endpoint, peer.segments)
     assert connection.segment not in names
     end.finish(end.transport.read(connection, whole(peer.address, end.address, SIZE)))
     assert end.digest() == peer.call("digest")
 
 
-def test_what_is_in_flight_is_bounded(end: End, peer: ProcessPeer) -> None:
-    end.transport._options = MooncakeOptions(in_flight=3)
-    connection = end.transport.connect(peer.endpoint, peer.segments)
+def test_what_is_in_flight_is_bounded(end: End, peer: ProcessPeer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(end.transport, "_options", MooncakeOptions(in_flight=3))
+    connection = end.connect(peer.endpoint, peer.segments)
     transfer = end.transport.read(
         connection, runs([(peer.address + 64 * i, end.address + 64 * i, 64) for i in range(1000)])
     )

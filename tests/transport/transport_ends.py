@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-import multiprocessing
 import os
 import signal
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from forked import PROCESSES
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.transport.base import Status, Transfer
@@ -25,10 +25,6 @@ from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.transport.registry import create
 
 PATIENCE_SECONDS = 60.0
-
-# Peers are forked from a server that imported what is slow to import, and started neither a thread nor an agent.
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["numpy", "msgspec", "nixl"])
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
@@ -47,7 +43,11 @@ def pattern(seed: int, length: int) -> bytes:
 
 
 class End:
-    """`length` bytes of memory, registered as two adjacent segments with a transport."""
+    """`length` bytes of memory, registered as two adjacent segments with a transport.
+
+    Starting and closing an engine may take seconds, so tests that leave theirs in order share one: `renew` makes it as
+    new for the next of them.
+    """
 
     device = "cpu"
 
@@ -63,6 +63,7 @@ class End:
         self.transport.register(self.segments)
         self.endpoint: bytes = self.transport.describe()
         self._peers: dict[bytes, Any] = {}
+        self._connected: list[Any] = []
 
     def allocate(self, length: int) -> int:
         self._map = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -83,6 +84,21 @@ class End:
 
     def digest(self) -> bytes:
         return hashlib.blake2b(memoryview(self.memory)).digest()
+
+    def connect(self, endpoint: bytes, segments: tuple[Segment, ...]) -> Any:
+        self._connected.append(self.transport.connect(endpoint, segments))
+        return self._connected[-1]
+
+    def disconnect(self, peer: Any) -> None:
+        self._connected.remove(peer)
+        self.transport.disconnect(peer)
+
+    def renew(self) -> None:
+        """Zeros, no peer, no message; only for an end whose transfers have all ended."""
+        for peer in tuple(self._connected):
+            self.disconnect(peer)
+        self.transport.notifications()
+        self.zero()
 
     def peer(self, endpoint: bytes, segments: tuple[Segment, ...]) -> Any:
         if endpoint not in self._peers:
@@ -176,6 +192,9 @@ class InProcessPeer:
     def thaw(self) -> None:
         self._faults.frozen = False
 
+    def tell_to_stop(self) -> None:
+        """It takes no time here."""
+
     def stop(self) -> None:
         self._end.transport.close()
 
@@ -184,10 +203,11 @@ class ProcessPeer:
     """An `End` in a child process."""
 
     def __init__(self, transport: str, options: dict[str, Any], length: int, kind: type[End] = End) -> None:
-        self._pipe, child = _processes.Pipe()
-        self._process = _processes.Process(target=serve, args=(child, kind, transport, options, length), daemon=True)
+        self._pipe, child = PROCESSES.Pipe()
+        self._process = PROCESSES.Process(target=serve, args=(child, kind, transport, options, length), daemon=True)
         self._process.start()
         child.close()
+        self._told = False
         self.endpoint, self.segments, self.address = self.answer()
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -215,11 +235,16 @@ class ProcessPeer:
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
 
-    def stop(self) -> None:
-        if self._process.is_alive():
+    def tell_to_stop(self) -> None:
+        """Begin what `stop` waits for."""
+        if not self._told and self._process.is_alive():
             self._signal(signal.SIGCONT)
             self._pipe.send(None)
-            self._process.join(PATIENCE_SECONDS)
+        self._told = True
+
+    def stop(self) -> None:
+        self.tell_to_stop()
+        self._process.join(PATIENCE_SECONDS)
         assert self._process.exitcode in (0, -signal.SIGKILL), f"the peer ended with {self._process.exitcode}"
         self._pipe.close()
         self._process.close()

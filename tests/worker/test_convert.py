@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_loop import D_SIDE, MODEL, TOKENS, Decode, Prefill, table, until, write
+from prefill_instance import MODEL, TOKENS, table, write
+from test_loop import D_SIDE, Decode, Prefill, until
 
 from effort import examples
 from vllm_pd_connector.config import Config, parse_config

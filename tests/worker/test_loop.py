@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "geometry"))
-
-from geometry_world import Model, Side, Worker, instance, table, write
+from prefill_instance import MODEL, TOKENS, PrefillInstance, Side, instance, real, table, write
 
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
-from vllm_pd_connector.geometry.manifest import Manifest, Segment
-from vllm_pd_connector.protocol.answer import remote_prefill_params
-from vllm_pd_connector.protocol.params import parse_remote_prefill
-from vllm_pd_connector.sidechannel.server import SideChannelServer
+from vllm_pd_connector.protocol.params import RemotePrefill
 from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.loopback import LoopbackTransport
@@ -33,10 +26,8 @@ from vllm_pd_connector.worker.link import Bound, Link
 from vllm_pd_connector.worker.loop import TransferLoop
 from vllm_pd_connector.worker.outbox import Outbox
 
-MODEL = Model(layers=2, heads=4)
-P_SIDE = Side(tp=2, layout="HND")
 D_SIDE = Side(tp=1, layout="NHD")
-P_BLOCKS, D_BLOCKS, TOKENS = (3, 1, 5), (2, 6, 4), 10
+D_BLOCKS = (2, 6, 4)
 PATIENCE_S = float(os.environ.get("PD_TEST_PATIENCE", "30"))
 
 
@@ -47,53 +38,16 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
-def real(worker: Worker, endpoint: bytes = b"", **changes: object) -> Manifest:
-    """The worker's manifest with the true address of its memory."""
-    segment = Segment(worker.memory.ctypes.data, len(worker.memory), "cpu", 0)
-    return msgspec.structs.replace(worker.manifest, segments=(segment,), endpoint=endpoint, **changes)
+def order_of(request_id: str, remote: RemotePrefill) -> ReceiveOrder:
+    """What the decode instance's scheduler half would order for these parameters."""
+    return ReceiveOrder(request_id, remote, "", (GroupBlocks(0, D_BLOCKS),), 4, TOKENS)
 
 
-class Prefill:
-    """A prefill instance: ranks with bytes and transports, and a side channel."""
+class Prefill(PrefillInstance):
+    """A prefill instance beside the test."""
 
-    def __init__(
-        self,
-        engine_id: str = "p-0",
-        port: int = 0,
-        make: Callable[[], Transport] = LoopbackTransport,
-        **changes: object,
-    ):
-        self.workers = instance(MODEL, P_SIDE, engine_id)
-        self.transports = [make() for _ in self.workers]
-        manifests = []
-        for worker, transport in zip(self.workers, self.transports, strict=True):
-            write(MODEL, P_SIDE, worker, [table(*P_BLOCKS)], worker.memory, 0, TOKENS)
-            bare = real(worker)
-            transport.register(bare.segments)
-            manifests.append(msgspec.msgpack.encode(real(worker, transport.describe(), **changes)))
-        self.engine_id, self.incarnation = engine_id, secrets.token_hex(16)
-        self.server = SideChannelServer("127.0.0.1", port, engine_id, self.incarnation)
-        self.manifests = manifests
-        self.server.set_manifests(manifests)
-
-    def order(self, request_id: str, *, hold: bool = True, duration: float = 60.0, **changes: object) -> ReceiveOrder:
-        """What the scheduler half would order for a request whose prefill ran here."""
-        params = remote_prefill_params(
-            block_ids=[P_BLOCKS], first_blocks=[0], request_id=f"p-{request_id}",
-            nonce=secrets.token_bytes(16), lease_seconds=60.0, prompt_digest="0" * 16,
-            engine_id=self.engine_id, incarnation=self.incarnation, host="127.0.0.1", port=self.server.port,
-            tp_size=2, dcp_size=1, pp_size=1, num_tokens=TOKENS,
-        )  # fmt: skip
-        if hold:
-            lease = parse_remote_prefill(params).lease
-            self.server.hold(lease.request_id, lease.nonce, duration)
-        remote = parse_remote_prefill(params | changes)
-        return ReceiveOrder(request_id, remote, "", (GroupBlocks(0, D_BLOCKS),), 4, TOKENS)
-
-    def close(self) -> None:
-        self.server.close()
-        for transport in self.transports:
-            transport.close()
+    def order(self, request_id: str, **changes: Any) -> ReceiveOrder:
+        return order_of(request_id, self.hand_over(request_id, **changes))
 
 
 class Decode:

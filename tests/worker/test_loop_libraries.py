@@ -6,47 +6,33 @@ untouched, blocks that may still be written to are in quarantine until nothing c
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
-from test_loop import Decode, Prefill, until
+from prefill_instance import serve
+from test_loop import Decode, order_of, until
 
+from forked import PROCESSES
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.steps import ReceiveOrder
 from vllm_pd_connector.transport.registry import create
 
-DEADLINE_S = 2.0
+DEADLINE_S = 4.0
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mooncake": ("mooncake", {"protocol": "tcp", "address": "127.0.0.1"}),
     "nixl-tcp": ("nixl", {"ucx": {"TLS": "tcp,self"}}),
 }
-
-_processes = multiprocessing.get_context("forkserver")
-
-
-def serve(pipe: Connection, variant: str, engine_id: str) -> None:
-    """Main of a prefill process: hands out orders until the test closes the pipe."""
-    name, options = VARIANTS[variant]
-    prefill = Prefill(engine_id, make=lambda: create(name, options))
-    pipe.send(prefill.server.port)
-    try:
-        while True:
-            pipe.send(prefill.order(pipe.recv()))
-    except (EOFError, OSError):
-        prefill.close()
 
 
 class Instance:
     """A prefill instance in a process of its own."""
 
     def __init__(self, variant: str, engine_id: str):
-        self._pipe, child = _processes.Pipe()
-        self._process = _processes.Process(target=serve, args=(child, variant, engine_id), daemon=True)
+        self._pipe, child = PROCESSES.Pipe()
+        self._process = PROCESSES.Process(target=serve, args=(child, engine_id, *VARIANTS[variant]), daemon=True)
         self._process.start()
         child.close()
         assert self._pipe.poll(60), "the prefill process does not start"
@@ -55,9 +41,7 @@ class Instance:
     def order(self, request_id: str) -> ReceiveOrder:
         self._pipe.send(request_id)
         assert self._pipe.poll(60), "the prefill process does not answer"
-        made = self._pipe.recv()
-        assert isinstance(made, ReceiveOrder)
-        return made
+        return order_of(request_id, self._pipe.recv())
 
     def stop(self) -> None:
         assert self._process.pid is not None
@@ -72,11 +56,13 @@ class Instance:
         self._process.kill()
         self._process.join()
 
-    def close(self) -> None:
+    def tell_to_end(self) -> None:
         if self._process.is_alive():
             self.go_on()
-            self._pipe.close()
-            self._process.join(60)
+        self._pipe.close()
+
+    def close(self) -> None:
+        self._process.join(60)
         assert self._process.exitcode in (0, -signal.SIGKILL)
 
     def _state(self) -> str:
@@ -98,6 +84,8 @@ def start(variant: str) -> Iterator[Callable[[str], Instance]]:
         return made[-1]
 
     yield start_one
+    for instance in made:
+        instance.tell_to_end()
     for instance in made:
         instance.close()
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_loop import P_BLOCKS, Decode, Prefill, real
+from prefill_instance import P_BLOCKS, real
+from test_loop import Decode, Prefill
 
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.sums import Sum, difference
