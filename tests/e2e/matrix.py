@@ -228,7 +228,10 @@ ORDER_ROWS: list[Row] = QUICK_PUSH_ROWS
 PUSH_ROWS: list[Row] = _push_rows()
 """Pairs in which the prefill side writes. Steps matter here, so pairs with unequal sides compute in chunks."""
 
-ROWS: list[Row] = [*_rows(), *UNEQUAL_ROWS, *MOONCAKE_ROWS, *PUSH_ROWS]
+AUTO_ROW = Row("gqa", chunked=True, mode="auto")
+"""Where the decode side finds the faster way itself."""
+
+ROWS: list[Row] = [*_rows(), *UNEQUAL_ROWS, *MOONCAKE_ROWS, *PUSH_ROWS, AUTO_ROW]
 
 UNEQUAL_HYBRID_ROWS = [row for row in ROWS if row.family in HYBRIDS and row.prefix_caching and row.p_tp != row.d_tp]
 """Hybrids whose logical blocks differ because their states do, with prefix caching on."""

@@ -1,0 +1,26 @@
+"""Mode auto: the decode instance measures both ways to a prefill instance and takes the faster."""
+
+from __future__ import annotations
+
+import re
+
+from e2e.cluster import Cluster
+from e2e.matrix import AUTO_ROW
+from e2e.over import over
+from e2e.workload import prompts
+
+PROMPTS = prompts("auto", (40, 700, 1800))
+
+
+@over([AUTO_ROW])
+def test_both_ways_are_measured_and_the_faster_is_taken(pair: Cluster) -> None:
+    pair.check(PROMPTS)
+    page = pair.metrics(pair.decode)
+    figures = dict(re.findall(r"^vllm:pd_(selftest_\w+|push_chosen)\{[^}]*\} (\S+)$", page, re.MULTILINE))
+    read, write = (float(figures[f"selftest_{way}_bytes_per_second"]) for way in ("read", "write"))
+    assert read > 0 and write > 0
+    assert float(figures["push_chosen"]) == (write > read)
+    said = re.findall(r"self-test with prefill engine .*", pair.decode.log.read_text(errors="replace"))
+    [told] = said
+    assert ("is asked to write" if write > read else "is read from") in told
+    print(told)
