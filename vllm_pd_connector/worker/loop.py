@@ -154,8 +154,13 @@ class TransferLoop:
             self._transport.close()
 
     def _turn(self, now: float) -> None:
-        """One round: orders, replies, transfers, deadlines. An unexpected error fails the receives, not the thread."""
+        """One round: replies, orders, transfers, deadlines. An unexpected error fails the receives, not the thread."""
         try:
+            # Replies first: the goodbye of a process must not meet the links of orders that name the next one there.
+            for endpoint in self._calls.deliver(now):
+                self._receives.departed(endpoint, now)
+                if self._pushes is not None:
+                    self._pushes.departed(endpoint, now)
             while self._inbox:
                 orders, aborts = self._inbox.popleft()
                 for order in orders:
@@ -163,10 +168,6 @@ class TransferLoop:
                 for request_id in aborts:
                     self._receives.abort(request_id, now)
             self._comparison.turn(now)
-            for endpoint in self._calls.deliver(now):
-                self._receives.departed(endpoint, now)
-                if self._pushes is not None:
-                    self._pushes.departed(endpoint, now)
             self._receives.poll(now)
             self._poll_staged(now)
             self._receives.tick(now)
