@@ -87,6 +87,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Whether workers of an instance in these roles read or write others' caches, and so convert."""
         return (prefills and self.pushes) or (decodes and self.mode != "push")
 
+    def is_target(self, *, prefills: bool, decodes: bool) -> bool:
+        """Whether others may read or write the caches of an instance in these roles. Decode instances choose the way,
+        so prefill instances of every mode are read from."""
+        return prefills or (decodes and self.pushes)
+
     def side_channel(self, data_parallel_index: int, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
         """Host and port at which this instance's scheduler half listens.
 

@@ -51,7 +51,7 @@ class End:
 
     device = "cpu"
 
-    def __init__(self, transport: str, options: dict[str, Any], length: int) -> None:
+    def __init__(self, transport: str, options: dict[str, Any], length: int, *, serves: bool = True) -> None:
         self.length = length
         self.address = self.allocate(length)
         half = length // 2
@@ -59,7 +59,7 @@ class End:
             Segment(address=self.address, length=half, device=self.device, device_id=0),
             Segment(address=self.address + half, length=length - half, device=self.device, device_id=0),
         )
-        self.transport: Any = create(transport, options)
+        self.transport: Any = create(transport, options, serves=serves)
         self.transport.register(self.segments)
         self.endpoint: bytes = self.transport.describe()
         self._peers: dict[bytes, Any] = {}

@@ -93,6 +93,14 @@ def test_mooncake_is_reached_like_the_side_channel_unless_an_address_is_given(mo
     assert parse_config({"transport": "mooncake", **given}).transport_settings() == settings
 
 
+@pytest.mark.parametrize(("mode", "decode"), [("pull", False), ("push", True), ("auto", True)])
+def test_a_decode_instance_that_only_reads_is_nobodys_target(mode, decode):
+    config = parse_config({"mode": mode})
+    assert config.is_target(prefills=True, decodes=False)
+    assert config.is_target(prefills=True, decodes=True)
+    assert config.is_target(prefills=False, decodes=True) is decode
+
+
 @pytest.mark.parametrize(
     ("mode", "prefill", "decode"), [("pull", False, True), ("push", True, False), ("auto", True, True)]
 )

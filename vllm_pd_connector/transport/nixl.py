@@ -6,6 +6,9 @@ gain nothing for runs that the binder merged already: see docs/design/transports
 What the library does not do, and this module does:
 - **Idle costs nothing.** NIXL's Python agent starts a progress thread that never sleeps. The bindings take the
   thread's interval; nothing of the library is patched, so another NIXL user in the process is not affected.
+- **One thread where one is enough.** An agent that nobody reads from or writes into needs no progress thread: polling
+  its own transfers moves them. Beside a progress thread, posted reads were seen to stand still for seconds, and twice
+  for ever, with every later one to that peer.
 - **A call is bounded.** On one host UCX copies inside the call that posts. A transfer is posted in batches, and a call
   that has spent its few milliseconds leaves the rest to `poll`, so that the thread which owns the transport stays
   responsive. Where posting only queues work (TCP, RDMA), all batches are posted at once and run together.
@@ -100,7 +103,7 @@ class _Transfer:
 
 
 class NixlTransport:
-    """See `base.Transport`.
+    """See `base.Transport`. `serves`: whether peers may read or write what is registered here.
 
     Raises:
         InvalidConfig: NIXL is not installed, or an option is out of range.
@@ -109,7 +112,7 @@ class NixlTransport:
 
     name = NAME
 
-    def __init__(self, options: NixlOptions | None = None) -> None:
+    def __init__(self, options: NixlOptions | None = None, *, serves: bool = True) -> None:
         self._options = options or NixlOptions()
         self._nixl = _bindings()
         self._errors = tuple(
@@ -123,7 +126,7 @@ class NixlTransport:
         if self._options.progress_interval_us < 1 or self._options.batch_bytes < 1:
             raise InvalidConfig("progress_interval_us and batch_bytes must be at least 1")
         config = self._nixl.nixlAgentConfig()
-        config.useProgThread = True
+        config.useProgThread = serves
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
         config.pthrDelay = self._options.progress_interval_us
         with self._translated(f"starting NIXL with backend {self._options.backend}"):

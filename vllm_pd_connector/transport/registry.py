@@ -15,11 +15,11 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 NAMES = ("nixl", "mooncake", "loopback")
 
 
-def create(name: str, options: Mapping[str, object] | None = None) -> Transport:
+def create(name: str, options: Mapping[str, object] | None = None, *, serves: bool = True) -> Transport:
     """A new endpoint of transport `name`.
 
     `options` are the fields of the transport's options struct (`NixlOptions`, `MooncakeOptions`,
-    `LoopbackOptions`).
+    `LoopbackOptions`). `serves`: whether peers may read or write memory that is registered here.
 
     Raises:
         InvalidConfig: unknown name, unknown or mistyped option, or the transport's library is not installed.
@@ -29,7 +29,7 @@ def create(name: str, options: Mapping[str, object] | None = None) -> Transport:
     if name == "nixl":
         from vllm_pd_connector.transport.nixl import NixlOptions, NixlTransport
 
-        return NixlTransport(_convert(name, given, NixlOptions))
+        return NixlTransport(_convert(name, given, NixlOptions), serves=serves)
     if name == "mooncake":
         from vllm_pd_connector.transport.mooncake import MooncakeTransport
         from vllm_pd_connector.transport.mooncake_engine import MooncakeOptions

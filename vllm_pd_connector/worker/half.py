@@ -128,7 +128,9 @@ class WorkerHalf:
     def _make_transport(self, manifest: Manifest) -> Transport:
         """Called in the transfer thread."""
         make_device_current(manifest.segments)
-        return registry.create(self._config.transport, self._config.transport_settings())
+        role = self._vllm_config.kv_transfer_config
+        serves = self._config.is_target(prefills=role.is_kv_producer, decodes=role.is_kv_consumer)
+        return registry.create(self._config.transport, self._config.transport_settings(), serves=serves)
 
     def encoded_manifest(self) -> bytes:
         assert self._manifest is not None, "vLLM asks for it after register_kv_caches"
