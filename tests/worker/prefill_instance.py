@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "geometry"))
 from geometry_world import Model, Side, Worker, instance, table, write
 
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
-from vllm_pd_connector.protocol.params import RemotePrefill, parse_remote_prefill, remote_prefill_params
+from vllm_pd_connector.protocol.answer import remote_prefill_params
+from vllm_pd_connector.protocol.params import RemotePrefill, parse_remote_prefill
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.loopback import LoopbackTransport
