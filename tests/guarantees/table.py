@@ -199,12 +199,12 @@ GUARANTEES = [
     Guarantee(
         "with verification, what was written is compared before it is used",
         RECEIVE, "        if self._verify and comparable:\n", "        if False:\n",
-        "worker/test_verify_push.py::test_a_difference_fails_the_request_before_its_blocks_are_used_and_frees_the_prefill",
+        f"{T_RECEIVE}::test_what_was_written_is_compared_if_the_prefill_side_keeps_it_for_that",
     ),
     Guarantee(
         "blocks that are compared with what was written are kept until then",
         "protocol/push.py", "            if lease is not None:\n", "            if False:\n",
-        "worker/test_verify_push.py::test_the_blocks_are_kept_until_they_were_compared_and_no_longer",
+        "protocol/test_push_table.py::test_a_reader_who_compares_is_given_the_lease_and_not_taken_for_served",
     ),
     Guarantee(
         "requests are bounded before they are in memory",

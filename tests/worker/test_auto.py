@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from test_loop import P_BLOCKS, TOKENS
+from prefill_instance import P_BLOCKS, TOKENS
 from test_pushing import CONFIG, DIGEST, Target, Writer, freed, whole
 
 from vllm_pd_connector.protocol.answer import remote_prefill_params

@@ -135,8 +135,9 @@ def target(config: Config) -> Iterator[Target]:
 
 def writes(loop: TransferLoop) -> bool:
     """Whether the loop's pushes are under way, and not only ordered."""
-    pushes = list(loop._pushes._pushes.values())
-    return bool(pushes) and all(push.transfers for push in pushes)
+    pushes, streams = list(loop._pushes._pushes.values()), list(loop._pushes._stager._streams)
+    staged = [stream.owner for stream in streams if any(flight.transfer is not None for flight in stream.flights)]
+    return bool(pushes) and all(push.transfers or push in staged for push in pushes)
 
 
 def freed(writer: Writer, *names: str) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "geometry"))
 
+from prefill_instance import P_BLOCKS, real
 from test_auto import both_ways
-from test_loop import P_BLOCKS, real
 from test_pushing import SOURCE, Target, Writer, freed, until, whole
 
 from vllm_pd_connector.config import Config
