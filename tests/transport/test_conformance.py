@@ -53,7 +53,7 @@ def ends(variant: Variant) -> Iterator[Callable[..., End]]:
     made: list[End] = []
 
     def make(length: int = SIZE, **options: Any) -> End:
-        made.append(End(variant.transport, variant.options | options, length, serves=variant.serves))
+        made.append(End(variant.transport, variant.options | options, length))
         return made[-1]
 
     yield make
@@ -63,7 +63,7 @@ def ends(variant: Variant) -> Iterator[Callable[..., End]]:
 
 @pytest.fixture(scope="module")
 def standing(variant: Variant) -> Iterator[End]:
-    made = End(variant.transport, variant.options, SIZE, serves=variant.serves)
+    made = End(variant.transport, variant.options, SIZE)
     yield made
     made.transport.close()
 

@@ -1,7 +1,7 @@
 """What the conformance suite runs over: loopback in one process, NIXL and Mooncake between two processes.
 
-NIXL runs as it chooses on one host (cross-memory attach), and over TCP, which is what containers without that permission
-and two hosts use; each with a local side that only initiates, and one of them with a local side that serves as well.
+NIXL runs twice: as it chooses on one host (cross-memory attach), and over TCP, which is what containers without that
+permission and two hosts use.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ class Variant:
     transport: str
     options: dict[str, Any]
     peer: type[AnyPeer]
-    serves: bool = True
 
 
 VARIANTS = {
     "loopback": Variant("loopback", {}, InProcessPeer),
-    "nixl": Variant("nixl", {}, ProcessPeer, serves=False),
-    "nixl-both": Variant("nixl", {}, ProcessPeer),
-    "nixl-tcp": Variant("nixl", {"ucx": {"TLS": "tcp,self"}}, ProcessPeer, serves=False),
+    "nixl": Variant("nixl", {}, ProcessPeer),
+    "nixl-tcp": Variant("nixl", {"ucx": {"TLS": "tcp,self"}}, ProcessPeer),
     "mooncake": Variant("mooncake", {"protocol": "tcp"}, ProcessPeer),
 }
 

@@ -19,7 +19,8 @@ def create(name: str, options: Mapping[str, object] | None = None, *, serves: bo
     """A new endpoint of transport `name`.
 
     `options` are the fields of the transport's options struct (`NixlOptions`, `MooncakeOptions`,
-    `LoopbackOptions`). `serves`: whether peers may read or write memory that is registered here.
+    `LoopbackOptions`). `serves`: whether peers may read or write memory that is registered here; without that,
+    nothing moves between calls, and only what is polled to its end is sure to happen.
 
     Raises:
         InvalidConfig: unknown name, unknown or mistyped option, or the transport's library is not installed.
