@@ -1,7 +1,7 @@
 """What the conformance suite runs over: loopback in one process, NIXL and Mooncake between two processes.
 
-NIXL runs as it chooses on one host (cross-memory attach), and over TCP, which is what containers without that permission
-and two hosts use; each with a local side that only initiates, and one of them with a local side that serves as well.
+NIXL runs as it chooses on one host (cross-memory attach), and over TCP, which is what containers without that
+permission and two hosts use; each with a local side that only initiates, and one of them with one that serves as well.
 """
 
 from __future__ import annotations
