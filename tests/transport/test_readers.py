@@ -41,7 +41,7 @@ def reader(variant: Variant) -> Iterator[End]:
 
 def test_what_is_polled_arrives(reader: End, peer: AnyPeer) -> None:
     peer.call("fill", 3)
-    target = connected(reader, peer)
+    target = reader.connect(peer.endpoint, peer.segments)
     for count, length in ((1, 64), (100, 1024), (30, 65536)):
         rows = scattered(count, length, peer.address, reader.address, SIZE)
         reader.finish(reader.transport.read(target, runs(rows)))
@@ -53,7 +53,7 @@ def test_what_is_polled_arrives(reader: End, peer: AnyPeer) -> None:
 
 
 def test_a_peer_that_died_is_noticed(reader: End, peer: AnyPeer) -> None:
-    target = connected(reader, peer)
+    target = reader.connect(peer.endpoint, peer.segments)
     reader.finish(reader.transport.read(target, whole(peer.address, reader.address, SIZE)))
     peer.kill()
 

@@ -190,7 +190,7 @@ def test_a_lost_peer_fails_the_receive_and_a_new_life_of_it_works(prefill, decod
         transport.faults.lost = True
     assert decode.wait_for("a") == [False]
     until(lambda: free(decode) == TINY, "the slots to come back")
-    prefill.close()
+    decode.hear_the_end_of(prefill)
     with contextlib.closing(Prefill(port=prefill.server.port)) as again:
         decode.loop.submit([again.order("b")], [])
         assert decode.wait_for("b") == [True]

@@ -92,6 +92,20 @@ class Decode:
         self.until(lambda: set(request_ids) <= self.finished.keys(), f"reports of {request_ids}")
         return [self.finished[request_id] for request_id in request_ids]
 
+    def hear_the_end_of(self, prefill: Prefill) -> None:
+        """Close `prefill`, and wait for its word that it ends: it means whoever is at that address when it comes."""
+        heard, receives = threading.Event(), self.loop._receives
+        departed = receives.departed
+
+        def hear(endpoint: str, now: float) -> None:
+            departed(endpoint, now)
+            heard.set()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(receives, "departed", hear)
+            prefill.close()
+            until(heard.is_set, "the word that the prefill instance ends")
+
     def expected(self, start: int = 4) -> np.ndarray:
         memory = self.before.copy()
         write(MODEL, D_SIDE, self.worker, [table(*D_BLOCKS)], memory, start, TOKENS)
@@ -282,7 +296,7 @@ def test_a_restarted_peer_at_the_same_address_works(prefill, decode):
     for transport in prefill.transports:
         transport.faults.lost = True
     stale = prefill.order("stale")
-    prefill.close()
+    decode.hear_the_end_of(prefill)
     with contextlib.closing(Prefill(port=port)) as again:
         decode.loop.submit([stale, again.order("b")], [])
         assert decode.wait_for("stale", "b") == [False, True]

@@ -13,7 +13,8 @@ import pytest
 from geometry_world import Move, Worker, instance, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_loop import D_SIDE, MODEL, TOKENS, real, table, until
+from prefill_instance import MODEL, TOKENS, real, table
+from test_loop import D_SIDE, until
 from test_moves import moves
 from test_pushing import CONFIG, TINY, Target, Writer, freed, whole
 
