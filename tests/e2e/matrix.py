@@ -162,7 +162,7 @@ UNEQUAL_ROWS: list[Row] = [
     Row("swa", p_pp=2),
     replace(_layouts("gqa", 1, 1, ("HND", 48), ("NHD", 32)), p_pp=2),
     Row("kimi", p_pp=2),
-    Row("granite", d_pp=2, prefix_caching=False),
+    Row("kimi", d_pp=2),
 ]
 """Pairs whose sides differ in block size, layout or pipeline stages, or that need another number of heads, with prefix
 caching where the model has it."""
