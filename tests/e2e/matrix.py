@@ -194,6 +194,7 @@ PUSHED_UNEQUAL_ROWS: list[Row] = [
     Row("swa", p_block=128, d_block=32),
     Row("swa", 2, 1, p_block=32, d_block=96),
     _layouts("gqa", 1, 1, ("NHD", 32), ("HND", 64)),
+    _layouts("gqa", 2, 1, ("NHD", 32), ("HND", 32)),
     _layouts("gqa", 1, 2, ("HND", 48), ("NHD", 32)),
     _layouts("gqa", 2, 1, ("", 64), ("NHD", 16)),
     _layouts("mqa", 1, 2, ("HND", 32), ("NHD", 16)),
