@@ -6,15 +6,11 @@ import contextlib
 import json
 import shutil
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "geometry"))
-
 from geometry_world import Model, Side, instance
 
 from vllm_pd_connector import cli

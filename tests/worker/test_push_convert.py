@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "geometry"))
-
 from geometry_world import Move, Worker, instance, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
