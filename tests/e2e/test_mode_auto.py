@@ -7,14 +7,12 @@ import re
 from e2e.cluster import Cluster
 from e2e.matrix import AUTO_ROW
 from e2e.over import over
-from e2e.workload import prompts
-
-PROMPTS = prompts("auto", (40, 700, 1800))
+from e2e.workload import SCENARIOS
 
 
 @over([AUTO_ROW])
 def test_both_ways_are_measured_and_the_faster_is_taken(pair: Cluster) -> None:
-    pair.check(PROMPTS)
+    pair.check(SCENARIOS["moved"])
     page = pair.metrics(pair.decode)
     figures = dict(re.findall(r"^vllm:pd_(selftest_\w+|push_chosen)\{[^}]*\} (\S+)$", page, re.MULTILINE))
     read, write = (float(figures[f"selftest_{way}_bytes_per_second"]) for way in ("read", "write"))
