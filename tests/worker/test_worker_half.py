@@ -1,0 +1,33 @@
+"""What the worker half tells its transport."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_pd_connector.config import parse_config
+from vllm_pd_connector.transport import registry
+from vllm_pd_connector.worker.half import WorkerHalf
+
+
+@pytest.mark.parametrize(
+    ("mode", "role", "serves"),
+    [
+        ("pull", "kv_producer", True),
+        ("pull", "kv_consumer", False),
+        ("pull", "kv_both", True),
+        ("push", "kv_consumer", True),
+        ("auto", "kv_consumer", True),
+    ],
+)
+def test_only_a_worker_that_nobody_reads_or_writes_says_so(
+    monkeypatch: pytest.MonkeyPatch, mode: str, role: str, serves: bool
+) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(registry, "create", lambda *_, **named: told.append(named))
+    roles = SimpleNamespace(is_kv_producer=role != "kv_consumer", is_kv_consumer=role != "kv_producer")
+    half = WorkerHalf(parse_config({"mode": mode}), SimpleNamespace(kv_transfer_config=roles), None)
+    half._make_transport(SimpleNamespace(segments=()))
+    assert told == [{"serves": serves}]
