@@ -47,6 +47,21 @@ def test_blocks_that_must_stay_private_are_announced_in_the_step_of_their_receiv
     assert first.take_report() is None
 
 
+def test_what_was_counted_is_handed_over_with_the_report_and_once():
+    outbox = Outbox()
+    outbox.counting.fail(FailureKind.DEADLINE)
+    assert outbox.take_stats() is None
+    outbox.finished("a", ok=False, quarantined=False)
+    stats = outbox.take_stats()
+    assert stats is not None and stats.data["failures"] == {"deadline": 1}
+    outbox.flush()
+    assert outbox.take_stats() is None
+    outbox.counting.count("bytes", 7)
+    outbox.flush()
+    stats = outbox.take_stats()
+    assert stats is not None and stats.data["bytes"] == 7 and not stats.data["failures"]
+
+
 def make_stats() -> PDStats:
     stats = PDStats()
     stats.count("bytes", 1000)

@@ -134,6 +134,14 @@ def test_a_read_puts_the_logical_elements_in_place_and_ends_the_lease(prefill, d
     until(lambda: [freed.request_id for freed in prefill.server.take_freed()] == ["p-a"], "the lease to end")
 
 
+def test_the_step_that_hears_of_a_failed_receive_hears_why(prefill, decode, monkeypatch):
+    monkeypatch.setattr(decode.outbox, "flush", lambda: None)  # the end of the turn is too late: it may be hours away
+    decode.transport.faults.failures.append(TransferError("a cable was pulled"))
+    decode.loop.submit([prefill.order("a")], [])
+    assert decode.wait_for("a") == [False]
+    assert decode.failures == {"transfer_failed": 1}
+
+
 def test_the_handshake_happens_once_for_many_requests(prefill, decode):
     names = [f"r{i}" for i in range(20)]
     decode.loop.submit([prefill.order(name) for name in names], [])

@@ -19,7 +19,6 @@ from concurrent.futures import Future
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
-from vllm_pd_connector.observability.stats import PDStats
 from vllm_pd_connector.sidechannel.keys import keys_of
 from vllm_pd_connector.sidechannel.waiting import Wake
 from vllm_pd_connector.steps import ReceiveOrder
@@ -80,7 +79,6 @@ class TransferLoop:
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="pd-transfer", daemon=True)
         self._started: Future[bytes] = Future()
-        self._stats = PDStats()
 
     def start(self) -> bytes:
         """Start the thread, create the transport in it and register the memory; returns the transport's endpoint.
@@ -138,12 +136,11 @@ class TransferLoop:
             self._outbox,
             self._reader,
             self._readers,
-            lambda: self._stats,
             connected=self._self_test if self._config.mode == "auto" else None,
             received=self._received,
         )
         if self._push is not None:
-            self._pushes = Pushes(*common, self._push, self._reader, lambda: self._stats)
+            self._pushes = Pushes(*common, self._push, self._reader, self._outbox.counting)
         try:
             while not self._stop:
                 self._calls.wait(self._wake, self._next_deadline())
@@ -176,9 +173,7 @@ class TransferLoop:
         except Exception as error:
             logger.exception("the transfer thread met an unexpected error")
             self._receives.fail_all(f"unexpected {type(error).__name__}: {error}", now)
-        if not self._stats.is_empty():
-            self._outbox.count(self._stats)
-            self._stats = PDStats()
+        self._outbox.flush()
 
     def _poll_staged(self, now: float) -> None:
         for stream, failure in self._stager.poll():
@@ -197,4 +192,4 @@ class TransferLoop:
         return min((moment for moment in due if moment is not None), default=None)
 
     def _self_test(self, link: Link) -> None:
-        find_direction(link, self._transport, self.scratch, self._stats)
+        find_direction(link, self._transport, self.scratch, self._outbox.counting)

@@ -1,6 +1,8 @@
 """What the transfer thread hands to the engine's thread: finished requests, quarantine changes, counts.
 
 The engine's thread takes everything that has gathered once per step; both sides only swap small objects under a lock.
+What the transfer thread counts is handed over with the next report, in one piece: the step that hears of a request's
+end hears of what it counted too. An instance may take no step after it for hours.
 """
 
 from __future__ import annotations
@@ -14,9 +16,13 @@ from vllm_pd_connector.steps import WorkerReport
 
 
 class Outbox:
-    """Thread-safe; every receive is put in once and taken out once."""
+    """Thread-safe; every receive is put in once and taken out once.
+
+    `counting` is the transfer thread's own, without the lock: it counts there, and a report or `flush` hands over.
+    """
 
     def __init__(self) -> None:
+        self.counting = PDStats()
         self._lock = threading.Lock()
         self._results = KVConnectorTransferResults()
         self._report = WorkerReport()
@@ -36,15 +42,22 @@ class Outbox:
                 self._report.quarantined[request_id] = 1
             if ok and private:
                 self._report.private[request_id] = dict(private)
+            self._hand_over()
 
     def drained(self, request_id: str) -> None:
         """Nothing writes into this request's blocks any more on this rank."""
         with self._lock:
             self._report.drained[request_id] = 1
 
-    def count(self, stats: PDStats) -> None:
-        with self._lock:
-            self._stats.aggregate(stats)
+    def flush(self) -> None:
+        """Hand over what was counted since the last report; for the transfer thread."""
+        if not self.counting.is_empty():
+            with self._lock:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._stats.aggregate(self.counting)
+        self.counting.reset()
 
     def take_results(self) -> KVConnectorTransferResults:
         """Receives that ended since the last call, and with them the report that belongs to the same step."""

@@ -139,7 +139,7 @@ class Pushes:
     Args:
         stager: carries out what goes by way of the slab; whoever polls it brings its results to `staged`.
         worker: this worker's number in its instance.
-        stats: what is counted now.
+        stats: where this thread counts.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Pushes:
         calls: Calls,
         setup: PushSetup,
         worker: int,
-        stats: Callable[[], PDStats],
+        stats: PDStats,
     ) -> None:
         self._config = config
         self._transport = transport
@@ -278,7 +278,7 @@ class Pushes:
 
     def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
         """The decode instance cannot be written into."""
-        self._stats().fail(kind)
+        self._stats.fail(kind)
         self._fail(self._pushes[request_id], reason, now)
 
     def lost(self, link: Link, ranks: Sequence[TransportPeer], reason: str, now: float) -> None:
@@ -351,7 +351,7 @@ class Pushes:
         return bool(push.transfers) or push.stuck or self._stager.holds(push)
 
     def _transfer_failed(self, push: Push, error: BindError | TransferError, now: float) -> None:
-        self._stats().fail(FailureKind.TRANSFER_FAILED)
+        self._stats.fail(FailureKind.TRANSFER_FAILED)
         push.stuck |= isinstance(error, TransferError) and not error.terminal
         self._fail(push, str(error), now)
         if isinstance(error, PeerLost):
@@ -391,4 +391,4 @@ class Pushes:
             self._send(report)  # our own scheduler half: without it nothing else goes on either
 
     def _observe(self, phase: Phase, seconds: float) -> None:
-        self._stats().observe_phase(phase, seconds)
+        self._stats.observe_phase(phase, seconds)

@@ -16,7 +16,7 @@ from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import BindError, PeerLost, ProtocolError, TransferError
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
+from vllm_pd_connector.observability.stats import FailureKind, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.messages import Failure, FailureCode, ReadDone, ReadVerdict, Release
@@ -69,7 +69,6 @@ class Receives:
         outbox: Outbox,
         reader: int,
         readers: int,
-        stats: Callable[[], PDStats],
         connected: Callable[[Link], None] | None,
         received: Callable[[ReceiveOrder, str, Mapping[int, int]], None] | None,
     ) -> None:
@@ -81,7 +80,7 @@ class Receives:
         self._comparison = comparison
         self._outbox = outbox
         self._reader, self._readers = reader, readers
-        self._stats = stats
+        self._stats = outbox.counting
         self._received = received
         silent = config.handshake_timeout + ANSWER_S
         self._limits = receives.Limits(
@@ -101,7 +100,7 @@ class Receives:
         remote, push = order.remote, order.push
         if remote is None and push is None:
             logger.error("request %s: receive failed: %s", order.request_id, order.error)
-            self._stats().fail(FailureKind.BAD_PARAMETERS)
+            self._stats.fail(FailureKind.BAD_PARAMETERS)
             self._outbox.finished(order.request_id, ok=False, quarantined=False)
             return
         if push is not None and not order.either:
@@ -262,7 +261,7 @@ class Receives:
                 continue
             active.transfers[index] = transfer
             active.moved += Moved(runs.total_bytes, len(runs), transfer.descriptors)
-        self._stats().observe_phase(Phase.POST, time.monotonic() - began)
+        self._stats.observe_phase(Phase.POST, time.monotonic() - began)
         active.reads = []
         for index, failure in failed:
             self._transfer_failed(active, index, failure, now)
@@ -313,7 +312,7 @@ class Receives:
         active.reads = []
         account = self._stager.account(active)
         self._stager.cancel(active)
-        stats = self._stats()
+        stats = self._stats
         if ok:
             self._phase(active, Phase.CONFIRM, now)
             stats.observe_phase(Phase.TOTAL, now - active.began)
@@ -359,8 +358,8 @@ class Receives:
             logger.debug("giving back prefill %s: %s", active.prefill, error)
 
     def _observe(self, phase: Phase, seconds: float) -> None:
-        self._stats().observe_phase(phase, seconds)
+        self._stats.observe_phase(phase, seconds)
 
     def _phase(self, active: Active, phase: Phase, now: float) -> None:
-        self._stats().observe_phase(phase, now - active.phase_began)
+        self._stats.observe_phase(phase, now - active.phase_began)
         active.phase_began = now
