@@ -10,7 +10,7 @@ import pytest
 from transport_ends import End, runs, until, whole
 from transport_variants import MIB, SIZE, VARIANTS, AnyPeer, Variant, scattered
 
-from vllm_pd_connector.errors import PeerLost
+from vllm_pd_connector.errors import PeerLost, TransferError
 
 LONG = 96 * MIB  # more than one call copies
 
@@ -58,6 +58,48 @@ def test_what_is_polled_arrives(reader: End, peer: AnyPeer) -> None:
             assert reader.content(begin, size) == peer.call("content", source - peer.address, size)
     reader.finish(reader.transport.read(target, whole(peer.address, reader.address, LONG)))
     assert reader.digest() == peer.call("digest")
+
+
+def test_another_agent_connects_while_the_first_one_ends_what_it_runs(
+    reader: End, peer: AnyPeer, variant: Variant
+) -> None:
+    half = LONG // 2
+    peer.call("fill", 5)
+    target = reader.connect(peer.endpoint, peer.segments)
+    reader.finish(reader.transport.read(target, whole(peer.address, reader.address, SIZE)))
+    reader.zero()
+    old = reader.transport.read(target, whole(peer.address, reader.address, LONG))
+    before = threads()
+    reader.transport.renew(target)
+    reader.transport.renew(target)  # has another agent already
+    assert threads() - before <= 2
+    reader.disconnect(target)
+    again = reader.connect(peer.endpoint, peer.segments)
+    assert len(reader.transport._older) == 1
+    reader.finish(reader.transport.read(again, whole(peer.address + half, reader.address + half, half)))
+    with contextlib.suppress(TransferError):  # of a peer that is left no more is posted
+        reader.finish(old)
+    assert not reader.transport._older, "the agent that has nothing to do was kept"
+    reader.finish(reader.transport.read(again, whole(peer.address, reader.address, LONG)))
+    assert reader.digest() == peer.call("digest")
+
+
+def test_a_target_is_not_replaced(variant: Variant, peer: AnyPeer) -> None:
+    end = End(variant.transport, variant.options, SIZE)
+    with contextlib.closing(end.transport):
+        target = end.connect(peer.endpoint, peer.segments)
+        with pytest.raises(TransferError, match="not replaced"):
+            end.transport.renew(target)
+        end.finish(end.transport.read(target, whole(peer.address, end.address, SIZE)))
+
+
+def test_replaced_agents_are_few(reader: End, peer: AnyPeer) -> None:
+    for _ in range(3):
+        reader.transport.renew(reader.connect(peer.endpoint, peer.segments))
+    target = reader.connect(peer.endpoint, peer.segments)
+    with pytest.raises(TransferError, match="no other starts"):
+        reader.transport.renew(target)
+    reader.finish(reader.transport.read(target, whole(peer.address, reader.address, SIZE)))
 
 
 def test_a_peer_that_died_is_noticed(reader: End, peer: AnyPeer) -> None:

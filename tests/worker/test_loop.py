@@ -53,9 +53,14 @@ class Prefill(PrefillInstance):
 class Decode:
     """One decode worker's loop, its memory, and everything that came out of it."""
 
-    def __init__(self, config: Config, make: Callable[[], Transport] | None = None):
+    def __init__(
+        self,
+        config: Config,
+        make: Callable[[], Transport] | None = None,
+        transport: LoopbackTransport | None = None,
+    ):
         [self.worker] = instance(MODEL, D_SIDE, "decode-1")
-        self.transport = LoopbackTransport()
+        self.transport = transport or LoopbackTransport()
         self.outbox = Outbox()
         self.loop = TransferLoop(config, real(self.worker), make or (lambda: self.transport), self.outbox, 0, 1)
         self.before = self.worker.memory.copy()
@@ -63,7 +68,7 @@ class Decode:
         self.quarantined: set[str] = set()
         self.drained: set[str] = set()
         self.failures: dict[str, int] = {}
-        self.bytes = self.verified = 0
+        self.bytes = self.verified = self.relinked = 0
         self.loop.start()
 
     def collect(self) -> None:
@@ -78,6 +83,7 @@ class Decode:
         if (stats := self.outbox.take_stats()) is not None:
             self.bytes += stats.data["bytes"]
             self.verified += stats.data["verified"]
+            self.relinked += stats.data["relinked"]
             for kind, number in stats.data["failures"].items():
                 self.failures[kind] = self.failures.get(kind, 0) + number
 

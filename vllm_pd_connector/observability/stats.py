@@ -49,7 +49,7 @@ class FailureKind(StrEnum):
     INTERNAL = "internal"
 
 
-_COUNTS = ("bytes", "runs", "descriptors", "receives", "verified", "leases_expired")
+_COUNTS = ("bytes", "runs", "descriptors", "receives", "verified", "leases_expired", "relinked")
 _PHASE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _MAX_SAMPLES = 4096
 
@@ -134,6 +134,7 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
             "descriptors": ("vllm:pd_descriptors", "Descriptors given to the transport, summed over ranks."),
             "receives": ("vllm:pd_receives", "Receives that ended well, summed over ranks."),
             "verified": ("vllm:pd_verified_receives", "Receives whose sums equalled the prefill side's, over ranks."),
+            "relinked": ("vllm:pd_relinked_peers", "Peers linked anew because reads stood still though they answered."),
             "leases_expired": ("vllm:pd_leases_expired", "Requests whose lease ended before they were read (prefill)."),
         }
         self._counts = {

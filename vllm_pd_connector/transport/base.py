@@ -108,6 +108,18 @@ class Transport(Protocol):
     def notifications(self) -> list[bytes]:
         """Messages that arrived since the last call, oldest first, from any peer."""
 
+    def renew(self, peer: Peer) -> None:
+        """Connect peers from now on by another endpoint of the library than the one of `peer`.
+
+        The way out when transfers stand still though their peer is well, and later ones would too. Those that run go
+        on and are polled as ever, and peers that are connected stay so; no library can end its transfers without
+        harm to a peer that still answers them.
+
+        Raises:
+            TransferError: peers know this endpoint as their target, so that there can be no other; the library cannot
+                have two, or does not start another.
+        """
+
     def close(self) -> None:
         """Release everything, ending running transfers: nothing lands afterwards.
 

@@ -37,12 +37,13 @@ class Faults:
 
     `lost`: its process is gone; every operation of a peer with it is `PeerLost`. `frozen`: it answers nothing;
     transfers of peers with it stay RUNNING and their notifications wait. `held`: transfers that this endpoint itself
-    started stay RUNNING. `failures`: raised by the next polls of transfers that this endpoint started, one each.
+    started stay RUNNING. `stalled`: the same for peers that were connected before this many `renew`s. `failures`: raised by the next polls of transfers that this endpoint started, one each.
     """
 
     lost: bool = False
     frozen: bool = False
     held: bool = False
+    stalled: int = 0
     failures: deque[TransferError] = field(default_factory=deque)
 
 
@@ -50,6 +51,7 @@ class Faults:
 class _Peer:
     name: str
     ranges: Ranges
+    life: int
     connected: bool = True
 
 
@@ -70,12 +72,14 @@ _lock = threading.Lock()
 
 
 class LoopbackTransport:
-    """See `base.Transport`; two of these in one process (any threads) can be connected."""
+    """See `base.Transport`; two of these in one process (any threads) can be connected. `serves`: as for NIXL."""
 
     name = NAME
 
-    def __init__(self, options: LoopbackOptions | None = None) -> None:
+    def __init__(self, options: LoopbackOptions | None = None, *, serves: bool = True) -> None:
         self.faults = Faults()
+        self._serves = serves
+        self._life = 0
         self._name = uuid.uuid4().hex
         self._ranges = Ranges.of((), "this worker")
         self._inbox: deque[bytes] = deque()
@@ -91,7 +95,7 @@ class LoopbackTransport:
         return seal(NAME, self._name, b"")
 
     def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> Peer:
-        peer = _Peer(unseal(NAME, endpoint).name, Ranges.of(segments, "the peer"))
+        peer = _Peer(unseal(NAME, endpoint).name, Ranges.of(segments, "the peer"), self._life)
         _reach(peer)
         return peer
 
@@ -116,7 +120,7 @@ class LoopbackTransport:
         except TransferError:
             transfer.finished = True
             raise
-        if self.faults.held or target.faults.frozen:
+        if self.faults.held or target.faults.frozen or transfer.peer.life < self.faults.stalled:
             return Status.RUNNING
         runs = transfer.work.runs
         for source, destination, length in zip(
@@ -136,6 +140,13 @@ class LoopbackTransport:
         if self.faults.frozen:
             return []
         return [self._inbox.popleft() for _ in range(len(self._inbox))]
+
+    def renew(self, peer: Peer) -> None:
+        assert isinstance(peer, _Peer)
+        if self._serves:
+            raise TransferError("this loopback endpoint is a target of its peers")
+        if peer.life == self._life:
+            self._life += 1
 
     def close(self) -> None:
         with _lock:

@@ -226,6 +226,9 @@ class MooncakeTransport:
     def notifications(self) -> list[bytes]:
         return self._exchange.messages()
 
+    def renew(self, peer: Peer) -> None:
+        raise TransferError("Mooncake's engine is the target of its peers and is not replaced")
+
     def close(self) -> None:
         """Destroys the engine, which closes its connections: nothing lands after this returns."""
         self._exchange.close()

@@ -15,6 +15,9 @@ What the library does not do, and this module does:
 - **Nothing running is released.** NIXL's release returns at once and data still lands. A handle is released when it
   is terminal; `disconnect` only marks a peer that has running transfers, and the last of them removes it. Handles
   that failed in an unknown way live until `close`, which ends all by destroying the agent.
+- **There is a way out.** UCX was seen to leave reads of a healthy peer unfinished, and every later one on that
+  connection. Beside an agent that nobody targets there can be a second one for new connections (`renew`). The first
+  ends when its last transfer has: ended earlier, over TCP, it kills a peer that still answers it.
 - **Peers are removed.** After a death NIXL still believes in a peer and refuses it for ever; `disconnect` removes it.
 
 Source of the library's behaviour: NIXL 1.5.1 with UCX 1.23.0, observed (docs/design/transports.md).
@@ -55,6 +58,9 @@ _DESCRIPTOR_COST_BYTES = 16 << 10
 # No new batch is posted in a call that took this long.
 _POST_SECONDS = 0.005
 
+# Agents that were replaced and still run transfers; each holds the registrations of all memory.
+_MAX_OLDER = 3
+
 _REFUSALS = frozenset(
     f"nixl{name}Error"
     for name in ("NotFound", "InvalidParam", "NotAllowed", "Mismatch", "NotSupported", "NotPosted", "RepostActive")
@@ -80,7 +86,19 @@ class NixlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 @dataclass(eq=False, slots=True)
+class _Agent:
+    """An agent of ours: the library's object, and the names of its peers."""
+
+    name: str
+    library: Any
+    peers: set[str] = field(default_factory=set)
+
+
+@dataclass(eq=False, slots=True)
 class _Peer:
+    """`agent` is ours that connected it."""
+
+    agent: _Agent
     name: str
     ranges: Ranges
     running: int = 0
@@ -120,45 +138,53 @@ class NixlTransport:
             for kind in vars(self._nixl).values()
             if isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception
         )
-        self._agent_name = f"pd-{uuid.uuid4().hex}"
         self._ranges = Ranges.of((), "this worker")
-        self._peers: set[str] = set()
         if self._options.progress_interval_us < 1 or self._options.batch_bytes < 1:
             raise InvalidConfig("progress_interval_us and batch_bytes must be at least 1")
+        self._serves = serves
+        self._agent = self._start_agent()
+        self._older: list[_Agent] = []
+
+    def _start_agent(self) -> _Agent:
+        name = f"pd-{uuid.uuid4().hex}"
         config = self._nixl.nixlAgentConfig()
-        config.useProgThread = serves
+        config.useProgThread = self._serves
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
         config.pthrDelay = self._options.progress_interval_us
         with self._translated(f"starting NIXL with backend {self._options.backend}"):
-            self._agent: Any = self._nixl.nixlAgent(self._agent_name, config)
-            self._agent.createBackend(self._options.backend, backend_parameters(self._options, os.environ))
+            agent = self._nixl.nixlAgent(name, config)
+            agent.createBackend(self._options.backend, backend_parameters(self._options, os.environ))
+        return _Agent(name, agent)
 
     def register(self, segments: Sequence[Segment]) -> None:
         ranges = Ranges.of(segments, "this worker")
+        self._register(self._agent, ranges)
+        self._ranges = ranges
+
+    def _register(self, agent: _Agent, ranges: Ranges) -> None:
         for kind, cuda in ((self._nixl.DRAM_SEG, False), (self._nixl.VRAM_SEG, True)):
             index = np.flatnonzero(ranges.cuda == cuda)
             rows = _rows(ranges.start[index], ranges.stop[index] - ranges.start[index], ranges.device[index])
             if len(rows):
                 with self._translated(f"registering {len(rows)} segments of {'cuda' if cuda else 'cpu'} memory"):
                     described = [(address, length, device, b"") for address, length, device in rows.tolist()]
-                    self._agent.registerMem(self._nixl.nixlRegDList(kind, described), [])
-        self._ranges = ranges
+                    agent.library.registerMem(self._nixl.nixlRegDList(kind, described), [])
 
     def describe(self) -> bytes:
         with self._translated("describing this agent"):
-            return seal(NAME, self._agent_name, self._agent.getLocalMD())
+            return seal(NAME, self._agent.name, self._agent.library.getLocalMD())
 
     def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> Peer:
         made = unseal(NAME, endpoint)
         ranges = Ranges.of(segments, "the peer")
-        if made.name in self._peers or made.name == self._agent_name:
+        if made.name in self._agent.peers or made.name == self._agent.name:
             raise TransferError(f"agent {made.name} is connected already; disconnect it first")
         # The library takes the name out of the metadata: it must not be able to replace another peer.
         if made.name.encode() not in made.metadata:
             raise TransferError(f"endpoint says agent {made.name}, its metadata another; fetch the manifest again")
-        peer = _Peer(made.name, ranges)
+        peer = _Peer(self._agent, made.name, ranges)
         try:
-            self._agent.loadRemoteMD(made.metadata)
+            self._agent.library.loadRemoteMD(made.metadata)
         except self._errors as error:
             self._forget(peer)
             raise TransferError(
@@ -166,7 +192,7 @@ class NixlTransport:
                 "sides run different versions of NIXL or different UCX settings",
                 retryable=isinstance(error, self._nixl.nixlBackendError),
             ) from error
-        self._peers.add(made.name)
+        self._agent.peers.add(made.name)
         return peer
 
     def disconnect(self, peer: Peer) -> None:
@@ -189,16 +215,30 @@ class NixlTransport:
     def notify(self, peer: Peer, payload: bytes) -> None:
         assert isinstance(peer, _Peer) and not peer.leaving
         with self._translated(f"notifying agent {peer.name}"):
-            self._agent.genNotif(peer.name, payload, [])
+            peer.agent.library.genNotif(peer.name, payload, [])
 
     def notifications(self) -> list[bytes]:
         with self._translated("fetching notifications"):
-            by_agent: dict[str, list[bytes]] = self._agent.getNotifs({}, [])
+            by_agent: dict[str, list[bytes]] = self._agent.library.getNotifs({}, [])
         return [payload for payloads in by_agent.values() for payload in payloads]
 
+    def renew(self, peer: Peer) -> None:
+        assert isinstance(peer, _Peer)
+        if self._serves:
+            raise TransferError("peers read from this NIXL agent or write into it; it is not replaced")
+        if peer.agent is not self._agent:
+            return
+        if len(self._older) >= _MAX_OLDER:
+            raise TransferError(f"{len(self._older)} NIXL agents that were replaced still run transfers; no other starts")
+        agent = self._start_agent()
+        self._register(agent, self._ranges)
+        self._older.append(self._agent)
+        self._agent = agent
+
     def close(self) -> None:
-        """Destroys the agent, which ends running transfers: nothing lands after this returns."""
-        self._agent = None
+        """Destroys all agents, which ends running transfers: nothing lands after this returns."""
+        for agent in (*self._older, self._agent):
+            agent.library = None
 
     def _start(
         self, peer: _Peer, operation: Any, runs: Runs, source: Ranges, destination: Ranges, notification: bytes
@@ -238,23 +278,24 @@ class NixlTransport:
         """Whether a posted batch has not ended. Its failure is kept in the transfer, its handle given back."""
         try:
             with self._translated(f"transfer with agent {transfer.peer.name}", started=True):
-                if self._agent.getXferStatus(handle) == self._nixl.NIXL_IN_PROG:
+                if transfer.peer.agent.library.getXferStatus(handle) == self._nixl.NIXL_IN_PROG:
                     return True
         except TransferError as error:
             return self._failed(transfer, error, handle)
-        self._release(handle)
+        self._release(transfer.peer, handle)
         return False
 
     def _post(self, transfer: _Transfer) -> None:
         """Post the next batch, the last one with the notification."""
-        batch, name = transfer.waiting.popleft(), transfer.peer.name
+        batch, peer = transfer.waiting.popleft(), transfer.peer
+        agent, name = peer.agent.library, peer.name
         notification = b"" if transfer.waiting else transfer.notification
         handle: int | None = None
         try:
             with self._translated(f"preparing a transfer with agent {name}"):
-                handle = self._agent.createXferReq(transfer.operation, *self._lists(transfer, batch), name, b"", [])
+                handle = agent.createXferReq(transfer.operation, *self._lists(transfer, batch), name, b"", [])
             with self._translated(f"posting a transfer with agent {name}", started=True):
-                status = self._agent.postXferReq(handle, notification)
+                status = agent.postXferReq(handle, notification)
         except TransferError as error:
             if self._failed(transfer, error, handle) and handle is not None:
                 transfer.posted.append(handle)
@@ -263,14 +304,14 @@ class NixlTransport:
         if status == self._nixl.NIXL_IN_PROG:
             transfer.posted.append(handle)
         else:
-            self._release(handle)
+            self._release(peer, handle)
 
     def _failed(self, transfer: _Transfer, error: TransferError, handle: int | None) -> bool:
         """Keep the failure of a batch, the worst if there are several; whether the batch may still move bytes."""
         if transfer.failure is None or not error.terminal:
             transfer.failure = error
         if error.terminal and handle is not None:
-            self._release(handle)
+            self._release(transfer.peer, handle)
         return not error.terminal
 
     def _lists(self, transfer: _Transfer, batch: Descriptors) -> tuple[Any, Any]:
@@ -287,10 +328,10 @@ class NixlTransport:
         kind = self._nixl.VRAM_SEG if ranges.cuda[index[0]] else self._nixl.DRAM_SEG
         return self._nixl.nixlXferDList(kind, _rows(address, length, ranges.device[index]))
 
-    def _release(self, handle: int) -> None:
+    def _release(self, peer: _Peer, handle: int) -> None:
         """Give a handle back that is terminal. A refusal leaves it to `close`; the transfer has ended all the same."""
         try:
-            self._agent.releaseXferReq(handle)
+            peer.agent.library.releaseXferReq(handle)
         except self._errors as error:
             logger.warning("NIXL keeps a finished transfer: %s", error)
 
@@ -300,11 +341,15 @@ class NixlTransport:
             self._forget(peer)
 
     def _forget(self, peer: _Peer) -> None:
-        self._peers.discard(peer.name)
+        agent = peer.agent
+        agent.peers.discard(peer.name)
         try:
-            self._agent.invalidateRemoteMD(peer.name)
+            agent.library.invalidateRemoteMD(peer.name)
         except self._errors as error:
             logger.debug("NIXL forgot agent %s before: %s", peer.name, error)
+        if agent in self._older and not agent.peers:
+            self._older.remove(agent)
+            agent.library = None
 
     @contextmanager
     def _translated(self, action: str, started: bool = False) -> Iterator[None]:

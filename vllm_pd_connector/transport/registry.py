@@ -20,7 +20,7 @@ def create(name: str, options: Mapping[str, object] | None = None, *, serves: bo
 
     `options` are the fields of the transport's options struct (`NixlOptions`, `MooncakeOptions`,
     `LoopbackOptions`). `serves`: whether peers may read or write memory that is registered here; without that,
-    nothing moves between calls, and only what is polled to its end is sure to happen.
+    nothing moves between calls, only what is polled to its end is sure to happen, and `renew` can work.
 
     Raises:
         InvalidConfig: unknown name, unknown or mistyped option, or the transport's library is not installed.
@@ -39,7 +39,7 @@ def create(name: str, options: Mapping[str, object] | None = None, *, serves: bo
     if name == "loopback":
         from vllm_pd_connector.transport.loopback import LoopbackOptions, LoopbackTransport
 
-        return LoopbackTransport(_convert(name, given, LoopbackOptions))
+        return LoopbackTransport(_convert(name, given, LoopbackOptions), serves=serves)
     raise InvalidConfig(f"transport: {name!r} is unknown, choose one of {', '.join(NAMES)}")
 
 

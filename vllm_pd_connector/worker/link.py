@@ -42,7 +42,8 @@ class Bound:
 class Link:
     """See the module. `manifests` is the latest answer of the side channel, not yet trusted.
 
-    `scratch` is memory of one connected rank for a self-test, `figures` what the latest one found.
+    `scratch` is memory of one connected rank for a self-test, `figures` what the latest one found. `stalled` says what
+    has not ended in time though it was started, empty if nothing.
     """
 
     machine: Peer
@@ -56,6 +57,7 @@ class Link:
     chunk_bytes: int = 0
     scratch: tuple[TransportPeer, Segment] | None = None
     figures: Figures | None = None
+    stalled: str = ""
 
     def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
         """Check, plan, connect. Returns the verdict for the log.

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, ProtocolError
+from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, ProtocolError, TransferError
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.observability.stats import FailureKind, Phase
 from vllm_pd_connector.protocol import peer as peers
@@ -46,6 +46,9 @@ class User(Protocol):
     def lost(self, link: Link, ranks: Sequence[TransportPeer], reason: str, now: float) -> None:
         """A link was cut: nothing that its ranks were asked for can land any more. Requests that still wait for the
         link are not concerned; they are started or refused."""
+
+    def stalled(self, link: Link, reason: str, now: float) -> None:
+        """The peer of this link is well and is linked anew, because what was begun on it stands still."""
 
     def uses(self, link: Link) -> bool:
         """Whether a request holds this link."""
@@ -164,6 +167,8 @@ class Links:
             case Manifests(engine_id=_, incarnation=incarnation, manifests=manifests):
                 link.manifests = manifests
                 event: peers.Event = peers.ManifestsArrived(attempt, incarnation)
+                if link.stalled and incarnation == link.machine.key.incarnation:
+                    event = self._relink(link, event, now)
             case Failure(code=FailureCode.FOREIGN_ENGINE, message=message):
                 event = peers.Replaced(message)
             case Failure(code=FailureCode.VERSION | FailureCode.MALFORMED, message=message):
@@ -171,6 +176,29 @@ class Links:
             case _:
                 event = peers.FetchFailed(attempt, str(outcome))
         self.drive(link, event, now)
+
+    def _relink(self, link: Link, answer: peers.ManifestsArrived, now: float) -> peers.Event:
+        """A peer in doubt lives, but what it was asked for stands still: use another endpoint of the library for it.
+        Without one it is used as it is, and what stands still ends by its deadline."""
+        reason = f"{link.stalled}, though {self._noun} {link.engine_id} answers: it is linked anew"
+        link.stalled = ""
+        try:
+            for rank in link.ranks.values():
+                self._transport.renew(rank)
+        except TransferError as error:
+            logger.warning("%s; not possible: %s", reason, error)
+            return answer
+        if link.ranks:  # else an attempt to link it anew has failed before
+            self._user.stalled(link, reason, now)
+        link.disconnect(self._transport)
+        match self._connect(link):
+            case peers.Connected():
+                return answer
+            case peers.ConnectFailed(text):
+                link.stalled = "it could not be linked anew"
+                return peers.FetchFailed(answer.attempt, text)
+            case refusal:
+                return refusal
 
     def _connect(self, link: Link) -> peers.Event:
         began = time.monotonic()

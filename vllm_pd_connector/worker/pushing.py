@@ -289,6 +289,10 @@ class Pushes:
             push.stuck = False
             self._fail(push, reason, now)
 
+    def stalled(self, link: Link, reason: str, now: float) -> None:
+        """Not for links that write: they are never linked anew."""
+        raise AssertionError(reason)
+
     def uses(self, link: Link) -> bool:
         return any(push.link is link for push in self._pushes.values())
 

@@ -153,6 +153,8 @@ class Receives:
         for active in list(self._active.values()):
             if (due := active.machine.next_deadline()) is not None and due <= now:
                 if active.machine.state is not receives.State.WAITING:
+                    if active.machine.writing and not active.asks:
+                        active.link.stalled = "a read took too long"
                     active.links.drive(active.link, peers.Suspected("a receive exceeded its deadline"), now)
                 active.links.drive(active.link, peers.Unwanted(active.order.request_id), now)
                 self._drive(active, receives.Tick(), now, FailureKind.DEADLINE)
@@ -218,6 +220,12 @@ class Receives:
             if link.machine.over:
                 self._drive(active, receives.PushFailed(reason, terminal=True), now, FailureKind.PEER_UNREACHABLE)
 
+    def stalled(self, link: Link, reason: str, now: float) -> None:
+        """What runs on this link stands still: it fails now, and its blocks come back when it has ended."""
+        self._stats.count("relinked")
+        for active in [a for a in self._active.values() if a.link is link and a.machine.writing]:
+            self._drive(active, receives.PeerFailed(reason), now, FailureKind.TRANSFER_FAILED)
+
     def uses(self, link: Link) -> bool:
         """Whether a receive holds this link."""
         return any(active.link is link for active in self._active.values())
@@ -274,6 +282,7 @@ class Receives:
     def _transfer_failed(self, active: Active, index: int, error: TransferError, now: float) -> None:
         if not error.terminal:
             active.stuck.add(index)  # nothing more will be heard of it before the peer is known dead
+            active.link.stalled = "a read failed and may still write"
         event = receives.TransferFailed(index, str(error), error.terminal)
         self._drive(active, event, now, FailureKind.TRANSFER_FAILED)
         if isinstance(error, PeerLost):

@@ -1,0 +1,138 @@
+"""Reads that stand still though their peer is well: it is linked anew (see `Transport.renew`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from test_loop import Decode, Prefill
+
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.protocol.peer import State
+from vllm_pd_connector.transport.loopback import LoopbackTransport
+
+
+@pytest.fixture
+def prefill() -> Iterator[Prefill]:
+    with contextlib.closing(Prefill()) as made:
+        yield made
+
+
+@pytest.fixture
+def other() -> Iterator[Prefill]:
+    with contextlib.closing(Prefill("p-1")) as made:
+        yield made
+
+
+@pytest.fixture(params=[0, 8 << 10], ids=["straight", "slab"])
+def reader(request: pytest.FixtureRequest) -> Iterator[Decode]:
+    config = Config(transport="loopback", staging_bytes=request.param, transfer_timeout=0.5)
+    made = Decode(config, transport=LoopbackTransport(serves=False))
+    yield made
+    made.loop.close()
+
+
+def begin_reads(reader: Decode, *names: str) -> Any:
+    """Wait until these receives read; their link."""
+    active = reader.loop._receives._active
+    reader.until(lambda: all(name in active and active[name].machine.writing for name in names), "reads to begin")
+    return active[names[0]].link
+
+
+def let_go(reader: Decode) -> None:
+    """The old reads end after all: blocks and slots come back."""
+    slab = reader.loop._stager.slab
+    reader.until(lambda: reader.drained == reader.quarantined and slab.free == slab.length, "the blocks and the slots")
+
+
+def test_a_peer_whose_reads_stand_still_though_it_answers_is_linked_anew(prefill, reader):
+    reader.transport.faults.stalled = 1
+    reader.loop.submit([prefill.order("a")], [])
+    assert reader.wait_for("a") == [False]
+    reader.until(lambda: reader.relinked == 1, "the new link")
+    reader.loop.submit([prefill.order("b")], [])
+    assert reader.wait_for("b") == [True]
+    assert (reader.worker.memory == reader.expected()).all()
+    assert not reader.drained and reader.failures == {"deadline": 1}
+    reader.transport.faults.stalled = 0
+    let_go(reader)
+    assert reader.relinked == 1
+
+
+def test_what_stands_still_beside_it_fails_at_once(prefill, reader):
+    reader.transport.faults.stalled = 1
+    reader.loop.submit([prefill.order("a")], [])
+    link = begin_reads(reader, "a")
+    object.__setattr__(reader.loop._receives._limits, "read_s", 600.0)
+    reader.loop.submit([prefill.order("b")], [])
+    begin_reads(reader, "b")
+    assert reader.wait_for("a", "b") == [False, False]
+    assert reader.failures == {"deadline": 1, "transfer_failed": 1} and link.ranks
+    reader.transport.faults.stalled = 0
+    let_go(reader)
+
+
+def test_other_peers_keep_their_links_and_their_reads(prefill, other, reader):
+    reader.loop.submit([other.order("warm")], [])
+    assert reader.wait_for("warm") == [True]
+    reader.transport.faults.stalled = 1
+    reader.loop.submit([prefill.order("a")], [])
+    begin_reads(reader, "a")
+    object.__setattr__(reader.loop._receives._limits, "read_s", 600.0)
+    reader.loop.submit([other.order("b")], [])
+    link = begin_reads(reader, "b")
+    ranks = dict(link.ranks)
+    reader.until(lambda: reader.relinked == 1, "the new link of the stalled peer")
+    assert "b" not in reader.finished and link.ranks == ranks
+    reader.transport.faults.stalled = 0
+    assert reader.wait_for("b") == [True]
+    let_go(reader)
+
+
+@pytest.mark.parametrize("reader", [0], indirect=True, ids=["straight"])
+def test_a_read_that_failed_and_may_still_write_has_its_peer_linked_anew(prefill, reader):
+    reader.transport.faults.failures.append(TransferError("who knows", terminal=False))
+    reader.loop.submit([prefill.order("a")], [])
+    assert reader.wait_for("a") == [False]
+    reader.until(lambda: reader.relinked == 1, "the new link")
+    reader.loop.submit([prefill.order("b")], [])
+    assert reader.wait_for("b") == [True]
+
+
+@pytest.mark.parametrize("method", ["renew", "connect"])
+def test_a_peer_that_cannot_be_linked_anew_is_used_as_it_is_or_tried_again(prefill, reader, monkeypatch, method):
+    reader.transport.faults.stalled = 1
+    reader.loop.submit([prefill.order("a")], [])
+    link = begin_reads(reader, "a")
+    tried: list[str] = []
+    real = getattr(reader.transport, method)
+
+    def fails_once(*arguments: Any) -> Any:
+        tried.append(method)
+        if len(tried) == 1:
+            raise TransferError("no")
+        return real(*arguments)
+
+    monkeypatch.setattr(reader.transport, method, fails_once)
+    assert reader.wait_for("a") == [False]
+    reader.until(lambda: tried and link.machine.state is State.READY, "the peer to be ready")
+    reader.transport.faults.stalled = 0
+    reader.loop.submit([prefill.order("b")], [])
+    assert reader.wait_for("b") == [True]
+    assert reader.relinked == (method == "connect")
+    let_go(reader)
+
+
+def test_a_transport_that_peers_write_into_is_never_replaced(prefill):
+    decode = Decode(Config(transport="loopback", transfer_timeout=0.5, staging_bytes=0))
+    with contextlib.closing(decode.loop):
+        decode.transport.faults.stalled = 1
+        decode.loop.submit([prefill.order("a")], [])
+        assert decode.wait_for("a") == [False]
+        decode.until(lambda: not decode.loop._receives._active["a"].link.stalled, "the peer to answer")
+        decode.transport.faults.stalled = 0
+        decode.until(lambda: decode.drained == decode.quarantined == {"a"}, "the blocks")
+        assert decode.relinked == 0
