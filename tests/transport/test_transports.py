@@ -108,7 +108,8 @@ def test_a_failure_of_unknown_extent_is_not_terminal_and_releases_nothing() -> N
     size, options = 32 << 20, {"ucx": {"TLS": "tcp,self"}, "batch_bytes": 4 << 20}
     end, other = End("nixl", options, size), End("nixl", options, size)
     peer = end.transport.connect(other.endpoint, other.segments)
-    agent = FailingAgent(end.transport._agent.library, importlib.import_module("nixl")._bindings.nixlBackendError("who knows"))
+    error = importlib.import_module("nixl")._bindings.nixlBackendError("who knows")
+    agent = FailingAgent(end.transport._agent.library, error)
     end.transport._agent.library = agent
     transfer = end.transport.read(peer, whole(other.address, end.address, size))
     assert transfer.posted, "nothing was in flight"

@@ -37,7 +37,8 @@ class Faults:
 
     `lost`: its process is gone; every operation of a peer with it is `PeerLost`. `frozen`: it answers nothing;
     transfers of peers with it stay RUNNING and their notifications wait. `held`: transfers that this endpoint itself
-    started stay RUNNING. `stalled`: the same for peers that were connected before this many `renew`s. `failures`: raised by the next polls of transfers that this endpoint started, one each.
+    started stay RUNNING. `stalled`: the same for peers that were connected before this many `renew`s. `failures`:
+    raised by the next polls of transfers that this endpoint started, one each.
     """
 
     lost: bool = False

@@ -229,7 +229,7 @@ class NixlTransport:
         if peer.agent is not self._agent:
             return
         if len(self._older) >= _MAX_OLDER:
-            raise TransferError(f"{len(self._older)} NIXL agents that were replaced still run transfers; no other starts")
+            raise TransferError(f"{len(self._older)} replaced agents still run transfers, no other starts")
         agent = self._start_agent()
         self._register(agent, self._ranges)
         self._older.append(self._agent)

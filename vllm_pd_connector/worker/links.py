@@ -163,12 +163,13 @@ class Links:
             self.drive(link, peers.FetchFailed(attempt, str(error)), now)
 
     def _fetched(self, link: Link, attempt: int, outcome: Outcome, now: float) -> None:
+        event: peers.Event
         match outcome:
             case Manifests(engine_id=_, incarnation=incarnation, manifests=manifests):
                 link.manifests = manifests
-                event: peers.Event = peers.ManifestsArrived(attempt, incarnation)
+                event = arrived = peers.ManifestsArrived(attempt, incarnation)
                 if link.stalled and incarnation == link.machine.key.incarnation:
-                    event = self._relink(link, event, now)
+                    event = self._relink(link, arrived, now)
             case Failure(code=FailureCode.FOREIGN_ENGINE, message=message):
                 event = peers.Replaced(message)
             case Failure(code=FailureCode.VERSION | FailureCode.MALFORMED, message=message):
