@@ -90,15 +90,22 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A port on which nobody listens, below the range from which the kernel picks ports for outgoing connections."""
+    """A port on which nobody listens, below the range from which the kernel picks ports for outgoing connections, and
+    another one at every call: a server listens long after its ports were picked."""
     while True:
         port = random.SystemRandom().randrange(18000, 32000)
+        if port in _given:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
+        _given.add(port)
         return port
 
 

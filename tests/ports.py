@@ -1,7 +1,8 @@
 """Free ports, for tests that must name one before somebody listens there.
 
 They lie below the range from which the kernel takes the ports of connections and of those who leave the choice to it,
-and every process of a parallel run has its own share of them: what is free when it is looked at stays free.
+every process of a parallel run has its own share of them, and none is given twice: what is free when it is looked at
+stays free.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 PORTS = range(18000, 32000)
 SHARES = 20
 
+_given: set[int] = set()
+
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A port on which nobody listens."""
@@ -25,7 +28,9 @@ def free_ports(offsets: Sequence[int], host: str = "127.0.0.1") -> int:
     share = _share()
     while True:
         base = random.SystemRandom().randrange(share.start, share.stop - max(offsets))
-        if all(_is_free(host, base + offset) for offset in offsets):
+        wanted = {base + offset for offset in offsets}
+        if not wanted & _given and all(_is_free(host, port) for port in wanted):
+            _given.update(wanted)
             return base
 
 
