@@ -91,7 +91,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a dead peer's memory is let go of at once",
-        PEER, "            actions.append(Disconnect(reason))", "            pass",
+        PEER, "            actions.append(Disconnect(reason, gone))", "            pass",
         f"{T_PEER}::test_a_suspicion_that_is_confirmed_disconnects",
     ),
     Guarantee(

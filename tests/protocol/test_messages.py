@@ -249,3 +249,14 @@ def test_damaged_frames_are_decoded_or_refused(message, data):
     for decode in (m.decode_request, m.decode_reply):
         only_protocol_errors(decode, bytes(raw))
     assert 0 <= m.sequence_of(bytes(raw)) < 2**64
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"host": "127.0.0.1 key x"}, {"host": "a;b"}, {"host": "*"}, {"server_key": "a" * 39 + " "}],
+    ids=str,
+)
+def test_an_address_with_other_letters_than_those_of_names_is_not_decoded(change):
+    bad = msgspec.structs.replace(PUSH, home=msgspec.structs.replace(PUSH.home, **change))
+    with pytest.raises(ProtocolError):
+        m.decode_request(m.encode(1, bad))

@@ -53,7 +53,8 @@ def test_a_refusal_is_remembered_with_its_text():
 def test_another_incarnation_means_that_the_peer_is_gone_for_ever():
     peer = make()
     peer.handle(p.Wanted("a"), 0.0)
-    (failed,) = peer.handle(p.ManifestsArrived(1, OTHER), 0.0)
+    failed, disconnect = peer.handle(p.ManifestsArrived(1, OTHER), 0.0)
+    assert disconnect.gone
     assert failed.request_ids == ("a",) and "restarted" in failed.reason
     assert peer.state is p.State.DEAD
     assert isinstance(peer.handle(p.Wanted("b"), 1e9)[0], p.FailRequests)
@@ -66,7 +67,7 @@ def test_without_an_incarnation_the_life_that_answers_after_the_last_one_is_mean
         assert peer.handle(p.ManifestsArrived(attempt, incarnation), 10.0 * attempt) == [p.Connect()]
         assert peer.handle(p.Connected(), 10.0 * attempt) == [p.StartRequests(("a",))]
         assert peer.key.incarnation == incarnation
-        assert peer.handle(p.Dismissed("it ends"), 10.0 * attempt) == [p.Disconnect("it ends")]
+        assert peer.handle(p.Dismissed("it ends"), 10.0 * attempt) == [p.Disconnect("it ends", gone=False)]
 
 
 def test_attempts_back_off_and_end_in_an_error_that_later_requests_get_at_once():
@@ -115,7 +116,7 @@ def test_a_suspicion_that_is_confirmed_disconnects():
 
 def test_a_lost_transport_is_disconnected_and_made_anew_only_for_someone():
     peer = ready()
-    assert peer.handle(p.Lost("reset"), 5.0) == [p.Disconnect("reset")]
+    assert peer.handle(p.Lost("reset"), 5.0) == [p.Disconnect("reset", gone=True)]
     assert peer.next_deadline() is None
     assert peer.handle(p.Wanted("a"), 9.0) == [p.FetchManifests(2)]
     assert peer.handle(p.ManifestsArrived(2, KEY.incarnation), 9.0) == [p.Connect()]
@@ -134,15 +135,36 @@ def test_requests_that_wait_for_a_probe_outlive_a_lost_transport():
     peer = ready()
     peer.handle(p.Suspected("verdict timed out"), 5.0)
     peer.handle(p.Wanted("a"), 5.0)
-    assert peer.handle(p.Lost("reset"), 5.0) == [p.Disconnect("reset")]
+    assert peer.handle(p.Lost("reset"), 5.0) == [p.Disconnect("reset", gone=True)]
     assert peer.handle(p.ManifestsArrived(2, KEY.incarnation), 5.1) == [p.Connect()]
     assert peer.handle(p.Connected(), 5.1) == [p.StartRequests(("a",))]
 
 
 def test_a_dismissed_peer_can_be_had_again():
     peer = ready()
-    assert peer.handle(p.Dismissed("idle"), 5.0) == [p.Disconnect("idle")]
+    assert peer.handle(p.Dismissed("idle"), 5.0) == [p.Disconnect("idle", gone=False)]
     assert peer.handle(p.Wanted("a"), 5.0) == [p.FetchManifests(2)]
+
+
+def test_a_refusal_stands_for_ever_and_is_outdated_for_those_who_mean_anybody():
+    peer = make()
+    peer.handle(p.Wanted("a"), 0.0)
+    peer.handle(p.ManifestsArrived(1, KEY.incarnation), 0.0)
+    peer.handle(p.Refused("dtype"), 5.0)
+    assert not peer.outdated(5.0 + p.REFUSAL_S - 0.1) and peer.outdated(5.0 + p.REFUSAL_S)
+    assert isinstance(peer.handle(p.Wanted("b"), 1e9)[0], p.FailRequests)
+
+
+def test_a_peer_that_was_only_unreachable_may_still_write_until_it_is_known_to_have_ended():
+    peer = ready()
+    peer.handle(p.Suspected("no verdict"), 5.0)
+    actions = []
+    for attempt in range(2, 2 + BACKOFF.max_failures):
+        actions += peer.handle(p.FetchFailed(attempt, "no reply"), 100.0 * attempt)
+        peer.handle(p.Tick(), 100.0 * attempt + 50)
+    assert [action.gone for action in actions] == [False] and peer.state is p.State.DEAD
+    assert [action.gone for action in peer.handle(p.Replaced("another answers"), 1e4)] == [True]
+    assert peer.handle(p.Replaced("another answers"), 1e4) == []
 
 
 def test_the_back_off_is_capped_and_spread():
@@ -177,8 +199,8 @@ class Peers(RuleBasedStateMachine):
                 case p.Connect():
                     assert not self.connected and not asked
                     self.connect_asked = True
-                case p.Disconnect():
-                    assert self.connected
+                case p.Disconnect(_, gone):
+                    assert self.connected or (gone and self.peer.over)
                     self.connected = False
                 case p.StartRequests(request_ids):
                     assert request_ids and self.connected and self.peer.state is p.State.READY

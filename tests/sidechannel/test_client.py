@@ -146,3 +146,28 @@ def test_requests_under_way_are_bounded(client):
             client.send(where, m.Release(()), PATIENCE_S)
         with pytest.raises(ProtocolError, match="1024 requests are under way"):
             client.send(where, m.Release(()), PATIENCE_S)
+
+
+def test_servers_are_few_at_a_time_and_whoever_owes_no_answer_makes_room(puppet, client, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.sidechannel.client.MAX_SERVERS", 2)
+    answers, silent, other = endpoint("127.0.0.1", puppet.port), *(endpoint("127.0.0.1", port) for port in (9, 10))
+    token = client.send(answers, m.Release(()), PATIENCE_S)
+    client.send(silent, m.Release(()), PATIENCE_S)
+    with pytest.raises(ProtocolError, match="2 other servers owe answers"):
+        client.send(other, m.Release(()), PATIENCE_S)
+    peer, seq, _ = puppet.take()
+    puppet.socket.send_multipart([peer, m.encode(seq, m.Released())])
+    assert collect(client, 1) == {token: m.Released()}
+    client.send(other, m.Release(()), PATIENCE_S)
+    assert len(client.sockets()) == 2
+    with pytest.raises(ProtocolError, match="owe answers"):
+        client.send(answers, m.Release(()), PATIENCE_S)
+
+
+def test_a_socket_that_cannot_be_had_is_an_error_of_those_who_need_it(client):
+    client._context.set(zmq.MAX_SOCKETS, 1)
+    token = client.send(endpoint("127.0.0.1", 9), m.Release(()), 0.05)
+    with pytest.raises(ProtocolError, match="limit of open files"):
+        client.send(endpoint("127.0.0.1", 10), m.Release(()), PATIENCE_S)
+    outcome = collect(client, 1)[token]
+    assert isinstance(outcome, DeadlineExceeded)

@@ -6,9 +6,10 @@ import random
 import socket
 from collections.abc import Callable
 
+import pytest
+
 import launch
 import ports
-import pytest
 
 
 class FewPorts:

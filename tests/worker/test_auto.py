@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 
 import msgspec
 import pytest
 from prefill_instance import P_BLOCKS, TOKENS
+from test_loop import until
 from test_pushing import CONFIG, DIGEST, Target, Writer, freed, whole
 
 from vllm_pd_connector.protocol.answer import remote_prefill_params
@@ -33,9 +34,19 @@ def target() -> Iterator[Target]:
         yield made
 
 
+def found(figures: Figures) -> Callable[..., Generator[None, None, Figures]]:
+    """A self-test that is over at once."""
+
+    def test(*_: object) -> Generator[None, None, Figures]:
+        return figures
+        yield
+
+    return test
+
+
 @pytest.mark.parametrize(("figures", "pushes"), [(Figures(1e9, 9e9), 1), (Figures(9e9, 1e9), 0)])
 def test_mode_auto_takes_the_faster_way(writer, target, monkeypatch, figures, pushes):
-    monkeypatch.setattr("vllm_pd_connector.worker.direction.self_test", lambda *_: figures)
+    monkeypatch.setattr("vllm_pd_connector.worker.direction.self_test", found(figures))
     target.loop.submit([both_ways(writer, target)], [])
     assert target.wait_for("d") == [True]
     assert whole(target.worker.memory, target.expected())
@@ -67,3 +78,18 @@ def both_ways(writer: Writer, target: Target) -> ReceiveOrder:
     writer.begin()
     nonce = writer.finish(nonce=remote.lease.nonce)
     return replace(target.order(writer, nonce=nonce), remote=remote, either=True)
+
+
+def test_a_self_test_that_lasts_delays_nobody_and_lets_go_of_its_peer(writer, target):
+    for transport in writer.transports:
+        transport.faults.frozen = True
+    target.loop.submit([both_ways(writer, target)], [])
+    trials = target.loop._trials
+    until(lambda: bool(trials._running), "the self-test to begin")
+    [(link, _)] = trials._running
+    until(lambda: target.loop._receives._active["d"].machine.writing, "the read that does not wait for it")
+    for transport in writer.transports:
+        transport.faults.frozen = False
+    assert target.wait_for("d") == [True]
+    until(lambda: not trials._running, "the self-test to end")
+    assert link.figures is not None

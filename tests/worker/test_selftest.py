@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ class Timed:
     read_cost: float
     write_cost: float
     now: float = 0.0
+    connecting: float = 0.3
     log: list[tuple[str, int, int, int]] = field(default_factory=list)
 
     def clock(self) -> float:
@@ -38,16 +41,26 @@ class Timed:
     def _start(self, kind: str, runs: Runs, cost: float) -> float:
         first = kind not in {name for name, *_ in self.log}
         self.log.append((kind, int(runs.source[0]), int(runs.destination[0]), int(runs.length[0])))
-        return self.now + runs.total_bytes * cost + (0.3 if first else 0.0)
+        return self.now + runs.total_bytes * cost + (self.connecting if first else 0.0)
 
     def poll(self, transfer: float) -> Status:
         self.now = min(transfer, self.now + 0.1) if self.now < transfer else self.now
         return Status.DONE if self.now >= transfer else Status.RUNNING
 
 
+def run(*arguments: Any, connected: Callable[[], bool] = lambda: True) -> Figures:
+    """The self-test, resumed until it returns."""
+    test = self_test(*arguments[:4], connected, 1.0, *arguments[4:])
+    while True:
+        try:
+            next(test)
+        except StopIteration as end:
+            return end.value
+
+
 def test_both_directions_are_measured_without_the_cost_of_connecting():
     transport = Timed(2e-9, 1e-9)
-    figures = self_test(transport, object(), HERE, THERE, transport.clock)
+    figures = run(transport, object(), HERE, THERE, transport.clock)
     assert figures.read == pytest.approx(0.5e9) and figures.write == pytest.approx(1e9)
     assert figures.prefers_push and not Figures(2.0, 2.0).prefers_push
     half = SCRATCH_BYTES // 2
@@ -59,8 +72,24 @@ def test_both_directions_are_measured_without_the_cost_of_connecting():
 
 def test_a_transfer_that_takes_for_ever_ends_the_test():
     transport = Timed(1e-6, 1e-9)
-    with pytest.raises(TransferError, match="did not end"):
-        self_test(transport, object(), HERE, THERE, transport.clock)
+    with pytest.raises(TransferError, match=r"longer than 0.5 s"):
+        run(transport, object(), HERE, THERE, transport.clock)
+    assert transport.now >= transport.log[-1][3] * 1e-6, "a transfer that ran was left alone"
+
+
+def test_opening_a_connection_may_take_longer_but_not_for_ever():
+    transport = Timed(2e-9, 1e-9, connecting=0.9)
+    assert run(transport, object(), HERE, THERE, transport.clock).prefers_push
+    transport = Timed(2e-9, 1e-9, connecting=1.1)
+    with pytest.raises(TransferError, match=r"longer than 1 s"):
+        run(transport, object(), HERE, THERE, transport.clock)
+
+
+def test_nothing_is_started_with_a_peer_that_was_disconnected():
+    transport = Timed(2e-9, 1e-9)
+    with pytest.raises(TransferError, match="disconnected"):
+        run(transport, object(), HERE, THERE, transport.clock, connected=lambda: not transport.log)
+    assert len(transport.log) == 1
 
 
 def test_real_bytes_move_between_scratch_memories():
@@ -69,7 +98,7 @@ def test_real_bytes_move_between_scratch_memories():
     local, remote = LoopbackTransport(), LoopbackTransport()
     for transport, segment in ((local, here), (remote, there)):
         transport.register([segment])
-    figures = self_test(local, local.connect(remote.describe(), [there]), here, there)
+    figures = run(local, local.connect(remote.describe(), [there]), here, there)
     half = SCRATCH_BYTES // 2
     assert (memories[0][half:] == 2).all() and (memories[1][half:] == 1).all()
     assert figures.read > 0 and figures.write > 0

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "geometry"))
 
 from prefill_instance import P_BLOCKS, real
-from test_auto import both_ways
+from test_auto import both_ways, found
 from test_pushing import SOURCE, Target, Writer, freed, until, whole
 
 from vllm_pd_connector.config import Config
@@ -191,7 +191,7 @@ def test_a_prefill_instance_that_offers_no_sums_fails_the_request_and_is_freed(w
 @pytest.mark.parametrize("config", [{"mode": "auto"}], indirect=True)
 @pytest.mark.parametrize("figures", [Figures(1e9, 9e9), Figures(9e9, 1e9)])
 def test_mode_auto_verifies_either_way(writer, target, monkeypatch, figures):
-    monkeypatch.setattr("vllm_pd_connector.worker.direction.self_test", lambda *_: figures)
+    monkeypatch.setattr("vllm_pd_connector.worker.direction.self_test", found(figures))
     target.loop.submit([both_ways(writer, target)], [])
     assert target.wait_for("d") == [True]
     target.until(lambda: target.verified == 1, "the count")

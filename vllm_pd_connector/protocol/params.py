@@ -22,7 +22,17 @@ from msgspec import Meta
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.check import MAX_GROUPS
-from vllm_pd_connector.protocol.fields import NONCE_BYTES, EngineId, Incarnation, LeaseRef, Port, RequestId, Tokens
+from vllm_pd_connector.protocol.fields import (
+    NONCE_BYTES,
+    EngineId,
+    Host,
+    Incarnation,
+    LeaseRef,
+    Port,
+    RequestId,
+    ServerKey,
+    Tokens,
+)
 from vllm_pd_connector.protocol.messages import version_problem
 from vllm_pd_connector.protocol.peer import PeerKey
 
@@ -31,10 +41,7 @@ BlockIds = Annotated[
     tuple[Annotated[tuple[BlockId, ...], Meta(max_length=1 << 20)], ...],
     Meta(max_length=MAX_GROUPS),
 ]
-# Letters of names and addresses only: zmq gives ";", "/" and "*" in an endpoint a meaning of their own.
-Host = Annotated[str, Meta(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._:%-]+\Z")]
 ParallelSize = Annotated[int, Meta(ge=1, le=65536)]
-ServerKey = Annotated[str, Meta(min_length=40, max_length=40, pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]+\Z")]
 Signature = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")]
 NonceHex = Annotated[str, Meta(min_length=32, max_length=32, pattern="^[0-9a-f]{32}$")]
 

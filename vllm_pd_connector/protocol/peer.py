@@ -22,6 +22,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
 
+REFUSAL_S = 10.0
+"""Seconds for which a refusal stands for requests that name no incarnation; for those that do, it stands for ever."""
+
 
 class State(Enum):
     CONNECTING = "connecting"
@@ -181,10 +184,14 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Disconnect the transport. Receives that read from this peer or confirm a read fail with the reason; those that
-    wait for it (Wanted, not started) are left to StartRequests and FailRequests."""
+    """Disconnect the transport, if it is connected. Receives that read from this peer or confirm a read fail with the
+    reason; those that wait for it (Wanted, not started) are left to StartRequests and FailRequests.
+
+    `gone`: this life of the peer has ended, or the transport says that the connection has: nothing that the peer was
+    asked for can land any more. A peer that only does not answer may still write."""
 
     reason: str
+    gone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +238,7 @@ class Peer:
         self._connecting = False
         self._failures = 0
         self._retry_at = -inf
+        self._refused_at = inf
 
     @property
     def state(self) -> State:
@@ -245,6 +253,11 @@ class Peer:
     def over(self) -> bool:
         """Whether this life of the peer is known to have ended: it writes nothing any more."""
         return self._state is State.DEAD and self._retry_at == inf
+
+    def outdated(self, now: float) -> bool:
+        """Whether a request that means whichever life is there has to ask who it is: this one ended, or was refused
+        REFUSAL_S ago and may have been replaced by one that fits."""
+        return self.over or (self._state is State.REFUSED and now >= self._refused_at + REFUSAL_S)
 
     def next_deadline(self) -> float | None:
         """When a `Tick` is due, None if none is."""
@@ -269,6 +282,7 @@ class Peer:
             case ConnectFailed(reason):
                 return self._failed(reason, now)
             case Refused(reason):
+                self._refused_at = min(self._refused_at, now)
                 return self._end(State.REFUSED, reason, inf)
             case Replaced(reason):
                 return self._end(State.DEAD, reason, inf)
@@ -342,7 +356,7 @@ class Peer:
             return []
         self._state = State.CONNECTING
         self._count_failure(reason, now)
-        return [Disconnect(reason)]
+        return [Disconnect(reason, gone=True)]
 
     def _count_failure(self, reason: str, now: float) -> None:
         self._reason = reason
@@ -355,8 +369,9 @@ class Peer:
             return []
         waiting = self._take_waiting()
         actions: list[Action] = [FailRequests(waiting, reason)] if waiting else []
-        if self._has_transport():
-            actions.append(Disconnect(reason))
+        gone = state is State.DEAD and retry_at == inf
+        if self._has_transport() or gone:
+            actions.append(Disconnect(reason, gone))
         self._state, self._reason, self._retry_at = state, reason, retry_at
         return actions
 

@@ -16,12 +16,14 @@ from vllm_pd_connector.protocol.fields import (
     MAX_COMPARE_S,
     Count,
     EngineId,
+    Host,
     Incarnation,
     LeaseRef,
     Message,
     Nonce,
     Port,
     RequestId,
+    ServerKey,
     Tables,
     Text,
     Tokens,
@@ -45,9 +47,9 @@ class Home(Message, frozen=True):
 
     engine_id: EngineId
     incarnation: Incarnation
-    host: Annotated[str, Meta(min_length=1, max_length=253)]
+    host: Host
     port: Port
-    server_key: Annotated[str, Meta(min_length=40, max_length=40)] | None = None
+    server_key: ServerKey | None = None
 
 
 class Moved(Message, frozen=True):

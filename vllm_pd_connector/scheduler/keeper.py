@@ -79,15 +79,21 @@ class LeaseKeeper:
         while not self._stop or (self._client.under_way() and time.monotonic() < self._until):
             due = min(self._due.values(), default=None)
             wait(self._client, self._wake, self._until if self._stop else due)
-            while self._commands:
-                self._commands.popleft()()
-            self._renew_due(time.monotonic())
-            for _, outcome in self._client.receive():
-                if isinstance(outcome, Renewed) and outcome.gone:
-                    logger.warning("the prefill side no longer holds %s", ", ".join(outcome.gone))
-                elif isinstance(outcome, Exception):
-                    logger.warning("lease renewal: %s", outcome)
+            try:
+                self._turn()
+            except Exception:  # one lease that meets a defect of ours must not end the renewal of the others
+                logger.exception("lease renewal met an unexpected error")
         self._client.close()
+
+    def _turn(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+        self._renew_due(time.monotonic())
+        for _, outcome in self._client.receive():
+            if isinstance(outcome, Renewed) and outcome.gone:
+                logger.warning("the prefill side no longer holds %s", ", ".join(outcome.gone))
+            elif isinstance(outcome, Exception):
+                logger.warning("lease renewal: %s", outcome)
 
     def _add(self, remote: RemotePrefill) -> None:
         address = _address(remote)
@@ -109,9 +115,9 @@ class LeaseKeeper:
     def _renew_due(self, now: float) -> None:
         for address in [address for address, due in self._due.items() if due <= now]:
             leases = self._leases[address]
+            self._due[address] = now + min(leases.values())
             for batch in lease_batches(list(leases)):
                 self._send(address, Renew(batch))
-            self._due[address] = now + min(leases.values())
 
     def _send(self, address: str, request: Request) -> None:
         try:

@@ -32,6 +32,8 @@ from vllm_pd_connector.sidechannel.sockets import KEY_MARK, MAX_PENDING, connect
 
 Outcome = Reply | ProtocolError | DeadlineExceeded
 
+MAX_SERVERS = 512  # sockets at a time; whoever is asked least recently and owes no answer makes room for another
+
 _DRAIN = 256  # frames taken from one socket per `receive`, so that no server can hold the owner
 
 
@@ -74,13 +76,15 @@ class SideChannelClient:
         """Send a request to the server at `endpoint` (see `sockets.endpoint`); returns its token.
 
         Raises:
-            ProtocolError: the request is too large, the endpoint is no address, or MAX_PENDING are under way there.
+            ProtocolError: the request is too large, the endpoint is no address, MAX_PENDING are under way there, or
+                MAX_SERVERS others owe answers.
         """
         token = next(self._tokens)
         now = self._clock()
         frame = encode(token, request)
         link = self._links.get(endpoint)
         if link is None:
+            self._make_room(endpoint)
             link = self._links[endpoint] = _Link(endpoint, connected_dealer(self._context, endpoint, self._keys), now)
         if len(link.pending) >= MAX_PENDING:
             raise ProtocolError(f"{endpoint}: {len(link.pending)} requests are under way, the limit is {MAX_PENDING}")
@@ -125,6 +129,14 @@ class SideChannelClient:
             link.socket.setsockopt(zmq.LINGER, round(1000 * linger_s))
             self._close_link(link)
         self._context.term()
+
+    def _make_room(self, endpoint: str) -> None:
+        if len(self._links) < MAX_SERVERS:
+            return
+        idle = [link for link in self._links.values() if not link.pending]
+        if not idle:
+            raise ProtocolError(f"{endpoint}: {MAX_SERVERS} other servers owe answers, which is the limit; ask later")
+        self._close_link(min(idle, key=lambda link: link.used_at))
 
     def _link_deadline(self, link: _Link) -> float:
         return min((pending.deadline for pending in link.pending.values()), default=link.used_at + self._idle_s)
@@ -175,12 +187,19 @@ class SideChannelClient:
             return []
         for token in late:
             del link.pending[token]
+        outcomes: list[tuple[int, Outcome]] = [(token, _timed_out(link.endpoint, late[token])) for token in late]
         link.socket.close()
-        link.socket = connected_dealer(self._context, link.endpoint, self._keys)
+        try:
+            link.socket = connected_dealer(self._context, link.endpoint, self._keys)
+        except ProtocolError as error:
+            outcomes += [(token, error) for token in link.pending]
+            link.pending = {}
+            link.used_at = now - self._idle_s  # a later request makes it anew
+            return outcomes
         link.used_at = now
         for pending in link.pending.values():
             _transmit(link, pending.frame)
-        return [(token, _timed_out(link.endpoint, pending)) for token, pending in late.items()]
+        return outcomes
 
     def _close_link(self, link: _Link) -> None:
         link.socket.close()

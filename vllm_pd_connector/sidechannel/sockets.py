@@ -63,12 +63,15 @@ def connected_dealer(
     """A client's socket, connecting in the background; `address` is made by `endpoint`.
 
     Raises:
-        ProtocolError: not an address, or one with a key while we have none.
+        ProtocolError: not an address, one with a key while we have none, or there are too many sockets.
     """
     place, _, server_key = address.partition(KEY_MARK)
     if server_key and keys is None:
         raise ProtocolError(f"side channel: {place} requires keys, and this side has none")
-    socket = context.socket(zmq.DEALER)
+    try:
+        socket = context.socket(zmq.DEALER)
+    except zmq.ZMQError as error:
+        raise ProtocolError(f"side channel: no socket for {place}: {error}; raise the limit of open files") from error
     _common(socket, place.removeprefix("tcp://").rpartition(":")[0])
     if server_key and keys is not None:
         secure_client(socket, keys, server_key)

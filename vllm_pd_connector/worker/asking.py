@@ -8,7 +8,6 @@ address (the link's machine finds that), or if its host refuses connections: the
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 
 from vllm_pd_connector.errors import ProtocolError
@@ -22,9 +21,9 @@ from vllm_pd_connector.sidechannel.client import Outcome
 from vllm_pd_connector.steps import PushTerms, encode_tables
 from vllm_pd_connector.worker.active import Active, Drive
 from vllm_pd_connector.worker.calls import Calls
+from vllm_pd_connector.worker.knock import Knock
 
 RETRY_S = 0.5
-PROBE_TIMEOUT_S = 0.2
 _NOT_UNDERSTOOD = (FailureCode.MALFORMED, FailureCode.VERSION)
 
 Seat = tuple[int, int, int, int]
@@ -122,8 +121,10 @@ class Asking:
         self._look_for_life(active, now)
 
     def _look_for_life(self, active: Active, now: float) -> None:
-        key = active.link.machine.key
-        if active.link.machine.over or _refuses(key.host, key.port):
+        link, key = active.link, active.link.machine.key
+        if link.knock is None:
+            link.knock = Knock(key.host, key.port)
+        if link.machine.over or link.knock.refused():
             reason = f"the prefill instance at {key} has ended"
             active.retry_at = None
             self._drive(active, receives.PushFailed(reason, terminal=True), now, FailureKind.PEER_UNREACHABLE)
@@ -132,14 +133,3 @@ class Asking:
 def _terms(active: Active) -> PushTerms:
     assert active.order.push is not None
     return active.order.push
-
-
-def _refuses(host: str, port: int) -> bool:
-    """Whether the host says that nobody listens there."""
-    try:
-        with socket.create_connection((host.strip("[]"), port), PROBE_TIMEOUT_S):
-            return False
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False

@@ -205,9 +205,9 @@ class Stager:
             f"{self.slab.length} bytes of the slab are free"
         )
 
-    def peer_gone(self, peer: Peer) -> None:
-        """Nothing that this peer was asked for can land any more, though the transport could not tell."""
-        for flight in [f for f in self._stuck if f.stream.peer is peer]:
+    def instance_gone(self, instance: object) -> None:
+        """Nothing that this instance was asked for can land any more, though the transport could not tell."""
+        for flight in [f for f in self._stuck if f.stream.instance is instance]:
             self._stuck.remove(flight)
             self.slab.give(flight.slot)
 

@@ -24,6 +24,7 @@ from vllm_pd_connector.protocol.peer import Peer
 from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder, block_tables
 from vllm_pd_connector.transport.base import Peer as TransportPeer
 from vllm_pd_connector.transport.base import Transport
+from vllm_pd_connector.worker.knock import Knock
 from vllm_pd_connector.worker.selftest import Figures
 
 _decoder = msgspec.msgpack.Decoder(Manifest)
@@ -58,6 +59,7 @@ class Link:
     scratch: tuple[TransportPeer, Segment] | None = None
     figures: Figures | None = None
     stalled: str = ""
+    knock: Knock | None = None
 
     def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
         """Check, plan, connect. Returns the verdict for the log.

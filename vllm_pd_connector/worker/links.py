@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from vllm_pd_connector.compat.base import init_logger
@@ -22,7 +22,6 @@ from vllm_pd_connector.protocol.messages import Failure, FailureCode, GetManifes
 from vllm_pd_connector.protocol.peer import Peer, PeerKey
 from vllm_pd_connector.sidechannel.client import Outcome
 from vllm_pd_connector.sidechannel.sockets import endpoint
-from vllm_pd_connector.transport.base import Peer as TransportPeer
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.worker.calls import Calls
 from vllm_pd_connector.worker.link import Link
@@ -43,9 +42,9 @@ class User(Protocol):
     def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
         """The link of this request, which was `Wanted`, cannot be had."""
 
-    def lost(self, link: Link, ranks: Sequence[TransportPeer], reason: str, now: float) -> None:
-        """A link was cut: nothing that its ranks were asked for can land any more. Requests that still wait for the
-        link are not concerned; they are started or refused."""
+    def lost(self, link: Link, gone: bool, reason: str, now: float) -> None:
+        """A link was cut. `gone`: nothing that was asked for on it can land any more; else what may still write does.
+        Requests that still wait for the link are not concerned; they are started or refused."""
 
     def stalled(self, link: Link, reason: str, now: float) -> None:
         """The peer of this link is well and is linked anew, because what was begun on it stands still."""
@@ -94,7 +93,7 @@ class Links:
     def get(self, key: PeerKey, engine_id: str, now: float) -> Link:
         """The link to this life of this engine, made if there is none."""
         link = self._links.get((key, engine_id))
-        if link is not None and link.machine.over and not key.incarnation:
+        if link is not None and not key.incarnation and link.machine.outdated(now):
             link = None  # whichever life is at the address now is meant
         if link is None:
             if len(self._links) >= MAX_LINKS:
@@ -114,8 +113,8 @@ class Links:
                     self._fetch(link, attempt, now)
                 case peers.Connect():
                     self.drive(link, self._connect(link), now)
-                case peers.Disconnect(reason):
-                    self._disconnect(link, reason, now)
+                case peers.Disconnect(reason, gone):
+                    self._disconnect(link, reason, gone, now)
                 case peers.StartRequests(request_ids):
                     for request_id in request_ids:
                         self._user.ready(request_id, now)
@@ -150,6 +149,13 @@ class Links:
             if link is not newcomer and link.endpoint == newcomer.endpoint and newcomer.machine.key.incarnation:
                 self.drive(link, peers.Suspected("another incarnation is announced at its address"), now)
 
+    def _end_others_at(self, link: Link, incarnation: str, now: float) -> None:
+        """Every other life at this address has ended: the one that runs there has answered."""
+        for other in list(self._links.values()):
+            known = other.machine.key.incarnation
+            if other is not link and other.endpoint == link.endpoint and known not in ("", incarnation):
+                self.drive(other, peers.Replaced(f"incarnation {incarnation[:8]} answers at its address"), now)
+
     def _fetch(self, link: Link, attempt: int, now: float) -> None:
         timeout = self._config.handshake_timeout / FETCH_ATTEMPTS
         try:
@@ -167,6 +173,7 @@ class Links:
         match outcome:
             case Manifests(engine_id=_, incarnation=incarnation, manifests=manifests):
                 link.manifests = manifests
+                self._end_others_at(link, incarnation, now)
                 event = arrived = peers.ManifestsArrived(attempt, incarnation)
                 if link.stalled and incarnation == link.machine.key.incarnation:
                     event = self._relink(link, arrived, now)
@@ -226,17 +233,20 @@ class Links:
             self._connected(link)
         return peers.Connected()
 
-    def _disconnect(self, link: Link, reason: str, now: float) -> None:
-        """The peer's process is known to be dead, or nobody uses it: what it was sending cannot land any more."""
+    def _disconnect(self, link: Link, reason: str, gone: bool, now: float) -> None:
         logger.warning("disconnecting %s %s at %s: %s", self._noun, link.engine_id, link.machine.key, reason)
-        gone = tuple(link.ranks.values())
         link.disconnect(self._transport)
         self._user.lost(link, gone, reason, now)
 
     def _drop_idle(self, now: float, *, oldest: bool = False) -> None:
-        idle = [(key, link) for key, link in self._links.items() if not self._user.uses(link)]
-        idle.sort(key=lambda entry: entry[1].used_at)
-        for key, link in idle[:1] if oldest else idle:
-            if oldest or link.used_at + IDLE_LINK_S <= now:
-                self.drive(link, peers.Dismissed("not used for long"), now)
-                del self._links[key]
+        """Let go of the links that nobody has used for long; `oldest`: of the one that was not used for longest."""
+        for key, link in sorted(self._links.items(), key=lambda entry: entry[1].used_at):
+            if not oldest and link.used_at + IDLE_LINK_S > now:
+                return
+            if self._user.uses(link):
+                link.used_at = now if not oldest else link.used_at
+                continue
+            self.drive(link, peers.Dismissed("not used for long"), now)
+            del self._links[key]
+            if oldest:
+                return

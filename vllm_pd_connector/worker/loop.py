@@ -28,8 +28,7 @@ from vllm_pd_connector.worker.calls import Calls
 from vllm_pd_connector.worker.comparison import Comparison
 from vllm_pd_connector.worker.convert import Stager
 from vllm_pd_connector.worker.copies import Memory, copier_for
-from vllm_pd_connector.worker.direction import find_direction
-from vllm_pd_connector.worker.link import Link
+from vllm_pd_connector.worker.direction import Trials
 from vllm_pd_connector.worker.outbox import Outbox
 from vllm_pd_connector.worker.pushing import Push, Pushes, PushSetup
 from vllm_pd_connector.worker.receiving import Receives
@@ -129,6 +128,7 @@ class TransferLoop:
             self._started.set_exception(error)
             return
         self._calls = Calls(self._keys)
+        self._trials = Trials(self._transport, self.scratch, self._config.handshake_timeout, self._outbox.counting)
         common = (self._config, self._manifest, self._transport, self._stager, self._calls)
         self._receives = Receives(
             *common,
@@ -136,7 +136,7 @@ class TransferLoop:
             self._outbox,
             self._reader,
             self._readers,
-            connected=self._self_test if self._config.mode == "auto" else None,
+            connected=self._trials.begin if self._config.mode == "auto" else None,
             received=self._received,
         )
         if self._push is not None:
@@ -161,12 +161,13 @@ class TransferLoop:
             while self._inbox:
                 orders, aborts = self._inbox.popleft()
                 for order in orders:
-                    self._receives.begin(order, now)
+                    self._begin(order, now)
                 for request_id in aborts:
                     self._receives.abort(request_id, now)
             self._comparison.turn(now)
             self._receives.poll(now)
             self._poll_staged(now)
+            self._trials.turn()
             self._receives.tick(now)
             if self._pushes is not None:
                 self._pushes.turn(now)
@@ -174,6 +175,13 @@ class TransferLoop:
             logger.exception("the transfer thread met an unexpected error")
             self._receives.fail_all(f"unexpected {type(error).__name__}: {error}", now)
         self._outbox.flush()
+
+    def _begin(self, order: ReceiveOrder, now: float) -> None:
+        try:
+            self._receives.begin(order, now)
+        except Exception as error:  # a defect of ours that one request met must not reach the others
+            logger.exception("request %s: its receive could not begin", order.request_id)
+            self._receives.fail(order.request_id, f"unexpected {type(error).__name__}: {error}", now)
 
     def _poll_staged(self, now: float) -> None:
         for stream, failure in self._stager.poll():
@@ -187,9 +195,6 @@ class TransferLoop:
     def _next_deadline(self) -> float | None:
         now = time.monotonic()
         due = [self._receives.next_deadline(now)]
-        due += [now + pause] if (pause := self._stager.pause()) is not None else []
+        due += [now + pause for pause in (self._stager.pause(), self._trials.pause()) if pause is not None]
         due += [self._pushes.next_deadline(now)] if self._pushes is not None else []
         return min((moment for moment in due if moment is not None), default=None)
-
-    def _self_test(self, link: Link) -> None:
-        find_direction(link, self._transport, self.scratch, self._outbox.counting)

@@ -20,7 +20,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -222,7 +222,7 @@ class Pushes:
                     return
                 self._seen = max(self._seen, last)
                 for order in orders:
-                    self._obey(order, now)
+                    self._try(order, now)
             case _:
                 logger.debug("orders of the scheduler half: %s", outcome)
                 self._ask_at = now + RETRY_S
@@ -270,6 +270,14 @@ class Pushes:
         if order.final:
             push.deadline = now + self._config.transfer_timeout
 
+    def _try(self, order: Write | GiveUp, now: float) -> None:
+        try:
+            self._obey(order, now)
+        except Exception as error:  # one order must not cost the others, which are not handed out again
+            logger.exception("an order of the scheduler half failed")
+            attempt = order.attempt if isinstance(order, GiveUp) else order.into.attempt
+            self._obey(GiveUp(attempt, f"unexpected {type(error).__name__}: {error}"[:MAX_TEXT]), now)
+
     # Links
 
     def ready(self, request_id: str, now: float) -> None:
@@ -281,12 +289,12 @@ class Pushes:
         self._stats.fail(kind)
         self._fail(self._pushes[request_id], reason, now)
 
-    def lost(self, link: Link, ranks: Sequence[TransportPeer], reason: str, now: float) -> None:
-        """The decode instance is gone: nothing lands there any more."""
-        for peer in ranks:
-            self._stager.peer_gone(peer)
+    def lost(self, link: Link, gone: bool, reason: str, now: float) -> None:
+        """The decode instance is lost; if it is `gone`, nothing lands there any more."""
+        if gone:
+            self._stager.instance_gone(link)
         for push in [p for p in self._pushes.values() if p.link is link and p.linked]:
-            push.stuck = False
+            push.stuck &= not gone
             self._fail(push, reason, now)
 
     def stalled(self, link: Link, reason: str, now: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.config import Config
@@ -25,7 +25,6 @@ from vllm_pd_connector.protocol.push_messages import DeclinePush, Moved
 from vllm_pd_connector.protocol.receive import Receive
 from vllm_pd_connector.sidechannel.client import Outcome
 from vllm_pd_connector.steps import ReceiveOrder
-from vllm_pd_connector.transport.base import Peer as TransportPeer
 from vllm_pd_connector.transport.base import Status, Transport
 from vllm_pd_connector.worker.active import Active
 from vllm_pd_connector.worker.asking import Asking
@@ -174,6 +173,15 @@ class Receives:
                 moments.append(now + (POLL_DRAINING_S if active.reported else pause(now - active.phase_began)))
         return min(moments, default=None)
 
+    def fail(self, request_id: str, reason: str, now: float) -> None:
+        """End a receive that could not begin."""
+        active = self._active.get(request_id)
+        if active is None:
+            self._stats.fail(FailureKind.INTERNAL)
+            self._outbox.finished(request_id, ok=False, quarantined=False)
+        elif not active.reported:
+            self._drive(active, receives.PeerFailed(reason), now, FailureKind.INTERNAL)
+
     def fail_all(self, reason: str, now: float) -> None:
         """End every receive that was not reported."""
         for active in list(self._active.values()):
@@ -208,14 +216,14 @@ class Receives:
         """Its peer cannot be had."""
         self._drive(self._active[request_id], receives.PeerFailed(reason), now, kind)
 
-    def lost(self, link: Link, ranks: Sequence[TransportPeer], reason: str, now: float) -> None:
-        """A peer is gone: what was read from it fails, and what may still have been written cannot be any more."""
+    def lost(self, link: Link, gone: bool, reason: str, now: float) -> None:
+        """A peer is lost: what was read from it fails, and if it is `gone`, nothing of that can be written any more."""
         waiting = receives.State.WAITING
-        for peer in ranks:
-            self._stager.peer_gone(peer)
+        if gone:
+            self._stager.instance_gone(link)
         for active in [a for a in self._active.values() if a.link is link and a.machine.state is not waiting]:
             self._drive(active, receives.PeerFailed(reason), now, FailureKind.PEER_UNREACHABLE)
-            for index in sorted(active.stuck):
+            for index in sorted(active.stuck if gone else ()):
                 self._drive(active, receives.TransferFailed(index, reason, terminal=True), now)
             if link.machine.over:
                 self._drive(active, receives.PushFailed(reason, terminal=True), now, FailureKind.PEER_UNREACHABLE)

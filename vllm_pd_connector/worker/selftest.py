@@ -3,7 +3,8 @@
 One machine may write at 49 GB/s and read at 0.5, because a library has a fast way for one of the two only. So in mode
 auto a decode worker tries both with the memory that a prefill worker sets aside for this (`Manifest.scratch`). The
 first transfer of each kind is not measured: it opens connections. A test that fails or takes too long says nothing,
-and the worker reads; scratch memory holds nothing, so a late transfer harms nobody.
+and the worker reads; scratch memory holds nothing, so a late transfer harms nobody. It waits for nothing: whoever runs
+it resumes it now and then, and does other things between.
 
 The worker measures its own write into the prefill instance, not that instance's write into itself: it is the kind of
 operation that makes the difference, not the direction of the cable.
@@ -12,7 +13,7 @@ operation that makes the difference, not the direction of the cable.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,6 @@ from vllm_pd_connector.transport.base import Peer, Status, Transfer, Transport
 SCRATCH_BYTES = 8 << 20
 WARM_BYTES = 64 << 10
 LIMIT_S = 0.5
-_PAUSE_S = 0.0002
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,36 +44,49 @@ class Figures:
 
 
 def self_test(
-    transport: Transport, peer: Peer, here: Segment, there: Segment, clock: Callable[[], float] = time.monotonic
-) -> Figures:
-    """Measure both directions. The first half of each scratch memory is a source, the second a destination.
+    transport: Transport,
+    peer: Peer,
+    here: Segment,
+    there: Segment,
+    connected: Callable[[], bool],
+    warm_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Generator[None, None, Figures]:
+    """Measure both directions; to be resumed until it returns. The first half of each scratch memory is a source, the
+    second a destination.
+
+    A transfer that takes too long is polled on until it has ended, because its peer cannot be forgotten before.
+
+    Args:
+        connected: whether the peer still is.
+        warm_s: seconds that the first transfer of each kind may take.
 
     Raises:
-        TransferError: one of the transfers failed or did not end in time.
+        TransferError: one of the transfers failed or did not end in time, or the peer was disconnected.
     """
     half = min(here.length, there.length) // 2
-    into, from_ = here.address + half, there.address
-    read = _speed(transport, clock, lambda n: transport.read(peer, _run(from_, into, n)), half)
-    out_of, to = here.address, there.address + half
-    write = _speed(transport, clock, lambda n: transport.write(peer, _run(out_of, to, n)), half)
+
+    def measure(start: Callable[[Peer, Runs], Transfer], source: int, destination: int) -> Generator[None, None, float]:
+        seconds = 0.0
+        for length, limit in ((min(WARM_BYTES, half), warm_s), (half, LIMIT_S)):
+            if not connected():
+                raise TransferError("the peer was disconnected during the self-test")
+            run = Runs(*(np.array([value], dtype=np.int64) for value in (source, destination, length)))
+            seconds = yield from _wait(transport, clock, start(peer, run), limit)
+        return half / max(seconds, 1e-6)
+
+    read = yield from measure(transport.read, there.address, here.address + half)
+    write = yield from measure(transport.write, here.address, there.address + half)
     return Figures(read, write)
 
 
-def _run(source: int, destination: int, length: int) -> Runs:
-    return Runs(*(np.array([value], dtype=np.int64) for value in (source, destination, length)))
-
-
-def _speed(transport: Transport, clock: Callable[[], float], start: Callable[[int], Transfer], length: int) -> float:
-    _wait(transport, clock, start(min(WARM_BYTES, length)))
-    seconds = _wait(transport, clock, start(length))
-    return length / max(seconds, 1e-6)
-
-
-def _wait(transport: Transport, clock: Callable[[], float], transfer: Transfer) -> float:
-    """Seconds that a transfer takes from now, at most about LIMIT_S."""
+def _wait(
+    transport: Transport, clock: Callable[[], float], transfer: Transfer, limit: float
+) -> Generator[None, None, float]:
+    """Seconds that a transfer takes from now."""
     began = clock()
     while transport.poll(transfer) is Status.RUNNING:
-        if clock() - began > LIMIT_S:
-            raise TransferError(f"a transfer of the self-test did not end within {LIMIT_S:g} s", terminal=False)
-        time.sleep(_PAUSE_S)
-    return clock() - began
+        yield
+    if (seconds := clock() - began) > limit:
+        raise TransferError(f"a transfer of the self-test took {seconds:.2f} s, longer than {limit:g} s")
+    return seconds

@@ -1,0 +1,154 @@
+"""What becomes of links and of what was asked for on them when a peer does not answer, ends or is replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+from test_loop import Decode, Prefill, decode, prefill, until
+from test_pushing import CONFIG, Target, Writer, freed
+
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import PeerLost, TransferError
+from vllm_pd_connector.protocol.peer import REFUSAL_S, PeerKey, State
+from vllm_pd_connector.worker.knock import Knock
+from vllm_pd_connector.worker.links import IDLE_LINK_S, Links
+
+__all__ = ["decode", "prefill"]
+
+
+def leave_a_read_that_may_still_write(decode: Decode, prefill: Prefill) -> None:
+    decode.transport.faults.failures.append(TransferError("unclear", terminal=False))
+    decode.loop.submit([prefill.order("a")], [])
+    assert decode.wait_for("a") == [False]
+    assert decode.quarantined == {"a"} and not decode.drained
+    until(lambda: not decode.loop._receives._active["a"].transfers, "the read from the other rank to end")
+
+
+def test_a_peer_that_only_leaves_may_still_write_until_another_life_answers_there(prefill, decode):
+    leave_a_read_that_may_still_write(decode, prefill)
+    port = prefill.server.port
+    decode.hear_the_end_of(prefill)
+    decode.collect()
+    assert not decode.drained, "nothing proved that its process ended"
+    with contextlib.closing(Prefill(port=port)) as again:
+        decode.loop.submit([again.order("b")], [])
+        assert decode.wait_for("b") == [True]
+        decode.until(lambda: decode.drained == {"a"}, "the quarantine to end")
+
+
+def test_a_connection_that_is_known_lost_writes_nothing_more(prefill, decode):
+    leave_a_read_that_may_still_write(decode, prefill)
+    decode.transport.faults.failures.append(PeerLost("connection reset"))
+    decode.loop.submit([prefill.order("b")], [])
+    assert decode.wait_for("b") == [False]
+    decode.until(lambda: "a" in decode.drained, "the quarantine to end")
+
+
+def test_a_refusal_of_whoever_is_there_is_asked_again_after_a_while(monkeypatch):
+    now = [0.0]
+    with contextlib.closing(Target(CONFIG)) as target:
+        links = target.loop._receives._asked
+        get = links.get
+        monkeypatch.setattr(links, "get", lambda key, engine_id, at: get(key, engine_id, at + now[0]))
+        with contextlib.closing(Writer(CONFIG)) as writer:
+            port = writer.server.port
+            writer.server.set_manifests([b"junk"] * len(writer.workers))
+            target.loop.submit([target.order(writer, "a")], [])
+            assert target.wait_for("a") == [False]
+            [link] = links._links.values()
+            assert link.machine.state is State.REFUSED
+            target.loop.submit([target.order(writer, "b")], [])
+            assert target.wait_for("b") == [False]
+            assert writer.server.counts()["GetManifests"] == 1, "the refusal was forgotten"
+        with contextlib.closing(Writer(CONFIG, port)) as second:
+            now[0] = REFUSAL_S
+            second.whole("c")
+            target.loop.submit([target.order(second, "d", "c")], [])
+            assert target.wait_for("d") == [True]
+            freed(second, "c")
+
+
+def test_a_link_in_use_is_not_idle_however_long_nobody_asked_for_it():
+    used = {"held": True}
+    user = SimpleNamespace(uses=lambda link: used["held"], lost=lambda *_: None)
+    links = Links(Config(), SimpleNamespace(), SimpleNamespace(), 0, SimpleNamespace(), user, lambda *_: None)  # type: ignore[arg-type]
+    key = PeerKey("127.0.0.1", 5600, "a" * 32)
+    link = links.get(key, "p-0", 0.0)
+    late = IDLE_LINK_S + 1
+    links.tick(late)
+    assert links.get(key, "p-0", 0.0) is link
+    link.used_at = 0.0
+    links.tick(late)
+    deadline = links.next_deadline()
+    assert deadline is not None and deadline > late, "a thread that sleeps until then never sleeps"
+    used["held"] = False
+    links.tick(deadline)
+    assert links.next_deadline() is None
+
+
+def test_an_order_that_cannot_begin_costs_no_other(prefill, decode, monkeypatch):
+    get = Links.get
+
+    def broken(self: Links, key: PeerKey, engine_id: str, now: float) -> Any:
+        if engine_id == "broken":
+            raise RuntimeError("a defect")
+        return get(self, key, engine_id, now)
+
+    monkeypatch.setattr(Links, "get", broken)
+    orders = [prefill.order("before"), prefill.order("a", remote_engine_id="broken"), prefill.order("after")]
+    decode.loop.submit(orders, [])
+    assert decode.wait_for("before", "a", "after") == [True, False, True]
+    assert decode.failures == {"internal": 1}
+
+
+def test_an_order_to_push_that_cannot_be_obeyed_costs_no_other(monkeypatch):
+    with contextlib.closing(Writer(CONFIG)) as writer, contextlib.closing(Target(CONFIG)) as target:
+        get, failed = Links.get, set()
+
+        def broken(self: Links, key: PeerKey, engine_id: str, now: float) -> Any:
+            if engine_id == "decode-1" and self not in failed:
+                failed.add(self)
+                raise RuntimeError("a defect")
+            return get(self, key, engine_id, now)
+
+        monkeypatch.setattr(Links, "get", broken)
+        writer.whole("a")
+        target.loop.submit([target.order(writer)], [])
+        assert target.wait_for("d") == [False]
+        freed(writer, "a")
+        writer.whole("b")
+        target.loop.submit([target.order(writer, "e", "b")], [])
+        assert target.wait_for("e") == [True]
+        freed(writer, "b")
+
+
+def test_a_host_that_refuses_is_told_from_one_that_listens_or_is_unknown():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        knock = Knock("127.0.0.1", port)
+        assert not knock.refused()
+        assert knock._socket is None, "an attempt that was answered was kept"
+    assert knock.refused() and Knock("[::1]" if socket.has_ipv6 else "127.0.0.1", port).refused()
+    assert not Knock("no.such.host.invalid", port).refused()
+
+
+def test_an_attempt_that_is_not_answered_at_once_is_looked_at_again(monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.worker.knock.PATIENCE_S", 0.0)
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting = [socket.socket() for _ in range(4)]
+        for one in waiting:  # the queue of those that nobody accepts is full: the next attempt is not answered
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        knock = Knock(*full.getsockname())
+        assert not knock.refused()
+        kept = knock._socket
+        assert kept is not None
+        assert not knock.refused() and knock._socket is kept
+        knock.close()
+        for one in waiting:
+            one.close()
