@@ -11,6 +11,7 @@ from aiohttp import web
 from router_bench import Bench, over_bench
 from router_stand_ins import DONE, HANDS_OVER, NOBODY, PARAMS, answers, break_off, stall, streams
 
+from e2e.excuses import legs_of
 from ports import free_port
 from vllm_pd_connector.proxy.exchange import whole_events
 
@@ -348,6 +349,20 @@ def test_a_request_id_that_could_confuse_a_log_is_refused(request_id: str) -> No
         assert prefill.asked == []
 
     over_bench(test)()
+
+
+def test_the_log_says_where_the_legs_of_a_request_were(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(bench: Bench) -> None:
+        prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
+        await bench.route([prefill.url], [decode.url])
+        for number in range(2):
+            await bench.ask(**{"X-Request-Id": f"id-{number}"})
+        log = "\n".join(f"{record.name}: {record.getMessage()}" for record in caplog.records)
+        expected = {"prefill": prefill.url, "decode": decode.url}
+        assert legs_of(log) == {"id-0": expected, "id-1": expected}
+
+    with caplog.at_level("DEBUG", "vllm_pd_connector"):
+        over_bench(test)()
 
 
 @over_bench
