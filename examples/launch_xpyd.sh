@@ -187,8 +187,8 @@ start() { # index
     pids+=($!)
 }
 
-died() { # index
-    echo "launch: ${names[$1]} ended; the last lines of $logs/${names[$1]}.log:" >&2
+give_up() { # index, what is the matter with it
+    echo "launch: ${names[$1]} $2; the last lines of $logs/${names[$1]}.log:" >&2
     tail -n 20 "$logs/${names[$1]}.log" >&2
     exit 1
 }
@@ -202,7 +202,7 @@ wait_for() { # indices
     while ((${#waiting[@]})); do
         still=()
         for i in "${waiting[@]}"; do
-            kill -0 "${pids[i]}" 2>/dev/null || died "$i"
+            kill -0 "${pids[i]}" 2>/dev/null || give_up "$i" ended
             if serves "$i"; then
                 echo "launch: ${names[i]} serves at ${urls[i]} after $SECONDS s"
             else
@@ -212,8 +212,7 @@ wait_for() { # indices
         waiting=("${still[@]}")
         ((${#waiting[@]})) || return 0
         if ((SECONDS > timeout)); then
-            echo "launch: not ready after $timeout s" >&2
-            died "${waiting[0]}"
+            give_up "${waiting[0]}" "is not ready after $timeout s"
         fi
         if ((SECONDS >= shown + 10)); then
             shown=$SECONDS
@@ -244,7 +243,7 @@ fi
 echo "launch: ready; Ctrl-C stops everything"
 while true; do
     for i in "${!names[@]}"; do
-        kill -0 "${pids[i]}" 2>/dev/null || died "$i"
+        kill -0 "${pids[i]}" 2>/dev/null || give_up "$i" ended
     done
     # In the background, because bash runs no trap while it waits for a process in the foreground.
     sleep 1 &

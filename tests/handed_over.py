@@ -7,8 +7,8 @@ from typing import Any
 from vllm_pd_connector.protocol.answer import remote_prefill_params
 
 
-def handed_over() -> dict[str, Any]:
-    """`kv_transfer_params` of a prefill with two KV-cache groups on two ranks."""
+def handed_over(secret: bytes | None = None) -> dict[str, Any]:
+    """`kv_transfer_params` of a prefill with two KV-cache groups on two ranks, signed with a `secret`."""
     return remote_prefill_params(
         block_ids=[[4, 5], [9]],
         first_blocks=[0, 2],
@@ -24,4 +24,5 @@ def handed_over() -> dict[str, Any]:
         dcp_size=1,
         pp_size=1,
         num_tokens=33,
+        secret=secret,
     )

@@ -2,7 +2,8 @@
 
 `routers.json` holds, for each router, what it changes in a client's request for the prefill instance and what it tells
 the decode instance: "answer" is the prefill instance's `kv_transfer_params` as they are, anything else is the router's
-own. Each record names the file that it was read from or how it was seen.
+own. `order` says whether the second leg waits for the first. A router that first asks a prefill instance who it is has
+the question and the answer under `bootstrap`. Each record names the file that it was read from or how it was seen.
 """
 
 from __future__ import annotations
@@ -15,10 +16,15 @@ import pytest
 
 from handed_over import handed_over
 from vllm_pd_connector.observability.instance import EngineInfo
+from vllm_pd_connector.protocol.answer import require_signature
+from vllm_pd_connector.protocol.bootstrap import Place, encode_answer, parse_answer, parse_bootstrap_address
 from vllm_pd_connector.protocol.params import (
     Kind,
+    is_answer,
     kind_of,
+    names_bootstrap,
     pairing_name,
+    parse_remote_bootstrap,
     parse_remote_decode,
     parse_remote_prefill,
     parse_remote_push,
@@ -27,13 +33,15 @@ from vllm_pd_connector.proxy.handoff import decode_body, decode_body_beside, pre
 
 ROUTERS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("routers.json").read_text())
 SERIAL = [name for name, router in ROUTERS.items() if router["order"] == "serial"]
-CONCURRENT = [name for name, router in ROUTERS.items() if router["order"] == "concurrent"]
+FORWARDING = [name for name, router in ROUTERS.items() if router["decode"] == "answer"]
+ASKING = [name for name, router in ROUTERS.items() if "bootstrap" in router]
+SECRET = b"s" * 32
 CLIENT = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 50, "min_tokens": 4, "stream": True, "stream_options": {}}
 
 
 def answer() -> dict[str, Any]:
-    """What a prefill instance answers, as it comes out of JSON."""
-    return json.loads(json.dumps(handed_over()))
+    """What a prefill instance answers, signed, as it comes out of JSON."""
+    return json.loads(json.dumps(handed_over(SECRET)))
 
 
 def first_leg(router: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
@@ -53,16 +61,50 @@ def test_the_first_leg_asks_for_a_cache_to_be_kept(name: str) -> None:
     assert leg["max_tokens"] == 1 and ("min_tokens" not in leg or leg["min_tokens"] <= 1 or name == "push demo proxy")
 
 
+def second_leg(router: dict[str, Any], handed: dict[str, Any]) -> dict[str, Any]:
+    """`kv_transfer_params` as a router sends them to the decode instance after the prefill instance's answer."""
+    return handed if router["decode"] == "answer" else router["decode"]
+
+
+def test_every_second_leg_is_of_one_of_the_known_forms() -> None:
+    assert set(FORWARDING) | set(ASKING) | {"push demo proxy"} == set(ROUTERS)
+    assert not set(FORWARDING) & set(ASKING)
+
+
 @pytest.mark.parametrize("name", SERIAL)
+def test_a_first_leg_that_is_waited_for_is_answered_in_one_piece(name: str) -> None:
+    leg = first_leg(ROUTERS[name], CLIENT)
+    assert leg["stream"] is False and "stream_options" not in leg
+
+
+@pytest.mark.parametrize("name", FORWARDING)
 def test_a_forwarded_answer_is_read_as_it_was_written(name: str) -> None:
-    assert ROUTERS[name]["decode"] == "answer"
-    assert parse_remote_prefill(answer()) == parse_remote_prefill(answer() | {"remote_block_size": 16})
-    assert parse_remote_prefill(answer()).remote_engine_id == "p-0"
+    router = ROUTERS[name]
+    assert router["order"] == "serial"  # there is no answer before
+    second = second_leg(router, answer())
+    assert is_answer(second) and not names_bootstrap(second)
+    told = parse_remote_prefill(second)
+    require_signature(told, SECRET)
+    assert told == parse_remote_prefill(handed_over(SECRET))
+    assert told == parse_remote_prefill(second | {"remote_block_size": 16})
+    assert told.remote_engine_id == "p-0"
 
 
-@pytest.mark.parametrize("name", CONCURRENT)
-def test_a_concurrent_routers_second_leg_asks_for_a_cache(name: str) -> None:
-    assert kind_of(ROUTERS[name]["decode"]) is Kind.REMOTE_PREFILL
+@pytest.mark.parametrize("name", ASKING)
+def test_who_asked_for_the_prefill_instances_engine_leads_the_decode_instance_to_it(name: str) -> None:
+    router = ROUTERS[name]
+    first, second = router["prefill"]["kv_transfer_params"], second_leg(router, answer())
+    assert names_bootstrap(second) and not is_answer(second)
+    told = parse_remote_bootstrap(second)
+    # What an instance on two ranks answers is what the router was answered, and asked at the address that it tells.
+    place = Place("10.0.0.7", 5600)
+    assert json.loads(encode_answer(0, "p-0", place, 2, 1)) == router["bootstrap"]["answer"]
+    assert parse_answer(json.dumps(router["bootstrap"]["answer"]).encode()) == {told.remote_engine_id: place}
+    assert router["bootstrap"]["asks"] == f"GET {told.remote_bootstrap_addr}/query"
+    assert parse_bootstrap_address(told.remote_bootstrap_addr) == Place("10.0.0.7", 8998)
+    # vLLM puts random digits of its own behind the request id; these legs are paired by their own name.
+    names = {pairing_name(first, "cmpl-x-0-1a2b3c4d"), pairing_name(second, "cmpl-x-0-5e6f7a8b")}
+    assert names == {told.transfer_id}
 
 
 def test_the_legs_of_a_push_find_each_other() -> None:

@@ -12,7 +12,9 @@ from e2e.pairs import ROOT, Pairs
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
 
-@pytest.mark.parametrize("names", [("pull", "pull-blocks"), ("push", "push-blocks"), ("mooncake-pull", "corrupt")])
+@pytest.mark.parametrize(
+    "names", [("pull", "pull-blocks"), ("push", "push-blocks"), ("mooncake-pull", "mooncake-push", "corrupt")]
+)
 def test_recall_through_a_pair_is_that_of_a_plain_instance(pairs: Pairs, names: tuple[str, ...]) -> None:
     pairs.end()  # its own servers need the memory
     command = [sys.executable, str(ROOT / "benchmarks" / "accuracy" / "recall.py"), "--questions", "80", "--pairs"]

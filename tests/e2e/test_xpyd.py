@@ -1,7 +1,7 @@
 """Two prefill and two decode instances under load, behind this project's router and behind vLLM's.
 
 Every answer must be the plain run's, all instances must share the work, and with this project's router an instance may
-be restarted in the middle: only requests that were under way while it went down may fail, and only with 5xx.
+be restarted in the middle: only requests that were under way there while it went down may fail, and only with 5xx.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from e2e.cluster import HOLDINGS, PATIENCE, Baselines, until
+from e2e.excuses import Down, Sent, legs_of, unexcused
 from e2e.matrix import HYBRID_BLOCKS, HYBRIDS
 from e2e.pairs import ROOT, Pairs
 from e2e.workload import Prompt, Refused, ask, completion, prompts
@@ -37,16 +39,6 @@ LEASE_SECONDS = 15.0
 ASKED = {"xpyd": prompts("xpyd", [random.Random(number).randrange(20, 300) for number in range(48)])}
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """One request: when it was under way (monotonic seconds), and its status, 0 for a broken connection."""
-
-    started: float
-    ended: float
-    status: int
-    right: bool
 
 
 @dataclass(slots=True)
@@ -75,14 +67,15 @@ class Load:
                 self.sent.append(outcome)
 
     def _send(self, prompt: Prompt) -> Sent:
-        started, status, right = time.monotonic(), 200, False
+        request_id, started, status, right = uuid.uuid4().hex, time.monotonic(), 200, False
         try:
-            right = ask(self.url, completion(self.family, prompt)).tokens == self.baselines.tokens(self.family, prompt)
+            answer = ask(self.url, completion(self.family, prompt), request_id=request_id)
+            right = answer.tokens == self.baselines.tokens(self.family, prompt)
         except Refused as error:
             status = error.status
         except (urllib.error.URLError, ConnectionError):
             status = 0
-        return Sent(started, time.monotonic(), status, right)
+        return Sent(request_id, started, time.monotonic(), status, right)
 
     @property
     def answered(self) -> list[Sent]:
@@ -124,14 +117,14 @@ class Fleet:
             environment={"PD_TEST_POLITE": "1", **model.environment},
         )
 
-    def restart(self, index: int) -> tuple[float, float]:
-        """End an instance and start it again; from when to when it went down."""
+    def restart(self, index: int) -> Down:
+        """End an instance and start it again; when it went down."""
         server = self.instances[index]
         began = time.monotonic()
         self.servers.stop(server)
         ended = time.monotonic()
         [self.instances[index]] = self.servers.start(server.spec)
-        return began, ended
+        return Down(server.url, began, ended)
 
     def counts(self, series: str) -> list[float]:
         """A counter of each instance, summed over its labels."""
@@ -197,11 +190,10 @@ def test_vllm_router_spreads_the_work_and_every_answer_is_right(fleet: Fleet) ->
 
 
 def test_one_of_each_is_restarted_and_only_what_was_under_way_there_fails(fleet: Fleet) -> None:
-    [router] = fleet.servers.start(
-        router_spec("xpyd-router", [s.url for s in fleet.prefills], [s.url for s in fleet.decodes])
-    )
+    spec = router_spec("xpyd-router", [s.url for s in fleet.prefills], [s.url for s in fleet.decodes])
+    [router] = fleet.servers.start(replace(spec, command=(*spec.command, "--log-level", "debug")))
     load = Load(router.url, fleet.family, fleet.baselines)
-    down: list[tuple[float, float]] = []
+    down: list[Down] = []
     restarted = threading.Event()
     # Instances are started by this thread, for one that ends would take them with it (launch.py).
     with ThreadPoolExecutor(1) as pool:
@@ -213,16 +205,18 @@ def test_one_of_each_is_restarted_and_only_what_was_under_way_there_fails(fleet:
         finally:
             restarted.set()
         clients.result()
-    legs = page(router)
+    counted = page(router)
     fleet.servers.stop(router)
     assert [one for one in load.answered if not one.right] == []
     lost = [one for one in load.sent if one.status != 200]
     assert [one for one in lost if one.status < 500] == []
-    alone = [one for one in lost if not any(one.started <= end and one.ended >= begin for begin, end in down)]
-    assert alone == [], f"failed although no instance went down meanwhile; down: {down}"
+    legs = legs_of(router.log.read_text(errors="replace"))
+    assert {one.request_id for one in load.answered} <= set(legs), "requests that are not in the router's log"
+    alone = unexcused(lost, legs, down)
+    assert alone == [], f"failed although no instance that they were at went down meanwhile; down: {down}"
     assert len(lost) <= 2 * AT_ONCE * len(down)
     shares = {
-        s.spec.name: sum(values(legs, "vllm_pd_proxy_legs_total", f'instance="{s.url}"')) for s in fleet.instances
+        s.spec.name: sum(values(counted, "vllm_pd_proxy_legs_total", f'instance="{s.url}"')) for s in fleet.instances
     }
     assert min(shares.values()) >= REQUESTS / 10, f"requests by instance: {shares}"
     fleet.settle()

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+from vllm_pd_connector.cli import main
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.proxy.serve import add_arguments, options_of
+from vllm_pd_connector.sidechannel.keys import load_keys
 
 MANIFESTS = Path(__file__).resolve().parents[2] / "examples" / "kubernetes" / "xpyd.yaml"
 OBJECTS: list[dict[str, Any]] = list(yaml.safe_load_all(MANIFESTS.read_text()))
@@ -59,5 +61,42 @@ def test_selectors_find_what_they_are_meant_for(kind: str, name: str) -> None:
     assert spec["selector"]["matchLabels"] == labels == named("Service", name)["spec"]["selector"]
 
 
+def flag(vllm: dict[str, Any], name: str) -> str:
+    words: list[str] = vllm["command"]
+    return words[words.index(name) + 1]
+
+
+@pytest.mark.parametrize("name", ["pd-prefill", "pd-decode"])
+def test_an_instance_may_end_what_it_has_begun_before_it_is_killed(name: str) -> None:
+    vllm = container("StatefulSet", name)
+    config = parse_config(json.loads(vllm["args"][-1])["kv_connector_extra_config"])
+    drains = int(flag(vllm, "--shutdown-timeout"))
+    assert named("StatefulSet", name)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > drains
+    assert drains > config.shutdown_timeout
+    if name == "pd-prefill":
+        assert config.shutdown_timeout > config.kv_lease_duration
+
+
+@pytest.mark.parametrize("name", ["pd-prefill", "pd-decode"])
+def test_an_instance_talks_only_to_those_whose_keys_it_has(name: str, tmp_path: Path) -> None:
+    """With the keys that the commands in the first lines make, mounted as a Secret is."""
+    pod = named("StatefulSet", name)["spec"]["template"]["spec"]
+    vllm = container("StatefulSet", name)
+    config = parse_config(json.loads(vllm["args"][-1])["kv_connector_extra_config"])
+    assert not config.allow_unauthenticated_peers
+    [mount] = [one["name"] for one in vllm["volumeMounts"] if one["mountPath"] == config.side_channel_keys]
+    [secret] = [one["secret"] for one in pod["volumes"] if one["name"] == mount]
+    assert "securityContext" not in pod  # an fsGroup would add rights to the files
+    words = [line.removeprefix("#   ").split() for line in MANIFESTS.read_text().splitlines() if line.startswith("#  ")]
+    [keygen] = [command for command in words if command[:2] == ["vllm-pd", "keygen"]]
+    keys = tmp_path / keygen[2]
+    assert ["kubectl", "create", "secret", "generic", secret["secretName"], f"--from-file={keygen[2]}"] in words
+    assert main(["keygen", str(keys), *keygen[3:]]) == 0
+    for file in keys.iterdir():
+        file.chmod(secret["defaultMode"])
+    loaded = load_keys(keys)
+    assert loaded.peers == {loaded.public}
+
+
 def test_the_first_lines_say_how_they_are_used() -> None:
-    assert "kubectl apply -f examples/kubernetes/xpyd.yaml" in "".join(MANIFESTS.read_text().splitlines()[:6])
+    assert "kubectl apply -f examples/kubernetes/xpyd.yaml" in "".join(MANIFESTS.read_text().splitlines()[:8])

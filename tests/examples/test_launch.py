@@ -26,7 +26,7 @@ XPYD = ROOT / "examples" / "launch_xpyd.sh"
 LIMIT = 90.0
 
 STAND_IN = '''\
-"""Serves /health and /metrics as an instance does; ends at once if FAIL names its role."""
+"""Serves /health and /metrics as an instance does; ends at once if FAIL names its role, is never ready if SLOW does."""
 import http.server, json, os, subprocess, sys, time
 
 words = sys.argv[1:]
@@ -47,7 +47,7 @@ labels = {"engine": 0, "role": transfer["kv_role"], "mode": extra["mode"], "tran
 text = "vllm:pd_instance_info{" + ",".join(f'{k}="{v}"' for k, v in labels.items()) + "} 1\\n"
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200)
+        self.send_response(503 if os.environ.get("SLOW") == transfer["kv_role"] else 200)
         self.end_headers()
         self.wfile.write(text.encode() if self.path == "/metrics" else b"")
     def log_message(self, *_): pass
@@ -203,6 +203,16 @@ def test_a_process_that_ends_while_loading_is_reported_with_its_log(tmp_path: Pa
     output, _ = run.process.communicate(timeout=LIMIT)
     assert run.process.returncode == 1
     assert "ended; the last lines of" in output and "no memory for the cache" in output
+    assert run.workers_that_live() == []
+
+
+def test_a_process_that_is_only_slow_is_not_said_to_have_ended(tmp_path: Path, runs: list[Run]) -> None:
+    run = Run(tmp_path, "--timeout", "1", SLOW="kv_consumer")
+    runs.append(run)
+    output, _ = run.process.communicate(timeout=LIMIT)
+    assert run.process.returncode == 1
+    assert "decode-0 is not ready after 1 s; the last lines of" in output and "loading" in output
+    assert "ended" not in output
     assert run.workers_that_live() == []
 
 

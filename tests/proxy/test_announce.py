@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -10,7 +13,24 @@ import zmq
 from router_stand_ins import Instance, answers, info
 
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.proxy import announce as module
 from vllm_pd_connector.proxy.announce import announce, ask, registration
+
+
+@pytest.fixture
+def registry() -> Iterator[zmq.Socket[bytes]]:
+    """A router's end of the announcements."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context.socket(zmq.ROUTER) as taking:
+        taking.bind("tcp://127.0.0.1:*")
+        yield taking
+    context.term()
+
+
+def address_of(registry: zmq.Socket[bytes]) -> str:
+    endpoint = registry.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return endpoint.rstrip(b"\0").decode().removeprefix("tcp://")
 
 
 @pytest.mark.parametrize(("role", "letter"), [("kv_producer", "P"), ("kv_consumer", "D")])
@@ -24,18 +44,14 @@ def test_an_instance_of_both_roles_cannot_be_registered() -> None:
         registration("http://h:1", info(role="kv_both"))
 
 
-def test_only_healthy_instances_that_say_their_role_are_registered() -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    registry = context.socket(zmq.ROUTER)
-    port = registry.bind_to_random_port("tcp://127.0.0.1")
-
+def test_only_healthy_instances_that_say_their_role_are_registered(registry: zmq.Socket[bytes]) -> None:
     async def main() -> None:
         well, sick, silent = Instance(answers({}), info()), Instance(answers({}), info()), Instance(answers({}))
         sick.health = 503
         for instance in (well, sick, silent):
             await instance.server.start_server()
         urls = [instance.url for instance in (sick, silent, well)]
-        await asyncio.to_thread(announce, f"127.0.0.1:{port}", urls, 1)
+        await asyncio.to_thread(announce, address_of(registry), urls, 1)
         assert registry.poll(10_000)
         _, message = registry.recv_multipart()
         assert msgspec.msgpack.decode(message)["http_address"] == well.url.removeprefix("http://")
@@ -46,8 +62,46 @@ def test_only_healthy_instances_that_say_their_role_are_registered() -> None:
         for instance in (well, sick, silent):
             await instance.server.close()
 
-    try:
-        asyncio.run(main())
-    finally:
-        registry.close()
-        context.term()
+    asyncio.run(main())
+
+
+def test_an_instance_that_does_not_answer_holds_up_no_other(
+    registry: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ASK_TIMEOUT", 60.0)
+    monkeypatch.setattr(module, "INTERVAL", 0.1)
+    silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+
+    async def main() -> None:
+        well = Instance(answers({}), info())
+        await well.server.start_server()
+        urls = [*(f"http://127.0.0.1:{one.getsockname()[1]}" for one in silent), well.url]
+        announcing = asyncio.create_task(asyncio.to_thread(announce, address_of(registry), urls, 2))
+        try:
+            for _ in range(2):
+                assert await asyncio.to_thread(registry.poll, 10_000)
+                _, message = registry.recv_multipart()
+                assert msgspec.msgpack.decode(message)["http_address"] == well.url.removeprefix("http://")
+        finally:
+            for one in silent:
+                one.close()  # those who wait for an answer are reset
+            await announcing
+            await well.server.close()
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_breaks_off_is_no_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer_half() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf")
+
+        answering = threading.Thread(target=answer_half)
+        answering.start()
+        with pytest.raises(ProtocolError, match="IncompleteRead"):
+            ask(f"http://127.0.0.1:{server.getsockname()[1]}")
+        answering.join()

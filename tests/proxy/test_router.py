@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
 from router_bench import Bench, over_bench
 from router_stand_ins import DONE, HANDS_OVER, NOBODY, PARAMS, answers, break_off, stall, streams
 
+from e2e.excuses import legs_of
 from ports import free_port
+from vllm_pd_connector.proxy.exchange import whole_events
+
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+def ended(reason: str | None) -> bytes:
+    """An event as vLLM writes it."""
+    return f'data: {{"choices":[{{"text":"","finish_reason":{json.dumps(reason)}}}]}}\n\n'.encode()
 
 
 @over_bench
@@ -164,6 +174,25 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_event(bench: Bench) -
     assert json.loads(events[1])["error"]["code"] == 502
 
 
+@over_bench
+async def test_half_an_event_of_a_stream_that_breaks_off_is_kept_from_the_client(bench: Bench) -> None:
+    seen = asyncio.Event()
+
+    async def wait_and_break_off(request: web.Request) -> None:
+        await seen.wait()
+        await break_off(request)
+
+    prefill = await bench.instance(HANDS_OVER)
+    decode = await bench.instance(streams(ended(None), b'data: {"choi', then=wait_and_break_off))
+    await bench.route([prefill.url], [decode.url])
+    async with bench.client.post(bench.url, json={"prompt": "x", "stream": True}) as response:
+        assert await response.content.readany() == ended(None)
+        seen.set()
+        error, last, nothing = (await response.text()).split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 502
+    assert (last, nothing) == ("data: [DONE]", "")
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_a_client_that_leaves_cancels_the_leg_in_progress(leg: str) -> None:
     async def test(bench: Bench) -> None:
@@ -236,6 +265,66 @@ def test_a_stream_that_begins_with_an_error_is_a_status(code: object, status: in
 
 
 @over_bench
+async def test_an_error_that_comes_in_pieces_is_a_status(bench: Bench) -> None:
+    error = {"error": {"message": "no cache", "code": 404}}
+    pieces = [bytes([byte]) for byte in f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n".encode()]
+    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(streams(*pieces))
+    await bench.route([prefill.url], [decode.url])
+    assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (404, error)
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_a_stream_whose_first_event_says_it_failed_is_502(reason: str) -> None:
+    async def test(bench: Bench) -> None:
+        prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(streams(ended(reason), DONE_EVENT))
+        await bench.route([prefill.url], [decode.url])
+        status, answer, _ = await bench.ask({"prompt": "x", "stream": True})
+        assert status == 502
+        assert reason in answer["error"]["message"]
+
+    over_bench(test)()
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_a_stream_that_says_later_that_it_failed_ends_with_an_error_event(reason: str) -> None:
+    async def test(bench: Bench) -> None:
+        usage = b'data: {"choices":[],"usage":{}}\n\n'
+        prefill = await bench.instance(HANDS_OVER)
+        decode = await bench.instance(streams(ended(None), ended(reason), usage, DONE_EVENT))
+        await bench.route([prefill.url], [decode.url])
+        status, text, _ = await bench.ask({"prompt": "x", "stream": True})
+        first, error, last, nothing = text.split("\n\n")
+        assert status == 200
+        assert (f"{first}\n\n".encode(), f"{last}\n\n".encode(), nothing) == (ended(None), DONE_EVENT, "")
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == 502
+
+    over_bench(test)()
+
+
+@over_bench
+async def test_a_stream_about_errors_is_none(bench: Bench) -> None:
+    events = [b'data: {"choices":[{"text":"\\"finish_reason\\": \\"abort\\", error"}]}\n\n', ended("stop"), DONE_EVENT]
+    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(streams(*events))
+    await bench.route([prefill.url], [decode.url])
+    assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (200, b"".join(events).decode())
+
+
+@pytest.mark.parametrize("blank", [b"\n\n", b"\r\n\r\n", b"\r\r"])
+def test_events_are_whole_however_a_stream_is_cut(blank: bytes) -> None:
+    async def events(*chunks: bytes) -> list[bytes]:
+        async def reads() -> AsyncIterator[bytes]:
+            for chunk in chunks:
+                yield chunk
+
+        return [event async for event in whole_events(reads())]
+
+    expected = [b"data: 1" + blank, b"data: 2" + blank, b"data: [DO"]
+    stream = b"".join(expected)
+    for cut in range(len(stream) + 1):
+        assert asyncio.run(events(stream[:cut], stream[cut:])) == expected
+
+
+@over_bench
 async def test_a_stream_without_an_event_is_502(bench: Bench) -> None:
     prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(streams())
     await bench.route([prefill.url], [decode.url])
@@ -260,6 +349,20 @@ def test_a_request_id_that_could_confuse_a_log_is_refused(request_id: str) -> No
         assert prefill.asked == []
 
     over_bench(test)()
+
+
+def test_the_log_says_where_the_legs_of_a_request_were(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(bench: Bench) -> None:
+        prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
+        await bench.route([prefill.url], [decode.url])
+        for number in range(2):
+            await bench.ask(**{"X-Request-Id": f"id-{number}"})
+        log = "\n".join(f"{record.name}: {record.getMessage()}" for record in caplog.records)
+        expected = {"prefill": prefill.url, "decode": decode.url}
+        assert legs_of(log) == {"id-0": expected, "id-1": expected}
+
+    with caplog.at_level("DEBUG", "vllm_pd_connector"):
+        over_bench(test)()
 
 
 @over_bench

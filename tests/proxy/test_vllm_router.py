@@ -1,13 +1,16 @@
 """vLLM's own router (`vllm-router`, the released program) speaks what the connector understands.
 
 The instances behind it are stand-ins, so what is looked at is the router's side of the contract: the parameters that it
-sends to a prefill instance, that a prefill instance's answer reaches a decode instance unchanged, and that its registry
-takes the announcements of `vllm-pd announce`. That real instances serve behind it is shown end to end (tests/e2e).
+sends to a prefill instance, that a prefill instance's answer reaches a decode instance unchanged, that with
+`--kv-connector mooncake` it asks the bootstrap port who a prefill instance is and tells the decode instance that, and
+that its registry takes the announcements of `vllm-pd announce`. That real instances serve behind it is shown end to end
+(tests/e2e).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -18,15 +21,25 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from router_stand_ins import Instance, answers, info, streams
 
 from handed_over import handed_over
 from ports import free_port
-from vllm_pd_connector.protocol.params import parse_remote_decode, parse_remote_prefill
+from vllm_pd_connector.protocol.bootstrap import Place, encode_answer, parse_bootstrap_address
+from vllm_pd_connector.protocol.params import (
+    pairing_name,
+    parse_remote_bootstrap,
+    parse_remote_decode,
+    parse_remote_prefill,
+)
+from vllm_pd_connector.sidechannel.bootstrap import BootstrapServer, query
 
 STARTS_WITHIN = 60.0
 ANSWER = handed_over()
 """What a prefill instance with PDConnector answers."""
+SIDE_CHANNEL = Place(ANSWER["remote_host"], ANSWER["remote_port"])
+CONNECTORS = ("nixl", "mooncake")
 COMPLETION = {"id": "c", "object": "text_completion", "created": 1, "model": "m"}
 USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
 
@@ -36,10 +49,14 @@ def finished(**fields: Any) -> dict[str, Any]:
 
 
 class Bench:
-    """vllm-router in front of a prefill and a decode stand-in."""
+    """vllm-router in front of a prefill and a decode stand-in, the first with the bootstrap port of a real one."""
 
-    def __init__(self, stack: AsyncExitStack):
+    def __init__(self, stack: AsyncExitStack, connector: str):
         self._stack = stack
+        self._connector = connector
+        who = encode_answer(0, ANSWER["remote_engine_id"], SIDE_CHANNEL, ANSWER["tp_size"], ANSWER["pp_size"])
+        self.bootstrap = BootstrapServer("127.0.0.1", 0, who)
+        stack.callback(self.bootstrap.close)
         self.prefill = Instance(answers(finished(kv_transfer_params=ANSWER)), info(mode="pull"))
         self.decode = Instance(answers(finished(choices=[{"index": 0, "text": "right"}])), info(role="kv_consumer"))
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -48,10 +65,11 @@ class Bench:
         for instance in (self.prefill, self.decode):
             await instance.server.start_server()
             self._stack.push_async_callback(instance.server.close)
-        words += ("--prefill", self.prefill.url, "--decode", self.decode.url) if static else ()
+        bootstrap = (str(self.bootstrap.port),) if self._connector == "mooncake" else ()
+        words += ("--prefill", self.prefill.url, *bootstrap, "--decode", self.decode.url) if static else ()
         port = self.url.rpartition(":")[2]
         program = str(Path(sys.executable).with_name("vllm-router"))
-        options = ["--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
+        options = ["--vllm-pd-disaggregation", "--kv-connector", self._connector, "--policy", "round_robin"]
         options += ["--worker-startup-check-interval", "1", "--prometheus-port", str(free_port())]
         self.run(program, *options, "--host", "127.0.0.1", "--port", port, *words)
 
@@ -73,21 +91,32 @@ class Bench:
                 await asyncio.sleep(0.1)
 
     def check_parameters(self) -> None:
-        """Both legs carry what the connector takes, and the answer of prefill came through unchanged."""
+        """Both legs carry what the connector takes, and what the second says leads to the first."""
         for body in self.prefill.asked:
             parse_remote_decode(body["kv_transfer_params"])
             assert body["max_tokens"] == 1 and not body["stream"]
-        for body in self.decode.asked:
-            assert body["kv_transfer_params"] == ANSWER
-            parse_remote_prefill(body["kv_transfer_params"])
+        for first, second in zip(self.prefill.asked, self.decode.asked, strict=True):
+            self._check_second(first["kv_transfer_params"], second["kv_transfer_params"])
         assert self.prefill.request_ids == self.decode.request_ids
         assert len(set(self.decode.request_ids)) == len(self.decode.request_ids) > 0
 
+    def _check_second(self, first: dict[str, Any], second: dict[str, Any]) -> None:
+        """The answer of prefill unchanged; or the name of the first leg, and where its engine is found."""
+        if self._connector == "nixl":
+            assert second == ANSWER
+            parse_remote_prefill(second)
+            return
+        told = parse_remote_bootstrap(second)
+        assert pairing_name(first, "") == pairing_name(second, "") == told.transfer_id
+        where = parse_bootstrap_address(told.remote_bootstrap_addr)
+        assert where == Place("127.0.0.1", self.bootstrap.port)
+        assert query(where) == {told.remote_engine_id: SIDE_CHANNEL}
 
-def over_bench(test: Callable[[Bench], Awaitable[None]]) -> Callable[[], None]:
+
+def over_bench(test: Callable[[Bench], Awaitable[None]], connector: str = "nixl") -> Callable[[], None]:
     async def main() -> None:
         async with asyncio.timeout(2 * STARTS_WITHIN), AsyncExitStack() as stack:
-            await test(Bench(stack))
+            await test(Bench(stack, connector))
 
     def run() -> None:
         asyncio.run(main())
@@ -96,6 +125,7 @@ def over_bench(test: Callable[[Bench], Awaitable[None]]) -> Callable[[], None]:
     return run
 
 
+@pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -107,24 +137,48 @@ def over_bench(test: Callable[[Bench], Awaitable[None]]) -> Callable[[], None]:
         ),
     ],
 )
-def test_static_instances(path: str, body: dict[str, Any]) -> None:
+def test_static_instances(path: str, body: dict[str, Any], connector: str) -> None:
     async def test(bench: Bench) -> None:
         await bench.start()
         answer = json.loads(await bench.ask(path, body))
         assert answer["choices"][0]["text"] == "right"
         bench.check_parameters()
 
-    over_bench(test)()
+    over_bench(test, connector)()
 
 
-@over_bench
-async def test_streams(bench: Bench) -> None:
-    bench.decode = Instance(streams(b'data: {"choices":[{"index":0,"text":"r"}]}\n\n', b"data: [DONE]\n\n"))
-    await bench.start()
-    text = await bench.ask("/v1/completions", {"model": "m", "prompt": [1], "max_tokens": 2, "stream": True})
-    assert text.count("data: ") == 2
-    assert bench.decode.asked[0]["stream"] is True
-    bench.check_parameters()
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_streams(connector: str) -> None:
+    async def test(bench: Bench) -> None:
+        bench.decode = Instance(streams(b'data: {"choices":[{"index":0,"text":"r"}]}\n\n', b"data: [DONE]\n\n"))
+        await bench.start()
+        text = await bench.ask("/v1/completions", {"model": "m", "prompt": [1], "max_tokens": 2, "stream": True})
+        assert text.count("data: ") == 2
+        assert bench.decode.asked[0]["stream"] is True
+        bench.check_parameters()
+
+    over_bench(test, connector)()
+
+
+def test_with_mooncake_too_the_decode_leg_waits_for_the_prefill() -> None:
+    """Other proxies of that connector send both legs at once."""
+
+    async def test(bench: Bench) -> None:
+        beside: list[bool] = []
+
+        async def prefill(_request: web.Request) -> web.StreamResponse:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(bench.decode.arrived.wait(), 1.0)
+            beside.append(bench.decode.arrived.is_set())
+            return web.json_response(finished())
+
+        bench.prefill = Instance(prefill, info())
+        await bench.start()
+        await bench.ask("/v1/completions", {"model": "m", "prompt": [1], "max_tokens": 2})
+        assert beside == [False]
+        bench.check_parameters()
+
+    over_bench(test, "mooncake")()
 
 
 @over_bench

@@ -3,7 +3,8 @@
 vLLM's router (`vllm-router --vllm-discovery-address HOST:PORT`) learns of instances from messages that instances send
 it, and forgets one whose last message is five seconds old. Instances with PDConnector do not know of routers, so this
 command sends the messages for them: for each URL it asks `/health` and `/metrics`, and registers what is healthy under
-the role that it says. One that is not healthy any more is not registered again, and so leaves the router.
+the role that it says. One that is not healthy any more is not registered again, and so leaves the router. Each is asked
+in a thread of its own, so that those that do not answer cannot hold the messages of the others up.
 
 A message is msgpack of {"type": "P" or "D", "http_address": "host:port", "zmq_address": "host:port"}, sent from a
 DEALER socket. The router only puts the last field into request ids.
@@ -13,11 +14,14 @@ Source: vllm-project/router, `src/routers/http/vllm_service_discovery.rs`.
 
 from __future__ import annotations
 
+import http.client
 import logging
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from urllib.parse import urlsplit
 
 import msgspec
@@ -62,7 +66,8 @@ def ask(url: str) -> EngineInfo:
         for path in ("/health", "/metrics"):
             with urllib.request.urlopen(url + path, timeout=ASK_TIMEOUT) as answer:
                 text = answer.read().decode(errors="replace")
-    except OSError as error:  # HTTP errors and time-outs are OSErrors too
+    # Errors that HTTP tells and time-outs are OSErrors too; an answer that broke off is not.
+    except (OSError, http.client.HTTPException) as error:
         raise ProtocolError(f"{url}: {error}") from error
     engines = parse(text)
     if not engines:
@@ -81,29 +86,44 @@ def announce(router: str, urls: Sequence[str], rounds: int | None = None) -> Non
     # Messages that nobody takes are worthless after the next round.
     socket.sndhwm = 2 * len(urls)
     socket.connect(f"tcp://{router}")
-    said: dict[str, str] = {}
+    lock = threading.Lock()
+    ended = threading.Event()
+
+    def send(message: bytes) -> None:
+        with lock:  # a socket is not for several threads at once
+            socket.send(message, zmq.NOBLOCK)
+
+    pool = ThreadPoolExecutor(len(urls))
     try:
-        while rounds is None or rounds > 0:
-            started = time.monotonic()
-            for url in urls:
-                _register(socket, url, said)
-            rounds = rounds and rounds - 1
-            time.sleep(max(0.0, INTERVAL - (time.monotonic() - started)))
+        for one in as_completed([pool.submit(_keep_registered, url, send, ended, rounds) for url in urls]):
+            one.result()
     finally:
+        ended.set()
+        pool.shutdown()
         socket.close()
         context.term()
 
 
-def _register(socket: zmq.Socket[bytes], url: str, said: dict[str, str]) -> None:
-    """Send one instance's message if there is one to send; log when that changes."""
+def _keep_registered(url: str, send: Callable[[bytes], None], ended: threading.Event, rounds: int | None) -> None:
+    """Register one instance every INTERVAL seconds, `rounds` times or until `ended`; log when something changes."""
+    said = ""
+    while not ended.is_set() and (rounds is None or rounds > 0):
+        started = time.monotonic()
+        news = _register(url, send)
+        if news != said:
+            logger.info("%s %s", url, news)
+            said = news
+        rounds = rounds and rounds - 1
+        ended.wait(max(0.0, INTERVAL - (time.monotonic() - started)))
+
+
+def _register(url: str, send: Callable[[bytes], None]) -> str:
+    """Send one instance's message if there is one to send; what came of it."""
     try:
         engine = ask(url)
-        socket.send(registration(url, engine), zmq.NOBLOCK)
-        news = f"registered as {engine.role}"
+        send(registration(url, engine))
+        return f"registered as {engine.role}"
     except ProtocolError as error:
-        news = f"not registered: {error}"
+        return f"not registered: {error}"
     except zmq.Again:
-        news = "not registered: the router takes no messages"
-    if said.get(url) != news:
-        logger.info("%s %s", url, news)
-        said[url] = news
+        return "not registered: the router takes no messages"

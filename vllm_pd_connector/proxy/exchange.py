@@ -1,7 +1,8 @@
 """One client request at the router: read and checked, and what is not answered refused.
 
 An error has the form of the OpenAI API. vLLM puts failures also into answers with status 200: as the reason why a
-choice ended, and as a stream's first event.
+choice ended, and as a stream's first event. So a stream is read event by event: each is looked at before the client
+gets it, and one that broke off in the middle never reaches it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from vllm_pd_connector.proxy.legs import Headers, LegError
 
 logger = logging.getLogger(__name__)
 
+END_OF_EVENT = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 
 
@@ -91,15 +93,39 @@ def check_finished(answer: object) -> None:
             )
 
 
-def refuse_error_event(chunk: bytes) -> None:
-    """Raises InstanceRefusal if a stream's first event is an error."""
-    event, _, _ = chunk.partition(b"\n\n")
-    found = parsed_json(event.removeprefix(b"data:").strip()) if event.startswith(b"data:") else None
+async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The events of a stream, however it was cut into reads; each with the blank line that ends it.
+
+    What follows the last blank line of a stream that came to its end is the last of them.
+    """
+    rest = b""
+    async for chunk in chunks:
+        rest += chunk
+        while (end := END_OF_EVENT.search(rest)) is not None:
+            yield rest[: end.end()]
+            rest = rest[end.end() :]
+    if rest:
+        yield rest
+
+
+def check_event(event: bytes, first: bool) -> None:
+    """Refuse an event of a stream that says that the request failed.
+
+    Only the first can still become a status: later, an instance's own error event is passed on as it is.
+
+    Raises:
+        InstanceRefusal: the first event is an error.
+        LegError: a choice ended as in `check_finished`.
+    """
+    if b"error" not in event and b"abort" not in event:
+        return  # nearly all of them: not worth reading
+    found = parsed_json(event.strip().removeprefix(b"data:"))
     error = found.get("error") if isinstance(found, Mapping) else None
-    if error is not None:
+    if first and error is not None:
         code = error.get("code") if isinstance(error, Mapping) else None
         status = code if isinstance(code, int) and 400 <= code < 600 else 502
         raise InstanceRefusal(status, json.dumps(found).encode(), "application/json")
+    check_finished(found)
 
 
 def parsed_json(content: bytes) -> Any:

@@ -8,6 +8,7 @@ connection is closed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import aiohttp
 from vllm_pd_connector.proxy.fleet import Fleet, Instance, Role
 from vllm_pd_connector.proxy.handoff import Body
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
+
+logger = logging.getLogger(__name__)
 
 Headers = dict[str, str]
 Prepare = Callable[[Instance], tuple[Body, Headers]]
@@ -70,6 +73,7 @@ class Legs:
         refused: dict[str, str] = {}
         while (instance := self._fleet.choose(role, keys, set(refused))) is not None:
             body, headers = prepare(instance)
+            logger.debug("request %s: %s at %s", headers["X-Request-Id"], role, instance.url)
             sent = None if on_sent is None else lambda chosen=instance: on_sent(chosen)
             try:
                 with self._fleet.busy(instance, role, keys):

@@ -32,12 +32,13 @@ from vllm_pd_connector.observability.instance import EngineInfo
 from vllm_pd_connector.proxy.exchange import (
     Exchange,
     InstanceRefusal,
+    check_event,
     check_finished,
     error_object,
     parsed_json,
     read_exchange,
     refuse,
-    refuse_error_event,
+    whole_events,
 )
 from vllm_pd_connector.proxy.fleet import Fleet, Instance, Role
 from vllm_pd_connector.proxy.handoff import Body, decode_body, decode_body_beside, prefill_body
@@ -263,17 +264,17 @@ class Router:
             return await self._stream(exchange, response)
 
     async def _stream(self, exchange: Exchange, response: aiohttp.ClientResponse) -> web.StreamResponse:
-        """Pass bytes on as they come. A client that has gone is a cancellation, not an error of the instance."""
+        """Pass events on as they come. A client that has gone is a cancellation, not an error of the instance."""
         answer = web.StreamResponse(headers={"X-Request-Id": exchange.request_id, "Cache-Control": "no-cache"})
         answer.content_type = "text/event-stream"
-        async for chunk in response.content.iter_any():
+        async for event in whole_events(response.content.iter_any()):
+            check_event(event, first=exchange.answer is None)
             if exchange.answer is None:
-                refuse_error_event(chunk)
                 self._observe("first_byte", exchange)
                 exchange.answer = answer
                 await answer.prepare(exchange.request)
             try:
-                await answer.write(chunk)
+                await answer.write(event)
             except ConnectionError as error:
                 raise asyncio.CancelledError from error
         if exchange.answer is None:

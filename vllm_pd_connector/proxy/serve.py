@@ -74,6 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="by how many requests an instance that knows a prompt may exceed the least busy one "
         f"(default: {defaults.slack}; 0: by load alone)",
     )  # fmt: skip
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning"), default="info",
+        help="debug also says to which instances each request is sent (default: info)",
+    )  # fmt: skip
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
@@ -92,6 +96,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends it; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("vllm_pd_connector").setLevel(arguments.log_level.upper())  # and not the libraries'
     asyncio.run(_serve(arguments))
     return 0
 
