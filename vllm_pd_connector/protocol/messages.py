@@ -290,6 +290,11 @@ def encode(seq: int, message: Request | Reply) -> bytes:
     return frame
 
 
+def body_size(message: Message) -> int:
+    """Bytes that a message takes in a frame, alone or as a part of another."""
+    return len(_encoder.encode(message))
+
+
 def decode_request(frame: bytes) -> tuple[int, Request]:
     """Sequence number and request of a frame.
 

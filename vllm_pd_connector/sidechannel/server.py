@@ -110,6 +110,7 @@ class SideChannelServer:
         self._verifies = verifies
         self._verification: Verification[Ticket] = Verification(0)
         self._counts: Counter[str] = Counter()
+        self._due: list[tuple[Ticket, Reply]] = []  # to others than the client that is being answered
         self._unsent: list[_Unsent] = []
         self._log_at = -math.inf
         self._closing = False
@@ -210,7 +211,7 @@ class SideChannelServer:
                     self._serve_batch()
                 with self._lock:
                     self._freed += self.pushes.settle(self._clock())
-                    answers = self.pushes.take_replies()
+                    answers, self._due = self._due + self.pushes.take_replies(), []
                 for (client, seq), reply in answers:
                     self._send(client, seq, reply)
             except Exception as error:  # the thread outlives whatever this was; the pause keeps it from spinning
@@ -262,7 +263,7 @@ class SideChannelServer:
             return self._failure(FailureCode.INTERNAL, f"{type(error).__name__}: {error}")
 
     def _verify(self, request: Verify | NextJob | Sums, ticket: Ticket) -> Reply | None:
-        """The reply to this request, if it is due; those to others that become due are sent."""
+        """The reply to this request, if it is due; those to others that become due are sent after it."""
         answers: list[tuple[Ticket, Reply]] = []
         match request:
             case NextJob(worker):
@@ -277,9 +278,7 @@ class SideChannelServer:
                 if tables is None:
                     return Failure(FailureCode.NOT_OFFERED, "the lease is not held any more")
                 answers = self._verification.ask(ticket, request, tables)
-        for (client, seq), reply in answers:
-            if (client, seq) != ticket:
-                self._send(client, seq, reply)
+        self._due += [(other, reply) for other, reply in answers if other != ticket]
         return dict(answers).get(ticket)
 
     def _serve(self, request: Request, ticket: Ticket) -> Reply | None:
@@ -322,10 +321,14 @@ class SideChannelServer:
     def _send(self, client: bytes, seq: int, reply: Reply) -> None:
         if isinstance(reply, Manifests) and not self._has_room(client):
             reply = Failure(FailureCode.BUSY, "earlier replies were not taken yet; ask again later")
+        try:
+            frame = encode(seq, reply)
+        except Exception as error:  # this client's answer alone is lost, and it is told so
+            reply = self._failure(FailureCode.INTERNAL, f"{type(error).__name__}: {error}")
+            frame = encode(seq, reply)
         if isinstance(reply, Failure):
             with self._lock:
                 self._counts[f"failure:{reply.code}"] += 1
-        frame = encode(seq, reply)
         try:
             tracker = self._router.send_multipart([client, frame], zmq.NOBLOCK, copy=False, track=True)
         except zmq.ZMQError:  # the client has gone or reads nothing; it will ask again if it lives
