@@ -57,6 +57,7 @@ from vllm_pd_connector.protocol.verification import Verification
 from vllm_pd_connector.sidechannel.keys import ZAP_DOMAIN, Keys
 from vllm_pd_connector.sidechannel.pushes import PushService
 from vllm_pd_connector.sidechannel.sockets import bound_router
+from vllm_pd_connector.sidechannel.workers import refusal
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class SideChannelServer:
         self.pushes = PushService(self._leases, self._lock, self._wake, clock)
         self._freed: list[Freed] = []
         self._manifests: Manifests | None = None
+        self._tokens: tuple[bytes, ...] = ()
         self._verifies = verifies
         self._verification: Verification[Ticket] = Verification(0)
         self._counts: Counter[str] = Counter()
@@ -134,8 +136,9 @@ class SideChannelServer:
         self._thread = threading.Thread(target=self._run, name="pd-side-channel", daemon=True)
         self._thread.start()
 
-    def set_manifests(self, manifests: Sequence[bytes]) -> None:
-        """Serve these encoded manifests, one per worker, from now on; until then clients are told NOT_READY.
+    def set_manifests(self, manifests: Sequence[bytes], tokens: Sequence[bytes] = ()) -> None:
+        """Serve these encoded manifests, one per worker, from now on; until then clients are told NOT_READY. `tokens`
+        are the workers' secrets, in the same order: without them no sums are taken from anybody.
 
         Raises:
             ProtocolError: they do not fit one reply.
@@ -143,7 +146,7 @@ class SideChannelServer:
         message = Manifests(self._engine_id, self._incarnation, tuple(manifests))
         encode(0, message)
         with self._lock:
-            self._manifests = message
+            self._manifests, self._tokens = message, tuple(tokens)
             self._verification.workers = len(manifests)
 
     def hold(self, request_id: str, nonce: bytes, duration: float, tables: Sequence[Table] = ()) -> None:
@@ -265,9 +268,11 @@ class SideChannelServer:
     def _verify(self, request: Verify | NextJob | Sums, ticket: Ticket) -> Reply | None:
         """The reply to this request, if it is due; those to others that become due are sent after it."""
         answers: list[tuple[Ticket, Reply]] = []
+        if isinstance(request, NextJob | Sums) and (failure := refusal(request, self._tokens)) is not None:
+            return failure
         match request:
-            case NextJob(worker):
-                answers = self._verification.next_job(ticket, worker)
+            case NextJob():
+                answers = self._verification.next_job(ticket, request.worker)
             case Sums():
                 answers = self._verification.add(ticket, request)
             case Verify():
