@@ -118,7 +118,7 @@ DECODERS: dict[str, Decoder] = {
         m.ReadDone(LEASE, 1, 4, bytes(16)),
         m.Release((LEASE,)),
         m.Verify(LEASE, (0, 16), 33),
-        m.Sums(7, 1, (m.SumPiece("layer", "key", 0, bytes(8)),), True),
+        m.Sums(bytes(16), 7, 1, (m.SumPiece("layer", "key", 0, bytes(8)),), True),
     ),
     "reply": framed(
         m.decode_reply,

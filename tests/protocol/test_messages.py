@@ -59,8 +59,8 @@ REQUESTS = [
     AwaitOrders(bytes(16), worker=3, seen=7),
     PushEnded(bytes(16), 3, b"a" * 16, ok=False, reason="broken", terminal=False),
     m.Verify(LEASE, (0, 16), 33),
-    m.NextJob(1),
-    m.Sums(7, 1, (m.SumPiece("layer", "key", 0, bytes(8)),), True),
+    m.NextJob(bytes(16), 1),
+    m.Sums(bytes(16), 7, 1, (m.SumPiece("layer", "key", 0, bytes(8)),), True),
 ]
 REPLIES = [
     m.Manifests("engine-0", "0123456789abcdef" * 2, (b"one", b"two")),

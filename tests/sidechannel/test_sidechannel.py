@@ -26,8 +26,9 @@ from side_channel_ends import (
 
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
 from vllm_pd_connector.protocol import messages as m
-from vllm_pd_connector.protocol.fields import MAX_LEASES, LeaseRef
+from vllm_pd_connector.protocol.fields import MAX_LEASES, LeaseRef, Table
 from vllm_pd_connector.protocol.lease import End, Freed
+from vllm_pd_connector.protocol.push_messages import AwaitOrders, Home, Orders, PrefillRef, PushInto
 from vllm_pd_connector.sidechannel import server as server_module
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.server import SideChannelServer
@@ -224,6 +225,32 @@ def test_a_client_that_takes_no_replies_cannot_make_the_server_hoard_them(server
         assert len(server._unsent) <= 3
     finally:
         context.destroy(linger=0)
+
+
+def test_an_answer_that_cannot_be_sent_is_a_failure_for_its_client_and_the_others_get_theirs(
+    server, client, monkeypatch
+):
+    server.pushes.enable([A, B], 30.0)
+    workers = [client.send(address(server), AwaitOrders(t, n, 0), PATIENCE_S) for n, t in enumerate((A, B))]
+    wait_for(lambda: server.counts().get("AwaitOrders") == 2)
+    unlucky = iter(workers[:1])
+
+    def encode(seq: int, message: m.Reply) -> bytes:
+        if isinstance(message, Orders) and seq == next(unlucky, 0):
+            raise ProtocolError("too large")
+        return m.encode(seq, message)
+
+    monkeypatch.setattr(server_module, "encode", encode)
+    blocks = (Table(0, b"\1\0\0\0"),)
+    home = Home("decode-0", INCARNATION, "127.0.0.1", 5600)
+    assert server.pushes.started("req", "name", 16, "0" * 16)
+    client.send(address(server), PushInto(PrefillRef("name", None), home, 0, 0, 0, 1, A, blocks, 0, 16, "0" * 16), 60.0)
+    wait_for(lambda: server.pushes.wanted("req"))
+    server.pushes.progressed("req", blocks, 16, 1)
+    outcomes = collect(client, 2)
+    failure = outcomes[workers[0]]
+    assert isinstance(failure, m.Failure) and failure.code is m.FailureCode.INTERNAL and "too large" in failure.message
+    assert isinstance(outcomes[workers[1]], Orders)
 
 
 def test_the_server_listens_on_ipv6(client):

@@ -48,7 +48,7 @@ class Writer:
             manifest = real(worker, loop.start(), scratch=loop.scratch)
             manifests.append(msgspec.msgpack.encode(manifest))
             self.loops.append(loop)
-        self.server.set_manifests(manifests)
+        self.server.set_manifests(manifests, self.tokens)
         self.server.pushes.enable(self.tokens, patience_s=config.kv_lease_duration)
 
     def compute(self, start: int, stop: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from vllm_pd_connector.geometry.sums import Sum, difference
 from vllm_pd_connector.protocol import messages as m
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.push_messages import Home, PrefillRef
+from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.sidechannel.sockets import endpoint
 from vllm_pd_connector.steps import GroupBlocks, PushTerms, ReceiveOrder, encode_tables
@@ -30,7 +32,8 @@ class Verifying(Prefill):
         super().__init__()
         self.server.close()
         self.server = SideChannelServer("127.0.0.1", 0, self.engine_id, self.incarnation, verifies=offers)
-        self.server.set_manifests(self.manifests)
+        self.tokens = [secrets.token_bytes(16) for _ in self.workers]
+        self.server.set_manifests(self.manifests, self.tokens)
         address = endpoint("127.0.0.1", self.server.port)
         self.copies = [worker.memory.copy() for worker in self.workers]
         if corrupt:
@@ -39,7 +42,7 @@ class Verifying(Prefill):
         self.makers = []
         for number, (worker, copy) in enumerate(zip(self.workers, self.copies, strict=True)):
             worker.memory, original = copy, worker.memory
-            self.makers.append(SumMaker(address, None, real(worker), number))
+            self.makers.append(SumMaker(address, None, real(worker), number, self.tokens[number]))
             worker.memory = original
 
     def held(self, request_id: str) -> ReceiveOrder:
@@ -100,9 +103,24 @@ def test_workers_that_ask_before_their_instance_is_complete_are_not_forgotten(de
         prefill.server.close()
         prefill.server = SideChannelServer("127.0.0.1", 0, prefill.engine_id, prefill.incarnation, verifies=True)
         address = endpoint("127.0.0.1", prefill.server.port)
-        prefill.makers = [SumMaker(address, None, real(worker), i) for i, worker in enumerate(prefill.workers)]
-        decode.until(lambda: prefill.server.counts().get("NextJob") == 2, "both workers to ask")
-        prefill.server.set_manifests(prefill.manifests)
+        prefill.makers = [
+            SumMaker(address, None, real(worker), i, prefill.tokens[i]) for i, worker in enumerate(prefill.workers)
+        ]
+        decode.until(lambda: prefill.server.counts().get("NextJob", 0) >= 2, "both workers to ask")
+        prefill.server.set_manifests(prefill.manifests, prefill.tokens)
+        decode.loop.submit([prefill.held("a")], [])
+        assert decode.wait_for("a") == [True]
+
+
+def test_nobody_but_a_worker_is_given_jobs_or_believed_in_what_it_sums(decode):
+    with contextlib.closing(Verifying()) as prefill, contextlib.closing(SideChannelClient()) as client:
+        address, own = endpoint("127.0.0.1", prefill.server.port), prefill.tokens[0]
+        posing = [m.NextJob(bytes(16), 0), m.NextJob(own, 1), m.NextJob(own, 2), m.Sums(bytes(16), 1, 0, (), True)]
+        sent = [client.send(address, message, 20.0) for message in posing]
+        outcomes = {}
+        decode.until(lambda: bool(outcomes.update(client.receive())) or len(outcomes) == len(sent), "the refusals")
+        for token in sent:
+            assert outcomes[token].code is m.FailureCode.MALFORMED and "token" in outcomes[token].message
         decode.loop.submit([prefill.held("a")], [])
         assert decode.wait_for("a") == [True]
 
@@ -110,7 +128,7 @@ def test_workers_that_ask_before_their_instance_is_complete_are_not_forgotten(de
 def test_a_maker_without_a_side_channel_ends_when_it_is_told(decode):
     prefill = Prefill()
     prefill.server.close()
-    maker = SumMaker(endpoint("127.0.0.1", prefill.server.port), None, real(prefill.workers[0]), 0)
+    maker = SumMaker(endpoint("127.0.0.1", prefill.server.port), None, real(prefill.workers[0]), 0, bytes(16))
     began = time.monotonic()
     maker.close()
     assert time.monotonic() - began < 5.0 and not maker._thread.is_alive()
@@ -119,7 +137,7 @@ def test_a_maker_without_a_side_channel_ends_when_it_is_told(decode):
 
 def test_sums_of_any_size_fit_their_messages():
     found = [Sum(f"layer {i}", "key", 3, np.arange(9000, dtype=np.uint64)) for i in range(3)]
-    messages = list(to_messages(7, 1, found))
+    messages = list(to_messages(bytes(16), 7, 1, found))
     assert [message.last for message in messages] == [False] * (len(messages) - 1) + [True]
     for message in messages:
         assert m.decode_request(m.encode(1, message))[1] == message

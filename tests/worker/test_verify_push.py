@@ -40,7 +40,10 @@ class Vouching(Writer):
 
     def begin_sums(self) -> None:
         address = endpoint("127.0.0.1", self.server.port)
-        self.makers = [SumMaker(address, None, real(worker), number) for number, worker in enumerate(self.workers)]
+        self.makers = [
+            SumMaker(address, None, real(worker), number, self.tokens[number])
+            for number, worker in enumerate(self.workers)
+        ]
 
     def close(self) -> None:
         for maker in self.makers:

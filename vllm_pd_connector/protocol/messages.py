@@ -125,14 +125,19 @@ class Verify(Message, frozen=True, tag="verify"):
 
 
 class NextJob(Message, frozen=True, tag="next_job"):
-    """Worker `worker` of this instance is ready to make sums. Answered when there is something to do."""
+    """Worker `worker` of this instance is ready to make sums. Answered when there is something to do.
 
+    `token` is the worker's, as in `AwaitOrders`.
+    """
+
+    token: Nonce
     worker: Worker
 
 
 class Sums(Message, frozen=True, tag="sums"):
     """What worker `worker` found for a job, in one or several messages; `last` ends them."""
 
+    token: Nonce
     job: Annotated[int, Meta(ge=0, lt=2**53)]
     worker: Worker
     pieces: Annotated[tuple[SumPiece, ...], Meta(max_length=4096)]
@@ -288,6 +293,11 @@ def encode(seq: int, message: Request | Reply) -> bytes:
     if len(frame) > limit:
         raise ProtocolError(f"{type(message).__name__} has {len(frame)} bytes, the limit is {limit}; send fewer items")
     return frame
+
+
+def body_size(message: Message) -> int:
+    """Bytes that a message takes in a frame, alone or as a part of another."""
+    return len(_encoder.encode(message))
 
 
 def decode_request(frame: bytes) -> tuple[int, Request]:

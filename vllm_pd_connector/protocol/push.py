@@ -31,6 +31,7 @@ from collections.abc import Iterable
 from math import inf
 
 from vllm_pd_connector.bounded import Bounded
+from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.fields import MAX_TEXT, LeaseRef, Table
 from vllm_pd_connector.protocol.messages import ReadDone, Reply
 from vllm_pd_connector.protocol.orders import OrderBook, Ticket
@@ -163,7 +164,7 @@ class PushTable:
         if prefill is None or prefill.finished or prefill.failure or ready <= prefill.ready:
             return  # a preempted prefill computes again what was written, into other blocks
         prefill.source, prefill.ready, prefill.step = tuple(source), ready, step
-        for want in prefill.wants.values():
+        for want in list(prefill.wants.values()):
             self._order(want, prefill)
 
     def finished(self, request_id: str, nonce: bytes, source: Iterable[Table], step: int) -> bool:
@@ -313,13 +314,17 @@ class PushTable:
 
     def _order(self, want: Want, prefill: Prefill) -> None:
         reached = (prefill.ready, prefill.finished)
-        if reached == want.last or prefill.ready == 0:
+        if reached == want.last or prefill.ready == 0 or prefill.failure:
+            return
+        order = Write(want.into, prefill.source, prefill.ready, prefill.step, prefill.finished)
+        try:
+            self._replies += self._orders.add(order)
+        except ProtocolError as error:
+            self._fail_prefill(prefill, str(error))
             return
         want.last, want.state = reached, PushState.WRITING
         want.write_from(prefill.source)
         want.ordered = set(range(self._workers))
-        order = Write(want.into, prefill.source, prefill.ready, prefill.step, prefill.finished)
-        self._replies += self._orders.add(order)
 
     def _decline(self, ref: PrefillRef, now: float) -> None:
         prefill = self._find(ref)
@@ -344,7 +349,8 @@ class PushTable:
     def _fail(self, want: Want, reason: str) -> None:
         if want.state in (PushState.DONE, PushState.FAILED):
             return
-        want.state, want.reason = PushState.FAILED, reason[:MAX_TEXT]
+        # A client's words may stand in it, and an order that cannot be encoded would be in the way of all others.
+        want.state, want.reason = PushState.FAILED, reason.encode(errors="replace").decode()[:MAX_TEXT]
         if want.ordered:
             self._replies += self._orders.add(GiveUp(want.into.attempt, want.reason))
             self._answer(want, Pushed(want.state, want.reason, False))

@@ -2,7 +2,8 @@
 
 A decode worker's `Verify` and a prefill worker's `NextJob` are answered later than they come, so this machine keeps
 where each answer goes (`B`, opaque) and returns the answers that an event makes due. A job is given to a worker again
-and again until its sums have come, so a lost answer only costs time. No clock, no socket.
+and again until its sums have come, so a lost answer only costs time. What the workers send for a job is bounded by the
+frame that must bring it to the readers. That a worker is the one that it says was checked before. No clock, no socket.
 """
 
 from __future__ import annotations
@@ -12,13 +13,25 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from vllm_pd_connector.bounded import Bounded
-from vllm_pd_connector.protocol.fields import LeaseRef, Table
-from vllm_pd_connector.protocol.messages import Accepted, Job, Reply, SumPiece, Sums, Verified, Verify
+from vllm_pd_connector.protocol.fields import MAX_REPLY_FRAME, LeaseRef, Table
+from vllm_pd_connector.protocol.messages import (
+    Accepted,
+    Failure,
+    FailureCode,
+    Job,
+    Reply,
+    SumPiece,
+    Sums,
+    Verified,
+    Verify,
+    body_size,
+)
 
 B = TypeVar("B")
 
 MAX_JOBS = 64
 MAX_WAITING = 256
+MAX_JOB_BYTES = MAX_REPLY_FRAME - 1024  # of all messages with a job's sums; the rest is for the answer's own fields
 
 
 @dataclass(slots=True)
@@ -26,7 +39,27 @@ class _Work(Generic[B]):
     job: Job
     waiting: list[B] = field(default_factory=list)
     pieces: dict[int, list[SumPiece]] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)  # bytes that each worker has sent
     done: set[int] = field(default_factory=set)
+
+    def forget(self, worker: int) -> None:
+        """The worker begins anew."""
+        self.pieces.pop(worker, None)
+        self.sizes.pop(worker, None)
+
+    def take(self, found: Sums, workers: int) -> None:
+        """Keep a message's sums. When all are too large for an answer none are kept, and nobody makes more."""
+        self.sizes[found.worker] = self.sizes.get(found.worker, 0) + body_size(found)
+        self.pieces.setdefault(found.worker, []).extend(found.pieces)
+        if found.last:
+            self.done.add(found.worker)
+        if self.too_large:
+            self.pieces.clear()
+            self.done = set(range(workers))
+
+    @property
+    def too_large(self) -> bool:
+        return sum(self.sizes.values()) > MAX_JOB_BYTES
 
 
 class Verification(Generic[B]):
@@ -55,7 +88,7 @@ class Verification(Generic[B]):
         """A worker has nothing to do."""
         for work in self._work.values():
             if worker not in work.done:
-                work.pieces.pop(worker, None)
+                work.forget(worker)
                 return [(back, work.job)]
         self._idle[worker] = back
         return []
@@ -66,14 +99,14 @@ class Verification(Generic[B]):
         for work in self._work.values():
             if work.job.job != found.job or found.worker in work.done or found.worker >= self.workers:
                 continue
-            work.pieces.setdefault(found.worker, []).extend(found.pieces)
-            if found.last:
-                work.done.add(found.worker)
+            work.take(found, self.workers)
             if len(work.done) == self.workers:
                 answers += [(waiting, _verified(work)) for waiting in work.waiting]
                 work.waiting = []
         return answers
 
 
-def _verified(work: _Work[B]) -> Verified:
+def _verified(work: _Work[B]) -> Verified | Failure:
+    if work.too_large:
+        return Failure(FailureCode.NOT_OFFERED, f"the sums of this request take more than {MAX_JOB_BYTES} bytes")
     return Verified(tuple(piece for pieces in work.pieces.values() for piece in pieces))

@@ -103,7 +103,7 @@ class Producer:
             keys=self._keys,
             verifies=self._config.verify != "off",
         )
-        self._server.set_manifests(manifests)
+        self._server.set_manifests(manifests, tokens)
         if self._keeps and self._config.pushes:
             self._server.pushes.enable(tokens, self._config.kv_lease_duration)
             self._answer_proxies()

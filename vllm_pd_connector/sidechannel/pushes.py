@@ -6,7 +6,6 @@ other, so that blocks are given back when both are done with them.
 
 from __future__ import annotations
 
-import hmac
 import threading
 from collections.abc import Callable, Sequence
 
@@ -24,6 +23,7 @@ from vllm_pd_connector.protocol.push_messages import (
     WithdrawPush,
 )
 from vllm_pd_connector.protocol.wants import Tables
+from vllm_pd_connector.sidechannel.workers import refusal
 
 
 class PushService:
@@ -151,9 +151,8 @@ class PushService:
     def _serve_worker(self, request: AwaitOrders | PushEnded, ticket: Ticket, now: float) -> Reply | None:
         if self._table is None:
             return Failure(FailureCode.NOT_READY, "this instance has no workers that push, or not yet")
-        known = request.worker < len(self._tokens)
-        if not known or not hmac.compare_digest(self._tokens[request.worker], request.token):
-            return Failure(FailureCode.MALFORMED, f"token: not that of worker {request.worker} of this instance")
+        if (failure := refusal(request, self._tokens)) is not None:
+            return failure
         if isinstance(request, PushEnded):
             self._table.ended(request)
             return Noted()

@@ -57,6 +57,7 @@ from vllm_pd_connector.protocol.verification import Verification
 from vllm_pd_connector.sidechannel.keys import ZAP_DOMAIN, Keys
 from vllm_pd_connector.sidechannel.pushes import PushService
 from vllm_pd_connector.sidechannel.sockets import bound_router
+from vllm_pd_connector.sidechannel.workers import refusal
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +108,11 @@ class SideChannelServer:
         self.pushes = PushService(self._leases, self._lock, self._wake, clock)
         self._freed: list[Freed] = []
         self._manifests: Manifests | None = None
+        self._tokens: tuple[bytes, ...] = ()
         self._verifies = verifies
         self._verification: Verification[Ticket] = Verification(0)
         self._counts: Counter[str] = Counter()
+        self._due: list[tuple[Ticket, Reply]] = []  # to others than the client that is being answered
         self._unsent: list[_Unsent] = []
         self._log_at = -math.inf
         self._closing = False
@@ -133,8 +136,9 @@ class SideChannelServer:
         self._thread = threading.Thread(target=self._run, name="pd-side-channel", daemon=True)
         self._thread.start()
 
-    def set_manifests(self, manifests: Sequence[bytes]) -> None:
-        """Serve these encoded manifests, one per worker, from now on; until then clients are told NOT_READY.
+    def set_manifests(self, manifests: Sequence[bytes], tokens: Sequence[bytes] = ()) -> None:
+        """Serve these encoded manifests, one per worker, from now on; until then clients are told NOT_READY. `tokens`
+        are the workers' secrets, in the same order: without them no sums are taken from anybody.
 
         Raises:
             ProtocolError: they do not fit one reply.
@@ -142,7 +146,7 @@ class SideChannelServer:
         message = Manifests(self._engine_id, self._incarnation, tuple(manifests))
         encode(0, message)
         with self._lock:
-            self._manifests = message
+            self._manifests, self._tokens = message, tuple(tokens)
             self._verification.workers = len(manifests)
 
     def hold(self, request_id: str, nonce: bytes, duration: float, tables: Sequence[Table] = ()) -> None:
@@ -210,7 +214,7 @@ class SideChannelServer:
                     self._serve_batch()
                 with self._lock:
                     self._freed += self.pushes.settle(self._clock())
-                    answers = self.pushes.take_replies()
+                    answers, self._due = self._due + self.pushes.take_replies(), []
                 for (client, seq), reply in answers:
                     self._send(client, seq, reply)
             except Exception as error:  # the thread outlives whatever this was; the pause keeps it from spinning
@@ -262,11 +266,13 @@ class SideChannelServer:
             return self._failure(FailureCode.INTERNAL, f"{type(error).__name__}: {error}")
 
     def _verify(self, request: Verify | NextJob | Sums, ticket: Ticket) -> Reply | None:
-        """The reply to this request, if it is due; those to others that become due are sent."""
+        """The reply to this request, if it is due; those to others that become due are sent after it."""
         answers: list[tuple[Ticket, Reply]] = []
+        if isinstance(request, NextJob | Sums) and (failure := refusal(request, self._tokens)) is not None:
+            return failure
         match request:
-            case NextJob(worker):
-                answers = self._verification.next_job(ticket, worker)
+            case NextJob():
+                answers = self._verification.next_job(ticket, request.worker)
             case Sums():
                 answers = self._verification.add(ticket, request)
             case Verify():
@@ -277,9 +283,7 @@ class SideChannelServer:
                 if tables is None:
                     return Failure(FailureCode.NOT_OFFERED, "the lease is not held any more")
                 answers = self._verification.ask(ticket, request, tables)
-        for (client, seq), reply in answers:
-            if (client, seq) != ticket:
-                self._send(client, seq, reply)
+        self._due += [(other, reply) for other, reply in answers if other != ticket]
         return dict(answers).get(ticket)
 
     def _serve(self, request: Request, ticket: Ticket) -> Reply | None:
@@ -322,10 +326,14 @@ class SideChannelServer:
     def _send(self, client: bytes, seq: int, reply: Reply) -> None:
         if isinstance(reply, Manifests) and not self._has_room(client):
             reply = Failure(FailureCode.BUSY, "earlier replies were not taken yet; ask again later")
+        try:
+            frame = encode(seq, reply)
+        except Exception as error:  # this client's answer alone is lost, and it is told so
+            reply = self._failure(FailureCode.INTERNAL, f"{type(error).__name__}: {error}")
+            frame = encode(seq, reply)
         if isinstance(reply, Failure):
             with self._lock:
                 self._counts[f"failure:{reply.code}"] += 1
-        frame = encode(seq, reply)
         try:
             tracker = self._router.send_multipart([client, frame], zmq.NOBLOCK, copy=False, track=True)
         except zmq.ZMQError:  # the client has gone or reads nothing; it will ask again if it lives

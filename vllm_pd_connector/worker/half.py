@@ -123,7 +123,8 @@ class WorkerHalf:
         if self._config.verify != "off" and self._vllm_config.kv_transfer_config.is_kv_producer:
             address, keys = self._own_side_channel()
             place = manifest.parallel
-            self._sums = SumMaker(address, keys, manifest, place.pp_rank * place.tp_size + place.tp_rank)
+            number = place.pp_rank * place.tp_size + place.tp_rank
+            self._sums = SumMaker(address, keys, manifest, number, self.token)
 
     def _make_transport(self, manifest: Manifest) -> Transport:
         """Called in the transfer thread."""

@@ -98,7 +98,7 @@ def of_pieces(pieces: Sequence[SumPiece]) -> list[Sum]:
     return [Sum(p.layer, p.role, p.first_index, np.frombuffer(p.values, dtype="<u8")) for p in pieces]
 
 
-def to_messages(job: int, worker: int, found: Sequence[Sum]) -> Iterator[Sums]:
+def to_messages(token: bytes, job: int, worker: int, found: Sequence[Sum]) -> Iterator[Sums]:
     """Sums in messages that each fit a request; the last one says so."""
     step = MAX_PIECE_BYTES // 8
     pieces = [
@@ -111,22 +111,23 @@ def to_messages(job: int, worker: int, found: Sequence[Sum]) -> Iterator[Sums]:
     for piece in pieces:
         length = len(piece.values) + len(piece.layer.encode()) + _NAMES_BYTES
         if batch and size + length > MAX_PIECES_BYTES:
-            yield Sums(job, worker, tuple(batch), False)
+            yield Sums(token, job, worker, tuple(batch), False)
             batch, size = [], 0
         batch.append(piece)
         size += length
-    yield Sums(job, worker, tuple(batch), True)
+    yield Sums(token, job, worker, tuple(batch), True)
 
 
 class SumMaker:
-    """The prefill side's thread of one worker; `worker` is its number among the instance's."""
+    """The prefill side's thread of one worker; `worker` is its number among the instance's, `token` its secret."""
 
-    def __init__(self, endpoint: str, keys: Keys | None, manifest: Manifest, worker: int) -> None:
+    def __init__(self, endpoint: str, keys: Keys | None, manifest: Manifest, worker: int, token: bytes) -> None:
         self._endpoint = endpoint
         self._keys = keys
         self._manifest = manifest
         self._memory = memory_of(manifest.segments)
         self._worker = worker
+        self._token = token
         self._wake = Wake()
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="pd-sums", daemon=True)
@@ -142,7 +143,7 @@ class SumMaker:
         client = SideChannelClient(keys=self._keys)
         try:
             while not self._stop:
-                outcome = self._ask(client, NextJob(self._worker), _JOB_WAIT_S)
+                outcome = self._ask(client, NextJob(self._token, self._worker), _JOB_WAIT_S)
                 if isinstance(outcome, Job):
                     for message in self._make(outcome):
                         self._ask(client, message, _RETRY_S)
@@ -172,7 +173,7 @@ class SumMaker:
         except (PDConnectorError, IndexError, ValueError) as error:  # nothing is vouched for: the reader's check fails
             logger.error("sums of job %d: %s", job.job, error)
             found = []
-        yield from to_messages(job.job, self._worker, found)
+        yield from to_messages(self._token, job.job, self._worker, found)
 
 
 def _table(first_block: int, ids: Sequence[int] | NDArray[np.int32]) -> BlockTable:
