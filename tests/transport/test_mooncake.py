@@ -58,10 +58,18 @@ def devices(directory: Path, *names: str) -> Path:
 
 def test_the_protocol_follows_the_machine_unless_it_is_given(tmp_path: Path) -> None:
     none, two = tmp_path / "none", devices(tmp_path / "two", "mlx5_0", "mlx5_1")
-    assert choose_protocol(MooncakeOptions(), none) == "tcp"
-    assert choose_protocol(MooncakeOptions(), two) == "rdma"
-    assert choose_protocol(MooncakeOptions(protocol="tcp"), two) == "tcp"
-    assert choose_protocol(MooncakeOptions(protocol="rdma", device="mlx5_1,mlx5_0"), two) == "rdma"
+    assert choose_protocol(MooncakeOptions(), none, "cuda") == "tcp"
+    assert choose_protocol(MooncakeOptions(), two, "cuda") == "rdma"
+    assert choose_protocol(MooncakeOptions(protocol="tcp"), two, "cuda") == "tcp"
+    assert choose_protocol(MooncakeOptions(protocol="rdma", device="mlx5_1,mlx5_0"), two, "cuda") == "rdma"
+
+
+def test_cpu_memory_moves_over_tcp_unless_rdma_is_asked_for(tmp_path: Path) -> None:
+    two = devices(tmp_path, "mlx5_0", "mlx5_1")
+    assert choose_protocol(MooncakeOptions(), two, "cpu") == "tcp"
+    assert choose_protocol(MooncakeOptions(protocol="rdma", device="mlx5_1"), two, "cpu") == "rdma"
+    with pytest.raises(InvalidConfig, match="protocol: auto, caches in cpu memory.*give protocol rdma.*mlx5_0, mlx5_1"):
+        choose_protocol(MooncakeOptions(device="mlx5_0"), two, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,7 @@ def test_a_protocol_or_device_that_is_not_there_is_refused(
     tmp_path: Path, options: MooncakeOptions, names: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(InvalidConfig, match=message):
-        choose_protocol(options, devices(tmp_path / "devices", *names))
+        choose_protocol(options, devices(tmp_path / "devices", *names), "cuda")
 
 
 @pytest.mark.parametrize(

@@ -124,10 +124,10 @@ class MooncakeTransport:
 
     name = NAME
 
-    def __init__(self, options: MooncakeOptions | None = None) -> None:
+    def __init__(self, options: MooncakeOptions | None = None, *, memory: str = "cpu") -> None:
         self._options = options or MooncakeOptions()
         check_options(self._options, os.environ)
-        self._protocol = choose_protocol(self._options, RDMA_DEVICES)
+        self._protocol = choose_protocol(self._options, RDMA_DEVICES, memory)
         self._address = local_address(self._options.address, self._options.route_to)
         self._module = load_module(self._protocol, self._address)
         self._name = f"pd-{uuid.uuid4().hex}"
