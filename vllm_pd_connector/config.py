@@ -116,12 +116,15 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         base = environ.get(variable) if self.bootstrap_port is None else self.bootstrap_port
         return None if base is None else _port("bootstrap_port", variable, base, data_parallel_index)
 
-    def transport_settings(self) -> dict[str, Any]:
+    def transport_settings(self, *, prefills: bool, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         """`transport_options`, with what other keys decide: Mooncake advertises an address, by default the one on the
-        route to the side channel's, so that a worker is reached like its instance is, or from this host alone."""
+        route to the side channel's, so that a worker is reached like its instance is, or from this host alone. An
+        instance that only decodes has no side channel of its own: without a host it is at the default route's address,
+        from where it reaches prefill instances of this host and of others."""
         settings = dict(self.transport_options)
-        if self.transport == "mooncake" and not settings.keys() & {"address", "route_to"}:
-            host, _ = self.side_channel(0)
+        told = self.side_channel_host or environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST")
+        if self.transport == "mooncake" and not settings.keys() & {"address", "route_to"} and (told or prefills):
+            host, _ = self.side_channel(0, environ)
             with contextlib.suppress(ValueError):  # a name: the default route decides
                 if not ipaddress.ip_address(host).is_unspecified:
                     settings["route_to"] = host

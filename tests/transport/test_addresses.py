@@ -96,6 +96,12 @@ def test_loopback_is_meant_for_this_machine_alone() -> None:
         check_reachable("::1", "another boot:4026531840", ipaddress.ip_address("fd00::1"))
 
 
+def test_a_loopback_address_of_ours_is_for_peers_on_this_machine_alone() -> None:
+    with pytest.raises(TransferError, match=r"this worker is at the loopback address 127\.0\.0\.1; set .* here"):
+        check_reachable("10.0.0.5", "another boot:1", HERE)
+    assert str(check_reachable("10.0.0.5", host_identity(), HERE)) == "10.0.0.5"
+
+
 def test_a_routable_address_of_another_machine_is_accepted() -> None:
     assert str(check_reachable("10.0.0.5", "another boot:1", ipaddress.ip_address("10.0.0.1"))) == "10.0.0.5"
     assert str(check_reachable("fd00::5", "another boot:1", ipaddress.ip_address("fd00::1"))) == "fd00::5"

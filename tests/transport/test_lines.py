@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -169,6 +172,86 @@ def test_a_dialler_that_breaks_the_protocol_is_hung_up_on_and_others_are_heard(
         stranger.sendall(frame(b"there") + b"\x00\x00\x00\x09half")  # and leaves in the middle of a message
     line.send(b"still here")
     assert collect(there, 1) == [b"still here"]
+
+
+def test_who_says_nothing_is_hung_up_on_and_who_greeted_is_not(
+    exchange: Callable[..., Exchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "GREETING_SECONDS", 0.2)
+    here, there = exchange("here"), exchange("there")
+    line = opened(here, there, "there")
+    for said in (b"", b"\x00\x00\x00\x05th"):
+        with socket.create_connection((HOST, there.port)) as stranger:
+            stranger.sendall(said)
+            assert until_hung_up_on(stranger) == b""
+    line.send(b"still here")
+    assert collect(there, 1) == [b"still here"]
+
+
+def test_of_too_many_strangers_the_oldest_is_hung_up_on(
+    exchange: Callable[..., Exchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "GREETING_SECONDS", 3600.0)
+    monkeypatch.setattr(lines, "MAX_STRANGERS", 3)
+    there = exchange("there")
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection((HOST, there.port))) for _ in range(5)]
+        for stranger in strangers[:2]:
+            assert until_hung_up_on(stranger) == b""
+        for stranger in strangers[2:]:
+            stranger.sendall(frame(b"there"))
+            stranger.settimeout(30)
+            assert stranger.recv(100) == frame(b"there")
+        opened(exchange("here"), there, "there")
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """In this process; sockets that are there already can be used."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    filled: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                filled.append(os.dup(0))
+        yield
+    finally:
+        for descriptor in filled:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_without_descriptors_diallers_wait_and_no_core_burns(
+    exchange: Callable[..., Exchange], caplog: pytest.LogCaptureFixture
+) -> None:
+    here, there = exchange("here"), exchange("there")
+    with socket.socket() as dialler:
+        dialler.settimeout(30)
+        with no_descriptor_left():
+            dialler.connect((HOST, there.port))
+            with pytest.raises(TransferError, match="no connection to there can be made") as failure:
+                here.dial(HOST, there.port, "there", 10.0)
+            assert failure.value.retryable
+            until(lambda: "nobody is taken" in caplog.text, "the failure to accept")
+            begin, cpu = time.monotonic(), time.process_time()
+            time.sleep(0.5)
+            assert (time.process_time() - cpu) / (time.monotonic() - begin) < 0.1
+        dialler.sendall(frame(b"there"))
+        assert dialler.recv(100) == frame(b"there")
+
+
+def test_a_process_with_many_descriptors_dials(exchange: Callable[..., Exchange]) -> None:
+    here, there = exchange("here"), exchange("there")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard) if hard > 0 else 4096, hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while (descriptor := os.dup(0)) < 1024:
+            stack.callback(os.close, descriptor)
+        stack.callback(os.close, descriptor)
+        line = opened(here, there, "there")
+        assert line.socket.fileno() > 1024
 
 
 def test_messages_that_nobody_takes_are_bounded(exchange: Callable[..., Exchange]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,11 @@ from transport_ends import End, ProcessPeer, runs, until, whole
 
 from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
+from vllm_pd_connector.transport import mooncake_opening
 from vllm_pd_connector.transport.addresses import host_identity
 from vllm_pd_connector.transport.base import Status
 from vllm_pd_connector.transport.endpoint import seal, unseal
+from vllm_pd_connector.transport.lines import LineState
 from vllm_pd_connector.transport.mooncake import Whereabouts
 from vllm_pd_connector.transport.mooncake_engine import MooncakeOptions, check_options, choose_protocol
 from vllm_pd_connector.transport.registry import create
@@ -53,10 +58,18 @@ def devices(directory: Path, *names: str) -> Path:
 
 def test_the_protocol_follows_the_machine_unless_it_is_given(tmp_path: Path) -> None:
     none, two = tmp_path / "none", devices(tmp_path / "two", "mlx5_0", "mlx5_1")
-    assert choose_protocol(MooncakeOptions(), none) == "tcp"
-    assert choose_protocol(MooncakeOptions(), two) == "rdma"
-    assert choose_protocol(MooncakeOptions(protocol="tcp"), two) == "tcp"
-    assert choose_protocol(MooncakeOptions(protocol="rdma", device="mlx5_1,mlx5_0"), two) == "rdma"
+    assert choose_protocol(MooncakeOptions(), none, "cuda") == "tcp"
+    assert choose_protocol(MooncakeOptions(), two, "cuda") == "rdma"
+    assert choose_protocol(MooncakeOptions(protocol="tcp"), two, "cuda") == "tcp"
+    assert choose_protocol(MooncakeOptions(protocol="rdma", device="mlx5_1,mlx5_0"), two, "cuda") == "rdma"
+
+
+def test_cpu_memory_moves_over_tcp_unless_rdma_is_asked_for(tmp_path: Path) -> None:
+    two = devices(tmp_path, "mlx5_0", "mlx5_1")
+    assert choose_protocol(MooncakeOptions(), two, "cpu") == "tcp"
+    assert choose_protocol(MooncakeOptions(protocol="rdma", device="mlx5_1"), two, "cpu") == "rdma"
+    with pytest.raises(InvalidConfig, match="protocol: auto, caches in cpu memory.*give protocol rdma.*mlx5_0, mlx5_1"):
+        choose_protocol(MooncakeOptions(device="mlx5_0"), two, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +86,7 @@ def test_a_protocol_or_device_that_is_not_there_is_refused(
     tmp_path: Path, options: MooncakeOptions, names: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(InvalidConfig, match=message):
-        choose_protocol(options, devices(tmp_path / "devices", *names))
+        choose_protocol(options, devices(tmp_path / "devices", *names), "cuda")
 
 
 @pytest.mark.parametrize(
@@ -211,6 +224,89 @@ def test_a_peer_that_does_not_answer_fails_within_the_connect_timeout_and_delays
     silent.stop()
 
 
+def stopped_when_its_line_is_open(end: End, peer: ProcessPeer) -> Any:
+    """A connection to a peer that answered on its line, and was frozen before the library was asked for it."""
+    connection = end.transport.connect(peer.endpoint, peer.segments)
+    until(lambda: connection.line.state is LineState.OPEN, "the line")
+    peer.freeze()
+    return connection
+
+
+def test_a_peer_that_stops_when_its_line_has_opened_delays_nobody(peer: ProcessPeer) -> None:
+    end, stopped = End("mooncake", LOCAL | {"connect_timeout": 60.0}, SIZE), ProcessPeer("mooncake", LOCAL, SIZE)
+    living = end.transport.connect(peer.endpoint, peer.segments)
+    connection = stopped_when_its_line_is_open(end, stopped)
+    waiting = end.transport.read(connection, whole(stopped.address, end.address, 4096))
+    assert connection.opening.runs()
+    end.finish(end.transport.read(living, whole(peer.address, end.address, SIZE)))
+    assert connection.opening.runs(), "the other read had to wait for this peer"
+    connection.opening.deadline = 0.0  # the time to answer is over
+    with pytest.raises(PeerLost, match="no answer in time; it is stopped") as loss:
+        end.finish(waiting)
+    assert loss.value.terminal and loss.value.retryable
+    stopped.tell_to_stop()
+    end.transport.close()
+    stopped.stop()
+
+
+def test_a_peer_that_stops_just_when_it_is_opened_delays_others_for_a_bounded_time(
+    peer: ProcessPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, stopped = End("mooncake", LOCAL | {"connect_timeout": 60.0}, SIZE), ProcessPeer("mooncake", LOCAL, SIZE)
+    living = end.transport.connect(peer.endpoint, peer.segments)
+    end.finish(end.transport.read(living, whole(peer.address, end.address, SIZE)))
+    monkeypatch.setattr(mooncake_opening, "OPEN_SECONDS", 0.5)
+    connection = end.transport.connect(stopped.endpoint, stopped.segments)
+    until(lambda: connection.line.state is LineState.OPEN, "the line")
+    waiting = end.transport.read(connection, whole(stopped.address, end.address, 4096))
+    until(lambda: not connection.opening.runs(), "the answer to the probe")
+    assert connection.opening.result == 0 and not connection.opening.opens
+    stopped.freeze()
+    assert end.transport.poll(waiting) is Status.RUNNING
+    assert connection.opening.opens and connection.opening.runs()
+    end.transport.disconnect(connection)  # who forgets the peer does not forget what the library is doing
+    with pytest.raises(TransferError, match="was disconnected"):
+        end.finish(waiting)
+    end.finish(end.transport.read(living, whole(peer.address, end.address, SIZE)))
+    assert connection.opening.overdue and not connection.opening.runs()
+    stopped.tell_to_stop()
+    end.transport.close()
+    stopped.stop()
+
+
+def test_an_engine_that_opens_a_stopped_peer_is_destroyed_by_close() -> None:
+    end, stopped = End("mooncake", LOCAL | {"connect_timeout": 60.0}, SIZE), ProcessPeer("mooncake", LOCAL, SIZE)
+    connection = stopped_when_its_line_is_open(end, stopped)
+    end.transport.read(connection, whole(stopped.address, end.address, 4096))
+    assert connection.opening.runs()
+    port = end.transport._engine.get_rpc_port()
+    end.transport.close()
+    assert not connection.opening.runs()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    stopped.stop()
+
+
+def test_an_engine_that_outlives_close_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A connection that is not made yet leads nowhere that could be seen, so it cannot be shut down."""
+    answers = threading.Event()
+
+    class Engine:
+        def send_probe(self, segment: str) -> int:
+            return 0 if answers.wait(60) else -1
+
+    monkeypatch.setattr(mooncake_opening, "CLOSE_SECONDS", 0.3)
+    openings = mooncake_opening.Openings(Engine(), 60.0)
+    opening = mooncake_opening.Opening("10.0.0.5:15000", ipaddress.ip_address("10.0.0.5"), 15000)
+    assert not openings.ready(opening)
+    openings.close()
+    assert "still opening 10.0.0.5:15000" in caplog.text
+    answers.set()
+    until(lambda: not opening.runs(), "the end of the exchange")
+
+
 def test_a_peer_stopped_in_the_middle_of_a_transfer_does_not_delay_others(peer: ProcessPeer) -> None:
     large = 64 << 20
     end, stopped = End("mooncake", LOCAL, large), ProcessPeer("mooncake", LOCAL, large)
@@ -240,7 +336,7 @@ def test_incarnations_at_one_port_have_names_of_their_own_that_the_library_takes
     assert len(set(names)) == 3 and names[0] == names[2]
     peer.call("fill", 3)
     connection = end.connect(peer.endpoint, peer.segments)
-    assert connection.segment not in names
+    assert connection.opening.segment not in names
     end.finish(end.transport.read(connection, whole(peer.address, end.address, SIZE)))
     assert end.digest() == peer.call("digest")
 

@@ -59,7 +59,7 @@ class End:
             Segment(address=self.address, length=half, device=self.device, device_id=0),
             Segment(address=self.address + half, length=length - half, device=self.device, device_id=0),
         )
-        self.transport: Any = create(transport, options, serves=serves)
+        self.transport: Any = create(transport, options, serves=serves, memory=self.device)
         self.transport.register(self.segments)
         self.endpoint: bytes = self.transport.describe()
         self._peers: dict[bytes, Any] = {}

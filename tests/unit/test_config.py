@@ -90,7 +90,16 @@ assert not heavy, heavy
 )
 def test_mooncake_is_reached_like_the_side_channel_unless_an_address_is_given(monkeypatch, given, settings):
     monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_HOST", raising=False)
-    assert parse_config({"transport": "mooncake", **given}).transport_settings() == settings
+    assert parse_config({"transport": "mooncake", **given}).transport_settings(prefills=True) == settings
+
+
+def test_an_instance_that_only_decodes_is_at_the_default_route_unless_a_host_is_given():
+    """It would be at a loopback address, which no other host can use, and which is of one version of IP."""
+    environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.6"}
+    alone, hosted = (parse_config({"transport": "mooncake", **given}) for given in ({}, {"side_channel_host": "::1"}))
+    assert alone.transport_settings(prefills=False, environ={}) == {}
+    assert alone.transport_settings(prefills=False, environ=environment) == {"route_to": "10.0.0.6"}
+    assert hosted.transport_settings(prefills=False, environ={}) == {"route_to": "::1"}
 
 
 @pytest.mark.parametrize(("mode", "decode"), [("pull", False), ("push", True), ("auto", True)])

@@ -9,6 +9,7 @@ import pytest
 
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.transport import registry
+from vllm_pd_connector.worker import half as half_module
 from vllm_pd_connector.worker.half import WorkerHalf
 
 
@@ -30,4 +31,19 @@ def test_only_a_worker_that_nobody_reads_or_writes_says_so(
     roles = SimpleNamespace(is_kv_producer=role != "kv_consumer", is_kv_consumer=role != "kv_producer")
     half = WorkerHalf(parse_config({"mode": mode}), SimpleNamespace(kv_transfer_config=roles), None)
     half._make_transport(SimpleNamespace(segments=()))
-    assert told == [{"serves": serves}]
+    assert told == [{"serves": serves, "memory": "cpu"}]
+
+
+@pytest.mark.parametrize(("devices", "memory"), [(("cpu", "cpu"), "cpu"), (("cpu", "cuda"), "cuda")])
+@pytest.mark.parametrize(("role", "settings"), [("kv_producer", {"route_to": "127.0.0.1"}), ("kv_consumer", {})])
+def test_the_transport_is_told_where_the_caches_are_and_where_the_instance_is(
+    monkeypatch: pytest.MonkeyPatch, devices: tuple[str, ...], memory: str, role: str, settings: dict[str, str]
+) -> None:
+    told: list[Any] = []
+    monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_HOST", raising=False)
+    monkeypatch.setattr(half_module, "make_device_current", lambda segments: None)
+    monkeypatch.setattr(registry, "create", lambda name, options, **named: told.append((options, named["memory"])))
+    roles = SimpleNamespace(is_kv_producer=role != "kv_consumer", is_kv_consumer=role != "kv_producer")
+    half = WorkerHalf(parse_config({"transport": "mooncake"}), SimpleNamespace(kv_transfer_config=roles), None)
+    half._make_transport(SimpleNamespace(segments=[SimpleNamespace(device=device) for device in devices]))
+    assert told == [(settings, memory)]

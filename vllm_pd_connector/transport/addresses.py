@@ -66,8 +66,8 @@ def check_reachable(text: str, their_host: str, ours: Address) -> Address:
     """The address that a peer advertises, if it can be meant for us. `their_host` is the peer's `host_identity`.
 
     Raises:
-        TransferError: not an address, one that no machine has, loopback of another machine, or of the other IP
-            version.
+        TransferError: not an address, one that no machine has, loopback on either side of two machines, or of the
+            other IP version.
     """
     try:
         address = ipaddress.ip_address(text)
@@ -81,6 +81,11 @@ def check_reachable(text: str, their_host: str, ours: Address) -> Address:
         raise TransferError(
             f"the peer is on another machine and advertises the loopback address {address}; set "
             "transport_options.address (or route_to) there to an address that reaches it from here"
+        )
+    if ours.is_loopback and their_host != host_identity():
+        raise TransferError(
+            f"the peer is on another machine and this worker is at the loopback address {ours}; set "
+            "side_channel_host or transport_options.address here to an address that reaches this machine from there"
         )
     if address.version != ours.version:
         raise TransferError(

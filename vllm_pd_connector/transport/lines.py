@@ -8,6 +8,10 @@ in a manifest) can send. After that, messages flow from the dialler to the excha
 
     frame := length (4 bytes, big endian) payload           the exchange's name is the only frame that it sends
 
+Strangers may dial as well. Who does not say the name within `GREETING_SECONDS` is hung up on, and the one that has been
+silent longest when more than `MAX_STRANGERS` have not said it. When the process has no descriptor left for who dials
+next, nobody is taken for `PAUSE_SECONDS`: they wait in the kernel's queue.
+
 A line is lost when the other process ends or closes (at once), or when its machine does not acknowledge for
 `SILENCE_SECONDS` (the kernel's keep-alive, so a half-open connection is found without traffic of ours). A process that
 is merely stopped keeps its lines: its kernel answers. What a lost line had not delivered is gone.
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import errno
 import hmac
+import itertools
 import logging
 import os
 import select
@@ -38,10 +43,13 @@ MAX_NAME_BYTES = 256
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_WAITING_BYTES = 64 << 20
 SILENCE_SECONDS = 15
+GREETING_SECONDS = 10.0
+MAX_STRANGERS = 256
+PAUSE_SECONDS = 1.0
 _RECEIVE_BYTES = 256 << 10
 
 # A refusal of a machine nearby comes within this time; `dial` does not wait longer for one.
-_NEAR_SECONDS = 0.003
+_NEAR_MILLISECONDS = 3
 
 
 class LineState(Enum):
@@ -151,8 +159,9 @@ class Line:
 
 @dataclass(eq=False, slots=True)
 class _Arrival:
-    """The exchange's end of a line; `greeted` after the dialler said our name."""
+    """The exchange's end of a line; `greeted` after the dialler said our name, for which it has until `deadline`."""
 
+    deadline: float
     frames: bytearray = field(default_factory=bytearray)
     greeted: bool = False
 
@@ -180,6 +189,8 @@ class Exchange:
         self._new: deque[Line] = deque()
         self._lines: set[Line] = set()
         self._arriving: dict[socket.socket, _Arrival] = {}
+        self._strangers: dict[socket.socket, _Arrival] = {}  # those of them that did not greet, oldest first
+        self._paused_until = 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._event = os.eventfd(0, os.EFD_NONBLOCK)
@@ -192,15 +203,23 @@ class Exchange:
         """A line to the exchange named `peer`.
 
         It is LOST when it is not open within `timeout` seconds, and on return when the peer's machine refuses at once.
+
+        Raises:
+            TransferError: this process has no descriptor left.
         """
-        made = socket.socket(self._family, socket.SOCK_STREAM)
+        try:
+            made = socket.socket(self._family, socket.SOCK_STREAM)
+        except OSError as error:
+            raise TransferError(f"no connection to {peer} can be made: {error.strerror}", retryable=True) from error
         made.setblocking(False)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _notice_silence(made)
         line = Line(peer, time.monotonic() + timeout, self._wake, made)
         failure = made.connect_ex((address, port))
         if failure == errno.EINPROGRESS:
-            select.select((), (made,), (), _NEAR_SECONDS)
+            near = select.poll()  # select takes no descriptor above 1023
+            near.register(made, select.POLLOUT)
+            near.poll(_NEAR_MILLISECONDS)
             failure = made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if failure:
             line.lose(f"{peer} cannot be reached at {address} port {port}: {os.strerror(failure)}")
@@ -231,11 +250,14 @@ class Exchange:
             now = time.monotonic()
             for line in tuple(self._lines):
                 self._look_after(line, now)
+            self._look_after_strangers(now)
         self._end()
 
     def _patience(self) -> float | None:
-        """Seconds until the first dialled line is overdue."""
+        """Seconds until the first dialled line or greeting is overdue, or a pause is over."""
         deadlines = [line.deadline for line in self._lines if line.state is LineState.DIALLING]
+        deadlines += [arrival.deadline for arrival in itertools.islice(self._strangers.values(), 1)]
+        deadlines += [self._paused_until] * bool(self._paused_until)
         return max(min(deadlines) - time.monotonic(), 0.0) if deadlines else None
 
     def _woken(self, ready: int) -> None:
@@ -270,12 +292,35 @@ class Exchange:
     def _accept(self, ready: int) -> None:
         try:
             arrived, _ = self._listener.accept()
-        except OSError:  # the dialler left again, or this process has no descriptor left for it
+        except (BlockingIOError, ConnectionError):  # the dialler left again
+            return
+        except OSError as error:  # no descriptor or memory is left, and the listener stays readable
+            logger.warning("nobody is taken for %s s who dials this worker: %s", PAUSE_SECONDS, error.strerror)
+            self._selector.unregister(self._listener)
+            self._paused_until = time.monotonic() + PAUSE_SECONDS
             return
         arrived.setblocking(False)
         _notice_silence(arrived)
-        self._arriving[arrived] = _Arrival()
+        arrival = _Arrival(time.monotonic() + GREETING_SECONDS)
+        self._arriving[arrived] = self._strangers[arrived] = arrival
         self._selector.register(arrived, selectors.EVENT_READ, partial(self._receive, arrived))
+
+    def _look_after_strangers(self, now: float) -> None:
+        """Hang up on who did not greet in time, or on the oldest if there are too many; go on after a pause."""
+        while self._strangers:
+            arrived, arrival = next(iter(self._strangers.items()))
+            if now < arrival.deadline and len(self._strangers) <= MAX_STRANGERS:
+                break
+            self._hang_up_on(arrived)
+        if self._paused_until and now >= self._paused_until:
+            self._paused_until = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _hang_up_on(self, arrived: socket.socket) -> None:
+        self._selector.unregister(arrived)
+        del self._arriving[arrived]
+        self._strangers.pop(arrived, None)
+        arrived.close()
 
     def _receive(self, arrived: socket.socket, ready: int) -> None:
         try:
@@ -285,9 +330,7 @@ class Exchange:
         except OSError:
             received = b""
         if not received or not self._take(arrived, self._arriving[arrived], received):
-            self._selector.unregister(arrived)
-            del self._arriving[arrived]
-            arrived.close()
+            self._hang_up_on(arrived)
 
     def _take(self, arrived: socket.socket, arrival: _Arrival, received: bytes) -> bool:
         """Frames of a dialler: our name, which is answered, then messages. False: it is hung up on."""
@@ -309,6 +352,7 @@ class Exchange:
                 return False
             else:
                 arrival.greeted = True
+                del self._strangers[arrived]
                 try:
                     arrived.send(_frame(payload))
                 except OSError:

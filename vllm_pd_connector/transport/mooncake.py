@@ -14,7 +14,7 @@ What the library does not do, and this module does:
   block, carry text, and cost a connection each. A write's message leaves when its last descriptor is acknowledged,
   which the peer does after it has the bytes in its memory.
 - **One stopped peer does not stop the others.** Opening a peer blocks inside the library and blocks every other submit;
-  it is done in a thread of its own, only after the peer has answered on its line, and nothing is submitted meanwhile.
+  `mooncake_opening` does it, after the peer has answered on its line.
 
 Source of the library's behaviour: mooncake-transfer-engine 0.3.13.post1, observed and read.
 """
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import uuid
 from collections import deque
@@ -50,6 +49,7 @@ from vllm_pd_connector.transport.mooncake_engine import (
     segment_name,
     start_engine,
 )
+from vllm_pd_connector.transport.mooncake_opening import Opening, Openings
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, cut
 
 logger = logging.getLogger(__name__)
@@ -77,22 +77,13 @@ class Whereabouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
 
 
 @dataclass(eq=False, slots=True)
-class _Opening:
-    """The library's exchange with a peer, in a thread of its own; `result` is 0 when it worked."""
-
-    thread: threading.Thread
-    result: int = -1
-
-
-@dataclass(eq=False, slots=True)
 class _Peer:
-    """`segment` is the peer's name in the library, `queued` counts its descriptors there."""
+    """`queued` counts the peer's descriptors in the library."""
 
     name: str
-    segment: str
+    opening: Opening
     ranges: Ranges
     line: Line
-    opening: _Opening | None = None
     running: int = 0
     queued: int = 0
     leaving: bool = False
@@ -133,10 +124,10 @@ class MooncakeTransport:
 
     name = NAME
 
-    def __init__(self, options: MooncakeOptions | None = None) -> None:
+    def __init__(self, options: MooncakeOptions | None = None, *, memory: str = "cpu") -> None:
         self._options = options or MooncakeOptions()
         check_options(self._options, os.environ)
-        self._protocol = choose_protocol(self._options, RDMA_DEVICES)
+        self._protocol = choose_protocol(self._options, RDMA_DEVICES, memory)
         self._address = local_address(self._options.address, self._options.route_to)
         self._module = load_module(self._protocol, self._address)
         self._name = f"pd-{uuid.uuid4().hex}"
@@ -149,6 +140,7 @@ class MooncakeTransport:
         except Exception:
             self._exchange.close()
             raise
+        self._openings = Openings(self._engine, self._options.connect_timeout)
         logger.info("Mooncake listens at %s with protocol %s", self._address, self._protocol)
 
     def register(self, segments: Sequence[Segment]) -> None:
@@ -196,7 +188,8 @@ class MooncakeTransport:
         line = self._exchange.dial(str(address), where.line_port, made.name, self._options.connect_timeout)
         if line.state is LineState.LOST:
             raise PeerLost(line.reason)
-        peer = _Peer(made.name, self._segment(made.name, address, where.engine_port), ranges, line)
+        segment = self._segment(made.name, address, where.engine_port)
+        peer = _Peer(made.name, Opening(segment, address, where.engine_port), ranges, line)
         self._peers[made.name] = peer
         return peer
 
@@ -230,8 +223,13 @@ class MooncakeTransport:
         raise TransferError("Mooncake's engine is the target of its peers and is not replaced")
 
     def close(self) -> None:
-        """Destroys the engine, which closes its connections: nothing lands after this returns."""
+        """Destroys the engine, which closes its connections: nothing lands after this returns.
+
+        An exchange of the library with a peer that it cannot be torn from within seconds is logged as an error, because
+        the engine then outlives this call.
+        """
         self._exchange.close()
+        self._openings.close()
         self._engine = None
 
     def _segment(self, peer: str, address: Address, port: int) -> str:
@@ -308,7 +306,7 @@ class MooncakeTransport:
             at = transfer.next
             length = transfer.length[at]
             batch = self._engine.batch_transfer_async(
-                peer.segment, [transfer.local[at]], [transfer.remote[at]], [length], transfer.opcode
+                peer.opening.segment, [transfer.local[at]], [transfer.remote[at]], [length], transfer.opcode
             )
             if not batch:
                 self._note_failure(transfer, f"Mooncake does not take a descriptor of {length} bytes")
@@ -322,25 +320,11 @@ class MooncakeTransport:
         """Whether descriptors of a peer can be submitted now without waiting; begins to open it if need be."""
         if peer.line.state is not LineState.OPEN:
             return False
-        if peer.opening is None:
-            peer.opening = self._open(peer.segment)
-        if any(other.opening is not None and other.opening.thread.is_alive() for other in self._peers.values()):
+        try:
+            return self._openings.ready(peer.opening)
+        except TransferError as error:
+            peer.line.lose(f"{peer.name} answers, and {error}")
             return False
-        if peer.opening.result:
-            peer.line.lose(f"{peer.name} answers, and Mooncake cannot open {peer.segment} (see its log)")
-            return False
-        return True
-
-    def _open(self, segment: str) -> _Opening:
-        """An empty read opens a peer and moves nothing."""
-        engine = self._engine
-
-        def run() -> None:
-            opening.result = engine.batch_transfer_sync_read(segment, [], [], [])
-
-        opening = _Opening(threading.Thread(target=run, name="pd-mooncake-open", daemon=True))
-        opening.thread.start()
-        return opening
 
     def _note_failure(self, transfer: _Transfer, what: str) -> None:
         if not transfer.failed:

@@ -1,7 +1,7 @@
 """Starting Mooncake's engine: its options, and what must be right before there is one.
 
 The protocol is the one asked for: the library ignores its protocol argument and takes RDMA if there is a device, TCP
-if there is none. Here, `rdma` without a device is refused, and `tcp` forces TCP.
+if there is none. Here, `rdma` without a device is refused, and `tcp` (or `auto` for memory of the CPU) forces TCP.
 
 Source of the library's behaviour: mooncake-transfer-engine 0.3.13.post1, observed and read.
 """
@@ -34,9 +34,9 @@ MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 8 << 20
 class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options of one engine.
 
-    `protocol`: "auto" is "rdma" on a machine with RDMA devices and "tcp" on one without. `device`: RDMA devices to use,
-    separated by commas; "" is all. `address`: the IP address (4 or 6) that peers reach this worker at; "" takes the
-    source address of the route to `route_to`, or of the default route when that is "" as well. `run_bytes`: longest
+    `protocol`: "auto" is "rdma" for device memory on a machine with RDMA devices, else "tcp". `device`: RDMA devices to
+    use, separated by commas; "" is all. `address`: the IP address (4 or 6) that peers reach this worker at; "" takes
+    the source address of the route to `route_to`, or of the default route when that is "" as well. `run_bytes`: longest
     descriptor. `in_flight`: descriptors of one transfer that the library has at a time, `in_flight_bytes` bounds their
     sum. `connect_timeout`: seconds in which a peer must answer.
     """
@@ -71,18 +71,22 @@ def check_options(options: MooncakeOptions, environment: Mapping[str, str]) -> N
         )
 
 
-def choose_protocol(options: MooncakeOptions, devices: Path) -> Literal["tcp", "rdma"]:
-    """The protocol to use; `devices` is the kernel's directory of RDMA devices.
+def choose_protocol(options: MooncakeOptions, devices: Path, memory: str) -> Literal["tcp", "rdma"]:
+    """The protocol to use; `devices` is the kernel's directory of RDMA devices, `memory` the caches' `Segment.device`.
+
+    CPU caches move over TCP unless RDMA is asked for: instances on CPUs are there to be tried and tested, and a decode
+    instance that has a device by chance must not refuse a prefill instance that has none.
 
     Raises:
         InvalidConfig: RDMA, or a device, that this machine does not have, or a device for TCP.
     """
     present = sorted(entry.name for entry in devices.iterdir()) if devices.is_dir() else []
-    if options.protocol == "tcp" or (options.protocol == "auto" and not present):
+    if options.protocol == "tcp" or (options.protocol == "auto" and (memory == "cpu" or not present)):
         if options.device:
             raise InvalidConfig(
-                f"transport_options.device is {options.device!r} and the protocol is tcp, which has no devices; "
-                f"this machine's RDMA devices: {', '.join(present) or 'none'}"
+                f"transport_options.device is {options.device!r} and the protocol is tcp, which has no devices "
+                f"(protocol: {options.protocol}, caches in {memory} memory); give protocol rdma to use one of this "
+                f"machine's RDMA devices: {', '.join(present) or 'none'}"
             )
         return "tcp"
     unknown = [name for name in filter(None, options.device.split(",")) if name not in present]

@@ -15,12 +15,15 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 NAMES = ("nixl", "mooncake", "loopback")
 
 
-def create(name: str, options: Mapping[str, object] | None = None, *, serves: bool = True) -> Transport:
+def create(
+    name: str, options: Mapping[str, object] | None = None, *, serves: bool = True, memory: str = "cpu"
+) -> Transport:
     """A new endpoint of transport `name`.
 
     `options` are the fields of the transport's options struct (`NixlOptions`, `MooncakeOptions`,
     `LoopbackOptions`). `serves`: whether peers may read or write memory that is registered here; without that,
-    nothing moves between calls, only what is polled to its end is sure to happen, and `renew` can work.
+    nothing moves between calls, only what is polled to its end is sure to happen, and `renew` can work. `memory`: the
+    `Segment.device` of what will be registered, for transports that choose a protocol by it.
 
     Raises:
         InvalidConfig: unknown name, unknown or mistyped option, or the transport's library is not installed.
@@ -35,7 +38,7 @@ def create(name: str, options: Mapping[str, object] | None = None, *, serves: bo
         from vllm_pd_connector.transport.mooncake import MooncakeTransport
         from vllm_pd_connector.transport.mooncake_engine import MooncakeOptions
 
-        return MooncakeTransport(_convert(name, given, MooncakeOptions))
+        return MooncakeTransport(_convert(name, given, MooncakeOptions), memory=memory)
     if name == "loopback":
         from vllm_pd_connector.transport.loopback import LoopbackOptions, LoopbackTransport
 

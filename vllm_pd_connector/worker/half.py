@@ -131,7 +131,9 @@ class WorkerHalf:
         make_device_current(manifest.segments)
         role = self._vllm_config.kv_transfer_config
         serves = self._config.is_target(prefills=role.is_kv_producer, decodes=role.is_kv_consumer)
-        return registry.create(self._config.transport, self._config.transport_settings(), serves=serves)
+        settings = self._config.transport_settings(prefills=role.is_kv_producer)
+        memory = next((segment.device for segment in manifest.segments if segment.device != "cpu"), "cpu")
+        return registry.create(self._config.transport, settings, serves=serves, memory=memory)
 
     def encoded_manifest(self) -> bytes:
         assert self._manifest is not None, "vLLM asks for it after register_kv_caches"
