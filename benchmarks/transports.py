@@ -32,7 +32,7 @@ import numpy as np
 
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.transport.base import Status, Transport
+from vllm_pd_connector.transport.base import Peer, Status, Transport
 from vllm_pd_connector.transport.hugepages import collapse
 from vllm_pd_connector.transport.nixl import NixlOptions, backend_parameters
 from vllm_pd_connector.transport.registry import create
@@ -44,6 +44,11 @@ RUN_BYTES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 8 * MIB)
 SPREAD = 2
 """Memory per byte of a message, so that scattered runs have gaps and cannot be merged."""
 
+SERVES = {"read": False, "write": True}
+"""Whether peers may use the memory of who does this: a decode instance in mode pull reads and is nobody's target, a
+prefill instance that writes is read from by others."""
+
+GOAL, GOAL_RUN_BYTES = 0.9, 64 * KIB
 LOCAL = {"protocol": "tcp", "address": "127.0.0.1"}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nixl": ("nixl", {}),
@@ -89,13 +94,13 @@ class Bare(Protocol):
 class BareNixl:
     """An agent with the connector's own settings."""
 
-    def __init__(self, options: dict[str, Any], memory: Memory) -> None:
+    def __init__(self, options: dict[str, Any], memory: Memory, serves: bool) -> None:
         self._nixl = importlib.import_module("nixl")._bindings
         config = self._nixl.nixlAgentConfig()
         given = NixlOptions(**options)
-        config.useProgThread, config.pthrDelay = True, given.progress_interval_us
+        config.useProgThread, config.pthrDelay = serves, given.progress_interval_us
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
-        self._name = f"bare-{os.getpid()}"
+        self._name = f"bare-{os.getpid()}-{serves}"
         self._agent = self._nixl.nixlAgent(self._name, config)
         self._agent.createBackend(given.backend, backend_parameters(given, os.environ))
         segment = [(memory.segment.address, memory.segment.length, 0, b"")]
@@ -129,7 +134,7 @@ class BareMooncake:
 
     BATCH = 1000
 
-    def __init__(self, options: dict[str, Any], memory: Memory) -> None:
+    def __init__(self, options: dict[str, Any], memory: Memory, serves: bool) -> None:
         self._engine = importlib.import_module("mooncake.engine").TransferEngine()
         self._host = options["address"]
         assert self._engine.initialize(self._host, "P2PHANDSHAKE", options["protocol"], "") == 0
@@ -151,7 +156,7 @@ class BareMooncake:
             assert status == 0, f"Mooncake: status {status}"
 
 
-BARE: dict[str, Callable[[dict[str, Any], Memory], Bare]] = {"nixl": BareNixl, "mooncake": BareMooncake}
+BARE: dict[str, Callable[[dict[str, Any], Memory, bool], Bare]] = {"nixl": BareNixl, "mooncake": BareMooncake}
 
 
 def serve(pipe: Connection, name: str, length: int) -> None:
@@ -160,7 +165,7 @@ def serve(pipe: Connection, name: str, length: int) -> None:
     memory = Memory(length)
     transport = create(transport_name, options)
     transport.register((memory.segment,))
-    bare = BARE[transport_name](options, memory)
+    bare = BARE[transport_name](options, memory, True)
     pipe.send((memory.segment, transport.describe(), bare.hello()))
     pipe.recv()
     transport.close()
@@ -172,9 +177,7 @@ class Pair:
     def __init__(self, name: str, length: int) -> None:
         transport_name, options = VARIANTS[name]
         self.name, self.memory = name, Memory(length)
-        self.transport: Transport = create(transport_name, options)
-        self.transport.register((self.memory.segment,))
-        self.bare: Bare | None = None
+        self.bare: dict[str, Bare] = {}
         self._other: Transport | None = None
         if transport_name == "loopback":
             self._far = Memory(length)
@@ -187,9 +190,14 @@ class Pair:
             self._process = context.Process(target=serve, args=(child, name, length), daemon=True)
             self._process.start()
             self.theirs, endpoint, hello = self._pipe.recv()
-            self.bare = BARE[transport_name](options, self.memory)
-            self.bare.meet(hello)
-        self.peer = self.transport.connect(endpoint, (self.theirs,))
+            for operation, serves in SERVES.items():
+                self.bare[operation] = BARE[transport_name](options, self.memory, serves)
+                self.bare[operation].meet(hello)
+        self.ends: dict[str, tuple[Transport, Peer]] = {}
+        for operation, serves in SERVES.items():
+            transport = create(transport_name, options, serves=serves)
+            transport.register((self.memory.segment,))
+            self.ends[operation] = transport, transport.connect(endpoint, (self.theirs,))
 
     def runs(self, operation: str, message: int, length: int) -> Runs:
         """`message` bytes in scattered runs, between this process and the peer."""
@@ -204,10 +212,10 @@ class Pair:
 
     def through_the_port(self, operation: str, runs: Runs) -> None:
         """What the transfer loop does with one transfer."""
-        move = self.transport.read if operation == "read" else self.transport.write
+        transport, peer = self.ends[operation]
         began = time.monotonic()
-        transfer = move(self.peer, runs)
-        while self.transport.poll(transfer) is Status.RUNNING:
+        transfer = transport.read(peer, runs) if operation == "read" else transport.write(peer, runs)
+        while transport.poll(transfer) is Status.RUNNING:
             time.sleep(pause(time.monotonic() - began))
 
     def verify(self, message: int, length: int) -> None:
@@ -227,7 +235,8 @@ class Pair:
             self._process.join()
         else:
             self._other.close()
-        self.transport.close()
+        for transport, _ in self.ends.values():
+            transport.close()
 
 
 def plain_copy(runs: Runs, here: Memory, there: Memory, ours_first: int, theirs_first: int) -> None:
@@ -261,8 +270,7 @@ def measure(pair: Pair, other: Memory, messages: Sequence[int], lengths: Sequenc
                     lambda: pair.through_the_port(operation, runs),  # noqa: B023
                     lambda: plain_copy(pattern, pair.memory, other, pair.memory.segment.address, pair.theirs.address),  # noqa: B023
                 ]
-                if pair.bare is not None:
-                    bare = pair.bare
+                if (bare := pair.bare.get(operation)) is not None:
                     actions.append(lambda: bare.move(operation, runs))  # noqa: B023
                 seconds = best_seconds(rounds, actions)
                 connector, copy, alone = (round(message / s / 1e9, 3) for s in (*seconds, seconds[1])[:3])
@@ -284,6 +292,18 @@ def table(points: Sequence[Point]) -> str:
         for p in points
     ]
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ("---",) * len(head), *rows)) + "\n"
+
+
+def summary(points: Sequence[Point]) -> str:
+    """How far the goal is reached, per transport and operation."""
+    lines = [f"connector / bare for runs of {size(GOAL_RUN_BYTES)} and more; the goal is {GOAL}:"]
+    for name, operation in dict.fromkeys((p.transport, p.operation) for p in points if p.transport != "loopback"):
+        some = [p for p in points if (p.transport, p.operation) == (name, operation) and p.run_bytes >= GOAL_RUN_BYTES]
+        ratios = sorted(p.ratio for p in some)
+        below = [f"{size(p.message_bytes)} in {size(p.run_bytes)}: {p.ratio}" for p in some if p.ratio < GOAL]
+        missed = f"; below it: {', '.join(below)}" if below else ""
+        lines.append(f"- {name} {operation}: median {ratios[len(ratios) // 2]}, lowest {ratios[0]}{missed}")
+    return "\n".join(lines) + "\n"
 
 
 def plot(points: Sequence[Point], path: Path) -> None:
@@ -341,9 +361,10 @@ def main() -> None:
     facts = {"cores": os.cpu_count(), "versions": versions, "load_before_and_after": load}
     content = facts | {"points": [asdict(point) for point in points]}
     options.into.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
-    options.into.with_suffix(".md").write_text(table(points))
+    options.into.with_suffix(".md").write_text(f"{table(points)}\n{summary(points)}")
     plot(points, options.into.with_suffix(".png"))
-    print(f"\n{table(points)}\nload {load[0]:.1f} to {load[1]:.1f}; wrote {options.into}.json, .md and .png")
+    print(f"\n{table(points)}\n{summary(points)}")
+    print(f"load {load[0]:.1f} to {load[1]:.1f}; wrote {options.into}.json, .md and .png")
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ def make_stats() -> PDStats:
     stats.count("bytes", 1000)
     stats.count("receives")
     stats.fail(FailureKind.DEADLINE)
+    stats.fail(FailureKind.PEER_UNREACHABLE, "failed_pushes")
     stats.observe_phase(Phase.TOTAL, 0.25)
     stats.gauge("leases", 3)
     return stats
@@ -122,5 +123,6 @@ def test_prometheus_series_show_what_was_counted():
     labels = {"model_name": "m", "engine": "0"}
     assert registry.get_sample_value("vllm:pd_received_bytes_total", labels) == 2000
     assert registry.get_sample_value("vllm:pd_failed_receives_total", labels | {"reason": "deadline"}) == 2
+    assert registry.get_sample_value("vllm:pd_failed_pushes_total", labels | {"reason": "peer_unreachable"}) == 2
     assert registry.get_sample_value("vllm:pd_phase_seconds_sum", labels | {"phase": "total"}) == 0.5
     assert registry.get_sample_value("vllm:pd_leases", labels) == 3

@@ -50,6 +50,10 @@ class FailureKind(StrEnum):
 
 
 _COUNTS = ("bytes", "runs", "descriptors", "receives", "verified", "leases_expired", "relinked")
+_FAILURES = {
+    "failures": ("vllm:pd_failed_receives", "Receives that failed, by reason, summed over ranks."),
+    "failed_pushes": ("vllm:pd_failed_pushes", "Pushes that failed on the prefill side, by reason, summed over ranks."),
+}
 _PHASE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _MAX_SAMPLES = 4096
 
@@ -64,13 +68,14 @@ class PDStats(KVConnectorStats):  # type: ignore[misc]  # vLLM ships no types
 
     def reset(self) -> None:
         empty: dict[str, Any] = dict.fromkeys(_COUNTS, 0)
-        self.data: dict[str, Any] = empty | {"failures": {}, "phases": {}, "gauges": {}}
+        self.data: dict[str, Any] = empty | {"failures": {}, "failed_pushes": {}, "phases": {}, "gauges": {}}
 
     def count(self, name: str, amount: int = 1) -> None:
         self.data[name] += amount
 
-    def fail(self, kind: FailureKind) -> None:
-        self.data["failures"][kind.value] = self.data["failures"].get(kind.value, 0) + 1
+    def fail(self, kind: FailureKind, what: str = "failures") -> None:
+        """Count a receive that failed, or what else is named in `_FAILURES`."""
+        self.data[what][kind.value] = self.data[what].get(kind.value, 0) + 1
 
     def observe_phase(self, phase: Phase, seconds: float) -> None:
         samples = self.data["phases"].setdefault(phase.value, [])
@@ -83,8 +88,9 @@ class PDStats(KVConnectorStats):  # type: ignore[misc]  # vLLM ships no types
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name in _COUNTS:
             self.data[name] += other.data[name]
-        for kind, number in other.data["failures"].items():
-            self.data["failures"][kind] = self.data["failures"].get(kind, 0) + number
+        for what in _FAILURES:
+            for kind, number in other.data[what].items():
+                self.data[what][kind] = self.data[what].get(kind, 0) + number
         for phase, samples in other.data["phases"].items():
             mine = self.data["phases"].setdefault(phase, [])
             mine.extend(samples[: _MAX_SAMPLES - len(mine)])
@@ -99,6 +105,7 @@ class PDStats(KVConnectorStats):  # type: ignore[misc]  # vLLM ships no types
             "runs": self.data["runs"],
             "descriptors": self.data["descriptors"],
             "failures": sum(self.data["failures"].values()),
+            "failed pushes": sum(self.data["failed_pushes"].values()),
             "leases expired": self.data["leases_expired"],
         }
         for phase, samples in self.data["phases"].items():
@@ -110,7 +117,7 @@ class PDStats(KVConnectorStats):  # type: ignore[misc]  # vLLM ships no types
     def is_empty(self) -> bool:
         return not (
             any(self.data[name] for name in _COUNTS)
-            or self.data["failures"]
+            or any(self.data[what] for what in _FAILURES)
             or self.data["phases"]
             or self.data["gauges"]
         )
@@ -140,11 +147,10 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
         self._counts = {
             key: counter(name=name, documentation=text, labelnames=labelnames) for key, (name, text) in counts.items()
         }
-        self._failures = counter(
-            name="vllm:pd_failed_receives",
-            documentation="Receives that failed, by reason, summed over ranks.",
-            labelnames=[*labelnames, "reason"],
-        )
+        self._failures = {
+            what: counter(name=name, documentation=text, labelnames=[*labelnames, "reason"])
+            for what, (name, text) in _FAILURES.items()
+        }
         self._phases = histogram(
             name="vllm:pd_phase_seconds",
             documentation="Duration of each phase of a receive on one rank, in seconds.",
@@ -185,8 +191,9 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
         labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
         for key, metric in self._counts.items():
             metric.labels(*labels).inc(transfer_stats_data[key])
-        for kind, number in transfer_stats_data["failures"].items():
-            self._failures.labels(*labels, kind).inc(number)
+        for what, failures in self._failures.items():
+            for kind, number in transfer_stats_data[what].items():
+                failures.labels(*labels, kind).inc(number)
         for phase, samples in transfer_stats_data["phases"].items():
             child = self._phases.labels(*labels, phase)
             for sample in samples:

@@ -286,7 +286,7 @@ class Pushes:
 
     def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
         """The decode instance cannot be written into."""
-        self._stats.fail(kind)
+        self._stats.fail(kind, "failed_pushes")
         self._fail(self._pushes[request_id], reason, now)
 
     def lost(self, link: Link, gone: bool, reason: str, now: float) -> None:
@@ -363,7 +363,7 @@ class Pushes:
         return bool(push.transfers) or push.stuck or self._stager.holds(push)
 
     def _transfer_failed(self, push: Push, error: BindError | TransferError, now: float) -> None:
-        self._stats.fail(FailureKind.TRANSFER_FAILED)
+        self._stats.fail(FailureKind.TRANSFER_FAILED, "failed_pushes")
         push.stuck |= isinstance(error, TransferError) and not error.terminal
         self._fail(push, str(error), now)
         if isinstance(error, PeerLost):
