@@ -211,6 +211,23 @@ class Leases(RuleBasedStateMachine):
         self.table.drop(ref.request_id, self.now)
         self.end(ref)
 
+    @rule(name=st.sampled_from(NAMES))
+    def release_by_id(self, name):
+        self.table.release_by_id(name, self.now)
+        for ref in [ref for ref in self.deadline if ref.request_id == name]:
+            self.end(ref)
+
+    @rule(ref=refs, seconds=st.sampled_from([0.0, 3.0, 20.0]))
+    def extend(self, ref, seconds):
+        self.table.extend(ref, self.now, seconds)
+        if self.is_held(ref):
+            self.deadline[ref] = max(self.deadline[ref], self.now + self.duration[ref] + seconds)
+
+    @rule()
+    def drop_all(self):
+        self.table.drop_all(self.now)
+        self.deadline.clear()
+
     @rule()
     def take(self):
         self.freed.update(freed.request_id for freed in self.table.take_freed())
