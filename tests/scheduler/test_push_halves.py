@@ -11,7 +11,6 @@ from test_half import FULL, PROMPT, TOKEN, WINDOW, allocate, make_half, make_req
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
-from ports import free_port
 from vllm_pd_connector.compat.blocks import prompt_digest
 from vllm_pd_connector.protocol.fields import Table
 from vllm_pd_connector.protocol.messages import Noted, Reply, Request
@@ -303,83 +302,3 @@ def test_parameters_of_another_shape_are_refused(consumer):
     half, pool = consumer
     order = order_of(half, pool, make_request("d-1", concurrent(remote_port=0)))
     assert "remote_port" in order.error and order.push is None
-
-
-# Proxies of the in-tree Mooncake connector: a bootstrap address in place of the side channel's
-
-
-def bootstrapped(port: int, **changes: Any) -> dict[str, Any]:
-    """What such a proxy sends to the decode instance."""
-    sent = {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_bootstrap_addr": f"http://127.0.0.1:{port}",
-        "remote_engine_id": "kv_producer-0",
-        "transfer_id": "t-1",
-    }
-    return sent | changes
-
-
-@pytest.fixture
-def proxied():
-    """A prefill instance that answers such proxies; yields it and its bootstrap port."""
-    port = free_port()
-    half, _ = make_half("kv_producer", mode="push", bootstrap_port=port)
-    half.serve([b"manifest"], [TOKEN])
-    yield half, port
-    half.shutdown()
-
-
-def test_a_bootstrap_address_leads_to_the_side_channel(consumer, proxied):
-    half, pool = consumer
-    prefill, port = proxied
-    request = make_request("d-1", bootstrapped(port))
-    half.on_new_request(request)
-    until(lambda: half.num_matched_tokens(request, 0) != (None, False), "the bootstrap answer")
-    allocate(half, pool, request)
-    [order] = step(half).receives
-    assert order.error == "" and order.push.prefill == PrefillRef("t-1", None)
-    assert (order.push.peer.host, order.push.peer.port) == ("127.0.0.1", prefill.producer._port)
-    assert order.push.engine_id == "kv_producer-0" and order.push.prompt_digest == digest_of(request)
-
-
-def test_while_the_answer_is_awaited_nothing_is_allocated_and_a_refusal_fails_the_request(consumer, proxied):
-    half, pool = consumer
-    _, port = proxied
-    request = make_request("d-1", bootstrapped(port, remote_engine_id="of an earlier life"))
-    half.on_new_request(request)
-    until(lambda: half.num_matched_tokens(request, 0) != (None, False), "the refusal")
-    allocate(half, pool, request)
-    [order] = step(half).receives
-    assert "is not at bootstrap" in order.error and "has kv_producer-0" in order.error and order.push is None
-
-
-def test_a_request_that_is_aborted_while_the_answer_is_awaited_is_forgotten(consumer):
-    half, _ = consumer
-    request = make_request("d-1", bootstrapped(free_port()))
-    half.on_new_request(request)
-    assert half.num_matched_tokens(request, 0) == (None, False)
-    request.status = RequestStatus.FINISHED_ABORTED
-    half.request_finished(request, ([],))
-    assert half.num_matched_tokens(request, 0) == (0, False)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"remote_bootstrap_addr": "http://203.0.113.5:8998"}, "203.0.113.5"),
-        ({"remote_bootstrap_addr": "https://127.0.0.1:8998"}, "http://host:port"),
-        ({"transfer_id": None}, "transfer_id"),
-    ],
-)
-def test_a_bootstrap_address_that_is_not_to_be_asked_is_not_asked(consumer, changes, message):
-    half, pool = consumer
-    order = order_of(half, pool, make_request("d-1", bootstrapped(1, **changes)))
-    assert message in order.error and order.push is None
-
-
-def test_an_instance_that_pulls_says_what_such_a_proxy_needs():
-    half, pool = make_half("kv_consumer")
-    order = order_of(half, pool, make_request("d-1", bootstrapped(1)))
-    assert "set mode to push on both sides" in order.error
-    half.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import threading
@@ -47,6 +48,50 @@ def test_one_who_asks_nothing_delays_nobody(server: Place) -> None:
     with socket.create_connection(server), socket.create_connection(server) as slow:
         slow.sendall(b"GET /que")
         assert query(server) == {"e-0": Place(HOST, 5600)}
+
+
+def dripping(place: Place, part: bytes) -> bytes:
+    """What is answered to one who sends a question in small parts and never ends it."""
+    with socket.create_connection(place) as slow:
+        slow.settimeout(0.02)
+        limit = time.monotonic() + 20
+        while time.monotonic() < limit:
+            try:
+                slow.sendall(part)
+                return slow.recv(100)
+            except TimeoutError:
+                continue
+            except OSError:
+                return b""
+    raise AssertionError("the question goes on")
+
+
+def test_a_question_that_goes_on_in_small_parts_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "QUESTION_SECONDS", 0.3)
+    server = BootstrapServer(HOST, free_port(), ANSWER)
+    assert dripping(Place(HOST, server.port), b"x") == b""
+    server.close()
+
+
+def test_those_who_ask_nothing_are_bounded_and_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "MAX_QUESTIONS", 2)
+    others = set(threading.enumerate())
+
+    def wait_for_questions(count: int) -> None:
+        limit = time.monotonic() + 20
+        while sum("process_request" in thread.name for thread in set(threading.enumerate()) - others) != count:
+            assert time.monotonic() < limit, f"{count} questions are open"
+            time.sleep(0.002)
+
+    busy = BootstrapServer(HOST, free_port(), ANSWER)
+    place = Place(HOST, busy.port)
+    with socket.create_connection(place), socket.create_connection(place):
+        wait_for_questions(2)
+        with pytest.raises(ProtocolError, match="does not answer"):
+            query(place)
+    wait_for_questions(0)
+    assert query(place) == {"e-0": Place(HOST, 5600)}
+    busy.close()
 
 
 def test_a_taken_port_is_a_configuration_error() -> None:
@@ -100,6 +145,25 @@ def test_one_who_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
         assert "does not answer" in refusal(Directory(0.3).find(Place(HOST, silent.getsockname()[1]), "e-0"))
 
 
+def test_one_who_answers_in_small_parts_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "QUESTION_SECONDS", 0.3)
+
+    def drip() -> None:
+        connection, _ = slow.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX-Long: ")
+            while not over.wait(0.02):
+                connection.sendall(b"x")
+
+    over = threading.Event()
+    with socket.create_server((HOST, 0)) as slow:
+        thread = threading.Thread(target=drip, daemon=True)
+        thread.start()
+        assert "timed out" in refusal(Directory(0.3).find(Place(HOST, slow.getsockname()[1]), "e-0"))
+    over.set()
+    thread.join()
+
+
 def test_another_service_is_no_prefill_instance() -> None:
     page = BootstrapServer(HOST, free_port(), b"<html>")
     assert "not in the form" in refusal(Directory(0.1).find(Place(HOST, page.port), "e-0"))
@@ -107,7 +171,7 @@ def test_another_service_is_no_prefill_instance() -> None:
 
 
 def test_what_goes_wrong_unforeseen_ends_the_question_too(server: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(where: Place) -> dict[str, Place]:
+    def broken(where: Place, seconds: float) -> dict[str, Place]:
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(bootstrap, "query", broken)

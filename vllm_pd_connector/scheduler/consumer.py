@@ -6,9 +6,10 @@ States of a request here, in the scheduler's thread:
     LOADING   blocks allocated, the workers were told to read; vLLM waits for every rank's report
 
 A request leaves PENDING without loading when its prompt is already cached here or when it is aborted; its lease is
-then released at once. It leaves LOADING when vLLM has every rank's report, also when it was aborted meanwhile. A
-request with refused parameters takes the same way with an error in place of the remote, because a report from the
-workers is the only way in which vLLM fails one request.
+then released at once, or its prefill declined as soon as it is known where that runs. It leaves LOADING when vLLM has
+every rank's report, also when it was aborted meanwhile. A request with refused parameters takes the same way with an
+error in place of the remote, because a report from the workers is the only way in which vLLM fails one request.
+Whoever untrusted parameters name is not spoken to.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class _Receive:
     push: PushTerms | None = None
     num_tokens: int = 0
     error: str = ""
-    found: Future[Place] | None = None
+    found: Future[Place] | None = None  # until it is known where the prefill runs
     loading: bool = False
     blocks: list[KVCacheBlock] = field(default_factory=list)
 
@@ -113,16 +114,33 @@ class Consumer:
         Raises:
             ProtocolError: this instance pulls, the parameters cannot be trusted, or the address is none.
         """
+        bootstrap = parse_bootstrap_address(remote.remote_bootstrap_addr)
+        self._require_concurrent(bootstrap.host)
+        found = self._directory.find(bootstrap, remote.remote_engine_id)
         if not self._config.pushes:
+            self._decline_found(request, found)
             raise ProtocolError(
                 "kv_transfer_params: remote_bootstrap_addr: the router sends both legs at once, which a pull cannot "
                 "serve: set mode to push on both sides"
             )
-        bootstrap = parse_bootstrap_address(remote.remote_bootstrap_addr)
-        self._require_concurrent(bootstrap.host)
-        found = self._directory.find(bootstrap, remote.remote_engine_id)
         tokens = request.num_prompt_tokens - self._backoff
         self._receives[request.request_id] = _Receive(None, num_tokens=tokens, found=found)
+
+    def _decline_found(self, request: Request, found: Future[Place]) -> None:
+        """Tell the prefill side that nothing is needed, once it is known where it is."""
+        prefill = PrefillRef(pairing_name(transfer_params(request), request.request_id), None)
+
+        def decline(found: Future[Place]) -> None:  # in the thread that found it
+            if found.exception() is not None:
+                return
+            place = found.result()
+            try:
+                self._require_concurrent(place.host)
+            except ProtocolError:  # a stranger is told nothing
+                return
+            self._keeper.decline(endpoint(place.host, place.port), prefill)
+
+        found.add_done_callback(decline)
 
     def _found(self, request: Request, receive: _Receive) -> bool:
         """Whether it is known where the request's prefill instance is, or that it is nowhere."""
@@ -241,6 +259,8 @@ class Consumer:
         receive = self._receives.get(request.request_id)
         if receive is None:
             return
+        if receive.found is not None:
+            self._decline_found(request, receive.found)
         if receive.loading:
             self._aborts.append(request.request_id)
         else:

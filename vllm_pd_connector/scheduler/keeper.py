@@ -35,7 +35,7 @@ REPLY_TIMEOUT_S = 5.0
 
 
 class LeaseKeeper:
-    """Renews and releases leases; `keep` and `drop` may be called from any thread."""
+    """Renews and releases leases; `keep`, `drop` and `decline` may be called from any thread, also after `close`."""
 
     def __init__(self, keys: Keys | None):
         self._keys = keys
@@ -46,6 +46,8 @@ class LeaseKeeper:
         self._stop = False
         self._until = 0.0
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # around the beginning and the end of the thread
+        self._closed = False
 
     def keep(self, remote: RemotePrefill) -> None:
         """Renew this lease until `drop`."""
@@ -61,15 +63,21 @@ class LeaseKeeper:
 
     def close(self) -> None:
         """End the thread, after the answers to what was sent or half of the reply time-out."""
+        with self._lock:
+            self._closed = True
         if self._thread is not None:
-            self._submit(self._end)
+            self._commands.append(self._end)
+            self._wake.set()
             self._thread.join(timeout=REPLY_TIMEOUT_S)
 
     def _submit(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="pd-lease-keeper", daemon=True)
-            self._thread.start()
+        with self._lock:
+            if self._closed:
+                return
+            self._commands.append(command)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="pd-lease-keeper", daemon=True)
+                self._thread.start()
         self._wake.set()
 
     # Everything below runs in the keeper's thread.

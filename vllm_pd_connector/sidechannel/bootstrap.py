@@ -1,8 +1,8 @@
 """Bootstrap over HTTP, for the proxies of vLLM's in-tree Mooncake connector: one answer served, and asked for.
 
-The server says the same few hundred bytes to everyone and reads nothing; it has one thread per open question and a
-bound on how long a question may take. `Directory` asks, in threads of its own, and remembers an answer for a few
-seconds: a restarted instance may be another engine, or listen elsewhere.
+The server says the same few hundred bytes to everyone and reads nothing; it has one thread per open question, a bound
+on how many there are and one on how long each may take, however its bytes come. `Directory` asks, in threads of its
+own, and remembers an answer for a few seconds: a restarted instance may be another engine, or listen elsewhere.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ import threading
 import time
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
 from vllm_pd_connector.protocol.bootstrap import MAX_ANSWER_BYTES, QUERY_PATH, Place, parse_answer
+from vllm_pd_connector.sidechannel.deadline import DeadlineSocket
 
 logger = logging.getLogger(__name__)
 
 QUESTION_SECONDS = 5.0
+MAX_QUESTIONS = 64
 RETRY_SECONDS = 0.1
 KNOWN_SECONDS = 10.0
 
 
 class BootstrapServer:
-    """Answers GET /query with `answer` (JSON) until it is closed.
+    """Answers GET /query with `answer` (JSON) until it is closed. While MAX_QUESTIONS are open, others are cut off.
 
     Raises:
         InvalidConfig: nothing can listen there.
@@ -34,8 +37,6 @@ class BootstrapServer:
 
     def __init__(self, host: str, port: int, answer: bytes) -> None:
         class Handler(BaseHTTPRequestHandler):
-            timeout = QUESTION_SECONDS
-
             def do_GET(self) -> None:
                 if self.path != QUERY_PATH:
                     self.send_error(404)
@@ -49,12 +50,8 @@ class BootstrapServer:
             def log_message(self, format: str, *args: object) -> None:
                 logger.debug(format, *args)
 
-        class Server(ThreadingHTTPServer):
-            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            daemon_threads = True
-
         try:
-            self._server = Server((host, port), Handler)
+            self._server = _Server(host, port, Handler)
         except OSError as error:
             raise InvalidConfig(
                 f"bootstrap_port: cannot listen on {host} port {port}: {error.strerror}; choose another bootstrap_port"
@@ -67,6 +64,38 @@ class BootstrapServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._free = threading.BoundedSemaphore(MAX_QUESTIONS)
+        super().__init__((host, port), handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connection, address = super().get_request()
+        return DeadlineSocket(connection, QUESTION_SECONDS), address
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread was started
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("bootstrap: a question of %s was not answered", client_address, exc_info=True)
 
 
 class Directory:
@@ -109,7 +138,7 @@ class Directory:
         until = time.monotonic() + self._patience
         while True:
             try:
-                engines = query(bootstrap)
+                engines = query(bootstrap, min(QUESTION_SECONDS, max(RETRY_SECONDS, until - time.monotonic())))
                 break
             except ProtocolError as error:
                 if time.monotonic() + RETRY_SECONDS >= until or self._closed.wait(RETRY_SECONDS):
@@ -127,15 +156,17 @@ class Directory:
         )
 
 
-def query(bootstrap: Place) -> dict[str, Place]:
-    """Ask an instance who it is.
+def query(bootstrap: Place, seconds: float = QUESTION_SECONDS) -> dict[str, Place]:
+    """Ask an instance who it is; the whole answer must come within so many seconds of the connection.
 
     Raises:
         ProtocolError: no answer, an HTTP error, or an answer that is none.
     """
     where = f"bootstrap {bootstrap.host}:{bootstrap.port}"
-    connection = http.client.HTTPConnection(bootstrap.host, bootstrap.port, timeout=QUESTION_SECONDS)
+    connection = http.client.HTTPConnection(bootstrap.host, bootstrap.port, timeout=seconds)
     try:
+        connection.connect()
+        connection.sock = DeadlineSocket(connection.sock, seconds)
         connection.request("GET", QUERY_PATH)
         response = connection.getresponse()
         data = response.read(MAX_ANSWER_BYTES + 1)

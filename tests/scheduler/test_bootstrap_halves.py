@@ -1,0 +1,143 @@
+"""The scheduler halves with proxies of the in-tree Mooncake connector: a bootstrap address, and the search for it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from test_half import TOKEN, allocate, make_half, make_request, until
+from test_push_halves import digest_of, order_of, step
+from vllm.v1.request import RequestStatus
+
+from ports import free_port
+from vllm_pd_connector.protocol.bootstrap import Place, encode_answer
+from vllm_pd_connector.protocol.push_messages import PrefillRef
+from vllm_pd_connector.scheduler.half import SchedulerHalf
+from vllm_pd_connector.sidechannel.bootstrap import BootstrapServer
+
+
+@pytest.fixture
+def consumer():
+    half, pool = make_half("kv_consumer", mode="push")
+    half.serve([b"manifest"], [TOKEN])
+    yield half, pool
+    half.shutdown()
+
+
+def bootstrapped(port: int, **changes: Any) -> dict[str, Any]:
+    """What such a proxy sends to the decode instance."""
+    sent = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_bootstrap_addr": f"http://127.0.0.1:{port}",
+        "remote_engine_id": "kv_producer-0",
+        "transfer_id": "t-1",
+    }
+    return sent | changes
+
+
+@pytest.fixture
+def proxied():
+    """A prefill instance that answers such proxies; yields it and its bootstrap port."""
+    port = free_port()
+    half, _ = make_half("kv_producer", mode="push", bootstrap_port=port)
+    half.serve([b"manifest"], [TOKEN])
+    yield half, port
+    half.shutdown()
+
+
+def test_a_bootstrap_address_leads_to_the_side_channel(consumer, proxied):
+    half, pool = consumer
+    prefill, port = proxied
+    request = make_request("d-1", bootstrapped(port))
+    half.on_new_request(request)
+    until(lambda: half.num_matched_tokens(request, 0) != (None, False), "the bootstrap answer")
+    allocate(half, pool, request)
+    [order] = step(half).receives
+    assert order.error == "" and order.push.prefill == PrefillRef("t-1", None)
+    assert (order.push.peer.host, order.push.peer.port) == ("127.0.0.1", prefill.producer._port)
+    assert order.push.engine_id == "kv_producer-0" and order.push.prompt_digest == digest_of(request)
+
+
+def test_while_the_answer_is_awaited_nothing_is_allocated_and_a_refusal_fails_the_request(consumer, proxied):
+    half, pool = consumer
+    _, port = proxied
+    request = make_request("d-1", bootstrapped(port, remote_engine_id="of an earlier life"))
+    half.on_new_request(request)
+    until(lambda: half.num_matched_tokens(request, 0) != (None, False), "the refusal")
+    allocate(half, pool, request)
+    [order] = step(half).receives
+    assert "is not at bootstrap" in order.error and "has kv_producer-0" in order.error and order.push is None
+
+
+def test_a_request_that_is_aborted_while_the_answer_is_awaited_is_forgotten(consumer):
+    half, _ = consumer
+    request = make_request("d-1", bootstrapped(free_port()))
+    half.on_new_request(request)
+    assert half.num_matched_tokens(request, 0) == (None, False)
+    request.status = RequestStatus.FINISHED_ABORTED
+    half.request_finished(request, ([],))
+    assert half.num_matched_tokens(request, 0) == (0, False)
+
+
+def declines(prefill: SchedulerHalf) -> int:
+    return prefill.producer._server.counts().get("DeclinePush", 0)
+
+
+def test_a_request_that_is_aborted_before_its_prefill_instance_is_found_gives_up_its_prefill(consumer):
+    half, _ = consumer
+    port = free_port()
+    request = make_request("d-1", bootstrapped(port))
+    half.on_new_request(request)
+    request.status = RequestStatus.FINISHED_ABORTED
+    half.request_finished(request, ([],))
+    prefill, _ = make_half("kv_producer", mode="push", bootstrap_port=port)
+    prefill.serve([b"manifest"], [TOKEN])
+    until(lambda: declines(prefill) == 1, "the word that nothing is needed")
+    prefill.shutdown()
+
+
+def test_an_instance_that_pulls_gives_up_the_prefill_of_what_it_refuses(proxied):
+    half, pool = make_half("kv_consumer")
+    prefill, port = proxied
+    assert order_of(half, pool, make_request("d-1", bootstrapped(port))).error
+    until(lambda: declines(prefill) == 1, "the word that nothing is needed")
+    half.shutdown()
+
+
+def test_a_prefill_instance_that_is_found_at_a_stranger_s_is_told_nothing(consumer, monkeypatch):
+    half, _ = consumer
+    told, over = [], threading.Event()
+    monkeypatch.setattr(half.consumer._keeper, "decline", lambda *what: told.append(what))
+    answer = encode_answer(0, "kv_producer-0", Place("203.0.113.5", 5600), 1, 1)
+    server = BootstrapServer("127.0.0.1", free_port(), answer)
+    request = make_request("d-1", bootstrapped(server.port))
+    half.on_new_request(request)
+    found = half.consumer._receives["d-1"].found
+    request.status = RequestStatus.FINISHED_ABORTED
+    half.request_finished(request, ([],))
+    found.add_done_callback(lambda _: over.set())
+    assert over.wait(20) and found.result() == Place("203.0.113.5", 5600) and not told
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"remote_bootstrap_addr": "http://203.0.113.5:8998"}, "203.0.113.5"),
+        ({"remote_bootstrap_addr": "https://127.0.0.1:8998"}, "http://host:port"),
+        ({"transfer_id": None}, "transfer_id"),
+    ],
+)
+def test_a_bootstrap_address_that_is_not_to_be_asked_is_not_asked(consumer, changes, message):
+    half, pool = consumer
+    order = order_of(half, pool, make_request("d-1", bootstrapped(1, **changes)))
+    assert message in order.error and order.push is None
+
+
+def test_an_instance_that_pulls_says_what_such_a_proxy_needs():
+    half, pool = make_half("kv_consumer")
+    order = order_of(half, pool, make_request("d-1", bootstrapped(1)))
+    assert "set mode to push on both sides" in order.error
+    half.shutdown()
