@@ -1,0 +1,104 @@
+"""The commands that the documentation shows are ones that the programs take; none of them is run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from vllm_pd_connector.cli import _parser
+from vllm_pd_connector.config import parse_config
+from vllm_pd_connector.observability.instance import ROLES
+from vllm_pd_connector.proxy.serve import add_arguments, options_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "docs/quickstart.md", "docs/router.md", "docs/configuration.md", "docs/accuracy.md")
+PROMPT = re.compile(r"^([0-9.]+\$|CUDA_VISIBLE_DEVICES=\S+) ")
+OURS = re.compile(r"examples/launch\S+|vllm serve |vllm-pd ")
+GPUS = ("--gpus", ",".join(map(str, range(16))))
+
+
+def commands() -> list[list[str]]:
+    """The words of every command of ours in the indented blocks; backslashes and quotes join lines."""
+    found = []
+    for page in PAGES:
+        text = re.sub(r"\\\n\s*", "", (ROOT / page).read_text())
+        lines = [line[4:] for line in text.splitlines() if line.startswith("    ")]
+        while lines:
+            command = PROMPT.sub("", lines.pop(0))
+            if OURS.match(command):
+                while command.count("'") % 2:
+                    command += lines.pop(0)
+                found.append(shlex.split(command, comments=True))
+    return found
+
+
+COMMANDS = commands()
+
+
+def of(program: str) -> list[list[str]]:
+    chosen = [words for words in COMMANDS if " ".join(words).startswith(program)]
+    assert chosen
+    return chosen
+
+
+def started(words: list[str]) -> list[list[str]]:
+    """The commands that a launch script would start, on a machine with many GPUs."""
+    options = words[1:] if {"--gpus", "router"} & set(words) else [*words[1:], *GPUS]
+    done = subprocess.run([ROOT / words[0], "--dry-run", *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [shlex.split(line.partition(":")[2]) for line in done.stdout.splitlines()]
+
+
+def check_serve(words: list[str]) -> None:
+    """What `vllm serve` is told about the connector."""
+    if "--kv-transfer-config" in words:
+        transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+        assert transfer["kv_connector"] == "PDConnector" and transfer["kv_role"] in ROLES
+        parse_config(transfer["kv_connector_extra_config"])
+
+
+def check_router(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_arguments(parser)
+    options = options_of(parser.parse_args(words))
+    assert options.instances or (options.prefill and options.decode)
+
+
+@pytest.mark.parametrize("words", of("examples/"), ids=" ".join)
+def test_a_launch_command_starts_what_the_programs_take(words: list[str]) -> None:
+    for command in started(words):
+        if "vllm-pd" in command:
+            check_router(command[command.index("proxy") + 1 :])
+        else:
+            check_serve(command)
+
+
+@pytest.mark.parametrize("words", of("vllm-pd"), ids=" ".join)
+def test_a_command_of_ours_is_taken(words: list[str]) -> None:
+    if words[1] == "proxy":
+        check_router(words[2:])
+    else:
+        _parser().parse_args(words[1:])
+
+
+@pytest.mark.parametrize("words", of("vllm "), ids=" ".join)
+def test_the_connectors_configuration_is_taken(words: list[str]) -> None:
+    check_serve(words)
+
+
+def test_the_quickstart_has_both_transports_and_both_modes_for_one_pair_and_for_many() -> None:
+    shown = {
+        (words[0].removeprefix("examples/launch_"), *(extra[key] for key in ("transport", "mode")))
+        for words in of("examples/")
+        for command in started(words)
+        if "--kv-transfer-config" in command
+        for extra in [json.loads(command[command.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]]
+    }
+    assert {("1p1d.sh", t, m) for t in ("nixl", "mooncake") for m in ("pull", "push")} <= shown
+    assert {("xpyd.sh", "nixl", "pull"), ("xpyd.sh", "mooncake", "push")} <= shown
