@@ -1,5 +1,7 @@
 """Block ids and token ranges: what is moved, what is merged, and what is refused before a byte moves."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from geometry_opaque import opaque_worker
@@ -48,6 +50,24 @@ def test_consecutive_blocks_become_one_run_with_their_tail() -> None:
     assert len(bind(PLAIN, [table(3, 4, 5)], [table(1, 2, 4)], 0, 12)) == 2
     assert len(bind(PLAIN, [table(3, 5, 6)], [table(1, 2, 3)], 0, 12)) == 2
     assert len(bind(PLAIN, [table(5, 4, 3)], [table(3, 2, 1)], 0, 12)) == 3
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_a_range_that_no_table_reaches_costs_nothing_to_refuse(window: int) -> None:
+    """Another instance says the range: 2**31 tokens of one array of int64 would be gigabytes."""
+    far = edge(Model(layers=1, heads=1, key=1, value=1, window=window), {"block_tokens": 2}, {"block_tokens": 2})
+    late = BlockTable((1 << 30) - 2, np.array([5, 6], dtype=np.int64))
+    tracemalloc.start()
+    try:
+        with pytest.raises(BindError, match="destination group 0: token 4 needs logical block 2, but the table"):
+            bind(far, [table(3, 1)], [table(5, 2)], 0, 1 << 31)
+        with pytest.raises(BindError, match="source group 0: token 4 needs logical block 2, but the table"):
+            bind(far, [table(3, 1)], [late], 0, 1 << 31)
+        if window:  # what lies before the window costs nothing either
+            assert offsets(bind(far, [late], [late], 0, 1 << 31))[0][1:] == (40, 16)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_consecutive_ids_merge_across_unequal_blocks() -> None:

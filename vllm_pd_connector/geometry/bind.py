@@ -209,15 +209,19 @@ def _state_spans(family: Family, theirs: BlockTable, ours: BlockTable) -> Spans:
 
 def _token_spans(family: Family, theirs: BlockTable, ours: BlockTable, start: int, stop: int, needed: int) -> Spans:
     a, b = family.source, family.destination
+    # Before anything is laid out token by token: the range is a peer's word, and the tables are what came with it.
+    _refuse_beyond("destination", b, ours, start, stop)
+    _refuse_beyond("source", a, theirs, start, stop)
+    if family.kind is not GroupKind.FULL:  # what lies before a window's first block is left out
+        start = max(start, min(ours.first_block * _block_tokens(b), (stop - 1) // b.page_tokens * b.page_tokens))
     edges = [np.arange(start // page * page + page, stop, page) for page in {a.page_tokens, b.page_tokens}]
     inner = edges[0] if len(edges) == 1 else np.unique(np.concatenate(edges))
     cuts = np.concatenate(([start], inner, [stop])).astype(np.int64)
     first, tokens = cuts[:-1], np.diff(cuts)
     source, source_absent = _pages(a, theirs, first)
     destination, destination_absent = _pages(b, ours, first)
-    # A windowed table may begin late or with null blocks, but like every other it reaches the last token.
-    unreached = destination_absent if family.kind is GroupKind.FULL else _beyond(b, ours, first)
-    _refuse_any("destination", b, ours, first, unreached)
+    if family.kind is GroupKind.FULL:  # a windowed table may begin late or with null blocks
+        _refuse_any("destination", b, ours, first, destination_absent)
     lacking = source_absent & ~destination_absent
     spared = lacking & (first + tokens <= needed)
     _refuse_any("source", a, theirs, first, lacking & ~spared)
@@ -233,10 +237,15 @@ def _token_spans(family: Family, theirs: BlockTable, ours: BlockTable, start: in
     )
 
 
-def _beyond(paging: Paging, table: BlockTable, tokens: Addresses) -> NDArray[np.bool_]:
-    """Where token positions lie behind the last entry of a table."""
-    block_tokens = paging.page_tokens * paging.pages_per_block
-    return tokens // block_tokens >= table.first_block + len(table.ids)
+def _block_tokens(paging: Paging) -> int:
+    return paging.page_tokens * paging.pages_per_block
+
+
+def _refuse_beyond(side: str, paging: Paging, table: BlockTable, start: int, stop: int) -> None:
+    """Every table, also a windowed one, reaches the last token of the range [start, stop)."""
+    end = (table.first_block + len(table.ids)) * _block_tokens(paging)
+    if stop > end:
+        _refuse_any(side, paging, table, np.array([max(start, end)]), np.array([True]))
 
 
 def _pages(paging: Paging, table: BlockTable, tokens: Addresses) -> tuple[Addresses, NDArray[np.bool_]]:
@@ -254,7 +263,7 @@ def _refuse_any(side: str, paging: Paging, table: BlockTable, tokens: Addresses,
     if not missing.any():
         return
     token = int(tokens[np.argmax(missing)])
-    block = token // (paging.page_tokens * paging.pages_per_block)
+    block = token // _block_tokens(paging)
     last = table.first_block + len(table.ids)
     if table.first_block <= block < last:
         problem = "is null there"
