@@ -19,7 +19,7 @@ from typing import Any
 
 from e2e import digests
 from e2e.agreement import disagreement, parting_step, rest_of
-from e2e.matrix import ORDER_ROWS, PLAIN_ROWS, Row
+from e2e.matrix import ORDER_ROWS, OTHER_WAY_ROWS, PLAIN_ROWS, Row
 from e2e.workload import LOGPROBS, OUTPUT_TOKENS, SCENARIOS, Answer, Prompt, ask, ask_many, completion
 from launch import CPU_FLAGS, Server, Servers, free_port, router_spec, vllm_spec
 from make_models import MODELS, make
@@ -27,7 +27,8 @@ from models.engine import rounds_to_bfloat16
 from vllm_pd_connector.observability.instance import parse
 
 SHORT_LEASE_SECONDS = 8.0
-"""How long prefill instances of the plain rows keep blocks that nobody fetches; some tests wait for that."""
+"""How long prefill instances of the plain rows, and of those tested like them, keep blocks that nobody fetches; some
+tests wait for that."""
 
 PATIENCE = {"handshake_timeout": 40.0, "confirm_timeout": 40.0}
 """Seconds for the other rows: several workers per instance on few cores, which spin while they wait for each other."""
@@ -105,7 +106,7 @@ class Cluster:
         self.digest_dir = digest_dir
         self._servers = servers
         model = MODELS[row.family]
-        plain = row in (*PLAIN_ROWS, *ORDER_ROWS)
+        plain = row in (*PLAIN_ROWS, *ORDER_ROWS, *OTHER_WAY_ROWS)
         extra: dict[str, Any] = {"kv_lease_duration": SHORT_LEASE_SECONDS} if plain else {}
         if connector == "PDConnector":
             patience = {} if plain else PATIENCE

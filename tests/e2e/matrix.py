@@ -217,7 +217,7 @@ def _push_rows() -> list[Row]:
     rows += [Row("gqa", chunked=True, prefix_caching=caching, mode="push") for caching in (True, False)]
     for family in HYBRIDS:
         rows.append(Row(family, prefix_caching=MODELS[family].prefix_caching, mode="push"))
-    rows.append(Row("kimi16", 1, 2, prefix_caching=MODELS["kimi16"].prefix_caching, mode="push"))
+    rows += [Row("kimi16", 1, 2, mode="push"), Row("kimi", 2, 1, mode="push")]
     return rows + [replace(row, chunked=True, mode="push") for row in PUSHED_UNEQUAL_ROWS]
 
 
@@ -228,6 +228,23 @@ ORDER_ROWS: list[Row] = QUICK_PUSH_ROWS
 
 PUSH_ROWS: list[Row] = _push_rows()
 """Pairs in which the prefill side writes. Steps matter here, so pairs with unequal sides compute in chunks."""
+
+OTHER_WAY_ROWS: list[Row] = [
+    *QUICK_PUSH_ROWS,
+    Row("swa", mode="push"),
+    Row("kimi", mode="push"),
+    QUICK_MOONCAKE_ROW,
+    Row("gqa", chunked=True, mode="push", transport="mooncake"),
+]
+"""The other mode once per kind of cache, and both modes over the other transport: prefix hits and clients that leave
+are tested there as on the plain rows."""
+
+OTHER_HITS_ROWS: list[Row] = [
+    *OTHER_WAY_ROWS,
+    *(row for row in PUSH_ROWS if row.workers == 2 and row.p_block != row.d_block and row.family not in HYBRIDS),
+]
+"""Where a push, or a pull over the other transport, starts behind hits of every length: pages that the cursor of a push
+meets, and pages that it rounds to."""
 
 AUTO_ROW = Row("gqa", chunked=True, mode="auto")
 """Where the decode side finds the faster way itself."""

@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from e2e.cluster import SHORT_LEASE_SECONDS, Cluster, until
-from e2e.matrix import PLAIN_ROWS, PLAINEST
+from e2e.matrix import OTHER_WAY_ROWS, PLAIN_ROWS, PLAINEST
 from e2e.over import over
 from e2e.workload import SCENARIOS, Prompt, Refused, Stream, prompts
 
+LEFT_ROWS = [*PLAIN_ROWS, *OTHER_WAY_ROWS]
 KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -22,7 +23,7 @@ def abandoned(name: str) -> list[Prompt]:
     return prompts(f"abandoned {name}", [1900, 1200, 1900, 700, 1900, 300])
 
 
-@over(PLAIN_ROWS, quick=PLAINEST)
+@over(LEFT_ROWS, quick=PLAINEST)
 def test_clients_of_the_router_may_leave_while_others_are_served(pair: Cluster) -> None:
     with ThreadPoolExecutor(1) as pool:
         others = pool.submit(pair.check, SCENARIOS["beside abandoned"], at_once=4)
@@ -36,14 +37,14 @@ def test_clients_of_the_router_may_leave_while_others_are_served(pair: Cluster) 
     pair.check(SCENARIOS["after abandoned"])
 
 
-@over(PLAIN_ROWS, quick=PLAINEST)
+@over(LEFT_ROWS, quick=PLAINEST)
 def test_a_prefill_whose_client_leaves_keeps_nothing(pair: Cluster) -> None:
     for prompt in abandoned("on the prefill side"):
         with Stream(pair.prefill.url, pair.body(prompt, max_tokens=1, kv_transfer_params=KEEP)):
             pass
 
 
-@over(PLAIN_ROWS, quick=PLAINEST)
+@over(LEFT_ROWS, quick=PLAINEST)
 def test_a_decode_whose_client_leaves_before_its_cache_is_there_keeps_nothing(pair: Cluster) -> None:
     handed_over = [(prompt, pair.prefill_only(prompt)) for prompt in abandoned("on the decode side")]
     streams = [Stream(pair.decode.url, pair.body(p, kv_transfer_params=params)) for p, params in handed_over]
@@ -52,7 +53,7 @@ def test_a_decode_whose_client_leaves_before_its_cache_is_there_keeps_nothing(pa
             pass
 
 
-@over(PLAIN_ROWS, quick=PLAINEST)
+@over(LEFT_ROWS, quick=PLAINEST)
 def test_a_cache_that_nobody_fetches_is_given_up_and_never_read_afterwards(pair: Cluster) -> None:
     [prompt] = prompts("not fetched", [400])
     params = pair.prefill_only(prompt)

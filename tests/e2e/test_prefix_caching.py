@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from e2e.cluster import Cluster
+from e2e.cluster import Cluster, until
 from e2e.digests import received
-from e2e.matrix import HYBRIDS, LARGER_WINDOW_ROWS, PLAIN_ROWS, UNEQUAL_HYBRID_ROWS, UNEQUAL_ROWS
+from e2e.matrix import (
+    HYBRIDS,
+    LARGER_WINDOW_ROWS,
+    OTHER_HITS_ROWS,
+    OTHER_WAY_ROWS,
+    PLAIN_ROWS,
+    UNEQUAL_HYBRID_ROWS,
+    UNEQUAL_ROWS,
+)
 from e2e.over import over
-from e2e.workload import SCENARIOS, Prompt, ask, ask_many
+from e2e.workload import AT_ONCE_SECONDS, SCENARIOS, Prompt, ask, ask_many, by_length
 
-CACHING_ROWS = [row for row in PLAIN_ROWS if row.prefix_caching]
+CACHING_ROWS = [row for row in (*PLAIN_ROWS, *OTHER_WAY_ROWS) if row.prefix_caching]
+HITS_ROWS = [*(row for row in UNEQUAL_ROWS if row.family not in HYBRIDS), *UNEQUAL_HYBRID_ROWS, *OTHER_HITS_ROWS]
 
 
 def warm_tokens(pair: Cluster) -> int:
@@ -55,6 +64,17 @@ def test_a_full_hit_fetches_less_than_a_block_and_frees_the_prefill_side(pair: C
     assert all(record.stop - record.start <= pair.block_tokens for record in received(pair.take_digests()))
 
 
+@over([row for row in CACHING_ROWS if row.family == "gqa"])
+def test_a_full_hit_moves_nothing_and_frees_the_prefill_side_at_once(pair: Cluster) -> None:
+    """Whole blocks and the one token that decode computes in any case."""
+    prompt = by_length("serial", 129)
+    assert len(prompt) % pair.block_tokens == 1
+    warm(pair, pair.decode.url, prompt)
+    pair.check([prompt])
+    until(lambda: pair.is_settled(pair.prefill), "the prefill to be freed", seconds=AT_ONCE_SECONDS)
+    assert not received(pair.take_digests())
+
+
 @over(CACHING_ROWS)
 def test_blocks_that_the_prefill_side_found_in_its_cache_are_fetched_like_others(pair: Cluster) -> None:
     asked = SCENARIOS["partly on the prefill side"]
@@ -64,8 +84,8 @@ def test_blocks_that_the_prefill_side_found_in_its_cache_are_fetched_like_others
     assert fetched_from(pair, asked) == [0] * len(asked)
 
 
-@over([*(row for row in UNEQUAL_ROWS if row.family not in HYBRIDS), *UNEQUAL_HYBRID_ROWS])
-def test_hits_of_every_length_are_continued_from_an_unequal_side(pair: Cluster) -> None:
+@over(HITS_ROWS)
+def test_hits_of_every_length_are_continued_from_the_other_side(pair: Cluster) -> None:
     """Each prompt finds another part of itself on the decode side: nothing, a block, … all but the last twentieth."""
     asked = SCENARIOS["hits of every length"]
     warmed = [prompt[: len(prompt) * i // len(asked)] for i, prompt in enumerate(asked)]

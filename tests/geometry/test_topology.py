@@ -65,6 +65,20 @@ def test_sizes_and_layouts_may_differ(side: dict) -> None:
             assert status is TopologyStatus.ALLOW_HETEROGENEOUS
 
 
+@pytest.mark.parametrize(("dp", "tp"), [(1, 4), (1, 1), (2, 4), (2, 1)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_data_parallel_rank_is_an_instance_of_its_own(dp: int, tp: int, rank: int) -> None:
+    """Two data-parallel ranks of two workers each beside other sizes: which of them it is changes no plan."""
+    two = with_parallel(manifests(engine=f"p-{rank}", tp=2), dp_size=2, dp_rank=rank)
+    other = with_parallel(manifests(engine="d-0", tp=tp), dp_size=dp, dp_rank=dp - 1)
+    for local, remote in ((two, other), (other, two)):
+        assert check_pd_topology(local, remote) == TopologyCheck(TopologyStatus.ALLOW_HETEROGENEOUS, "")
+    sources = [{edge.source for edge in make_plan(destination, two).edges} for destination in other]
+    assert sources == {4: [{(0, 0)}, {(0, 0)}, {(0, 1)}, {(0, 1)}], 1: [{(0, 0), (0, 1)}]}[tp]
+    same = with_parallel(manifests(engine="d-0", tp=2), dp_size=dp, dp_rank=dp - 1)
+    assert check_pd_topology(same, two).status is TopologyStatus.ALLOW_HOMOGENEOUS
+
+
 def test_two_and_three_ranks_of_six_heads_may_be_paired() -> None:
     model = Model(heads=6)
     assert check_pd_topology(manifests(model, "d-1", tp=2), manifests(model, tp=3)).allowed

@@ -198,13 +198,35 @@ def test_a_lease_lives_as_long_as_the_request_queues_and_ends_when_it_leaves(pro
     until(lambda: freed(producer) == ["p-1"], "the lease to be released")
 
 
-def test_a_prompt_that_is_cached_locally_reads_nothing_and_releases(producer, consumer):
+@pytest.mark.parametrize("length", [1, 2 * BLOCK + 1])
+def test_a_prompt_that_is_cached_up_to_its_last_token_reads_nothing_and_releases(producer, consumer, length):
+    """vLLM caps its hits there: decode computes the last prompt token itself. Of one token, that is all."""
     half, pool = consumer
-    request = make_request("d-1", hand_over(producer))
+    request = make_request("d-1", hand_over(producer, prompt=PROMPT[:length]), prompt=PROMPT[:length])
     half.on_new_request(request)
-    assert allocate(half, pool, request, computed=40)[0] == 0
+    assert allocate(half, pool, request, computed=length - 1)[0] == 0
     assert half.build_metadata(EMPTY_STEP).receives == []
     until(lambda: freed(producer) == ["p-1"], "the lease to be released")
+
+
+def test_a_prompt_that_lacks_more_than_its_last_token_reads_what_it_lacks(producer, consumer):
+    half, pool = consumer
+    prompt = PROMPT[: 2 * BLOCK + 2]
+    request = make_request("d-1", hand_over(producer, prompt=prompt), prompt=prompt)
+    half.on_new_request(request)
+    assert allocate(half, pool, request, computed=2 * BLOCK)[0] == 2
+    [order] = half.build_metadata(EMPTY_STEP).receives
+    assert (order.start, order.stop) == (2 * BLOCK, 2 * BLOCK + 2)
+
+
+def test_refused_parameters_fail_a_request_whose_prompt_is_cached(producer, consumer):
+    half, pool = consumer
+    prompt = PROMPT[: 2 * BLOCK + 1]
+    request = make_request("d-1", hand_over(producer, prompt=prompt) | {"surprise": 1}, prompt=prompt)
+    half.on_new_request(request)
+    assert allocate(half, pool, request, computed=2 * BLOCK)[0] == 1
+    [order] = half.build_metadata(EMPTY_STEP).receives
+    assert "surprise" in order.error
 
 
 def test_an_abort_while_loading_is_passed_to_the_workers_and_ends_with_their_report(producer, consumer):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_half import FULL, PROMPT, TOKEN, WINDOW, allocate, make_half, make_request, new_prompt, until
+from test_half import BLOCK, FULL, PROMPT, TOKEN, WINDOW, allocate, make_half, make_request, new_prompt, until
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
@@ -284,18 +284,34 @@ def test_a_serial_router_s_request_is_asked_for_by_its_lease(prefill, consumer):
 @pytest.mark.parametrize("aborted", [True, False], ids=["aborted", "full hit"])
 def test_a_request_that_needs_nothing_gives_up_its_prefill_at_once(consumer, prefill, aborted):
     half, pool = consumer
-    request = make_request("d-1", concurrent(prefill.half.producer._port, transfer_id="t-1"))
+    prompt = PROMPT[: 2 * BLOCK + 1]
+    request = make_request("d-1", concurrent(prefill.half.producer._port, transfer_id="t-1"), prompt)
     half.on_new_request(request)
     if aborted:
         request.status = RequestStatus.FINISHED_ABORTED
         half.request_finished(request, ([],))
-    else:
-        assert allocate(half, pool, request, computed=40)[0] == 0
+    else:  # the longest hit that vLLM reports
+        assert allocate(half, pool, request, computed=2 * BLOCK)[0] == 0
+        assert step(half).receives == []
     until(lambda: prefill.count("DeclinePush") == 1, "the word that nothing is needed")
-    first = make_request("p-1", ASK)
+    first = make_request("p-1", ASK, prompt)
     prefill.half.on_new_request(first)
     prefill.half.request_finished(first, ([5, 6, 7],))
     assert prefill.held() == 0
+
+
+def test_a_full_hit_releases_a_prefill_that_has_finished_already(consumer, prefill):
+    half, pool = consumer
+    prompt = PROMPT[: 2 * BLOCK + 1]
+    first = make_request("p-1", ASK, prompt)
+    prefill.half.on_new_request(first)
+    _, params = prefill.half.request_finished(first, ([5, 6, 7],))
+    assert prefill.held() == 3
+    request = make_request("d-1", params, prompt)
+    half.on_new_request(request)
+    assert allocate(half, pool, request, computed=2 * BLOCK)[0] == 0
+    assert step(half).receives == []
+    until(lambda: prefill.held() == 0, "the lease to be released")
 
 
 def test_parameters_of_another_shape_are_refused(consumer):

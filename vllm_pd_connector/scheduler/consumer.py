@@ -214,7 +214,11 @@ class Consumer:
         self._receives[request.request_id] = _Receive(None, error=reason)
 
     def num_remote_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Tokens to load beyond the local prefix hit, None if that is not known yet; vLLM may ask again."""
+        """Tokens to load beyond the local prefix hit, None if that is not known yet; vLLM may ask again.
+
+        vLLM computes the last prompt token itself whatever is cached, so no hit of its own includes it: one of all
+        tokens before it is a full hit, for which nothing is loaded.
+        """
         receive = self._receives.get(request.request_id)
         if receive is None or receive.loading:
             return 0
@@ -222,8 +226,11 @@ class Consumer:
             return None
         if request.num_prompt_tokens <= self._backoff:
             return 0  # all of it is ours to compute
-        available = request.num_prompt_tokens if receive.error else receive.num_tokens
-        return max(available - num_computed_tokens, 0)
+        if receive.error:
+            return max(request.num_prompt_tokens - num_computed_tokens, 0)
+        if num_computed_tokens >= request.num_prompt_tokens - 1:
+            return 0
+        return max(receive.num_tokens - num_computed_tokens, 0)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM allocated blocks. Called again when the loaded request is scheduled (with nothing external)."""
