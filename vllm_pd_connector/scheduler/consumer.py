@@ -227,7 +227,7 @@ class Consumer:
         if request.num_prompt_tokens <= self._backoff:
             return 0  # all of it is ours to compute
         if receive.error:
-            return max(request.num_prompt_tokens - num_computed_tokens, 0)
+            return int(max(request.num_prompt_tokens - num_computed_tokens, 0))
         if num_computed_tokens >= request.num_prompt_tokens - 1:
             return 0
         return max(receive.num_tokens - num_computed_tokens, 0)
