@@ -66,6 +66,7 @@ bench: setup
 	$(RUN) benchmarks/convert.py
 	$(RUN) benchmarks/transports.py
 	$(RUN) benchmarks/pull.py
+	$(RUN) benchmarks/overlap.py
 	$(RUN) benchmarks/rates.py
 	$(RUN) benchmarks/accuracy/recall.py
 
