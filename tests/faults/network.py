@@ -35,11 +35,15 @@ class NotPossible(Exception):
 
 @dataclass(slots=True)
 class Way:
-    """What happens to packets in one direction: lost with a probability, late by some seconds, or all lost."""
+    """What happens to packets in one direction: lost with a probability, late by some seconds, or all lost.
+
+    `touched` counts those to which something happened.
+    """
 
     loss: float = 0.0
     delay_s: float = 0.0
     open: bool = True
+    touched: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class Network:
         self._random = random.Random(self.seed)
         self._stop_out, self._stop_in = os.pipe()
         self._devices: dict[str, int] = {}
+        self._down: set[str] = set()
         try:
             for number, side in enumerate(("prefill", "decode"), start=1):
                 self._make(side, number)
@@ -85,6 +90,18 @@ class Network:
         """Carry every packet again, at once."""
         for way in self.ways.values():
             way.loss, way.delay_s, way.open = 0.0, 0.0, True
+        for side in sorted(self._down):
+            self.link(side, True)
+
+    def link(self, side: str, up: bool) -> None:
+        """Set the interface of a host down, which its kernel tells every socket, or up again."""
+        _ip("-n", self.hosts[side].name, "link", "set", "net", "up" if up else "down")
+        (self._down.discard if up else self._down.add)(side)
+
+    @property
+    def touched(self) -> int:
+        """Packets that were lost or late so far."""
+        return sum(way.touched for way in self.ways.values())
 
     def _make(self, side: str, number: int) -> None:
         name, ctl = f"pd-{os.getpid()}-{side[0]}", f"pd{os.getpid() % 100000}{side[0]}"
@@ -129,7 +146,9 @@ class Network:
                     packet = os.read(key.fd, 1 << 16)
                     name, target = ends[key.fd]
                     way = self.ways[name]
-                    if not way.open or self._random.random() < way.loss:
+                    lost = not way.open or self._random.random() < way.loss
+                    way.touched += lost or way.delay_s > 0
+                    if lost:
                         continue
                     heapq.heappush(later, (time.monotonic() + way.delay_s, next(order), target, packet))
                 while later and later[0][0] <= time.monotonic():

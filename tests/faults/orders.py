@@ -6,17 +6,19 @@ Whatever comes first, whatever is missing, every leg ends in time, with the righ
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 
 from e2e.workload import Prompt
+from faults.asked import Outcome, Struck, begin, pause, settled
+from faults.forging import prefill_leg
+from faults.instances import LEASE_S, Instance
 from faults.plan import Fault
-from faults.world import LEASE_S, End, Instance, Outcome, World, begin
+from faults.world import World
 
 ANSWER_S = 60.0
 
 
-def out_of_order(world: World, p: Instance, d: Instance, fault: Fault) -> list[Outcome]:
+def out_of_order(world: World, p: Instance, d: Instance, fault: Fault) -> Struck:
     """The legs come in the order that the fault names, up to the time of a lease apart."""
     rng = random.Random(fault.salt)
     wait_s = LEASE_S * fault.amount**2
@@ -24,9 +26,7 @@ def out_of_order(world: World, p: Instance, d: Instance, fault: Fault) -> list[O
     keep, fetch = world.named(p, name)
 
     def prefill(asked: Prompt = prompt) -> Outcome:
-        """Its token is nobody's answer."""
-        outcome = world.ask(p, asked, keep, max_tokens=1)
-        return Outcome(End.RIGHT) if outcome.end is End.WRONG else outcome
+        return prefill_leg(world, p, asked, keep)
 
     def decode() -> Outcome:
         return world.decode(d, prompt, fetch)
@@ -57,5 +57,5 @@ def out_of_order(world: World, p: Instance, d: Instance, fault: Fault) -> list[O
     running = []
     for leg in legs:
         running.append(begin(leg))
-        threading.Event().wait(wait_s / len(legs))
-    return [future.result(ANSWER_S) for future in running]
+        pause(wait_s / len(legs))
+    return Struck(settled(running, ANSWER_S), len(legs))

@@ -8,7 +8,7 @@ and a long one repeats what it can with other numbers and other moments.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -44,6 +44,14 @@ COMPARED = ("Verify", "Verified", "ReadDone", "ReadVerdict")
 PHASES = ("prefill", "between", "decode")
 """While the prefill runs; between the two legs; a moment after the decode instance got the request."""
 
+CONFIRMED_TOO = (*PHASES, "confirm")
+"""And exactly when what was read, or pushed, is confirmed; seen by the man in the middle."""
+
+FORGED = ("nonce", "incarnation", "request", "engine", "blocks", "far blocks", "tokens", "port", "mode", "groups",
+          "digest", "version", "first blocks", "another prompt")  # fmt: skip
+FORGED_NAMES = ("engine", "host", "port", "name", "no name", "mode", "both flags", "blocks", "sizes", "extension",
+                "bootstrap", "unknown field")  # fmt: skip
+
 
 def _one_pair(
     messages: tuple[str, ...], last: tuple[str, str], verdict: str, ports: tuple[str, ...]
@@ -57,26 +65,29 @@ def _one_pair(
         Kind("replayed", (*last, messages[2]), ("decode", "between"), 2),
         Kind("damaged", last, ("decode",), 2),
         Kind("foreign", ("failure", verdict, "junk", "manifests"), ("decode",), 2),
-        Kind("stopped", ("prefill engine", "prefill server", "decode engine", "decode server"),
-             (*PHASES, "confirm"), 4),
+        # Every process in every phase, within two rounds.
+        Kind("stopped", ("prefill engine", "prefill server", "decode engine", "decode server"), CONFIRMED_TOO, 8),
         Kind("aborted", ("prefill", "decode"), ("at once", "soon", "late"), 4),
         Kind("junk", (*ports, "prefill server", "decode server", "prefill transport", "decode transport"),
-             ("bytes", "greeting", "silence", "crowd"), 4),
-        Kind("forged", ("nonce", "incarnation", "request", "engine", "blocks", "far blocks", "tokens", "port", "mode",
-                        "groups", "digest", "version", "first blocks", "another prompt"), ("decode",), 4),
+             ("bytes", "greeting", "silence", "crowd"), 2 + len(ports)),
+        Kind("forged", FORGED, ("decode",), 4),
         Kind("used again", ("after the end", "at the same time", "after the lease", "after a reset"), ("decode",), 2),
     )  # fmt: skip
 
 
-ONE_PAIR = _one_pair(MESSAGES, ("ReadDone", "ReadVerdict"), "verdict", ("side channel",))
+ONE_PAIR = _one_pair(MESSAGES, ("ReadDone", "ReadVerdict"), "verdict", ("side channel", "router"))
 """One prefill and one decode instance; every fault passes, and nothing is restarted."""
 
 
 def _one_pair_push(messages: tuple[str, ...]) -> tuple[Kind, ...]:
     orders = ("decode first", "prefill first", "no prefill", "no decode", "two decodes", "two prefills",
               "another prompt", "name again", "prefill leaves", "decode leaves")  # fmt: skip
-    ports = ("side channel", "decode side channel")
-    return (*_one_pair(messages, ("PushInto", "Pushed"), "pushed", ports), Kind("out of order", orders, ("decode",), 4))
+    ports = ("side channel", "router", "decode side channel", "bootstrap")
+    return (
+        *_one_pair(messages, ("PushInto", "Pushed"), "pushed", ports),
+        Kind("forged name", FORGED_NAMES, ("decode",), 4),
+        Kind("out of order", orders, ("decode",), 4),
+    )
 
 
 ONE_PAIR_PUSH = _one_pair_push(PUSH_MESSAGES)
@@ -86,17 +97,32 @@ ONE_PAIR_COMPARED = _one_pair_push((*PUSH_MESSAGES, *COMPARED))
 """In mode push with verification of every request."""
 
 RESTARTS: tuple[Kind, ...] = (
-    Kind("killed", ("prefill engine", "prefill server", "decode engine", "decode server"), PHASES),
+    # Every process in every phase, within two rounds.
+    Kind(
+        "killed",
+        tuple(f"{side} {part}" for side in ("prefill", "decode") for part in ("worker", "engine", "server")),
+        CONFIRMED_TOO,
+        12,
+    ),
     Kind("terminated", ("prefill server", "decode server"), PHASES),
     Kind("frozen, then killed", ("prefill engine", "decode engine"), ("decode",)),
 )
 """The instance is started again at the same address; parameters of its former life are used afterwards."""
 
+WORKERS: tuple[Kind, ...] = (
+    Kind("killed", ("prefill worker", "decode worker"), CONFIRMED_TOO),
+    # Every worker in every phase, within two rounds.
+    Kind("stopped", ("prefill worker", "decode worker"), CONFIRMED_TOO, 4),
+)
+"""One of the two workers of an instance that runs tensor-parallel."""
+
 NETWORK: tuple[Kind, ...] = (
-    Kind("link down", ("both",), PHASES),
+    # Everything in every phase, within three rounds.
+    Kind("link down", ("prefill", "decode"), PHASES, 2),
+    Kind("blackout", ("both",), PHASES),
     Kind("loss", ("both",), PHASES),
     Kind("delay", ("both",), PHASES),
-    Kind("half-open", ("to prefill", "to decode"), PHASES),
+    Kind("half-open", ("to prefill", "to decode"), PHASES, 2),
 )
 """Prefill and decode on hosts of their own; see `network`."""
 
@@ -123,8 +149,3 @@ def _places(kind: Kind, rng: random.Random) -> list[tuple[str, str]]:
     places = list(product(kind.where, kind.phases))
     rng.shuffle(places)
     return places
-
-
-def kinds_of(faults: Iterable[Fault]) -> list[str]:
-    """The kinds that occur, in order of appearance."""
-    return list(dict.fromkeys(fault.kind for fault in faults))

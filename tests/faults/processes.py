@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import signal
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ class Process:
     pid: int
     name: str
 
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal; nothing if the process has ended."""
-        with contextlib.suppress(ProcessLookupError):
+    def send(self, number: signal.Signals) -> bool:
+        """Send a signal; whether there was a process to take it."""
+        try:
             os.kill(self.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 def tree(pid: int) -> list[Process]:
@@ -56,7 +60,7 @@ def workers(pid: int) -> list[Process]:
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
-    """(hexadecimal address, port) of every TCP socket that a process listens on."""
+    """Where the TCP sockets on which a process listens can be reached from this host: (address, port)."""
     inodes = set()
     for entry in (PROC / str(pid) / "fd").iterdir():
         with contextlib.suppress(OSError):
@@ -69,5 +73,12 @@ def listening(pid: int) -> set[tuple[str, int]]:
             fields = line.split()
             if fields[3] == LISTEN and fields[9] in inodes:
                 address, _, port = fields[1].partition(":")
-                found.add((address, int(port, 16)))
+                found.add((reached(address), int(port, 16)))
     return found
+
+
+def reached(address: str) -> str:
+    """An address of /proc/net/tcp or tcp6 (words of 4 bytes in the host's order, hexadecimal), loopback for any."""
+    words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
+    found = ipaddress.ip_address(b"".join(words))
+    return "127.0.0.1" if found.is_unspecified else str(found)

@@ -12,8 +12,8 @@ import heapq
 import itertools
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import zmq
@@ -52,6 +52,7 @@ class Relay:
         self.port = self._front.bind_to_random_port(f"tcp://{host}")
         self._wake = Wake()
         self._stop = False
+        self._own: deque[Passing] = deque()
         self._behind: dict[bytes, zmq.Socket[bytes]] = {}
         self._later: list[tuple[float, int, zmq.Socket[bytes], list[bytes]]] = []
         self._order = itertools.count()
@@ -61,6 +62,11 @@ class Relay:
     def obey(self, rule: Rule) -> None:
         """Treat every message by this rule from now on; `forward` is the honest one."""
         self._rule = rule
+
+    def say(self, messages: Iterable[Passing]) -> None:
+        """Send these messages on every line that there is, whatever the rule says; from any thread."""
+        self._own.extend(messages)
+        self._wake.set()
 
     @property
     def seen(self) -> Counter[str]:
@@ -87,6 +93,8 @@ class Relay:
             timeout = max(0.0, self._later[0][0] - time.monotonic()) * 1000 if self._later else None
             ready = dict(poller.poll(timeout))
             self._wake.clear()
+            while self._own:
+                self._say(self._own.popleft())
             if self._front in ready:
                 client, *parts = self._front.recv_multipart()
                 self._pass(parts, True, self._to_server(client), [])
@@ -96,6 +104,13 @@ class Relay:
             while self._later and self._later[0][0] <= time.monotonic():
                 _, _, socket, parts = heapq.heappop(self._later)
                 _send(socket, parts)
+
+    def _say(self, message: Passing) -> None:
+        for client, socket in self._behind.items():
+            if message.to_server:
+                _send(socket, [message.frame])
+            else:
+                _send(self._front, [client, message.frame])
 
     def _to_server(self, client: bytes) -> zmq.Socket[bytes]:
         socket = self._behind.get(client)

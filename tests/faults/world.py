@@ -9,102 +9,30 @@ from __future__ import annotations
 import http.client
 import json
 import secrets
-import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from enum import Enum
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from e2e.cluster import HOLDINGS
 from e2e.workload import Prompt, completion, prompts
-from faults import processes
-from faults.network import Host, Network
+from faults.asked import FETCH, KEEP, End, Outcome, Params, begin, pause
+from faults.instances import LEASE_S, LIMITS, Instance, spec_of
+from faults.network import Network
 from faults.relay import Relay, forward
-from launch import Server, Servers, Spec, vllm_spec
-from make_models import MODELS, make
+from launch import Server, Servers, free_port, router_spec
 from vllm_pd_connector.observability.instance import parse
 from vllm_pd_connector.sidechannel.sockets import endpoint
-
-LEASE_S = 4.0
-LIMITS = {"handshake_timeout": 3.0, "transfer_timeout": 4.0, "confirm_timeout": 3.0, "kv_lease_duration": LEASE_S}
-"""Seconds: short, so that a campaign sees deadlines pass."""
 
 PATIENCE_S = sum(LIMITS.values()) + 6.0
 """How long a request may take beyond the time for which something was held back: all of its phases, and computing on
 a machine that does other things too."""
 
 RECOVERY_S = 45.0
-UCX_OVER_NETWORK = {"TLS": "tcp,self", "NET_DEVICES": "net"}
-KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
-FETCH = {"do_remote_decode": False, "do_remote_prefill": True}
 HEAD_STARTS_S = (0.0, 0.05, -0.05)
 LENGTHS = (40, 150, 700, 33, 300, 1100, 64, 500)
-CACHE_BYTES = 256 << 20
 MOST_PROMPTS = 12
 """That one fault asks for, with what comes before and after it."""
-
-Params = dict[str, Any]
-
-
-class End(Enum):
-    """How a request ended. Everything but RIGHT and REFUSED is a defect, unless its server was killed (BROKEN)."""
-
-    RIGHT = "right"
-    REFUSED = "refused"
-    ABORTED = "aborted"
-    BROKEN = "broken off"
-    WRONG = "wrong tokens"
-    EMPTY = "empty 200"
-    STUCK = "no end"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    end: End
-    detail: str = ""
-    params: Params | None = None
-
-
-@dataclass(eq=False, slots=True)
-class Instance:
-    """One `vllm serve`. `relay` stands before a prefill instance's side channel, `side_port` is the port behind it."""
-
-    spec: Spec
-    server: Server
-    policy: str
-    at_start: dict[str, float] = field(default_factory=dict)
-    relay: Relay | None = None
-    engine_id: str = ""
-    side_port: int = 0
-    generation: int = 0
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def url(self) -> str:
-        return self.server.url
-
-    @property
-    def pid(self) -> int:
-        return self.server.process.pid
-
-    def processes(self, part: str) -> list[processes.Process]:
-        """The processes of a part: "server" (the HTTP server), "engine", "worker"."""
-        if part == "server":
-            return processes.tree(self.pid)[:1]
-        return processes.engines(self.pid) if part == "engine" else processes.workers(self.pid)
-
-
-def policy_of(spec: Spec) -> str:
-    """What an instance does about a read that failed: "fail" or "recompute"."""
-    return str(json.loads(spec.command[spec.command.index("--kv-transfer-config") + 1])["kv_load_failure_policy"])
 
 
 class World:
@@ -112,8 +40,11 @@ class World:
 
     Args:
         policies: of the decode instances, `kv_load_failure_policy`; there is one instance for each.
-        extra: more of `kv_connector_extra_config`; with mode push some requests send both legs at once.
+        extra: more of `kv_connector_extra_config`; with mode push some requests send both legs at once, and prefill
+            instances on this host answer bootstrap questions.
         network: where the instances run; None: on this host.
+        tp_size: tensor-parallel size of every instance.
+        routed: whether a router runs before them.
     """
 
     def __init__(
@@ -124,6 +55,8 @@ class World:
         policies: Sequence[str] = ("fail",),
         extra: Mapping[str, Any] | None = None,
         network: Network | None = None,
+        tp_size: int = 1,
+        routed: bool = False,
     ) -> None:
         self.network = network
         self._servers = servers
@@ -136,37 +69,19 @@ class World:
         sides = (("prefill", "kv_producer", ["fail"] * prefills), ("decode", "kv_consumer", policies))
         for side, role, policies_of in sides:
             for number, policy in enumerate(policies_of):
-                transfer = {
-                    "kv_connector": "PDConnector",
-                    "kv_role": role,
-                    "kv_load_failure_policy": policy,
-                    "kv_connector_extra_config": {**LIMITS, **(extra or {})},
-                }
-                specs.append(self._spec(f"{side}{number}", transfer, network.hosts[side] if network else None))
-        started = servers.start(*specs)
-        instances = [Instance(spec, server, policy_of(spec)) for spec, server in zip(specs, started, strict=True)]
+                own = dict(extra or {})
+                if self.pushes and side == "prefill" and network is None:
+                    own["bootstrap_port"] = free_port()
+                host = network.hosts[side] if network else None
+                specs.append(spec_of(f"{side}{number}", role, policy, family, own, host, tp_size))
+        instances = [Instance(spec, server) for spec, server in zip(specs, servers.start(*specs), strict=True)]
         self.prefills, self.decodes = instances[:prefills], instances[prefills:]
+        self.router: Server | None = None
+        if routed:
+            urls = [i.url for i in self.prefills], [i.url for i in self.decodes]
+            [self.router] = servers.start(router_spec("router", *urls))
         self.answers: dict[Prompt, tuple[int, ...]] = {}
         self._learn()
-
-    def _spec(self, name: str, transfer: dict[str, Any], host: Host | None) -> Spec:
-        model = MODELS[self.family]
-        environment = {"VLLM_SERVER_DEV_MODE": "1", "PD_TEST_POLITE": "1", **model.environment}
-        place: dict[str, Any] = {}
-        if host is not None:
-            place = {"host": host.control, "prefix": host.command()}
-            environment |= {"VLLM_HOST_IP": host.control, "GLOO_SOCKET_IFNAME": "ctl"}
-            own = {"side_channel_host": host.address, "transport_options": {"ucx": UCX_OVER_NETWORK}}
-            transfer["kv_connector_extra_config"] |= own
-        return vllm_spec(
-            name,
-            make(model),
-            flags=("--block-size", str(model.block_size), *model.flags),
-            transfer=transfer,
-            environment=environment,
-            cache_bytes=CACHE_BYTES,
-            **place,
-        )
 
     @property
     def instances(self) -> list[Instance]:
@@ -184,12 +99,13 @@ class World:
 
     def _learn(self) -> None:
         for prompt in self.prompts:
-            tokens = self._tokens(self.post(self.decodes[0], self._body(prompt), 120.0)[1])
-            assert tokens, f"no answer to a prompt of {len(prompt)} tokens"
-            self.answers[prompt] = tokens
+            self.answers[prompt] = self.compute(self.decodes[0], prompt)
         self.forget_prefixes()
         for instance in self.instances:
             self._look_at(instance)
+        if self.network is None:
+            for p in self.prefills:
+                p.relay = Relay(endpoint("127.0.0.1", p.side_port))
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -221,7 +137,7 @@ class World:
     def _body(self, prompt: Prompt, **fields: Any) -> Params:
         return completion(self.family, prompt, **fields)
 
-    def post(self, instance: Instance, body: Params, seconds: float) -> tuple[int, Any]:
+    def post(self, instance: Instance | Server, body: Params, seconds: float) -> tuple[int, Any]:
         """Status and decoded answer. Raises OSError or HTTPException when the connection ends without an answer."""
         connection = self._connect(instance, seconds)
         try:
@@ -232,35 +148,44 @@ class World:
         finally:
             connection.close()
 
-    def _connect(self, instance: Instance, seconds: float) -> http.client.HTTPConnection:
+    def _connect(self, instance: Instance | Server, seconds: float) -> http.client.HTTPConnection:
         address = urllib.parse.urlsplit(instance.url)
         return http.client.HTTPConnection(address.hostname or "", address.port, timeout=seconds)
 
     def _tokens(self, answer: Any) -> tuple[int, ...]:
         return tuple(answer["choices"][0].get("token_ids") or ()) if isinstance(answer, dict) else ()
 
-    def ask(self, instance: Instance, prompt: Prompt, params: Params, held_s: float = 0.0, **fields: Any) -> Outcome:
-        """One leg, judged. `held_s` is how long the fault itself may hold it up."""
+    def compute(self, instance: Instance, prompt: Prompt, **fields: Any) -> tuple[int, ...]:
+        """What an instance answers that is told nothing of a hand-off."""
+        tokens = self._tokens(self.post(instance, self._body(prompt, **fields), 120.0)[1])
+        assert tokens, f"{instance.name}: no answer to a prompt of {len(prompt)} tokens"
+        return tokens
+
+    def ask(
+        self, instance: Instance | Server, prompt: Prompt, params: Params | None, held_s: float = 0.0, **fields: Any
+    ) -> Outcome:
+        """One leg, judged, or a client's request to the router. `held_s` is how long the fault may hold it up."""
+        name = instance.name if isinstance(instance, Instance) else instance.spec.name
         began = time.monotonic()
+        given = {} if params is None else {"kv_transfer_params": params}
         try:
-            status, answer = self.post(
-                instance, self._body(prompt, kv_transfer_params=params, **fields), PATIENCE_S + held_s
-            )
+            status, answer = self.post(instance, self._body(prompt, **given, **fields), PATIENCE_S + held_s)
         except TimeoutError:
-            return Outcome(End.STUCK, f"no answer from {instance.name} in {time.monotonic() - began:.1f} s")
+            return Outcome(End.STUCK, f"no answer from {name} in {time.monotonic() - began:.1f} s", asked=name)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            return Outcome(End.BROKEN, f"{instance.name}: {type(error).__name__}: {error}")
+            return Outcome(End.BROKEN, f"{name}: {type(error).__name__}: {error}", asked=name)
         if status != 200:
-            return Outcome(End.REFUSED, f"HTTP {status}: {str(answer)[:300]}")
+            return Outcome(End.REFUSED, f"HTTP {status}: {str(answer)[:300]}", asked=name)
         if (finish := answer["choices"][0]["finish_reason"]) == "abort":
             # vLLM's own way to end what runs when its server is told to end.
-            return Outcome(End.BROKEN, f"{instance.name}: finish_reason {finish}")
+            return Outcome(End.BROKEN, f"{name}: finish_reason {finish}", asked=name)
         tokens, expected = self._tokens(answer), self.answers[prompt]
         want = expected[: fields.get("max_tokens", len(expected))]
         if not tokens:
-            return Outcome(End.EMPTY, str(answer)[:300])
+            return Outcome(End.EMPTY, str(answer)[:300], asked=name)
         end = End.RIGHT if tokens == want else End.WRONG
-        return Outcome(end, "" if end is End.RIGHT else f"{tokens} instead of {want}", answer.get("kv_transfer_params"))
+        text = "" if end is End.RIGHT else f"{tokens} instead of {want}"
+        return Outcome(end, text, answer.get("kv_transfer_params"), name)
 
     def prefill(self, p: Instance, prompt: Prompt, held_s: float = 0.0) -> Outcome:
         """The first leg. Its parameters name the relay where the instance has one."""
@@ -278,15 +203,15 @@ class World:
         return {**params, "remote_host": "127.0.0.1", "remote_port": self.relay(p).port}
 
     def relay(self, p: Instance) -> Relay:
-        """The man in the middle before a prefill instance."""
-        if p.relay is None:
-            p.relay = Relay(endpoint("127.0.0.1", p.side_port))
+        """The man in the middle before a prefill instance on this host."""
+        assert p.relay is not None, f"{p.name} is on another host"
         return p.relay
 
     def named(self, p: Instance, name: str = "") -> tuple[Params, Params]:
         """Parameters of two legs that find each other by their common name, in mode push."""
         common = {"transfer_id": name or secrets.token_hex(8)}
-        place = {"remote_engine_id": p.engine_id, "remote_host": "127.0.0.1", "remote_port": self.relay(p).port}
+        at = ("127.0.0.1", self.relay(p).port) if self.network is None else (p.extra["side_channel_host"], p.side_port)
+        place = {"remote_engine_id": p.engine_id, "remote_host": at[0], "remote_port": at[1]}
         return {**KEEP, **common}, {**FETCH, **common, **place}
 
     def decode(self, d: Instance, prompt: Prompt, params: Params, held_s: float = 0.0) -> Outcome:
@@ -295,7 +220,7 @@ class World:
     def both(self, p: Instance, d: Instance, prompt: Prompt, held_s: float = 0.0) -> Outcome:
         """Both legs: one after the other, or, in mode push every other time, at once in either order."""
         self._handed_over += 1
-        if self.pushes and self.network is None and self._handed_over % 2:
+        if self.pushes and self._handed_over % 2:
             return self.at_once(p, d, prompt, HEAD_STARTS_S[self._handed_over // 2 % len(HEAD_STARTS_S)], held_s)
         first = self.prefill(p, prompt, held_s)
         if first.end is not End.RIGHT:
@@ -310,15 +235,27 @@ class World:
         keep, fetch = self.named(p, name)
 
         def prefill() -> Outcome:
-            threading.Event().wait(max(0.0, -head_start_s))
+            pause(max(0.0, -head_start_s))
             return self.ask(p, prompt, keep, held_s, max_tokens=1)
 
         first = begin(prefill)
-        threading.Event().wait(max(0.0, head_start_s))
+        pause(max(0.0, head_start_s))
         second = self.decode(d, prompt, fetch, held_s)
         left = first.result(2 * PATIENCE_S + held_s - min(0.0, head_start_s))
         bad = (End.WRONG, End.EMPTY, End.STUCK)
         return left if second.end not in bad and left.end in (End.BROKEN, *bad[1:]) else second
+
+    def ask_router(self) -> Outcome:
+        """Whether the router serves: a request in mode push. A pull's decode instance knows the prefill instance under
+        the relay's address already, and would not be linked to it under another: there the router's own health."""
+        assert self.router is not None
+        if self.pushes:
+            return self.ask(self.router, self.prompt(), None)
+        try:
+            with urllib.request.urlopen(f"{self.router.url}/health", timeout=PATIENCE_S):
+                return Outcome(End.RIGHT, asked="router")
+        except OSError as error:
+            return Outcome(End.BROKEN, f"router: {error}", asked="router")
 
     def leave(self, instance: Instance, prompt: Prompt, params: Params, after_s: float) -> Outcome:
         """A client that goes away."""
@@ -326,9 +263,9 @@ class World:
         try:
             body = json.dumps(self._body(prompt, kv_transfer_params=params))
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-            threading.Event().wait(after_s)
+            pause(after_s)
         except OSError as error:
-            return Outcome(End.BROKEN, f"{instance.name}: {error}")
+            return Outcome(End.BROKEN, f"{instance.name}: {error}", asked=instance.name)
         finally:
             connection.close()
         return Outcome(End.ABORTED)
@@ -345,21 +282,18 @@ class World:
     def _look_at(self, instance: Instance) -> None:
         """Learn what an instance that has just started holds, and under which names it is asked."""
         instance.at_start = self.holdings(instance)
-        info = parse(self._metrics(instance))[0]
+        info = parse(instance.metrics())[0]
         instance.engine_id, instance.side_port = info.engine_id, info.side_channel_port
-
-    def _metrics(self, instance: Instance) -> str:
-        with urllib.request.urlopen(f"{instance.url}/metrics", timeout=30) as answer:
-            return str(answer.read(), "utf-8")
 
     def holdings(self, instance: Instance) -> dict[str, float]:
         """What an instance holds. Metrics are renewed by engine steps, so a tiny request makes one first."""
         self.post(instance, self._body((0,), max_tokens=1), 30.0)
-        return {name: float(value) for name, value in HOLDINGS.findall(self._metrics(instance))}
+        return instance.holdings()
 
     def dead(self) -> list[str]:
-        """Instances whose server or engine has ended."""
-        return [i.name for i in self.instances if i.server.process.poll() is not None or not i.processes("engine")]
+        """The servers whose own process or engine has ended, and the router if it has."""
+        ended = [i.name for i in self.instances if i.server.process.poll() is not None or not i.processes("engine")]
+        return ended + ["router"] * (self.router is not None and self.router.process.poll() is not None)
 
     def leaks(self, seconds: float = 3 * LEASE_S + PATIENCE_S) -> list[str]:
         """What instances still hold after everything had time to end."""
@@ -392,21 +326,3 @@ class World:
                     break
                 time.sleep(0.25)
         return failed
-
-
-def begin(run: Callable[[], Outcome]) -> Future[Outcome]:
-    """Run a request in a thread of its own."""
-    future: Future[Outcome] = Future()
-
-    def body() -> None:
-        try:
-            future.set_result(run())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=body, daemon=True).start()
-    return future
-
-
-def log_of(instances: Sequence[Instance], directory: Path) -> str:
-    return ", ".join(str(directory / f"{instance.name}.log") for instance in instances)

@@ -1,0 +1,110 @@
+"""One `vllm serve` under attack: how it is started, its processes, and what it holds."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from e2e.cluster import HOLDINGS
+from faults import processes
+from faults.network import Host
+from faults.relay import Relay
+from launch import Server, Spec, vllm_spec
+from make_models import MODELS, make
+
+LEASE_S = 4.0
+LIMITS = {"handshake_timeout": 3.0, "transfer_timeout": 4.0, "confirm_timeout": 3.0, "kv_lease_duration": LEASE_S}
+"""Seconds: short, so that a campaign sees deadlines pass."""
+
+UCX_OVER_NETWORK = {"TLS": "tcp,self", "NET_DEVICES": "net"}
+CACHE_BYTES = 64 << 20
+"""Small enough that a fault can have every block used again."""
+
+
+@dataclass(eq=False, slots=True)
+class Instance:
+    """One `vllm serve`. `relay` stands before a prefill instance's side channel, `side_port` is the port behind it."""
+
+    spec: Spec
+    server: Server
+    at_start: dict[str, float] = field(default_factory=dict)
+    relay: Relay | None = None
+    engine_id: str = ""
+    side_port: int = 0
+    generation: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    @property
+    def pid(self) -> int:
+        return self.server.process.pid
+
+    @property
+    def _transfer(self) -> Mapping[str, Any]:
+        command = self.spec.command
+        transfer: Mapping[str, Any] = json.loads(command[command.index("--kv-transfer-config") + 1])
+        return transfer
+
+    @property
+    def policy(self) -> str:
+        """What it does about a read that failed: "fail" or "recompute"."""
+        return str(self._transfer["kv_load_failure_policy"])
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """Its `kv_connector_extra_config`."""
+        extra: Mapping[str, Any] = self._transfer["kv_connector_extra_config"]
+        return extra
+
+    def processes(self, part: str) -> list[processes.Process]:
+        """The processes of a part: "server" (the HTTP server), "engine", "worker"."""
+        if part == "server":
+            return processes.tree(self.pid)[:1]
+        return processes.engines(self.pid) if part == "engine" else processes.workers(self.pid)
+
+    def metrics(self) -> str:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            return str(answer.read(), "utf-8")
+
+    def holdings(self) -> dict[str, float]:
+        """What it says that it holds; engine steps renew that."""
+        return {name: float(value) for name, value in HOLDINGS.findall(self.metrics())}
+
+
+def spec_of(
+    name: str, role: str, policy: str, family: str, extra: Mapping[str, Any], host: Host | None, tp_size: int
+) -> Spec:
+    """How an instance is started, on this host or on one of a `Network`."""
+    model = MODELS[family]
+    own = {**LIMITS, **extra}
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "PD_TEST_POLITE": "1", **model.environment}
+    place: dict[str, Any] = {}
+    if host is not None:
+        place = {"host": host.control, "prefix": host.command()}
+        environment |= {"VLLM_HOST_IP": host.control, "GLOO_SOCKET_IFNAME": "ctl"}
+        own |= {"side_channel_host": host.address, "transport_options": {"ucx": UCX_OVER_NETWORK}}
+    transfer = {
+        "kv_connector": "PDConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": own,
+    }
+    return vllm_spec(
+        name,
+        make(model),
+        flags=("--block-size", str(model.block_size), *model.flags),
+        tp_size=tp_size,
+        transfer=transfer,
+        environment=environment,
+        cache_bytes=CACHE_BYTES,
+        **place,
+    )
