@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from e2e.pairs import Pairs
+from faults.forging import forgeries
 from faults.plan import Fault
-from faults.strikes import STRIKES, forgeries
+from faults.strikes import STRIKES
 from faults.world import LEASE_S, End, World
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
