@@ -46,18 +46,18 @@ class Line:
 
 LANES: tuple[tuple[Line, ...], ...] = (
     (
-        Line("restarts", 620, "--world restarts --faults 17"),
-        Line("restarts, push", 500, "--world restarts --mode push --skip 17 --faults 28"),
-        Line("workers", 260, "--world workers --faults 10"),
-        Line("network", 170, "--world network --faults 14"),
-        Line("network, push", 120, "--world network --mode push --skip 14 --faults 21"),
+        Line("restarts", 780, "--world restarts --faults 17"),
+        Line("restarts, push", 540, "--world restarts --mode push --skip 17 --faults 28"),
+        Line("workers", 300, "--world workers --faults 10"),
     ),
     (
-        Line("pair", 420, "--world pair --faults 90"),
-        Line("pair, push", 480, "--world pair --mode push --verify sample --faults 90"),
-        Line("pair, Mooncake", 250, "--world pair --transport mooncake --faults 40"),
-        Line("pair, Mooncake, push", 230, "--world pair --transport mooncake --mode push --faults 30"),
-        Line("pair, several groups", 200, "--world pair --family swa --faults 30"),
+        Line("pair", 350, "--world pair --faults 85"),
+        Line("pair, push", 360, "--world pair --mode push --verify sample --faults 80"),
+        Line("pair, Mooncake", 200, "--world pair --transport mooncake --faults 35"),
+        Line("pair, Mooncake, push", 190, "--world pair --transport mooncake --mode push --faults 25"),
+        Line("pair, several groups", 180, "--world pair --family swa --faults 25"),
+        Line("network", 190, "--world network --faults 14"),
+        Line("network, push", 140, "--world network --mode push --skip 14 --faults 21"),
     ),
 )
 

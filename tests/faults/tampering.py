@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -25,9 +26,9 @@ PROVOKED = ("Release", "Renew", "WithdrawPush", "DeclinePush")
 
 SOON_S, LATE_S = 0.02, 0.3
 FROZEN_S = 0.5
-HELD_S = 0.6 * LEASE_S
-"""How long a confirmation is held back so that the lease is renewed meanwhile, which comes after a third of it; less
-than `confirm_timeout`."""
+HELD_S = LEASE_S / 2
+"""How long a confirmation is held back so that the lease is renewed meanwhile, which comes after a third of it; well
+below `confirm_timeout`."""
 
 TRIES = 3
 RuleOf = Callable[[Fault, random.Random], Rule]
@@ -65,7 +66,7 @@ def tampered(rule_of: RuleOf, held_s: float = 0.0) -> Callable[[World, Instance,
         if first.params is None:
             return Struck([first], 0)
         held = held_s + 2 * HELD_S
-        with obeying(world.relay(p), late("ReadDone", HELD_S, rule) if fault.where == "Renew" else rule):
+        with obeying(world.relay(p), withheld("ReadDone", HELD_S, rule) if fault.where == "Renew" else rule):
             outcomes = [world.decode(d, prompt, first.params, held)]
             for _ in range(TRIES):
                 if fault.where in PROVOKED:
@@ -78,14 +79,19 @@ def tampered(rule_of: RuleOf, held_s: float = 0.0) -> Callable[[World, Instance,
     return strike
 
 
-def late(name: str, seconds: float, rule: Rule) -> Rule:
-    """The same rule, but messages of this name come later."""
+def withheld(name: str, seconds: float, rule: Rule, clock: Callable[[], float] = time.monotonic) -> Rule:
+    """The same rule, but what questions of this name say arrives only once it is repeated `seconds` after it was said
+    first: an answer to an earlier one would come too late to be waited for."""
+    said: dict[object, float] = {}
 
-    def delaying(passing: Passing) -> list[tuple[float, bytes]]:
-        extra = seconds if passing.name == name else 0.0
-        return [(delay + extra, frame) for delay, frame in rule(passing)]
+    def dropping(passing: Passing) -> list[tuple[float, bytes]]:
+        made = rule(passing)
+        if passing.name != name:
+            return made
+        first = said.setdefault(messages.decode_request(passing.frame)[1], clock())
+        return made if clock() - first >= seconds else []
 
-    return delaying
+    return dropping
 
 
 def provoke(world: World, p: Instance, d: Instance, name: str) -> list[Outcome]:

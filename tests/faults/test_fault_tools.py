@@ -18,9 +18,10 @@ from faults import knocking, processes
 from faults.forging import forgeries, named_forgeries
 from faults.plan import FORGED, FORGED_NAMES, MESSAGES, PUSH_MESSAGES, Fault
 from faults.relay import Passing, Relay, forward
-from faults.tampering import Counted, delayed, duplicated, late, lost, lost_once, replayed
+from faults.tampering import Counted, delayed, duplicated, lost, lost_once, replayed, withheld
 from vllm_pd_connector.protocol import messages
-from vllm_pd_connector.protocol.messages import ReadVerdict
+from vllm_pd_connector.protocol.fields import LeaseRef
+from vllm_pd_connector.protocol.messages import ReadDone, ReadVerdict
 
 PATIENCE_MS = 20_000
 QUESTION = Passing(True, "ReadDone", b"question")
@@ -65,10 +66,21 @@ def test_a_rule_counts_what_it_did_not_simply_forward() -> None:
     assert rule(QUESTION) == [] and rule.touched == 1
 
 
-def test_holding_a_message_up_is_not_what_is_counted() -> None:
-    rule = Counted(forward)
-    assert late("ReadDone", 2.0, rule)(QUESTION) == [(2.0, QUESTION.frame)]
-    assert late("ReadDone", 2.0, rule)(ANSWER) == forward(ANSWER)
+def test_a_question_is_withheld_until_it_is_repeated_late_enough_which_is_not_counted() -> None:
+    def question(number: int, reader: int) -> Passing:
+        return Passing(
+            True, "ReadDone", messages.encode(number, ReadDone(LeaseRef("r", b"n" * 16), reader, 2, b"a" * 16))
+        )
+
+    now, rule = [10.0], Counted(forward)
+    dropping = withheld("ReadDone", 2.0, rule, lambda: now[0])
+    assert dropping(question(1, 0)) == []
+    now[0] = 11.5
+    assert dropping(question(2, 0)) == dropping(question(3, 1)) == []
+    now[0] = 12.0
+    assert dropping(question(4, 0)) == forward(question(4, 0))
+    assert dropping(question(5, 1)) == []
+    assert dropping(ANSWER) == forward(ANSWER)
     assert rule.touched == 0
 
 
