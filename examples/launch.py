@@ -20,7 +20,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,12 +90,12 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
 
 
-_given: set[int] = set()
+_given: deque[int] = deque(maxlen=4096)
 
 
 def free_port() -> int:
     """A port on which nobody listens, below the range from which the kernel picks ports for outgoing connections, and
-    another one at every call: a server listens long after its ports were picked."""
+    none that was picked lately: a server listens long after its ports were picked."""
     while True:
         port = random.SystemRandom().randrange(18000, 32000)
         if port in _given:
@@ -105,7 +105,7 @@ def free_port() -> int:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-        _given.add(port)
+        _given.append(port)
         return port
 
 

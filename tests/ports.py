@@ -1,8 +1,8 @@
 """Free ports, for tests that must name one before somebody listens there.
 
 They lie below the range from which the kernel takes the ports of connections and of those who leave the choice to it,
-every process of a parallel run has its own share of them, and none is given twice: what is free when it is looked at
-stays free.
+every process of a parallel run has its own share of them, and none is given again soon: what is free when it is looked
+at stays free.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import os
 import random
 import socket
+from collections import deque
 from collections.abc import Sequence
 
 PORTS = range(18000, 32000)
 SHARES = 20
 
-_given: set[int] = set()
+SOON = 256
+
+_given: deque[int] = deque(maxlen=SOON)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -29,8 +32,8 @@ def free_ports(offsets: Sequence[int], host: str = "127.0.0.1") -> int:
     while True:
         base = random.SystemRandom().randrange(share.start, share.stop - max(offsets))
         wanted = {base + offset for offset in offsets}
-        if not wanted & _given and all(_is_free(host, port) for port in wanted):
-            _given.update(wanted)
+        if wanted.isdisjoint(_given) and all(_is_free(host, port) for port in wanted):
+            _given.extend(wanted)
             return base
 
 
