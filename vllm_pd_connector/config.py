@@ -46,6 +46,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         kv_lease_duration: how long the prefill side keeps a finished request's blocks without a renewal.
         handshake_timeout: from the first attempt to reach a prefill instance to a usable plan.
         transfer_timeout: from the first posted read of a request to its last byte.
+        step_timeout: for one engine step of a prefill instance in mode push; after it, those who wait for prefills that
+            this engine computes are told that they failed.
         confirm_timeout: for the prefill side's word that the blocks were held while they were read.
         shutdown_timeout: how long a prefill instance that ends lets its readers finish; 0: not at all.
         verify: compare sums over what was received with the prefill side's: of no request, of one in 16, of all. On the
@@ -70,6 +72,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     kv_lease_duration: float = 30.0
     handshake_timeout: float = 10.0
     transfer_timeout: float = 60.0
+    step_timeout: float = 120.0
     confirm_timeout: float = 10.0
     shutdown_timeout: float = 3.0
     verify: Literal["off", "sample", "all"] = "off"
@@ -172,7 +175,7 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
         raise InvalidConfig(
             f"kv_connector_extra_config: {error}; the keys are {', '.join(Config.__struct_fields__)}"
         ) from None
-    for key in ("kv_lease_duration", "handshake_timeout", "transfer_timeout", "confirm_timeout"):
+    for key in ("kv_lease_duration", "handshake_timeout", "transfer_timeout", "step_timeout", "confirm_timeout"):
         value = getattr(config, key)
         if not 0 < value <= 86400:
             raise InvalidConfig(f"kv_connector_extra_config.{key} is {value}: it must be in (0, 86400] seconds")

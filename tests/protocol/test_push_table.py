@@ -255,6 +255,42 @@ def test_a_prefill_that_does_not_come_fails_who_waits_for_it() -> None:
     assert "no prefill request named cmpl-1 came within 30 s" in world.answers[into(0).attempt][-1].reason
 
 
+STEP_S = 60.0
+
+
+def test_a_prefill_whose_engine_hangs_fails_who_waits_for_it() -> None:
+    world = World(quick=False, table=PushTable(WORKERS, PATIENCE, STEP_S))
+    for event in ("start", "register 0", "progress"):
+        world.do(event)
+    answers = world.answers.setdefault(into(0).attempt, [])
+    for moment in range(10, 110, 10):
+        world.now = float(moment)
+        if moment <= 40:
+            world.table.stepped(world.now)
+        world.settle()
+        world.do("register 0")
+    assert [answer.state for answer in answers[:10]] == [PushState.COMPUTING] * 10
+    world.now = 110.0
+    world.settle()
+    assert answers[-1].state is PushState.FAILED and "no engine step for 60 s" in answers[-1].reason
+    assert not answers[-1].terminal, "its workers may write when they go on"
+    for worker in range(WORKERS):
+        world.report(worker, into(0).attempt, ok=False, terminal=True)
+    world.do("register 0")
+    assert answers[-1].terminal
+
+
+def test_a_prefill_that_comes_after_a_pause_of_the_engine_has_its_time() -> None:
+    world = World(quick=False, table=PushTable(WORKERS, PATIENCE, STEP_S))
+    world.table.stepped(0.0)
+    world.now = 10 * STEP_S
+    for event in ("start", "register 0"):
+        world.do(event)
+    world.now += STEP_S
+    world.settle()
+    assert world.answers[into(0).attempt][-1].state is PushState.COMPUTING
+
+
 def test_a_prefill_that_was_aborted_before_anybody_asked_is_remembered() -> None:
     world = World()
     for event in ("start", "close", "register 0"):

@@ -207,6 +207,23 @@ def test_a_prefill_that_nobody_asks_for_is_freed_when_its_lease_ends(prefill):
     until(lambda: prefill.held() == 0, "the lease to end")
 
 
+@pytest.mark.parametrize("prefill", [{"step_timeout": 60.0}], indirect=True)
+def test_who_waits_for_a_prefill_hears_whether_the_engine_goes_on(prefill):
+    now, server = [0.0], prefill.half.producer._server
+    server._clock = server.pushes._clock = lambda: now[0]
+    request = make_request("p-1", ASK)
+    prefill.half.on_new_request(request)
+    states = []
+    for moment in (50.0, 100.0, 150.0):
+        answer = prefill.register(digest_of(request))
+        now[0] = moment
+        if moment == 50.0:
+            step(prefill.half)
+        server._wake()
+        states.append(answer().state)
+    assert states == [PushState.COMPUTING, PushState.COMPUTING, PushState.FAILED]
+
+
 def test_orders_are_only_for_who_knows_the_workers_secret(prefill):
     answer = prefill.send(AwaitOrders(b"x" * 16, 0, 0))()
     assert "token" in answer.message

@@ -60,11 +60,15 @@ class PushTable:
     Args:
         workers: of this instance; each must report the end of every push.
         patience_s: how long a want waits for its prefill to arrive.
+        step_s: how long a want waits for the engine to begin another step; this instance answers for an engine that
+            may hang, and who asks cannot tell.
     """
 
-    def __init__(self, workers: int, patience_s: float) -> None:
+    def __init__(self, workers: int, patience_s: float, step_s: float = inf) -> None:
         self._workers = workers
         self._patience_s = patience_s
+        self._step_s = step_s
+        self._stepped = -inf
         self._prefills: dict[str, Prefill] = {}
         self._names: dict[str, Prefill] = {}
         self._wants: dict[bytes, Want] = {}
@@ -146,12 +150,16 @@ class PushTable:
         if request_id in self._prefills:
             return False
         self._over.pop(name, None)
-        prefill = Prefill(request_id, name, num_tokens, prompt_digest)
+        prefill = Prefill(request_id, name, num_tokens, prompt_digest, now)
         self._prefills[request_id] = self._names[name] = prefill
         prefill.declined = self._declined.pop(name, -inf) > now
         for want in self._waiting.pop(name, []):
             self._attach(want, prefill)
         return True
+
+    def stepped(self, now: float) -> None:
+        """The engine begins a step, so it has not come to a standstill in an earlier one."""
+        self._stepped = now
 
     def wanted(self, request_id: str) -> bool:
         """Whether somebody waits for more of a prefill. Only then is `progressed` called, and its blocks held."""
@@ -220,7 +228,7 @@ class PushTable:
     # Time and results
 
     def tick(self, now: float) -> None:
-        """Answer who has waited long enough, and fail wants whose prefill did not come."""
+        """Answer who has waited long enough, and fail wants whose prefill did not come or does not go on."""
         for name, wants in list(self._waiting.items()):
             for want in [w for w in wants if w.deadline <= now]:
                 self._fail(
@@ -229,7 +237,15 @@ class PushTable:
                     "with one transfer_id, or one X-Request-Id",
                 )
         for want in list(self._wants.values()):
-            for ticket in [t for t, due in want.tickets.items() if due <= now]:
+            late = [t for t, due in want.tickets.items() if due <= now]
+            if late and want.prefill is not None and self._stands(want.prefill, now):
+                self._fail_prefill(
+                    want.prefill,
+                    f"the prefill instance has begun no engine step for {self._step_s:g} s: one of its workers hangs, "
+                    "or a step takes longer than its step_timeout",
+                )
+                continue
+            for ticket in late:
                 del want.tickets[ticket]
                 self._replies.append((ticket, Pushed(progress(want), want.reason, False)))
         self._replies += self._orders.tick(now)
@@ -336,6 +352,10 @@ class PushTable:
                 self._unneeded.append(prefill.request_id)
         elif ref.nonce is None:
             self._declined[ref.name] = now + self._patience_s
+
+    def _stands(self, prefill: Prefill, now: float) -> bool:
+        on = not prefill.finished and not prefill.failure
+        return on and now - max(self._stepped, prefill.began) > self._step_s
 
     def _fail_prefill(self, prefill: Prefill, reason: str) -> None:
         """All ranks of the decode instance fail together: none of them can use its part alone."""

@@ -56,6 +56,7 @@ class Prefill:
     name: str
     num_tokens: int
     prompt_digest: str
+    began: float  # when it was accepted
     nonce: bytes | None = None  # of the lease, once finished
     source: Tables = ()
     ready: int = 0

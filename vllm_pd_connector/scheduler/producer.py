@@ -105,7 +105,7 @@ class Producer:
         )
         self._server.set_manifests(manifests, tokens)
         if self._keeps and self._config.pushes:
-            self._server.pushes.enable(tokens, self._config.kv_lease_duration)
+            self._server.pushes.enable(tokens, self._config.kv_lease_duration, self._config.step_timeout)
             self._answer_proxies()
         logger.info(
             "side channel of engine %s listens on %s:%d, %s",
@@ -209,6 +209,7 @@ class Producer:
     def advance(self, output: SchedulerOutput) -> int:
         """Begin an engine step: what it will complete goes to the workers as orders. Returns the step's number."""
         if self._server is not None and self._blocks is not None:
+            self._server.pushes.stepped()
             for request_id, tables, ready in self._steps.advance(output, self._server.pushes.wanted):
                 # Held before it is known to be there: from then on it may be written from at any time.
                 self._blocks.hold(request_id, (block for table in tables for block in table.ids))

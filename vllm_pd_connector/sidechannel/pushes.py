@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from math import inf
 
 from vllm_pd_connector.protocol.lease import End, Freed, LeaseTable
 from vllm_pd_connector.protocol.messages import Failure, FailureCode, Noted, Reply
@@ -48,11 +49,12 @@ class PushService:
 
     # From the scheduler half, in any thread
 
-    def enable(self, tokens: Sequence[bytes], patience_s: float) -> None:
-        """Accept pushes from now on; `tokens` are those of this instance's workers, in rank order."""
+    def enable(self, tokens: Sequence[bytes], patience_s: float, step_s: float = inf) -> None:
+        """Accept pushes from now on; `tokens` are those of this instance's workers, in rank order, and the times those
+        of `PushTable`."""
         with self._lock:
             self._tokens = tuple(tokens)
-            self._table = PushTable(len(tokens), patience_s)
+            self._table = PushTable(len(tokens), patience_s, step_s)
 
     def started(self, request_id: str, name: str, num_tokens: int, prompt_digest: str) -> bool:
         """See `PushTable.started`; false also if this instance does not push."""
@@ -62,6 +64,12 @@ class PushService:
             )
         self._wake()
         return known
+
+    def stepped(self) -> None:
+        """See `PushTable.stepped`."""
+        with self._lock:
+            if self._table is not None:
+                self._table.stepped(self._clock())
 
     def wanted(self, request_id: str) -> bool:
         """See `PushTable.wanted`."""
