@@ -188,6 +188,26 @@ def test_an_abort_in_mid_prefill_reaches_the_decode_side_and_keeps_the_blocks_un
     assert prefill.held() == 0
 
 
+def test_a_running_prefill_whose_push_has_failed_gets_its_blocks_back_once_nothing_is_written(prefill):
+    """Preempted, it may not be able to go on without them."""
+    request = make_request("p-1", ASK)
+    prefill.half.on_new_request(request)
+    prefill.register(digest_of(request))
+    prefill.tables["p-1"] = [[5, 6]]
+    step(prefill.half, p_1=(0, 20))
+    prefill.ended(ok=False, reason="a link dropped", terminal=False)
+    step(prefill.half)
+    assert prefill.held() == 2
+    prefill.ended(ok=False, reason="a link dropped")
+    step(prefill.half)
+    assert prefill.held() == 0
+    prefill.tables["p-1"] = [[7, 8, 9]]
+    step(prefill.half, p_1=(0, 40))
+    assert prefill.held() == 0
+    prefill.half.request_finished(request, ([7, 8, 9],))
+    assert prefill.held() == 0
+
+
 def test_a_prefill_that_ends_by_a_stop_token_is_handed_over_like_any_other(prefill):
     request = make_request("p-1", ASK, status=RequestStatus.FINISHED_STOPPED)
     prefill.half.on_new_request(request)
@@ -213,12 +233,14 @@ def test_who_waits_for_a_prefill_hears_whether_the_engine_goes_on(prefill):
     server._clock = server.pushes._clock = lambda: now[0]
     request = make_request("p-1", ASK)
     prefill.half.on_new_request(request)
+    prefill.tables["p-1"] = [[5]]
     states = []
     for moment in (50.0, 100.0, 150.0):
         answer = prefill.register(digest_of(request))
         now[0] = moment
         if moment == 50.0:
-            step(prefill.half)
+            step(prefill.half, p_1=(0, 10))
+        step(prefill.half)  # nothing could be scheduled: that is no step
         server._wake()
         states.append(answer().state)
     assert states == [PushState.COMPUTING, PushState.COMPUTING, PushState.FAILED]

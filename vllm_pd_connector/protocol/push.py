@@ -166,6 +166,11 @@ class PushTable:
         prefill = self._prefills.get(request_id)
         return prefill is not None and bool(prefill.wants) and not prefill.failure
 
+    def given_up(self, request_id: str) -> bool:
+        """Whether a running prefill has failed, and nothing reads its blocks now or later."""
+        prefill = self._prefills.get(request_id)
+        return prefill is not None and bool(prefill.failure) and not prefill.finished and not prefill.wants
+
     def progressed(self, request_id: str, source: Iterable[Table], ready: int, step: int) -> None:
         """Tokens below `ready` are in the blocks of `source` when the forward of `step` is done."""
         prefill = self._prefills.get(request_id)
@@ -242,7 +247,7 @@ class PushTable:
                 self._fail_prefill(
                     want.prefill,
                     f"the prefill instance has begun no engine step for {self._step_s:g} s: one of its workers hangs, "
-                    "or a step takes longer than its step_timeout",
+                    "a step takes longer than its step_timeout, or it has too few blocks for its prefills",
                 )
                 continue
             for ticket in late:

@@ -67,6 +67,7 @@ class Producer:
         self._expired = 0
         self._blocks: HeldBlocks | None = None
         self._leased: set[str] = set()
+        self._partial: set[str] = set()  # running prefills with blocks that are written from
         self._steps = Steps(config.push_when == "steps", kv_cache_config)
 
     @property
@@ -182,6 +183,7 @@ class Producer:
             if request.request_id in self._leased:
                 raise ProtocolError("its request id is that of an older prefill whose blocks are still being written")
         self._leased.add(request.request_id)
+        self._partial.discard(request.request_id)
         self._blocks.hold(request.request_id, (block for table in tables for block in table.ids))
         lease = parse_remote_prefill(params).lease
         self._server.hold(
@@ -209,12 +211,21 @@ class Producer:
     def advance(self, output: SchedulerOutput) -> int:
         """Begin an engine step: what it will complete goes to the workers as orders. Returns the step's number."""
         if self._server is not None and self._blocks is not None:
-            self._server.pushes.stepped()
+            if output.num_scheduled_tokens:  # else the engine only looks whether it can go on
+                self._server.pushes.stepped()
+            self._let_go(self._server, self._blocks)
             for request_id, tables, ready in self._steps.advance(output, self._server.pushes.wanted):
                 # Held before it is known to be there: from then on it may be written from at any time.
                 self._blocks.hold(request_id, (block for table in tables for block in table.ids))
+                self._partial.add(request_id)
                 self._server.pushes.progressed(request_id, encode_tables(tables), ready, self._steps.number)
         return self._steps.number
+
+    def _let_go(self, server: SideChannelServer, blocks: HeldBlocks) -> None:
+        """Give back the blocks of running prefills whose push has failed: a preempted one may need them to go on."""
+        for request_id in [request_id for request_id in self._partial if server.pushes.given_up(request_id)]:
+            self._partial.discard(request_id)
+            blocks.release(request_id)
 
     def abandon(self, request: Request, reason: str) -> None:
         """A prefill for a decode instance ended without a cache that could be handed over."""
@@ -237,6 +248,7 @@ class Producer:
         for request_id, reason in [entry for entry in freed if entry not in self._traced]:
             ended.append(request_id)
             self._leased.discard(request_id)
+            self._partial.discard(request_id)
             if request_id in self._blocks:
                 self._blocks.release(request_id)
             if reason is End.EXPIRED:

@@ -76,6 +76,11 @@ class PushService:
         with self._lock:
             return self._table is not None and self._table.wanted(request_id)
 
+    def given_up(self, request_id: str) -> bool:
+        """See `PushTable.given_up`."""
+        with self._lock:
+            return self._table is not None and self._table.given_up(request_id)
+
     def progressed(self, request_id: str, source: Tables, ready: int, step: int) -> None:
         """See `PushTable.progressed`."""
         with self._lock:
