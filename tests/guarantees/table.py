@@ -259,7 +259,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "orders are given to the instance's own workers alone",
-        "sidechannel/pushes.py", "if not known or not hmac.compare_digest(", "if not known and not hmac.compare_digest(",
+        "sidechannel/workers.py", "if not known or not hmac.compare_digest(", "if not known and not hmac.compare_digest(",
         "scheduler/test_push_halves.py::test_orders_are_only_for_who_knows_the_workers_secret",
     ),
 ]
