@@ -28,7 +28,7 @@ import msgspec
 import zmq
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.observability.instance import EngineInfo, parse
+from vllm_pd_connector.observability.instance import MAX_PAGE_BYTES, EngineInfo, parse
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def ask(url: str) -> EngineInfo:
     try:
         for path in ("/health", "/metrics"):
             with urllib.request.urlopen(url + path, timeout=ASK_TIMEOUT) as answer:
-                text = answer.read().decode(errors="replace")
+                text = answer.read(MAX_PAGE_BYTES).decode(errors="replace")
     # Errors that HTTP tells and time-outs are OSErrors too; an answer that broke off is not.
     except (OSError, http.client.HTTPException) as error:
         raise ProtocolError(f"{url}: {error}") from error
