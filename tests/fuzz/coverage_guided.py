@@ -18,7 +18,7 @@ from pathlib import Path
 import atheris
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-with atheris.instrument_imports(include=["vllm_pd_connector"]):
+with atheris.instrument_imports(include=["vllm_pd_connector", "prometheus_client"]):
     from fuzz.decoders import DECODERS
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -34,12 +34,12 @@ def fuzz(name: str, options: list[str]) -> None:
         except decoder.errors:
             return
 
-    with tempfile.TemporaryDirectory() as grown:
-        for number, example in enumerate(decoder.examples):
-            (Path(grown) / f"example-{number}").write_bytes(example)
-        seeds = [str(CORPUS / name.replace(" ", "_"))] if (CORPUS / name.replace(" ", "_")).is_dir() else []
-        atheris.Setup([sys.argv[0], "-timeout=10", "-rss_limit_mb=2048", *options, grown, *seeds], once)
-        atheris.Fuzz()
+    grown = tempfile.mkdtemp()  # libFuzzer ends the process, so nothing could remove it
+    for number, example in enumerate(decoder.examples):
+        (Path(grown) / f"example-{number}").write_bytes(example)
+    seeds = [str(CORPUS / name.replace(" ", "_"))] if (CORPUS / name.replace(" ", "_")).is_dir() else []
+    atheris.Setup([sys.argv[0], "-timeout=10", "-rss_limit_mb=2048", *options, grown, *seeds], once)
+    atheris.Fuzz()
 
 
 def main() -> None:
