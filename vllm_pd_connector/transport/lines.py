@@ -219,7 +219,8 @@ class Exchange:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._event = os.eventfd(0, os.EFD_NONBLOCK)
         self._selector.register(self._event, selectors.EVENT_READ, self._woken)
-        self._closing = False
+        self._event_lock = threading.Lock()
+        self._closing = self._ended = False
         self._thread = threading.Thread(target=self._run, name="pd-lines", daemon=True)
         self._thread.start()
 
@@ -262,8 +263,9 @@ class Exchange:
         self._thread.join()
 
     def _wake(self) -> None:
-        if self._thread.is_alive():
-            os.eventfd_write(self._event, 1)
+        with self._event_lock:
+            if not self._ended:
+                os.eventfd_write(self._event, 1)
 
     def _run(self) -> None:
         while not self._closing:
@@ -372,7 +374,9 @@ class Exchange:
             arrived.close()
         self._listener.close()
         self._selector.close()
-        os.close(self._event)
+        with self._event_lock:  # its number may be another's from here on
+            self._ended = True
+            os.close(self._event)
 
 
 def _frame(payload: bytes) -> bytes:
