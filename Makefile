@@ -11,7 +11,7 @@ PYTEST := .venv/bin/pytest
 JOBS ?= 3
 PARALLEL := -n $(JOBS) --dist worksteal
 
-.PHONY: help setup demo lint test test-unit test-full faults bench clean
+.PHONY: help setup demo lint test test-unit test-full faults fuzz bench clean
 
 help:
 	@echo "make demo       P, D and a router on the CPU; compares every answer with a plain run"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-unit  all tests without servers"
 	@echo "make test-full  lint and every test, the whole end-to-end matrix included"
 	@echo "make faults     at least 300 faults against real servers (30 minutes; the network part needs root)"
+	@echo "make fuzz       coverage-guided fuzzing of every decoder of bytes from the network (FUZZ_SECONDS each)"
 	@echo "make lint       ruff, mypy, links in the documentation"
 	@echo "make bench      the benchmarks (see benchmarks/)"
 	@echo "make setup      .venv only"
@@ -53,6 +54,12 @@ test-full: lint
 FAULTS_SEED ?= 1
 faults: setup
 	$(RUN) tests/faults/lines.py --seed $(FAULTS_SEED)
+
+FUZZ_SECONDS ?= 60
+# atheris is built for few systems, so it is no part of the environment that everything else needs.
+fuzz: setup
+	$(RUN) -m pip --disable-pip-version-check install --quiet "atheris>=3,<4"
+	$(RUN) tests/fuzz/coverage_guided.py -max_total_time=$(FUZZ_SECONDS)
 
 bench: setup
 	$(RUN) benchmarks/bind.py

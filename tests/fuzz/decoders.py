@@ -6,14 +6,16 @@ Whatever comes, a decoder returns or raises one of its errors; its time and memo
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "geometry"))
 
@@ -21,6 +23,7 @@ from geometry_world import Model, Side, instance
 
 from vllm_pd_connector import cli
 from vllm_pd_connector.errors import (
+    BindError,
     IncompatiblePeer,
     InvalidManifest,
     InvalidTopology,
@@ -28,20 +31,52 @@ from vllm_pd_connector.errors import (
     ProtocolError,
     TransferError,
 )
+from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.plan import make_plan
 from vllm_pd_connector.geometry.topology import check_pd_topology
+from vllm_pd_connector.observability.instance import INFO_SERIES, EngineInfo, parse
+from vllm_pd_connector.protocol import bootstrap
 from vllm_pd_connector.protocol import messages as m
 from vllm_pd_connector.protocol import params as p
 from vllm_pd_connector.protocol.answer import remote_prefill_params, require_signature
 from vllm_pd_connector.protocol.fields import LeaseRef, Table
-from vllm_pd_connector.proxy.handoff import check_client_body
-from vllm_pd_connector.transport.endpoint import seal, unseal
+from vllm_pd_connector.protocol.peer import Peer, PeerKey
+from vllm_pd_connector.protocol.push_messages import (
+    AwaitOrders,
+    DeclinePush,
+    GiveUp,
+    Home,
+    Moved,
+    Orders,
+    PrefillRef,
+    Pushed,
+    PushEnded,
+    PushInto,
+    PushState,
+    WithdrawPush,
+    Write,
+)
+from vllm_pd_connector.proxy.exchange import InstanceRefusal, check_event, check_finished, parsed_json, read_body
+from vllm_pd_connector.proxy.handoff import decode_body, prefill_body
+from vllm_pd_connector.proxy.legs import LegError, encoded_body
+from vllm_pd_connector.transport import mooncake
+from vllm_pd_connector.transport.addresses import host_identity
+from vllm_pd_connector.transport.endpoint import Endpoint, seal, unseal
+from vllm_pd_connector.transport.lines import Arrival
+from vllm_pd_connector.transport.ranges import Ranges
 from vllm_pd_connector.worker.link import decode as decode_manifest
+from vllm_pd_connector.worker.push_link import WriteLink
 
 MODEL = Model(layers=2, heads=4)
 [LOCAL] = [worker.manifest for worker in instance(MODEL, Side(tp=1, layout="NHD"), "decode-0")]
 REMOTE = [worker.manifest for worker in instance(MODEL, Side(tp=2, layout="HND"), "prefill-0")]
+OWN = tuple(map(msgspec.msgpack.encode, REMOTE))
 LEASE = LeaseRef("cmpl-1", bytes(range(16)))
+PREFILL = PrefillRef("cmpl-1", None)
+TABLES = (Table(0, b"\1\0\0\0\2\0\0\0"),)
+INTO = PushInto(
+    PREFILL, Home("decode-0", "ab" * 16, "10.0.0.2", 5600, "k" * 40), 0, 0, 0, 1, bytes(16), TABLES, 0, 7, "0" * 16, 2.5
+)
 PARAMS = remote_prefill_params(
     block_ids=([3, 4, 5], [9]), first_blocks=(0, 2), request_id="cmpl-1", nonce=bytes(16), lease_seconds=30.0,
     prompt_digest="0123456789abcdef", engine_id="p-0", incarnation="ab" * 16, host="10.0.0.1", port=5600,
@@ -82,21 +117,43 @@ def of_json(use: Callable[[Any], object], *examples: object) -> Decoder:
             return None
         return use(value)
 
-    def pack(value: Any) -> bytes:
-        return json.dumps(value, default=repr, skipkeys=True).encode()
+    return Decoder(run, ProtocolError, tuple(map(as_json, examples)), json.loads, as_json)
 
-    return Decoder(run, ProtocolError, tuple(map(pack, examples)), json.loads, pack)
+
+def as_json(value: Any) -> bytes:
+    return json.dumps(value, default=repr, skipkeys=True).encode()
 
 
 def use_params(value: Any) -> object:
+    """As the scheduler halves of all roles and modes read them."""
     kind = p.kind_of(value)
-    if kind is p.Kind.REMOTE_DECODE:
-        return p.parse_remote_decode(value)
     if kind is p.Kind.NONE:
         return None
+    name = p.pairing_name(value, "cmpl-1-0123abcd")
+    if kind is p.Kind.REMOTE_DECODE:
+        return name, p.parse_remote_decode(value)
+    if p.names_bootstrap(value):
+        return name, bootstrap.parse_bootstrap_address(p.parse_remote_bootstrap(value).remote_bootstrap_addr)
+    if not p.is_answer(value):
+        return name, p.parse_remote_push(value)
     remote = p.parse_remote_prefill(value)
     require_signature(remote, b"s" * 32)
     return remote.lease
+
+
+def use_body(content: bytes) -> object:
+    """As the router reads a client's body, and sends it on."""
+    body, keys = read_body(content.decode(errors="replace"))
+    return keys, encoded_body(prefill_body(body, "cmpl-1")), encoded_body(body)
+
+
+def use_answer(content: bytes) -> object:
+    """As the router reads what instances answer: of the prefill's, of the decode's, of a stream's events."""
+    answer = parsed_json(content)
+    check_event(content, True)
+    check_event(b"data: " + content, False)
+    check_finished(answer)
+    return encoded_body(decode_body({"prompt": "x"}, answer))
 
 
 def use_manifest(content: bytes) -> object:
@@ -106,8 +163,96 @@ def use_manifest(content: bytes) -> object:
     return make_plan(LOCAL, [manifest, REMOTE[1]]) if check.allowed else None
 
 
-def manifest_values(content: bytes) -> Any:
-    return msgspec.msgpack.decode(content)
+class Ground:
+    """A transport as far as links use it: like the real ones, it takes endpoints of its own with sound segments."""
+
+    def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> object:
+        unseal("nixl", endpoint)
+        return Ranges.of(segments, "the peer")
+
+    def disconnect(self, peer: object) -> None:
+        pass
+
+
+def write_link(manifest: bytes) -> WriteLink:
+    """Of the prefill's first rank to a decode instance whose only manifest this is."""
+    link = WriteLink(Peer(PeerKey("h", 1, ""), lambda: 0.5), "decode-0", "", 0.0, (manifest,), own=OWN)
+    link.connect(REMOTE[0], Ground(), 1 << 20)  # type: ignore[arg-type]
+    return link
+
+
+INTO_LOCAL = msgspec.structs.replace(LOCAL, endpoint=seal("nixl", "pd-0", b"metadata" * 8))
+
+
+def use_push_manifest(content: bytes) -> object:
+    """The handshake of a push: the prefill side plans what it writes into whom."""
+    return write_link(content).outgoing
+
+
+def use_push(content: bytes) -> object:
+    """A push order: from the decode side's bytes to what is written of which addresses."""
+    _, request = m.decode_request(content)
+    if not isinstance(request, PushInto):
+        return None
+    link = write_link(msgspec.msgpack.encode(INTO_LOCAL))
+    parts = []
+    for ready, cursor, final in ((4, request.start, False), (7, 4, True)):
+        reach = link.reach(request, ready, cursor, final)
+        part = link.bind_push(request, TABLES, cursor, reach, final)
+        parts.append((part.runs, [*(part.staged or ())]))
+    return parts
+
+
+def use_whereabouts(content: bytes) -> object:
+    return mooncake.locate(Endpoint("mooncake", "pd-0", content, b""), "tcp", ipaddress.ip_address("10.0.0.1"))
+
+
+def use_stranger(content: bytes) -> object:
+    """What is dialled to a worker, in pieces of a length that its first byte says."""
+    arrival, piece = Arrival(b"pd-0", 0.0), content[0] + 1 if content else 1
+    return [arrival.take(content[at : at + piece]) for at in range(1, len(content), piece)]
+
+
+def frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "big") + payload
+
+
+def frames_of(content: bytes) -> list[Any]:
+    values, content = [content[0]], content[1:]
+    while content:
+        end = 4 + int.from_bytes(content[:4], "big")
+        values.append(content[4:end])
+        content = content[end:]
+    return values
+
+
+def as_bytes(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode(errors="surrogatepass")
+
+
+def frames_from(values: Any) -> bytes:
+    values = values if isinstance(values, list) else [values]
+    head = values[0] if values and isinstance(values[0], int) else 0
+    return bytes([head & 255]) + b"".join(frame(as_bytes(value)) for value in values[1:])
+
+
+def exposition_rows(content: bytes) -> list[Any]:
+    """Rows of a `/metrics` page: [name, labels]."""
+    families = text_string_to_metric_families(content.decode())
+    return [[sample.name, dict(sample.labels)] for family in families for sample in family.samples]
+
+
+def exposition_of(rows: Any) -> bytes:
+    lines = []
+    for row in rows if isinstance(rows, list) else [rows]:
+        name, labels = (*row, {}, {})[:2] if isinstance(row, list) else (row, {})
+        pairs = labels.items() if isinstance(labels, dict) else [("le", labels)]
+        inside = ",".join(f'{key}="{str(value)}"' for key, value in pairs)
+        lines.append(f"{name}{{{inside}}} 1.0\n")
+    return "".join(lines).encode(errors="surrogatepass")
+
+
+INFO = EngineInfo("kv_producer", "push", "nixl", "p-0", "10.0.0.1", 5600, 2, 1, 1, 1)
 
 
 DECODERS: dict[str, Decoder] = {
@@ -119,6 +264,14 @@ DECODERS: dict[str, Decoder] = {
         m.Release((LEASE,)),
         m.Verify(LEASE, (0, 16), 33),
         m.Sums(bytes(16), 7, 1, (m.SumPiece("layer", "key", 0, bytes(8)),), True),
+        m.Describe(),
+        m.Status(),
+        m.NextJob(bytes(16), 1),
+        INTO,
+        WithdrawPush(PREFILL, bytes(16)),
+        DeclinePush(PrefillRef("cmpl-1", bytes(16))),
+        AwaitOrders(bytes(16), 1, 7),
+        PushEnded(bytes(16), 1, bytes(16), False, "lost", True, {0: 5}, Moved(64, 2, 3)),
     ),
     "reply": framed(
         m.decode_reply,
@@ -129,14 +282,107 @@ DECODERS: dict[str, Decoder] = {
         m.Job(7, (Table(0, bytes(8)),), (0, 16), 33),
         m.Verified((m.SumPiece("layer", "key", 0, bytes(8)),)),
         m.Failure(m.FailureCode.BUSY, "later"),
+        m.Released(),
+        m.Noted(),
+        m.Accepted(),
+        Pushed(PushState.DONE, "", True, {0: 5}, Moved(64, 2, 3), "cmpl-1", LEASE),
+        Orders(7, (Write(INTO, TABLES, 7, 3, True), GiveUp(bytes(16), "gone"))),
     ),
-    "parameters": of_json(use_params, PARAMS, {"do_remote_decode": True, "remote_host": None}),
-    "body": of_json(check_client_body, {"model": "m", "prompt": [1, 2], "n": 1}, {"messages": [{"content": "x"}]}),
+    "parameters": of_json(
+        use_params,
+        PARAMS,
+        {"do_remote_decode": True, "remote_host": None},
+        {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "cmpl-1"},
+        {
+            "do_remote_prefill": True,
+            "remote_engine_id": "p-0",
+            "remote_host": "10.0.0.1",
+            "remote_port": 5600,
+            "remote_request_id": "cmpl-1",
+            "tp_size": 2,
+            "transfer_id": "cmpl-1",
+        },
+        {
+            "do_remote_prefill": True,
+            "remote_engine_id": "p-0",
+            "remote_bootstrap_addr": "http://10.0.0.1:8998",
+            "transfer_id": "cmpl-1",
+        },
+    ),
+    "body": Decoder(
+        use_body,
+        (ProtocolError, LegError),
+        (
+            as_json({"model": "m", "prompt": [1, 2], "n": 1, "stop": ["."], "stream": True}),
+            as_json({"model": "m", "messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 5}),
+        ),
+        json.loads,
+        as_json,
+    ),
+    "instance answer": Decoder(
+        use_answer,
+        (ProtocolError, LegError, InstanceRefusal),
+        (
+            as_json({"choices": [{"text": "x", "finish_reason": "length"}], "kv_transfer_params": PARAMS}),
+            as_json({"error": None, "choices": [{"finish_reason": None}, 1], "kv_transfer_params": PARAMS}),
+        ),
+        json.loads,
+        as_json,
+    ),
+    "bootstrap answer": Decoder(
+        bootstrap.parse_answer,
+        ProtocolError,
+        tuple(bootstrap.encode_answer(1, "p-0", bootstrap.Place(host, 5600), 2, 2) for host in ("10.0.0.1", "fd00::1")),
+        json.loads,
+        as_json,
+    ),
+    "bootstrap address": Decoder(
+        lambda content: bootstrap.parse_bootstrap_address(content.decode(errors="replace")),
+        ProtocolError,
+        (b"http://10.0.0.1:8998", b"http://[fd00::1]:8998/"),
+        lambda content: [content],
+        lambda value: as_bytes(value[0] if isinstance(value, list) and value else value),
+    ),
+    "metrics": Decoder(
+        lambda content: parse(content.decode(errors="replace")),
+        ProtocolError,
+        (
+            exposition_of([[INFO_SERIES, {"engine": "0", **INFO.labels()}], ["vllm:other", {"model": "m"}]]),
+            exposition_of([[INFO_SERIES, {"engine": str(index), **INFO.labels()}] for index in range(3)]),
+        ),
+        exposition_rows,
+        exposition_of,
+    ),
+    "stranger": Decoder(
+        use_stranger,
+        ProtocolError,
+        (b"\xff" + frame(b"pd-0") + frame(b"message") + frame(b""), b"\x00" + frame(b"pd-0") + frame(bytes(300))),
+        frames_of,
+        frames_from,
+    ),
+    "whereabouts": Decoder(
+        use_whereabouts,
+        TransferError,
+        tuple(
+            msgspec.msgpack.encode(mooncake.Whereabouts(address, 15000, 16000, "tcp", host))
+            for address, host in (("10.0.0.2", "boot:1"), ("127.0.0.1", host_identity()))
+        ),
+        msgspec.msgpack.decode,
+        msgspec.msgpack.encode,
+    ),
+    "manifest of a push": Decoder(
+        use_push_manifest,
+        (IncompatiblePeer, InvalidManifest, InvalidTopology, TransferError),
+        (msgspec.msgpack.encode(INTO_LOCAL),),
+        msgspec.msgpack.decode,
+        msgspec.msgpack.encode,
+    ),
+    "push": replace(framed(use_push, INTO), errors=(ProtocolError, BindError)),
     "manifest": Decoder(
         use_manifest,
         (IncompatiblePeer, InvalidManifest, InvalidTopology),
         (msgspec.msgpack.encode(REMOTE[0]),),
-        manifest_values,
+        msgspec.msgpack.decode,
         msgspec.msgpack.encode,
     ),
     "manifests of a tool": Decoder(
@@ -154,5 +400,9 @@ DECODERS: dict[str, Decoder] = {
         msgspec.msgpack.encode,
     ),
 }
-assert all(issubclass(kind, PDConnectorError) for d in DECODERS.values() for kind in (
+assert all(issubclass(kind, (PDConnectorError, LegError, InstanceRefusal)) for d in DECODERS.values() for kind in (
     d.errors if isinstance(d.errors, tuple) else (d.errors,)))  # fmt: skip
+for name, messages in (("request", m.Request), ("reply", m.Reply)):
+    decode = DECODERS[name].run
+    lacking = set(get_args(messages)) - {type(decode(example)[1]) for example in DECODERS[name].examples}
+    assert not lacking, f"{name}: no example of {lacking}"

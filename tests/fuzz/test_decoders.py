@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,6 +20,9 @@ busy = settings(deadline=None, max_examples=150, suppress_health_check=list(Heal
 SECONDS = 5.0
 BYTES_FIXED, BYTES_PER_BYTE = 8 << 20, 400
 """What a decoder may use for one input: generous, a count or a length that was believed would take gigabytes."""
+
+SEEDS = sorted(path for path in (Path(__file__).parent / "corpus").rglob("*") if path.is_file())
+assert SEEDS
 
 LEAVES = st.one_of(
     st.none(),
@@ -67,6 +74,51 @@ def test_valid_examples_are_understood(name):
 @given(data=st.data())
 def test_arbitrary_bytes(name, data):
     run(DECODERS[name], data.draw(st.binary(max_size=300)))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@busy
+@given(value=st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=9), inner)))
+def test_arbitrary_values(name, value):
+    """Well-formed, and of no shape that was asked for: random bytes rarely get past the parser of the format."""
+    run(DECODERS[name], DECODERS[name].pack(value))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_seeds(name):
+    """What was found once, and what coverage-guided fuzzing begins with: every seed, given to every decoder."""
+    for seed in SEEDS:
+        try:
+            run(DECODERS[name], seed.read_bytes())
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_nesting_at_any_place(name):
+    """Parsers and writers of nested values have limits that are not the same."""
+    decoder, mark = DECODERS[name], "@@ nested @@"
+    packed = {msgspec.msgpack.encode(mark): (b"\x91", b"\xc0", b""), json.dumps(mark).encode(): (b"[", b"0", b"]")}
+    for example in decoder.examples:
+        for at in range(len(places(decoder.unpack(example)))):
+            value = decoder.unpack(example)
+            container, key = places(value)[at]
+            container[key] = mark
+            content = decoder.pack(value)
+            for written, (opening, inner, closing) in packed.items():
+                if written in content:
+                    for depth in (200, *range(850, 1000, 30), 100_000):
+                        run(decoder, content.replace(written, opening * depth + inner + closing * depth))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("digits", [5, 4300, 4301])
+def test_long_numbers(name, digits):
+    """Python refuses to read integers of more than 4300 digits, with an error of its own."""
+    for example in DECODERS[name].examples:
+        for found in re.finditer(rb"[0-9]+", example):
+            run(DECODERS[name], example[: found.start()] + b"9" * digits + example[found.end() :])
 
 
 @pytest.mark.parametrize("name", DECODERS)

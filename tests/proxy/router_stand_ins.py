@@ -28,6 +28,7 @@ class Instance:
         self.says = says
         self.engines = engines
         self.health = 200
+        self.page: bytes | None = None
         self.arrived = asyncio.Event()
         self.cancelled = asyncio.Event()
         self._handler = handler
@@ -42,6 +43,8 @@ class Instance:
         return web.Response(status=self.health)
 
     async def _show_metrics(self, _request: web.Request) -> web.Response:
+        if self.page is not None:
+            return web.Response(body=self.page, content_type="text/plain")
         rows = [exposition(self.says, index) for index in range(self.engines)] if self.says else []
         return web.Response(text="".join(rows))
 

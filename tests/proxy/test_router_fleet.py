@@ -9,6 +9,8 @@ from aiohttp import web
 from router_bench import Bench, over_bench
 from router_stand_ins import DONE, HANDS_OVER, info
 
+from vllm_pd_connector.observability.instance import MAX_PAGE_BYTES
+from vllm_pd_connector.proxy.legs import LegError, encoded_body
 from vllm_pd_connector.proxy.serve import admin_application
 
 
@@ -52,6 +54,44 @@ async def test_one_bad_check_is_forgiven_and_a_second_is_not(bench: Bench) -> No
     await bench.check()
     status, text = await bench.get("/health")
     assert status == 503 and prefill.url in text and "503" in text
+
+
+@over_bench
+async def test_a_page_that_is_no_text_or_has_no_end_is_that_instances_problem(bench: Bench) -> None:
+    strange, endless, prefill = [await bench.instance(HANDS_OVER) for _ in range(3)]
+    decode = await bench.instance(DONE)
+    strange.page, endless.page = b"\xff\xfe{", b"# endless\n" * (MAX_PAGE_BYTES // 8)
+    await bench.route([strange.url, endless.url, prefill.url], [decode.url])
+    said = {row["url"]: (row["state"], row["why"]) for row in bench.router.fleet.describe()}
+    assert said[strange.url][0] == said[endless.url][0] == "down"
+    assert "not a Prometheus exposition" in said[strange.url][1] and "bytes" in said[endless.url][1]
+    assert (await bench.ask())[0] == 200 and len(prefill.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    ['{"prompt": [1], "seed": ' + "9" * 5000 + "}", '{"prompt": ' + "[" * 5000 + "]" * 5000 + "}"],
+    ids=["a number of 5000 digits", "5000 brackets"],
+)
+def test_json_that_python_does_not_read_is_the_clients_error(body: str) -> None:
+    @over_bench
+    async def ask(bench: Bench) -> None:
+        prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
+        await bench.route([prefill.url], [decode.url])
+        async with bench.client.post(bench.url, data=body.encode()) as response:
+            assert response.status == 400 and "is not JSON" in await response.text()
+        assert not prefill.asked
+
+    ask()
+
+
+def test_a_body_that_can_be_read_but_not_written_is_the_clients_error() -> None:
+    nested: object = 1
+    for _ in range(5000):
+        nested = [nested]
+    with pytest.raises(LegError, match="nested too deeply") as refusal:
+        encoded_body({"messages": nested})
+    assert refusal.value.status == 400
 
 
 @over_bench

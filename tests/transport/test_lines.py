@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -278,6 +279,26 @@ def test_the_kernel_is_told_to_notice_a_silent_machine(exchange: Callable[..., E
         count = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
         assert idle + interval * count <= lines.SILENCE_SECONDS
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == lines.SILENCE_SECONDS * 1000
+
+
+def test_an_exchange_that_ends_while_it_is_woken_writes_to_no_descriptor_of_others() -> None:
+    ended = Exchange(HOST, "ended")
+    number = ended._event
+    ended.close()
+    over = threading.Event()
+    ended._thread = threading.Thread(target=over.wait, daemon=True)
+    ended._thread.start()  # as it was when whoever wakes it looked
+    descriptor = os.eventfd(0, os.EFD_NONBLOCK)
+    os.dup2(descriptor, number)
+    try:
+        ended._wake()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(number)
+    finally:
+        over.set()
+        os.close(number)
+        if descriptor != number:
+            os.close(descriptor)
 
 
 def test_an_idle_exchange_burns_no_cpu(exchange: Callable[..., Exchange]) -> None:

@@ -21,6 +21,8 @@ from vllm_pd_connector.errors import ProtocolError
 
 INFO_SERIES = "vllm:pd_instance_info"
 INFO_TEXT = "What routers need to know of this instance; always 1."
+MAX_PAGE_BYTES = 8 << 20
+"""More than any instance has to say on `/metrics`; who asks reads no more."""
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 
@@ -82,6 +84,7 @@ def _engine(row: Mapping[str, str]) -> EngineInfo:
 
 def _number(row: Mapping[str, str], name: str, *, least: int) -> int:
     text = row.get(name, "")
-    if not text.isascii() or not text.isdigit() or not least <= int(text) <= 65535:
-        raise ProtocolError(f"{INFO_SERIES}: {name}: {text!r} there, a number from {least} to 65535 here")
+    # Five digits: Python refuses to read thousands of them with an error of its own.
+    if not text.isascii() or not text.isdigit() or len(text) > 5 or not least <= int(text) <= 65535:
+        raise ProtocolError(f"{INFO_SERIES}: {name}: {text[:80]!r} there, a number from {least} to 65535 here")
     return int(text)

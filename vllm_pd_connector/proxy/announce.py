@@ -28,7 +28,7 @@ import msgspec
 import zmq
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.observability.instance import EngineInfo, parse
+from vllm_pd_connector.observability.instance import MAX_PAGE_BYTES, EngineInfo, parse
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +65,13 @@ def ask(url: str) -> EngineInfo:
     try:
         for path in ("/health", "/metrics"):
             with urllib.request.urlopen(url + path, timeout=ASK_TIMEOUT) as answer:
-                text = answer.read().decode(errors="replace")
+                content = answer.read(MAX_PAGE_BYTES)
+                if answer.length:  # there is more, or it broke off
+                    raise http.client.IncompleteRead(content, answer.length)
     # Errors that HTTP tells and time-outs are OSErrors too; an answer that broke off is not.
     except (OSError, http.client.HTTPException) as error:
         raise ProtocolError(f"{url}: {error}") from error
-    engines = parse(text)
+    engines = parse(content.decode(errors="replace"))
     if not engines:
         raise ProtocolError(f"{url}: it does not say its role; run PDConnector there, with metrics on")
     return engines[min(engines)]

@@ -69,13 +69,27 @@ async def read_exchange(request: web.Request, request_id: str, started: float) -
     if not REQUEST_ID.fullmatch(request_id):
         raise ProtocolError(f"X-Request-Id: {request_id!r:.80}; use up to 200 letters, digits, '.', '_', ':' and '-'")
     try:
-        body = check_client_body(await request.json())
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        text = await request.text()
+    except UnicodeDecodeError as error:
         raise ProtocolError(f"the request body is not JSON: {error}") from error
+    body, keys = read_body(text)
     headers = {"X-Request-Id": request_id}
     if "Authorization" in request.headers:
         headers["Authorization"] = request.headers["Authorization"]
-    return Exchange(request, request_id, body, prefix_keys(body), headers, started)
+    return Exchange(request, request_id, body, keys, headers, started)
+
+
+def read_body(text: str) -> tuple[Body, list[bytes]]:
+    """A client's body, and the keys of its prompt.
+
+    Raises:
+        ProtocolError: no JSON that Python can read (also not numbers of thousands of digits), or not to be handed over.
+    """
+    try:
+        body = check_client_body(json.loads(text))
+        return body, prefix_keys(body)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the request body is not JSON: {error}") from error
 
 
 def check_finished(answer: object) -> None:
@@ -119,12 +133,13 @@ def check_event(event: bytes, first: bool) -> None:
     """
     if b"error" not in event and b"abort" not in event:
         return  # nearly all of them: not worth reading
-    found = parsed_json(event.strip().removeprefix(b"data:"))
+    content = event.strip().removeprefix(b"data:").strip()
+    found = parsed_json(content)
     error = found.get("error") if isinstance(found, Mapping) else None
     if first and error is not None:
         code = error.get("code") if isinstance(error, Mapping) else None
         status = code if isinstance(code, int) and 400 <= code < 600 else 502
-        raise InstanceRefusal(status, json.dumps(found).encode(), "application/json")
+        raise InstanceRefusal(status, content, "application/json")
     check_finished(found)
 
 

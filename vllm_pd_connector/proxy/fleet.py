@@ -31,7 +31,7 @@ from typing import Any
 import aiohttp
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.observability.instance import EngineInfo, parse
+from vllm_pd_connector.observability.instance import MAX_PAGE_BYTES, EngineInfo, parse
 from vllm_pd_connector.proxy.choice import Candidate, Chooser
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 
@@ -242,7 +242,12 @@ class Fleet:
                 return ""
             if response.status != 200:
                 raise ProtocolError(f"{path} answered {response.status}")
-            return await response.text()
+            page = bytearray()
+            async for chunk in response.content.iter_any():
+                page += chunk
+                if len(page) > MAX_PAGE_BYTES:
+                    raise ProtocolError(f"{path} has more than {MAX_PAGE_BYTES} bytes")
+            return page.decode(errors="replace")
 
     def _learn(self, instance: Instance, engines: dict[int, EngineInfo]) -> None:
         instance.asked_at = time.monotonic()

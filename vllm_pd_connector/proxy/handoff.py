@@ -105,8 +105,9 @@ def decode_body(body: Body, prefill_answer: object) -> Body:
     """
     params = prefill_answer.get("kv_transfer_params") if isinstance(prefill_answer, dict) else None
     if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+        said = f"{list(params)!r:.200}" if isinstance(params, dict) else f"of type {type(params).__name__}"
         raise ProtocolError(
-            f"the prefill instance answered with kv_transfer_params {params!r:.200}; start it with "
+            f"the prefill instance answered with kv_transfer_params {said}; start it with "
             "--kv-transfer-config and a connector whose role is kv_producer"
         )
     return body | {"kv_transfer_params": params}

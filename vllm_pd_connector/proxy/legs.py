@@ -8,6 +8,7 @@ connection is closed.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -73,12 +74,13 @@ class Legs:
         refused: dict[str, str] = {}
         while (instance := self._fleet.choose(role, keys, set(refused))) is not None:
             body, headers = prepare(instance)
+            content, headers = encoded_body(body), {**headers, "Content-Type": "application/json"}
             logger.debug("request %s: %s at %s", headers["X-Request-Id"], role, instance.url)
             sent = None if on_sent is None else lambda chosen=instance: on_sent(chosen)
             try:
                 with self._fleet.busy(instance, role, keys):
                     async with self._session.post(
-                        instance.url + path, json=body, headers=headers, trace_request_ctx=sent
+                        instance.url + path, data=content, headers=headers, trace_request_ctx=sent
                     ) as response:
                         yield response
                         return
@@ -93,6 +95,18 @@ class Legs:
                 self._fleet.suspect()
                 raise LegError(502, f"{role} instance {instance.url} broke off: {error!r}") from error
         raise LegError(503, f"no {role} instance can be reached: {self._fleet.reasons(role)}")
+
+
+def encoded_body(body: Body) -> bytes:
+    """A leg's body.
+
+    Raises:
+        LegError: it is nested too deeply to be written, though it could be read.
+    """
+    try:
+        return json.dumps(body).encode()
+    except RecursionError as error:
+        raise LegError(400, "the request is nested too deeply to be passed on") from error
 
 
 def make_session(limits: Limits) -> aiohttp.ClientSession:

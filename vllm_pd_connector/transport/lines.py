@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
-from vllm_pd_connector.errors import PeerLost, TransferError
+from vllm_pd_connector.errors import PeerLost, ProtocolError, TransferError
 
 logger = logging.getLogger(__name__)
 
@@ -158,12 +158,36 @@ class Line:
 
 
 @dataclass(eq=False, slots=True)
-class _Arrival:
-    """The exchange's end of a line; `greeted` after the dialler said our name, for which it has until `deadline`."""
+class Arrival:
+    """What came from a dialler: our `name`, for which it has until `deadline`, then messages."""
 
+    name: bytes
     deadline: float
-    frames: bytearray = field(default_factory=bytearray)
     greeted: bool = False
+    _frames: bytearray = field(default_factory=bytearray)
+
+    def take(self, received: bytes) -> list[bytes]:
+        """The messages that are complete now.
+
+        Raises:
+            ProtocolError: the dialler is to be hung up on.
+        """
+        frames, messages = self._frames, []
+        frames += received
+        while len(frames) >= 4:
+            length = int.from_bytes(frames[:4], "big")
+            if length > (MAX_MESSAGE_BYTES if self.greeted else MAX_NAME_BYTES):
+                raise ProtocolError(f"it announced a frame of {length} bytes")
+            if len(frames) < 4 + length:
+                break
+            payload = bytes(frames[4 : 4 + length])
+            del frames[: 4 + length]
+            if self.greeted:
+                messages.append(payload)
+            elif not hmac.compare_digest(payload, self.name):
+                raise ProtocolError("it asked for another process than this one")
+            self.greeted = True
+        return messages
 
 
 class Exchange:
@@ -188,14 +212,15 @@ class Exchange:
         self._inbox: deque[bytes] = deque()
         self._new: deque[Line] = deque()
         self._lines: set[Line] = set()
-        self._arriving: dict[socket.socket, _Arrival] = {}
-        self._strangers: dict[socket.socket, _Arrival] = {}  # those of them that did not greet, oldest first
+        self._arriving: dict[socket.socket, Arrival] = {}
+        self._strangers: dict[socket.socket, Arrival] = {}  # those of them that did not greet, oldest first
         self._paused_until = 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._event = os.eventfd(0, os.EFD_NONBLOCK)
         self._selector.register(self._event, selectors.EVENT_READ, self._woken)
-        self._closing = False
+        self._event_lock = threading.Lock()
+        self._closing = self._ended = False
         self._thread = threading.Thread(target=self._run, name="pd-lines", daemon=True)
         self._thread.start()
 
@@ -238,8 +263,9 @@ class Exchange:
         self._thread.join()
 
     def _wake(self) -> None:
-        if self._thread.is_alive():
-            os.eventfd_write(self._event, 1)
+        with self._event_lock:
+            if not self._ended:
+                os.eventfd_write(self._event, 1)
 
     def _run(self) -> None:
         while not self._closing:
@@ -301,7 +327,7 @@ class Exchange:
             return
         arrived.setblocking(False)
         _notice_silence(arrived)
-        arrival = _Arrival(time.monotonic() + GREETING_SECONDS)
+        arrival = Arrival(self._name.encode(), time.monotonic() + GREETING_SECONDS)
         self._arriving[arrived] = self._strangers[arrived] = arrival
         self._selector.register(arrived, selectors.EVENT_READ, partial(self._receive, arrived))
 
@@ -325,39 +351,19 @@ class Exchange:
     def _receive(self, arrived: socket.socket, ready: int) -> None:
         try:
             received = arrived.recv(_RECEIVE_BYTES)
+            if not received:
+                return self._hang_up_on(arrived)
+            arrival = self._arriving[arrived]
+            self._inbox.extend(arrival.take(received))
+            if arrival.greeted and self._strangers.pop(arrived, None) is not None:
+                arrived.send(_frame(arrival.name))
         except BlockingIOError:
             return
         except OSError:
-            received = b""
-        if not received or not self._take(arrived, self._arriving[arrived], received):
             self._hang_up_on(arrived)
-
-    def _take(self, arrived: socket.socket, arrival: _Arrival, received: bytes) -> bool:
-        """Frames of a dialler: our name, which is answered, then messages. False: it is hung up on."""
-        frames = arrival.frames
-        frames += received
-        while len(frames) >= 4:
-            length = int.from_bytes(frames[:4], "big")
-            if length > (MAX_MESSAGE_BYTES if arrival.greeted else MAX_NAME_BYTES):
-                logger.warning("hung up on a dialler that announced a frame of %d bytes", length)
-                return False
-            if len(frames) < 4 + length:
-                break
-            payload = bytes(frames[4 : 4 + length])
-            del frames[: 4 + length]
-            if arrival.greeted:
-                self._inbox.append(payload)
-            elif not hmac.compare_digest(payload, self._name.encode()):
-                logger.warning("hung up on a dialler that asked for another process than this one")
-                return False
-            else:
-                arrival.greeted = True
-                del self._strangers[arrived]
-                try:
-                    arrived.send(_frame(payload))
-                except OSError:
-                    return False
-        return True
+        except ProtocolError as error:
+            logger.warning("hung up on a dialler: %s", error)
+            self._hang_up_on(arrived)
 
     def _end(self) -> None:
         for line in (*self._lines, *self._new):
@@ -368,7 +374,9 @@ class Exchange:
             arrived.close()
         self._listener.close()
         self._selector.close()
-        os.close(self._event)
+        with self._event_lock:  # its number may be another's from here on
+            self._ended = True
+            os.close(self._event)
 
 
 def _frame(payload: bytes) -> bytes:

@@ -37,7 +37,7 @@ from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.transport.addresses import Address, check_reachable, host_identity, local_address
 from vllm_pd_connector.transport.base import Peer, Status, Transfer, follow
-from vllm_pd_connector.transport.endpoint import seal, unseal
+from vllm_pd_connector.transport.endpoint import Endpoint, seal, unseal
 from vllm_pd_connector.transport.lines import Exchange, Line, LineState
 from vllm_pd_connector.transport.mooncake_engine import (
     MAX_IN_FLIGHT,
@@ -74,6 +74,25 @@ class Whereabouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     line_port: int
     protocol: str
     host: str
+
+
+def locate(endpoint: Endpoint, protocol: str, ours: Address) -> tuple[Whereabouts, Address]:
+    """Where a peer is, for a worker with `protocol` at address `ours`.
+
+    Raises:
+        TransferError: malformed, or not to be reached from here.
+    """
+    try:
+        where = msgspec.msgpack.decode(endpoint.metadata, type=Whereabouts)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TransferError(f"endpoint of {endpoint.name} is malformed: {error}; fetch the manifest again") from error
+    if where.protocol != protocol:
+        raise TransferError(
+            f"protocol: {protocol} here, {where.protocol[:20]} there; set transport_options.protocol alike"
+        )
+    if not (0 < where.engine_port < 65536 and 0 < where.line_port < 65536):
+        raise TransferError(f"ports of {endpoint.name}: {where.engine_port} and {where.line_port} are not ports")
+    return where, check_reachable(where.address, where.host, ours)
 
 
 @dataclass(eq=False, slots=True)
@@ -174,17 +193,7 @@ class MooncakeTransport:
         ranges = Ranges.of(segments, "the peer")
         if made.name in self._peers or made.name == self._name:
             raise TransferError(f"{made.name} is connected already; disconnect it first")
-        try:
-            where = msgspec.msgpack.decode(made.metadata, type=Whereabouts)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise TransferError(f"endpoint of {made.name} is malformed: {error}; fetch the manifest again") from error
-        if where.protocol != self._protocol:
-            raise TransferError(
-                f"protocol: {self._protocol} here, {where.protocol[:20]} there; set transport_options.protocol alike"
-            )
-        if not (0 < where.engine_port < 65536 and 0 < where.line_port < 65536):
-            raise TransferError(f"ports of {made.name}: {where.engine_port} and {where.line_port} are not ports")
-        address = check_reachable(where.address, where.host, self._address)
+        where, address = locate(made, self._protocol, self._address)
         line = self._exchange.dial(str(address), where.line_port, made.name, self._options.connect_timeout)
         if line.state is LineState.LOST:
             raise PeerLost(line.reason)
