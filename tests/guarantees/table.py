@@ -21,6 +21,7 @@ class Guarantee:
 LEASE, PEER, RECEIVE = "protocol/lease.py", "protocol/peer.py", "protocol/receive.py"
 LOOP, RECEIVES = "worker/loop.py", "worker/receiving.py"
 T_LEASE, T_PEER, T_RECEIVE = "protocol/test_lease.py", "protocol/test_peer.py", "protocol/test_receive.py"
+T_LINKS = "worker/test_links.py"
 T_LOOP, T_LEAVE, T_HALF = "worker/test_loop.py", "worker/test_leave.py", "scheduler/test_half.py"
 T_SIDE, T_KEYS, T_PARAMS = "sidechannel/test_sidechannel.py", "sidechannel/test_keys.py", "protocol/test_params.py"
 
@@ -111,8 +112,23 @@ GUARANTEES = [
     ),
     Guarantee(
         "what a lost peer may still have written ends with its connection",
-        RECEIVES, "            for index in sorted(active.stuck):", "            for index in ():",
+        RECEIVES, "            for index in sorted(active.stuck if gone else ()):", "            for index in ():",
         f"{T_LOOP}::test_a_transfer_that_may_still_write_keeps_its_blocks_until_the_peer_is_known_dead",
+    ),
+    Guarantee(
+        "a peer that only stopped answering may still write",
+        RECEIVES, "active.stuck if gone else ()", "active.stuck",
+        f"{T_LINKS}::test_a_peer_that_only_leaves_may_still_write_until_another_life_answers_there",
+    ),
+    Guarantee(
+        "one order that cannot begin costs no other",
+        LOOP, "            self._receives.fail(order.request_id,", "            raise\n            self._receives.fail(order.request_id,",
+        f"{T_LINKS}::test_an_order_that_cannot_begin_costs_no_other",
+    ),
+    Guarantee(
+        "a peer whose reads stand still though it answers is linked anew",
+        "worker/links.py", "if link.stalled and incarnation ==", "if False and incarnation ==",
+        "worker/test_stalled.py::test_a_peer_whose_reads_stand_still_though_it_answers_is_linked_anew",
     ),
     # Draining
     Guarantee(
@@ -188,7 +204,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "parameters name no endpoint but a host",
-        "protocol/params.py", r'pattern=r"^[A-Za-z0-9._:%-]+\Z"', r'pattern=r".*"',
+        "protocol/fields.py", r'pattern=r"^[A-Za-z0-9._:%-]+\Z"', r'pattern=r".*"',
         f"{T_PARAMS}::test_a_field_that_is_not_as_declared_is_refused_by_name",
     ),
     Guarantee(
