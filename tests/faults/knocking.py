@@ -46,9 +46,12 @@ def junk(world: World, p: Instance, d: Instance, fault: Fault) -> Struck:
     with contextlib.ExitStack() as open_ones:
         for place in places(world, p, d, fault.where):
             for _ in range(150 if fault.phase == "crowd" else 3):
-                with contextlib.suppress(OSError):
+                try:
                     client = open_ones.enter_context(socket.create_connection(place, timeout=2))
-                    reached += 1
+                except OSError:
+                    break  # it has no room for more, or is gone
+                reached += 1
+                with contextlib.suppress(OSError):
                     if fault.phase == "bytes":
                         client.sendall(rng.randbytes(rng.choice((1, 64, 1000, 100_000))))
                     elif fault.phase == "greeting":

@@ -46,9 +46,9 @@ class Line:
 
 LANES: tuple[tuple[Line, ...], ...] = (
     (
-        Line("restarts", 780, "--world restarts --faults 17"),
-        Line("restarts, push", 540, "--world restarts --mode push --skip 17 --faults 28"),
-        Line("workers", 300, "--world workers --faults 10"),
+        Line("restarts", 840, "--world restarts --faults 17"),
+        Line("restarts, push", 560, "--world restarts --mode push --skip 17 --faults 28"),
+        Line("workers", 270, "--world workers --faults 10"),
     ),
     (
         Line("pair", 350, "--world pair --faults 85"),
