@@ -40,7 +40,8 @@ from vllm_pd_connector.geometry.manifest import Manifest, Segment
 from vllm_pd_connector.geometry.plan import Edge, make_plan
 from vllm_pd_connector.transport.base import Peer, Status, Transport
 from vllm_pd_connector.transport.hugepages import collapse_in_background
-from vllm_pd_connector.transport.nixl import NixlOptions, NixlTransport
+from vllm_pd_connector.transport.nixl import NixlTransport
+from vllm_pd_connector.transport.nixl_library import NixlOptions
 from vllm_pd_connector.worker.convert import Stager
 
 ROOT = Path(__file__).resolve().parent.parent

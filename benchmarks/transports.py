@@ -34,7 +34,7 @@ from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.transport.base import Peer, Status, Transport
 from vllm_pd_connector.transport.hugepages import collapse
-from vllm_pd_connector.transport.nixl import NixlOptions, backend_parameters
+from vllm_pd_connector.transport.nixl_library import NixlOptions, backend_parameters
 from vllm_pd_connector.transport.registry import create
 from vllm_pd_connector.worker.pace import pause
 

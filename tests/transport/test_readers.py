@@ -84,13 +84,36 @@ def test_another_agent_connects_while_the_first_one_ends_what_it_runs(
     assert reader.digest() == peer.call("digest")
 
 
-def test_a_target_is_not_replaced(variant: Variant, peer: AnyPeer) -> None:
+def test_a_target_stays_what_it_is_when_what_posts_is_replaced(variant: Variant, peer: AnyPeer) -> None:
     end = End(variant.transport, variant.options, SIZE)
     with contextlib.closing(end.transport):
+        before = threads()
         target = end.connect(peer.endpoint, peer.segments)
-        with pytest.raises(TransferError, match="not replaced"):
-            end.transport.renew(target)
+        assert threads() - before <= 1, "what posts has a progress thread"
         end.finish(end.transport.read(target, whole(peer.address, end.address, SIZE)))
+        end.transport.renew(target)
+        assert end.transport.describe() == end.endpoint
+        end.disconnect(target)
+        again = end.connect(peer.endpoint, peer.segments)
+        end.fill(9)
+        end.finish(end.transport.write(again, whole(end.address, peer.address, SIZE)))
+        assert peer.call("content", 0, SIZE) == end.content(0, SIZE)
+        end.zero()
+        peer.call("fill", 4)
+        peer.call("write_all", *end.hello())
+        assert end.content(0, SIZE) == peer.call("content", 0, SIZE), "it is not the target any more"
+
+
+def test_one_peer_is_connected_twice_and_each_is_left_by_itself(reader: End, peer: AnyPeer) -> None:
+    peer.call("fill", 6)
+    first, second = (reader.connect(peer.endpoint, peer.segments) for _ in range(2))
+    reader.finish(reader.transport.read(first, whole(peer.address, reader.address, SIZE)))
+    reader.disconnect(first)
+    reader.zero()
+    reader.finish(reader.transport.read(second, whole(peer.address, reader.address, SIZE)))
+    assert reader.content(0, SIZE) == peer.call("content", 0, SIZE)
+    reader.disconnect(second)
+    assert not reader.transport._posting().peers
 
 
 def test_replaced_agents_are_few(reader: End, peer: AnyPeer) -> None:

@@ -111,6 +111,11 @@ class End:
     def read_all(self, endpoint: bytes, segments: tuple[Segment, ...], address: int) -> None:
         self.finish(self.transport.read(self.peer(endpoint, segments), whole(address, self.address, self.length)))
 
+    def write_all(self, endpoint: bytes, segments: tuple[Segment, ...], address: int) -> None:
+        """Fill the other end's memory with the beginning of ours."""
+        length = sum(segment.length for segment in segments)
+        self.finish(self.transport.write(self.peer(endpoint, segments), whole(self.address, address, length)))
+
     def notifications(self) -> list[bytes]:
         received: list[bytes] = self.transport.notifications()
         return received

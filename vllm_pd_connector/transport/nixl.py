@@ -6,18 +6,18 @@ gain nothing for runs that the binder merged already: see docs/design/transports
 What the library does not do, and this module does:
 - **Idle costs nothing.** NIXL's Python agent starts a progress thread that never sleeps. The bindings take the
   thread's interval; nothing of the library is patched, so another NIXL user in the process is not affected.
-- **One thread where one is enough.** An agent that nobody reads from or writes into needs no progress thread: polling
-  its own transfers moves them. Beside a progress thread, posted reads were seen to stand still for seconds, and twice
-  for ever, with every later one to that peer.
+- **Who posts has no progress thread.** Beside one, posted reads and writes were seen to stand still for seconds, and
+  three times for ever, with every later one to that peer. So there are two agents: one with a thread, which peers know
+  and which posts nothing, and one without, whose transfers are moved by being polled. Each exists where it is needed.
 - **A call is bounded.** On one host UCX copies inside the call that posts. A transfer is posted in batches, and a call
   that has spent its few milliseconds leaves the rest to `poll`, so that the thread which owns the transport stays
   responsive. Where posting only queues work (TCP, RDMA), all batches are posted at once and run together.
 - **Nothing running is released.** NIXL's release returns at once and data still lands. A handle is released when it
   is terminal; `disconnect` only marks a peer that has running transfers, and the last of them removes it. Handles
   that failed in an unknown way live until `close`, which ends all by destroying the agent.
-- **There is a way out.** UCX was seen to leave reads of a healthy peer unfinished, and every later one on that
-  connection. Beside an agent that nobody targets there can be a second one for new connections (`renew`). The first
-  ends when its last transfer has: ended earlier, over TCP, it kills a peer that still answers it.
+- **There is a way out.** When transfers with a healthy peer stand still all the same, another agent takes the place of
+  the one that posts, for new connections (`renew`). The old one ends when its last transfer has: ended earlier, over
+  TCP, it kills a peer that still answers it.
 - **Peers are removed.** After a death NIXL still believes in a peer and refuses it for ever; `disconnect` removes it.
 
 Source of the library's behaviour: NIXL 1.5.1 with UCX 1.23.0, observed (docs/design/transports.md).
@@ -25,32 +25,30 @@ Source of the library's behaviour: NIXL 1.5.1 with UCX 1.23.0, observed (docs/de
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import time
 import uuid
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
+from vllm_pd_connector.errors import InvalidConfig, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Addresses, Runs
 from vllm_pd_connector.transport.base import Peer, Status, Transfer, follow
 from vllm_pd_connector.transport.endpoint import seal, unseal
+from vllm_pd_connector.transport.nixl_library import NixlOptions, backend_parameters, bindings, translate
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, batches, cut
 
 logger = logging.getLogger(__name__)
 
 NAME = "nixl"
-INSTALL_HINT = "install it with `pip install nixl`, or choose another transport"
 
 # A batch is bounded in time: one descriptor costs 2 us on one host (measured), as much as this many bytes at 9 GB/s.
 _DESCRIPTOR_COST_BYTES = 16 << 10
@@ -61,45 +59,23 @@ _POST_SECONDS = 0.005
 # Agents that were replaced and still run transfers; each holds the registrations of all memory.
 _MAX_OLDER = 3
 
-_REFUSALS = frozenset(
-    f"nixl{name}Error"
-    for name in ("NotFound", "InvalidParam", "NotAllowed", "Mismatch", "NotSupported", "NotPosted", "RepostActive")
-)
-
-
-class NixlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of one agent; the defaults suit one host, TCP and RDMA.
-
-    `backend` and `backend_options` go to NIXL's createBackend as they are. `ucx` are UCX settings without the `UCX_`
-    prefix ({"TLS": "tcp,self"}), for this agent only. `tcp_segment_size` is UCX's TCP segment size in both directions
-    ("" leaves UCX's default; a UCX_TCP_*_SEG_SIZE in the environment or in `ucx` wins). `progress_interval_us` is the
-    longest sleep of the progress thread in microseconds, which events cut short. `batch_bytes` bounds what one call of
-    the library is given.
-    """
-
-    backend: str = "UCX"
-    backend_options: dict[str, str] = {}
-    ucx: dict[str, str] = {}
-    tcp_segment_size: str = "256k"
-    progress_interval_us: int = 2000
-    batch_bytes: int = 16 << 20
-
 
 @dataclass(eq=False, slots=True)
 class _Agent:
-    """An agent of ours: the library's object, and the names of its peers."""
+    """An agent of ours: the library's object, and how often each peer is connected."""
 
     name: str
     library: Any
-    peers: set[str] = field(default_factory=set)
+    peers: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """`agent` is ours that connected it."""
+    """`agent` is ours that posts to it."""
 
     agent: _Agent
     name: str
+    metadata: bytes
     ranges: Ranges
     running: int = 0
     leaving: bool = False
@@ -132,7 +108,7 @@ class NixlTransport:
 
     def __init__(self, options: NixlOptions | None = None, *, serves: bool = True) -> None:
         self._options = options or NixlOptions()
-        self._nixl = _bindings()
+        self._nixl = bindings()
         self._errors = tuple(
             kind
             for kind in vars(self._nixl).values()
@@ -141,14 +117,14 @@ class NixlTransport:
         self._ranges = Ranges.of((), "this worker")
         if self._options.progress_interval_us < 1 or self._options.batch_bytes < 1:
             raise InvalidConfig("progress_interval_us and batch_bytes must be at least 1")
-        self._serves = serves
-        self._agent = self._start_agent()
+        self._target = self._start_agent(threaded=True) if serves else None
+        self._poster = None if serves else self._start_agent(threaded=False)
         self._older: list[_Agent] = []
 
-    def _start_agent(self) -> _Agent:
+    def _start_agent(self, *, threaded: bool) -> _Agent:
         name = f"pd-{uuid.uuid4().hex}"
         config = self._nixl.nixlAgentConfig()
-        config.useProgThread = self._serves
+        config.useProgThread = threaded
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
         config.pthrDelay = self._options.progress_interval_us
         with self._translated(f"starting NIXL with backend {self._options.backend}"):
@@ -158,7 +134,9 @@ class NixlTransport:
 
     def register(self, segments: Sequence[Segment]) -> None:
         ranges = Ranges.of(segments, "this worker")
-        self._register(self._agent, ranges)
+        for agent in (self._target, self._poster):
+            if agent is not None:
+                self._register(agent, ranges)
         self._ranges = ranges
 
     def _register(self, agent: _Agent, ranges: Ranges) -> None:
@@ -171,29 +149,43 @@ class NixlTransport:
                     agent.library.registerMem(self._nixl.nixlRegDList(kind, described), [])
 
     def describe(self) -> bytes:
+        agent = self._target or self._posting()
         with self._translated("describing this agent"):
-            return seal(NAME, self._agent.name, self._agent.library.getLocalMD())
+            return seal(NAME, agent.name, agent.library.getLocalMD())
+
+    def _posting(self) -> _Agent:
+        """The agent that posts; one that is a target besides is joined by it when it first connects."""
+        if self._poster is None:
+            agent = self._start_agent(threaded=False)
+            self._register(agent, self._ranges)
+            self._poster = agent
+        return self._poster
 
     def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> Peer:
         made = unseal(NAME, endpoint)
         ranges = Ranges.of(segments, "the peer")
-        if made.name in self._agent.peers or made.name == self._agent.name:
-            raise TransferError(f"agent {made.name} is connected already; disconnect it first")
+        if any(agent is not None and made.name == agent.name for agent in (self._target, self._poster)):
+            raise TransferError(f"agent {made.name} is this worker's own")
         # The library takes the name out of the metadata: it must not be able to replace another peer.
         if made.name.encode() not in made.metadata:
             raise TransferError(f"endpoint says agent {made.name}, its metadata another; fetch the manifest again")
-        peer = _Peer(self._agent, made.name, ranges)
-        try:
-            self._agent.library.loadRemoteMD(made.metadata)
-        except self._errors as error:
-            self._forget(peer)
-            raise TransferError(
-                f"adding agent {made.name}: {error}; its process ended, it cannot be reached from here, or the two "
-                "sides run different versions of NIXL or different UCX settings",
-                retryable=isinstance(error, self._nixl.nixlBackendError),
-            ) from error
-        self._agent.peers.add(made.name)
-        return peer
+        agent = self._posting()
+        self._meet(agent, made.name, made.metadata)
+        return _Peer(agent, made.name, made.metadata, ranges)
+
+    def _meet(self, agent: _Agent, name: str, metadata: bytes) -> None:
+        """Load a peer into an agent of ours, if it is not there yet, and count the connection."""
+        if not agent.peers[name]:
+            try:
+                agent.library.loadRemoteMD(metadata)
+            except self._errors as error:
+                self._forget(agent, name)
+                raise TransferError(
+                    f"adding agent {name}: {error}; its process ended, it cannot be reached from here, or the two "
+                    "sides run different versions of NIXL or different UCX settings",
+                    retryable=isinstance(error, self._nixl.nixlBackendError),
+                ) from error
+        agent.peers[name] += 1
 
     def disconnect(self, peer: Peer) -> None:
         assert isinstance(peer, _Peer) and not peer.leaving
@@ -214,31 +206,33 @@ class NixlTransport:
 
     def notify(self, peer: Peer, payload: bytes) -> None:
         assert isinstance(peer, _Peer) and not peer.leaving
+        agent = self._target or peer.agent
+        if not agent.peers[peer.name]:
+            self._meet(agent, peer.name, peer.metadata)
         with self._translated(f"notifying agent {peer.name}"):
-            peer.agent.library.genNotif(peer.name, payload, [])
+            agent.library.genNotif(peer.name, payload, [])
 
     def notifications(self) -> list[bytes]:
         with self._translated("fetching notifications"):
-            by_agent: dict[str, list[bytes]] = self._agent.library.getNotifs({}, [])
+            by_agent: dict[str, list[bytes]] = (self._target or self._posting()).library.getNotifs({}, [])
         return [payload for payloads in by_agent.values() for payload in payloads]
 
     def renew(self, peer: Peer) -> None:
         assert isinstance(peer, _Peer)
-        if self._serves:
-            raise TransferError("peers read from this NIXL agent or write into it; it is not replaced")
-        if peer.agent is not self._agent:
+        if peer.agent is not self._poster:
             return
         if len(self._older) >= _MAX_OLDER:
             raise TransferError(f"{len(self._older)} replaced agents still run transfers, no other starts")
-        agent = self._start_agent()
+        agent = self._start_agent(threaded=False)
         self._register(agent, self._ranges)
-        self._older.append(self._agent)
-        self._agent = agent
+        self._older.append(self._poster)
+        self._poster = agent
 
     def close(self) -> None:
         """Destroys all agents, which ends running transfers: nothing lands after this returns."""
-        for agent in (*self._older, self._agent):
-            agent.library = None
+        for agent in (*self._older, self._poster, self._target):
+            if agent is not None:
+                agent.library = None
 
     def _start(
         self, peer: _Peer, operation: Any, runs: Runs, source: Ranges, destination: Ranges, notification: bytes
@@ -338,18 +332,22 @@ class NixlTransport:
     def _forget_when_idle(self, peer: _Peer) -> None:
         """Remove a peer that is leaving once nothing runs with it: an earlier removal would hide its transfers' end."""
         if peer.leaving and not peer.running:
-            self._forget(peer)
+            self._forget(peer.agent, peer.name)
 
-    def _forget(self, peer: _Peer) -> None:
-        agent = peer.agent
-        agent.peers.discard(peer.name)
+    def _forget(self, agent: _Agent, name: str) -> None:
+        agent.peers[name] -= 1
+        if agent.peers[name] > 0:
+            return  # it is known under another address too
+        del agent.peers[name]
         try:
-            agent.library.invalidateRemoteMD(peer.name)
+            agent.library.invalidateRemoteMD(name)
         except self._errors as error:
-            logger.debug("NIXL forgot agent %s before: %s", peer.name, error)
+            logger.debug("NIXL forgot agent %s before: %s", name, error)
         if agent in self._older and not agent.peers:
             self._older.remove(agent)
             agent.library = None
+        if self._target is not None and self._target.peers[name] and agent is not self._target:
+            self._forget(self._target, name)  # it was notified
 
     @contextmanager
     def _translated(self, action: str, started: bool = False) -> Iterator[None]:
@@ -360,51 +358,6 @@ class NixlTransport:
             raise translate(type(error).__name__, f"{action}: {error}", started) from error
 
 
-def translate(kind: str, message: str, started: bool) -> TransferError:
-    """The error to raise for a NIXL exception of type name `kind`.
-
-    A lost connection ends every operation on it. Refusals (not found, invalid, not allowed …) come before anything
-    moves. Any other failure of a started transfer may leave parts of it running.
-    """
-    if kind == "nixlRemoteDisconnectError":
-        return PeerLost(f"{message}; the peer's process ended or the network broke, connect to its new incarnation")
-    if kind in _REFUSALS:
-        return TransferError(message)
-    return TransferError(message, terminal=not started)
-
-
-def backend_parameters(options: NixlOptions, environment: Mapping[str, str]) -> dict[str, str]:
-    """Parameters for createBackend: `backend_options`, with `ucx` and the TCP segment size as UCX's engine_config.
-
-    Raises:
-        InvalidConfig: `ucx` given for another backend, or twice.
-    """
-    settings = dict(options.ucx)
-    if options.backend != "UCX":
-        if settings:
-            raise InvalidConfig(f"ucx: {settings} given, but backend is {options.backend}; use backend_options")
-        return dict(options.backend_options)
-    if settings and "engine_config" in options.backend_options:
-        raise InvalidConfig("ucx and backend_options.engine_config are both given; use ucx alone")
-    for key in ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"):
-        if options.tcp_segment_size and f"UCX_{key}" not in environment:
-            settings.setdefault(key, options.tcp_segment_size)
-    parameters = {"engine_config": ",".join(f"{key}={value}" for key, value in settings.items())} if settings else {}
-    return parameters | options.backend_options
-
-
 def _rows(address: Addresses, length: Addresses, device: Addresses) -> NDArray[np.int64]:
     """Array of shape (n, 3), C order: address, length, device."""
     return np.stack((address, length, device), axis=1)
-
-
-def _bindings() -> Any:
-    """NIXL's bindings, for the CUDA of this machine or for none.
-
-    Raises:
-        InvalidConfig: the library is missing or does not load.
-    """
-    try:
-        return importlib.import_module("nixl")._bindings
-    except (ImportError, AttributeError) as error:
-        raise InvalidConfig(f"transport: nixl cannot be imported ({error}); {INSTALL_HINT}") from error

@@ -31,7 +31,8 @@ def create(
     """
     given = dict(options or {})
     if name == "nixl":
-        from vllm_pd_connector.transport.nixl import NixlOptions, NixlTransport
+        from vllm_pd_connector.transport.nixl import NixlTransport
+        from vllm_pd_connector.transport.nixl_library import NixlOptions
 
         return NixlTransport(_convert(name, given, NixlOptions), serves=serves)
     if name == "mooncake":

@@ -298,8 +298,10 @@ class Pushes:
             self._fail(push, reason, now)
 
     def stalled(self, link: Link, reason: str, now: float) -> None:
-        """Not for links that write: they are never linked anew."""
-        raise AssertionError(reason)
+        """What is written on this link stands still: it fails now, and its blocks come back when it has ended."""
+        self._stats.count("relinked")
+        for push in [p for p in self._pushes.values() if p.link is link and p.linked and self._writes(p)]:
+            self._fail(push, reason, now)
 
     def uses(self, link: Link) -> bool:
         return any(push.link is link for push in self._pushes.values())
@@ -350,6 +352,7 @@ class Pushes:
                 push.transfers.remove(transfer)
                 self._transfer_failed(push, error, now)
         if push.deadline <= now:
+            push.link.stalled = "a write took too long" if self._writes(push) else push.link.stalled
             self._links.drive(push.link, peers.Suspected("a push exceeded its deadline"), now)
             self._fail(push, f"writing took longer than {self._config.transfer_timeout:g} s", now)
         if self._writes(push) or self._pushes.get(push.key) is not push:
@@ -364,7 +367,9 @@ class Pushes:
 
     def _transfer_failed(self, push: Push, error: BindError | TransferError, now: float) -> None:
         self._stats.fail(FailureKind.TRANSFER_FAILED, "failed_pushes")
-        push.stuck |= isinstance(error, TransferError) and not error.terminal
+        if isinstance(error, TransferError) and not error.terminal:
+            push.stuck = True
+            push.link.stalled = "a write failed and may still go on"
         self._fail(push, str(error), now)
         if isinstance(error, PeerLost):
             self._links.drive(push.link, peers.Lost(str(error)), now)

@@ -1,0 +1,81 @@
+"""NIXL's Python bindings: where they are found, how an agent is set up, what their exceptions mean."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
+
+INSTALL_HINT = "install it with `pip install nixl`, or choose another transport"
+
+_REFUSALS = frozenset(
+    f"nixl{name}Error"
+    for name in ("NotFound", "InvalidParam", "NotAllowed", "Mismatch", "NotSupported", "NotPosted", "RepostActive")
+)
+
+
+class NixlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Options of one agent; the defaults suit one host, TCP and RDMA.
+
+    `backend` and `backend_options` go to NIXL's createBackend as they are. `ucx` are UCX settings without the `UCX_`
+    prefix ({"TLS": "tcp,self"}), for this agent only. `tcp_segment_size` is UCX's TCP segment size in both directions
+    ("" leaves UCX's default; a UCX_TCP_*_SEG_SIZE in the environment or in `ucx` wins). `progress_interval_us` is the
+    longest sleep of the progress thread in microseconds, which events cut short. `batch_bytes` bounds what one call of
+    the library is given.
+    """
+
+    backend: str = "UCX"
+    backend_options: dict[str, str] = {}
+    ucx: dict[str, str] = {}
+    tcp_segment_size: str = "256k"
+    progress_interval_us: int = 2000
+    batch_bytes: int = 16 << 20
+
+
+def translate(kind: str, message: str, started: bool) -> TransferError:
+    """The error to raise for a NIXL exception of type name `kind`.
+
+    A lost connection ends every operation on it. Refusals (not found, invalid, not allowed …) come before anything
+    moves. Any other failure of a started transfer may leave parts of it running.
+    """
+    if kind == "nixlRemoteDisconnectError":
+        return PeerLost(f"{message}; the peer's process ended or the network broke, connect to its new incarnation")
+    if kind in _REFUSALS:
+        return TransferError(message)
+    return TransferError(message, terminal=not started)
+
+
+def backend_parameters(options: NixlOptions, environment: Mapping[str, str]) -> dict[str, str]:
+    """Parameters for createBackend: `backend_options`, with `ucx` and the TCP segment size as UCX's engine_config.
+
+    Raises:
+        InvalidConfig: `ucx` given for another backend, or twice.
+    """
+    settings = dict(options.ucx)
+    if options.backend != "UCX":
+        if settings:
+            raise InvalidConfig(f"ucx: {settings} given, but backend is {options.backend}; use backend_options")
+        return dict(options.backend_options)
+    if settings and "engine_config" in options.backend_options:
+        raise InvalidConfig("ucx and backend_options.engine_config are both given; use ucx alone")
+    for key in ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"):
+        if options.tcp_segment_size and f"UCX_{key}" not in environment:
+            settings.setdefault(key, options.tcp_segment_size)
+    parameters = {"engine_config": ",".join(f"{key}={value}" for key, value in settings.items())} if settings else {}
+    return parameters | options.backend_options
+
+
+def bindings() -> Any:
+    """NIXL's bindings, for the CUDA of this machine or for none.
+
+    Raises:
+        InvalidConfig: the library is missing or does not load.
+    """
+    try:
+        return importlib.import_module("nixl")._bindings
+    except (ImportError, AttributeError) as error:
+        raise InvalidConfig(f"transport: nixl cannot be imported ({error}); {INSTALL_HINT}") from error
