@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
-from test_loop import Decode, Prefill
+from test_loop import Decode, Prefill, until
+from test_pushing import CONFIG, Target, Writer
 
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import TransferError
@@ -136,3 +138,23 @@ def test_a_transport_that_peers_write_into_is_never_replaced(prefill):
         decode.transport.faults.stalled = 0
         decode.until(lambda: decode.drained == decode.quarantined == {"a"}, "the blocks")
         assert decode.relinked == 0
+
+
+def test_a_decode_instance_whose_writes_stand_still_though_it_answers_is_linked_anew():
+    config = msgspec.structs.replace(CONFIG, transfer_timeout=0.5)
+    with contextlib.closing(Writer(config)) as writer, contextlib.closing(Target(config)) as target:
+        for transport in writer.transports:
+            transport._serves = False  # as NIXL, whose target and whose initiator are two agents
+            transport.faults.stalled = 1
+        writer.whole("a")
+        target.loop.submit([target.order(writer)], [])
+        assert target.wait_for("d") == [False]
+        until(lambda: all(transport._life == 1 for transport in writer.transports), "every worker's new endpoint")
+        writer.whole("b")
+        target.loop.submit([target.order(writer, "e", "b")], [])
+        assert target.wait_for("e") == [True]
+        assert (target.worker.memory == target.expected()).all()
+        assert target.quarantined == {"d"} and not target.drained
+        for transport in writer.transports:
+            transport.faults.stalled = 0
+        target.until(lambda: target.drained == {"d"}, "the old writes to end")

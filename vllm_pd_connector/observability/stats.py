@@ -141,7 +141,7 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
             "descriptors": ("vllm:pd_descriptors", "Descriptors given to the transport, summed over ranks."),
             "receives": ("vllm:pd_receives", "Receives that ended well, summed over ranks."),
             "verified": ("vllm:pd_verified_receives", "Receives whose sums equalled the prefill side's, over ranks."),
-            "relinked": ("vllm:pd_relinked_peers", "Peers linked anew because reads stood still though they answered."),
+            "relinked": ("vllm:pd_relinked_peers", "Peers linked anew because transfers stood still."),
             "leases_expired": ("vllm:pd_leases_expired", "Requests whose lease ended before they were read (prefill)."),
         }
         self._counts = {
