@@ -277,6 +277,24 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_is_reported_lost(
     assert end.digest() == then, "bytes landed after the transfer had ended"
 
 
+def test_one_peer_is_connected_twice_and_each_connection_is_left_by_itself(
+    end: End, spawn: Callable[..., AnyPeer]
+) -> None:
+    other = spawn()
+    other.call("fill", 6)
+    first, second = (connected(end, other) for _ in range(2))
+    end.finish(end.transport.read(first, whole(other.address, end.address, SIZE)))
+    end.disconnect(first)
+    end.zero()
+    end.finish(end.transport.read(second, whole(other.address, end.address, SIZE)))
+    assert end.content(0, SIZE) == pattern(6, SIZE)
+    end.disconnect(second)
+    again = connected(end, other)
+    end.zero()
+    end.finish(end.transport.read(again, whole(other.address, end.address, SIZE)))
+    assert end.content(0, SIZE) == pattern(6, SIZE)
+
+
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_a_frozen_peer_delays_transfers_and_fails_none(end: End, spawn: Callable[..., AnyPeer], operation: str) -> None:
     frozen = spawn()

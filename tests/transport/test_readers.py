@@ -104,18 +104,6 @@ def test_a_target_stays_what_it_is_when_what_posts_is_replaced(variant: Variant,
         assert end.content(0, SIZE) == peer.call("content", 0, SIZE), "it is not the target any more"
 
 
-def test_one_peer_is_connected_twice_and_each_is_left_by_itself(reader: End, peer: AnyPeer) -> None:
-    peer.call("fill", 6)
-    first, second = (reader.connect(peer.endpoint, peer.segments) for _ in range(2))
-    reader.finish(reader.transport.read(first, whole(peer.address, reader.address, SIZE)))
-    reader.disconnect(first)
-    reader.zero()
-    reader.finish(reader.transport.read(second, whole(peer.address, reader.address, SIZE)))
-    assert reader.content(0, SIZE) == peer.call("content", 0, SIZE)
-    reader.disconnect(second)
-    assert not reader.transport._posting().peers
-
-
 def test_replaced_agents_are_few(reader: End, peer: AnyPeer) -> None:
     for _ in range(3):
         reader.transport.renew(reader.connect(peer.endpoint, peer.segments))

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
@@ -97,7 +98,7 @@ def locate(endpoint: Endpoint, protocol: str, ours: Address) -> tuple[Whereabout
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """`queued` counts the peer's descriptors in the library."""
+    """`queued` counts the peer's descriptors in the library, `connections` those that were not disconnected."""
 
     name: str
     opening: Opening
@@ -105,6 +106,7 @@ class _Peer:
     line: Line
     running: int = 0
     queued: int = 0
+    connections: int = 1
     leaving: bool = False
 
 
@@ -191,8 +193,10 @@ class MooncakeTransport:
     def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> Peer:
         made = unseal(NAME, endpoint)
         ranges = Ranges.of(segments, "the peer")
-        if made.name in self._peers or made.name == self._name:
-            raise TransferError(f"{made.name} is connected already; disconnect it first")
+        if made.name == self._name:
+            raise TransferError(f"{made.name} is this worker's own")
+        if (known := self._peers.get(made.name)) is not None:
+            return self._share(known, ranges)
         where, address = locate(made, self._protocol, self._address)
         line = self._exchange.dial(str(address), where.line_port, made.name, self._options.connect_timeout)
         if line.state is LineState.LOST:
@@ -202,9 +206,19 @@ class MooncakeTransport:
         self._peers[made.name] = peer
         return peer
 
+    def _share(self, peer: _Peer, ranges: Ranges) -> Peer:
+        """A peer that is connected already, known under another address maybe."""
+        if peer.leaving or peer.line.state is LineState.LOST:
+            raise TransferError(f"{peer.name} is being left; connect to it again soon", retryable=True)
+        if not (np.array_equal(peer.ranges.start, ranges.start) and np.array_equal(peer.ranges.stop, ranges.stop)):
+            raise TransferError(f"{peer.name} tells of other memory than when it was connected first")
+        peer.connections += 1
+        return peer
+
     def disconnect(self, peer: Peer) -> None:
-        assert isinstance(peer, _Peer) and not peer.leaving
-        peer.leaving = True
+        assert isinstance(peer, _Peer) and peer.connections > 0
+        peer.connections -= 1
+        peer.leaving = not peer.connections
         self._forget_when_idle(peer)
 
     def read(self, peer: Peer, runs: Runs) -> Transfer:
