@@ -46,6 +46,7 @@ PAIRS = {
     "mooncake-pull": Pair({"transport": "mooncake"}),
     "mooncake-pull-blocks": Pair({"transport": "mooncake"}, p_block=32, d_block=128),
     "mooncake-push": Pair({"transport": "mooncake", "mode": "push"}),
+    "mooncake-push-blocks": Pair({"transport": "mooncake", "mode": "push"}, p_block=128, d_block=32),
     "corrupt": Pair(corrupt=True),
 }
 

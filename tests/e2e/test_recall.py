@@ -13,7 +13,15 @@ pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
 
 @pytest.mark.parametrize(
-    "names", [("pull", "pull-blocks"), ("push", "push-blocks"), ("mooncake-pull", "mooncake-push", "corrupt")]
+    "names",
+    [
+        ("pull", "pull-blocks"),
+        ("push", "push-blocks"),
+        ("mooncake-pull", "mooncake-pull-blocks"),
+        ("mooncake-push", "mooncake-push-blocks"),
+        ("corrupt",),
+    ],
+    ids=", ".join,
 )
 def test_recall_through_a_pair_is_that_of_a_plain_instance(pairs: Pairs, names: tuple[str, ...]) -> None:
     pairs.end()  # its own servers need the memory
