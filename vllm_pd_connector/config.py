@@ -83,6 +83,13 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     digest_dir: str | None = None
 
     @property
+    def handoff(self) -> str:
+        """How a router brings requests to a prefill instance: "concurrent" where it writes, so that it can do so while
+        it computes; "serial" else, and where its answer is needed, which alone carries its key and its signature."""
+        plain = self.side_channel_keys is None and self.params_secret is None
+        return "concurrent" if self.mode == "push" and plain else "serial"
+
+    @property
     def pushes(self) -> bool:
         """Whether a prefill instance may be asked to write, and a decode instance may ask."""
         return self.mode != "pull"

@@ -121,7 +121,7 @@ def test_this_projects_router_sends_what_the_others_send() -> None:
     serial, push = ROUTERS["toy_proxy"], ROUTERS["push demo proxy"]
     assert prefill_body(CLIENT)["kv_transfer_params"] == serial["prefill"]["kv_transfer_params"]
     assert decode_body(CLIENT, {"kv_transfer_params": answer()})["kv_transfer_params"] == answer()
-    engine = EngineInfo("kv_producer", "push", "nixl", "p-0", "10.0.0.7", 5600, 1, 1, 1, 1)
+    engine = EngineInfo("kv_producer", "push", "concurrent", "nixl", "p-0", "10.0.0.7", 5600, 1, 1, 1, 1)
     request_id = push["decode"]["remote_request_id"]
     second = decode_body_beside(CLIENT, engine, request_id)["kv_transfer_params"]
     assert {key: second[key] for key in push["decode"]} == push["decode"]

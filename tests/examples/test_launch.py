@@ -40,8 +40,8 @@ if os.environ.get("FAIL") == transfer["kv_role"]:
 worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 with open(os.environ["PIDS"], "a") as file:
     file.write(f"{worker.pid}\\n")
-labels = {"engine": 0, "role": transfer["kv_role"], "mode": extra["mode"], "transport": extra["transport"],
-          "engine_id": f"e{port}", "side_channel_host": extra["side_channel_host"],
+labels = {"engine": 0, "role": transfer["kv_role"], "mode": extra["mode"], "handoff": "serial",
+          "transport": extra["transport"], "engine_id": f"e{port}", "side_channel_host": extra["side_channel_host"],
           "side_channel_port": extra["side_channel_port"], "tp_size": value("--tensor-parallel-size"),
           "pp_size": value("--pipeline-parallel-size"), "dcp_size": 1, "dp_size": 1}
 text = "vllm:pd_instance_info{" + ",".join(f'{k}="{v}"' for k, v in labels.items()) + "} 1\\n"

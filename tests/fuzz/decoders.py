@@ -252,7 +252,7 @@ def exposition_of(rows: Any) -> bytes:
     return "".join(lines).encode(errors="surrogatepass")
 
 
-INFO = EngineInfo("kv_producer", "push", "nixl", "p-0", "10.0.0.1", 5600, 2, 1, 1, 1)
+INFO = EngineInfo("kv_producer", "push", "concurrent", "nixl", "p-0", "10.0.0.1", 5600, 2, 1, 1, 1)
 
 
 DECODERS: dict[str, Decoder] = {

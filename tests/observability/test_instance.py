@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.observability.instance import INFO_SERIES, INFO_TEXT, LABELS, EngineInfo, parse
 
-INFO = EngineInfo("kv_producer", "push", "nixl", 'a"\\\n', "fe80::1%eth0", 5601, 2, 3, 1, 2)
+INFO = EngineInfo("kv_producer", "push", "concurrent", "nixl", 'a"\\\n', "fe80::1%eth0", 5601, 2, 3, 1, 2)
 
 
 def page(*engines: dict[str, str]) -> str:
@@ -36,6 +36,7 @@ def test_an_instance_without_the_connector_says_nothing() -> None:
     ("label", "value"),
     [
         ("role", "producer"),
+        ("handoff", "both"),
         ("tp_size", "0"),
         ("tp_size", "²"),
         ("side_channel_port", "65536"),

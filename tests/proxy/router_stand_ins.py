@@ -68,6 +68,7 @@ def info(**changes: Any) -> EngineInfo:
     """What a prefill instance that pushes says of itself, with changes."""
     usual = {"role": "kv_producer", "mode": "push", "transport": "nixl", "engine_id": "p-0", "side_channel_host": "h"}
     numbers = {"side_channel_port": 5600, "tp_size": 2, "pp_size": 1, "dcp_size": 1, "dp_size": 1}
+    usual["handoff"] = "concurrent" if changes.get("mode", "push") == "push" else "serial"
     return EngineInfo(**{**usual, **numbers, **changes})
 
 

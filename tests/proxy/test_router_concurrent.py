@@ -45,6 +45,17 @@ async def test_a_pushing_prefill_gets_its_leg_beside_the_decode(bench: Bench) ->
     }
 
 
+@over_bench
+async def test_a_pushing_prefill_whose_answer_is_needed_is_asked_first(bench: Bench) -> None:
+    prefill = await bench.instance(HANDS_OVER, info(handoff="serial"))
+    decode = await bench.instance(DONE, info(role="kv_consumer", engine_id="d-0"))
+    await bench.route(instances=[prefill.url, decode.url])
+    status, _, _ = await bench.ask({"prompt": "x", "max_tokens": 9})
+    assert status == 200
+    assert "transfer_id" not in decode.asked[0]["kv_transfer_params"]
+    assert decode.asked[0]["kv_transfer_params"]["do_remote_prefill"] is True
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failing_leg_ends_the_other_and_reaches_the_client(leg: str, stream: bool) -> None:

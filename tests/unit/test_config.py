@@ -118,3 +118,18 @@ def test_the_side_that_starts_transfers_converts(mode, prefill, decode):
     assert config.starts_transfers(prefills=True, decodes=False) is prefill
     assert config.starts_transfers(prefills=False, decodes=True) is decode
     assert config.starts_transfers(prefills=True, decodes=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "handoff"),
+    [
+        ({}, "serial"),
+        ({"mode": "auto"}, "serial"),
+        ({"mode": "push"}, "concurrent"),
+        ({"mode": "push", "side_channel_keys": "keys"}, "serial"),
+        ({"mode": "push", "params_secret": "secret"}, "serial"),
+    ],
+    ids=str,
+)
+def test_both_legs_are_sent_at_once_only_where_decode_accepts_it(changes: dict[str, str], handoff: str) -> None:
+    assert parse_config(changes).handoff == handoff

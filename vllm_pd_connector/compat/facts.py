@@ -95,6 +95,7 @@ def engine_info(config: VllmConfig, index: int) -> EngineInfo:
     return EngineInfo(
         role=str(config.kv_transfer_config.kv_role),
         mode=own.mode,
+        handoff=own.handoff,
         transport=own.transport,
         engine_id=f"{engine_id(config)}_dp{index}" if several else engine_id(config),
         side_channel_host=host,

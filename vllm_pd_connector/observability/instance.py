@@ -1,6 +1,6 @@
 """What an instance says of itself to routers: the labels of one Prometheus series on its `/metrics`.
 
-    vllm:pd_instance_info{engine="0",role="kv_producer",mode="pull",engine_id="…",side_channel_port="5600",…} 1
+    vllm:pd_instance_info{engine="0",role="kv_producer",mode="pull",handoff="serial",engine_id="…",…} 1
 
 `/metrics` is served by every instance, prefill and decode, from its start on and without a further port or plugin, so
 a router needs nothing but the instance's URL. There is one row per data-parallel engine behind that URL. The values
@@ -24,14 +24,18 @@ INFO_TEXT = "What routers need to know of this instance; always 1."
 MAX_PAGE_BYTES = 8 << 20
 """More than any instance has to say on `/metrics`; who asks reads no more."""
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
+HANDOFFS = ("serial", "concurrent")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """One data-parallel engine of an instance. Sizes are numbers of ranks; the address is its side channel's."""
+    """One data-parallel engine of an instance. Sizes are numbers of ranks; the address is its side channel's.
+
+    `handoff` is how requests are to be brought here, "serial" or "concurrent" (`Config.handoff`)."""
 
     role: str
     mode: str
+    handoff: str
     transport: str
     engine_id: str
     side_channel_host: str
@@ -75,8 +79,9 @@ def _engine(row: Mapping[str, str]) -> EngineInfo:
             f"{INFO_SERIES}: without {', '.join(missing)}; run releases of vllm_pd_connector on both sides that "
             "describe an instance alike"
         )
-    if row["role"] not in ROLES:
-        raise ProtocolError(f"{INFO_SERIES}: role: {row['role']!r} there, one of {', '.join(ROLES)} here")
+    for name, known in (("role", ROLES), ("handoff", HANDOFFS)):
+        if row[name] not in known:
+            raise ProtocolError(f"{INFO_SERIES}: {name}: {row[name][:80]!r} there, one of {', '.join(known)} here")
     words = {name: row[name] for name in LABELS if name not in _NUMBERS}
     numbers = {name: _number(row, name, least=1) for name in _NUMBERS}
     return EngineInfo(**words, **numbers)  # type: ignore[arg-type]  # the names are the fields'

@@ -8,8 +8,8 @@ progress.
 
 Which hand-off is used (`handoff`): "serial" asks prefill, then decode; "concurrent" asks both at once, prefill first,
 so that nothing was sent to anyone when a prefill instance refuses the connection; "auto" is concurrent while all
-usable prefill instances say that they push. In a concurrent hand-off the two instances find each other by the request
-id, so one that is in use already is refused.
+usable prefill instances say that they can do with it. In a concurrent hand-off the two instances find each other by
+the request id, so one that is in use already is refused.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Router:
             return self._options.handoff == "concurrent"
         prefills = self.fleet.usable(Role.PREFILL)
         return bool(prefills) and all(
-            i.engines and all(engine.mode == "push" for engine in i.engines.values()) for i in prefills
+            i.engines and all(engine.handoff == "concurrent" for engine in i.engines.values()) for i in prefills
         )
 
     async def _serial(self, exchange: Exchange) -> web.StreamResponse:

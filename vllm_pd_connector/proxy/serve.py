@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--admin-port", type=int, help="port of operators' routes; without it there are none")
     parser.add_argument(
         "--handoff", choices=("auto", "serial", "concurrent"), default="auto",
-        help="serial for pull, concurrent for push; auto: what the prefill instances say (default)",
+        help="serial for pull, concurrent for push without keys; auto: what the prefill instances say (default)",
     )  # fmt: skip
     defaults = Options()
     for name, value, text in (
