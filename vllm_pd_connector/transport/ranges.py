@@ -101,7 +101,7 @@ def cut(runs: Runs, source: Ranges, destination: Ranges, limit: int) -> Descript
     if (runs.length < 0).any():
         raise TransferError(f"a run has the negative length {int(runs.length.min())}; the planner is wrong")
     some = runs.length > 0
-    rest = Runs(runs.source[some], runs.destination[some], runs.length[some])
+    rest = runs if some.all() else Runs(runs.source[some], runs.destination[some], runs.length[some])
     pieces: list[tuple[Addresses | NDArray[np.intp], ...]] = []
     while True:
         source_range, destination_range = source.containing(rest.source), destination.containing(rest.destination)
@@ -118,6 +118,10 @@ def cut(runs: Runs, source: Ranges, destination: Ranges, limit: int) -> Descript
     return Descriptors(Runs(columns[0], columns[1], columns[2]), columns[3], columns[4])
 
 
+def _cost(runs: Runs, per_descriptor: int) -> Addresses:
+    return runs.length + per_descriptor
+
+
 def batches(
     descriptors: Descriptors, source: Ranges, destination: Ranges, limit: int, per_descriptor: int
 ) -> list[Descriptors]:
@@ -127,9 +131,11 @@ def batches(
     """
     kind = 2 * source.cuda[descriptors.source_range] + destination.cuda[descriptors.destination_range]
     out: list[Descriptors] = []
+    if len(kind) and (kind == kind[0]).all() and _cost(descriptors.runs, per_descriptor).sum() <= limit:
+        return [descriptors]  # the usual case of a small transfer, whose time counts
     for value in np.unique(kind):
         same = np.flatnonzero(kind == value)
-        cost = descriptors.runs.length[same] + per_descriptor
+        cost = _cost(descriptors.runs, per_descriptor)[same]
         group = (np.cumsum(cost) - cost) // limit
         out += [descriptors.take(index) for index in np.split(same, np.flatnonzero(np.diff(group)) + 1)]
     return out
