@@ -36,7 +36,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in dropped]
-    items.sort(key=lambda item: ROWS.index(row) if (row := _row_of(item)) else -1)
+    order = {row: place for place, row in enumerate(ROWS)}
+    items.sort(key=lambda item: order.setdefault(row, len(order)) if (row := _row_of(item)) else -1)
 
 
 @pytest.fixture(scope="session")
