@@ -8,11 +8,14 @@ thread, reads at half speed with 1 ms and at 0.7 to 0.9 of the bare library's wi
 
 from __future__ import annotations
 
-LONGEST_S = 0.00025
 SHORTEST_S = 0.00005
+LONGEST_S = 0.00025
 SHARE = 1 / 16
+OLD_S = 2.0
+LONGEST_OF_OLD_S = 0.001
+"""What is older has a peer that is slow or has stopped: looking at it often helps nobody."""
 
 
 def pause(elapsed: float) -> float:
     """Seconds until the next look at a transfer that began `elapsed` seconds ago."""
-    return min(max(elapsed * SHARE, SHORTEST_S), LONGEST_S)
+    return min(max(elapsed * SHARE, SHORTEST_S), LONGEST_S if elapsed < OLD_S else LONGEST_OF_OLD_S)
