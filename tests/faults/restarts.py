@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import signal
+from dataclasses import replace
 
 from faults.asked import End, Outcome, Struck, pause, settled
 from faults.instances import Instance
@@ -17,6 +18,8 @@ from faults.world import World
 
 GONE_S = 20.0
 """How long the rest of an instance may take to end after one of its processes was killed."""
+
+WAITS = "Waiting for connections to close"
 
 KINDS = ("killed", "terminated", "frozen, then killed")
 
@@ -45,12 +48,24 @@ def ended(world: World, p: Instance, d: Instance, fault: Fault) -> Struck:
     running = in_phase(world, p, d, fault, rng, strike, held_s=GONE_S)
     running.append(beside(world, p, d, GONE_S))
     outcomes = settled(running)
+    if fault.kind == "terminated":
+        log = victim.server.log.read_text(errors="replace")
+        outcomes = [of_a_server_that_ends(outcome, victim.name, log) for outcome in outcomes]
     if kept.params is not None and victim is p:
         outcomes.append(world.decode(d, prompt, kept.params, GONE_S))
     world.restart(victim)
     if kept.params is not None and victim is p:
         outcomes.append(of_former_life(world.decode(d, prompt, kept.params), d.policy))
     return Struck(outcomes, sum(hits))
+
+
+def of_a_server_that_ends(outcome: Outcome, victim: str, log: str) -> Outcome:
+    """What became of a request to a server that was told to end. vLLM ends its engine first and then waits for the open
+    requests, of which one that came at that moment is never answered: the same as broken off, and not the connector's.
+    """
+    if outcome.end is End.STUCK and outcome.asked == victim and WAITS in log:
+        return replace(outcome, end=End.BROKEN, detail=f"{outcome.detail}; its server {WAITS.lower()}")
+    return outcome
 
 
 def of_former_life(outcome: Outcome, policy: str) -> Outcome:

@@ -12,7 +12,7 @@ from faults.asked import End, Outcome, Struck
 from faults.campaign import run, verdict
 from faults.lines import LEAST, LONGEST_S, summary
 from faults.plan import Fault
-from faults.restarts import of_former_life
+from faults.restarts import WAITS, of_a_server_that_ends, of_former_life
 from faults.results import COLUMNS, PROBLEMS, Result, by_kind, count
 
 JUNK = Fault("junk", "side channel", "bytes", 0.5, 1)
@@ -147,3 +147,13 @@ def test_too_few_faults_too_much_time_and_lines_without_a_result_fail_the_whole(
 def test_the_table_of_a_campaign_has_a_line_per_kind() -> None:
     text = by_kind([result(), result(), result(fault=KILLED)])
     assert "| junk | 2 |" in text and "| killed | 1 |" in text and "| all | 3 |" in text
+
+
+def test_only_a_server_that_waits_for_its_requests_for_ever_is_excused_for_them() -> None:
+    stuck = Outcome(End.STUCK, "no answer", asked="prefill0")
+    said = f"INFO:     {WAITS}. (CTRL+C to force quit)"
+    assert of_a_server_that_ends(stuck, "prefill0", said).end is End.BROKEN
+    assert of_a_server_that_ends(stuck, "prefill0", "").end is End.STUCK
+    assert of_a_server_that_ends(stuck, "decode0", said).end is End.STUCK
+    wrong = Outcome(End.WRONG, asked="prefill0")
+    assert of_a_server_that_ends(wrong, "prefill0", said) is wrong
