@@ -144,6 +144,23 @@ async def test_a_prefill_that_hands_nothing_over_is_502_and_decodes_nothing(benc
     assert decode.asked == []
 
 
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_an_instance_that_listens_no_more_and_has_not_answered_is_502(leg: str) -> None:
+    async def test(bench: Bench) -> None:
+        prefill = await bench.instance(stall if leg == "prefill" else HANDS_OVER)
+        decode = await bench.instance(stall if leg == "decode" else DONE)
+        await bench.route([prefill.url], [decode.url], check_interval=0.05)
+        asking = asyncio.ensure_future(bench.ask())
+        ends = prefill if leg == "prefill" else decode
+        await ends.arrived.wait()
+        for site in ends.server.runner.sites:  # its open connections stay
+            await site.stop()
+        status, answer, _ = await asking
+        assert status == 502 and f"{leg} instance {ends.url} ends" in str(answer)
+
+    over_bench(test)()
+
+
 @over_bench
 async def test_a_silent_instance_is_504(bench: Bench) -> None:
     prefill, decode = await bench.instance(stall), await bench.instance(DONE)

@@ -22,8 +22,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -67,7 +67,8 @@ class State(StrEnum):
 
 @dataclass(slots=True)
 class Instance:
-    """One instance. `asked` is the role that it was added with, None to use what it says."""
+    """One instance. `asked` is the role that it was added with, None to use what it says; `deaf` counts checks in a row
+    for which nobody listened there; `unanswered` are the legs of which it has not answered anything."""
 
     url: str
     asked: Role | None
@@ -78,6 +79,8 @@ class Instance:
     failures: int = 0
     asked_at: float = 0.0
     turn: int = 0
+    deaf: int = 0
+    unanswered: set[asyncio.Timeout] = field(default_factory=set)
 
     def does(self, role: Role) -> bool:
         """Whether requests of a role may go here, as far as it is known."""
@@ -187,6 +190,19 @@ class Fleet:
             self._show(instance)
             self._drop_if_left(instance)
 
+    @asynccontextmanager
+    async def answering(self, instance: Instance) -> AsyncIterator[asyncio.Timeout]:
+        """The wait for an instance's answer; ends by TimeoutError when nobody listens there any more.
+
+        vLLM's server ends its engine first when it is told to end, and then waits for its open requests for ever.
+        """
+        async with asyncio.timeout(None) as limit:
+            instance.unanswered.add(limit)
+            try:
+                yield limit
+            finally:
+                instance.unanswered.discard(limit)
+
     def refused(self, instance: Instance, why: str) -> None:
         """An instance did not take a connection: use no more until a check is good."""
         self._set(instance, State.DOWN, why)
@@ -221,12 +237,16 @@ class Fleet:
             engines = instance.engines if fresh else parse(await self._get(instance, "/metrics"))
         except (aiohttp.ClientError, TimeoutError, ProtocolError) as error:
             instance.failures += 1
+            instance.deaf = instance.deaf + 1 if isinstance(error, aiohttp.ClientConnectorError) else 0
+            if instance.deaf >= FAILURES:
+                for limit in instance.unanswered:
+                    limit.reschedule(asyncio.get_running_loop().time())
             if instance.state is not State.UP or instance.failures >= FAILURES:
                 self._set(instance, State.DOWN, str(error) or type(error).__name__)
             return
         if instance.state is State.LEAVING:  # removed while it was asked
             return
-        instance.failures = 0
+        instance.failures = instance.deaf = 0
         if not fresh:
             self._learn(instance, engines)
         if wrong := _contradiction(instance):

@@ -1,9 +1,9 @@
 """One leg of a request: choose an instance, send, and say what went wrong in words and a status for the client.
 
 An instance that refuses the connection has seen nothing of the request, so another is asked. Any other failure is
-final, because the request may have been run: 502 for an instance that breaks off, 504 for one that stays silent, 503
-when none can be reached. A leg whose task is cancelled closes its connection, and vLLM aborts a request whose
-connection is closed.
+final, because the request may have been run: 502 for an instance that breaks off, or at which nobody listens any more
+before it has answered, 504 for one that stays silent, 503 when none can be reached. A leg whose task is cancelled
+closes its connection, and vLLM aborts a request whose connection is closed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -79,9 +79,12 @@ class Legs:
             sent = None if on_sent is None else lambda chosen=instance: on_sent(chosen)
             try:
                 with self._fleet.busy(instance, role, keys):
-                    async with self._session.post(
-                        instance.url + path, data=content, headers=headers, trace_request_ctx=sent
-                    ) as response:
+                    async with AsyncExitStack() as stack:
+                        async with self._fleet.answering(instance) as waiting:
+                            request = self._session.post(
+                                instance.url + path, data=content, headers=headers, trace_request_ctx=sent
+                            )
+                            response = await stack.enter_async_context(request)
                         yield response
                         return
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -89,6 +92,10 @@ class Legs:
                 self._fleet.refused(instance, str(error))
                 self._metrics.retries.labels(role).inc()
             except TimeoutError as error:
+                if waiting.expired():
+                    raise LegError(
+                        502, f"{role} instance {instance.url} ends: nobody listens there, and it has not answered"
+                    ) from error
                 silence = f"{self._limits.read_timeout:g} s"
                 raise LegError(504, f"{role} instance {instance.url} sent nothing for {silence}") from error
             except aiohttp.ClientError as error:
