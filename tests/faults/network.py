@@ -14,13 +14,15 @@ import heapq
 import itertools
 import os
 import random
+import re
 import selectors
 import struct
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
@@ -72,6 +74,9 @@ class Network:
         self._devices: dict[str, int] = {}
         self._down: set[str] = set()
         try:
+            listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
+            for name in left_behind(listed, lambda pid: Path(f"/proc/{pid}").exists()):
+                _ip("netns", "del", name)
             for number, side in enumerate(("prefill", "decode"), start=1):
                 self._make(side, number)
         except (OSError, subprocess.CalledProcessError) as error:
@@ -155,6 +160,21 @@ class Network:
                     _, _, target, packet = heapq.heappop(later)
                     with contextlib.suppress(OSError):  # the interface is down
                         os.write(target, packet)
+
+
+def left_behind(listed: str, lives: Callable[[int], bool]) -> list[str]:
+    """Namespaces of campaigns that were killed, in what `ip netns list` says: their addresses are ours, too.
+
+    Raises:
+        NotPossible: one of a campaign that runs.
+    """
+    names = [
+        words[0] for line in listed.splitlines() if (words := line.split()) and re.match(r"pd-\d+-[pd]$", words[0])
+    ]
+    for name in names:
+        if lives(pid := int(name.split("-")[1])):
+            raise NotPossible(f"network namespaces: process {pid} has the same addresses; wait for its end")
+    return names
 
 
 def _tun(name: str) -> int:

@@ -16,6 +16,7 @@ import zmq
 
 from faults import knocking, processes
 from faults.forging import forgeries, named_forgeries
+from faults.network import NotPossible, left_behind
 from faults.plan import FORGED, FORGED_NAMES, MESSAGES, PUSH_MESSAGES, Fault
 from faults.relay import Passing, Relay, forward
 from faults.tampering import Counted, delayed, duplicated, lost, lost_once, replayed, withheld
@@ -153,3 +154,10 @@ def test_junk_finds_every_port_of_a_worker_by_the_address_at_which_it_listens() 
     assert not worker.send(signal.SIGCONT)
     world.router, p.extra = None, {}
     assert knocking.places(world, p, d, "router") == knocking.places(world, p, d, "bootstrap") == []
+
+
+def test_namespaces_of_killed_campaigns_are_removed_and_those_of_others_respected() -> None:
+    listed = "pd-17-p (id: 2)\npd-17-d (id: 1)\nother\npd-xx-p\n\n"
+    assert left_behind(listed, lambda pid: False) == ["pd-17-p", "pd-17-d"]
+    with pytest.raises(NotPossible, match="process 17"):
+        left_behind(listed, lambda pid: pid == 17)
