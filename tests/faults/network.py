@@ -29,6 +29,7 @@ _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 MTU = 1400
 NETWORK = "10.77.0"
 CONTROL = "10.78"
+LISTED = {"link": ("-brief", "link"), "netns": ("netns", "list")}
 
 
 class NotPossible(Exception):
@@ -74,9 +75,10 @@ class Network:
         self._devices: dict[str, int] = {}
         self._down: set[str] = set()
         try:
-            listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
-            for name in left_behind(listed, lambda pid: Path(f"/proc/{pid}").exists()):
-                _ip("netns", "del", name)
+            for kind, words in LISTED.items():
+                listed = subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+                for name in left_behind(listed, lambda pid: Path(f"/proc/{pid}").exists()):
+                    _ip(kind, "del", name)
             for number, side in enumerate(("prefill", "decode"), start=1):
                 self._make(side, number)
         except (OSError, subprocess.CalledProcessError) as error:
@@ -109,7 +111,7 @@ class Network:
         return sum(way.touched for way in self.ways.values())
 
     def _make(self, side: str, number: int) -> None:
-        name, ctl = f"pd-{os.getpid()}-{side[0]}", f"pd{os.getpid() % 100000}{side[0]}"
+        name, ctl = f"pd-{os.getpid()}-{side[0]}", _control(side)
         host = Host(name, f"{NETWORK}.{number}", f"{CONTROL}.{number}.2")
         _ip("netns", "add", name)
         self.hosts[side] = host
@@ -130,8 +132,10 @@ class Network:
     def _remove(self) -> None:
         for device in self._devices.values():
             os.close(device)
-        for host in self.hosts.values():
-            subprocess.run(["ip", "netns", "del", host.name], check=False, capture_output=True)
+        for side, host in self.hosts.items():
+            # A namespace lives on while sockets in it linger, and its end of the link with it.
+            for words in (("link", "del", _control(side)), ("netns", "del", host.name)):
+                subprocess.run(["ip", *words], check=False, capture_output=True)
         os.close(self._stop_in)
         os.close(self._stop_out)
 
@@ -162,19 +166,21 @@ class Network:
                         os.write(target, packet)
 
 
+def _control(side: str) -> str:
+    """The link to a host, at this end."""
+    return f"pd{os.getpid()}{side[0]}"
+
+
 def left_behind(listed: str, lives: Callable[[int], bool]) -> list[str]:
-    """Namespaces of campaigns that were killed, in what `ip netns list` says: their addresses are ours, too.
+    """Namespaces and links of campaigns that were killed, in what `ip` lists: their addresses are ours, too.
 
     Raises:
         NotPossible: one of a campaign that runs.
     """
-    names = [
-        words[0] for line in listed.splitlines() if (words := line.split()) and re.match(r"pd-\d+-[pd]$", words[0])
-    ]
-    for name in names:
-        if lives(pid := int(name.split("-")[1])):
-            raise NotPossible(f"network namespaces: process {pid} has the same addresses; wait for its end")
-    return names
+    found = {match[1]: int(match[2]) for match in re.finditer(r"^(pd-?(\d+)-?[pd])\b", listed, re.MULTILINE)}
+    for pid in filter(lives, found.values()):
+        raise NotPossible(f"network namespaces: process {pid} has the same addresses; wait for its end")
+    return list(found)
 
 
 def _tun(name: str) -> int:

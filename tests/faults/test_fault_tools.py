@@ -158,6 +158,7 @@ def test_junk_finds_every_port_of_a_worker_by_the_address_at_which_it_listens() 
 
 def test_namespaces_of_killed_campaigns_are_removed_and_those_of_others_respected() -> None:
     listed = "pd-17-p (id: 2)\npd-17-d (id: 1)\nother\npd-xx-p\n\n"
+    assert left_behind("lo UNKNOWN\npd19p@if2 UP 00:00\npd19px UP\n", lambda pid: False) == ["pd19p"]
     assert left_behind(listed, lambda pid: False) == ["pd-17-p", "pd-17-d"]
     with pytest.raises(NotPossible, match="process 17"):
         left_behind(listed, lambda pid: pid == 17)
