@@ -127,7 +127,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a peer whose reads stand still though it answers is linked anew",
-        "worker/links.py", "if link.stalled and incarnation ==", "if False and incarnation ==",
+        "worker/links.py", "if doubted and link.stalled and", "if False and",
         "worker/test_stalled.py::test_a_peer_whose_reads_stand_still_though_it_answers_is_linked_anew",
     ),
     # Draining

@@ -12,7 +12,7 @@ from test_loop import Decode, Prefill, until
 from test_pushing import CONFIG, Target, Writer
 
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.protocol.peer import State
 from vllm_pd_connector.transport.loopback import LoopbackTransport
 
@@ -62,6 +62,19 @@ def test_a_peer_whose_reads_stand_still_though_it_answers_is_linked_anew(prefill
     reader.transport.faults.stalled = 0
     let_go(reader)
     assert reader.relinked == 1
+
+
+def test_a_peer_that_is_lost_before_it_answers_is_linked_once(prefill, reader):
+    reader.loop.submit([prefill.order("a")], [])
+    assert reader.wait_for("a") == [True]
+    [link] = reader.loop._receives._links._links.values()
+    link.stalled = "a read took too long"
+    reader.transport.faults.failures.append(PeerLost("connection reset"))
+    reader.loop.submit([prefill.order("b")], [])
+    assert reader.wait_for("b") == [False]
+    reader.loop.submit([prefill.order("c")], [])
+    assert reader.wait_for("c") == [True]
+    assert reader.relinked == 0
 
 
 def test_what_stands_still_beside_it_fails_at_once(prefill, reader):

@@ -239,7 +239,7 @@ class Fleet:
             instance.failures += 1
             instance.deaf = instance.deaf + 1 if isinstance(error, aiohttp.ClientConnectorError) else 0
             if instance.deaf >= FAILURES:
-                for limit in instance.unanswered:
+                for limit in [limit for limit in instance.unanswered if limit.when() is None]:
                     limit.reschedule(asyncio.get_running_loop().time())
             if instance.state is not State.UP or instance.failures >= FAILURES:
                 self._set(instance, State.DOWN, str(error) or type(error).__name__)

@@ -119,7 +119,7 @@ class Link:
         for peer in self.ranks.values():
             transport.disconnect(peer)
         self.ranks = {}
-        self.plan, self.scratch = None, None
+        self.plan, self.scratch, self.stalled = None, None, ""
         self.edges = ()
 
     def bind(self, order: ReceiveOrder) -> Bound:

@@ -175,7 +175,8 @@ class Links:
                 link.manifests = manifests
                 self._end_others_at(link, incarnation, now)
                 event = arrived = peers.ManifestsArrived(attempt, incarnation)
-                if link.stalled and incarnation == link.machine.key.incarnation:
+                doubted = link.machine.state is peers.State.SUSPECT  # else it is not connected and will be
+                if doubted and link.stalled and incarnation == link.machine.key.incarnation:
                     event = self._relink(link, arrived, now)
             case Failure(code=FailureCode.FOREIGN_ENGINE, message=message):
                 event = peers.Replaced(message)
