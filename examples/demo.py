@@ -2,7 +2,8 @@
 
 Starts all four on this machine's CPU with a tiny model, sends prompts of 1 to 1900 tokens to the router and to the
 plain instance, prints for each whether the tokens are equal, how many bytes moved and how long it took, and stops
-everything. Exits with 1 if any answer differs, any prompt of two tokens or more moved no bytes, or a server does not start.
+everything. Exits with 1 if any answer differs, any prompt of two tokens or more moved no bytes, or a server does not
+start.
 """
 
 from __future__ import annotations
