@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 from test_loop import Decode, Prefill, until
-from test_pushing import CONFIG, Target, Writer
+from test_pushing import CONFIG, Target, Writer, writes
 
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
@@ -62,6 +63,40 @@ def test_a_peer_whose_reads_stand_still_though_it_answers_is_linked_anew(prefill
     reader.transport.faults.stalled = 0
     let_go(reader)
     assert reader.relinked == 1
+
+
+def test_a_peer_whose_reads_are_all_given_up_before_their_deadline_is_linked_anew_too(prefill, reader):
+    reader.transport.faults.stalled = 1
+    object.__setattr__(reader.loop._receives._limits, "read_s", 600.0)
+    reader.loop.submit([prefill.order("a")], [])
+    begin_reads(reader, "a")
+    reader.loop.submit([], ["a"])
+    assert reader.wait_for("a") == [False]
+    reader.until(lambda: reader.relinked == 1, "the new link")
+    assert reader.failures == {"aborted": 1} and not reader.drained
+    reader.loop.submit([prefill.order("b")], [])
+    assert reader.wait_for("b") == [True]
+    reader.transport.faults.stalled = 0
+    let_go(reader)
+    assert not reader.loop._receives._links._given_up and reader.relinked == 1
+
+
+def test_reads_that_were_given_up_and_have_ended_say_nothing_of_their_peer(prefill, reader):
+    links = reader.loop._receives._links
+    links._config = msgspec.structs.replace(links._config, transfer_timeout=600.0)
+    object.__setattr__(reader.loop._receives._limits, "read_s", 600.0)
+    reader.transport.faults.held = True
+    reader.loop.submit([prefill.order("a")], [])
+    link = begin_reads(reader, "a")
+    reader.loop.submit([], ["a"])
+    assert reader.wait_for("a") == [False]
+    reader.transport.faults.held = False
+    let_go(reader)
+    [entry] = links._given_up
+    links._given_up = [replace(entry, due=0.0)]
+    reader.loop.submit([prefill.order("b")], [])
+    assert reader.wait_for("b") == [True]
+    assert not links._given_up and not link.stalled and prefill.server.counts()["GetManifests"] == 1
 
 
 def test_a_peer_that_is_lost_before_it_answers_is_linked_once(prefill, reader):
@@ -151,6 +186,25 @@ def test_a_transport_that_peers_write_into_is_never_replaced(prefill):
         decode.transport.faults.stalled = 0
         decode.until(lambda: decode.drained == decode.quarantined == {"a"}, "the blocks")
         assert decode.relinked == 0
+
+
+def test_writes_that_are_all_given_up_have_the_decode_instance_linked_anew_too():
+    config = msgspec.structs.replace(CONFIG, transfer_timeout=0.5)
+    with contextlib.closing(Writer(config)) as writer, contextlib.closing(Target(config)) as target:
+        for transport, loop in zip(writer.transports, writer.loops, strict=True):
+            transport._serves = False
+            transport.faults.stalled = 1
+            loop._pushes._config = msgspec.structs.replace(config, transfer_timeout=600.0)
+        writer.whole("a")
+        target.loop.submit([target.order(writer)], [])
+        until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+        target.loop.submit([], ["d"])
+        assert target.wait_for("d") == [False]
+        until(lambda: all(transport._life == 1 for transport in writer.transports), "every worker's new endpoint")
+        assert target.quarantined == {"d"} and not target.drained
+        for transport in writer.transports:
+            transport.faults.stalled = 0
+        target.until(lambda: target.drained == {"d"}, "the old writes to end")
 
 
 def test_a_decode_instance_whose_writes_stand_still_though_it_answers_is_linked_anew():

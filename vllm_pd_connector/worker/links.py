@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from vllm_pd_connector.compat.base import init_logger
@@ -53,6 +54,15 @@ class User(Protocol):
         """Whether a request holds this link."""
 
 
+@dataclass(frozen=True, slots=True)
+class _GivenUp:
+    """Something that was begun on a link and then given up, and when it should have ended."""
+
+    link: Link
+    due: float
+    over: Callable[[], bool]
+
+
 class Links:
     """See the module. Lives in the transfer thread.
 
@@ -89,6 +99,7 @@ class Links:
         self._noun = noun
         self._connected = connected
         self._links: dict[tuple[PeerKey, str], Link] = {}
+        self._given_up: list[_GivenUp] = []
 
     def get(self, key: PeerKey, engine_id: str, now: float) -> Link:
         """The link to this life of this engine, made if there is none."""
@@ -129,8 +140,18 @@ class Links:
         for link in [link for link in self._links.values() if link.endpoint == endpoint]:
             self.drive(link, peers.Dismissed(f"the {self._noun} is shutting down"), now)
 
+    def give_up(self, link: Link, over: Callable[[], bool], now: float) -> None:
+        """A request was given up while transfers of its run on this link. If they are not `over` when they should be,
+        they stand still; no request with a deadline is left that would notice."""
+        self._given_up.append(_GivenUp(link, now + self._config.transfer_timeout, over))
+
     def tick(self, now: float) -> None:
         """What is due: retries, probes, the removal of links that nobody has used for long."""
+        for entry in [entry for entry in self._given_up if entry.due <= now]:
+            self._given_up.remove(entry)
+            if not entry.over():
+                entry.link.stalled = "transfers of a request that was given up do not end"
+                self.drive(entry.link, peers.Suspected(entry.link.stalled), now)
         for link in list(self._links.values()):
             if (due := link.machine.next_deadline()) is not None and due <= now:
                 self.drive(link, peers.Tick(), now)
@@ -140,6 +161,7 @@ class Links:
         """When a `tick` is due, None if none is."""
         moments = [due for link in self._links.values() if (due := link.machine.next_deadline()) is not None]
         moments += [link.used_at + IDLE_LINK_S for link in self._links.values()]
+        moments += [entry.due for entry in self._given_up]
         return min(moments, default=None)
 
     def _doubt_others_at(self, newcomer: Link, now: float) -> None:
@@ -200,6 +222,7 @@ class Links:
         if link.ranks:  # else an attempt to link it anew has failed before
             self._user.stalled(link, reason, now)
         link.disconnect(self._transport)
+        self._forget_given_up(link)
         match self._connect(link):
             case peers.Connected():
                 return answer
@@ -238,6 +261,11 @@ class Links:
         logger.warning("disconnecting %s %s at %s: %s", self._noun, link.engine_id, link.machine.key, reason)
         link.disconnect(self._transport)
         self._user.lost(link, gone, reason, now)
+        self._forget_given_up(link)
+
+    def _forget_given_up(self, link: Link) -> None:
+        """What was begun before says nothing of the connection that comes next."""
+        self._given_up = [entry for entry in self._given_up if entry.link is not link]
 
     def _drop_idle(self, now: float, *, oldest: bool = False) -> None:
         """Let go of the links that nobody has used for long; `oldest`: of the one that was not used for longest."""

@@ -386,6 +386,7 @@ class Pushes:
         self._links.drive(push.link, peers.Unwanted(push.key), now)
         self._stager.cancel(push)
         if self._writes(push):
+            self._links.give_up(push.link, lambda: not self._writes(push), now)
             self._report(push.into.attempt, push.failure, terminal=False)
 
     # Reports

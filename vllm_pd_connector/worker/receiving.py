@@ -355,9 +355,15 @@ class Receives:
                 "; its blocks stay in quarantine until no transfer can write into them" if quarantined else "",
             )
             self._give_back(active)
+            if self._moves(active):
+                active.links.give_up(active.link, lambda: not self._moves(active), now)
         groups = self._manifest.groups
         private = {group: token // groups[group].block_tokens for group, token in active.late_starts.items()}
         self._outbox.finished(order.request_id, ok=ok, quarantined=quarantined, private=private)
+
+    def _moves(self, active: Active) -> bool:
+        """Whether the transport still works on a receive's reads."""
+        return bool(active.transfers) or self._stager.holds(active)
 
     def _give_back(self, active: Active) -> None:
         """Tell the prefill side that this lease needs no keeping; nobody waits for the answer."""
