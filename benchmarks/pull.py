@@ -305,7 +305,9 @@ def main() -> None:
                 print(table([summary(name, taken[-1:])]), flush=True)
     results = [summary(name, taken) for name, taken in rounds.items()]
     facts = {"machine": machine(), "model": options.model, "prompt_tokens": LENGTHS, "unit": "ms"}
-    options.into.write_text(json.dumps({**facts, "results": [asdict(result) for result in results]}, indent=1) + "\n")
+    samples = {name: [asdict(one) for one in taken] for name, taken in rounds.items()}
+    content = {**facts, "results": [asdict(result) for result in results], "seconds": samples}
+    options.into.write_text(json.dumps(content, indent=1) + "\n")
     print(f"\nMilliseconds from the decode request to its first token:\n\n{table(results)}\n\nwrote {options.into}")
 
 

@@ -1,7 +1,8 @@
 """What a failed read means, with one and with several KV-cache groups: an HTTP error, or the right tokens.
 
 `kv_load_failure_policy` is vLLM's: with "fail" the request ends with an error, with "recompute" the decode instance
-computes the prompt itself. Neither ever answers 200 with nothing in it.
+computes the prompt itself. The same holds for what the prefill side should have written. Neither ever answers 200 with
+nothing in it.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from faults.world import LEASE_S, End, World
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
-FAMILIES = ("gqa", "swa")
-"""One KV-cache group, and two."""
+WORLDS = (("gqa", "pull"), ("swa", "pull"), ("kimi", "pull"), ("gqa", "push"), ("kimi", "push"))
+"""One KV-cache group, two, and attention beside states, in both directions."""
+
+LOST = {"pull": ("ReadDone", "ReadVerdict"), "push": ("PushInto", "Pushed")}
 
 
-@pytest.fixture(params=FAMILIES, scope="module")
+@pytest.fixture(params=WORLDS, ids="-".join, scope="module")
 def world(request: pytest.FixtureRequest, pairs: Pairs) -> Iterator[World]:
     pairs.end()
-    made = World(pairs.servers, request.param, 1, ("fail", "recompute"), {"verify": "all"})
+    family, mode = request.param
+    made = World(pairs.servers, family, 1, ("fail", "recompute"), {"verify": "all", "mode": mode})
     try:
         yield made
     finally:
@@ -67,7 +71,7 @@ def test_a_prefill_instance_that_no_longer_holds_the_blocks_ends_as_the_policy_s
 def test_a_prefill_instance_that_does_not_answer_ends_as_the_policy_says(world: World) -> None:
     [p] = world.prefills
     for d in world.decodes:
-        for message in ("ReadDone", "ReadVerdict"):
+        for message in LOST["push" if world.pushes else "pull"]:
             outcomes = STRIKES["lost"](world, p, d, Fault("lost", message, "decode", 0.5, 0))
             assert {outcome.end for outcome in outcomes} == {EXPECTED[d.policy]}, outcomes
     assert not world.leaks() and not world.recovers()
