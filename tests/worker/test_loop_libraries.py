@@ -6,68 +6,19 @@ untouched, blocks that may still be written to are in quarantine until nothing c
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
+from library_processes import VARIANTS, Instance, instances
 from prefill_instance import serve
-from test_loop import Decode, order_of, until
+from test_loop import Decode, order_of
 
-from forked import PROCESSES
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.steps import ReceiveOrder
 from vllm_pd_connector.transport.registry import create
 
 DEADLINE_S = 4.0
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mooncake": ("mooncake", {"protocol": "tcp", "address": "127.0.0.1"}),
-    "nixl-tcp": ("nixl", {"ucx": {"TLS": "tcp,self"}}),
-}
-
-
-class Instance:
-    """A prefill instance in a process of its own."""
-
-    def __init__(self, variant: str, engine_id: str):
-        self._pipe, child = PROCESSES.Pipe()
-        self._process = PROCESSES.Process(target=serve, args=(child, engine_id, *VARIANTS[variant]), daemon=True)
-        self._process.start()
-        child.close()
-        assert self._pipe.poll(60), "the prefill process does not start"
-        self.port = self._pipe.recv()
-
-    def order(self, request_id: str) -> ReceiveOrder:
-        self._pipe.send(request_id)
-        assert self._pipe.poll(60), "the prefill process does not answer"
-        return order_of(request_id, self._pipe.recv())
-
-    def stop(self) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, signal.SIGSTOP)
-        until(lambda: self._state() == "T", "the process to stop")
-
-    def go_on(self) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
-
-    def tell_to_end(self) -> None:
-        if self._process.is_alive():
-            self.go_on()
-        self._pipe.close()
-
-    def close(self) -> None:
-        self._process.join(60)
-        assert self._process.exitcode in (0, -signal.SIGKILL)
-
-    def _state(self) -> str:
-        with open(f"/proc/{self._process.pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0]
+Start = Callable[[str], Instance]
 
 
 @pytest.fixture(params=list(VARIANTS))
@@ -76,18 +27,14 @@ def variant(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def start(variant: str) -> Iterator[Callable[[str], Instance]]:
-    made: list[Instance] = []
+def start(variant: str) -> Iterator[Start]:
+    with instances(serve, variant) as start_one:
+        yield start_one
 
-    def start_one(engine_id: str) -> Instance:
-        made.append(Instance(variant, engine_id))
-        return made[-1]
 
-    yield start_one
-    for instance in made:
-        instance.tell_to_end()
-    for instance in made:
-        instance.close()
+def order(instance: Instance, request_id: str) -> ReceiveOrder:
+    """Of a request whose prefill ran in this instance."""
+    return order_of(request_id, instance.ask(request_id))
 
 
 @pytest.fixture
@@ -99,49 +46,47 @@ def decode(variant: str) -> Iterator[Decode]:
     made.loop.close()
 
 
-def test_the_bytes_arrive(decode: Decode, start: Callable[[str], Instance]) -> None:
+def test_the_bytes_arrive(decode: Decode, start: Start) -> None:
     first = start("p-0")
-    decode.loop.submit([first.order("a")], [])
+    decode.loop.submit([order(first, "a")], [])
     assert decode.wait_for("a") == [True]
     assert (decode.worker.memory == decode.expected()).all()
 
 
-def test_a_stopped_instance_fails_its_request_at_the_deadline_and_delays_no_other(
-    decode: Decode, start: Callable[[str], Instance]
-) -> None:
+def test_a_stopped_instance_fails_its_request_at_the_deadline_and_delays_no_other(decode: Decode, start: Start) -> None:
     stuck, other = start("p-0"), start("p-1")
-    decode.loop.submit([stuck.order("warm"), other.order("warm too")], [])
+    decode.loop.submit([order(stuck, "warm"), order(other, "warm too")], [])
     assert decode.wait_for("warm", "warm too") == [True, True]
-    order = stuck.order("a")
+    waiting = order(stuck, "a")
     stuck.stop()
-    decode.loop.submit([order], [])
+    decode.loop.submit([waiting], [])
     names = [f"b{i}" for i in range(10)]
-    decode.loop.submit([other.order(name) for name in names], [])
+    decode.loop.submit([order(other, name) for name in names], [])
     assert all(decode.wait_for(*names))
     assert decode.wait_for("a") == [False]
     assert decode.failures == {"deadline": 1} and decode.quarantined == {"a"} and not decode.drained
     stuck.kill()
     decode.until(lambda: decode.drained == {"a"}, "the quarantine to end with the process")
-    decode.loop.submit([other.order("c")], [])
+    decode.loop.submit([order(other, "c")], [])
     assert decode.wait_for("c") == [True]
 
 
 def test_a_killed_instance_fails_its_request_before_the_deadline_and_its_next_life_is_used(
-    decode: Decode, start: Callable[[str], Instance]
+    decode: Decode, start: Start
 ) -> None:
     first, other = start("p-0"), start("p-1")
-    decode.loop.submit([first.order("warm"), other.order("warm too")], [])
+    decode.loop.submit([order(first, "warm"), order(other, "warm too")], [])
     assert decode.wait_for("warm", "warm too") == [True, True]
-    order = first.order("a")
+    waiting = order(first, "a")
     first.stop()
-    decode.loop.submit([order], [])
-    decode.loop.submit([other.order("b")], [])
+    decode.loop.submit([waiting], [])
+    decode.loop.submit([order(other, "b")], [])
     assert decode.wait_for("b") == [True]
     first.kill()
     assert decode.wait_for("a") == [False]
     assert sum(decode.failures.values()) == 1
     decode.until(lambda: decode.drained == decode.quarantined, "nothing to be in quarantine")
     second = start("p-0")
-    decode.loop.submit([second.order("c"), other.order("d")], [])
+    decode.loop.submit([order(second, "c"), order(other, "d")], [])
     assert decode.wait_for("c", "d") == [True, True]
     assert (decode.worker.memory == decode.expected()).all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.sidechannel.sockets import endpoint
 from vllm_pd_connector.steps import GroupBlocks, PushTerms, ReceiveOrder, encode_tables
+from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.loop import TransferLoop
 from vllm_pd_connector.worker.outbox import Outbox
@@ -32,19 +33,18 @@ SOURCE = encode_tables([GroupBlocks(0, P_BLOCKS)])
 class Writer:
     """A prefill instance that writes: its workers' loops and transports, and a side channel."""
 
-    def __init__(self, config: Config, port: int = 0):
+    def __init__(self, config: Config, port: int = 0, make: Callable[[], Transport] | None = None):
         self.workers = instance(MODEL, P_SIDE, "p-0")
         self.incarnation = secrets.token_hex(16)
         self.server = SideChannelServer("127.0.0.1", port, "p-0", self.incarnation)
         self.tokens = [secrets.token_bytes(16) for _ in self.workers]
-        self.transports = [LoopbackTransport() for _ in self.workers]
+        self.transports = [] if make else [LoopbackTransport() for _ in self.workers]
         self.clocks = [StepClock() for _ in self.workers]
         self.loops, manifests = [], []
-        for i, (worker, transport) in enumerate(zip(self.workers, self.transports, strict=True)):
+        for i, worker in enumerate(self.workers):
             setup = PushSetup(endpoint("127.0.0.1", self.server.port), self.tokens[i], self.clocks[i])
-            loop = TransferLoop(
-                config, real(worker), lambda transport=transport: transport, Outbox(), i, len(self.workers), setup
-            )
+            transport = make or (lambda i=i: self.transports[i])
+            loop = TransferLoop(config, real(worker), transport, Outbox(), i, len(self.workers), setup)
             manifest = real(worker, loop.start(), scratch=loop.scratch)
             manifests.append(msgspec.msgpack.encode(manifest))
             self.loops.append(loop)
