@@ -91,7 +91,8 @@ def spec_of(
     if host is not None:
         place = {"host": host.control, "prefix": host.command()}
         environment |= {"VLLM_HOST_IP": host.control, "GLOO_SOCKET_IFNAME": "ctl"}
-        own |= {"side_channel_host": host.address, "transport_options": {"ucx": UCX_OVER_NETWORK}}
+        options = {"address": host.address} if own.get("transport") == "mooncake" else {"ucx": UCX_OVER_NETWORK}
+        own |= {"side_channel_host": host.address, "transport_options": options}
     transfer = {
         "kv_connector": "PDConnector",
         "kv_role": role,

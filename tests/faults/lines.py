@@ -51,13 +51,14 @@ LANES: tuple[tuple[Line, ...], ...] = (
         Line("workers", 270, "--world workers --faults 10"),
     ),
     (
-        Line("pair", 350, "--world pair --faults 85"),
-        Line("pair, push", 360, "--world pair --mode push --verify sample --faults 80"),
+        Line("pair", 330, "--world pair --faults 80"),
+        Line("pair, push", 335, "--world pair --mode push --verify sample --faults 75"),
         Line("pair, Mooncake", 200, "--world pair --transport mooncake --faults 35"),
         Line("pair, Mooncake, push", 190, "--world pair --transport mooncake --mode push --faults 25"),
-        Line("pair, several groups", 180, "--world pair --family swa --faults 25"),
+        Line("pair, several groups", 150, "--world pair --family swa --faults 20"),
         Line("network", 190, "--world network --faults 14"),
         Line("network, push", 140, "--world network --mode push --skip 14 --faults 21"),
+        Line("network, Mooncake", 140, "--world network --transport mooncake --skip 21 --faults 28"),
     ),
 )
 
