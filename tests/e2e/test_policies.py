@@ -72,6 +72,6 @@ def test_a_prefill_instance_that_does_not_answer_ends_as_the_policy_says(world: 
     [p] = world.prefills
     for d in world.decodes:
         for message in LOST["push" if world.pushes else "pull"]:
-            outcomes = STRIKES["lost"](world, p, d, Fault("lost", message, "decode", 0.5, 0))
-            assert {outcome.end for outcome in outcomes} == {EXPECTED[d.policy]}, outcomes
+            struck = STRIKES["lost"](world, p, d, Fault("lost", message, "decode", 0.5, 0))
+            assert struck.touched and {outcome.end for outcome in struck.outcomes} == {EXPECTED[d.policy]}, struck
     assert not world.leaks() and not world.recovers()
