@@ -178,6 +178,20 @@ def test_what_goes_wrong_unforeseen_ends_the_question_too(server: Place, monkeyp
     assert "a defect" in refusal(Directory(10.0).find(server, "e-0"))
 
 
+def test_parameters_that_name_ever_other_engines_do_not_start_ever_more_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bootstrap, "MAX_QUESTIONS", 2)
+    directory = Directory(3600.0)
+    nobody = Place(HOST, free_port())
+    open_ones = [directory.find(nobody, f"e-{n}") for n in range(2)]
+    assert "2 others do not answer" in refusal(directory.find(nobody, "e-2"))
+    assert directory.find(nobody, "e-0") is open_ones[0], "who asks what is asked already gets that answer"
+    directory.close()
+    for answer in open_ones:
+        assert "does not answer" in refusal(answer)
+
+
 def test_a_closed_directory_asks_nobody_any_more() -> None:
     others = set(threading.enumerate())
     directory = Directory(3600.0)

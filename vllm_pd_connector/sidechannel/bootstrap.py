@@ -99,7 +99,10 @@ class _Server(ThreadingHTTPServer):
 
 
 class Directory:
-    """Where engines are, by the bootstrap addresses of their instances. Used from one thread; it never waits."""
+    """Where engines are, by the bootstrap addresses of their instances. Used from one thread; it never waits.
+
+    At most MAX_QUESTIONS are open, a thread each: addresses and engines come out of requests' parameters.
+    """
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
@@ -120,6 +123,10 @@ class Directory:
         key = (bootstrap, engine_id)
         if key not in self._asked:
             answer: Future[Place] = Future()
+            if sum(not asked.done() for _, asked in self._asked.values()) >= MAX_QUESTIONS:
+                where = f"bootstrap {bootstrap.host}:{bootstrap.port}"
+                answer.set_exception(ProtocolError(f"{where}: {MAX_QUESTIONS} others do not answer either; ask later"))
+                return answer
             self._asked[key] = (now, answer)
             threading.Thread(target=self._ask, args=(*key, answer), name="pd-bootstrap-query", daemon=True).start()
         return self._asked[key][1]
