@@ -253,6 +253,31 @@ def test_an_answer_that_cannot_be_sent_is_a_failure_for_its_client_and_the_other
     assert isinstance(outcomes[workers[1]], Orders)
 
 
+def test_a_server_remembers_no_large_answers_that_were_taken(server, client):
+    server.pushes.enable([A], 30.0)
+    blocks = (Table(0, bytes(4 * 65536)),)
+    home = Home("decode-0", INCARNATION, "127.0.0.1", 5600)
+    tokens = 1 << 20
+    into = PushInto(PrefillRef("name", None), home, 0, 0, 0, 1, A, blocks, 0, tokens, "0" * 16)
+    assert server.pushes.started("req", "name", tokens, "0" * 16)
+    decode = SideChannelClient()  # of its own: it is told how far the push is whenever that takes long
+    decode.send(address(server), into, 60.0)
+    wait_for(lambda: server.pushes.wanted("req"))
+    seen = 0
+
+    def take_order() -> None:
+        nonlocal seen
+        server.pushes.progressed("req", blocks, seen + 1, seen + 1)
+        orders = ask(client, server, AwaitOrders(A, 0, seen))
+        assert isinstance(orders, Orders) and len(orders.orders) == 1
+        seen = orders.last
+
+    for _ in range(30):
+        take_order()
+    wait_for(lambda: take_order() or len(server._unsent) <= 2)  # zmq tells some time later that an answer is sent
+    decode.close()
+
+
 def test_the_server_listens_on_ipv6(client):
     try:
         server = SideChannelServer("::1", 0, ENGINE, INCARNATION)

@@ -339,10 +339,14 @@ class SideChannelServer:
         except zmq.ZMQError:  # the client has gone or reads nothing; it will ask again if it lives
             return
         if tracker is not None and not tracker.done:
+            self._forget_sent()
             self._unsent.append(_Unsent(client, len(frame), tracker))
 
-    def _has_room(self, client: bytes) -> bool:
+    def _forget_sent(self) -> None:
         self._unsent = [unsent for unsent in self._unsent if not unsent.tracker.done]
+
+    def _has_room(self, client: bytes) -> bool:
+        self._forget_sent()
         theirs = sum(unsent.client == client for unsent in self._unsent)
         total = sum(unsent.size for unsent in self._unsent)
         return theirs < MAX_UNSENT_REPLIES_PER_CLIENT and total < MAX_UNSENT_BYTES
