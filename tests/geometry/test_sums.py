@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from test_digest import written
 from test_moves import moves
 
+from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.sums import Sum, difference, sums
 
 
@@ -86,3 +87,11 @@ def test_memory_that_must_be_gathered_has_the_same_sums() -> None:
         sums(worker.manifest, [memory], move.destination_tables, [3], 11) for memory in (worker.memory, Gathered())
     )
     assert difference(direct, gathered) == "" and len(direct) == len(gathered)
+
+
+def test_a_range_that_goes_beyond_the_blocks_is_refused_before_it_takes_memory() -> None:
+    move = make_move(MODEL, Side(tp=2), Side(block_tokens=6), 0, 11)
+    (worker,) = written(move, move.destination, move.destination_tables, "d-1")
+    sums(worker.manifest, [worker.memory], move.destination_tables, [0], 12)
+    with pytest.raises(BindError, match="up to token 13, the blocks end at token 12"):
+        sums(worker.manifest, [worker.memory], move.destination_tables, [0], 13)

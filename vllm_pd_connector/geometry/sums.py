@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.bind import BlockTables
 from vllm_pd_connector.geometry.digest import Memory, Values, digests, mix
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest
@@ -35,8 +36,16 @@ def sums(
     """What one worker holds of a request: tokens [starts[group], stop) of each group, and the last state.
 
     Raises:
-        BindError: as `digest.digests`.
+        BindError: as `digest.digests`, or the tables end before `stop`: a stranger may have said it, and every position
+            takes memory.
     """
+    ends = [
+        (table.first_block + len(table.ids)) * group.block_tokens
+        for group, table in zip(manifest.groups, tables, strict=True)
+        if group.kind is not GroupKind.STATE
+    ]
+    if stop > (reach := max(ends, default=stop)):
+        raise BindError(f"sums up to token {stop}, the blocks end at token {reach}")
     first = min(starts, default=stop)
     group_of = {(tensor.layer, tensor.role): tensor.group for tensor in manifest.tensors}
     found = []
