@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 RENEWALS_PER_LEASE = 3
+MIN_RENEWAL_S = 0.05
+"""A lease that a request's parameters call shorter than this takes is not kept: they may be a stranger's, and renewals
+without a pause would take the engine's core from it and flood the prefill side."""
 REPLY_TIMEOUT_S = 5.0
 
 
@@ -105,7 +108,7 @@ class LeaseKeeper:
 
     def _add(self, remote: RemotePrefill) -> None:
         address = _address(remote)
-        interval = remote.pd_connector.lease_seconds / RENEWALS_PER_LEASE
+        interval = max(remote.pd_connector.lease_seconds / RENEWALS_PER_LEASE, MIN_RENEWAL_S)
         self._leases.setdefault(address, {})[remote.lease] = interval
         due = time.monotonic() + interval
         self._due[address] = min(self._due.get(address, due), due)

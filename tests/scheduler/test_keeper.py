@@ -1,0 +1,33 @@
+"""The lease keeper on its own: how often it renews. Its clock is the test's, its client sends nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_half import TOKEN, hand_over, make_half
+
+from vllm_pd_connector.protocol.messages import Renew
+from vllm_pd_connector.protocol.params import parse_remote_prefill
+from vllm_pd_connector.scheduler import keeper
+
+
+@pytest.mark.parametrize(("lease_seconds", "renewals"), [(1e-9, 20), (0.3, 10), (0.6, 5)])
+def test_a_lease_that_its_parameters_call_tiny_is_not_renewed_without_a_pause(monkeypatch, lease_seconds, renewals):
+    producer, _ = make_half("kv_producer")
+    producer.serve([b"manifest"], [TOKEN])
+    params = hand_over(producer)
+    producer.shutdown()
+    params["pd_connector"]["lease_seconds"] = lease_seconds
+    sent: list[Any] = []
+    now = [0.0]
+    monkeypatch.setattr(keeper, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    tried = keeper.LeaseKeeper(None)
+    tried._client = SimpleNamespace(send=lambda _, request, __: sent.append(request), receive=lambda: [])
+    tried._add(parse_remote_prefill(params))
+    for turn in range(1, 1051):  # 1.05 s
+        now[0] = turn / 1000
+        tried._turn()
+    assert all(isinstance(request, Renew) for request in sent)
+    assert len(sent) == pytest.approx(renewals, abs=1)
