@@ -289,6 +289,16 @@ def test_a_whole_prompt_offered_to_a_windowed_model_is_refused(producer):
 
 
 def bad(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def test_refused_parameters_fail_a_prompt_of_one_token_too(producer):
+    half, pool = make_half("kv_consumer", spec=WINDOW)
+    request = make_request("d-1", hand_over(producer, prompt=[7]) | {"surprise": 1}, prompt=[7])
+    half.on_new_request(request)
+    assert allocate(half, pool, request)[0] == 1
+    [order] = half.build_metadata(EMPTY_STEP).receives
+    assert "surprise" in order.error
+    half.shutdown()
+
+
     return lambda params: params | changes
 
 

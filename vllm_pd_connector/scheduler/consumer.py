@@ -224,10 +224,10 @@ class Consumer:
             return 0
         if not self._found(request, receive):
             return None
-        if request.num_prompt_tokens <= self._backoff:
-            return 0  # all of it is ours to compute
         if receive.error:
             return int(max(request.num_prompt_tokens - num_computed_tokens, 0))
+        if request.num_prompt_tokens <= self._backoff:
+            return 0  # all of it is ours to compute
         if num_computed_tokens >= request.num_prompt_tokens - 1:
             return 0
         return max(receive.num_tokens - num_computed_tokens, 0)
