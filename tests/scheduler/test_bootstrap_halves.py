@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from test_half import TOKEN, allocate, make_half, make_request, until
 from test_push_halves import digest_of, order_of, step
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import RequestStatus
 
 from ports import free_port
@@ -92,6 +93,20 @@ def test_a_request_that_is_aborted_before_its_prefill_instance_is_found_gives_up
     half.on_new_request(request)
     request.status = RequestStatus.FINISHED_ABORTED
     half.request_finished(request, ([],))
+    prefill, _ = make_half("kv_producer", mode="push", bootstrap_port=port)
+    prefill.serve([b"manifest"], [TOKEN])
+    until(lambda: declines(prefill) == 1, "the word that nothing is needed")
+    prefill.shutdown()
+
+
+def test_a_request_that_reads_no_cache_gives_up_its_prefill_before_that_is_found(consumer):
+    """vLLM computes some prompts itself whatever is cached, e.g. for `prompt_logprobs`, and does not wait for us."""
+    half, pool = consumer
+    port = free_port()
+    request = make_request("d-1", bootstrapped(port))
+    half.on_new_request(request)
+    assert half.num_matched_tokens(request, 0) == (None, False)
+    half.update_after_alloc(request, KVCacheBlocks((pool.get_new_blocks(3),)), 0)
     prefill, _ = make_half("kv_producer", mode="push", bootstrap_port=port)
     prefill.serve([b"manifest"], [TOKEN])
     until(lambda: declines(prefill) == 1, "the word that nothing is needed")

@@ -238,6 +238,8 @@ class Consumer:
         if receive is None or receive.loading:
             return
         if num_external_tokens == 0:
+            if receive.found is not None:  # vLLM does not wait for it: it computes this prompt itself in any case
+                self._decline_found(request, receive.found)
             self._forget(request.request_id, release=True)
             return
         receive.loading = True
