@@ -151,6 +151,17 @@ def test_held_blocks_stay_out_of_the_pool_until_the_lease_ends():
     half.shutdown()
 
 
+def test_an_idle_prefill_instance_whose_leases_ended_can_forget_its_prefixes():
+    half, pool = make_half("kv_producer")
+    half.serve([b"manifest"], [TOKEN])
+    hand_over(half)
+    assert not pool.reset_prefix_cache(), "the blocks are under a lease"
+    half.producer._server.drop("p-1")
+    assert pool.reset_prefix_cache(), "no step was taken since"
+    assert half.producer.num_leases == 0
+    half.shutdown()
+
+
 def test_leading_null_blocks_are_left_out_and_counted(producer):
     request = make_request("p-1", {"do_remote_decode": True})
     _, params = producer.request_finished(request, ([0, 0, 7],))
@@ -278,6 +289,16 @@ def test_a_prompt_of_one_token_is_computed_by_decode_where_prefill_must_leave_on
     half.shutdown()
 
 
+def test_refused_parameters_fail_a_prompt_of_one_token_too(producer):
+    half, pool = make_half("kv_consumer", spec=WINDOW)
+    request = make_request("d-1", hand_over(producer, prompt=[7]) | {"surprise": 1}, prompt=[7])
+    half.on_new_request(request)
+    assert allocate(half, pool, request)[0] == 1
+    [order] = half.build_metadata(EMPTY_STEP).receives
+    assert "surprise" in order.error
+    half.shutdown()
+
+
 def test_a_whole_prompt_offered_to_a_windowed_model_is_refused(producer):
     half, pool = make_half("kv_consumer", spec=WINDOW)
     request = make_request("d-1", hand_over(producer))
@@ -289,16 +310,6 @@ def test_a_whole_prompt_offered_to_a_windowed_model_is_refused(producer):
 
 
 def bad(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-def test_refused_parameters_fail_a_prompt_of_one_token_too(producer):
-    half, pool = make_half("kv_consumer", spec=WINDOW)
-    request = make_request("d-1", hand_over(producer, prompt=[7]) | {"surprise": 1}, prompt=[7])
-    half.on_new_request(request)
-    assert allocate(half, pool, request)[0] == 1
-    [order] = half.build_metadata(EMPTY_STEP).receives
-    assert "surprise" in order.error
-    half.shutdown()
-
-
     return lambda params: params | changes
 
 

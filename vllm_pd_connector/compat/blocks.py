@@ -6,7 +6,7 @@ Source: vLLM 0.32, `v1/request.py`, `v1/core/kv_cache_manager.py`, `v1/core/bloc
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,6 +89,22 @@ def keep_private(manager: KVCacheManager, request_id: str, group: int, block: in
     counts = manager.coordinator.single_type_managers[group].num_cached_block
     if request_id in counts:  # else vLLM has freed the request
         counts[request_id] = max(counts[request_id], block + 1)
+
+
+def before_reset(pool: BlockPool, give_back: Callable[[], object]) -> None:
+    """Have `give_back` called before the pool forgets its prefixes, which it refuses while a block is referenced.
+
+    An idle engine takes no steps in which ended leases are given back, and vLLM asks its connector only after the pool.
+
+    Source: vLLM 0.32, `Scheduler.reset_prefix_cache`, `KVCacheCoordinator.reset_prefix_cache`.
+    """
+    reset = pool.reset_prefix_cache
+
+    def reset_prefix_cache() -> bool:
+        give_back()
+        return bool(reset())
+
+    pool.reset_prefix_cache = reset_prefix_cache
 
 
 class HeldBlocks:

@@ -11,7 +11,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import Quarantine, finished_normally, keep_private, transfer_params
+from vllm_pd_connector.compat.blocks import (
+    Quarantine,
+    before_reset,
+    finished_normally,
+    keep_private,
+    transfer_params,
+)
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.observability.stats import PDStats
@@ -54,6 +60,7 @@ class SchedulerHalf:
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._quarantine = Quarantine(pool)
         self.producer.bind_block_pool(pool)
+        before_reset(pool, self.producer.drain)
 
     def bind_cache_manager(self, manager: KVCacheManager) -> None:
         self._manager = manager
