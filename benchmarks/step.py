@@ -34,6 +34,7 @@ from vllm_pd_connector.connector import PDConnector
 BLOCK_TOKENS = 16
 LEASES = 256
 BLOCKS_OF_A_LEASE = 16
+IDLE: Any = SimpleNamespace(num_scheduled_tokens={})
 
 
 def free_port() -> int:
@@ -83,7 +84,7 @@ def measure(kv_role: str, leases: int, reps: int) -> list[dict[str, Any]]:
     worker = make_connector(KVConnectorRole.WORKER, kv_role)
     pool = BlockPool(num_gpu_blocks=LEASES * BLOCKS_OF_A_LEASE + 2, enable_caching=False, hash_block_size=BLOCK_TOKENS)
     scheduler.bind_gpu_block_pool(pool)
-    scheduler.scheduler.serve([b"manifest"])
+    scheduler.scheduler.serve([b"manifest"], [bytes(16)])
     hold_leases(scheduler, pool, leases)
     times: dict[str, list[float]] = {"scheduler thread": [], "forward thread": []}
 
@@ -106,7 +107,7 @@ def measure(kv_role: str, leases: int, reps: int) -> list[dict[str, Any]]:
     for _ in range(reps):
         for values in times.values():
             values.append(0.0)
-        metadata = timed("scheduler thread", lambda: scheduler.build_connector_meta(None))
+        metadata = timed("scheduler thread", lambda: scheduler.build_connector_meta(IDLE))
         sent = timed("scheduler thread", lambda m=metadata: pickle.dumps(m))
         metadata = timed("forward thread", lambda s=sent: pickle.loads(s))
         output = timed("forward thread", lambda m=metadata: forward(m))
