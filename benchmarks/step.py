@@ -54,7 +54,12 @@ def make_connector(role: KVConnectorRole, kv_role: str) -> PDConnector:
     parallel = SimpleNamespace(
         data_parallel_index=0, tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
     )
-    config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, num_prefill_lookahead_tokens=0)
+    config = SimpleNamespace(
+        kv_transfer_config=transfer,
+        parallel_config=parallel,
+        model_config=SimpleNamespace(enable_sleep_mode=False),
+        num_prefill_lookahead_tokens=0,
+    )
     spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
     caches = SimpleNamespace(transfer_group_ids=(0,), transfer_groups=(SimpleNamespace(kv_cache_spec=spec),))
     return PDConnector(config, role, caches)

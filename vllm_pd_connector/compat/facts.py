@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.config import parse_config
+from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.geometry.manifest import Coordinates, ModelFacts
 from vllm_pd_connector.observability.instance import EngineInfo
 
@@ -105,6 +106,22 @@ def engine_info(config: VllmConfig, index: int) -> EngineInfo:
         dcp_size=parallel.decode_context_parallel_size,
         dp_size=parallel.data_parallel_size,
     )
+
+
+def require_lasting_memory(config: VllmConfig) -> None:
+    """Refuse vLLM's sleep mode: an engine that wakes up has its caches in other memory under the same addresses, and
+    what a transport registered before still names the former.
+
+    Raises:
+        InvalidConfig: it is enabled.
+
+    Source: vLLM 0.32, `GPUWorker.sleep`, `VllmConfig._verify_kv_transfer_compat`; 0.33 asks `supports_sleep_mode`.
+    """
+    if config.model_config.enable_sleep_mode:
+        raise InvalidConfig(
+            "enable_sleep_mode: an engine that sleeps gives the caches' memory away while transports have it "
+            "registered, and other caches would be read and written after it; serve without --enable-sleep-mode"
+        )
 
 
 def world_size(config: VllmConfig) -> int:
