@@ -10,6 +10,7 @@ from router_bench import Bench, over_bench
 from router_stand_ins import DONE, HANDS_OVER, info
 
 from vllm_pd_connector.observability.instance import MAX_PAGE_BYTES
+from vllm_pd_connector.proxy.fleet import Role
 from vllm_pd_connector.proxy.legs import LegError, encoded_body
 from vllm_pd_connector.proxy.serve import admin_application
 
@@ -54,6 +55,36 @@ async def test_one_bad_check_is_forgiven_and_a_second_is_not(bench: Bench) -> No
     await bench.check()
     status, text = await bench.get("/health")
     assert status == 503 and prefill.url in text and "503" in text
+
+
+@over_bench
+async def test_a_leg_that_is_being_ended_is_not_ended_again(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
+    await bench.route([prefill.url], [decode.url])
+    fleet = bench.router.fleet
+    instance = fleet.choose(Role.PREFILL, (), set())
+    assert instance is not None
+    begun, ending, let_go = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def leg() -> None:
+        async with fleet.answering(instance):
+            try:
+                begun.set()
+                await asyncio.Event().wait()
+            finally:
+                ending.set()
+                await let_go.wait()  # as a connection does that takes its time to close
+
+    ended = asyncio.create_task(leg())
+    await begun.wait()
+    await prefill.server.close()
+    for _ in range(2):
+        await bench.check()
+    await ending.wait()
+    await bench.check()
+    let_go.set()
+    with pytest.raises(TimeoutError):
+        await ended
 
 
 @over_bench
