@@ -28,6 +28,8 @@ class Instance:
         self.says = says
         self.engines = engines
         self.health = 200
+        self.checks = 0
+        self.held: asyncio.Event | None = None
         self.page: bytes | None = None
         self.arrived = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -40,6 +42,9 @@ class Instance:
         self.server = TestServer(app, port=port)
 
     async def _show_health(self, _request: web.Request) -> web.Response:
+        self.checks += 1
+        if self.held is not None:
+            await self.held.wait()
         return web.Response(status=self.health)
 
     async def _show_metrics(self, _request: web.Request) -> web.Response:

@@ -88,6 +88,17 @@ async def test_a_leg_that_is_being_ended_is_not_ended_again(bench: Bench) -> Non
 
 
 @over_bench
+async def test_an_instance_that_does_not_answer_its_check_delays_no_other(bench: Bench) -> None:
+    hangs, prefill, decode = [await bench.instance(h) for h in (HANDS_OVER, HANDS_OVER, DONE)]
+    await bench.route([hangs.url, prefill.url], [decode.url], check_interval=0.05)
+    hangs.held, prefill.health = asyncio.Event(), 503
+    fleet, checks = bench.router.fleet, hangs.checks
+    while hangs.checks == checks or any(i.url == prefill.url for i in fleet.usable(Role.PREFILL)):
+        await asyncio.sleep(0)
+    assert hangs.checks == checks + 1  # which is still under way
+
+
+@over_bench
 async def test_a_page_that_is_no_text_or_has_no_end_is_that_instances_problem(bench: Bench) -> None:
     strange, endless, prefill = [await bench.instance(HANDS_OVER) for _ in range(3)]
     decode = await bench.instance(DONE)

@@ -215,20 +215,33 @@ class Fleet:
     # -- checking -----------------------------------------------------------------------------------------------------
 
     async def run(self, session: aiohttp.ClientSession) -> None:
-        """Check all instances for ever, beginning after one interval."""
+        """Check all instances for ever, beginning after one interval; one that is slow to answer delays no other."""
         self._session = session
-        while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._check_interval)
-                # Requests that fail at once would otherwise make checks follow each other without pause.
-                await asyncio.sleep(min(0.1, self._check_interval))
-            await self.check_all()
+        under_way: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), self._check_interval)
+                    # Requests that fail at once would otherwise make checks follow each other without pause.
+                    await asyncio.sleep(min(0.1, self._check_interval))
+                self._wake.clear()
+                under_way = {url: task for url, task in under_way.items() if not task.done()}
+                for instance in self._to_check():
+                    if instance.url not in under_way:
+                        under_way[instance.url] = asyncio.create_task(self._check(instance))
+        finally:
+            for task in under_way.values():
+                task.cancel()
+            await asyncio.gather(*under_way.values(), return_exceptions=True)
 
     async def check_all(self, session: aiohttp.ClientSession | None = None) -> None:
         """Check all instances once."""
         self._wake.clear()
         self._session = session or self._session
-        await asyncio.gather(*(self._check(i) for i in list(self._instances.values()) if i.state is not State.LEAVING))
+        await asyncio.gather(*(self._check(instance) for instance in self._to_check()))
+
+    def _to_check(self) -> list[Instance]:
+        return [i for i in self._instances.values() if i.state is not State.LEAVING]
 
     async def _check(self, instance: Instance) -> None:
         try:
