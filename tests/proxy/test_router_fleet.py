@@ -195,6 +195,21 @@ async def test_instances_are_added_and_removed_while_requests_run(bench: Bench) 
     assert shown[second.url]["state"] == "up"
 
 
+@over_bench
+async def test_a_removed_instance_stays_out_of_the_metrics_though_a_check_of_it_ends_later(bench: Bench) -> None:
+    gone, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
+    await bench.route([gone.url], [decode.url])
+    gone.held, gone.health, checks = asyncio.Event(), 503, gone.checks
+    checking = asyncio.create_task(bench.check())
+    while gone.checks == checks:
+        await asyncio.sleep(0)
+    bench.router.fleet.remove(gone.url)
+    gone.held.set()
+    await checking
+    _, page = await bench.get("/metrics")
+    assert gone.url not in page and decode.url in page
+
+
 @pytest.mark.parametrize(
     ("method", "body", "query", "status"),
     [

@@ -300,6 +300,8 @@ class Fleet:
         self._show(instance)
 
     def _show(self, instance: Instance) -> None:
+        if self._instances.get(instance.url) is not instance:
+            return  # removed: a check or a leg of its ended later
         self._metrics.in_flight.labels(instance.url).set(instance.in_flight)
         self._metrics.usable.labels(instance.url).set(instance.state is State.UP)
 
