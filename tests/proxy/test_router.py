@@ -266,6 +266,16 @@ async def test_health_needs_one_instance_of_each_kind(bench: Bench) -> None:
             assert response.status == expected
 
 
+@over_bench
+async def test_models_are_asked_for_in_the_clients_name(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
+    await bench.route([prefill.url], [decode.url])
+    url = bench.url.replace("/completions", "/models")
+    for headers in ({"Authorization": "Bearer x"}, {}):
+        async with bench.client.get(url, headers=headers) as response:
+            assert (response.status, await response.json()) == (200, {"asked by": headers.get("Authorization")})
+
+
 # -- what reaches the client ------------------------------------------------------------------------------------------
 
 

@@ -73,10 +73,14 @@ async def read_exchange(request: web.Request, request_id: str, started: float) -
     except UnicodeDecodeError as error:
         raise ProtocolError(f"the request body is not JSON: {error}") from error
     body, keys = read_body(text)
-    headers = {"X-Request-Id": request_id}
-    if "Authorization" in request.headers:
-        headers["Authorization"] = request.headers["Authorization"]
+    headers = {"X-Request-Id": request_id, **credentials(request)}
     return Exchange(request, request_id, body, keys, headers, started)
+
+
+def credentials(request: web.Request) -> Headers:
+    """By what the client is known to the instances (`vllm serve --api-key`)."""
+    name = "Authorization"
+    return {name: request.headers[name]} if name in request.headers else {}
 
 
 def read_body(text: str) -> tuple[Body, list[bytes]]:

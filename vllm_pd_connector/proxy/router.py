@@ -34,6 +34,7 @@ from vllm_pd_connector.proxy.exchange import (
     InstanceRefusal,
     check_event,
     check_finished,
+    credentials,
     error_object,
     parsed_json,
     read_exchange,
@@ -287,10 +288,10 @@ class Router:
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
-    async def _models(self, _request: web.Request) -> web.StreamResponse:
+    async def _models(self, request: web.Request) -> web.StreamResponse:
         for instance in self.fleet.usable(Role.DECODE):
             try:
-                async with self._session.get(f"{instance.url}/v1/models") as response:
+                async with self._session.get(f"{instance.url}/v1/models", headers=credentials(request)) as response:
                     content = await response.read()
                     return web.Response(status=response.status, body=content, content_type=response.content_type)
             except (aiohttp.ClientError, TimeoutError) as error:
