@@ -70,7 +70,7 @@ async def read_exchange(request: web.Request, request_id: str, started: float) -
         raise ProtocolError(f"X-Request-Id: {request_id!r:.80}; use up to 200 letters, digits, '.', '_', ':' and '-'")
     try:
         text = await request.text()
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, LookupError) as error:  # the second is for a charset that nobody knows
         raise ProtocolError(f"the request body is not JSON: {error}") from error
     body, keys = read_body(text)
     headers = {"X-Request-Id": request_id, **credentials(request)}

@@ -128,6 +128,10 @@ class Router:
             response = await self._answer_or_refuse(request, request_id, started)
             status = response.status
             return response
+        except Exception as error:
+            if not isinstance(error, ConnectionError):
+                status = 500  # a defect of ours
+            raise
         finally:
             self.metrics.requests.labels(status).inc()
             self.metrics.seconds.labels("total").observe(time.monotonic() - started)
@@ -137,6 +141,8 @@ class Router:
             exchange = await read_exchange(request, request_id, started)
         except ProtocolError as error:
             return refuse(request_id, 400, str(error))
+        except web.HTTPRequestEntityTooLarge as error:
+            return refuse(request_id, error.status, error.text or error.reason)
         try:
             return await self._hand_off(exchange)
         except InstanceRefusal as error:
