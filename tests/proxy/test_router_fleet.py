@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from aiohttp import web
@@ -96,6 +97,29 @@ async def test_an_instance_that_does_not_answer_its_check_delays_no_other(bench:
     while hangs.checks == checks or any(i.url == prefill.url for i in fleet.usable(Role.PREFILL)):
         await asyncio.sleep(0)
     assert hangs.checks == checks + 1  # which is still under way
+
+
+def test_a_connection_that_an_instance_may_be_closing_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = 0.0
+    monkeypatch.setattr("aiohttp.connector.monotonic", lambda: time.monotonic() + ahead)
+
+    @over_bench
+    async def ask(bench: Bench) -> None:
+        nonlocal ahead
+        connections = []
+
+        async def note(request: web.Request) -> web.StreamResponse:
+            assert request.transport is not None
+            connections.append(request.transport.get_extra_info("peername"))
+            return await HANDS_OVER(request)
+
+        prefill, decode = await bench.instance(note), await bench.instance(DONE)
+        await bench.route([prefill.url], [decode.url])
+        for ahead in (0.0, 4.5, 4.5):  # vLLM's servers close a connection that was idle for five seconds
+            assert (await bench.ask())[0] == 200
+        assert connections[0] != connections[1] == connections[2]
+
+    ask()
 
 
 @over_bench
