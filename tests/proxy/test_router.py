@@ -306,6 +306,15 @@ def test_a_stream_that_says_later_that_it_failed_ends_with_an_error_event(reason
 
 
 @over_bench
+async def test_an_instances_own_error_event_is_passed_on_and_counted(bench: Bench) -> None:
+    events = [ended(None), b'data: {"error":{"message":"no cache","code":500}}\n\n', DONE_EVENT]
+    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(streams(*events))
+    await bench.route([prefill.url], [decode.url])
+    assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (200, b"".join(events).decode())
+    assert "vllm_pd_proxy_broken_streams_total 1.0" in (await bench.get("/metrics"))[1]
+
+
+@over_bench
 async def test_a_stream_about_errors_is_none(bench: Bench) -> None:
     events = [b'data: {"choices":[{"text":"\\"finish_reason\\": \\"abort\\", error"}]}\n\n', ended("stop"), DONE_EVENT]
     prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(streams(*events))

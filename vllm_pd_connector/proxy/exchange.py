@@ -126,17 +126,18 @@ async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield rest
 
 
-def check_event(event: bytes, first: bool) -> None:
+def check_event(event: bytes, first: bool) -> bool:
     """Refuse an event of a stream that says that the request failed.
 
-    Only the first can still become a status: later, an instance's own error event is passed on as it is.
+    Only the first can still become a status: later, an instance's own error event is passed on as it is. Returns whether
+    it is one.
 
     Raises:
         InstanceRefusal: the first event is an error.
         LegError: a choice ended as in `check_finished`.
     """
     if b"error" not in event and b"abort" not in event:
-        return  # nearly all of them: not worth reading
+        return False  # nearly all of them: not worth reading
     content = event.strip().removeprefix(b"data:").strip()
     found = parsed_json(content)
     error = found.get("error") if isinstance(found, Mapping) else None
@@ -145,6 +146,7 @@ def check_event(event: bytes, first: bool) -> None:
         status = code if isinstance(code, int) and 400 <= code < 600 else 502
         raise InstanceRefusal(status, content, "application/json")
     check_finished(found)
+    return error is not None
 
 
 def parsed_json(content: bytes) -> Any:

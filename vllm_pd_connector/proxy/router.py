@@ -275,7 +275,9 @@ class Router:
         answer = web.StreamResponse(headers={"X-Request-Id": exchange.request_id, "Cache-Control": "no-cache"})
         answer.content_type = "text/event-stream"
         async for event in whole_events(response.content.iter_any()):
-            check_event(event, first=exchange.answer is None)
+            if check_event(event, first=exchange.answer is None):
+                logger.warning("request %s: after the first byte: %.500r", exchange.request_id, event)
+                self.metrics.broken_streams.inc()
             if exchange.answer is None:
                 self._observe("first_byte", exchange)
                 exchange.answer = answer
