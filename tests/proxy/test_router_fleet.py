@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -10,7 +11,7 @@ from aiohttp import web
 from router_bench import Bench, over_bench
 from router_stand_ins import DONE, HANDS_OVER, info
 
-from vllm_pd_connector.observability.instance import MAX_PAGE_BYTES
+from vllm_pd_connector.observability.instance import MAX_PAGE_BYTES, EngineInfo, parse
 from vllm_pd_connector.proxy.fleet import Role
 from vllm_pd_connector.proxy.legs import LegError, encoded_body
 from vllm_pd_connector.proxy.serve import admin_application
@@ -158,6 +159,24 @@ def test_a_body_that_can_be_read_but_not_written_is_the_clients_error() -> None:
     with pytest.raises(LegError, match="nested too deeply") as refusal:
         encoded_body({"messages": nested})
     assert refusal.value.status == 400
+
+
+def test_streams_do_not_stand_still_while_the_page_of_an_instance_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    readers = set()
+
+    def note(page: str) -> dict[int, EngineInfo]:
+        readers.add(threading.current_thread())
+        return parse(page)
+
+    monkeypatch.setattr("vllm_pd_connector.proxy.fleet.parse", note)
+
+    @over_bench
+    async def ask(bench: Bench) -> None:
+        prefill, decode = await bench.instance(HANDS_OVER, info(mode="pull")), await bench.instance(DONE)
+        await bench.route([prefill.url], [decode.url])
+
+    ask()
+    assert readers and threading.current_thread() not in readers
 
 
 @over_bench
