@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
 import signal
 import subprocess
@@ -11,7 +13,11 @@ import time
 import urllib.error
 import urllib.request
 
+import aiohttp
 import pytest
+from aiohttp import web
+from router_bench import Bench, over_bench
+from router_stand_ins import HANDS_OVER, LIMIT, streams
 
 from ports import free_port
 from vllm_pd_connector.proxy.serve import add_arguments, base_url, options_of
@@ -58,6 +64,40 @@ def test_the_command_serves_clients_and_operators_until_it_is_told_to_stop() -> 
             assert process.wait(STARTS_WITHIN) == 0
         finally:
             process.kill()
+
+
+@over_bench
+async def test_requests_end_before_a_router_that_is_told_to_stop(bench: Bench) -> None:
+    stops = asyncio.Event()
+
+    async def wait(_request: web.Request) -> None:
+        await stops.wait()
+
+    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(streams(b"data: 1\n\n", then=wait))
+    port = free_port()
+    router = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "vllm_pd_connector.proxy", "--port", str(port), "--shutdown-timeout", str(LIMIT),
+        "--prefill", prefill.url, "--decode", decode.url,
+    )  # fmt: skip
+    try:
+        url = f"http://127.0.0.1:{port}"
+        await asyncio.to_thread(_get, url + "/health")
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(url + "/v1/completions", json={"prompt": "x", "stream": True}) as response,
+        ):
+            assert await response.content.readany() == b"data: 1\n\n"
+            router.send_signal(signal.SIGTERM)
+            with pytest.raises(aiohttp.ClientConnectionError):
+                while True:
+                    async with client.get(url + "/health", headers={"Connection": "close"}):
+                        pass
+            stops.set()
+            assert await response.content.read() == b""
+        assert await router.wait() == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            router.kill()
 
 
 def _get(url: str) -> tuple[int, str]:

@@ -70,6 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=_positive, default=value, help=f"seconds {text} (default: {value:g})")
     parser.add_argument(
+        "--shutdown-timeout", type=_positive, default=5.0,
+        help="seconds that requests have to end when the router is told to stop; it takes no new ones (default: 5)",
+    )  # fmt: skip
+    parser.add_argument(
         "--slack", type=int, default=defaults.slack,
         help="by how many requests an instance that knows a prompt may exceed the least busy one "
         f"(default: {defaults.slack}; 0: by load alone)",
@@ -141,11 +145,12 @@ async def _serve(arguments: argparse.Namespace) -> None:
     places = [(router.application(), arguments.host, arguments.port)]
     if arguments.admin_port is not None:
         places.append((admin_application(router), arguments.admin_host, arguments.admin_port))
+    limit = arguments.shutdown_timeout / 2  # aiohttp waits for handlers twice as long before it cancels them
     runners = []
     try:
         for app, host, port in places:
             # Without handler_cancellation aiohttp runs a handler to its end after the client has gone.
-            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
+            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=limit)
             runners.append(runner)
             await runner.setup()
             await web.TCPSite(runner, host, port).start()
