@@ -116,8 +116,9 @@ def test_a_connection_that_an_instance_may_be_closing_is_not_used(monkeypatch: p
 
         prefill, decode = await bench.instance(note), await bench.instance(DONE)
         await bench.route([prefill.url], [decode.url])
-        for ahead in (0.0, 4.5, 4.5):  # vLLM's servers close a connection that was idle for five seconds
-            assert (await bench.ask())[0] == 200
+        assert (await bench.ask())[0] == 200
+        ahead = 4.5  # vLLM's servers close a connection that was idle for five seconds
+        assert [(await bench.ask())[0] for _ in range(2)] == [200] * 2
         assert connections[0] != connections[1] == connections[2]
 
     ask()

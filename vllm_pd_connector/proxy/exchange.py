@@ -129,8 +129,8 @@ async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 def check_event(event: bytes, first: bool) -> bool:
     """Refuse an event of a stream that says that the request failed.
 
-    Only the first can still become a status: later, an instance's own error event is passed on as it is. Returns whether
-    it is one.
+    Only the first can still become a status: later, an instance's own error event is passed on as it is. Returns
+    whether it is one.
 
     Raises:
         InstanceRefusal: the first event is an error.

@@ -25,8 +25,8 @@ from vllm_pd_connector.proxy.metrics import ProxyMetrics
 logger = logging.getLogger(__name__)
 
 IDLE_CONNECTION = 2.0
-"""Seconds for which a connection without a request is kept. vLLM closes it after five (VLLM_HTTP_TIMEOUT_KEEP_ALIVE), and
-a request that meets it closing would have to fail, because nobody knows whether it has been run."""
+"""Seconds for which a connection without a request is kept. vLLM closes it after five (VLLM_HTTP_TIMEOUT_KEEP_ALIVE),
+and a request that meets it closing would have to fail, because nobody knows whether it has been run."""
 
 Headers = dict[str, str]
 Prepare = Callable[[Instance], tuple[Body, Headers]]
