@@ -1,10 +1,14 @@
-"""What the router takes from clients, and what it refuses before an instance hears of it."""
+"""What the router takes from clients, and what it refuses before an instance hears of it; clients that leave."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import aiohttp
 import pytest
+from aiohttp import web
 from router_bench import Bench, over_bench
-from router_stand_ins import DONE, HANDS_OVER
+from router_stand_ins import DONE, HANDS_OVER, streams
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"n": 2}', b"\xff\xfe"])
@@ -72,3 +76,29 @@ async def test_models_are_asked_for_in_the_clients_name(bench: Bench) -> None:
     for headers in ({"Authorization": "Bearer x"}, {}):
         async with bench.client.get(url, headers=headers) as response:
             assert (response.status, await response.json()) == (200, {"asked by": headers.get("Authorization")})
+
+
+@pytest.mark.parametrize("at", ["prepare", "write", "write_eof"])
+def test_a_client_that_is_leaving_when_it_is_answered_is_no_error_of_an_instance(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    does = getattr(web.StreamResponse, at)
+
+    async def fail(answer: web.StreamResponse, *rest: Any) -> Any:
+        if answer.headers.get("Cache-Control") == "no-cache":  # the router's, not the stand-in's
+            raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+        return await does(answer, *rest)
+
+    monkeypatch.setattr(web.StreamResponse, at, fail)
+
+    @over_bench
+    async def ask(bench: Bench) -> None:
+        prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(streams(b"data: 1\n\n"))
+        await bench.route([prefill.url], [decode.url])
+        with pytest.raises(aiohttp.ClientError):
+            await bench.ask({"prompt": "x", "stream": True})
+        _, text = await bench.get("/metrics")
+        assert 'vllm_pd_proxy_requests_total{status="499"} 1.0' in text
+        assert "vllm_pd_proxy_broken_streams_total 0.0" in text
+
+    ask()

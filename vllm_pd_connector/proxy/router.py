@@ -20,7 +20,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -271,7 +271,7 @@ class Router:
             return await self._stream(exchange, response)
 
     async def _stream(self, exchange: Exchange, response: aiohttp.ClientResponse) -> web.StreamResponse:
-        """Pass events on as they come. A client that has gone is a cancellation, not an error of the instance."""
+        """Pass events on as they come."""
         answer = web.StreamResponse(headers={"X-Request-Id": exchange.request_id, "Cache-Control": "no-cache"})
         answer.content_type = "text/event-stream"
         async for event in whole_events(response.content.iter_any()):
@@ -281,14 +281,14 @@ class Router:
             if exchange.answer is None:
                 self._observe("first_byte", exchange)
                 exchange.answer = answer
-                await answer.prepare(exchange.request)
-            try:
+                with _to_client():
+                    await answer.prepare(exchange.request)
+            with _to_client():
                 await answer.write(event)
-            except ConnectionError as error:
-                raise asyncio.CancelledError from error
         if exchange.answer is None:
             raise LegError(502, "the decode instance ended its stream without an event")
-        await answer.write_eof()
+        with _to_client():
+            await answer.write_eof()
         return answer
 
     def _observe(self, phase: str, exchange: Exchange) -> None:
@@ -315,6 +315,15 @@ class Router:
 
     async def _metrics_page(self, _request: web.Request) -> web.StreamResponse:
         return web.Response(body=self.metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+
+@contextlib.contextmanager
+def _to_client() -> Iterator[None]:
+    """A client that has gone is a cancellation, not an error of the instance."""
+    try:
+        yield
+    except ConnectionError as error:
+        raise asyncio.CancelledError from error
 
 
 async def _end(task: asyncio.Task[Any]) -> None:
