@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,8 @@ from router_bench import Bench, over_bench
 from router_stand_ins import HANDS_OVER, LIMIT, streams
 
 from ports import free_port
-from vllm_pd_connector.proxy.serve import add_arguments, base_url, options_of
+from vllm_pd_connector.proxy.serve import add_arguments, options_of
+from vllm_pd_connector.proxy.urls import base_url
 
 STARTS_WITHIN = 60.0
 
@@ -64,6 +66,15 @@ def test_the_command_serves_clients_and_operators_until_it_is_told_to_stop() -> 
             assert process.wait(STARTS_WITHIN) == 0
         finally:
             process.kill()
+
+
+def test_a_router_whose_port_is_taken_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "vllm_pd_connector.proxy", "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=STARTS_WITHIN)
+    assert done.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr and "Traceback" not in done.stderr
 
 
 @over_bench
