@@ -144,6 +144,16 @@ async def test_a_prefill_that_hands_nothing_over_is_502_and_decodes_nothing(benc
     assert decode.asked == []
 
 
+@over_bench
+async def test_a_prefill_that_its_engine_cut_off_is_502_and_said(bench: Bench) -> None:
+    prefill = await bench.instance(answers({"choices": [{"text": "", "finish_reason": "abort"}]}))
+    decode = await bench.instance(DONE)
+    await bench.route([prefill.url], [decode.url])
+    status, answer, _ = await bench.ask()
+    assert status == 502 and decode.asked == []
+    assert "the prefill instance could not finish" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 def test_an_instance_that_listens_no_more_and_has_not_answered_is_502(leg: str) -> None:
     async def test(bench: Bench) -> None:

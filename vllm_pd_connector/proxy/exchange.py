@@ -18,6 +18,7 @@ from aiohttp import web
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.proxy.choice import prefix_keys
+from vllm_pd_connector.proxy.fleet import Role
 from vllm_pd_connector.proxy.handoff import Body, check_client_body
 from vllm_pd_connector.proxy.legs import Headers, LegError
 
@@ -96,7 +97,7 @@ def read_body(text: str) -> tuple[Body, list[bytes]]:
         raise ProtocolError(f"the request body is not JSON: {error}") from error
 
 
-def check_finished(answer: object) -> None:
+def check_finished(answer: object, role: Role = Role.DECODE) -> None:
     """An answer with status 200 whose engine request failed, or was cut off by its engine's end, is an error.
 
     Raises:
@@ -107,7 +108,7 @@ def check_finished(answer: object) -> None:
         # vLLM answers "abort" to what still runs when it is told to end; a client of ours that left is not answered.
         if isinstance(choice, dict) and (reason := choice.get("finish_reason")) in ("error", "abort"):
             raise LegError(
-                502, f"the decode instance could not finish the request (finish_reason: {reason}); see its log"
+                502, f"the {role} instance could not finish the request (finish_reason: {reason}); see its log"
             )
 
 

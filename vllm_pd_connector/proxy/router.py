@@ -186,9 +186,8 @@ class Router:
 
     async def _serial(self, exchange: Exchange) -> web.StreamResponse:
         first = prefill_body(exchange.body)
-        content = await self._prefill(exchange, lambda _instance: (first, exchange.headers))
-        second = decode_body(exchange.body, parsed_json(content))
-        return await self._decode(exchange, second)
+        answer = await self._prefill(exchange, lambda _instance: (first, exchange.headers))
+        return await self._decode(exchange, decode_body(exchange.body, answer))
 
     async def _side_by_side(self, exchange: Exchange) -> web.StreamResponse:
         sent: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
@@ -231,7 +230,7 @@ class Router:
         self._let_end(prefill, exchange.request_id)
         return answer
 
-    def _let_end(self, prefill: asyncio.Task[bytes], request_id: str) -> None:
+    def _let_end(self, prefill: asyncio.Task[Any], request_id: str) -> None:
         """The answer is complete; the prefill's is read to its end, so that it is not taken for an abort."""
 
         async def wait() -> None:
@@ -244,13 +243,16 @@ class Router:
         self._trailing.add(task)
         task.add_done_callback(self._trailing.discard)
 
-    async def _prefill(self, exchange: Exchange, prepare: Any, on_sent: Any = None) -> bytes:
+    async def _prefill(self, exchange: Exchange, prepare: Any, on_sent: Any = None) -> Any:
+        """What the prefill instance answers, read."""
         async with self._legs.send(Role.PREFILL, exchange.path, prepare, exchange.keys, on_sent) as response:
             content = await response.read()
             if response.status != 200:
                 raise InstanceRefusal(response.status, content, response.content_type)
         self._observe("prefill", exchange)
-        return content
+        answer = parsed_json(content)
+        check_finished(answer, Role.PREFILL)
+        return answer
 
     async def _decode(self, exchange: Exchange, body: Body) -> web.StreamResponse:
         """Answer the client from a decode instance."""
