@@ -21,7 +21,7 @@ from router_bench import Bench, over_bench
 from router_stand_ins import HANDS_OVER, LIMIT, streams
 
 from ports import free_port
-from vllm_pd_connector.proxy.serve import add_arguments, options_of
+from vllm_pd_connector.proxy.serve import _serve, add_arguments, options_of
 from vllm_pd_connector.proxy.urls import base_url
 
 STARTS_WITHIN = 60.0
@@ -66,6 +66,22 @@ def test_the_command_serves_clients_and_operators_until_it_is_told_to_stop() -> 
             assert process.wait(STARTS_WITHIN) == 0
         finally:
             process.kill()
+
+
+def test_requests_have_the_time_to_end_that_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Told(Exception):
+        pass
+
+    def tell(_app: web.Application, *, shutdown_timeout: float, **_settings: object) -> None:
+        raise Told(shutdown_timeout)
+
+    monkeypatch.setattr(web, "AppRunner", tell)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for words, seconds in (([], 5.0), (["--shutdown-timeout", "90"], 90.0)):
+        with pytest.raises(Told) as told:
+            asyncio.run(_serve(parser.parse_args(words)))
+        assert told.value.args == (seconds / 2,)  # which aiohttp waits twice
 
 
 def test_a_router_whose_port_is_taken_says_so() -> None:
