@@ -312,7 +312,7 @@ def main() -> None:
     if "copies" in options.parts:
         results["copies"] = measure_copies(options.rounds)
     for transport in options.transports if set(options.parts) - {"copies"} else ():
-        between = Pair({"ucx": {"TLS": "tcp,self"}} if transport == "tcp" else {})
+        between = Pair({"ucx": {"TLS": "tcp"}} if transport == "tcp" else {})
         try:
             for part in ("pulls", "pushes"):
                 if part in options.parts:

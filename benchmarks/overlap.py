@@ -77,7 +77,7 @@ def specs(model: str) -> list[Any]:
     """One prefill instance, which serves both ways, and a decode instance of each."""
 
     def spec(name: str, role: str, mode: str, *flags: str) -> Any:
-        extra = {"mode": mode, "transport_options": {"ucx": {"TLS": "tcp,self", "NET_DEVICES": "lo"}}}
+        extra = {"mode": mode, "transport_options": {"ucx": {"TLS": "tcp", "NET_DEVICES": "lo"}}}
         transfer = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": extra}
         return vllm_spec(name, make(MODELS[model]), flags=(*MODELS[model].flags, *flags), transfer=transfer)
 

@@ -52,7 +52,7 @@ GOAL, GOAL_RUN_BYTES = 0.9, 64 * KIB
 LOCAL = {"protocol": "tcp", "address": "127.0.0.1"}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nixl": ("nixl", {}),
-    "nixl-tcp": ("nixl", {"ucx": {"TLS": "tcp,self"}}),
+    "nixl-tcp": ("nixl", {"ucx": {"TLS": "tcp"}}),
     "mooncake": ("mooncake", LOCAL),
     "loopback": ("loopback", {}),
 }

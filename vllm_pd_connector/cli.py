@@ -31,6 +31,7 @@ from vllm_pd_connector.geometry.explain import Explanation, Movement, explain_pa
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.stage import CHUNKS_PER_SLAB
 from vllm_pd_connector.protocol.messages import Describe, Failure, GetManifests, Manifests, Request
+from vllm_pd_connector.proxy.urls import base_url, host_and_port
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
 from vllm_pd_connector.sidechannel.keys import Keys, create_keys, create_secret, load_keys, public_key
 from vllm_pd_connector.sidechannel.sockets import endpoint
@@ -90,8 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     make.set_defaults(run=_keygen)
     commands.add_parser("proxy", help="a P/D router; see vllm-pd proxy --help")
     tell = commands.add_parser("announce", help="tell vLLM's router, in its discovery mode, which instances there are")
-    tell.add_argument("router", metavar="ROUTER", help="host:port, the router's --vllm-discovery-address")
-    tell.add_argument("urls", metavar="URL", nargs="+", help="base URL of an instance with PDConnector")
+    tell.add_argument(
+        "router", metavar="ROUTER", type=host_and_port, help="host:port, the router's --vllm-discovery-address"
+    )
+    tell.add_argument("urls", metavar="URL", nargs="+", type=base_url, help="base URL of an instance with PDConnector")
     tell.set_defaults(run=_announce)
     for command in (explain, save):
         command.add_argument("--keys", type=Path, help="directory of keys, as side_channel_keys of an instance")
@@ -105,7 +108,7 @@ def _announce(options: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with contextlib.suppress(KeyboardInterrupt):
-        announce(options.router, [url.rstrip("/") for url in options.urls])
+        announce(options.router, options.urls)
     return ALLOWED
 
 

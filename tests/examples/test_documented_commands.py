@@ -17,7 +17,10 @@ from vllm_pd_connector.observability.instance import ROLES
 from vllm_pd_connector.proxy.serve import add_arguments, options_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/quickstart.md", "docs/router.md", "docs/configuration.md", "docs/accuracy.md")
+PAGES = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("quickstart", "containers", "router", "configuration", "accuracy")),
+)
 PROMPT = re.compile(r"^([0-9.]+\$|CUDA_VISIBLE_DEVICES=\S+) ")
 OURS = re.compile(r"examples/launch\S+|vllm serve |vllm-pd ")
 GPUS = ("--gpus", ",".join(map(str, range(16))))

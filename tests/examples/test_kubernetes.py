@@ -77,6 +77,13 @@ def test_an_instance_may_end_what_it_has_begun_before_it_is_killed(name: str) ->
         assert config.shutdown_timeout > config.kv_lease_duration
 
 
+def test_the_router_may_end_what_it_has_begun_before_it_is_killed() -> None:
+    router = container("Deployment", "pd-router")
+    pause = int(router["lifecycle"]["preStop"]["exec"]["command"][-1])
+    grace = named("Deployment", "pd-router")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace > pause + int(flag(router, "--shutdown-timeout"))
+
+
 @pytest.mark.parametrize("name", ["pd-prefill", "pd-decode"])
 def test_an_instance_talks_only_to_those_whose_keys_it_has(name: str, tmp_path: Path) -> None:
     """With the keys that the commands in the first lines make, mounted as a Secret is."""

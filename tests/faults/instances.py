@@ -19,7 +19,7 @@ LEASE_S = 4.0
 LIMITS = {"handshake_timeout": 3.0, "transfer_timeout": 4.0, "confirm_timeout": 3.0, "kv_lease_duration": LEASE_S}
 """Seconds: short, so that a campaign sees deadlines pass."""
 
-UCX_OVER_NETWORK = {"TLS": "tcp,self", "NET_DEVICES": "net"}
+UCX_OVER_NETWORK = {"TLS": "tcp", "NET_DEVICES": "net"}
 CACHE_BYTES = 64 << 20
 """Small enough that a fault can have every block used again."""
 

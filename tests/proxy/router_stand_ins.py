@@ -28,6 +28,8 @@ class Instance:
         self.says = says
         self.engines = engines
         self.health = 200
+        self.checks = 0
+        self.held: asyncio.Event | None = None
         self.page: bytes | None = None
         self.arrived = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -35,12 +37,19 @@ class Instance:
         app = web.Application()
         app.router.add_post("/v1/completions", self._serve)
         app.router.add_post("/v1/chat/completions", self._serve)
+        app.router.add_get("/v1/models", self._show_models)
         app.router.add_get("/health", self._show_health)
         app.router.add_get("/metrics", self._show_metrics)
         self.server = TestServer(app, port=port)
 
     async def _show_health(self, _request: web.Request) -> web.Response:
+        self.checks += 1
+        if self.held is not None:
+            await self.held.wait()
         return web.Response(status=self.health)
+
+    async def _show_models(self, request: web.Request) -> web.Response:
+        return web.json_response({"asked by": request.headers.get("Authorization")})
 
     async def _show_metrics(self, _request: web.Request) -> web.Response:
         if self.page is not None:

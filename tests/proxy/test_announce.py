@@ -12,6 +12,7 @@ import pytest
 import zmq
 from router_stand_ins import Instance, answers, info
 
+from vllm_pd_connector.cli import main
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.proxy import announce as module
 from vllm_pd_connector.proxy.announce import announce, ask, registration
@@ -31,6 +32,21 @@ def address_of(registry: zmq.Socket[bytes]) -> str:
     endpoint = registry.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
     return endpoint.rstrip(b"\0").decode().removeprefix("tcp://")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["router", "http://10.0.0.7:8100"], "'router' is not an address; give host:port"),
+        (["router:x", "http://10.0.0.7:8100"], "'router:x' is not an address"),
+        (["router:30001", "10.0.0.7:8100"], "'10.0.0.7:8100' is not a base URL; give http://host:port"),
+    ],
+)
+def test_an_address_that_is_none_is_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["announce", *words])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("role", "letter"), [("kv_producer", "P"), ("kv_consumer", "D")])

@@ -36,6 +36,22 @@ def test_prefill_always_ends_by_length() -> None:
     assert not {"stop", "stop_token_ids", "min_tokens", "stream_options", "logprobs"} & leg.keys()
 
 
+def test_prefill_gets_all_that_a_prompt_is_made_of() -> None:
+    of_prompt = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": "none",
+        "response_format": {"type": "json_object"},
+        "reasoning_effort": "low",
+        "chat_template_kwargs": {"thinking": True},
+        "documents": [{"text": "d"}],
+        "truncate_prompt_tokens": 9,
+        "mm_processor_kwargs": {"num_crops": 4},
+        "cache_salt": "s",
+    }
+    assert of_prompt.items() <= prefill_body(of_prompt | {"stop": ["."]}).items()
+
+
 def test_both_limits_on_tokens_are_lowered() -> None:
     leg = prefill_body({"messages": [], "max_completion_tokens": 50})
     assert (leg["max_tokens"], leg["max_completion_tokens"]) == (1, 1)

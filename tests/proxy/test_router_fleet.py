@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 
 import pytest
 from aiohttp import web
 from router_bench import Bench, over_bench
 from router_stand_ins import DONE, HANDS_OVER, info
 
-from vllm_pd_connector.observability.instance import MAX_PAGE_BYTES
+from vllm_pd_connector.observability.instance import MAX_PAGE_BYTES, EngineInfo, parse
+from vllm_pd_connector.proxy.fleet import Role
 from vllm_pd_connector.proxy.legs import LegError, encoded_body
 from vllm_pd_connector.proxy.serve import admin_application
 
@@ -57,6 +60,71 @@ async def test_one_bad_check_is_forgiven_and_a_second_is_not(bench: Bench) -> No
 
 
 @over_bench
+async def test_a_leg_that_is_being_ended_is_not_ended_again(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
+    await bench.route([prefill.url], [decode.url])
+    fleet = bench.router.fleet
+    instance = fleet.choose(Role.PREFILL, (), set())
+    assert instance is not None
+    begun, ending, let_go = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def leg() -> None:
+        async with fleet.answering(instance):
+            try:
+                begun.set()
+                await asyncio.Event().wait()
+            finally:
+                ending.set()
+                await let_go.wait()  # as a connection does that takes its time to close
+
+    ended = asyncio.create_task(leg())
+    await begun.wait()
+    await prefill.server.close()
+    for _ in range(2):
+        await bench.check()
+    await ending.wait()
+    await bench.check()
+    let_go.set()
+    with pytest.raises(TimeoutError):
+        await ended
+
+
+@over_bench
+async def test_an_instance_that_does_not_answer_its_check_delays_no_other(bench: Bench) -> None:
+    hangs, prefill, decode = [await bench.instance(h) for h in (HANDS_OVER, HANDS_OVER, DONE)]
+    await bench.route([hangs.url, prefill.url], [decode.url], check_interval=0.05)
+    hangs.held, prefill.health = asyncio.Event(), 503
+    fleet, checks = bench.router.fleet, hangs.checks
+    while hangs.checks == checks or any(i.url == prefill.url for i in fleet.usable(Role.PREFILL)):
+        await asyncio.sleep(0)
+    assert hangs.checks == checks + 1  # which is still under way
+
+
+def test_a_connection_that_an_instance_may_be_closing_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = 0.0
+    monkeypatch.setattr("aiohttp.connector.monotonic", lambda: time.monotonic() + ahead)
+
+    @over_bench
+    async def ask(bench: Bench) -> None:
+        nonlocal ahead
+        connections = []
+
+        async def note(request: web.Request) -> web.StreamResponse:
+            assert request.transport is not None
+            connections.append(request.transport.get_extra_info("peername"))
+            return await HANDS_OVER(request)
+
+        prefill, decode = await bench.instance(note), await bench.instance(DONE)
+        await bench.route([prefill.url], [decode.url])
+        assert (await bench.ask())[0] == 200
+        ahead = 4.5  # vLLM's servers close a connection that was idle for five seconds
+        assert [(await bench.ask())[0] for _ in range(2)] == [200] * 2
+        assert connections[0] != connections[1] == connections[2]
+
+    ask()
+
+
+@over_bench
 async def test_a_page_that_is_no_text_or_has_no_end_is_that_instances_problem(bench: Bench) -> None:
     strange, endless, prefill = [await bench.instance(HANDS_OVER) for _ in range(3)]
     decode = await bench.instance(DONE)
@@ -92,6 +160,24 @@ def test_a_body_that_can_be_read_but_not_written_is_the_clients_error() -> None:
     with pytest.raises(LegError, match="nested too deeply") as refusal:
         encoded_body({"messages": nested})
     assert refusal.value.status == 400
+
+
+def test_streams_do_not_stand_still_while_the_page_of_an_instance_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    readers = set()
+
+    def note(page: str) -> dict[int, EngineInfo]:
+        readers.add(threading.current_thread())
+        return parse(page)
+
+    monkeypatch.setattr("vllm_pd_connector.proxy.fleet.parse", note)
+
+    @over_bench
+    async def ask(bench: Bench) -> None:
+        prefill, decode = await bench.instance(HANDS_OVER, info(mode="pull")), await bench.instance(DONE)
+        await bench.route([prefill.url], [decode.url])
+
+    ask()
+    assert readers and threading.current_thread() not in readers
 
 
 @over_bench
@@ -151,6 +237,21 @@ async def test_instances_are_added_and_removed_while_requests_run(bench: Bench) 
         shown = {one["url"]: one for one in (await response.json())["instances"]}
     assert set(shown) == {second.url, decode.url}
     assert shown[second.url]["state"] == "up"
+
+
+@over_bench
+async def test_a_removed_instance_stays_out_of_the_metrics_though_a_check_of_it_ends_later(bench: Bench) -> None:
+    gone, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
+    await bench.route([gone.url], [decode.url])
+    gone.held, gone.health, checks = asyncio.Event(), 503, gone.checks
+    checking = asyncio.create_task(bench.check())
+    while gone.checks == checks:
+        await asyncio.sleep(0)
+    bench.router.fleet.remove(gone.url)
+    gone.held.set()
+    await checking
+    _, page = await bench.get("/metrics")
+    assert gone.url not in page and decode.url in page
 
 
 @pytest.mark.parametrize(

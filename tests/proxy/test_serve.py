@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 
+import aiohttp
 import pytest
+from aiohttp import web
+from router_bench import Bench, over_bench
+from router_stand_ins import HANDS_OVER, LIMIT, streams
 
 from ports import free_port
-from vllm_pd_connector.proxy.serve import add_arguments, base_url, options_of
+from vllm_pd_connector.proxy.serve import _serve, add_arguments, options_of
+from vllm_pd_connector.proxy.urls import base_url
 
 STARTS_WITHIN = 60.0
 
@@ -58,6 +66,65 @@ def test_the_command_serves_clients_and_operators_until_it_is_told_to_stop() -> 
             assert process.wait(STARTS_WITHIN) == 0
         finally:
             process.kill()
+
+
+def test_requests_have_the_time_to_end_that_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Told(Exception):
+        pass
+
+    def tell(_app: web.Application, *, shutdown_timeout: float, **_settings: object) -> None:
+        raise Told(shutdown_timeout)
+
+    monkeypatch.setattr(web, "AppRunner", tell)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for words, seconds in (([], 5.0), (["--shutdown-timeout", "90"], 90.0)):
+        with pytest.raises(Told) as told:
+            asyncio.run(_serve(parser.parse_args(words)))
+        assert told.value.args == (seconds / 2,)  # which aiohttp waits twice
+
+
+def test_a_router_whose_port_is_taken_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "vllm_pd_connector.proxy", "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=STARTS_WITHIN)
+    assert done.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr and "Traceback" not in done.stderr
+
+
+@over_bench
+async def test_requests_end_before_a_router_that_is_told_to_stop(bench: Bench) -> None:
+    stops = asyncio.Event()
+
+    async def wait(_request: web.Request) -> None:
+        await stops.wait()
+
+    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(streams(b"data: 1\n\n", then=wait))
+    port = free_port()
+    router = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "vllm_pd_connector.proxy", "--port", str(port), "--shutdown-timeout", str(LIMIT),
+        "--prefill", prefill.url, "--decode", decode.url,
+    )  # fmt: skip
+    try:
+        url = f"http://127.0.0.1:{port}"
+        await asyncio.to_thread(_get, url + "/health")
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(url + "/v1/completions", json={"prompt": "x", "stream": True}) as response,
+        ):
+            assert await response.content.readany() == b"data: 1\n\n"
+            router.send_signal(signal.SIGTERM)
+            with pytest.raises(aiohttp.ClientConnectionError):
+                while True:
+                    async with client.get(url + "/health", headers={"Connection": "close"}):
+                        pass
+            stops.set()
+            assert await response.content.read() == b""
+        assert await router.wait() == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            router.kill()
 
 
 def _get(url: str) -> tuple[int, str]:

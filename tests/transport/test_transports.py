@@ -78,6 +78,11 @@ def test_tcp_segments_are_large_unless_someone_chose_otherwise() -> None:
     }
 
 
+def test_a_list_of_which_nixl_would_take_the_first_member_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="UCX_NET_DEVICES in the environment"):
+        backend_parameters(NixlOptions(ucx={"NET_DEVICES": "mlx5_0:1,mlx5_1:1"}), {})
+
+
 def test_only_a_failure_of_unknown_extent_leaves_a_started_transfer_unsettled() -> None:
     assert isinstance(translate("nixlRemoteDisconnectError", "read", True), PeerLost)
     for refusal in ("nixlNotFoundError", "nixlInvalidParamError", "nixlNotAllowedError"):
@@ -105,7 +110,7 @@ class FailingAgent:
 
 
 def test_a_failure_of_unknown_extent_is_not_terminal_and_releases_nothing() -> None:
-    size, options = 32 << 20, {"ucx": {"TLS": "tcp,self"}, "batch_bytes": 4 << 20}
+    size, options = 32 << 20, {"ucx": {"TLS": "tcp"}, "batch_bytes": 4 << 20}
     end, other = End("nixl", options, size), End("nixl", options, size)
     peer = end.transport.connect(other.endpoint, other.segments)
     error = importlib.import_module("nixl")._bindings.nixlBackendError("who knows")

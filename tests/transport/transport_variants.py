@@ -28,7 +28,7 @@ class Variant:
 VARIANTS = {
     "loopback": Variant("loopback", {}, InProcessPeer),
     "nixl": Variant("nixl", {}, ProcessPeer),
-    "nixl-tcp": Variant("nixl", {"ucx": {"TLS": "tcp,self"}}, ProcessPeer),
+    "nixl-tcp": Variant("nixl", {"ucx": {"TLS": "tcp"}}, ProcessPeer),
     "mooncake": Variant("mooncake", {"protocol": "tcp"}, ProcessPeer),
 }
 

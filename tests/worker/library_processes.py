@@ -14,7 +14,7 @@ from forked import PROCESSES
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mooncake": ("mooncake", {"protocol": "tcp", "address": "127.0.0.1"}),
-    "nixl-tcp": ("nixl", {"ucx": {"TLS": "tcp,self"}}),
+    "nixl-tcp": ("nixl", {"ucx": {"TLS": "tcp"}}),
 }
 
 

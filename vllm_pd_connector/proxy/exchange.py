@@ -18,6 +18,7 @@ from aiohttp import web
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.proxy.choice import prefix_keys
+from vllm_pd_connector.proxy.fleet import Role
 from vllm_pd_connector.proxy.handoff import Body, check_client_body
 from vllm_pd_connector.proxy.legs import Headers, LegError
 
@@ -70,13 +71,17 @@ async def read_exchange(request: web.Request, request_id: str, started: float) -
         raise ProtocolError(f"X-Request-Id: {request_id!r:.80}; use up to 200 letters, digits, '.', '_', ':' and '-'")
     try:
         text = await request.text()
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, LookupError) as error:  # the second is for a charset that nobody knows
         raise ProtocolError(f"the request body is not JSON: {error}") from error
     body, keys = read_body(text)
-    headers = {"X-Request-Id": request_id}
-    if "Authorization" in request.headers:
-        headers["Authorization"] = request.headers["Authorization"]
+    headers = {"X-Request-Id": request_id, **credentials(request)}
     return Exchange(request, request_id, body, keys, headers, started)
+
+
+def credentials(request: web.Request) -> Headers:
+    """By what the client is known to the instances (`vllm serve --api-key`)."""
+    name = "Authorization"
+    return {name: request.headers[name]} if name in request.headers else {}
 
 
 def read_body(text: str) -> tuple[Body, list[bytes]]:
@@ -92,7 +97,7 @@ def read_body(text: str) -> tuple[Body, list[bytes]]:
         raise ProtocolError(f"the request body is not JSON: {error}") from error
 
 
-def check_finished(answer: object) -> None:
+def check_finished(answer: object, role: Role = Role.DECODE) -> None:
     """An answer with status 200 whose engine request failed, or was cut off by its engine's end, is an error.
 
     Raises:
@@ -103,7 +108,7 @@ def check_finished(answer: object) -> None:
         # vLLM answers "abort" to what still runs when it is told to end; a client of ours that left is not answered.
         if isinstance(choice, dict) and (reason := choice.get("finish_reason")) in ("error", "abort"):
             raise LegError(
-                502, f"the decode instance could not finish the request (finish_reason: {reason}); see its log"
+                502, f"the {role} instance could not finish the request (finish_reason: {reason}); see its log"
             )
 
 
@@ -122,17 +127,18 @@ async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield rest
 
 
-def check_event(event: bytes, first: bool) -> None:
+def check_event(event: bytes, first: bool) -> bool:
     """Refuse an event of a stream that says that the request failed.
 
-    Only the first can still become a status: later, an instance's own error event is passed on as it is.
+    Only the first can still become a status: later, an instance's own error event is passed on as it is. Returns
+    whether it is one.
 
     Raises:
         InstanceRefusal: the first event is an error.
         LegError: a choice ended as in `check_finished`.
     """
     if b"error" not in event and b"abort" not in event:
-        return  # nearly all of them: not worth reading
+        return False  # nearly all of them: not worth reading
     content = event.strip().removeprefix(b"data:").strip()
     found = parsed_json(content)
     error = found.get("error") if isinstance(found, Mapping) else None
@@ -141,6 +147,7 @@ def check_event(event: bytes, first: bool) -> None:
         status = code if isinstance(code, int) and 400 <= code < 600 else 502
         raise InstanceRefusal(status, content, "application/json")
     check_finished(found)
+    return error is not None
 
 
 def parsed_json(content: bytes) -> Any:

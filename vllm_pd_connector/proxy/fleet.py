@@ -215,26 +215,42 @@ class Fleet:
     # -- checking -----------------------------------------------------------------------------------------------------
 
     async def run(self, session: aiohttp.ClientSession) -> None:
-        """Check all instances for ever, beginning after one interval."""
+        """Check all instances for ever, beginning after one interval; one that is slow to answer delays no other."""
         self._session = session
-        while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._check_interval)
-                # Requests that fail at once would otherwise make checks follow each other without pause.
-                await asyncio.sleep(min(0.1, self._check_interval))
-            await self.check_all()
+        under_way: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), self._check_interval)
+                    # Requests that fail at once would otherwise make checks follow each other without pause.
+                    await asyncio.sleep(min(0.1, self._check_interval))
+                self._wake.clear()
+                under_way = {url: task for url, task in under_way.items() if not task.done()}
+                for instance in self._to_check():
+                    if instance.url not in under_way:
+                        under_way[instance.url] = asyncio.create_task(self._check(instance))
+        finally:
+            for task in under_way.values():
+                task.cancel()
+            await asyncio.gather(*under_way.values(), return_exceptions=True)
 
     async def check_all(self, session: aiohttp.ClientSession | None = None) -> None:
         """Check all instances once."""
         self._wake.clear()
         self._session = session or self._session
-        await asyncio.gather(*(self._check(i) for i in list(self._instances.values()) if i.state is not State.LEAVING))
+        await asyncio.gather(*(self._check(instance) for instance in self._to_check()))
+
+    def _to_check(self) -> list[Instance]:
+        return [i for i in self._instances.values() if i.state is not State.LEAVING]
 
     async def _check(self, instance: Instance) -> None:
         try:
             await self._get(instance, "/health")
             fresh = instance.state is State.UP and time.monotonic() - instance.asked_at < self._facts_interval
-            engines = instance.engines if fresh else parse(await self._get(instance, "/metrics"))
+            # In a thread: reading a page takes 35 ms per engine, for which streams would stand still.
+            engines = (
+                instance.engines if fresh else await asyncio.to_thread(parse, await self._get(instance, "/metrics"))
+            )
         except (aiohttp.ClientError, TimeoutError, ProtocolError) as error:
             instance.failures += 1
             instance.deaf = instance.deaf + 1 if isinstance(error, aiohttp.ClientConnectorError) else 0
@@ -287,6 +303,8 @@ class Fleet:
         self._show(instance)
 
     def _show(self, instance: Instance) -> None:
+        if self._instances.get(instance.url) is not instance:
+            return  # removed: a check or a leg of its ended later
         self._metrics.in_flight.labels(instance.url).set(instance.in_flight)
         self._metrics.usable.labels(instance.url).set(instance.state is State.UP)
 

@@ -11,8 +11,9 @@ other by the request id that both legs carry. Nothing is taken from the prefill'
 The token that the prefill instance samples is thrown away: the decode instance samples the first token itself, so all
 that only shapes the answer (stop conditions, log-probabilities) is left out of the first leg. Leaving the stop
 conditions out is also what makes the first leg always end by length, the only end after which a connector hands a
-cache over. A tool choice that forces a call cannot end after one token, so tools stay (they are part of the prompt)
-and the choice is left out.
+cache over. Tools, the choice among them and the response format stay, since prompts are made of them: vLLM leaves tools
+out of the prompt for the choice "none" if told so, Kimi K3's template writes the choice and the format, and tools
+without a choice are refused where no parser of calls is configured.
 
 Source of the fields: vLLM 0.32 `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`,
 `examples/disaggregated/disaggregated_serving/disagg_proxy_pushconnector_demo.py`, and the schedulers of its NIXL
@@ -48,14 +49,12 @@ ANSWER_ONLY = frozenset(
         "logprobs",
         "min_tokens",
         "prompt_logprobs",
-        "response_format",
         "return_token_ids",
         "return_tokens_as_token_ids",
         "stop",
         "stop_token_ids",
         "stream_options",
         "structured_outputs",
-        "tool_choice",
         "top_logprobs",
     }
 )

@@ -24,6 +24,10 @@ from vllm_pd_connector.proxy.metrics import ProxyMetrics
 
 logger = logging.getLogger(__name__)
 
+IDLE_CONNECTION = 2.0
+"""Seconds for which a connection without a request is kept. vLLM closes it after five (VLLM_HTTP_TIMEOUT_KEEP_ALIVE),
+and a request that meets it closing would have to fail, because nobody knows whether it has been run."""
+
 Headers = dict[str, str]
 Prepare = Callable[[Instance], tuple[Body, Headers]]
 """Body and headers for the instance that was chosen."""
@@ -122,7 +126,7 @@ def make_session(limits: Limits) -> aiohttp.ClientSession:
     tracing = aiohttp.TraceConfig()
     tracing.on_request_headers_sent.append(_on_headers_sent)
     # No limit on connections: waiting in the router would hide a queue from the instances' own metrics.
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION)
     return aiohttp.ClientSession(timeout=timeout, connector=connector, trace_configs=[tracing])
 
 

@@ -20,7 +20,7 @@ class ProxyMetrics:
         )
         self.broken_streams = Counter(
             "vllm_pd_proxy_broken_streams",
-            "Streams that ended with an error event after their first byte.",
+            "Streams that ended with an error event after their first byte, the router's or an instance's own.",
             registry=self.registry,
         )
         self.legs = Counter(

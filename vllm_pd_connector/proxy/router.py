@@ -20,7 +20,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from vllm_pd_connector.proxy.exchange import (
     InstanceRefusal,
     check_event,
     check_finished,
+    credentials,
     error_object,
     parsed_json,
     read_exchange,
@@ -127,6 +128,10 @@ class Router:
             response = await self._answer_or_refuse(request, request_id, started)
             status = response.status
             return response
+        except Exception as error:
+            if not isinstance(error, ConnectionError):
+                status = 500  # a defect of ours
+            raise
         finally:
             self.metrics.requests.labels(status).inc()
             self.metrics.seconds.labels("total").observe(time.monotonic() - started)
@@ -136,6 +141,8 @@ class Router:
             exchange = await read_exchange(request, request_id, started)
         except ProtocolError as error:
             return refuse(request_id, 400, str(error))
+        except web.HTTPRequestEntityTooLarge as error:
+            return refuse(request_id, error.status, error.text or error.reason)
         try:
             return await self._hand_off(exchange)
         except InstanceRefusal as error:
@@ -179,9 +186,8 @@ class Router:
 
     async def _serial(self, exchange: Exchange) -> web.StreamResponse:
         first = prefill_body(exchange.body)
-        content = await self._prefill(exchange, lambda _instance: (first, exchange.headers))
-        second = decode_body(exchange.body, parsed_json(content))
-        return await self._decode(exchange, second)
+        answer = await self._prefill(exchange, lambda _instance: (first, exchange.headers))
+        return await self._decode(exchange, decode_body(exchange.body, answer))
 
     async def _side_by_side(self, exchange: Exchange) -> web.StreamResponse:
         sent: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
@@ -224,7 +230,7 @@ class Router:
         self._let_end(prefill, exchange.request_id)
         return answer
 
-    def _let_end(self, prefill: asyncio.Task[bytes], request_id: str) -> None:
+    def _let_end(self, prefill: asyncio.Task[Any], request_id: str) -> None:
         """The answer is complete; the prefill's is read to its end, so that it is not taken for an abort."""
 
         async def wait() -> None:
@@ -237,13 +243,16 @@ class Router:
         self._trailing.add(task)
         task.add_done_callback(self._trailing.discard)
 
-    async def _prefill(self, exchange: Exchange, prepare: Any, on_sent: Any = None) -> bytes:
+    async def _prefill(self, exchange: Exchange, prepare: Any, on_sent: Any = None) -> Any:
+        """What the prefill instance answers, read."""
         async with self._legs.send(Role.PREFILL, exchange.path, prepare, exchange.keys, on_sent) as response:
             content = await response.read()
             if response.status != 200:
                 raise InstanceRefusal(response.status, content, response.content_type)
         self._observe("prefill", exchange)
-        return content
+        answer = parsed_json(content)
+        check_finished(answer, Role.PREFILL)
+        return answer
 
     async def _decode(self, exchange: Exchange, body: Body) -> web.StreamResponse:
         """Answer the client from a decode instance."""
@@ -264,22 +273,24 @@ class Router:
             return await self._stream(exchange, response)
 
     async def _stream(self, exchange: Exchange, response: aiohttp.ClientResponse) -> web.StreamResponse:
-        """Pass events on as they come. A client that has gone is a cancellation, not an error of the instance."""
+        """Pass events on as they come."""
         answer = web.StreamResponse(headers={"X-Request-Id": exchange.request_id, "Cache-Control": "no-cache"})
         answer.content_type = "text/event-stream"
         async for event in whole_events(response.content.iter_any()):
-            check_event(event, first=exchange.answer is None)
+            if check_event(event, first=exchange.answer is None):
+                logger.warning("request %s: after the first byte: %.500r", exchange.request_id, event)
+                self.metrics.broken_streams.inc()
             if exchange.answer is None:
                 self._observe("first_byte", exchange)
                 exchange.answer = answer
-                await answer.prepare(exchange.request)
-            try:
+                with _to_client():
+                    await answer.prepare(exchange.request)
+            with _to_client():
                 await answer.write(event)
-            except ConnectionError as error:
-                raise asyncio.CancelledError from error
         if exchange.answer is None:
             raise LegError(502, "the decode instance ended its stream without an event")
-        await answer.write_eof()
+        with _to_client():
+            await answer.write_eof()
         return answer
 
     def _observe(self, phase: str, exchange: Exchange) -> None:
@@ -287,10 +298,10 @@ class Router:
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
-    async def _models(self, _request: web.Request) -> web.StreamResponse:
+    async def _models(self, request: web.Request) -> web.StreamResponse:
         for instance in self.fleet.usable(Role.DECODE):
             try:
-                async with self._session.get(f"{instance.url}/v1/models") as response:
+                async with self._session.get(f"{instance.url}/v1/models", headers=credentials(request)) as response:
                     content = await response.read()
                     return web.Response(status=response.status, body=content, content_type=response.content_type)
             except (aiohttp.ClientError, TimeoutError) as error:
@@ -306,6 +317,15 @@ class Router:
 
     async def _metrics_page(self, _request: web.Request) -> web.StreamResponse:
         return web.Response(body=self.metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+
+@contextlib.contextmanager
+def _to_client() -> Iterator[None]:
+    """A client that has gone is a cancellation, not an error of the instance."""
+    try:
+        yield
+    except ConnectionError as error:
+        raise asyncio.CancelledError from error
 
 
 async def _end(task: asyncio.Task[Any]) -> None:

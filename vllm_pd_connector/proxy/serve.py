@@ -14,7 +14,6 @@ import asyncio
 import json
 import logging
 import signal
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -22,24 +21,9 @@ from vllm_pd_connector.proxy.exchange import error_object
 from vllm_pd_connector.proxy.fleet import Role
 from vllm_pd_connector.proxy.legs import Limits
 from vllm_pd_connector.proxy.router import Options, Router
+from vllm_pd_connector.proxy.urls import base_url
 
 logger = logging.getLogger(__name__)
-
-
-def base_url(text: str) -> str:
-    """A base URL without its closing slash.
-
-    Raises:
-        argparse.ArgumentTypeError: not http(s)://host[:port][/path].
-    """
-    parts = urlsplit(text)
-    try:
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
-        usable = False
-    if not usable or parts.query or parts.fragment or parts.username:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a base URL; give http://host:port")
-    return text.rstrip("/")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=_positive, default=value, help=f"seconds {text} (default: {value:g})")
     parser.add_argument(
+        "--shutdown-timeout", type=_positive, default=5.0,
+        help="seconds that requests have to end when the router is told to stop; it takes no new ones (default: 5)",
+    )  # fmt: skip
+    parser.add_argument(
         "--slack", type=int, default=defaults.slack,
         help="by how many requests an instance that knows a prompt may exceed the least busy one "
         f"(default: {defaults.slack}; 0: by load alone)",
@@ -94,11 +82,10 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal ends it; returns the exit code."""
+    """Serve until a signal ends it; returns the exit code: 2 if it cannot listen."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("vllm_pd_connector").setLevel(arguments.log_level.upper())  # and not the libraries'
-    asyncio.run(_serve(arguments))
-    return 0
+    return asyncio.run(_serve(arguments))
 
 
 def admin_application(router: Router) -> web.Application:
@@ -133,7 +120,7 @@ def admin_application(router: Router) -> web.Application:
     return app
 
 
-async def _serve(arguments: argparse.Namespace) -> None:
+async def _serve(arguments: argparse.Namespace) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -141,16 +128,22 @@ async def _serve(arguments: argparse.Namespace) -> None:
     places = [(router.application(), arguments.host, arguments.port)]
     if arguments.admin_port is not None:
         places.append((admin_application(router), arguments.admin_host, arguments.admin_port))
+    limit = arguments.shutdown_timeout / 2  # aiohttp waits for handlers twice as long before it cancels them
     runners = []
     try:
         for app, host, port in places:
             # Without handler_cancellation aiohttp runs a handler to its end after the client has gone.
-            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
+            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=limit)
             runners.append(runner)
             await runner.setup()
-            await web.TCPSite(runner, host, port).start()
+            try:
+                await web.TCPSite(runner, host, port).start()
+            except OSError as error:
+                logger.error("cannot listen on %s:%d: %s", host, port, error.strerror)
+                return 2
             logger.info("listening on %s:%d", host, port)
         await stop.wait()
+        return 0
     finally:
         for runner in reversed(runners):
             await runner.cleanup()

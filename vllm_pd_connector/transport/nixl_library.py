@@ -22,10 +22,10 @@ class NixlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Options of one agent; the defaults suit one host, TCP and RDMA.
 
     `backend` and `backend_options` go to NIXL's createBackend as they are. `ucx` are UCX settings without the `UCX_`
-    prefix ({"TLS": "tcp,self"}), for this agent only. `tcp_segment_size` is UCX's TCP segment size in both directions
-    ("" leaves UCX's default; a UCX_TCP_*_SEG_SIZE in the environment or in `ucx` wins). `progress_interval_us` is the
-    longest sleep of the progress thread in microseconds, which events cut short. `batch_bytes` bounds what one call of
-    the library is given.
+    prefix ({"TLS": "tcp"}), for this agent only; one in the environment wins, and only there can a list be given.
+    `tcp_segment_size` is UCX's TCP segment size in both directions ("" leaves UCX's default; a UCX_TCP_*_SEG_SIZE in
+    the environment or in `ucx` wins). `progress_interval_us` is the longest sleep of the progress thread in
+    microseconds, which events cut short. `batch_bytes` bounds what one call of the library is given.
     """
 
     backend: str = "UCX"
@@ -53,7 +53,8 @@ def backend_parameters(options: NixlOptions, environment: Mapping[str, str]) -> 
     """Parameters for createBackend: `backend_options`, with `ucx` and the TCP segment size as UCX's engine_config.
 
     Raises:
-        InvalidConfig: `ucx` given for another backend, or twice.
+        InvalidConfig: `ucx` given for another backend, or twice, or with a list, of which NIXL would take the first
+            member alone: it cuts engine_config at every comma.
     """
     settings = dict(options.ucx)
     if options.backend != "UCX":
@@ -62,6 +63,12 @@ def backend_parameters(options: NixlOptions, environment: Mapping[str, str]) -> 
         return dict(options.backend_options)
     if settings and "engine_config" in options.backend_options:
         raise InvalidConfig("ucx and backend_options.engine_config are both given; use ucx alone")
+    for key, value in settings.items():
+        if "," in value:
+            raise InvalidConfig(
+                f"ucx: {key} is {value!r}, of which NIXL would take {value.partition(',')[0]!r} alone; set a list as "
+                f"UCX_{key} in the environment of vllm serve"
+            )
     for key in ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"):
         if options.tcp_segment_size and f"UCX_{key}" not in environment:
             settings.setdefault(key, options.tcp_segment_size)

@@ -1,0 +1,34 @@
+"""Addresses as users give them on command lines and to the operators' routes; no HTTP library is imported."""
+
+from __future__ import annotations
+
+import argparse
+from urllib.parse import urlsplit
+
+
+def base_url(text: str) -> str:
+    """A base URL without its closing slash.
+
+    Raises:
+        argparse.ArgumentTypeError: not http(s)://host[:port][/path].
+    """
+    parts = urlsplit(text)
+    try:
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        usable = False
+    if not usable or parts.query or parts.fragment or parts.username:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a base URL; give http://host:port")
+    return text.rstrip("/")
+
+
+def host_and_port(text: str) -> str:
+    """An address of a socket, as it is.
+
+    Raises:
+        argparse.ArgumentTypeError: not host:port.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an address; give host:port")
+    return text
