@@ -298,10 +298,15 @@ class Pushes:
             self._fail(push, reason, now)
 
     def stalled(self, link: Link, reason: str, now: float) -> None:
-        """What is written on this link stands still: it fails now, and its blocks come back when it has ended."""
+        """What is written on this link stands still: it fails now, and its blocks come back when it has ended. What
+        waits for the end of a step waits for the new connection besides."""
         self._stats.count("relinked")
-        for push in [p for p in self._pushes.values() if p.link is link and p.linked and self._writes(p)]:
-            self._fail(push, reason, now)
+        for push in [p for p in self._pushes.values() if p.link is link and p.linked]:
+            if self._writes(push):
+                self._fail(push, reason, now)
+            elif not push.failure and not push.complete:
+                push.linked = False
+                self._links.drive(link, peers.Wanted(push.key), now)
 
     def uses(self, link: Link) -> bool:
         return any(push.link is link for push in self._pushes.values())
@@ -309,22 +314,22 @@ class Pushes:
     # Writing
 
     def _write(self, push: Push, order: Write, now: float) -> None:
-        reach = push.link.reach(push.into, order.ready, push.cursor, order.final)
-        if reach == push.cursor and not order.final:
-            return
         try:
+            reach = push.link.reach(push.into, order.ready, push.cursor, order.final)
+            if reach == push.cursor and not order.final:
+                return
             part = push.link.bind_push(push.into, order.source, push.cursor, reach, order.final)
             push.late_starts |= part.late_starts
             if len(part.runs):
                 self._post(push, part.runs)
             if part.staged is not None:
                 self._stager.start(push, 0, push.link, self._peer(push), part.staged)
+            push.cursor, push.complete = reach, order.final
         except (BindError, TransferError) as error:
             self._transfer_failed(push, error, now)
         except Exception as error:  # a defect of ours that one push met must not reach the others
             logger.exception("push of prefill %s", push.into.prefill.name)
             self._fail(push, f"{type(error).__name__}: {error}", now)
-        push.cursor, push.complete = reach, order.final
 
     def _peer(self, push: Push) -> TransportPeer:
         return push.link.ranks[push.into.pp_rank, push.into.tp_rank]
