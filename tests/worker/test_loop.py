@@ -38,6 +38,19 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
+def in_its_thread(loop: TransferLoop, act: Callable[[float], None]) -> None:
+    """Have the loop do this in its thread, and wait until it has."""
+    done = threading.Event()
+
+    def doing(now: float) -> None:
+        act(now)
+        done.set()
+
+    loop._comparison._results.append(doing)
+    loop._wake.set()
+    until(done.is_set, "the loop's next turn")
+
+
 def order_of(request_id: str, remote: RemotePrefill) -> ReceiveOrder:
     """What the decode instance's scheduler half would order for these parameters."""
     return ReceiveOrder(request_id, remote, "", (GroupBlocks(0, D_BLOCKS),), 4, TOKENS)

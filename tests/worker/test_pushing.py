@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKENS, instance, real, table, write
-from test_loop import D_BLOCKS, D_SIDE, Decode, changed_model, until
+from test_loop import D_BLOCKS, D_SIDE, Decode, changed_model, in_its_thread, until
 
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
@@ -315,6 +315,20 @@ def test_a_failed_write_fails_the_request_with_the_reason_and_frees_both_sides(w
     writer.whole("b")
     target.loop.submit([target.order(writer, "e", "b")], [])
     assert target.wait_for("e") == [True]
+
+
+def test_an_order_that_comes_after_its_push_has_failed_is_not_carried_out(writer, target, monkeypatch):
+    pushes = writer.loops[1]._pushes
+    orders, obey = [], pushes._obey
+    monkeypatch.setattr(pushes, "_obey", lambda order, now: (orders.append(order), obey(order, now)))
+    writer.transports[1].faults.failures.append(TransferError("a cable was pulled"))
+    writer.whole()
+    target.loop.submit([target.order(writer)], [])
+    assert target.wait_for("d") == [False]
+    freed(writer, "a")
+    begun = []
+    in_its_thread(writer.loops[1], lambda now: begun.append((obey(orders[0], now), dict(pushes._pushes))))
+    assert begun == [(None, {})], "blocks were written into that the decode instance has for others"
 
 
 def test_an_abort_on_the_decode_side_keeps_both_sides_blocks_until_nothing_is_written(writer, target):

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
+from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import BindError, PeerLost, ProtocolError, TransferError, UnauthenticatedPeer
@@ -52,6 +53,7 @@ logger = init_logger(__name__)
 POLL_DRAINING_S = 0.05
 RETRY_S = 0.5
 HOME_TIMEOUT_S = 10.0
+REMEMBER = 4096  # attempts that failed, for orders to go on that were on their way
 
 
 class StepClock:
@@ -165,6 +167,7 @@ class Pushes:
         shared = (config, manifest, transport, stager.chunk_bytes, calls, self, self._observe)
         self._links = Links(*shared, self._make_link, "decode instance")
         self._pushes: dict[str, Push] = {}
+        self._failed: Bounded[bytes, None] = Bounded(REMEMBER)
         self.waiting = False  # whether a push waits for the end of a step; read by other threads
         self._seen = 0
         self._asking = False
@@ -252,6 +255,8 @@ class Pushes:
                 self._report(order.attempt, order.reason, terminal=True)
             return
         push = self._pushes.get(order.into.attempt.hex())
+        if push is None and order.into.attempt in self._failed:
+            return  # the decode instance was told that nothing of it lands any more, and may use the blocks again
         if push is None:
             home = order.into.home
             try:
@@ -404,6 +409,8 @@ class Pushes:
         return PushEnded(self._token, self._worker, attempt, not failure, failure, True, push.late_starts, push.moved)
 
     def _send(self, report: PushEnded) -> None:
+        if report.terminal and not report.ok:
+            self._failed[report.attempt] = None
         try:
             self._calls.ask(self._home, report, HOME_TIMEOUT_S, functools.partial(self._sent, report))
         except ProtocolError as error:
