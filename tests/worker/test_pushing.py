@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -13,9 +14,9 @@ from prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKENS, instance, real, ta
 from test_loop import D_BLOCKS, D_SIDE, Decode, changed_model, in_its_thread, until
 
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.errors import PeerLost, TransferError
+from vllm_pd_connector.errors import PeerLost, ProtocolError, TransferError
 from vllm_pd_connector.protocol.peer import PeerKey
-from vllm_pd_connector.protocol.push_messages import DeclinePush, Home, PrefillRef
+from vllm_pd_connector.protocol.push_messages import DeclinePush, Home, PrefillRef, PushEnded
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.sidechannel.sockets import endpoint
@@ -25,6 +26,7 @@ from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.loop import TransferLoop
 from vllm_pd_connector.worker.outbox import Outbox
 from vllm_pd_connector.worker.pushing import PushSetup, StepClock
+from vllm_pd_connector.worker.reports import RETRY_S
 
 DIGEST = "0" * 16
 SOURCE = encode_tables([GroupBlocks(0, P_BLOCKS)])
@@ -329,6 +331,28 @@ def test_an_order_that_comes_after_its_push_has_failed_is_not_carried_out(writer
     begun = []
     in_its_thread(writer.loops[1], lambda now: begun.append((obey(orders[0], now), dict(pushes._pushes))))
     assert begun == [(None, {})], "blocks were written into that the decode instance has for others"
+
+
+def test_a_report_that_cannot_be_sent_or_is_not_noted_is_sent_again_after_a_while(writer, target, monkeypatch):
+    calls = writer.loops[1]._calls
+    ask, tried = calls.ask, []
+
+    def fails_at_first(address, request, timeout_s, handler=None):
+        if not isinstance(request, PushEnded):
+            return ask(address, request, timeout_s, handler)
+        tried.append(time.monotonic())
+        if len(tried) == 1:
+            raise ProtocolError("1024 requests are under way")
+        if len(tried) == 2:
+            request = msgspec.structs.replace(request, token=bytes(16))  # is refused at once
+        return ask(address, request, timeout_s, handler)
+
+    monkeypatch.setattr(calls, "ask", fails_at_first)
+    writer.whole()
+    target.loop.submit([target.order(writer)], [])
+    assert target.wait_for("d") == [True]
+    freed(writer, "a")
+    assert len(tried) == 3 and tried[2] - tried[0] >= 2 * RETRY_S
 
 
 def test_an_abort_on_the_decode_side_keeps_both_sides_blocks_until_nothing_is_written(writer, target):

@@ -16,7 +16,6 @@ scheduler half keeps the blocks until this side has reported that nothing writes
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import deque
@@ -33,7 +32,7 @@ from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.fields import MAX_TEXT
-from vllm_pd_connector.protocol.messages import Describe, Manifests, Noted
+from vllm_pd_connector.protocol.messages import Describe, Manifests
 from vllm_pd_connector.protocol.orders import IDLE_ANSWER_S
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.push_messages import AwaitOrders, GiveUp, Moved, Orders, PushEnded, PushInto, Write
@@ -47,12 +46,11 @@ from vllm_pd_connector.worker.link import Link
 from vllm_pd_connector.worker.links import Links
 from vllm_pd_connector.worker.pace import pause
 from vllm_pd_connector.worker.push_link import WriteLink
+from vllm_pd_connector.worker.reports import HOME_TIMEOUT_S, RETRY_S, Reports
 
 logger = init_logger(__name__)
 
 POLL_DRAINING_S = 0.05
-RETRY_S = 0.5
-HOME_TIMEOUT_S = 10.0
 REMEMBER = 4096  # attempts that failed, for orders to go on that were on their way
 
 
@@ -160,6 +158,7 @@ class Pushes:
         self._stager = stager
         self._calls = calls
         self._home, self._token, self._clock = setup.home, setup.token, setup.clock
+        self._reports = Reports(calls, self._home)
         self._worker = worker
         self._keys = keys_of(config)
         self._own: tuple[bytes, ...] = ()
@@ -180,6 +179,7 @@ class Pushes:
         """One round: ask for orders, write what may be written, look at transfers and deadlines."""
         if not self._asking and self._ask_at <= now:
             self._await_orders(now)
+        self._reports.turn(now)
         step = self._clock.done()
         for push in list(self._pushes.values()):
             if (order := push.take(step)) is not None:
@@ -191,8 +191,7 @@ class Pushes:
     def next_deadline(self, now: float) -> float | None:
         """When a turn is due at the latest."""
         moments = [] if self._asking else [self._ask_at]
-        if (due := self._links.next_deadline()) is not None:
-            moments.append(due)
+        moments += [due for due in (self._links.next_deadline(), self._reports.next_deadline()) if due is not None]
         for push in self._pushes.values():
             moments.append(push.deadline)
             if push.transfers:
@@ -411,14 +410,7 @@ class Pushes:
     def _send(self, report: PushEnded) -> None:
         if report.terminal and not report.ok:
             self._failed[report.attempt] = None
-        try:
-            self._calls.ask(self._home, report, HOME_TIMEOUT_S, functools.partial(self._sent, report))
-        except ProtocolError as error:
-            logger.error("report to the scheduler half: %s", error)
-
-    def _sent(self, report: PushEnded, outcome: Outcome, now: float) -> None:
-        if not isinstance(outcome, Noted):
-            self._send(report)  # our own scheduler half: without it nothing else goes on either
+        self._reports.send(report)
 
     def _observe(self, phase: Phase, seconds: float) -> None:
         self._stats.observe_phase(phase, seconds)
