@@ -148,6 +148,26 @@ def test_other_peers_keep_their_links_and_their_reads(prefill, other, reader):
 
 
 @pytest.mark.parametrize("reader", [0], indirect=True, ids=["straight"])
+@pytest.mark.parametrize("failure", [PeerLost("connection reset"), TransferError("who knows", terminal=False)])
+def test_what_fails_on_the_old_link_says_nothing_of_the_new_one(prefill, reader, failure):
+    reader.transport.faults.stalled = 1
+    reader.loop.submit([prefill.order("a")], [])
+    assert reader.wait_for("a") == [False]
+    reader.until(lambda: reader.relinked == 1, "the new link")
+    object.__setattr__(reader.loop._receives._limits, "read_s", 600.0)
+    reader.transport.faults.held = True
+    reader.loop.submit([prefill.order("b")], [])
+    link = begin_reads(reader, "b")
+    ranks, asked = dict(link.ranks), prefill.server.counts()["GetManifests"]
+    reader.transport.faults.failures.append(failure)  # a's reads are looked at before b's
+    reader.until(lambda: prefill.server.counts()["GetManifests"] > asked, "the peer to be asked whether it lives")
+    reader.until(lambda: link.machine.state is State.READY, "its answer")
+    assert link.ranks == ranks and not link.stalled and reader.relinked == 1
+    reader.transport.faults.held, reader.transport.faults.stalled = False, 0
+    assert reader.wait_for("b") == [True]
+
+
+@pytest.mark.parametrize("reader", [0], indirect=True, ids=["straight"])
 def test_a_read_that_failed_and_may_still_write_has_its_peer_linked_anew(prefill, reader):
     reader.transport.faults.failures.append(TransferError("who knows", terminal=False))
     reader.loop.submit([prefill.order("a")], [])

@@ -26,7 +26,7 @@ from math import inf
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.errors import BindError, PeerLost, ProtocolError, TransferError, UnauthenticatedPeer
+from vllm_pd_connector.errors import BindError, ProtocolError, TransferError, UnauthenticatedPeer
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
@@ -100,13 +100,15 @@ class PushSetup:
 
 @dataclass(eq=False, slots=True)
 class Push:
-    """One rank's part of a push under way. `posted_at` is when the latest direct write began."""
+    """One rank's part of a push under way. `posted_at` is when the latest direct write began, `connection` the
+    link's since it is linked."""
 
     into: PushInto
     link: WriteLink
     cursor: int
     orders: deque[Write] = field(default_factory=deque)  # not carried out yet, in the order of their steps
     linked: bool = False
+    connection: object = None
     complete: bool = False  # everything was posted
     failure: str = ""
     stuck: bool = False  # a transfer failed and may still write
@@ -271,7 +273,7 @@ class Pushes:
             push = self._pushes[order.into.attempt.hex()] = Push(order.into, link, order.into.start)
             self._links.drive(link, peers.Wanted(push.key), now)
         push.orders.append(order)
-        if order.final:
+        if order.final and not push.failure:
             push.deadline = now + self._config.transfer_timeout
 
     def _try(self, order: Write | GiveUp, now: float) -> None:
@@ -286,7 +288,8 @@ class Pushes:
 
     def ready(self, request_id: str, now: float) -> None:
         """The decode instance is connected."""
-        self._pushes[request_id].linked = True
+        push = self._pushes[request_id]
+        push.linked, push.connection = True, push.link.connection
 
     def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
         """The decode instance cannot be written into."""
@@ -378,12 +381,9 @@ class Pushes:
         self._stats.fail(FailureKind.TRANSFER_FAILED, "failed_pushes")
         if isinstance(error, TransferError) and not error.terminal:
             push.stuck = True
-            push.link.stalled = "a write failed and may still go on"
         self._fail(push, str(error), now)
-        if isinstance(error, PeerLost):
-            self._links.drive(push.link, peers.Lost(str(error)), now)
-        elif isinstance(error, TransferError):
-            self._links.drive(push.link, peers.Suspected(str(error)), now)
+        if isinstance(error, TransferError):
+            self._links.failed(push.link, push.connection, error, "a write failed and may still go on", now)
 
     def _fail(self, push: Push, reason: str, now: float) -> None:
         push.deadline = inf

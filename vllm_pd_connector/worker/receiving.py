@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.errors import BindError, PeerLost, ProtocolError, TransferError
+from vllm_pd_connector.errors import BindError, ProtocolError, TransferError
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.observability.stats import FailureKind, Phase
@@ -266,6 +266,7 @@ class Receives:
     def _read(self, active: Active, now: float) -> None:
         began = time.monotonic()
         failed: list[tuple[int, TransferError]] = []
+        active.connection = active.link.connection
         for index, (peer, runs) in enumerate(active.reads):
             if not isinstance(runs, Runs):
                 self._stager.start(active, index, active.link, peer, runs)
@@ -290,13 +291,9 @@ class Receives:
     def _transfer_failed(self, active: Active, index: int, error: TransferError, now: float) -> None:
         if not error.terminal:
             active.stuck.add(index)  # nothing more will be heard of it before the peer is known dead
-            active.link.stalled = "a read failed and may still write"
         event = receives.TransferFailed(index, str(error), error.terminal)
         self._drive(active, event, now, FailureKind.TRANSFER_FAILED)
-        if isinstance(error, PeerLost):
-            active.links.drive(active.link, peers.Lost(str(error)), now)
-        else:
-            active.links.drive(active.link, peers.Suspected(str(error)), now)
+        active.links.failed(active.link, active.connection, error, "a read failed and may still write", now)
 
     def _confirm(self, active: Active, now: float) -> None:
         assert active.lease is not None
