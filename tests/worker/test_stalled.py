@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from prefill_instance import MODEL, TOKENS, table, write
-from test_loop import D_BLOCKS, D_SIDE, Decode, Prefill, until
+from test_loop import D_BLOCKS, D_SIDE, Decode, Prefill, in_its_thread, until
 from test_pushing import CONFIG, SOURCE, Target, Writer, whole, writes
 
 from vllm_pd_connector.config import Config
@@ -128,6 +128,34 @@ def test_what_stands_still_beside_it_fails_at_once(prefill, reader):
     assert reader.failures == {"deadline": 1, "transfer_failed": 1} and link.ranks
     reader.transport.faults.stalled = 0
     let_go(reader)
+
+
+@pytest.mark.parametrize("reader", [512], indirect=True, ids=["a full slab"])
+def test_a_receive_that_only_waited_for_room_says_nothing_of_its_peer(prefill, other, reader):
+    slab = reader.loop._stager.slab
+    reader.loop.submit([prefill.order("warm")], [])
+    assert reader.wait_for("warm") == [True]
+    [link] = reader.loop._receives._links._links.values()
+    taken = []
+
+    def fill(_: float) -> None:
+        while slab.free:
+            taken.append(slab.take(64))
+
+    def empty(_: float) -> None:
+        for slot in taken:
+            slab.give(slot)
+
+    in_its_thread(reader.loop, fill)
+    reader.loop.submit([prefill.order("a")], [])
+    assert reader.wait_for("a") == [False]
+    until(lambda: prefill.server.counts()["GetManifests"] == 2, "the peer to be asked whether it lives")
+    until(lambda: link.machine.state is State.READY, "its answer")
+    reader.collect()
+    assert reader.relinked == 0 and reader.failures == {"deadline": 1}
+    in_its_thread(reader.loop, empty)
+    reader.loop.submit([prefill.order("b")], [])
+    assert reader.wait_for("b") == [True]
 
 
 def test_other_peers_keep_their_links_and_their_reads(prefill, other, reader):

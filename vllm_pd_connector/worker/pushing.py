@@ -364,9 +364,10 @@ class Pushes:
                 push.transfers.remove(transfer)
                 self._transfer_failed(push, error, now)
         if push.deadline <= now:
-            push.link.stalled = "a write took too long" if self._writes(push) else push.link.stalled
-            self._links.drive(push.link, peers.Suspected("a push exceeded its deadline"), now)
             self._fail(push, f"writing took longer than {self._config.transfer_timeout:g} s", now)
+            if self._writes(push):  # else it waited for room or for our own copies
+                push.link.stalled = "a write took too long"
+            self._links.drive(push.link, peers.Suspected("a push exceeded its deadline"), now)
         if self._writes(push) or self._pushes.get(push.key) is not push:
             return
         if push.failure or push.complete:

@@ -151,12 +151,13 @@ class Receives:
         """What is due: deadlines, questions to be asked again, what the links have to do."""
         for active in list(self._active.values()):
             if (due := active.machine.next_deadline()) is not None and due <= now:
-                if active.machine.state is not receives.State.WAITING:
-                    if active.machine.writing and not active.asks:
-                        active.link.stalled = "a read took too long"
-                    active.links.drive(active.link, peers.Suspected("a receive exceeded its deadline"), now)
+                waited = active.machine.state is receives.State.WAITING
                 active.links.drive(active.link, peers.Unwanted(active.order.request_id), now)
                 self._drive(active, receives.Tick(), now, FailureKind.DEADLINE)
+                if self._moves(active):  # else it waited for room or for our own copies, or did not read
+                    active.link.stalled = "a read took too long"
+                if not waited:
+                    active.links.drive(active.link, peers.Suspected("a receive exceeded its deadline"), now)
             if active.retry_at is not None and active.retry_at <= now:
                 active.retry_at = None
                 self._asking.again(active, now)
@@ -229,9 +230,10 @@ class Receives:
                 self._drive(active, receives.PushFailed(reason, terminal=True), now, FailureKind.PEER_UNREACHABLE)
 
     def stalled(self, link: Link, reason: str, now: float) -> None:
-        """What runs on this link stands still: it fails now, and its blocks come back when it has ended."""
+        """What is read on this link stands still: it fails now, and its blocks come back when it has ended. What the
+        prefill side was asked to write does not go this way."""
         self._stats.count("relinked")
-        for active in [a for a in self._active.values() if a.link is link and a.machine.writing]:
+        for active in [a for a in self._active.values() if a.link is link and a.machine.writing and not a.question]:
             self._drive(active, receives.PeerFailed(reason), now, FailureKind.TRANSFER_FAILED)
 
     def uses(self, link: Link) -> bool:
