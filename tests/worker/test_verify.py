@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +23,7 @@ from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.sidechannel.sockets import endpoint
 from vllm_pd_connector.steps import GroupBlocks, PushTerms, ReceiveOrder, encode_tables
+from vllm_pd_connector.worker import verify
 from vllm_pd_connector.worker.verify import SumMaker, is_chosen, of_pieces, to_messages
 
 
@@ -123,6 +125,25 @@ def test_nobody_but_a_worker_is_given_jobs_or_believed_in_what_it_sums(decode):
             assert outcomes[token].code is m.FailureCode.MALFORMED and "token" in outcomes[token].message
         decode.loop.submit([prefill.held("a")], [])
         assert decode.wait_for("a") == [True]
+
+
+def test_sums_that_cannot_be_made_fail_one_check_and_not_those_after_it(decode, monkeypatch):
+    sums = verify.sums
+    with contextlib.closing(Verifying()) as prefill:
+        left = {maker._thread for maker in prefill.makers}
+
+        def runs_out_of_memory_once(*arguments):
+            if (thread := threading.current_thread()) in left:
+                left.remove(thread)
+                raise RuntimeError("CUDA out of memory")
+            return sums(*arguments)
+
+        monkeypatch.setattr(verify, "sums", runs_out_of_memory_once)
+        decode.loop.submit([prefill.held("a")], [])
+        assert decode.wait_for("a") == [False]
+        assert decode.failures == {"verification": 1}
+        decode.loop.submit([prefill.held("b")], [])
+        assert decode.wait_for("b") == [True]
 
 
 def test_a_maker_without_a_side_channel_ends_when_it_is_told(decode):
