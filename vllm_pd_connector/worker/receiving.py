@@ -237,8 +237,8 @@ class Receives:
             self._drive(active, receives.PeerFailed(reason), now, FailureKind.TRANSFER_FAILED)
 
     def uses(self, link: Link) -> bool:
-        """Whether a receive holds this link."""
-        return any(active.link is link for active in self._active.values())
+        """Whether a receive holds this link, or one that was given up still holds slots."""
+        return any(active.link is link for active in self._active.values()) or self._stager.involves(link)
 
     # One receive
 
