@@ -343,6 +343,15 @@ def test_an_unexpected_error_fails_requests_and_not_the_thread(prefill, decode, 
     assert decode.failures == {"internal": 1}
 
 
+def test_a_receive_whose_trace_cannot_be_written_is_reported_all_the_same(prefill, decode, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(decode.loop._receives, "_received", full)
+    decode.loop.submit([prefill.order("a")], [])
+    assert decode.wait_for("a") == [True]
+
+
 def test_a_transport_that_cannot_start_stops_the_engine_with_its_reason():
     def broken() -> LoopbackTransport:
         raise TransferError("no device mlx5_9")

@@ -337,8 +337,7 @@ class Receives:
             stats.count("runs", active.moved.runs)
             stats.count("descriptors", active.moved.descriptors)
             stats.count("verified", int(active.verified))
-            if self._received is not None:
-                self._received(order, active.prefill, active.late_starts)
+            self._trace(active)
         else:
             stats.fail(active.kind)
             log = logger.info if active.kind is FailureKind.ABORTED else logger.error
@@ -359,6 +358,13 @@ class Receives:
         groups = self._manifest.groups
         private = {group: token // groups[group].block_tokens for group, token in active.late_starts.items()}
         self._outbox.finished(order.request_id, ok=ok, quarantined=quarantined, private=private)
+
+    def _trace(self, active: Active) -> None:
+        try:
+            if self._received is not None:
+                self._received(active.order, active.prefill, active.late_starts)
+        except Exception:  # a full disk, say: a request must be reported in any case
+            logger.exception("request %s: the trace of its receive", active.order.request_id)
 
     def _moves(self, active: Active) -> bool:
         """Whether the transport still works on a receive's reads."""
