@@ -82,6 +82,23 @@ def both_ways(writer: Writer, target: Target) -> ReceiveOrder:
     return replace(target.order(writer, nonce=nonce), remote=remote, either=True)
 
 
+def test_a_self_test_that_meets_a_defect_costs_no_request(writer, target, monkeypatch):
+    def broken(*_: object) -> Generator[None, None, Figures]:
+        yield
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("vllm_pd_connector.worker.direction.self_test", broken)
+    for transport in writer.transports:
+        transport.faults.frozen = True
+    target.loop.submit([both_ways(writer, target)], [])
+    active = target.loop._receives._active
+    until(lambda: "d" in active and bool(active["d"].machine.writing), "the read")
+    until(lambda: not target.loop._trials._running, "the self-test to end")
+    for transport in writer.transports:
+        transport.faults.frozen = False
+    assert target.wait_for("d") == [True]
+
+
 def test_what_is_asked_to_be_written_outlives_reads_that_stand_still(writer, target, monkeypatch):
     monkeypatch.setattr("vllm_pd_connector.worker.direction.self_test", found(Figures(1e9, 9e9)))
     target.transport._serves = False
