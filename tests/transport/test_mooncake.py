@@ -205,6 +205,22 @@ def test_an_end_that_is_closed_is_lost_for_its_peers(end: End) -> None:
         end.finish(end.transport.read(connection, whole(other.address, end.address, SIZE)))
 
 
+def test_a_lost_line_that_somebody_still_holds_keeps_nobody_from_the_next_one(end: End, peer: ProcessPeer) -> None:
+    idle = end.connect(peer.endpoint, peer.segments)
+    broken = end.connect(peer.endpoint, peer.segments)
+    read = whole(peer.address, end.address, SIZE)
+    end.finish(end.transport.read(broken, read))
+    broken.line.socket.shutdown(socket.SHUT_RDWR)
+    until(lambda: broken.line.state is LineState.LOST, "the loss to be noticed")
+    end.disconnect(broken)
+    again = end.connect(peer.endpoint, peer.segments)
+    end.finish(end.transport.read(again, read))
+    with pytest.raises(PeerLost):
+        end.finish(end.transport.write(idle, whole(end.address, peer.address, SIZE), b"done"))
+    end.disconnect(idle)
+    end.finish(end.transport.read(again, read))
+
+
 def test_a_peer_that_does_not_answer_fails_within_the_connect_timeout_and_delays_nobody(peer: ProcessPeer) -> None:
     """A stopped process takes the connection (its kernel does) and never says its name: a half-open peer."""
     end = End("mooncake", LOCAL | {"connect_timeout": 1.0}, SIZE)

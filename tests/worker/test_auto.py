@@ -11,12 +11,14 @@ from dataclasses import replace
 import msgspec
 import pytest
 from prefill_instance import P_BLOCKS, TOKENS
-from test_loop import until
-from test_pushing import CONFIG, DIGEST, Target, Writer, freed, whole
+from test_loop import in_its_thread, until
+from test_pushing import CONFIG, DIGEST, Target, Writer, freed, whole, writes
 
 from vllm_pd_connector.protocol.answer import remote_prefill_params
 from vllm_pd_connector.protocol.params import parse_remote_prefill
+from vllm_pd_connector.protocol.peer import Suspected
 from vllm_pd_connector.steps import ReceiveOrder
+from vllm_pd_connector.worker.links import Links
 from vllm_pd_connector.worker.selftest import Figures
 
 AUTO = msgspec.structs.replace(CONFIG, mode="auto")
@@ -78,6 +80,57 @@ def both_ways(writer: Writer, target: Target) -> ReceiveOrder:
     writer.begin()
     nonce = writer.finish(nonce=remote.lease.nonce)
     return replace(target.order(writer, nonce=nonce), remote=remote, either=True)
+
+
+def test_a_self_test_that_meets_a_defect_costs_no_request(writer, target, monkeypatch):
+    def broken(*_: object) -> Generator[None, None, Figures]:
+        yield
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("vllm_pd_connector.worker.direction.self_test", broken)
+    for transport in writer.transports:
+        transport.faults.frozen = True
+    target.loop.submit([both_ways(writer, target)], [])
+    active = target.loop._receives._active
+    until(lambda: "d" in active and bool(active["d"].machine.writing), "the read")
+    until(lambda: not target.loop._trials._running, "the self-test to end")
+    for transport in writer.transports:
+        transport.faults.frozen = False
+    assert target.wait_for("d") == [True]
+
+
+def test_what_is_asked_to_be_written_outlives_reads_that_stand_still(writer, target, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.worker.direction.self_test", found(Figures(1e9, 9e9)))
+    target.transport._serves = False
+    for transport in writer.transports:
+        transport.faults.held = True
+    target.loop.submit([both_ways(writer, target)], [])
+    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+    link, links = target.loop._receives._active["d"].link, target.loop._receives._links
+
+    def stall(now: float) -> None:
+        link.stalled = "a read took too long"
+        links.drive(link, Suspected(link.stalled), now)
+
+    in_its_thread(target.loop, stall)
+    target.until(lambda: target.relinked == 1, "the new link")
+    for transport in writer.transports:
+        transport.faults.held = False
+    assert target.wait_for("d") == [True]
+
+
+def test_a_read_that_stands_still_is_one_whatever_is_found_meanwhile(writer, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.worker.direction.self_test", found(Figures(9e9, 1e9)))
+    with contextlib.closing(Target(msgspec.structs.replace(AUTO, transfer_timeout=0.5))) as target:
+        target.transport._serves = False
+        target.transport.faults.stalled = 1
+        monkeypatch.setattr(Links, "give_up", lambda *_: None)
+        target.loop.submit([both_ways(writer, target)], [])
+        active = target.loop._receives._active
+        until(lambda: "d" in active and bool(active["d"].machine.writing), "the read")
+        active["d"].link.figures = Figures(1e9, 9e9)
+        assert target.wait_for("d") == [False]
+        target.until(lambda: target.relinked == 1, "the new link")
 
 
 def test_a_self_test_that_lasts_delays_nobody_and_lets_go_of_its_peer(writer, target):

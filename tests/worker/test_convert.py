@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefill_instance import MODEL, TOKENS, table, write
-from test_loop import D_SIDE, Decode, Prefill, until
+from test_loop import D_SIDE, Decode, Prefill, in_its_thread, until
 
 from effort import examples
 from vllm_pd_connector.config import Config, parse_config
@@ -22,6 +22,7 @@ from vllm_pd_connector.geometry.strided import Copy
 from vllm_pd_connector.steps import GroupBlocks, ReceiveOrder
 from vllm_pd_connector.worker.convert import Slab
 from vllm_pd_connector.worker.copies import CpuCopier, element_arrays
+from vllm_pd_connector.worker.links import IDLE_LINK_S
 
 # Of the small worlds of test_loop, one page of one layer of one rank has 64 bytes: the smallest chunk there is.
 TINY = 512
@@ -179,6 +180,19 @@ def test_a_slot_that_may_still_be_written_stays_out_until_the_peer_is_known_dead
     decode.loop.submit([prefill.order("b")], [])
     assert decode.wait_for("b") == [False]
     until(lambda: free(decode) == TINY, "the slot to come back")
+
+
+def test_a_slot_that_may_still_be_written_keeps_its_link_however_long_nobody_uses_it(prefill, decode):
+    decode.transport.faults.failures.append(TransferError("unclear", terminal=False))
+    decode.loop.submit([prefill.order("a")], [])
+    assert decode.wait_for("a") == [False]
+    until(lambda: free(decode) == TINY - 64, "all slots but one to come back")
+    in_its_thread(decode.loop, lambda now: decode.loop._receives._links.tick(now + IDLE_LINK_S + 1))
+    decode.hear_the_end_of(prefill)
+    with contextlib.closing(Prefill(port=prefill.server.port)) as again:
+        decode.loop.submit([again.order("b")], [])
+        assert decode.wait_for("b") == [True]
+        until(lambda: free(decode) == TINY, "the slot to come back")
 
 
 def test_a_lost_peer_fails_the_receive_and_a_new_life_of_it_works(prefill, decode):

@@ -38,6 +38,19 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
+def in_its_thread(loop: TransferLoop, act: Callable[[float], None]) -> None:
+    """Have the loop do this in its thread, and wait until it has."""
+    done = threading.Event()
+
+    def doing(now: float) -> None:
+        act(now)
+        done.set()
+
+    loop._comparison._results.append(doing)
+    loop._wake.set()
+    until(done.is_set, "the loop's next turn")
+
+
 def order_of(request_id: str, remote: RemotePrefill) -> ReceiveOrder:
     """What the decode instance's scheduler half would order for these parameters."""
     return ReceiveOrder(request_id, remote, "", (GroupBlocks(0, D_BLOCKS),), 4, TOKENS)
@@ -328,6 +341,15 @@ def test_an_unexpected_error_fails_requests_and_not_the_thread(prefill, decode, 
     decode.loop.submit([prefill.order("before"), prefill.order("a"), prefill.order("b")], [])
     assert decode.wait_for("before", "a", "b") == [True, False, True]
     assert decode.failures == {"internal": 1}
+
+
+def test_a_receive_whose_trace_cannot_be_written_is_reported_all_the_same(prefill, decode, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(decode.loop._receives, "_received", full)
+    decode.loop.submit([prefill.order("a")], [])
+    assert decode.wait_for("a") == [True]
 
 
 def test_a_transport_that_cannot_start_stops_the_engine_with_its_reason():

@@ -95,7 +95,9 @@ def pushed(move: Move, steps: list[int], slab: int) -> tuple[list[Worker], int]:
             ]
         assert stager.slab.free == stager.slab.length
         staged += sum(
-            edge.families != () for edges in link.outgoing.values() for edge in (edges.growing[1], edges.ending[1])
+            edge.families != ()
+            for edges in filter(None, link.outgoing.values())
+            for edge in (edges.growing[1], edges.ending[1])
         )
         transport.close()
     for transport in transports:

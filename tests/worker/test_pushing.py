@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 import pytest
 from prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKENS, instance, real, table, write
-from test_loop import D_BLOCKS, D_SIDE, Decode, changed_model, until
+from test_loop import D_BLOCKS, D_SIDE, Decode, changed_model, in_its_thread, until
 
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.errors import PeerLost, TransferError
+from vllm_pd_connector.errors import PeerLost, ProtocolError, TransferError
 from vllm_pd_connector.protocol.peer import PeerKey
-from vllm_pd_connector.protocol.push_messages import DeclinePush, Home, PrefillRef
+from vllm_pd_connector.protocol.push_messages import DeclinePush, Home, PrefillRef, PushEnded
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.sidechannel.sockets import endpoint
@@ -25,6 +26,7 @@ from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.loop import TransferLoop
 from vllm_pd_connector.worker.outbox import Outbox
 from vllm_pd_connector.worker.pushing import PushSetup, StepClock
+from vllm_pd_connector.worker.reports import RETRY_S
 
 DIGEST = "0" * 16
 SOURCE = encode_tables([GroupBlocks(0, P_BLOCKS)])
@@ -315,6 +317,42 @@ def test_a_failed_write_fails_the_request_with_the_reason_and_frees_both_sides(w
     writer.whole("b")
     target.loop.submit([target.order(writer, "e", "b")], [])
     assert target.wait_for("e") == [True]
+
+
+def test_an_order_that_comes_after_its_push_has_failed_is_not_carried_out(writer, target, monkeypatch):
+    pushes = writer.loops[1]._pushes
+    orders, obey = [], pushes._obey
+    monkeypatch.setattr(pushes, "_obey", lambda order, now: (orders.append(order), obey(order, now)))
+    writer.transports[1].faults.failures.append(TransferError("a cable was pulled"))
+    writer.whole()
+    target.loop.submit([target.order(writer)], [])
+    assert target.wait_for("d") == [False]
+    freed(writer, "a")
+    begun = []
+    in_its_thread(writer.loops[1], lambda now: begun.append((obey(orders[0], now), dict(pushes._pushes))))
+    assert begun == [(None, {})], "blocks were written into that the decode instance has for others"
+
+
+def test_a_report_that_cannot_be_sent_or_is_not_noted_is_sent_again_after_a_while(writer, target, monkeypatch):
+    calls = writer.loops[1]._calls
+    ask, tried = calls.ask, []
+
+    def fails_at_first(address, request, timeout_s, handler=None):
+        if not isinstance(request, PushEnded):
+            return ask(address, request, timeout_s, handler)
+        tried.append(time.monotonic())
+        if len(tried) == 1:
+            raise ProtocolError("1024 requests are under way")
+        if len(tried) == 2:
+            request = msgspec.structs.replace(request, token=bytes(16))  # is refused at once
+        return ask(address, request, timeout_s, handler)
+
+    monkeypatch.setattr(calls, "ask", fails_at_first)
+    writer.whole()
+    target.loop.submit([target.order(writer)], [])
+    assert target.wait_for("d") == [True]
+    freed(writer, "a")
+    assert len(tried) == 3 and tried[2] - tried[0] >= 2 * RETRY_S
 
 
 def test_an_abort_on_the_decode_side_keeps_both_sides_blocks_until_nothing_is_written(writer, target):

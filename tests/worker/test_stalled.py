@@ -9,13 +9,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_loop import Decode, Prefill, until
-from test_pushing import CONFIG, Target, Writer, writes
+from prefill_instance import MODEL, TOKENS, table, write
+from test_loop import D_BLOCKS, D_SIDE, Decode, Prefill, in_its_thread, until
+from test_pushing import CONFIG, SOURCE, Target, Writer, whole, writes
 
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.errors import PeerLost, TransferError
-from vllm_pd_connector.protocol.peer import State
+from vllm_pd_connector.errors import BindError, PeerLost, TransferError
+from vllm_pd_connector.protocol.fields import Table
+from vllm_pd_connector.protocol.peer import Peer, PeerKey, State
+from vllm_pd_connector.protocol.push_messages import Home, PrefillRef, PushInto
+from vllm_pd_connector.steps import GroupBlocks
 from vllm_pd_connector.transport.loopback import LoopbackTransport
+from vllm_pd_connector.worker.push_link import WriteLink
 
 
 @pytest.fixture
@@ -125,6 +130,34 @@ def test_what_stands_still_beside_it_fails_at_once(prefill, reader):
     let_go(reader)
 
 
+@pytest.mark.parametrize("reader", [512], indirect=True, ids=["a full slab"])
+def test_a_receive_that_only_waited_for_room_says_nothing_of_its_peer(prefill, other, reader):
+    slab = reader.loop._stager.slab
+    reader.loop.submit([prefill.order("warm")], [])
+    assert reader.wait_for("warm") == [True]
+    [link] = reader.loop._receives._links._links.values()
+    taken = []
+
+    def fill(_: float) -> None:
+        while slab.free:
+            taken.append(slab.take(64))
+
+    def empty(_: float) -> None:
+        for slot in taken:
+            slab.give(slot)
+
+    in_its_thread(reader.loop, fill)
+    reader.loop.submit([prefill.order("a")], [])
+    assert reader.wait_for("a") == [False]
+    until(lambda: prefill.server.counts()["GetManifests"] == 2, "the peer to be asked whether it lives")
+    until(lambda: link.machine.state is State.READY, "its answer")
+    reader.collect()
+    assert reader.relinked == 0 and reader.failures == {"deadline": 1}
+    in_its_thread(reader.loop, empty)
+    reader.loop.submit([prefill.order("b")], [])
+    assert reader.wait_for("b") == [True]
+
+
 def test_other_peers_keep_their_links_and_their_reads(prefill, other, reader):
     reader.loop.submit([other.order("warm")], [])
     assert reader.wait_for("warm") == [True]
@@ -140,6 +173,26 @@ def test_other_peers_keep_their_links_and_their_reads(prefill, other, reader):
     reader.transport.faults.stalled = 0
     assert reader.wait_for("b") == [True]
     let_go(reader)
+
+
+@pytest.mark.parametrize("reader", [0], indirect=True, ids=["straight"])
+@pytest.mark.parametrize("failure", [PeerLost("connection reset"), TransferError("who knows", terminal=False)])
+def test_what_fails_on_the_old_link_says_nothing_of_the_new_one(prefill, reader, failure):
+    reader.transport.faults.stalled = 1
+    reader.loop.submit([prefill.order("a")], [])
+    assert reader.wait_for("a") == [False]
+    reader.until(lambda: reader.relinked == 1, "the new link")
+    object.__setattr__(reader.loop._receives._limits, "read_s", 600.0)
+    reader.transport.faults.held = True
+    reader.loop.submit([prefill.order("b")], [])
+    link = begin_reads(reader, "b")
+    ranks, asked = dict(link.ranks), prefill.server.counts()["GetManifests"]
+    reader.transport.faults.failures.append(failure)  # a's reads are looked at before b's
+    reader.until(lambda: prefill.server.counts()["GetManifests"] > asked, "the peer to be asked whether it lives")
+    reader.until(lambda: link.machine.state is State.READY, "its answer")
+    assert link.ranks == ranks and not link.stalled and reader.relinked == 1
+    reader.transport.faults.held, reader.transport.faults.stalled = False, 0
+    assert reader.wait_for("b") == [True]
 
 
 @pytest.mark.parametrize("reader", [0], indirect=True, ids=["straight"])
@@ -205,6 +258,52 @@ def test_writes_that_are_all_given_up_have_the_decode_instance_linked_anew_too()
         for transport in writer.transports:
             transport.faults.stalled = 0
         target.until(lambda: target.drained == {"d"}, "the old writes to end")
+
+
+def test_what_is_to_be_written_while_no_new_link_can_be_had_is_written_when_there_is_one(monkeypatch):
+    with contextlib.closing(Writer(CONFIG)) as writer, contextlib.closing(Target(CONFIG)) as target:
+        target.loop.submit([target.order(writer, start=0)], [])
+        writer.begin()
+        until(lambda: writer.server.pushes.wanted("p-a"), "the registration")
+        writer.compute(0, TOKENS)
+        writer.server.pushes.progressed("p-a", SOURCE, 6, 1)
+        writer.step_done(1)
+        partly = target.before.copy()
+        write(MODEL, D_SIDE, target.worker, [table(*D_BLOCKS)], partly, 0, 4)
+        target.until(lambda: whole(target.worker.memory, partly), "the first page")
+
+        [stalled, _], tried, shut = writer.transports, [], [True]
+        connect = stalled.connect
+
+        def refuses(*arguments: Any) -> Any:
+            tried.append(shut[0])
+            if shut[0]:
+                raise TransferError("no")
+            return connect(*arguments)
+
+        monkeypatch.setattr(stalled, "connect", refuses)
+        stalled._serves = False
+        stalled.faults.failures.append(TransferError("who knows", terminal=False))
+        writer.whole("b")
+        target.loop.submit([target.order(writer, "e", "b", blocks=(GroupBlocks(0, (1, 3, 5)),))], [])
+        until(lambda: len(tried) == 1, "the link to be cut")
+        writer.finish(step=2)
+        writer.step_done(2)
+        until(lambda: len(tried) == 2, "the next attempt")
+        shut[0] = False
+        assert target.wait_for("d") == [True]
+        mine = target.expected(0) != target.before
+        assert whole(target.worker.memory[mine], target.expected(0)[mine])
+
+
+def test_a_rank_that_is_not_connected_does_not_pass_for_one_that_gets_nothing():
+    link = WriteLink(Peer(PeerKey("h", 1, ""), lambda: 0.5), "decode-1", "", 0.0)
+    home = Home("decode-1", "0" * 32, "h", 1)
+    into = PushInto(PrefillRef("a", None), home, 0, 0, 0, 1, b"a" * 16, (Table(0, b""),), 0, TOKENS, "0" * 16)
+    with pytest.raises(BindError, match=r"rank \(0, 0\).*connected are \[\]"):
+        link.reach(into, TOKENS, 0, final=True)
+    with pytest.raises(BindError, match="connected"):
+        link.bind_push(into, into.blocks, 0, TOKENS, final=True)
 
 
 def test_a_decode_instance_whose_writes_stand_still_though_it_answers_is_linked_anew():

@@ -195,7 +195,8 @@ class MooncakeTransport:
         ranges = Ranges.of(segments, "the peer")
         if made.name == self._name:
             raise TransferError(f"{made.name} is this worker's own")
-        if (known := self._peers.get(made.name)) is not None:
+        known = self._peers.get(made.name)
+        if known is not None and known.line.state is not LineState.LOST:
             return self._share(known, ranges)
         where, address = locate(made, self._protocol, self._address)
         line = self._exchange.dial(str(address), where.line_port, made.name, self._options.connect_timeout)
@@ -207,8 +208,9 @@ class MooncakeTransport:
         return peer
 
     def _share(self, peer: _Peer, ranges: Ranges) -> Peer:
-        """A peer that is connected already, known under another address maybe."""
-        if peer.leaving or peer.line.state is LineState.LOST:
+        """A peer that is connected already, known under another address maybe. One whose line is lost is not shared:
+        who still holds it may not use it for hours, and would keep the others from its next line."""
+        if peer.leaving:
             raise TransferError(f"{peer.name} is being left; connect to it again soon", retryable=True)
         if not (np.array_equal(peer.ranges.start, ranges.start) and np.array_equal(peer.ranges.stop, ranges.stop)):
             raise TransferError(f"{peer.name} tells of other memory than when it was connected first")

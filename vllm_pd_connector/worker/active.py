@@ -25,8 +25,9 @@ class Active:
     """What was ordered, its machine, and the transport's handles by transfer index.
 
     `prefill` names the request there; a push learns its id in the end, and in `compared` the lease of the blocks with
-    which what was written is compared, if it is to be and can be. `stuck` are indices whose transfers failed but
-    may still write. `question` numbers what a prefill side that writes was asked, `retry_at` is when it is asked again.
+    which what was written is compared, if it is to be and can be. `connection` is the link's when the reads began;
+    `stuck` are indices whose transfers failed but may still write. `question` numbers what a prefill side that writes
+    was asked, `retry_at` is when it is asked again.
     """
 
     order: ReceiveOrder
@@ -39,6 +40,7 @@ class Active:
     phase_began: float
     reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = field(default_factory=list)
     late_starts: dict[int, int] = field(default_factory=dict)
+    connection: object = None
     transfers: dict[int, Transfer] = field(default_factory=dict)
     stuck: set[int] = field(default_factory=set)
     moved: Moved = Moved()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
@@ -58,7 +58,8 @@ class Asking:
         try:
             self._send(active, message, self._asked)
         except ProtocolError as error:
-            self._drive(active, receives.PushFailed(str(error), terminal=True), now, FailureKind.INTERNAL)
+            never = active.question == 1  # what was asked before goes on
+            self._drive(active, receives.PushFailed(str(error), terminal=never), now, FailureKind.INTERNAL)
 
     def withdraw(self, active: Active, now: float) -> None:
         """Ask for the end of the push."""
@@ -97,8 +98,9 @@ class Asking:
             case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY):
                 active.retry_at = now + RETRY_S
             case Failure(code=code, message=message):
-                # A message that was never taken in has no effect there. Of all else nobody knows.
-                never = code in _NOT_UNDERSTOOD
+                # A message that was never taken in has no effect there; those before it may have been. Of all else
+                # nobody knows.
+                never = code in _NOT_UNDERSTOOD and active.question == 1
                 self._drive(active, receives.PushFailed(message, terminal=never), now, FailureKind.TRANSFER_FAILED)
             case _:
                 self._unheard(active, outcome, now)
@@ -117,7 +119,8 @@ class Asking:
 
     def _unheard(self, active: Active, outcome: Outcome, now: float) -> None:
         active.links.drive(active.link, peers.Suspected(str(outcome)), now)
-        active.retry_at = now
+        # Whoever is silent was waited for. What is there now may as well answer nonsense at once, for ever.
+        active.retry_at = now if isinstance(outcome, DeadlineExceeded) else now + RETRY_S
         self._look_for_life(active, now)
 
     def _look_for_life(self, active: Active, now: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
 
 from vllm_pd_connector.protocol.messages import Request
@@ -19,6 +21,7 @@ class Calls:
     def __init__(self, keys: Keys | None) -> None:
         self._client = SideChannelClient(keys=keys)
         self._handlers: dict[int, Handler] = {}
+        self._due: deque[tuple[Handler, Outcome]] = deque()  # a handler that raises does not cost the others theirs
 
     def ask(self, endpoint: str, request: Request, timeout_s: float, handler: Handler | None = None) -> None:
         """Send a request; `handler` gets the outcome in a later `deliver`. Without one nobody waits for it.
@@ -31,14 +34,17 @@ class Calls:
             self._handlers[token] = handler
 
     def wait(self, wake: Wake, deadline: float | None) -> None:
-        """Sleep until there is input, `wake` is set or the time is `deadline`."""
-        wait(self._client, wake, deadline)
+        """Sleep until there is input, `wake` is set or the time is `deadline`; not if `deliver` was cut short."""
+        wait(self._client, wake, time.monotonic() if self._due else deadline)
 
     def deliver(self, now: float) -> list[str]:
         """Hand every outcome that has come to its handler; returns the endpoints that have said that they end."""
         for token, outcome in self._client.receive():
             if (handler := self._handlers.pop(token, None)) is not None:
-                handler(outcome, now)
+                self._due.append((handler, outcome))
+        while self._due:
+            handler, outcome = self._due.popleft()
+            handler(outcome, now)
         return self._client.take_departed()
 
     def close(self, linger_s: float = 0.0) -> None:

@@ -191,6 +191,10 @@ class Stager:
         lost = (flight.stream for flight in (*self._orphans, *self._stuck))
         return any(stream.owner == owner for stream in (*self._streams, *lost))
 
+    def involves(self, instance: object) -> bool:
+        """Whether slots are out for this instance: only by it is known when they come back."""
+        return any(flight.stream.instance is instance for flight in (*self._orphans, *self._stuck))
+
     def account(self, owner: object) -> str:
         """How far the streams of `owner` are, in words for a log; empty if there are none."""
         streams = [stream for stream in self._streams if stream.owner == owner]

@@ -61,6 +61,8 @@ class Trials:
                 self._found(link, end.value)
             except TransferError as error:
                 logger.warning("self-test with prefill engine %s: %s; it is read from", link.engine_id, error)
+            except Exception:  # a defect of ours that one test met must not reach the receives
+                logger.exception("self-test with prefill engine %s; it is read from", link.engine_id)
             self._running.remove(entry)
 
     def pause(self) -> float | None:

@@ -61,6 +61,11 @@ class Link:
     stalled: str = ""
     knock: Knock | None = None
 
+    @property
+    def connection(self) -> object:
+        """The same object until the link is disconnected."""
+        return self.ranks
+
     def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
         """Check, plan, connect. Returns the verdict for the log.
 

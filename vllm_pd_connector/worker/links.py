@@ -15,7 +15,7 @@ from typing import Protocol
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, ProtocolError, TransferError
+from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, PeerLost, ProtocolError, TransferError
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.observability.stats import FailureKind, Phase
 from vllm_pd_connector.protocol import peer as peers
@@ -139,6 +139,18 @@ class Links:
         """The instance at this endpoint says that it ends: let go of its memory at once."""
         for link in [link for link in self._links.values() if link.endpoint == endpoint]:
             self.drive(link, peers.Dismissed(f"the {self._noun} is shutting down"), now)
+
+    def failed(self, link: Link, connection: object, error: TransferError, what: str, now: float) -> None:
+        """A transfer failed that was begun when `connection` was the link's: doubt its peer, or take it for lost.
+
+        `what` says what may still run. A connection that was cut says nothing of the one that others use now.
+        """
+        if connection is not link.connection:
+            self.drive(link, peers.Suspected(str(error)), now)
+            return
+        if not error.terminal:
+            link.stalled = what
+        self.drive(link, (peers.Lost if isinstance(error, PeerLost) else peers.Suspected)(str(error)), now)
 
     def give_up(self, link: Link, over: Callable[[], bool], now: float) -> None:
         """A request was given up while transfers of its run on this link. If they are not `over` when they should be,

@@ -66,10 +66,11 @@ class Part:
 
 @dataclass(eq=False, slots=True)
 class WriteLink(Link):
-    """To a decode instance that is written into. `own` are the encoded manifests of all ranks of this instance."""
+    """To a decode instance that is written into. `own` are the encoded manifests of all ranks of this instance;
+    `outgoing` has every rank there while connected, None for one that this rank has nothing for."""
 
     own: Sequence[bytes] = ()
-    outgoing: dict[Rank, _Edges] = field(default_factory=dict)
+    outgoing: dict[Rank, _Edges | None] = field(default_factory=dict)
 
     def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
         """Check, plan for all ranks there, connect to those that this rank writes into. Raises as `Link.connect`."""
@@ -79,26 +80,31 @@ class WriteLink(Link):
         try:
             for destination in remote:
                 edge = make_plan(destination, ours).edge(mine)
+                rank = destination.parallel.pp_rank, destination.parallel.tp_rank
                 if edge is not None:
-                    rank = destination.parallel.pp_rank, destination.parallel.tp_rank
                     self.ranks[rank] = transport.connect(destination.endpoint, destination.segments)
-                    self.outgoing[rank] = _edges(edge, chunk_bytes)
+                self.outgoing[rank] = _edges(edge, chunk_bytes) if edge is not None else None
         except TransferError:
             self.disconnect(transport)
             raise
         self.chunk_bytes = chunk_bytes
         converted = sum(
-            any(staged.families for _, staged in (edges.growing, edges.ending)) for edges in self.outgoing.values()
+            any(staged.families for _, staged in (edges.growing, edges.ending))
+            for edges in filter(None, self.outgoing.values())
         )
-        return f"{check.status}, writes into {len(self.outgoing)} of {len(remote)} ranks, converts for {converted}"
+        return f"{check.status}, writes into {len(self.ranks)} of {len(remote)} ranks, converts for {converted}"
 
     def disconnect(self, transport: Transport) -> None:
         Link.disconnect(self, transport)
         self.outgoing = {}
 
     def reach(self, into: PushInto, ready: int, cursor: int, final: bool) -> int:
-        """How far the cursor of a push may go: to the last page boundary of both sides before `ready`, or the end."""
-        edges = self.outgoing.get((into.pp_rank, into.tp_rank))
+        """How far the cursor of a push may go: to the last page boundary of both sides before `ready`, or the end.
+
+        Raises:
+            BindError: that rank is not connected.
+        """
+        edges = self._edges_to(into)
         if final or edges is None:
             return into.stop
         return max(cursor, ready // edges.step * edges.step)
@@ -107,9 +113,9 @@ class WriteLink(Link):
         """What this rank must write of tokens [cursor, reach), and at the end of everything else.
 
         Raises:
-            BindError: the request's block ids do not fit the manifests.
+            BindError: the request's block ids do not fit the manifests, or that rank is not connected.
         """
-        edges = self.outgoing.get((into.pp_rank, into.tp_rank))
+        edges = self._edges_to(into)
         if edges is None:
             return Part(Runs.empty(), None, {})
         tables = [_table(table) for table in source], [_table(table) for table in into.blocks]
@@ -124,6 +130,13 @@ class WriteLink(Link):
             chunks(staged, self.chunk_bytes, writes=True) if any_staged else None,
             late_starts([*direct, *staged]),
         )
+
+    def _edges_to(self, into: PushInto) -> _Edges | None:
+        """None: nothing is written into that rank. What is not connected must not pass for that."""
+        rank = into.pp_rank, into.tp_rank
+        if rank not in self.outgoing:
+            raise BindError(f"rank {rank}: asked to be written into, connected are {sorted(self.outgoing)}")
+        return self.outgoing[rank]
 
 
 def _edges(edge: Edge, chunk_bytes: int) -> _Edges:

@@ -16,7 +16,6 @@ scheduler half keeps the blocks until this side has reported that nothing writes
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import deque
@@ -24,15 +23,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
+from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.errors import BindError, PeerLost, ProtocolError, TransferError, UnauthenticatedPeer
+from vllm_pd_connector.errors import BindError, ProtocolError, TransferError, UnauthenticatedPeer
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.fields import MAX_TEXT
-from vllm_pd_connector.protocol.messages import Describe, Manifests, Noted
+from vllm_pd_connector.protocol.messages import Describe, Manifests
 from vllm_pd_connector.protocol.orders import IDLE_ANSWER_S
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.push_messages import AwaitOrders, GiveUp, Moved, Orders, PushEnded, PushInto, Write
@@ -46,12 +46,12 @@ from vllm_pd_connector.worker.link import Link
 from vllm_pd_connector.worker.links import Links
 from vllm_pd_connector.worker.pace import pause
 from vllm_pd_connector.worker.push_link import WriteLink
+from vllm_pd_connector.worker.reports import HOME_TIMEOUT_S, RETRY_S, Reports
 
 logger = init_logger(__name__)
 
 POLL_DRAINING_S = 0.05
-RETRY_S = 0.5
-HOME_TIMEOUT_S = 10.0
+REMEMBER = 4096  # attempts that failed, for orders to go on that were on their way
 
 
 class StepClock:
@@ -100,13 +100,15 @@ class PushSetup:
 
 @dataclass(eq=False, slots=True)
 class Push:
-    """One rank's part of a push under way. `posted_at` is when the latest direct write began."""
+    """One rank's part of a push under way. `posted_at` is when the latest direct write began, `connection` the
+    link's since it is linked."""
 
     into: PushInto
     link: WriteLink
     cursor: int
     orders: deque[Write] = field(default_factory=deque)  # not carried out yet, in the order of their steps
     linked: bool = False
+    connection: object = None
     complete: bool = False  # everything was posted
     failure: str = ""
     stuck: bool = False  # a transfer failed and may still write
@@ -158,6 +160,7 @@ class Pushes:
         self._stager = stager
         self._calls = calls
         self._home, self._token, self._clock = setup.home, setup.token, setup.clock
+        self._reports = Reports(calls, self._home)
         self._worker = worker
         self._keys = keys_of(config)
         self._own: tuple[bytes, ...] = ()
@@ -165,6 +168,7 @@ class Pushes:
         shared = (config, manifest, transport, stager.chunk_bytes, calls, self, self._observe)
         self._links = Links(*shared, self._make_link, "decode instance")
         self._pushes: dict[str, Push] = {}
+        self._failed: Bounded[bytes, None] = Bounded(REMEMBER)
         self.waiting = False  # whether a push waits for the end of a step; read by other threads
         self._seen = 0
         self._asking = False
@@ -177,6 +181,7 @@ class Pushes:
         """One round: ask for orders, write what may be written, look at transfers and deadlines."""
         if not self._asking and self._ask_at <= now:
             self._await_orders(now)
+        self._reports.turn(now)
         step = self._clock.done()
         for push in list(self._pushes.values()):
             if (order := push.take(step)) is not None:
@@ -188,8 +193,7 @@ class Pushes:
     def next_deadline(self, now: float) -> float | None:
         """When a turn is due at the latest."""
         moments = [] if self._asking else [self._ask_at]
-        if (due := self._links.next_deadline()) is not None:
-            moments.append(due)
+        moments += [due for due in (self._links.next_deadline(), self._reports.next_deadline()) if due is not None]
         for push in self._pushes.values():
             moments.append(push.deadline)
             if push.transfers:
@@ -252,6 +256,8 @@ class Pushes:
                 self._report(order.attempt, order.reason, terminal=True)
             return
         push = self._pushes.get(order.into.attempt.hex())
+        if push is None and order.into.attempt in self._failed:
+            return  # the decode instance was told that nothing of it lands any more, and may use the blocks again
         if push is None:
             home = order.into.home
             try:
@@ -267,7 +273,7 @@ class Pushes:
             push = self._pushes[order.into.attempt.hex()] = Push(order.into, link, order.into.start)
             self._links.drive(link, peers.Wanted(push.key), now)
         push.orders.append(order)
-        if order.final:
+        if order.final and not push.failure:
             push.deadline = now + self._config.transfer_timeout
 
     def _try(self, order: Write | GiveUp, now: float) -> None:
@@ -282,7 +288,8 @@ class Pushes:
 
     def ready(self, request_id: str, now: float) -> None:
         """The decode instance is connected."""
-        self._pushes[request_id].linked = True
+        push = self._pushes[request_id]
+        push.linked, push.connection = True, push.link.connection
 
     def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
         """The decode instance cannot be written into."""
@@ -298,10 +305,15 @@ class Pushes:
             self._fail(push, reason, now)
 
     def stalled(self, link: Link, reason: str, now: float) -> None:
-        """What is written on this link stands still: it fails now, and its blocks come back when it has ended."""
+        """What is written on this link stands still: it fails now, and its blocks come back when it has ended. What
+        waits for the end of a step waits for the new connection besides."""
         self._stats.count("relinked")
-        for push in [p for p in self._pushes.values() if p.link is link and p.linked and self._writes(p)]:
-            self._fail(push, reason, now)
+        for push in [p for p in self._pushes.values() if p.link is link and p.linked]:
+            if self._writes(push):
+                self._fail(push, reason, now)
+            elif not push.failure and not push.complete:
+                push.linked = False
+                self._links.drive(link, peers.Wanted(push.key), now)
 
     def uses(self, link: Link) -> bool:
         return any(push.link is link for push in self._pushes.values())
@@ -309,22 +321,22 @@ class Pushes:
     # Writing
 
     def _write(self, push: Push, order: Write, now: float) -> None:
-        reach = push.link.reach(push.into, order.ready, push.cursor, order.final)
-        if reach == push.cursor and not order.final:
-            return
         try:
+            reach = push.link.reach(push.into, order.ready, push.cursor, order.final)
+            if reach == push.cursor and not order.final:
+                return
             part = push.link.bind_push(push.into, order.source, push.cursor, reach, order.final)
             push.late_starts |= part.late_starts
             if len(part.runs):
                 self._post(push, part.runs)
             if part.staged is not None:
                 self._stager.start(push, 0, push.link, self._peer(push), part.staged)
+            push.cursor, push.complete = reach, order.final
         except (BindError, TransferError) as error:
             self._transfer_failed(push, error, now)
         except Exception as error:  # a defect of ours that one push met must not reach the others
             logger.exception("push of prefill %s", push.into.prefill.name)
             self._fail(push, f"{type(error).__name__}: {error}", now)
-        push.cursor, push.complete = reach, order.final
 
     def _peer(self, push: Push) -> TransportPeer:
         return push.link.ranks[push.into.pp_rank, push.into.tp_rank]
@@ -352,9 +364,10 @@ class Pushes:
                 push.transfers.remove(transfer)
                 self._transfer_failed(push, error, now)
         if push.deadline <= now:
-            push.link.stalled = "a write took too long" if self._writes(push) else push.link.stalled
-            self._links.drive(push.link, peers.Suspected("a push exceeded its deadline"), now)
             self._fail(push, f"writing took longer than {self._config.transfer_timeout:g} s", now)
+            if self._writes(push):  # else it waited for room or for our own copies
+                push.link.stalled = "a write took too long"
+            self._links.drive(push.link, peers.Suspected("a push exceeded its deadline"), now)
         if self._writes(push) or self._pushes.get(push.key) is not push:
             return
         if push.failure or push.complete:
@@ -369,12 +382,9 @@ class Pushes:
         self._stats.fail(FailureKind.TRANSFER_FAILED, "failed_pushes")
         if isinstance(error, TransferError) and not error.terminal:
             push.stuck = True
-            push.link.stalled = "a write failed and may still go on"
         self._fail(push, str(error), now)
-        if isinstance(error, PeerLost):
-            self._links.drive(push.link, peers.Lost(str(error)), now)
-        elif isinstance(error, TransferError):
-            self._links.drive(push.link, peers.Suspected(str(error)), now)
+        if isinstance(error, TransferError):
+            self._links.failed(push.link, push.connection, error, "a write failed and may still go on", now)
 
     def _fail(self, push: Push, reason: str, now: float) -> None:
         push.deadline = inf
@@ -399,14 +409,9 @@ class Pushes:
         return PushEnded(self._token, self._worker, attempt, not failure, failure, True, push.late_starts, push.moved)
 
     def _send(self, report: PushEnded) -> None:
-        try:
-            self._calls.ask(self._home, report, HOME_TIMEOUT_S, functools.partial(self._sent, report))
-        except ProtocolError as error:
-            logger.error("report to the scheduler half: %s", error)
-
-    def _sent(self, report: PushEnded, outcome: Outcome, now: float) -> None:
-        if not isinstance(outcome, Noted):
-            self._send(report)  # our own scheduler half: without it nothing else goes on either
+        if report.terminal and not report.ok:
+            self._failed[report.attempt] = None
+        self._reports.send(report)
 
     def _observe(self, phase: Phase, seconds: float) -> None:
         self._stats.observe_phase(phase, seconds)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.errors import BindError, PeerLost, ProtocolError, TransferError
+from vllm_pd_connector.errors import BindError, ProtocolError, TransferError
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.observability.stats import FailureKind, Phase
@@ -151,12 +151,13 @@ class Receives:
         """What is due: deadlines, questions to be asked again, what the links have to do."""
         for active in list(self._active.values()):
             if (due := active.machine.next_deadline()) is not None and due <= now:
-                if active.machine.state is not receives.State.WAITING:
-                    if active.machine.writing and not active.asks:
-                        active.link.stalled = "a read took too long"
-                    active.links.drive(active.link, peers.Suspected("a receive exceeded its deadline"), now)
+                waited = active.machine.state is receives.State.WAITING
                 active.links.drive(active.link, peers.Unwanted(active.order.request_id), now)
                 self._drive(active, receives.Tick(), now, FailureKind.DEADLINE)
+                if self._moves(active):  # else it waited for room or for our own copies, or did not read
+                    active.link.stalled = "a read took too long"
+                if not waited:
+                    active.links.drive(active.link, peers.Suspected("a receive exceeded its deadline"), now)
             if active.retry_at is not None and active.retry_at <= now:
                 active.retry_at = None
                 self._asking.again(active, now)
@@ -229,14 +230,15 @@ class Receives:
                 self._drive(active, receives.PushFailed(reason, terminal=True), now, FailureKind.PEER_UNREACHABLE)
 
     def stalled(self, link: Link, reason: str, now: float) -> None:
-        """What runs on this link stands still: it fails now, and its blocks come back when it has ended."""
+        """What is read on this link stands still: it fails now, and its blocks come back when it has ended. What the
+        prefill side was asked to write does not go this way."""
         self._stats.count("relinked")
-        for active in [a for a in self._active.values() if a.link is link and a.machine.writing]:
+        for active in [a for a in self._active.values() if a.link is link and a.machine.writing and not a.question]:
             self._drive(active, receives.PeerFailed(reason), now, FailureKind.TRANSFER_FAILED)
 
     def uses(self, link: Link) -> bool:
-        """Whether a receive holds this link."""
-        return any(active.link is link for active in self._active.values())
+        """Whether a receive holds this link, or one that was given up still holds slots."""
+        return any(active.link is link for active in self._active.values()) or self._stager.involves(link)
 
     # One receive
 
@@ -266,6 +268,7 @@ class Receives:
     def _read(self, active: Active, now: float) -> None:
         began = time.monotonic()
         failed: list[tuple[int, TransferError]] = []
+        active.connection = active.link.connection
         for index, (peer, runs) in enumerate(active.reads):
             if not isinstance(runs, Runs):
                 self._stager.start(active, index, active.link, peer, runs)
@@ -290,13 +293,9 @@ class Receives:
     def _transfer_failed(self, active: Active, index: int, error: TransferError, now: float) -> None:
         if not error.terminal:
             active.stuck.add(index)  # nothing more will be heard of it before the peer is known dead
-            active.link.stalled = "a read failed and may still write"
         event = receives.TransferFailed(index, str(error), error.terminal)
         self._drive(active, event, now, FailureKind.TRANSFER_FAILED)
-        if isinstance(error, PeerLost):
-            active.links.drive(active.link, peers.Lost(str(error)), now)
-        else:
-            active.links.drive(active.link, peers.Suspected(str(error)), now)
+        active.links.failed(active.link, active.connection, error, "a read failed and may still write", now)
 
     def _confirm(self, active: Active, now: float) -> None:
         assert active.lease is not None
@@ -338,8 +337,7 @@ class Receives:
             stats.count("runs", active.moved.runs)
             stats.count("descriptors", active.moved.descriptors)
             stats.count("verified", int(active.verified))
-            if self._received is not None:
-                self._received(order, active.prefill, active.late_starts)
+            self._trace(active)
         else:
             stats.fail(active.kind)
             log = logger.info if active.kind is FailureKind.ABORTED else logger.error
@@ -360,6 +358,13 @@ class Receives:
         groups = self._manifest.groups
         private = {group: token // groups[group].block_tokens for group, token in active.late_starts.items()}
         self._outbox.finished(order.request_id, ok=ok, quarantined=quarantined, private=private)
+
+    def _trace(self, active: Active) -> None:
+        try:
+            if self._received is not None:
+                self._received(active.order, active.prefill, active.late_starts)
+        except Exception:  # a full disk, say: a request must be reported in any case
+            logger.exception("request %s: the trace of its receive", active.order.request_id)
 
     def _moves(self, active: Active) -> bool:
         """Whether the transport still works on a receive's reads."""

@@ -170,7 +170,7 @@ class SumMaker:
         try:
             tables = [_table(table.first_block, np.frombuffer(table.ids, dtype="<i4")) for table in job.tables]
             found = sums(self._manifest, self._memory, tables, job.starts, job.stop)
-        except Exception as error:  # a device out of memory, too: the reader's check fails, and others are served
+        except Exception as error:  # nothing is vouched for: this reader's check fails, and no other's
             logger.error("sums of job %d: %s: %s", job.job, type(error).__name__, error)
             found = []
         yield from to_messages(self._token, job.job, self._worker, found)

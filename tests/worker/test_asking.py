@@ -1,0 +1,64 @@
+"""Questions to a prefill side that writes: what ends a quarantine and what does not, and how often one is asked."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_loop import until
+from test_pushing import CONFIG, Target, Writer, freed, writes
+
+from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
+from vllm_pd_connector.protocol.messages import Failure, FailureCode
+from vllm_pd_connector.protocol.push_messages import PushInto
+from vllm_pd_connector.worker.asking import RETRY_S, Asking
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [ProtocolError("1024 requests are under way"), Failure(FailureCode.MALFORMED, "damaged on its way")],
+    ids=["cannot be sent", "is not understood"],
+)
+def test_a_question_in_vain_says_nothing_of_what_was_asked_before(monkeypatch, outcome):
+    monkeypatch.setattr("vllm_pd_connector.protocol.push.ANSWER_S", 0.02)  # how far it is, is asked that often
+    with contextlib.closing(Writer(CONFIG)) as writer, contextlib.closing(Target(CONFIG)) as target:
+        for transport in writer.transports:
+            transport.faults.held = True
+        writer.whole()
+        target.loop.submit([target.order(writer)], [])
+        until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+        calls = target.loop._calls
+        ask = calls.ask
+
+        def in_vain(address: str, request: Any, timeout_s: float, handler: Any = None) -> None:
+            if not isinstance(request, PushInto):
+                ask(address, request, timeout_s, handler)
+            elif isinstance(outcome, ProtocolError):
+                raise outcome
+            else:
+                target.loop._comparison._results.append(lambda now: handler(outcome, now))
+                target.loop._wake.set()
+
+        monkeypatch.setattr(calls, "ask", in_vain)
+        assert target.wait_for("d") == [False]
+        assert target.quarantined == {"d"} and not target.drained, "blocks are free that are being written"
+        for transport in writer.transports:
+            transport.faults.held = False
+        target.until(lambda: target.drained == {"d"}, "the quarantine to end")
+        freed(writer, "a")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "pause"),
+    [(DeadlineExceeded("no reply within 7.5 s"), 0.0), (ProtocolError("no message of ours"), RETRY_S)],
+    ids=["silence", "nonsense"],
+)
+def test_whoever_answers_nonsense_at_once_is_not_asked_at_once_again(outcome, pause):
+    link = SimpleNamespace(machine=SimpleNamespace(over=False, key=""), knock=SimpleNamespace(refused=lambda: False))
+    active: Any = SimpleNamespace(links=SimpleNamespace(drive=lambda *_: None), link=link, retry_at=None)
+    asking = Asking(SimpleNamespace(), (0, 0, 0, 1), 1.0, 1.0, lambda *_: None)  # type: ignore[arg-type]
+    for handler in (asking._asked, asking._withdrawn):
+        handler(active, outcome, 100.0)
+        assert active.retry_at == 100.0 + pause
