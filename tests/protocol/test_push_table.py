@@ -201,7 +201,7 @@ def test_every_order_of_events_ends_with_every_answer_given_and_every_block_free
         world.close()
         world.settle()
         world.work()
-        assert not world.table._wants and not world.table._prefills and not world.table._waiting, order
+        assert not world.table._wants and not world.table._arrivals, order
         for reader in (0, 1):
             world.do(f"register {reader}")  # who had no answer but how far it was asks again
             given = world.answers[into(reader).attempt]
