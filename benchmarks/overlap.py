@@ -1,9 +1,10 @@
 """How much of a slow transfer a push hides behind the prefill.
 
-A prompt of at least eight prefill steps goes through the same prefill instance to two decode instances, one that reads
-when the prefill has finished and one that is written into while it computes. The link is slowed to where moving the
-whole prompt takes about as long as computing it, which the benchmark measures first. The time is from the end of the
-prefill (its answer) to the decode instance's first token.
+A prompt of at least eight prefill steps goes twice through the same prefill instance, which keeps no prefixes, to two
+decode instances: one reads when the prefill has finished, one is written into while it computes. The link is slowed to
+where moving the whole prompt takes about as long as computing it, which the benchmark measures first. The time is from
+the end of the prefill (its answer) to the decode instance's first token. Both must give the same tokens, or the
+benchmark fails: bytes that arrived wrong, or too late, are no gain.
 
 Everything runs in a network namespace of its own (`unshare --net`), whose only link is slowed by `tc` (a token bucket);
 NIXL is confined to TCP, so no bytes pass beside it. Needs root or the right to make namespaces.
@@ -22,8 +23,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
-from pull import body, event_times, machine  # noqa: E402
+from pull import OUTPUT_TOKENS, body, event_times, events, machine  # noqa: E402
 
 from launch import Server, Servers, post, vllm_spec  # noqa: E402
 from make_models import MODELS, make  # noqa: E402
@@ -58,6 +59,14 @@ class Result:
     ratio: float
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of a decode instance: seconds from the end of the prefill to the first token, and all tokens."""
+
+    seconds: float
+    tokens: tuple[int, ...]
+
+
 def enter_namespace() -> None:
     """Start this program again in a network namespace, whose loopback is its only link."""
     command = ["unshare", "--net", "bash", "-c", 'ip link set lo up && exec "$@"', "bash", sys.executable, *sys.argv]
@@ -79,7 +88,8 @@ def specs(model: str) -> list[Any]:
     def spec(name: str, role: str, mode: str, *flags: str) -> Any:
         extra = {"mode": mode, "transport_options": {"ucx": {"TLS": "tcp", "NET_DEVICES": "lo"}}}
         transfer = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": extra}
-        return vllm_spec(name, make(MODELS[model]), flags=(*MODELS[model].flags, *flags), transfer=transfer)
+        flags = (*MODELS[model].flags, "--no-enable-prefix-caching", *flags)
+        return vllm_spec(name, make(MODELS[model]), flags=flags, transfer=transfer)
 
     return [
         spec("overlap-prefill", "kv_producer", "push", "--max-num-batched-tokens", str(STEP_TOKENS)),
@@ -100,6 +110,21 @@ def prompts(count: int, seed: int) -> list[list[int]]:
     return [[generator.randrange(256) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
 
+def tokens_of(stream: Iterable[bytes]) -> tuple[int, ...]:
+    """The tokens of an answer that was asked to tell them, from its events."""
+    choices = [choice for event in stream for choice in json.loads(event)["choices"]]
+    return tuple(token for choice in choices for token in choice.get("token_ids") or ())
+
+
+def difference(pulled: Answer, pushed: Answer) -> str:
+    """What is wrong with the two answers to one prompt; empty if nothing is."""
+    if pulled.tokens != pushed.tokens:
+        return f"pull gave the tokens {pulled.tokens}, push {pushed.tokens}: one of them moved a wrong cache"
+    if len(pulled.tokens) != OUTPUT_TOKENS:
+        return f"{len(pulled.tokens)} tokens instead of {OUTPUT_TOKENS} in both answers"
+    return ""
+
+
 class Pair:
     """The prefill instance and the address at which decode instances find it."""
 
@@ -113,28 +138,27 @@ class Pair:
         request = body(self._model, prompt, max_tokens=1, kv_transfer_params=params)
         return dict(post(f"{self._prefill.url}/v1/completions", request)["kv_transfer_params"])
 
-    def pull(self, decode: Server, prompt: Sequence[int]) -> float:
-        """Seconds from the end of the prefill to the first token."""
-        params = self.prefill(prompt, uuid.uuid4().hex)
-        return event_times(decode.url, body(self._model, prompt, kv_transfer_params=params))[0]
+    def _decode(self, decode: Server, prompt: Sequence[int], params: dict[str, Any]) -> Answer:
+        """The decode leg's answer; its seconds are from its sending."""
+        request = body(self._model, prompt, kv_transfer_params=params, return_token_ids=True)
+        times, stream = zip(*events(decode.url, request), strict=True)
+        return Answer(times[0], tokens_of(stream))
 
-    def push(self, decode: Server, prompt: Sequence[int]) -> float:
-        """The same; both legs are sent at the same time."""
+    def pull(self, decode: Server, prompt: Sequence[int]) -> Answer:
+        return self._decode(decode, prompt, self.prefill(prompt, uuid.uuid4().hex))
+
+    def push(self, decode: Server, prompt: Sequence[int]) -> Answer:
+        """Both legs are sent at the same time."""
         name = uuid.uuid4().hex
         params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": name, **self._address}
         begun = time.perf_counter()
-        first: list[float] = []
-
-        def decoding() -> None:
-            times = event_times(decode.url, body(self._model, prompt, kv_transfer_params=params))
-            first.append(begun + times[0])
-
-        thread = threading.Thread(target=decoding)
+        answers: list[Answer] = []
+        thread = threading.Thread(target=lambda: answers.append(self._decode(decode, prompt, params)))
         thread.start()
         self.prefill(prompt, name)
         ended = time.perf_counter()
         thread.join()
-        return first[0] - ended
+        return replace(answers[0], seconds=begun + answers[0].seconds - ended)
 
 
 def side_port(server: Server) -> int:
@@ -146,7 +170,7 @@ def measure(model: str, requests: int, logs: Path) -> Result:
         prefill, puller, pusher = servers.start(*specs(model))
         for server in (prefill, puller, pusher):
             event_times(server.url, body(model, [0] * 40))  # the first forward of a process is slow
-        [warm, *others] = prompts(2 * requests + 4, seed=1)
+        [warm, *others] = prompts(requests + 4, seed=1)
         answer = Pair(model, prefill, side_port(prefill), "").prefill(warm, "warm")
         pair = Pair(model, prefill, side_port(prefill), answer["remote_engine_id"])
         taken = []
@@ -163,9 +187,12 @@ def measure(model: str, requests: int, logs: Path) -> Result:
         )
         slow_down(mbit)
         pulls, pushes = [], []
-        for i in range(requests):  # in turns, so that whatever else happens on the machine meets both
-            pulls.append(pair.pull(puller, others[3 + 2 * i]))
-            pushes.append(pair.push(pusher, others[4 + 2 * i]))
+        for prompt in others[3:]:  # in turns, so that whatever else happens on the machine meets both
+            pulled, pushed = pair.pull(puller, prompt), pair.push(pusher, prompt)
+            if wrong := difference(pulled, pushed):
+                sys.exit(f"request {len(pulls) + 1}: {wrong}")
+            pulls.append(pulled.seconds)
+            pushes.append(pushed.seconds)
             print(f"  pull {1e3 * pulls[-1]:.0f} ms, push {1e3 * pushes[-1]:.0f} ms", flush=True)
         slow_down(None)
     pull, push = (1e3 * float(np.median(times)) for times in (pulls, pushes))

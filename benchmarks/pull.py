@@ -115,8 +115,8 @@ def body(model: str, prompt: Sequence[int], **fields: Any) -> dict[str, Any]:
     } | fields
 
 
-def event_times(url: str, request: Mapping[str, Any]) -> list[float]:
-    """Seconds from sending a streamed completion to each of its events.
+def events(url: str, request: Mapping[str, Any]) -> list[tuple[float, bytes]]:
+    """The events of a streamed completion: seconds from sending it, and the event's JSON.
 
     Raises:
         RuntimeError: an HTTP error or a stream without tokens.
@@ -131,12 +131,17 @@ def event_times(url: str, request: Mapping[str, Any]) -> list[float]:
         response = connection.getresponse()
         if response.status != 200:
             raise RuntimeError(f"HTTP {response.status}: {response.read()[:300]!r}")
-        times = [time.perf_counter() - started for line in response if line.startswith(b'data: {"id"')]
+        lines = [(time.perf_counter() - started, line) for line in response if line.startswith(b'data: {"id"')]
     finally:
         connection.close()
-    if not times:
+    if not lines:
         raise RuntimeError("a stream without tokens")
-    return times
+    return [(seconds, line.removeprefix(b"data: ")) for seconds, line in lines]
+
+
+def event_times(url: str, request: Mapping[str, Any]) -> list[float]:
+    """Only the seconds of `events`."""
+    return [seconds for seconds, _ in events(url, request)]
 
 
 def processor_seconds(server: Server) -> float:

@@ -9,18 +9,29 @@ from __future__ import annotations
 import ipaddress
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "geometry"))
 
 from geometry_world import Model, Side, instance
 
+from fuzz.forms import (
+    Decoder,
+    as_bytes,
+    as_json,
+    exposition_of,
+    exposition_rows,
+    frame,
+    framed,
+    frames_from,
+    frames_of,
+    of_json,
+)
 from vllm_pd_connector import cli
 from vllm_pd_connector.errors import (
     BindError,
@@ -82,46 +93,6 @@ PARAMS = remote_prefill_params(
     prompt_digest="0123456789abcdef", engine_id="p-0", incarnation="ab" * 16, host="10.0.0.1", port=5600,
     tp_size=2, dcp_size=1, pp_size=1, num_tokens=33, server_key="k" * 40, secret=b"s" * 32,
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Decoder:
-    """`run` takes the bytes; `unpack` and `pack` turn a valid example into values and back, to change single ones."""
-
-    run: Callable[[bytes], object]
-    errors: type[Exception] | tuple[type[Exception], ...]
-    examples: tuple[bytes, ...]
-    unpack: Callable[[bytes], Any]
-    pack: Callable[[Any], bytes]
-
-
-def framed(decode: Callable[[bytes], object], *examples: m.Request | m.Reply) -> Decoder:
-    head = len(m.encode(7, m.Describe())) - len(msgspec.msgpack.encode(m.Describe()))
-    header = m.encode(7, m.Describe())[:head]
-    return Decoder(
-        decode,
-        ProtocolError,
-        tuple(m.encode(7, example) for example in examples),
-        lambda frame: msgspec.msgpack.decode(frame[head:]),
-        lambda value: header + msgspec.msgpack.encode(value),
-    )
-
-
-def of_json(use: Callable[[Any], object], *examples: object) -> Decoder:
-    """What reaches us as parsed JSON: the HTTP server has refused what is no JSON."""
-
-    def run(content: bytes) -> object:
-        try:
-            value = json.loads(content)
-        except (ValueError, RecursionError):
-            return None
-        return use(value)
-
-    return Decoder(run, ProtocolError, tuple(map(as_json, examples)), json.loads, as_json)
-
-
-def as_json(value: Any) -> bytes:
-    return json.dumps(value, default=repr, skipkeys=True).encode()
 
 
 def use_params(value: Any) -> object:
@@ -211,45 +182,6 @@ def use_stranger(content: bytes) -> object:
     """What is dialled to a worker, in pieces of a length that its first byte says."""
     arrival, piece = Arrival(b"pd-0", 0.0), content[0] + 1 if content else 1
     return [arrival.take(content[at : at + piece]) for at in range(1, len(content), piece)]
-
-
-def frame(payload: bytes) -> bytes:
-    return len(payload).to_bytes(4, "big") + payload
-
-
-def frames_of(content: bytes) -> list[Any]:
-    values, content = [content[0]], content[1:]
-    while content:
-        end = 4 + int.from_bytes(content[:4], "big")
-        values.append(content[4:end])
-        content = content[end:]
-    return values
-
-
-def as_bytes(value: Any) -> bytes:
-    return value if isinstance(value, bytes) else str(value).encode(errors="surrogatepass")
-
-
-def frames_from(values: Any) -> bytes:
-    values = values if isinstance(values, list) else [values]
-    head = values[0] if values and isinstance(values[0], int) else 0
-    return bytes([head & 255]) + b"".join(frame(as_bytes(value)) for value in values[1:])
-
-
-def exposition_rows(content: bytes) -> list[Any]:
-    """Rows of a `/metrics` page: [name, labels]."""
-    families = text_string_to_metric_families(content.decode())
-    return [[sample.name, dict(sample.labels)] for family in families for sample in family.samples]
-
-
-def exposition_of(rows: Any) -> bytes:
-    lines = []
-    for row in rows if isinstance(rows, list) else [rows]:
-        name, labels = (*row, {}, {})[:2] if isinstance(row, list) else (row, {})
-        pairs = labels.items() if isinstance(labels, dict) else [("le", labels)]
-        inside = ",".join(f'{key}="{str(value)}"' for key, value in pairs)
-        lines.append(f"{name}{{{inside}}} 1.0\n")
-    return "".join(lines).encode(errors="surrogatepass")
 
 
 INFO = EngineInfo("kv_producer", "push", "concurrent", "nixl", "p-0", "10.0.0.1", 5600, 2, 1, 1, 1)

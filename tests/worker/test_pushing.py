@@ -25,8 +25,9 @@ from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.loop import TransferLoop
 from vllm_pd_connector.worker.outbox import Outbox
-from vllm_pd_connector.worker.pushing import PushSetup, StepClock
+from vllm_pd_connector.worker.pushing import PushSetup
 from vllm_pd_connector.worker.reports import RETRY_S
+from vllm_pd_connector.worker.step_clock import StepClock
 
 DIGEST = "0" * 16
 SOURCE = encode_tables([GroupBlocks(0, P_BLOCKS)])

@@ -6,10 +6,8 @@ with strided copies between two views of the same elements: the peer's strides o
 cache. Both follow from the same `Piece`, so no pair of layouts is a case of its own.
 
 `split` decides per family, once per peer. `chunks` turns the spans that `bind.pair` found into pieces of work of
-bounded size: what to read to where in the slab, then what to copy. A page's *image* is what must be read of it: the
-stretches that hold the wanted elements, neighbours made one where the gap between them costs less than a run. The
-slab keeps images in the peer's own order, so that its consecutive pages are still one run. Copies name exactly the
-elements of the token range: a byte that is read needlessly goes no further than the slab.
+bounded size: what to read to where in the slab, a page's *image* (`images`), then what to copy. Copies name exactly
+the elements of the token range: a byte that is read needlessly goes no further than the slab.
 
 An initiator that writes does the same backwards, with the two sides of the plan exchanged (`_turned`): copies gather
 images of the destination's pages in the slab, runs carry them there. The one difference is that its images have no
@@ -28,6 +26,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_pd_connector.geometry.bind import Spans
+from vllm_pd_connector.geometry.images import (
+    Image,
+    Placed,
+    grid,
+    image_of,
+    in_slab,
+    peer_places,
+    place,
+    reach_of,
+    token_steps,
+)
 from vllm_pd_connector.geometry.manifest import GroupKind
 from vllm_pd_connector.geometry.plan import Bundle, Edge, Family, Piece, Stretch, bundle_runs, join
 from vllm_pd_connector.geometry.runs import Addresses, Runs
@@ -59,44 +68,6 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Image:
-    """What moves of a page: arrays (n,) of source addresses in page 0, ascending and apart, and lengths in bytes.
-
-    `gap` is the longest gap, in bytes, that it moves too.
-    """
-
-    start: Addresses
-    length: Addresses
-    gap: int
-
-    @property
-    def size(self) -> int:
-        """Bytes of the slab that one page takes; for some of a page's tokens never more than for all."""
-        return int(self.length.sum())
-
-
-@dataclass(frozen=True, slots=True)
-class _Reach:
-    """How some tokens of a piece lie in the source's pages: in stretches of `length` bytes that hold the `inner` axes,
-    one at every index of the `outer` axes. Both without TOKEN, which is outer if the tokens lie `apart`."""
-
-    length: int
-    inner: tuple[Stretch, ...]
-    outer: tuple[Stretch, ...]
-    token: Stretch
-    apart: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """Where in the slab each part of an image lies for slot 0, and how far apart the slots are. Arrays (n,)."""
-
-    base: Addresses
-    stride: Addresses
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Shape:
     """What copies of several pieces share; the axes without TOKEN, whose strides (slab, destination) stand apart."""
 
@@ -115,7 +86,7 @@ class _Layout:
             (n, 2) of (slab, destination) in slot 0 and page 0.
     """
 
-    image: _Image
+    image: Image
     size: int
     into: Addresses
     rows: tuple[tuple[_Shape, int, list[Axis], NDArray[np.int64]], ...]
@@ -135,7 +106,7 @@ def _stages(family: Family, limit: int, gap: int) -> bool:
 
 def _pays(family: Family, gap: int) -> bool:
     """Whether the runs that staging saves per source page cost more than the bytes that it moves."""
-    image = _image(family, 0, _page_tokens(family), gap)
+    image = image_of(family, 0, _page_tokens(family), gap)
     saved = _spans_per_page(family) * run_count(family) - len(image.start)
     return saved * RUN_COST_BYTES > int(image.length.sum())
 
@@ -220,7 +191,7 @@ def _alike_chunks(
     family: Family, spans: Spans, bounds: Addresses, low: int, high: int, gap: int, limit: int
 ) -> Iterator[Chunk]:
     """Chunks of consecutive source pages with one image; page k has the spans bounds[k] to bounds[k + 1]."""
-    image = _image(family, low, high, gap)
+    image = image_of(family, low, high, gap)
     if image.size > limit:
         for half in _halves(family):
             yield from _alike_chunks(half, spans, bounds, low, high, gap, limit)
@@ -264,19 +235,19 @@ def _layers(bundle: Bundle, first: int, last: int | None) -> Bundle:
 
 def _fits(family: Family, limit: int, gap: int) -> bool:
     single = (replace(family, bundles=(_layers(bundle, 0, 1),)) for bundle in family.bundles)
-    return all(_image(one, 0, _page_tokens(family), gap).size <= limit for one in single)
+    return all(image_of(one, 0, _page_tokens(family), gap).size <= limit for one in single)
 
 
 def _is_even(family: Family, gap: int) -> bool:
     """Whether the tokens of a page are equally far apart in the slab, which they are not where those of two pieces
     interleave; then no strided copy moves several."""
-    image = _image(family, 0, _page_tokens(family), gap)
-    placed = _place(image, family.source.page_stride, 2)
+    image = image_of(family, 0, _page_tokens(family), gap)
+    placed = place(image, family.source.page_stride, 2)
     return all(
-        _steps(image, placed, _peer_places(bundle, piece, reach, 0), reach) is not None
+        token_steps(image, placed, peer_places(bundle, piece, reach, 0), reach) is not None
         for bundle in family.bundles
         for piece in bundle.pieces
-        for reach in [_reach(piece, _page_tokens(family), gap)]
+        for reach in [reach_of(piece, _page_tokens(family), gap)]
     )
 
 
@@ -287,72 +258,8 @@ def _run_count(bundle: Bundle, tokens: int) -> float:
     return len(join([bundle_runs(_layers(bundle, 0, some), 0, 0, tokens)])) * len(bundle.layers) / some
 
 
-def _image(family: Family, low: int, high: int, gap: int) -> _Image:
-    """What must move of a source page for its tokens [low, high)."""
-    start, length = [], []
-    for bundle in family.bundles:
-        begin, size = [], []
-        for piece in bundle.pieces:
-            reach = _reach(piece, high - low, gap)
-            outer = (*reach.outer, reach.token) if reach.apart else reach.outer
-            begin.append(_grid(outer)[0] + piece.source + low * piece.token.source)
-            size.append(np.full(len(begin[-1]), reach.length, dtype=np.int64))
-        of_layer, sizes = _merged(np.concatenate(begin), np.concatenate(size))
-        start.append(np.add.outer(bundle.source, of_layer).ravel())
-        length.append(np.tile(sizes, len(bundle.layers)))
-    return _Image(*_merged(np.concatenate(start), np.concatenate(length)), gap)
-
-
-def _merged(begin: Addresses, size: Addresses) -> tuple[Addresses, Addresses]:
-    """Stretches of memory in order, those that touch or overlap made one."""
-    order = np.argsort(begin, kind="stable")
-    begin, size = begin[order], size[order]
-    end = np.maximum.accumulate(begin + size)
-    first = np.concatenate(([0], np.flatnonzero(begin[1:] > end[:-1]) + 1))
-    return begin[first], end[np.append(first[1:] - 1, len(end) - 1)] - begin[first]
-
-
-def _reach(piece: Piece, tokens: int, gap: int) -> _Reach:
-    """How `tokens` tokens lie. An axis is inner if the gaps between its elements are at most `gap` bytes: moving them
-    then costs less than more runs would."""
-    token = Stretch(tokens, piece.token.source, piece.token.destination)
-    length: int = piece.itemsize
-    inner: list[Stretch] = []
-    outer: list[Stretch] = []
-    for axis in sorted((axis for axis in (token, *piece.axes) if axis.size > 1), key=lambda axis: axis.source):
-        if outer or axis.source - length > gap:
-            outer.append(axis)
-        else:
-            length += (axis.size - 1) * axis.source
-            inner.append(axis)
-    apart = any(axis is token for axis in outer)
-    inner, outer = ([axis for axis in axes if axis is not token] for axes in (inner, outer))
-    return _Reach(length, tuple(inner), tuple(outer), token, apart)
-
-
-def _grid(axes: tuple[Stretch, ...]) -> tuple[Addresses, Addresses]:
-    """Offsets of every index of these axes, on both sides; one zero for no axes."""
-    source = destination = np.zeros(1, dtype=np.int64)
-    for axis in reversed(axes):
-        steps = np.arange(axis.size, dtype=np.int64)
-        source = np.add.outer(source, steps * axis.source).ravel()
-        destination = np.add.outer(destination, steps * axis.destination).ravel()
-    return source, destination
-
-
-def _place(image: _Image, page_stride: int, slots: int) -> _Placed:
-    """Lay out `slots` images in the order in which the source has them: page after page, or part after part."""
-    if image.start[-1] + image.length[-1] - image.start[0] <= page_stride:
-        room = image.length
-        stride = np.full(len(room), image.size, dtype=np.int64)
-    else:
-        room = image.length * slots
-        stride = image.length
-    return _Placed(np.cumsum(room) - room, stride, image.size * slots)
-
-
-def _lay_out(family: Family, image: _Image, low: int, high: int, slots: int) -> _Layout:
-    placed = _place(image, family.source.page_stride, slots)
+def _lay_out(family: Family, image: Image, low: int, high: int, slots: int) -> _Layout:
+    placed = place(image, family.source.page_stride, slots)
     into = placed.base[:, None] + np.multiply.outer(placed.stride, np.arange(slots, dtype=np.int64))
     rows = tuple((*key, *fold(p)) for key, p in _rows(family, image, placed, low, high).items())
     return _Layout(image, placed.size, into.ravel(), rows)
@@ -378,20 +285,20 @@ def _chunk(family: Family, layout: _Layout, low: int, spans: Spans, first: Addre
 
 
 def _rows(
-    family: Family, image: _Image, placed: _Placed, low: int, high: int
+    family: Family, image: Image, placed: Placed, low: int, high: int
 ) -> dict[tuple[_Shape, int], NDArray[np.int64]]:
     """By shape and distance of the slots: (slab, destination) of every piece of every layer, in slot 0 and page 0."""
     rows: dict[tuple[_Shape, int], list[NDArray[np.int64]]] = {}
     for bundle in family.bundles:
         of_bundle: dict[tuple[_Shape, int], list[NDArray[np.int64]]] = {}
         for piece in bundle.pieces:
-            reach = _reach(piece, high - low, image.gap)
+            reach = reach_of(piece, high - low, image.gap)
             axes = tuple((axis.size, axis.source, axis.destination) for axis in reach.inner)
-            source = _peer_places(bundle, piece, reach, low)
-            slab, stride = _in_slab(image, placed, source)
-            ours = np.add.outer(bundle.destination, _grid(reach.outer)[1] + piece.destination)
+            source = peer_places(bundle, piece, reach, low)
+            slab, stride = in_slab(image, placed, source)
+            ours = np.add.outer(bundle.destination, grid(reach.outer)[1] + piece.destination)
             both = np.stack((slab, ours), axis=2)
-            steps = _steps(image, placed, source, reach)
+            steps = token_steps(image, placed, source, reach)
             assert steps is not None, "tokens interleave; split() keeps such families out"
             # Parts of different length only differ between layers where some of them lie side by side.
             distances = np.stack((stride, steps), axis=2)
@@ -405,23 +312,3 @@ def _rows(
         for key, members in of_bundle.items():
             rows.setdefault(key, []).append(np.concatenate(members, axis=1).reshape(-1, 2))
     return {key: np.concatenate(members) for key, members in rows.items()}
-
-
-def _peer_places(bundle: Bundle, piece: Piece, reach: _Reach, low: int) -> Addresses:
-    """Addresses of token `low` of page 0 in the source: array (layers, indices of the outer axes)."""
-    return np.add.outer(bundle.source, _grid(reach.outer)[0] + piece.source + low * piece.token.source)
-
-
-def _in_slab(image: _Image, placed: _Placed, source: Addresses) -> tuple[Addresses, Addresses]:
-    """Where addresses of page 0 lie in the slab for slot 0, and how far apart the slots are there."""
-    part = np.searchsorted(image.start, source, side="right") - 1
-    return source - image.start[part] + placed.base[part], placed.stride[part]
-
-
-def _steps(image: _Image, placed: _Placed, source: Addresses, reach: _Reach) -> Addresses | None:
-    """Bytes from token to token in the slab, for tokens that begin at addresses `source`; None if they vary."""
-    if not reach.apart:
-        return np.full(source.shape, reach.token.source, dtype=np.int64)
-    tokens = np.arange(reach.token.size, dtype=np.int64) * reach.token.source
-    steps = np.diff(_in_slab(image, placed, np.add.outer(source, tokens))[0], axis=-1)
-    return steps[..., 0] if (steps == steps[..., :1]).all() else None

@@ -9,10 +9,10 @@ A *want* is one decode worker's registration of its blocks, named by its attempt
     EXPECTED --prefill known--> COMPUTING --first order--> WRITING --all workers done--> DONE
         +------------ no prefill came, prefill failed, withdrawn, a worker failed ----------> FAILED
 
-A want that comes before its prefill waits for a bounded time; a prefill that nobody wants is kept by its lease, which
-is not known here. Every change gives orders to all workers of this instance; each of them reports the end of every
-attempt that it was ordered to write. A failure is answered at once, but the blocks of its prefill, the source of the
-writes, stay out of `take_freed` until all workers have said that nothing is written any more.
+How they find each other is in `arrivals`; a prefill that nobody wants is kept by its lease, which is not known here.
+Every change gives orders to all workers of this instance; each of them reports the end of every attempt that it was
+ordered to write. A failure is answered at once, but the blocks of its prefill, the source of the writes, stay out of
+`take_freed` until all workers have said that nothing is written any more.
 
 A decode side that compares what was written (`PushInto.compare_s`) says itself when it has: its reader is not served
 with DONE, and the lease, which the answer names, is kept for it (`take_kept`). A prefill that was preempted after a
@@ -32,6 +32,7 @@ from math import inf
 
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.protocol.arrivals import Arrivals
 from vllm_pd_connector.protocol.fields import MAX_TEXT, LeaseRef, Table
 from vllm_pd_connector.protocol.messages import ReadDone, Reply
 from vllm_pd_connector.protocol.orders import OrderBook, Ticket
@@ -59,22 +60,17 @@ class PushTable:
 
     Args:
         workers: of this instance; each must report the end of every push.
-        patience_s: how long a want waits for its prefill to arrive.
+        patience_s: see `Arrivals`.
         step_s: how long a want waits for the engine to begin another step; this instance answers for an engine that
             may hang, and who asks cannot tell.
     """
 
     def __init__(self, workers: int, patience_s: float, step_s: float = inf) -> None:
         self._workers = workers
-        self._patience_s = patience_s
         self._step_s = step_s
         self._stepped = -inf
-        self._prefills: dict[str, Prefill] = {}
-        self._names: dict[str, Prefill] = {}
+        self._arrivals = Arrivals(patience_s)
         self._wants: dict[bytes, Want] = {}
-        self._waiting: dict[str, list[Want]] = {}  # by name, for prefills that have not come
-        self._declined: Bounded[str, float] = Bounded(MAX_WAITING)  # until when
-        self._over: Bounded[str, tuple[str, float]] = Bounded(REMEMBER)  # why prefills failed, by name and request id
         self._answers: Bounded[bytes, Pushed] = Bounded(REMEMBER)
         self._orders = OrderBook(workers)
         self._replies: list[tuple[Ticket, Reply]] = []
@@ -98,7 +94,10 @@ class PushTable:
         if want is None:
             want = self._wants[into.attempt] = Want(into)
             want.tickets[ticket] = now + ANSWER_S
-            self._match(want, now)
+            if (prefill := self._arrivals.find(into.prefill)) is not None:
+                self._attach(want, prefill)
+            elif reason := self._arrivals.await_prefill(want, now):
+                self._fail(want, reason)
         elif want.state is PushState.FAILED:
             self._replies.append((ticket, Pushed(want.state, want.reason, False)))
         else:
@@ -113,7 +112,7 @@ class PushTable:
         """
         if (answer := self._answers.get(message.attempt)) is not None:
             held = answer.lease
-            prefill = self._find(PrefillRef(held.request_id, held.nonce)) if held is not None else None
+            prefill = self._arrivals.find(PrefillRef(held.request_id, held.nonce)) if held is not None else None
             if prefill is not None:  # it will not be compared
                 self._fail_prefill(prefill, "withdrawn by the decode side")
             self._replies.append((ticket, answer))
@@ -130,7 +129,7 @@ class PushTable:
             self._fail_prefill(want.prefill, "withdrawn by the decode side")
         else:
             self._fail(want, "withdrawn by the decode side")
-            self._declined[want.into.prefill.name] = now + self._patience_s
+            self._arrivals.decline(want.into.prefill.name, now)
         if (answer := self._answers.get(message.attempt)) is not None:
             self._replies.append((ticket, answer))
         else:
@@ -147,13 +146,10 @@ class PushTable:
 
         Returns whether it is known from now on; false if its request id is that of an older one not yet freed.
         """
-        if request_id in self._prefills:
+        if self._arrivals.get(request_id) is not None:
             return False
-        self._over.pop(name, None)
         prefill = Prefill(request_id, name, num_tokens, prompt_digest, now)
-        self._prefills[request_id] = self._names[name] = prefill
-        prefill.declined = self._declined.pop(name, -inf) > now
-        for want in self._waiting.pop(name, []):
+        for want in self._arrivals.add(prefill, now):
             self._attach(want, prefill)
         return True
 
@@ -163,17 +159,17 @@ class PushTable:
 
     def wanted(self, request_id: str) -> bool:
         """Whether somebody waits for more of a prefill. Only then is `progressed` called, and its blocks held."""
-        prefill = self._prefills.get(request_id)
+        prefill = self._arrivals.get(request_id)
         return prefill is not None and bool(prefill.wants) and not prefill.failure
 
     def given_up(self, request_id: str) -> bool:
         """Whether a running prefill has failed, and nothing reads its blocks now or later."""
-        prefill = self._prefills.get(request_id)
+        prefill = self._arrivals.get(request_id)
         return prefill is not None and bool(prefill.failure) and not prefill.finished and not prefill.wants
 
     def progressed(self, request_id: str, source: Iterable[Table], ready: int, step: int) -> None:
         """Tokens below `ready` are in the blocks of `source` when the forward of `step` is done."""
-        prefill = self._prefills.get(request_id)
+        prefill = self._arrivals.get(request_id)
         if prefill is None or prefill.finished or prefill.failure or ready <= prefill.ready:
             return  # a preempted prefill computes again what was written, into other blocks
         prefill.source, prefill.ready, prefill.step = tuple(source), ready, step
@@ -182,7 +178,7 @@ class PushTable:
 
     def finished(self, request_id: str, nonce: bytes, source: Iterable[Table], step: int) -> bool:
         """The whole prompt is in `source`, under a lease with `nonce`. Returns whether the lease has a use."""
-        prefill = self._prefills.get(request_id)
+        prefill = self._arrivals.get(request_id)
         if prefill is None:
             return True
         if prefill.failure or (prefill.declined and not prefill.wants):
@@ -195,15 +191,14 @@ class PushTable:
 
     def close(self, request_id: str, reason: str, now: float) -> None:
         """A prefill was aborted, or its lease has ended: its blocks are wanted back as soon as nothing reads them."""
-        prefill = self._prefills.get(request_id)
+        prefill = self._arrivals.get(request_id)
         if prefill is None:
             self._freed.append(request_id)
             return
         prefill.closed = True
         self._fail_prefill(prefill, reason)
         self._free(prefill)
-        for key in (prefill.name, request_id):
-            self._over[key] = (prefill.failure, now + self._patience_s)
+        self._arrivals.failed(prefill, now)
 
     # From the workers of this instance
 
@@ -234,13 +229,8 @@ class PushTable:
 
     def tick(self, now: float) -> None:
         """Answer who has waited long enough, and fail wants whose prefill did not come or does not go on."""
-        for name, wants in list(self._waiting.items()):
-            for want in [w for w in wants if w.deadline <= now]:
-                self._fail(
-                    want,
-                    f"no prefill request named {name} came within {self._patience_s:g} s: send both legs of a request "
-                    "with one transfer_id, or one X-Request-Id",
-                )
+        for want, reason in self._arrivals.tick(now):
+            self._fail(want, reason)
         for want in list(self._wants.values()):
             late = [t for t, due in want.tickets.items() if due <= now]
             if late and want.prefill is not None and self._stands(want.prefill, now):
@@ -254,16 +244,11 @@ class PushTable:
                 del want.tickets[ticket]
                 self._replies.append((ticket, Pushed(progress(want), want.reason, False)))
         self._replies += self._orders.tick(now)
-        while self._declined and next(iter(self._declined.values())) <= now:
-            self._declined.popitem(last=False)
-        while self._over and next(iter(self._over.values()))[1] <= now:
-            self._over.popitem(last=False)
 
     def next_deadline(self) -> float | None:
         """When `tick` is due, None if nothing waits."""
-        moments = [want.deadline for wants in self._waiting.values() for want in wants]
+        moments = self._arrivals.moments() + self._orders.moments()
         moments += [due for want in self._wants.values() for due in want.tickets.values()]
-        moments += self._orders.moments()
         return min((moment for moment in moments if moment < inf), default=None)
 
     def take_replies(self) -> list[tuple[Ticket, Reply]]:
@@ -298,27 +283,6 @@ class PushTable:
 
     # Inside
 
-    def _match(self, want: Want, now: float) -> None:
-        ref = want.into.prefill
-        prefill = self._find(ref)
-        if prefill is not None:
-            self._attach(want, prefill)
-        elif ref.nonce is not None:
-            why = self._over.get(ref.name, ("no lease with that nonce is known", 0.0))[0]
-            self._fail(want, f"prefill {ref.name} is not held here: {why}")
-        elif ref.name in self._over:
-            self._fail(want, f"prefill {ref.name}: {self._over[ref.name][0]}")
-        else:
-            want.deadline = now + self._patience_s
-            self._declined.pop(ref.name, None)  # a router's second attempt, on another decode instance
-            self._waiting.setdefault(ref.name, []).append(want)
-
-    def _find(self, ref: PrefillRef) -> Prefill | None:
-        if ref.nonce is None:
-            return self._names.get(ref.name)
-        prefill = self._prefills.get(ref.name)
-        return prefill if prefill is not None and prefill.nonce == ref.nonce else None
-
     def _attach(self, want: Want, prefill: Prefill) -> None:
         into = want.into
         want.prefill, want.deadline, want.state = prefill, inf, PushState.COMPUTING
@@ -348,7 +312,7 @@ class PushTable:
         want.ordered = set(range(self._workers))
 
     def _decline(self, ref: PrefillRef, now: float) -> None:
-        prefill = self._find(ref)
+        prefill = self._arrivals.find(ref)
         if prefill is not None and prefill.wants:
             return  # by another decode request of that name than the one that asks for it
         if prefill is not None:
@@ -356,7 +320,7 @@ class PushTable:
             if prefill.finished:
                 self._unneeded.append(prefill.request_id)
         elif ref.nonce is None:
-            self._declined[ref.name] = now + self._patience_s
+            self._arrivals.decline(ref.name, now)
 
     def _stands(self, prefill: Prefill, now: float) -> bool:
         on = not prefill.finished and not prefill.failure
@@ -416,20 +380,12 @@ class PushTable:
         del self._wants[want.into.attempt]
         if want.prefill is not None:
             want.prefill.wants.pop(want.into.attempt, None)
-            return
-        name = want.into.prefill.name
-        waiting = [w for w in self._waiting.get(name, []) if w is not want]
-        if waiting:
-            self._waiting[name] = waiting
         else:
-            self._waiting.pop(name, None)
+            self._arrivals.leave(want)
 
     def _free(self, prefill: Prefill) -> None:
-        if not prefill.closed or prefill.wants or self._prefills.get(prefill.request_id) is not prefill:
+        if not prefill.closed or prefill.wants or not self._arrivals.remove(prefill):
             return
-        del self._prefills[prefill.request_id]
-        if self._names.get(prefill.name) is prefill:
-            del self._names[prefill.name]
         self._freed.append(prefill.request_id)
 
 

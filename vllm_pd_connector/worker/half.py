@@ -31,7 +31,8 @@ from vllm_pd_connector.worker.describe import describe
 from vllm_pd_connector.worker.leave import wait_for_readers
 from vllm_pd_connector.worker.loop import TransferLoop
 from vllm_pd_connector.worker.outbox import Outbox
-from vllm_pd_connector.worker.pushing import PushSetup, StepClock
+from vllm_pd_connector.worker.pushing import PushSetup
+from vllm_pd_connector.worker.step_clock import StepClock
 from vllm_pd_connector.worker.verify import SumMaker
 
 if TYPE_CHECKING:

@@ -16,10 +16,8 @@ scheduler half keeps the blocks until this side has reported that nothing writes
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -47,46 +45,12 @@ from vllm_pd_connector.worker.links import Links
 from vllm_pd_connector.worker.pace import pause
 from vllm_pd_connector.worker.push_link import WriteLink
 from vllm_pd_connector.worker.reports import HOME_TIMEOUT_S, RETRY_S, Reports
+from vllm_pd_connector.worker.step_clock import StepClock
 
 logger = init_logger(__name__)
 
 POLL_DRAINING_S = 0.05
 REMEMBER = 4096  # attempts that failed, for orders to go on that were on their way
-
-
-class StepClock:
-    """Which steps' forwards are done; told by the thread that launches them, asked by the transfer thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._done = 0
-        self._running: deque[tuple[int, Callable[[], bool], float]] = deque()
-
-    def launched(self, step: int, is_done: Callable[[], bool]) -> None:
-        """The forward of `step` was launched; `is_done` tells, from any thread, whether it has ended."""
-        with self._lock:
-            self._running.append((step, is_done, time.monotonic()))
-            self._look()
-
-    def done(self) -> int:
-        """The latest step that is done, and all before it."""
-        with self._lock:
-            self._look()
-            return self._done
-
-    def pause(self, step: int) -> float | None:
-        """Seconds until `done` should be asked for this step; None if it was not launched: who launches it will say
-        so."""
-        with self._lock:
-            self._look()
-            if step <= self._done:
-                return 0.0
-            launched_at = next((at for running, _, at in self._running if running >= step), None)
-            return None if launched_at is None else pause(time.monotonic() - launched_at)
-
-    def _look(self) -> None:
-        while self._running and self._running[0][1]():
-            self._done = self._running.popleft()[0]
 
 
 @dataclass(frozen=True, slots=True)
