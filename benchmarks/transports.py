@@ -115,7 +115,8 @@ class BareNixl:
 
     def move(self, operation: str, runs: Runs) -> None:
         def rows(address: Any) -> Any:
-            table = np.stack((address, runs.length, np.zeros_like(address)), axis=1)
+            table = np.empty((len(address), 3), dtype=np.int64)
+            table[:, 0], table[:, 1], table[:, 2] = address, runs.length, 0
             return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, table)
 
         reads = operation == "read"
@@ -248,12 +249,15 @@ def plain_copy(runs: Runs, here: Memory, there: Memory, ours_first: int, theirs_
 
 
 def best_seconds(rounds: int, actions: Sequence[Callable[[], None]]) -> list[float]:
-    """Shortest time of each action, over rounds that make each once; one more round warms up."""
+    """Shortest time of each action, over rounds that make each once; one more round warms up.
+
+    Each round begins with another action: what ran before leaves caches that help or hinder.
+    """
     seconds = np.zeros((rounds, len(actions)))
     for i in range(-1, rounds):
-        for j, action in enumerate(actions):
+        for j in np.roll(np.arange(len(actions)), i).tolist():
             began = time.perf_counter()
-            action()
+            actions[j]()
             if i >= 0:
                 seconds[i, j] = time.perf_counter() - began
     return [float(value) for value in seconds.min(axis=0)]

@@ -24,6 +24,7 @@ from e2e.digests import received
 from e2e.matrix import ORDER_ROWS
 from e2e.over import over
 from e2e.workload import AT_ONCE_SECONDS, Answer, Prompt, Refused, Stream, ask, by_length, prompts
+from launch import Server
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.protocol.push import ANSWER_S
 
@@ -81,6 +82,22 @@ def legs(pair: Cluster, length: int = LONG, scenario: str = "orders") -> Iterato
 
 
 @contextmanager
+def paused(server: Server) -> Iterator[None]:
+    """An instance schedules nothing; what comes queues."""
+
+    def tell(route: str) -> None:
+        request = urllib.request.Request(f"{server.url}/{route}", method="POST")
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            answer.read()
+
+    tell("pause?mode=keep")
+    try:
+        yield
+    finally:
+        tell("resume")
+
+
+@contextmanager
 def refused_within(seconds: float) -> Iterator[None]:
     """The one who asks is refused, and in this time."""
     began = time.monotonic()
@@ -105,6 +122,17 @@ def test_the_prefill_may_have_finished_long_before_the_decode_leg(pair: Cluster)
     with legs(pair) as both:
         both.prefill().result()
         both.right(both.decode())
+
+
+@over(ORDER_ROWS)
+def test_a_decode_leg_that_queues_for_longer_than_the_lease_keeps_its_prefill(pair: Cluster) -> None:
+    with legs(pair) as both:
+        with paused(pair.decode):
+            answer = both.decode()
+            both.prefill().result()
+            time.sleep(1.5 * SHORT_LEASE_SECONDS)
+            assert not pair.is_settled(pair.prefill), "the lease ended while the decode leg queued"
+        both.right(answer)
 
 
 @over(ORDER_ROWS)

@@ -177,6 +177,18 @@ def test_a_prefill_that_nobody_needs_is_told_to_its_scheduler() -> None:
     assert table.take_unneeded() == [REQUEST]
 
 
+def test_the_lease_of_a_finished_prefill_is_known_by_both_its_names() -> None:
+    table = PushTable(WORKERS, PATIENCE)
+    named, by_id = PrefillRef(NAME, None), PrefillRef(REQUEST, NONCE)
+    assert table.lease_of(named) is None
+    assert table.started(REQUEST, NAME, STOP, DIGEST, 0.0)
+    assert table.lease_of(named) is None, "it has none before it has finished"
+    assert table.finished(REQUEST, NONCE, TABLES, 1)
+    assert table.lease_of(named) == table.lease_of(by_id) == LeaseRef(REQUEST, NONCE)
+    table.close(REQUEST, "the lease expired", 1.0)
+    assert table.lease_of(named) is None
+
+
 def test_a_prefill_that_somebody_asks_for_is_not_declined_by_another() -> None:
     world = World(quick=False)
     for event in ("start", "register 0", "finish"):

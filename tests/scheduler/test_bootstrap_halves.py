@@ -82,6 +82,18 @@ def test_a_request_that_is_aborted_while_the_answer_is_awaited_is_forgotten(cons
     assert half.num_matched_tokens(request, 0) == (0, False)
 
 
+def test_a_request_that_queues_keeps_its_prefill_once_its_instance_is_found():
+    half, _ = make_half("kv_consumer", mode="push", kv_lease_duration=0.3)
+    half.serve([b"manifest"], [TOKEN])
+    port = free_port()
+    half.on_new_request(make_request("d-1", bootstrapped(port)))
+    prefill, _ = make_half("kv_producer", mode="push", bootstrap_port=port)
+    prefill.serve([b"manifest"], [TOKEN])
+    until(lambda: prefill.producer._server.counts().get("KeepPrefills", 0) > 1, "the word that the prefill is wanted")
+    half.shutdown()
+    prefill.shutdown()
+
+
 def declines(prefill: SchedulerHalf) -> int:
     return prefill.producer._server.counts().get("DeclinePush", 0)
 

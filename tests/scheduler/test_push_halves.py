@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from vllm_pd_connector.steps import GroupBlocks, encode_tables
 ASK = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t-1"}
 HOME = Home("kv_consumer-0", "ab" * 16, "127.0.0.1", 5600)
 ATTEMPT = b"a" * 16
+LEASE_S = 2.0
 
 
 def step(half: SchedulerHalf, **scheduled: tuple[int, int]) -> Any:
@@ -318,6 +320,26 @@ def test_a_serial_router_s_request_is_asked_for_by_its_lease(prefill, consumer):
     order = order_of(half, pool, make_request("d-1", params))
     assert order.push.prefill.name == "p-1" and order.push.prefill.nonce is not None
     assert order.push.peer.incarnation == prefill.half.producer.home.incarnation
+
+
+@pytest.mark.parametrize("prefill", [{"kv_lease_duration": LEASE_S}], indirect=True)
+def test_a_prefill_is_kept_while_the_decode_request_queues(prefill):
+    half, _ = make_half("kv_consumer", mode="push", kv_lease_duration=0.3)
+    half.serve([b"manifest"], [TOKEN])
+    request = make_request("d-1", concurrent(prefill.half.producer._port, transfer_id="t-1"))
+    half.on_new_request(request)
+    first = make_request("p-1", ASK)
+    prefill.half.on_new_request(first)
+    prefill.half.request_finished(first, ([5, 6, 7],))
+    until_s = time.monotonic() + 1.5 * LEASE_S
+    until(lambda: time.monotonic() > until_s, "more than the lease")
+    assert prefill.count("KeepPrefills") > 1 and prefill.held() == 3
+    request.status = RequestStatus.FINISHED_ABORTED
+    half.request_finished(request, ([],))
+    until(lambda: prefill.held() == 0, "the blocks to be free")
+    renewals = prefill.count("KeepPrefills")
+    half.shutdown()
+    assert prefill.count("KeepPrefills") - renewals <= 1, "nobody queues any more"
 
 
 @pytest.mark.parametrize("aborted", [True, False], ids=["aborted", "full hit"])

@@ -47,6 +47,7 @@ from vllm_pd_connector.protocol.fields import (
 from vllm_pd_connector.protocol.push_messages import (
     AwaitOrders,
     DeclinePush,
+    KeepPrefills,
     Orders,
     Pushed,
     PushEnded,
@@ -230,6 +231,7 @@ Request = (
     | PushInto
     | WithdrawPush
     | DeclinePush
+    | KeepPrefills
     | AwaitOrders
     | PushEnded
     | Status
@@ -262,6 +264,7 @@ REPLY_OF: Final[dict[type[Message], type[Message]]] = {
     PushInto: Pushed,
     WithdrawPush: Pushed,
     DeclinePush: Noted,
+    KeepPrefills: Noted,
     AwaitOrders: Orders,
     PushEnded: Noted,
     Verify: Verified,
@@ -332,8 +335,8 @@ def version_problem(version: int) -> str:
     )
 
 
-def lease_batches(leases: Sequence[LeaseRef]) -> Iterator[tuple[LeaseRef, ...]]:
-    """Leases in groups that each fit one Renew or Release."""
+def lease_batches(leases: Sequence[T]) -> Iterator[tuple[T, ...]]:
+    """Leases or prefills in groups that each fit one Renew, Release or KeepPrefills."""
     for first in range(0, len(leases), MAX_LEASES):
         yield tuple(leases[first : first + MAX_LEASES])
 

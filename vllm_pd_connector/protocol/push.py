@@ -102,8 +102,7 @@ class PushTable:
             self._replies.append((ticket, Pushed(want.state, want.reason, False)))
         else:
             want.tickets = {ticket: now + ANSWER_S}
-        prefill = want.prefill
-        return LeaseRef(prefill.request_id, prefill.nonce) if prefill is not None and prefill.nonce else None
+        return _lease(want.prefill)
 
     def withdraw(self, message: WithdrawPush, ticket: Ticket, now: float) -> None:
         """A decode worker has given up; the answer waits until nothing of this attempt can land.
@@ -138,6 +137,10 @@ class PushTable:
     def decline(self, message: DeclinePush, now: float) -> None:
         """A decode instance needs nothing of a prefill."""
         self._decline(message.prefill, now)
+
+    def lease_of(self, ref: PrefillRef) -> LeaseRef | None:
+        """The lease of a prefill, if it is known and has finished."""
+        return _lease(self._arrivals.find(ref))
 
     # From the scheduler half of this instance
 
@@ -387,6 +390,10 @@ class PushTable:
         if not prefill.closed or prefill.wants or not self._arrivals.remove(prefill):
             return
         self._freed.append(prefill.request_id)
+
+
+def _lease(prefill: Prefill | None) -> LeaseRef | None:
+    return LeaseRef(prefill.request_id, prefill.nonce) if prefill is not None and prefill.nonce else None
 
 
 def _failed(reason: str) -> Pushed:

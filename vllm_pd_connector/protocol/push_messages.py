@@ -14,6 +14,7 @@ from msgspec import Meta
 from vllm_pd_connector.geometry.check import MAX_GROUPS
 from vllm_pd_connector.protocol.fields import (
     MAX_COMPARE_S,
+    MAX_LEASES,
     Count,
     EngineId,
     Host,
@@ -99,6 +100,13 @@ class DeclinePush(Message, frozen=True, tag="decline_push"):
     """A prefill that the decode instance needs nothing of: a full prefix hit, or a request that was aborted."""
 
     prefill: PrefillRef
+
+
+class KeepPrefills(Message, frozen=True, tag="keep_prefills"):
+    """Requests for these prefills queue on the decode instance and have no blocks to be written into yet: extend the
+    leases of those that have finished, each to now plus its own duration. What is not known here may still come."""
+
+    prefills: Annotated[tuple[PrefillRef, ...], Meta(max_length=MAX_LEASES)]
 
 
 class PushState(StrEnum):

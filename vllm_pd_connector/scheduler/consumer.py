@@ -74,7 +74,7 @@ class Consumer:
         self._keys = keys_of(config)
         self._secret = config.secret()
         self._allow_unauthenticated = config.allow_unauthenticated_peers
-        self._keeper = LeaseKeeper(self._keys)
+        self._keeper = LeaseKeeper(self._keys, config.kv_lease_duration)
         self._directory = Directory(config.handshake_timeout)
         self._states = state_groups(kv_cache_config)
         self._backoff = prefill_backoff(vllm_config, kv_cache_config)
@@ -88,10 +88,13 @@ class Consumer:
                 return
             if self._config.pushes and not is_answer(params):
                 named = parse_remote_push(params)
-                push = self._concurrent(request, named.remote_engine_id, Place(named.remote_host, named.remote_port))
+                place = Place(named.remote_host, named.remote_port)
+                push = self._concurrent(request, named.remote_engine_id, place)
                 self._receives[request.request_id] = _Receive(
                     None, push, num_tokens=request.num_prompt_tokens - self._backoff
                 )
+                address = endpoint(place.host, place.port)
+                self._keeper.keep_prefill(request.request_id, lambda: address, push.prefill)
                 return
             remote = parse_remote_prefill(params)
             self._check(request, remote)
@@ -125,20 +128,27 @@ class Consumer:
             )
         tokens = request.num_prompt_tokens - self._backoff
         self._receives[request.request_id] = _Receive(None, num_tokens=tokens, found=found)
+        self._keeper.keep_prefill(request.request_id, lambda: self._address(found), _named(request))
+
+    def _address(self, found: Future[Place]) -> str | None:
+        """Of a prefill instance that was looked up: None if it is not known yet, nowhere, or a stranger, who is told
+        nothing. Callable from any thread."""
+        if not found.done() or found.exception() is not None:
+            return None
+        place = found.result()
+        try:
+            self._require_concurrent(place.host)
+        except ProtocolError:
+            return None
+        return endpoint(place.host, place.port)
 
     def _decline_found(self, request: Request, found: Future[Place]) -> None:
         """Tell the prefill side that nothing is needed, once it is known where it is."""
-        prefill = PrefillRef(pairing_name(transfer_params(request), request.request_id), None)
+        prefill = _named(request)
 
         def decline(found: Future[Place]) -> None:  # in the thread that found it
-            if found.exception() is not None:
-                return
-            place = found.result()
-            try:
-                self._require_concurrent(place.host)
-            except ProtocolError:  # a stranger is told nothing
-                return
-            self._keeper.decline(endpoint(place.host, place.port), prefill)
+            if (address := self._address(found)) is not None:
+                self._keeper.decline(address, prefill)
 
         found.add_done_callback(decline)
 
@@ -178,9 +188,8 @@ class Consumer:
         """
         assert self.home is not None
         self._require_concurrent(place.host)
-        prefill = PrefillRef(pairing_name(transfer_params(request), request.request_id), None)
         digest = prompt_digest(request, max(request.num_prompt_tokens - self._backoff, 0))
-        return PushTerms(PeerKey(place.host, place.port, ""), engine_id, prefill, self.home, digest)
+        return PushTerms(PeerKey(place.host, place.port, ""), engine_id, _named(request), self.home, digest)
 
     def _check(self, request: Request, remote: RemotePrefill) -> None:
         """Parameters that a stranger made, that name a prefill instance of a stranger, that fit another prompt or
@@ -297,10 +306,17 @@ class Consumer:
             return
         if receive.remote is not None:
             self._keeper.drop(receive.remote, release=release)
-        elif receive.push is not None and release:
+            return
+        self._keeper.drop_prefill(request_id)
+        if receive.push is not None and release:
             peer = receive.push.peer
             self._keeper.decline(endpoint(peer.host, peer.port), receive.push.prefill)
 
     def close(self) -> None:
         self._directory.close()
         self._keeper.close()
+
+
+def _named(request: Request) -> PrefillRef:
+    """The prefill of a request whose two legs a router sends at once: by the name that both carry."""
+    return PrefillRef(pairing_name(transfer_params(request), request.request_id), None)

@@ -8,6 +8,7 @@ the request with the prefill side's reason.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.fields import LeaseRef
 from vllm_pd_connector.protocol.messages import Release, Renew, Renewed, Request, lease_batches
-from vllm_pd_connector.protocol.push_messages import DeclinePush, PrefillRef
+from vllm_pd_connector.protocol.push_messages import DeclinePush, KeepPrefills, PrefillRef
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.sockets import endpoint
 from vllm_pd_connector.sidechannel.waiting import Wake, wait
@@ -38,11 +39,19 @@ REPLY_TIMEOUT_S = 5.0
 
 
 class LeaseKeeper:
-    """Renews and releases leases; `keep`, `drop` and `decline` may be called from any thread, also after `close`."""
+    """Renews and releases leases; all but `close` may be called from any thread, also after it.
 
-    def __init__(self, keys: Keys | None):
+    Args:
+        lease_seconds: of this instance; the prefill side should have the same. A prefill that has no lease yet, or
+            whose lease is not known here, is kept as often as one of that duration is.
+    """
+
+    def __init__(self, keys: Keys | None, lease_seconds: float):
         self._keys = keys
-        self._commands: deque[Callable[[], None]] = deque()
+        self._interval = max(lease_seconds / RENEWALS_PER_LEASE, MIN_RENEWAL_S)
+        self._prefills: dict[str, tuple[Callable[[], str | None], PrefillRef]] = {}
+        self._prefills_due = math.inf
+        self._commands: deque[Callable[[], object]] = deque()
         self._leases: dict[str, dict[LeaseRef, float]] = {}
         self._due: dict[str, float] = {}
         self._wake = Wake()
@@ -60,6 +69,15 @@ class LeaseKeeper:
         """Stop renewing; with `release`, tell the prefill side that nobody will read."""
         self._submit(lambda: self._remove(remote, release))
 
+    def keep_prefill(self, request_id: str, where: Callable[[], str | None], prefill: PrefillRef) -> None:
+        """Keep a prefill for a request that queues here until `drop_prefill`. `where` gives the prefill side's address,
+        None while that is not known, in the keeper's thread."""
+        self._submit(lambda: self._add_prefill(request_id, where, prefill))
+
+    def drop_prefill(self, request_id: str) -> None:
+        """The request does not queue here any more."""
+        self._submit(lambda: self._prefills.pop(request_id, None))
+
     def decline(self, address: str, prefill: PrefillRef) -> None:
         """Tell the prefill side at `address` that nothing is needed of a prefill that has no lease yet."""
         self._submit(lambda: self._send(address, DeclinePush(prefill)))
@@ -73,7 +91,7 @@ class LeaseKeeper:
             self._wake.set()
             self._thread.join(timeout=REPLY_TIMEOUT_S)
 
-    def _submit(self, command: Callable[[], None]) -> None:
+    def _submit(self, command: Callable[[], object]) -> None:
         with self._lock:
             if self._closed:
                 return
@@ -88,8 +106,8 @@ class LeaseKeeper:
     def _run(self) -> None:
         self._client = SideChannelClient(keys=self._keys)
         while not self._stop or (self._client.under_way() and time.monotonic() < self._until):
-            due = min(self._due.values(), default=None)
-            wait(self._client, self._wake, self._until if self._stop else due)
+            due = min((*self._due.values(), self._prefills_due))
+            wait(self._client, self._wake, self._until if self._stop else due if due < math.inf else None)
             try:
                 self._turn()
             except Exception:  # one lease that meets a defect of ours must not end the renewal of the others
@@ -100,6 +118,7 @@ class LeaseKeeper:
         while self._commands:
             self._commands.popleft()()
         self._renew_due(time.monotonic())
+        self._renew_prefills(time.monotonic())
         for _, outcome in self._client.receive():
             if isinstance(outcome, Renewed) and outcome.gone:
                 logger.warning("the prefill side no longer holds %s", ", ".join(outcome.gone))
@@ -112,6 +131,10 @@ class LeaseKeeper:
         self._leases.setdefault(address, {})[remote.lease] = interval
         due = time.monotonic() + interval
         self._due[address] = min(self._due.get(address, due), due)
+
+    def _add_prefill(self, request_id: str, where: Callable[[], str | None], prefill: PrefillRef) -> None:
+        self._prefills[request_id] = where, prefill
+        self._prefills_due = min(self._prefills_due, time.monotonic() + self._interval)
 
     def _remove(self, remote: RemotePrefill, release: bool) -> None:
         address = _address(remote)
@@ -129,6 +152,18 @@ class LeaseKeeper:
             self._due[address] = now + min(leases.values())
             for batch in lease_batches(list(leases)):
                 self._send(address, Renew(batch))
+
+    def _renew_prefills(self, now: float) -> None:
+        if now < self._prefills_due:
+            return
+        self._prefills_due = now + self._interval if self._prefills else math.inf
+        by_address: dict[str, list[PrefillRef]] = {}
+        for where, prefill in self._prefills.values():
+            if (address := where()) is not None:
+                by_address.setdefault(address, []).append(prefill)
+        for address, prefills in by_address.items():
+            for batch in lease_batches(prefills):
+                self._send(address, KeepPrefills(batch))
 
     def _send(self, address: str, request: Request) -> None:
         try:

@@ -17,6 +17,7 @@ from vllm_pd_connector.protocol.push import ANSWER_S, PushTable
 from vllm_pd_connector.protocol.push_messages import (
     AwaitOrders,
     DeclinePush,
+    KeepPrefills,
     Pushed,
     PushEnded,
     PushInto,
@@ -106,7 +107,7 @@ class PushService:
 
     def serve(
         self,
-        request: PushInto | WithdrawPush | DeclinePush | AwaitOrders | PushEnded,
+        request: PushInto | WithdrawPush | DeclinePush | KeepPrefills | AwaitOrders | PushEnded,
         ticket: Ticket,
         now: float,
     ) -> Reply | None:
@@ -143,10 +144,10 @@ class PushService:
         return self._table.next_deadline() if self._table is not None else None
 
     def _serve_push(
-        self, request: PushInto | WithdrawPush | DeclinePush, ticket: Ticket, now: float
+        self, request: PushInto | WithdrawPush | DeclinePush | KeepPrefills, ticket: Ticket, now: float
     ) -> Pushed | Noted | None:
         if self._table is None:
-            if isinstance(request, DeclinePush):
+            if isinstance(request, DeclinePush | KeepPrefills):
                 return Noted()
             here = "this instance does not push: start it as kv_producer with mode push, or both sides with mode pull"
             return Pushed(PushState.FAILED, here, True)
@@ -158,6 +159,10 @@ class PushService:
                 self._table.withdraw(request, ticket, now)
             case DeclinePush():
                 self._table.decline(request, now)
+                return Noted()
+            case KeepPrefills(prefills):
+                leases = (self._table.lease_of(prefill) for prefill in prefills)
+                self._leases.renew([lease for lease in leases if lease is not None], now)
                 return Noted()
         return None
 

@@ -52,7 +52,14 @@ from vllm_pd_connector.protocol.messages import (
     sequence_of,
 )
 from vllm_pd_connector.protocol.orders import Ticket
-from vllm_pd_connector.protocol.push_messages import AwaitOrders, DeclinePush, PushEnded, PushInto, WithdrawPush
+from vllm_pd_connector.protocol.push_messages import (
+    AwaitOrders,
+    DeclinePush,
+    KeepPrefills,
+    PushEnded,
+    PushInto,
+    WithdrawPush,
+)
 from vllm_pd_connector.protocol.verification import Verification
 from vllm_pd_connector.sidechannel.keys import ZAP_DOMAIN, Keys
 from vllm_pd_connector.sidechannel.pushes import PushService
@@ -305,7 +312,7 @@ class SideChannelServer:
             case Status():
                 self._leases.tick(now)
                 return Standing(len(self._leases))
-            case PushInto() | WithdrawPush() | DeclinePush() | AwaitOrders() | PushEnded():
+            case PushInto() | WithdrawPush() | DeclinePush() | KeepPrefills() | AwaitOrders() | PushEnded():
                 return self.pushes.serve(request, ticket, now)
 
     def _describe(self, engine_id: str) -> Reply:

@@ -142,10 +142,10 @@ class NixlTransport:
     def _register(self, agent: _Agent, ranges: Ranges) -> None:
         for kind, cuda in ((self._nixl.DRAM_SEG, False), (self._nixl.VRAM_SEG, True)):
             index = np.flatnonzero(ranges.cuda == cuda)
-            rows = _rows(ranges.start[index], ranges.stop[index] - ranges.start[index], ranges.device[index])
-            if len(rows):
-                with self._translated(f"registering {len(rows)} segments of {'cuda' if cuda else 'cpu'} memory"):
-                    described = [(address, length, device, b"") for address, length, device in rows.tolist()]
+            columns = (ranges.start[index], (ranges.stop - ranges.start)[index], ranges.device[index])
+            described = [(*row, b"") for row in zip(*(column.tolist() for column in columns), strict=True)]
+            if described:
+                with self._translated(f"registering {len(described)} segments of {'cuda' if cuda else 'cpu'} memory"):
                     agent.library.registerMem(self._nixl.nixlRegDList(kind, described), [])
 
     def describe(self) -> bytes:
@@ -271,11 +271,11 @@ class NixlTransport:
     def _runs_on(self, transfer: _Transfer, handle: int) -> bool:
         """Whether a posted batch has not ended. Its failure is kept in the transfer, its handle given back."""
         try:
-            with self._translated(f"transfer with agent {transfer.peer.name}", started=True):
-                if transfer.peer.agent.library.getXferStatus(handle) == self._nixl.NIXL_IN_PROG:
-                    return True
-        except TransferError as error:
-            return self._failed(transfer, error, handle)
+            if transfer.peer.agent.library.getXferStatus(handle) == self._nixl.NIXL_IN_PROG:
+                return True
+        except self._errors as error:
+            what = f"transfer with agent {transfer.peer.name}"
+            return self._failed(transfer, _ours(error, what, started=True), handle)
         self._release(transfer.peer, handle)
         return False
 
@@ -284,17 +284,17 @@ class NixlTransport:
         batch, peer = transfer.waiting.popleft(), transfer.peer
         agent, name = peer.agent.library, peer.name
         notification = b"" if transfer.waiting else transfer.notification
-        handle: int | None = None
         try:
-            with self._translated(f"preparing a transfer with agent {name}"):
-                handle = agent.createXferReq(transfer.operation, *self._lists(transfer, batch), name, b"", [])
-            with self._translated(f"posting a transfer with agent {name}", started=True):
-                status = agent.postXferReq(handle, notification)
-        except TransferError as error:
-            if self._failed(transfer, error, handle) and handle is not None:
+            handle = agent.createXferReq(transfer.operation, *self._lists(transfer, batch), name, b"", [])
+        except self._errors as error:
+            self._failed(transfer, _ours(error, f"preparing a transfer with agent {name}"), None)
+            return
+        try:
+            status = agent.postXferReq(handle, notification)
+        except self._errors as error:
+            if self._failed(transfer, _ours(error, f"posting a transfer with agent {name}", started=True), handle):
                 transfer.posted.append(handle)
             return
-        assert handle is not None
         if status == self._nixl.NIXL_IN_PROG:
             transfer.posted.append(handle)
         else:
@@ -320,7 +320,10 @@ class NixlTransport:
     def _list(self, ranges: Ranges, address: Addresses, index: NDArray[np.intp], length: Addresses) -> Any:
         """NIXL's descriptor list of one side of a batch, which lies in one kind of memory."""
         kind = self._nixl.VRAM_SEG if ranges.cuda[index[0]] else self._nixl.DRAM_SEG
-        return self._nixl.nixlXferDList(kind, _rows(address, length, ranges.device[index]))
+        rows = np.empty((len(address), 3), dtype=np.int64)
+        rows[:, 0], rows[:, 1] = address, length
+        rows[:, 2] = ranges.device[0] if ranges.alike else ranges.device[index]
+        return self._nixl.nixlXferDList(kind, rows)
 
     def _release(self, peer: _Peer, handle: int) -> None:
         """Give a handle back that is terminal. A refusal leaves it to `close`; the transfer has ended all the same."""
@@ -350,14 +353,16 @@ class NixlTransport:
             self._forget(self._target, name)  # it was notified
 
     @contextmanager
-    def _translated(self, action: str, started: bool = False) -> Iterator[None]:
-        """Raise the library's exceptions as ours. `started`: bytes may be moving when one comes."""
+    def _translated(self, action: str) -> Iterator[None]:
+        """Raise the library's exceptions as ours; for calls that move nothing."""
         try:
             yield
         except self._errors as error:
-            raise translate(type(error).__name__, f"{action}: {error}", started) from error
+            raise _ours(error, action) from error
 
 
-def _rows(address: Addresses, length: Addresses, device: Addresses) -> NDArray[np.int64]:
-    """Array of shape (n, 3), C order: address, length, device."""
-    return np.stack((address, length, device), axis=1)
+def _ours(error: Exception, action: str, *, started: bool = False) -> TransferError:
+    """The library's exception as ours. `started`: bytes may be moving when it comes."""
+    ours = translate(type(error).__name__, f"{action}: {error}", started)
+    ours.__cause__ = error
+    return ours
