@@ -116,15 +116,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             base = environ.get(variable, DEFAULT_SIDE_CHANNEL_PORT)
         return host, _port("side_channel_port", variable, base, data_parallel_index)
 
-    def bootstrap(self, data_parallel_index: int, environ: Mapping[str, str] = os.environ) -> int | None:
-        """Port at which this instance answers bootstrap questions; None if it does not.
+    def bootstrap(self, environ: Mapping[str, str] = os.environ) -> int | None:
+        """Port at which the first engine of this instance's `vllm serve` answers bootstrap questions for all of them;
+        None if it does not.
 
         Raises:
             InvalidConfig: as `side_channel`.
         """
         variable = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
         base = environ.get(variable) if self.bootstrap_port is None else self.bootstrap_port
-        return None if base is None else _port("bootstrap_port", variable, base, data_parallel_index)
+        return None if base is None else _port("bootstrap_port", variable, base, 0)
 
     def transport_settings(self, *, prefills: bool, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         """`transport_options`, with what other keys decide: Mooncake advertises an address, by default the one on the

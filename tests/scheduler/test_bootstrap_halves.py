@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import RequestStatus
 
 from ports import free_port
-from vllm_pd_connector.protocol.bootstrap import Place, encode_answer
+from vllm_pd_connector.protocol.bootstrap import Place, Roll, encode_answer
 from vllm_pd_connector.protocol.push_messages import PrefillRef
 from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.sidechannel.bootstrap import BootstrapServer
@@ -59,6 +59,35 @@ def test_a_bootstrap_address_leads_to_the_side_channel(consumer, proxied):
     assert order.error == "" and order.push.prefill == PrefillRef("t-1", None)
     assert (order.push.peer.host, order.push.peer.port) == ("127.0.0.1", prefill.producer._port)
     assert order.push.engine_id == "kv_producer-0" and order.push.prompt_digest == digest_of(request)
+
+
+@pytest.mark.parametrize("balancing", ["by one API server", "by each host's"])
+def test_a_proxy_is_told_of_all_engines_of_a_server(consumer, balancing):
+    half, pool = consumer
+    port = free_port()
+    first_rank = 0 if balancing == "by one API server" else 4
+    engines = []
+    for local in (1, 0):  # the first engine is the last one ready
+        changes = {"data_parallel_index": first_rank + local, "data_parallel_rank_local": local}
+        changes["local_engines_only"] = bool(first_rank)
+        made, _ = make_half("kv_producer", parallel=changes, mode="push", bootstrap_port=port)
+        made.serve([b"manifest"], [TOKEN])
+        engines.append(made)
+    for engine in engines:
+        wanted = engine.producer._engine_id
+        request = make_request(f"d-{wanted}", bootstrapped(port, remote_engine_id=wanted))
+
+        def found(request=request) -> bool:
+            half.on_new_request(request)
+            until(lambda: half.num_matched_tokens(request, 0) != (None, False), "the bootstrap answer")
+            return half.consumer._receives[request.request_id].error == ""
+
+        until(found, "the engine's registration")
+        allocate(half, pool, request)
+        [order] = step(half).receives
+        assert order.push.peer.port == engine.producer._port and order.push.engine_id == wanted
+    for engine in engines:
+        engine.shutdown()
 
 
 def test_while_the_answer_is_awaited_nothing_is_allocated_and_a_refusal_fails_the_request(consumer, proxied):
@@ -138,7 +167,7 @@ def test_a_prefill_instance_that_is_found_at_a_stranger_s_is_told_nothing(consum
     told, over = [], threading.Event()
     monkeypatch.setattr(half.consumer._keeper, "decline", lambda *what: told.append(what))
     answer = encode_answer(0, "kv_producer-0", Place("203.0.113.5", 5600), 1, 1)
-    server = BootstrapServer("127.0.0.1", free_port(), answer)
+    server = BootstrapServer("127.0.0.1", free_port(), Roll(answer))
     request = make_request("d-1", bootstrapped(server.port))
     half.on_new_request(request)
     found = half.consumer._receives["d-1"].found

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,17 +42,23 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.005)
 
 
-def make_half(role: str, lookahead: int = 0, spec: Any = FULL, **changes: Any) -> tuple[SchedulerHalf, BlockPool]:
+def make_half(
+    role: str, lookahead: int = 0, spec: Any = FULL, parallel: Mapping[str, Any] | None = None, **changes: Any
+) -> tuple[SchedulerHalf, BlockPool]:
     """A scheduler half with a real block pool; `role` is kv_producer or kv_consumer, `spec` that of each group."""
     specs = spec if isinstance(spec, tuple) else (spec,)
-    parallel = SimpleNamespace(
-        data_parallel_index=0, tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
-    )
-    transfer = SimpleNamespace(engine_id=f"{role}-0", is_kv_producer=role == "kv_producer")
-    config = Config(**{"side_channel_port": free_port(), **changes})
+    alone = {
+        "data_parallel_index": 0, "data_parallel_rank_local": None, "data_parallel_master_ip": "127.0.0.1",
+        "local_engines_only": False, "tensor_parallel_size": 1, "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+    }  # fmt: skip
+    ranks = SimpleNamespace(**alone | dict(parallel or {}))
+    index = ranks.data_parallel_index
+    transfer = SimpleNamespace(engine_id=f"{role}-{index}", is_kv_producer=role == "kv_producer")
+    config = Config(**{"side_channel_port": free_port() - index, **changes})
     half = SchedulerHalf(
         config,
-        SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer, num_prefill_lookahead_tokens=lookahead),
+        SimpleNamespace(parallel_config=ranks, kv_transfer_config=transfer, num_prefill_lookahead_tokens=lookahead),
         SimpleNamespace(
             transfer_group_ids=tuple(range(len(specs))),
             transfer_groups=tuple(SimpleNamespace(kv_cache_spec=each) for each in specs),

@@ -9,14 +9,16 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ports import free_port
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
-from vllm_pd_connector.protocol.bootstrap import Place, encode_answer
+from vllm_pd_connector.protocol.bootstrap import MAX_REGISTRATION_BYTES, Place, Roll, encode_answer
 from vllm_pd_connector.sidechannel import bootstrap
-from vllm_pd_connector.sidechannel.bootstrap import BootstrapServer, Directory, query
+from vllm_pd_connector.sidechannel.bootstrap import BootstrapServer, Directory, Registration, query, register
 
 HOST = "127.0.0.1"
 ANSWER = encode_answer(0, "e-0", Place(HOST, 5600), 1, 1)
@@ -25,7 +27,7 @@ ANSWER = encode_answer(0, "e-0", Place(HOST, 5600), 1, 1)
 @pytest.fixture(params=[HOST, "::1"])
 def server(request: pytest.FixtureRequest) -> Iterator[Place]:
     host: str = request.param
-    made = BootstrapServer(host, free_port(host), ANSWER)
+    made = BootstrapServer(host, free_port(host), Roll(ANSWER))
     yield Place(host, made.port)
     made.close()
 
@@ -41,7 +43,73 @@ def status_of(place: Place, method: str, path: str) -> int:
 def test_a_question_is_answered_and_nothing_else_is(server: Place) -> None:
     assert query(server) == {"e-0": Place(HOST, 5600)}
     assert [status_of(server, "GET", path) for path in ("/query", "/", "/register", "/query/x")] == [200, 404, 404, 404]
-    assert status_of(server, "POST", "/register") == 501
+    assert [status_of(server, "POST", path) for path in ("/register", "/query")] == [409, 404]
+    assert status_of(server, "PUT", "/register") == 501
+
+
+OTHER = encode_answer(1, "e-1", Place(HOST, 5601), 1, 1)
+
+
+def test_other_engines_of_a_server_register_and_are_told_of(server: Place) -> None:
+    register(server, OTHER)
+    register(server, OTHER)
+    assert query(server) == {"e-0": Place(HOST, 5600), "e-1": Place(HOST, 5601)}
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (encode_answer(0, "e-9", Place(HOST, 5601), 1, 1), "rank 0 with engine_id 'e-9' there, rank 0 with 'e-0' here"),
+        (encode_answer(1, "e-0", Place(HOST, 5601), 1, 1), "rank 1 with engine_id 'e-0' there, rank 0 with 'e-0' here"),
+        (b"{}", "registration of 0 engines"),
+        (b"not json", "not in the form"),
+        (b" " * (MAX_REGISTRATION_BYTES + 1), "413"),
+    ],
+    ids=["taken rank", "taken engine", "nobody", "junk", "too long"],
+)
+def test_what_is_no_registration_changes_nothing(server: Place, data: bytes, reason: str) -> None:
+    with pytest.raises(ProtocolError, match=reason):
+        register(server, data)
+    assert query(server) == {"e-0": Place(HOST, 5600)}
+
+
+def test_engines_of_other_hosts_register_only_where_strangers_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def from_elsewhere(self: Any) -> tuple[socket.socket, Any]:
+        connection, (_, port) = ask(self)
+        return connection, ("203.0.113.5", port)
+
+    ask = bootstrap._Server.get_request
+    monkeypatch.setattr(bootstrap._Server, "get_request", from_elsewhere)
+    for strangers in (False, True):
+        server = BootstrapServer(HOST, free_port(), Roll(ANSWER), strangers=strangers)
+        place = Place(HOST, server.port)
+        if strangers:
+            register(place, OTHER)
+        else:
+            with pytest.raises(ProtocolError, match="403"):
+                register(place, OTHER)
+        assert ("e-1" in query(place)) is strangers
+        server.close()
+
+
+def test_an_engine_registers_when_the_first_one_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "RETRY_REGISTRATION_SECONDS", 0.05)
+    place = Place(HOST, free_port())
+    joining = Registration([Place(HOST, free_port()), place], OTHER)
+    time.sleep(0.2)
+    server = BootstrapServer(*place, Roll(ANSWER))
+    limit = time.monotonic() + 20
+    while "e-1" not in query(place):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    joining.close()
+    server.close()
+
+
+def test_a_registration_that_nobody_takes_ends_when_it_is_closed() -> None:
+    joining = Registration([Place(HOST, free_port())], OTHER)
+    joining.close()
+    assert not joining._thread.is_alive()
 
 
 def test_one_who_asks_nothing_delays_nobody(server: Place) -> None:
@@ -68,7 +136,7 @@ def dripping(place: Place, part: bytes) -> bytes:
 
 def test_a_question_that_goes_on_in_small_parts_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "QUESTION_SECONDS", 0.3)
-    server = BootstrapServer(HOST, free_port(), ANSWER)
+    server = BootstrapServer(HOST, free_port(), Roll(ANSWER))
     assert dripping(Place(HOST, server.port), b"x") == b""
     server.close()
 
@@ -83,7 +151,7 @@ def test_those_who_ask_nothing_are_bounded_and_pass(monkeypatch: pytest.MonkeyPa
             assert time.monotonic() < limit, f"{count} questions are open"
             time.sleep(0.002)
 
-    busy = BootstrapServer(HOST, free_port(), ANSWER)
+    busy = BootstrapServer(HOST, free_port(), Roll(ANSWER))
     place = Place(HOST, busy.port)
     with socket.create_connection(place), socket.create_connection(place):
         wait_for_questions(2)
@@ -98,7 +166,7 @@ def test_a_taken_port_is_a_configuration_error() -> None:
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(InvalidConfig, match=f"bootstrap_port: cannot listen on {HOST} port {port}"):
-            BootstrapServer(HOST, port, ANSWER)
+            BootstrapServer(HOST, port, Roll(ANSWER))
 
 
 def test_an_engine_is_found_and_the_answer_is_kept_for_a_while(server: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +196,7 @@ def test_an_instance_that_still_starts_is_waited_for() -> None:
     port = free_port()
     found = Directory(20.0).find(Place(HOST, port), "e-0")
     time.sleep(0.3)
-    server = BootstrapServer(HOST, port, ANSWER)
+    server = BootstrapServer(HOST, port, Roll(ANSWER))
     assert found.result(20) == Place(HOST, 5600)
     server.close()
 
@@ -165,7 +233,7 @@ def test_one_who_answers_in_small_parts_is_given_up_in_time(monkeypatch: pytest.
 
 
 def test_another_service_is_no_prefill_instance() -> None:
-    page = BootstrapServer(HOST, free_port(), b"<html>")
+    page = BootstrapServer(HOST, free_port(), SimpleNamespace(answer=b"<html>"))
     assert "not in the form" in refusal(Directory(0.1).find(Place(HOST, page.port), "e-0"))
     page.close()
 

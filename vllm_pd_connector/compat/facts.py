@@ -108,6 +108,19 @@ def engine_info(config: VllmConfig, index: int) -> EngineInfo:
     )
 
 
+def first_engine(config: VllmConfig) -> str | None:
+    """Host of the first engine of this engine's `vllm serve`, None if this is the first. Call it in the engine core.
+
+    An address of this host where vLLM knows none: with hybrid or external load balancing each server is on its own.
+
+    Source: vLLM 0.32, `should_launch_bootstrap_server` and `get_mooncake_bootstrap_addr` of `mooncake_connector.py`.
+    """
+    parallel = config.parallel_config
+    if parallel.local_engines_only:
+        return "127.0.0.1" if parallel.data_parallel_rank_local else None
+    return str(parallel.data_parallel_master_ip) if parallel.data_parallel_index else None
+
+
 def require_lasting_memory(config: VllmConfig) -> None:
     """Refuse vLLM's sleep mode: an engine that wakes up has its caches in other memory under the same addresses, and
     what a transport registered before still names the former.

@@ -6,7 +6,9 @@ and asks the same question to find the prefill instance. The form:
 
     {"<data-parallel rank>": {"engine_id": "…", "worker_addr": {"<tp rank>": {"<pp rank>": "tcp://host:port"}}}}
 
-Here an instance has one address, its side channel's, and gives it for every worker.
+Here an engine has one address, its side channel's, and gives it for every worker. The engines of one `vllm serve` that
+runs several (data parallelism) are told of by the first of them, with which the others register: they send it what they
+would answer themselves.
 
 Source: vLLM 0.32 `mooncake/mooncake_utils.py` (MooncakeBootstrapServer), `mooncake/mooncake_connector.py`.
 """
@@ -23,8 +25,10 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.fields import EngineId
 
 MAX_ANSWER_BYTES = 1 << 20
+MAX_REGISTRATION_BYTES = 1 << 16
 DEFAULT_PORT = 8998
 QUERY_PATH = "/query"
+REGISTER_PATH = "/register"
 
 _Rank = Annotated[str, Meta(min_length=1, max_length=5, pattern="^[0-9]+$")]
 _WorkerAddress = Annotated[str, Meta(max_length=300)]
@@ -48,6 +52,43 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _ANSWER = msgspec.json.Decoder(dict[_Rank, EngineEntry])
+
+
+class Roll:
+    """The engines of one server, for the one of them that answers; `answer` is what it says. For one thread at a time.
+
+    Args:
+        own: the answer of that engine alone, made by `encode_answer`.
+    """
+
+    def __init__(self, own: bytes) -> None:
+        self.answer = own
+        self._entries = _ANSWER.decode(own)
+
+    def join(self, data: bytes) -> None:
+        """Another engine registers, by the answer that it would give itself; a repeated one replaces the former.
+
+        Raises:
+            ProtocolError: not the answer of one engine, a rank or an engine that is here with another, or too many.
+        """
+        parse_answer(data)
+        joining = _ANSWER.decode(data)
+        if len(joining) != 1:
+            raise ProtocolError(f"registration of {len(joining)} engines, an engine registers itself alone")
+        [(rank, entry)] = joining.items()
+        for known_rank, known in self._entries.items():
+            if (known_rank == rank) != (known.engine_id == entry.engine_id):
+                raise ProtocolError(
+                    f"data-parallel rank {rank} with engine_id {entry.engine_id[:80]!r} there, rank {known_rank} with "
+                    f"{known.engine_id[:80]!r} here: two servers share a bootstrap port; give each its own"
+                )
+        entries = self._entries | joining
+        answer = msgspec.json.encode(entries)
+        if len(answer) > MAX_ANSWER_BYTES:
+            raise ProtocolError(
+                f"with {len(entries)} engines the answer has {len(answer)} bytes, at most {MAX_ANSWER_BYTES} are read"
+            )
+        self._entries, self.answer = entries, answer
 
 
 def encode_answer(dp_rank: int, engine_id: str, place: Place, tp_size: int, pp_size: int) -> bytes:

@@ -21,12 +21,12 @@ from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.bind import NULL_BLOCK
 from vllm_pd_connector.protocol.answer import remote_prefill_params
-from vllm_pd_connector.protocol.bootstrap import Place, encode_answer
+from vllm_pd_connector.protocol.bootstrap import Place, Roll, encode_answer
 from vllm_pd_connector.protocol.lease import End, Freed
 from vllm_pd_connector.protocol.params import pairing_name, parse_remote_prefill
 from vllm_pd_connector.protocol.push_messages import Home
 from vllm_pd_connector.scheduler.progress import Steps, TablesOf
-from vllm_pd_connector.sidechannel.bootstrap import BootstrapServer
+from vllm_pd_connector.sidechannel.bootstrap import BootstrapServer, Registration
 from vllm_pd_connector.sidechannel.keys import keys_of, require_private_address
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.steps import GroupBlocks, HeldRequest, encode_tables
@@ -58,10 +58,11 @@ class Producer:
         if self._serves:
             require_private_address(self._host, self._keys, config.allow_unauthenticated_peers)
         self._parallel = parallel
+        self._first_engine = facts.first_engine(vllm_config)
         self._states = state_groups(kv_cache_config)
         self._backoff = prefill_backoff(vllm_config, kv_cache_config)
         self._server: SideChannelServer | None = None
-        self._bootstrap: BootstrapServer | None = None
+        self._bootstrap: BootstrapServer | Registration | None = None
         self._held: list[HeldRequest] = []
         self._traced: list[Freed] = []
         self._expired = 0
@@ -117,14 +118,21 @@ class Producer:
         )
 
     def _answer_proxies(self) -> None:
-        """Say who this instance is to proxies that ask in the way of the in-tree Mooncake connector, if configured."""
-        index = self._parallel.data_parallel_index
-        port = self._config.bootstrap(index)
+        """Say who this engine is to proxies that ask in the way of the in-tree Mooncake connector, if configured: they
+        ask the first engine of a `vllm serve`, which tells them of all."""
+        port = self._config.bootstrap()
         if port is None:
             return
-        sizes = self._parallel.tensor_parallel_size, self._parallel.pipeline_parallel_size
-        answer = encode_answer(index, self._engine_id, Place(self._host, self._port), *sizes)
-        self._bootstrap = BootstrapServer(self._host, port, answer)
+        parallel = self._parallel
+        sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        own = encode_answer(parallel.data_parallel_index, self._engine_id, Place(self._host, self._port), *sizes)
+        if self._first_engine is not None:
+            # It listens at its own side_channel_host, which on this host is this engine's too.
+            hosts = dict.fromkeys((_reachable(self._host), self._first_engine))
+            self._bootstrap = Registration([Place(host, port) for host in hosts], own)
+            return
+        strangers = self._config.allow_unauthenticated_peers
+        self._bootstrap = BootstrapServer(self._host, port, Roll(own), strangers=strangers)
         logger.info("bootstrap answers for engine %s on http://%s:%d/query", self._engine_id, self._host, port)
 
     def add(self, request: Request) -> None:
@@ -271,6 +279,11 @@ class Producer:
             self._bootstrap.close()
         if self._server is not None:
             self._server.close()
+
+
+def _reachable(host: str) -> str:
+    """Where this host finds what listens at `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _trim(ids: list[int]) -> GroupBlocks:

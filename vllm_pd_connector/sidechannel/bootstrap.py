@@ -1,23 +1,35 @@
 """Bootstrap over HTTP, for the proxies of vLLM's in-tree Mooncake connector: one answer served, and asked for.
 
-The server says the same few hundred bytes to everyone and reads nothing; it has one thread per open question, a bound
-on how many there are and one on how long each may take, however its bytes come. `Directory` asks, in threads of its
-own, and remembers an answer for a few seconds: a restarted instance may be another engine, or listen elsewhere.
+The server says the same few hundred bytes to everyone; it has one thread per open question, a bound on how many there
+are and one on how long each may take, however its bytes come. It reads registrations of the other engines of its
+`vllm serve` alone, which come from its own host unless strangers are allowed. `Registration` sends one until it is
+taken. `Directory` asks, in threads of its own, and remembers an answer for a few seconds: a restarted instance may be
+another engine, or listen elsewhere.
 """
 
 from __future__ import annotations
 
 import http.client
 import logging
+import math
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
-from vllm_pd_connector.protocol.bootstrap import MAX_ANSWER_BYTES, QUERY_PATH, Place, parse_answer
+from vllm_pd_connector.protocol.bootstrap import (
+    MAX_ANSWER_BYTES,
+    MAX_REGISTRATION_BYTES,
+    QUERY_PATH,
+    REGISTER_PATH,
+    Place,
+    Roll,
+    parse_answer,
+)
 from vllm_pd_connector.sidechannel.deadline import DeadlineSocket
 
 logger = logging.getLogger(__name__)
@@ -26,26 +38,57 @@ QUESTION_SECONDS = 5.0
 MAX_QUESTIONS = 64
 RETRY_SECONDS = 0.1
 KNOWN_SECONDS = 10.0
+RETRY_REGISTRATION_SECONDS = 2.0
+REMIND_SECONDS = 60.0
 
 
 class BootstrapServer:
-    """Answers GET /query with `answer` (JSON) until it is closed. While MAX_QUESTIONS are open, others are cut off.
+    """Answers GET /query with the roll's answer (JSON) and takes POST /register into it until it is closed. While
+    MAX_QUESTIONS are open, others are cut off.
+
+    Args:
+        strangers: whether engines on other hosts may register.
 
     Raises:
         InvalidConfig: nothing can listen there.
     """
 
-    def __init__(self, host: str, port: int, answer: bytes) -> None:
+    def __init__(self, host: str, port: int, roll: Roll, *, strangers: bool = False) -> None:
+        lock = threading.Lock()
+
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 if self.path != QUERY_PATH:
                     self.send_error(404)
                     return
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(answer)))
+                self._say(200, "application/json", roll.answer)
+
+            def do_POST(self) -> None:
+                length = self.headers.get("Content-Length", "")
+                if self.path != REGISTER_PATH:
+                    self.send_error(404)
+                elif not strangers and self.client_address[0] != self.connection.getsockname()[0]:
+                    self.send_error(403, "engines on other hosts register with allow_unauthenticated_peers alone")
+                elif not (length.isdecimal() and int(length) <= MAX_REGISTRATION_BYTES):
+                    self.send_error(413, f"Content-Length must be at most {MAX_REGISTRATION_BYTES}")
+                else:
+                    self._register(self.rfile.read(int(length)))
+
+            def _register(self, data: bytes) -> None:
+                try:
+                    with lock:
+                        roll.join(data)
+                except ProtocolError as error:
+                    self._say(409, "text/plain; charset=utf-8", str(error).encode())
+                    return
+                self._say(200, "application/json", b"{}")
+
+            def _say(self, status: int, kind: str, content: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                self.wfile.write(answer)
+                self.wfile.write(content)
 
             def log_message(self, format: str, *args: object) -> None:
                 logger.debug(format, *args)
@@ -96,6 +139,41 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("bootstrap: a question of %s was not answered", client_address, exc_info=True)
+
+
+class Registration:
+    """Registers an engine with the first of its server, in a thread of its own: until it is taken, or closed.
+
+    Args:
+        leaders: where that one may listen, asked in turn.
+        own: the answer of this engine alone.
+    """
+
+    def __init__(self, leaders: Sequence[Place], own: bytes) -> None:
+        self._closed = threading.Event()
+        arguments = (tuple(leaders), own)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="pd-bootstrap-register", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self, leaders: Sequence[Place], own: bytes) -> None:
+        told = -math.inf
+        while True:
+            reasons = []
+            for leader in leaders:
+                try:
+                    register(leader, own)
+                    return
+                except ProtocolError as error:
+                    reasons.append(str(error))
+            if time.monotonic() - told >= REMIND_SECONDS:  # the first engine may still load its model
+                told = time.monotonic()
+                logger.warning("proxies do not know this data-parallel engine yet: %s", "; ".join(reasons))
+            if self._closed.wait(RETRY_REGISTRATION_SECONDS):
+                return
 
 
 class Directory:
@@ -169,18 +247,35 @@ def query(bootstrap: Place, seconds: float = QUESTION_SECONDS) -> dict[str, Plac
     Raises:
         ProtocolError: no answer, an HTTP error, or an answer that is none.
     """
+    status, data = _asked(bootstrap, "GET", QUERY_PATH, b"", seconds)
+    if status != 200:
+        where = f"bootstrap {bootstrap.host}:{bootstrap.port}"
+        raise ProtocolError(f"{where} answers {status}; it is no prefill instance")
+    return parse_answer(data)
+
+
+def register(leader: Place, own: bytes, seconds: float = QUESTION_SECONDS) -> None:
+    """Have the first engine of a server tell of this one.
+
+    Raises:
+        ProtocolError: no answer, or it refuses.
+    """
+    status, data = _asked(leader, "POST", REGISTER_PATH, own, seconds)
+    if status != 200:
+        reason = data[:300].decode(errors="replace")
+        raise ProtocolError(f"bootstrap {leader.host}:{leader.port} does not register this engine ({status}): {reason}")
+
+
+def _asked(bootstrap: Place, method: str, path: str, body: bytes, seconds: float) -> tuple[int, bytes]:
     where = f"bootstrap {bootstrap.host}:{bootstrap.port}"
     connection = http.client.HTTPConnection(bootstrap.host, bootstrap.port, timeout=seconds)
     try:
         connection.connect()
         connection.sock = DeadlineSocket(connection.sock, seconds)
-        connection.request("GET", QUERY_PATH)
+        connection.request(method, path, body or None)
         response = connection.getresponse()
-        data = response.read(MAX_ANSWER_BYTES + 1)
+        return response.status, response.read(MAX_ANSWER_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
         raise ProtocolError(f"{where} does not answer: {error}; check that the prefill instance runs") from error
     finally:
         connection.close()
-    if response.status != 200:
-        raise ProtocolError(f"{where} answers {response.status} {response.reason[:80]}; it is no prefill instance")
-    return parse_answer(data)
