@@ -186,6 +186,7 @@ def use_stranger(content: bytes) -> object:
 
 
 INFO = EngineInfo("kv_producer", "push", "concurrent", "nixl", "p-0", "10.0.0.1", 5600, 2, 1, 1, 1)
+FIRST_ENGINE = bootstrap.encode_answer(0, "p-0", bootstrap.Place("10.0.0.1", 5600), 1, 1)
 
 
 DECODERS: dict[str, Decoder] = {
@@ -267,6 +268,13 @@ DECODERS: dict[str, Decoder] = {
         bootstrap.parse_answer,
         ProtocolError,
         tuple(bootstrap.encode_answer(1, "p-0", bootstrap.Place(host, 5600), 2, 2) for host in ("10.0.0.1", "fd00::1")),
+        json.loads,
+        as_json,
+    ),
+    "bootstrap registration": Decoder(
+        lambda content: bootstrap.Roll(FIRST_ENGINE).join(content),
+        ProtocolError,
+        tuple(bootstrap.encode_answer(rank, f"p-{rank}", bootstrap.Place("::1", 5600), 2, 2) for rank in (1, 12345)),
         json.loads,
         as_json,
     ),
