@@ -67,7 +67,7 @@ def coordinates(config: VllmConfig) -> Coordinates:
         tp_size=parallel.tensor_parallel_size,
         pp_rank=get_pp_group().rank_in_group,
         pp_size=parallel.pipeline_parallel_size,
-        dp_rank=parallel.data_parallel_index,
+        dp_rank=parallel.data_parallel_rank,  # 0 of 1 in each engine of a dense model, which are independent
         dp_size=parallel.data_parallel_size,
         dcp_size=parallel.decode_context_parallel_size,
         pcp_size=parallel.prefill_context_parallel_size,
