@@ -22,8 +22,8 @@ import pytest
 from e2e import digests
 from e2e.cluster import until
 from e2e.pairs import Pairs
-from e2e.workload import SCENARIOS, Prompt, completion
-from launch import Server, post, vllm_spec
+from e2e.workload import SCENARIOS, Prompt, ask_many, completion
+from launch import Server, post, router_spec, vllm_spec
 from make_models import MODELS, make
 from ports import free_port, free_ports
 
@@ -52,6 +52,11 @@ class Sides:
         [choice] = answer["choices"]
         assert tuple(choice["token_ids"]) == self.pairs.baselines.tokens(FAMILY, prompt)
 
+    def forget_prefixes(self, server: Server) -> None:
+        request = urllib.request.Request(f"{server.url}/reset_prefix_cache", method="POST")
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            answer.read()
+
     def check_bytes(self, count: int) -> None:
         """So many requests were handed over since the last call, and arrived as they left."""
         until(lambda: len(digests.received(digests.load(self.digest_dir))) == count, f"{count} traces of hand-overs")
@@ -77,7 +82,7 @@ def sides(request: pytest.FixtureRequest, pairs: Pairs, tmp_path_factory: pytest
             extra["bootstrap_port"] = bootstrap
         transfer = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": extra}
         flags = (*MODELS[FAMILY].flags, "--data-parallel-size", str(len(ENGINES)))
-        environment = {"PD_TEST_POLITE": "1"}
+        environment = {"PD_TEST_POLITE": "1", "VLLM_SERVER_DEV_MODE": "1"}
         name = f"dp-{mode}-{name}"
         specs.append(vllm_spec(name, make(MODELS[FAMILY]), flags=flags, transfer=transfer, environment=environment))
     prefill, decode = pairs.servers.start(*specs)
@@ -95,6 +100,23 @@ def test_every_engine_hands_over_to_every_engine(sides: Sides) -> None:
         assert params["remote_engine_id"].endswith(f"_dp{p}")
         sides.check(prompt, sides.ask(sides.decode, d, prompt, params))
     sides.check_bytes(len(WAYS))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("sides", ["push", pytest.param("pull", marks=pytest.mark.matrix)], indirect=True)
+def test_the_router_sends_both_legs_to_the_right_engines(sides: Sides) -> None:
+    """With a pushing pair both at once: the decode leg names one engine of the prefill server, the header pins it."""
+    servers, prompts = sides.pairs.servers, SCENARIOS["concurrent"][4:12]
+    for server in (sides.prefill, sides.decode):
+        sides.forget_prefixes(server)
+    [router] = servers.start(router_spec("dp-router", [sides.prefill.url], [sides.decode.url]))
+    try:
+        bodies = [completion(FAMILY, prompt) for prompt in prompts]
+        for prompt, answer in zip(prompts, ask_many(router.url, bodies, at_once=4), strict=True):
+            assert answer.tokens == sides.pairs.baselines.tokens(FAMILY, prompt)
+    finally:
+        servers.stop(router)
+    sides.check_bytes(len(prompts))
 
 
 @pytest.mark.e2e
