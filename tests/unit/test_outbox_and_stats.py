@@ -106,6 +106,19 @@ def test_routers_are_told_of_each_engine_what_that_engine_itself_uses():
     assert told == [("e_dp0", 5600, 4, "kv_producer", "pull"), ("e_dp1", 5601, 4, "kv_producer", "pull")]
 
 
+def test_gauges_of_several_api_servers_are_one_row_with_the_newest_value():
+    modes: dict[str, str | None] = {}
+
+    def gauge(name, multiprocess_mode=None, **_):
+        modes[name] = multiprocess_mode
+        return MagicMock()
+
+    kinds = {Counter: MagicMock(), Gauge: gauge, Histogram: MagicMock()}
+    PDPromMetrics(CONFIG, kinds, ["model_name", "engine"], {0: ["m", "0"]})
+    assert "vllm:pd_leases" in modes and "vllm:pd_instance_info" in modes
+    assert set(modes.values()) == {"mostrecent"}, modes
+
+
 def test_prometheus_series_show_what_was_counted():
     registry = CollectorRegistry()
 

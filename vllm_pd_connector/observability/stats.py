@@ -10,6 +10,7 @@ Source: vLLM 0.32, `kv_connector/v1/metrics.py` (KVConnectorStats, KVConnectorPr
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -134,7 +135,11 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
         per_engine_labelvalues: dict[int, list[object]],
     ):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter, gauge, histogram = metric_types[Counter], metric_types[Gauge], metric_types[Histogram]
+        counter, histogram = metric_types[Counter], metric_types[Histogram]
+        # With several API servers an engine's numbers come through one of them or another; by default each would show
+        # a row of its own, with its process id and the last value that it happened to get.
+        gauges_of_vllm: Any = metric_types[Gauge]
+        gauge = partial(gauges_of_vllm, multiprocess_mode="mostrecent")
         counts = {
             "bytes": ("vllm:pd_received_bytes", "Bytes that came from prefill instances, summed over ranks."),
             "runs": ("vllm:pd_runs", "Contiguous runs that they were moved in, summed over ranks."),
@@ -177,12 +182,7 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
         self._gauges = {
             key: gauge(name=name, documentation=text, labelnames=labelnames) for key, (name, text) in gauges.items()
         }
-        info = gauge(
-            name=INFO_SERIES,
-            documentation=INFO_TEXT,
-            labelnames=[*labelnames, *LABELS],
-            multiprocess_mode="mostrecent",
-        )
+        info = gauge(name=INFO_SERIES, documentation=INFO_TEXT, labelnames=[*labelnames, *LABELS])
         for index, values in per_engine_labelvalues.items():
             own = engine_info(vllm_config, index).labels()
             info.labels(*map(str, values), *(own[name] for name in LABELS)).set(1)
