@@ -80,6 +80,8 @@ def make_request(request_id: str, params: Any, prompt: list[int] = PROMPT, **cha
         "request_id": request_id,
         "kv_transfer_params": params,
         "prompt_token_ids": prompt,
+        "prompt_embeds": None,
+        "prompt_is_token_ids": None,
         "num_prompt_tokens": len(prompt),
         "num_computed_tokens": len(prompt),
         "status": RequestStatus.FINISHED_LENGTH_CAPPED,

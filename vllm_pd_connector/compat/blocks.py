@@ -39,10 +39,13 @@ def stop_short(request: Request, tokens: int) -> None:
     """
     if tokens == 0 or request.num_prompt_tokens <= tokens or request.get_skip_reading_prefix_cache():
         return
+    # A chat may have all three: embeddings in the midst of its tokens, and a mask that tells them apart.
     if request.prompt_token_ids is not None:
         del request.prompt_token_ids[-tokens:]
-    elif request.prompt_embeds is not None:
+    if request.prompt_embeds is not None:
         request.prompt_embeds = request.prompt_embeds[:-tokens]
+    if request.prompt_is_token_ids is not None:
+        request.prompt_is_token_ids = request.prompt_is_token_ids[:-tokens]
     del request._all_token_ids[-tokens:]
     request.num_prompt_tokens -= tokens
     request.max_tokens = 1
