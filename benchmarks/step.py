@@ -75,6 +75,7 @@ def hold_leases(scheduler: PDConnector, pool: BlockPool, count: int) -> None:
             num_prompt_tokens=BLOCKS_OF_A_LEASE * BLOCK_TOKENS,
             num_computed_tokens=BLOCKS_OF_A_LEASE * BLOCK_TOKENS,
             status=RequestStatus.FINISHED_LENGTH_CAPPED,
+            prompt_embeds=None,
             mm_features=[],
             lora_request=None,
         )

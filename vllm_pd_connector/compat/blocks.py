@@ -6,10 +6,12 @@ Source: vLLM 0.32, `v1/request.py`, `v1/core/kv_cache_manager.py`, `v1/core/bloc
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from vllm.v1.request import RequestStatus
 
 from vllm_pd_connector.geometry.bind import NULL_BLOCK
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+_LOCAL_NAME = re.compile(r"\brenderer\d+-mm-\d+-")
+"""How vLLM begins the names of media that it does not hash, because it caches neither them nor prefixes: by a counter
+of each process. What follows is the kind and number of the item.
+
+Source: vLLM 0.32, `vllm/renderers/base.py` (`_process_mm_uuids`)."""
 
 
 def finished_normally(request: Request) -> bool:
@@ -61,17 +69,19 @@ def computed_after(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
 
 
 def prompt_digest(request: Request, num_tokens: int) -> str:
-    """16 hex digits over the first `num_tokens` prompt tokens and what else decides their cached numbers.
+    """16 hex digits over the first `num_tokens` prompt tokens and what else decides their cached numbers: embeddings,
+    images and other media, the adapter.
 
     A receiver compares it with its own, so that parameters of one request are never used for another prompt.
-    Embedded prompts have no token ids; their length alone is covered.
     """
     digest = hashlib.blake2b(num_tokens.to_bytes(8, "little"), digest_size=8)
     if request.prompt_token_ids is not None:
         digest.update(np.asarray(request.prompt_token_ids[:num_tokens], dtype="<i8").tobytes())
-    for feature in request.mm_features or ():
-        digest.update(str(feature.identifier).encode())
-    digest.update(str(request.lora_request.lora_name if request.lora_request else "").encode())
+    if request.prompt_embeds is not None:
+        digest.update(request.prompt_embeds[:num_tokens].flatten().contiguous().view(torch.uint8).numpy())
+    media = [_LOCAL_NAME.sub("", str(feature.identifier)) for feature in request.mm_features or ()]
+    lora = str(request.lora_request.lora_name) if request.lora_request else ""
+    digest.update(repr((media, lora)).encode())
     return digest.hexdigest()
 
 
