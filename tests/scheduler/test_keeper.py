@@ -11,7 +11,7 @@ from test_half import TOKEN, hand_over, make_half
 from vllm_pd_connector.protocol.fields import MAX_LEASES
 from vllm_pd_connector.protocol.messages import Renew
 from vllm_pd_connector.protocol.params import parse_remote_prefill
-from vllm_pd_connector.protocol.push_messages import PrefillRef
+from vllm_pd_connector.protocol.push_messages import DeclinePush, PrefillRef
 from vllm_pd_connector.scheduler import keeper
 
 
@@ -53,3 +53,13 @@ def test_prefills_that_are_waited_for_are_kept_in_few_messages_to_those_who_have
     now[0] = 20.0
     tried._turn()
     assert len(sent) == 3 and tried._prefills_due == float("inf")
+
+
+def test_an_instance_that_ends_declines_the_prefills_that_it_kept():
+    sent: list[Any] = []
+    tried = keeper.LeaseKeeper(None, 30.0)
+    tried._client = SimpleNamespace(send=lambda address, request, _: sent.append((address, request)))
+    tried._add_prefill("d-1", lambda: "tcp://a", PrefillRef("t-1", None))
+    tried._add_prefill("d-2", lambda: None, PrefillRef("t-2", None))
+    tried._end()
+    assert sent == [("tcp://a", DeclinePush(PrefillRef("t-1", None)))], "where the other is, nobody knows"

@@ -176,7 +176,10 @@ class LeaseKeeper:
         for address, leases in self._leases.items():
             for batch in lease_batches(list(leases)):
                 self._send(address, Release(batch))
-        self._leases, self._due = {}, {}
+        for where, prefill in self._prefills.values():
+            if (place := where()) is not None:
+                self._send(place, DeclinePush(prefill))
+        self._leases, self._due, self._prefills = {}, {}, {}
         self._stop = True
         self._until = time.monotonic() + REPLY_TIMEOUT_S / 2
 
