@@ -87,6 +87,7 @@ def make_request(request_id: str, params: Any, prompt: list[int] = PROMPT, **cha
         "status": RequestStatus.FINISHED_LENGTH_CAPPED,
         "mm_features": [],
         "lora_request": None,
+        "get_skip_reading_prefix_cache": lambda: False,
     }
     return SimpleNamespace(**(fields | changes))
 
@@ -265,7 +266,6 @@ def new_prompt(request_id: str, params: Any, prompt: list[int]) -> Any:
     """A request as vLLM adds it: nothing computed yet."""
     request = make_request(request_id, params, list(prompt), num_computed_tokens=0, max_tokens=9)
     request._all_token_ids = list(prompt)
-    request.get_skip_reading_prefix_cache = lambda: False
     return request
 
 
@@ -315,6 +315,17 @@ def test_a_whole_prompt_offered_to_a_windowed_model_is_refused(producer):
     [order] = half.build_metadata(EMPTY_STEP).receives
     assert order.remote is None and "remote_num_tokens" in order.error
     half.shutdown()
+
+
+def test_a_whole_prompt_that_decode_computes_anyway_is_given_back(producer):
+    """Routers that pass everything on ask both sides for the log-probabilities of a prompt: neither shortens it."""
+    half, pool = make_half("kv_consumer", spec=WINDOW)
+    request = make_request("d-1", hand_over(producer), get_skip_reading_prefix_cache=lambda: True)
+    half.on_new_request(request)
+    half.num_matched_tokens(request, 0)
+    half.update_after_alloc(request, KVCacheBlocks((pool.get_new_blocks(3),)), 0)  # vLLM loads nothing for it
+    half.shutdown()
+    assert producer.producer._server.counts()["Release"] == 1
 
 
 def bad(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:

@@ -40,12 +40,17 @@ def transfer_params(request: Request) -> Any:
     return request.kv_transfer_params
 
 
+def computes_itself(request: Request) -> bool:
+    """Whether vLLM computes the whole prompt here whatever could be loaded, as it does for its log-probabilities."""
+    return bool(request.get_skip_reading_prefix_cache())
+
+
 def stop_short(request: Request, tokens: int) -> None:
     """Have a new request compute all of its prompt but the last `tokens`; it then ends after one output token.
 
     A prompt that is not longer than that stays as it is, and so does one whose cache the decode side will not read.
     """
-    if tokens == 0 or request.num_prompt_tokens <= tokens or request.get_skip_reading_prefix_cache():
+    if tokens == 0 or request.num_prompt_tokens <= tokens or computes_itself(request):
         return
     # A chat may have all three: embeddings in the midst of its tokens, and a mask that tells them apart.
     if request.prompt_token_ids is not None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import owned_blocks, prompt_digest, transfer_params
+from vllm_pd_connector.compat.blocks import computes_itself, owned_blocks, prompt_digest, transfer_params
 from vllm_pd_connector.compat.caches import prefill_backoff
 from vllm_pd_connector.compat.states import state_groups
 from vllm_pd_connector.config import Config
@@ -204,7 +204,7 @@ class Consumer:
                 f"{len(self._groups)}: serve the same model with the same cache flags on both sides"
             )
         most = request.num_prompt_tokens - self._backoff
-        if self._backoff and remote.remote_num_tokens > most > 0:
+        if self._backoff and remote.remote_num_tokens > most > 0 and not computes_itself(request):
             raise ProtocolError(
                 f"remote_num_tokens: {remote.remote_num_tokens} there, at most {most} here: this model's decode "
                 f"computes the last {self._backoff} prompt token(s); run the same release on the prefill instance"
