@@ -25,6 +25,7 @@ class Instance:
         self.asked: list[dict[str, Any]] = []
         self.request_ids: list[str | None] = []
         self.ranks: list[str | None] = []
+        self.traces: list[tuple[str | None, ...]] = []
         self.says = says
         self.engines = engines
         self.health = 200
@@ -61,6 +62,7 @@ class Instance:
         self.asked.append(await request.json())
         self.request_ids.append(request.headers.get("X-Request-Id"))
         self.ranks.append(request.headers.get("X-data-parallel-rank"))
+        self.traces.append(tuple(request.headers.get(name) for name in ("traceparent", "tracestate")))
         self.arrived.set()
         try:
             return await self._handler(request)

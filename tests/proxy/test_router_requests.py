@@ -78,6 +78,16 @@ async def test_models_are_asked_for_in_the_clients_name(bench: Bench) -> None:
             assert (response.status, await response.json()) == (200, {"asked by": headers.get("Authorization")})
 
 
+@over_bench
+async def test_both_legs_belong_to_the_clients_trace(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
+    await bench.route([prefill.url], [decode.url])
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    assert (await bench.ask(traceparent=parent, tracestate="a=1"))[0] == 200
+    assert (await bench.ask())[0] == 200
+    assert prefill.traces == decode.traces == [(parent, "a=1"), (None, None)]
+
+
 @pytest.mark.parametrize("at", ["prepare", "write", "write_eof"])
 def test_a_client_that_is_leaving_when_it_is_answered_is_no_error_of_an_instance(
     at: str, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,8 @@ from vllm_pd_connector.proxy.legs import Headers, LegError
 logger = logging.getLogger(__name__)
 
 END_OF_EVENT = re.compile(rb"\n\n|\r\n\r\n|\r\r")
+TRACING = ("traceparent", "tracestate")
+"""Headers of a trace (W3C): both legs belong to the client's. vLLM reads the same two (`vllm/tracing/utils.py`)."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 
 
@@ -74,7 +76,8 @@ async def read_exchange(request: web.Request, request_id: str, started: float) -
     except (UnicodeDecodeError, LookupError) as error:  # the second is for a charset that nobody knows
         raise ProtocolError(f"the request body is not JSON: {error}") from error
     body, keys = read_body(text)
-    headers = {"X-Request-Id": request_id, **credentials(request)}
+    traced = {name: ",".join(request.headers.getall(name)) for name in TRACING if name in request.headers}
+    headers = {"X-Request-Id": request_id, **credentials(request), **traced}
     return Exchange(request, request_id, body, keys, headers, started)
 
 
