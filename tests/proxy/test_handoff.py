@@ -85,6 +85,9 @@ def test_an_answer_that_hands_nothing_over_is_refused(answer: object) -> None:
         ({"use_beam_search": True}, "beam"),
         ({"prompt": ["one", "two"]}, "2 prompts"),
         ({"prompt": [[1], [2], [3]]}, "3 prompts"),
+        ({"prompt_embeds": ["one", "two"]}, "2 prompts"),
+        ({"prompt": "p", "prompt_embeds": "e"}, "2 prompts"),
+        ({"prompt": ["p"], "prompt_embeds": ["one", "two"]}, "3 prompts"),
         ({"prompt": "p", "kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
     ],
 )
@@ -101,3 +104,8 @@ def test_one_prompt_passes_as_it_is(prompt: object) -> None:
 @pytest.mark.parametrize(("prompt", "only"), [(["text"], "text"), ([[1, 2]], [1, 2])])
 def test_a_list_of_one_prompt_is_that_prompt(prompt: object, only: object) -> None:
     assert check_client_body({"prompt": prompt}) == {"prompt": only}
+
+
+@pytest.mark.parametrize("body", [{"prompt_embeds": "e"}, {"prompt_embeds": ["e"], "prompt": None}])
+def test_embeddings_of_one_prompt_pass_as_they_are(body: dict[str, object]) -> None:
+    assert check_client_body(body) == body

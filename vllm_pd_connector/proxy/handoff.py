@@ -79,12 +79,15 @@ def check_client_body(body: object) -> Body:
         raise ProtocolError("use_beam_search: beams are several requests to the engine; only one cache is handed over")
     if body.get("kv_transfer_params") is not None:
         raise ProtocolError("kv_transfer_params: set by the router; leave it out")
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
-            raise ProtocolError(f"prompt: {len(prompt)} prompts; send one request for each")
-        return body | {"prompt": prompt[0]}
-    return body
+    # vLLM runs all that `prompt` and `prompt_embeds` name, an empty text included.
+    prompt: Any = body.get("prompt")
+    embeds: Any = body.get("prompt_embeds")
+    is_list = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    count = len(prompt) if is_list else int(prompt not in (None, []))
+    count += len(embeds) if isinstance(embeds, list) else int(embeds is not None)
+    if count > 1:
+        raise ProtocolError(f"prompt, prompt_embeds: {count} prompts; send one request for each")
+    return body | {"prompt": prompt[0]} if is_list else body
 
 
 def prefill_body(body: Body, transfer_id: str | None = None) -> Body:
