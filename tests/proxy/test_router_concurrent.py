@@ -140,6 +140,24 @@ async def test_a_request_id_in_use_is_refused_where_it_pairs_the_legs(bench: Ben
 
 
 @over_bench
+async def test_a_request_id_is_in_use_until_its_prefill_has_ended(bench: Bench) -> None:
+    may_end = asyncio.Event()
+
+    async def hand_over_late(request: web.Request) -> web.StreamResponse:
+        await may_end.wait()
+        return await HANDS_OVER(request)
+
+    prefill, decode = await bench.instance(hand_over_late, info()), await bench.instance(DONE)
+    await bench.route([prefill.url], [decode.url])
+    assert (await bench.ask(**{"X-Request-Id": "same"}))[0] == 200
+    assert (await bench.ask(**{"X-Request-Id": "same"}))[0] == 409
+    may_end.set()
+    while bench.router._in_use:
+        await asyncio.sleep(0)
+    assert (await bench.ask(**{"X-Request-Id": "same"}))[0] == 200
+
+
+@over_bench
 async def test_a_concurrent_handoff_needs_a_prefill_that_says_its_engine(bench: Bench) -> None:
     prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
     await bench.route([prefill.url], [decode.url], handoff="concurrent")

@@ -172,9 +172,12 @@ class Router:
             raise LegError(409, f"X-Request-Id: {exchange.request_id} is in use by a request in flight; send another")
         self._in_use.add(exchange.request_id)
         try:
-            return await self._side_by_side(exchange)
-        finally:
+            answer, prefill = await self._side_by_side(exchange)
+        except BaseException:
             self._in_use.discard(exchange.request_id)
+            raise
+        self._let_end(prefill, exchange.request_id)
+        return answer
 
     def _concurrent(self) -> bool:
         if self._options.handoff != "auto":
@@ -189,7 +192,8 @@ class Router:
         answer = await self._prefill(exchange, lambda _instance: (first, exchange.headers))
         return await self._decode(exchange, decode_body(exchange.body, answer))
 
-    async def _side_by_side(self, exchange: Exchange) -> web.StreamResponse:
+    async def _side_by_side(self, exchange: Exchange) -> tuple[web.StreamResponse, asyncio.Task[Any]]:
+        """The complete answer, and the prefill's leg, which may still run."""
         sent: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         chosen: list[EngineInfo] = []
 
@@ -227,11 +231,11 @@ class Router:
         finally:
             if decode is not None:
                 await _end(decode)
-        self._let_end(prefill, exchange.request_id)
-        return answer
+        return answer, prefill
 
     def _let_end(self, prefill: asyncio.Task[Any], request_id: str) -> None:
-        """The answer is complete; the prefill's is read to its end, so that it is not taken for an abort."""
+        """The answer is complete; the prefill's is read to its end, so that it is not taken for an abort. Until then
+        its id is in use: a decode instance that named it would be given this prefill."""
 
         async def wait() -> None:
             try:
@@ -242,6 +246,7 @@ class Router:
         task = asyncio.create_task(wait())
         self._trailing.add(task)
         task.add_done_callback(self._trailing.discard)
+        task.add_done_callback(lambda _: self._in_use.discard(request_id))
 
     async def _prefill(self, exchange: Exchange, prepare: Any, on_sent: Any = None) -> Any:
         """What the prefill instance answers, read."""
