@@ -21,8 +21,9 @@ def model_facts(config: VllmConfig, model_id: str | None) -> ModelFacts:
     parameters and the speculative method are part of the facts because the cached numbers depend on them.
     """
     model = config.model_config
+    name = model_id or str(model.model)
     return ModelFacts(
-        model=model_id or model.model,
+        model=name,
         architecture=model.architecture,
         num_layers=model.get_total_num_hidden_layers(),
         hidden_size=model.get_hidden_size(),
@@ -31,20 +32,27 @@ def model_facts(config: VllmConfig, model_id: str | None) -> ModelFacts:
         dtype=str(model.dtype).removeprefix("torch."),
         kv_cache_dtype=str(config.cache_config.cache_dtype),
         rope=_canonical(getattr(model.hf_text_config, "rope_parameters", None)),
-        speculative=_speculative(config),
+        speculative=_speculative(config, name),
     )
 
 
-def _speculative(config: VllmConfig) -> str:
-    """The draft method and model, which decide what the draft layers' caches hold; empty without one."""
+def _speculative(config: VllmConfig, name: str) -> str:
+    """The draft method and model, which decide what the draft layers' caches hold; empty without one.
+
+    Methods whose drafts are made by the model itself, or by no model, have its path as the draft's: there the model's
+    `name` stands, which `model_id` makes the same on both sides.
+
+    Source: vLLM 0.32, `vllm/config/speculative.py` (`__post_init__`).
+    """
     speculative = config.speculative_config
     if speculative is None:
         return ""
-    draft = getattr(speculative, "draft_model_config", None)
+    draft = getattr(getattr(speculative, "draft_model_config", None), "model", None)
+    own = (config.model_config.model, config.model_config.model_weights)
     return _canonical(
         {
             "method": speculative.method,
-            "model": getattr(draft, "model", None),
+            "model": name if draft in own else draft,
             "tokens": speculative.num_speculative_tokens,
         }
     )
