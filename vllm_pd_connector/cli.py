@@ -31,7 +31,7 @@ from vllm_pd_connector.geometry.explain import Explanation, Movement, explain_pa
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.stage import CHUNKS_PER_SLAB
 from vllm_pd_connector.protocol.messages import Describe, Failure, GetManifests, Manifests, Request
-from vllm_pd_connector.proxy.urls import base_url, host_and_port
+from vllm_pd_connector.proxy.urls import base_url, host_and_port, seconds
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
 from vllm_pd_connector.sidechannel.keys import Keys, create_keys, create_secret, load_keys, public_key
 from vllm_pd_connector.sidechannel.sockets import endpoint
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (explain, save):
         command.add_argument("--keys", type=Path, help="directory of keys, as side_channel_keys of an instance")
         command.add_argument("--server-key", metavar="FILE", type=Path, help="the instance's public key")
-        command.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for a side channel")
+        command.add_argument("--timeout", type=seconds, default=5.0, help="seconds to wait for a side channel")
     return parser
 
 
@@ -223,9 +223,10 @@ def fetch(address: str, timeout: float, identity: Identity | None = None) -> tup
         Unanswered: not an address, nobody there in time, or the server refused.
     """
     place, _, engine = address.removeprefix(_SCHEME).partition("/")
-    host, _, port = place.rpartition(":")
-    if not host or not port.isdigit():
-        raise Unanswered(f"{address}: give tcp://host:port or tcp://host:port/engine_id")
+    try:
+        host, _, port = host_and_port(place).rpartition(":")
+    except argparse.ArgumentTypeError as error:
+        raise Unanswered(f"{address}: give tcp://host:port or tcp://host:port/engine_id") from error
     try:
         where = endpoint(host, int(port), identity.server_key if identity is not None else None)
         outcome = _ask(where, GetManifests(engine) if engine else Describe(), timeout, identity)

@@ -163,15 +163,17 @@ def test_what_cannot_be_answered_exits_with_two_and_says_why(server, files, caps
             (files("junk", b"\x81\xa1x\x01"), "not manifests of this release"),
             (files("junk.json", b'[{"version": 1}]'), "not manifests of this release"),
             ("tcp://nowhere", "tcp://host:port"),
+            ("tcp://127.0.0.1:70000", "tcp://host:port"),
             (f"tcp://127.0.0.1:{server.port}/p-9", "foreign_engine"),
             (nobody, "listening there"),
         ):
             assert cli.main(["explain", bad, good, "--timeout", "0.3"]) == 2
             assert text in capsys.readouterr().err
     assert cli.main(["manifest", good, "-o", str(files.directory / "no" / "file")]) == 2
-    with pytest.raises(SystemExit) as usage:
-        cli.main(["explain", good])
-    assert usage.value.code == 2
+    for words in ([good], [nobody, good, "--timeout", "nan"]):
+        with pytest.raises(SystemExit) as usage:
+            cli.main(["explain", *words])
+        assert usage.value.code == 2
 
 
 def test_the_command_is_installed_under_its_name():

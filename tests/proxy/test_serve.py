@@ -54,6 +54,17 @@ def test_the_command_line_says_what_the_router_does() -> None:
     assert (options.limits.read_timeout, options.slack, options.handoff) == (3.0, 0, "serial")
 
 
+@pytest.mark.parametrize(
+    "words", [("--port", "65536"), ("--admin-port", "-1"), ("--port", "x"), ("--read-timeout", "nan")]
+)
+def test_what_is_no_port_or_no_time_is_refused_by_name(words: tuple[str, str], capsys) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(words)
+    assert f"argument {words[0]}: '{words[1]}' is not a" in capsys.readouterr().err
+
+
 def test_the_command_serves_clients_and_operators_until_it_is_told_to_stop() -> None:
     port, admin, nobody = (free_port() for _ in range(3))
     command = [sys.executable, "-m", "vllm_pd_connector.proxy", "--port", str(port), "--admin-port", str(admin)]

@@ -21,7 +21,7 @@ from vllm_pd_connector.proxy.exchange import error_object
 from vllm_pd_connector.proxy.fleet import Role
 from vllm_pd_connector.proxy.legs import Limits
 from vllm_pd_connector.proxy.router import Options, Router
-from vllm_pd_connector.proxy.urls import base_url
+from vllm_pd_connector.proxy.urls import base_url, listening_port, seconds
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="base URL of an instance that says itself what it is (PDConnector); repeat for several",
     )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=listening_port, default=8000)
     parser.add_argument("--admin-host", default="127.0.0.1", help="where operators' routes listen")
-    parser.add_argument("--admin-port", type=int, help="port of operators' routes; without it there are none")
+    parser.add_argument(
+        "--admin-port", type=listening_port, help="port of operators' routes; without it there are none"
+    )
     parser.add_argument(
         "--handoff", choices=("auto", "serial", "concurrent"), default="auto",
         help="serial for pull, concurrent for push without keys; auto: what the prefill instances say (default)",
@@ -52,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("check-interval", defaults.check_interval, "between two health checks"),
         ("facts-interval", defaults.facts_interval, "after which an instance is asked anew what it is"),
     ):
-        parser.add_argument(f"--{name}", type=_positive, default=value, help=f"seconds {text} (default: {value:g})")
+        parser.add_argument(f"--{name}", type=seconds, default=value, help=f"seconds {text} (default: {value:g})")
     parser.add_argument(
-        "--shutdown-timeout", type=_positive, default=5.0,
+        "--shutdown-timeout", type=seconds, default=5.0,
         help="seconds that requests have to end when the router is told to stop; it takes no new ones (default: 5)",
     )  # fmt: skip
     parser.add_argument(
@@ -147,10 +149,3 @@ async def _serve(arguments: argparse.Namespace) -> int:
     finally:
         for runner in reversed(runners):
             await runner.cleanup()
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text} is not a time in seconds")
-    return value

@@ -1,4 +1,4 @@
-"""Addresses as users give them on command lines and to the operators' routes; no HTTP library is imported."""
+"""Addresses and times as users give them on command lines and to the operators' routes; no HTTP library is imported."""
 
 from __future__ import annotations
 
@@ -32,3 +32,29 @@ def host_and_port(text: str) -> str:
     if not host or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not an address; give host:port")
     return text
+
+
+def listening_port(text: str) -> int:
+    """A port to listen at; 0 takes a free one.
+
+    Raises:
+        argparse.ArgumentTypeError: no number, or outside 0..65535.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) <= 5) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give a number from 0 to 65535")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A positive time.
+
+    Raises:
+        argparse.ArgumentTypeError: no number, or one that is no time to wait.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
+    return value
