@@ -117,6 +117,24 @@ def test_the_end_of_the_peer_is_noticed_at_once(exchange: Callable[..., Exchange
     assert "its process ended or its transport was closed" in lost(line)
 
 
+def test_a_line_that_is_given_up_is_ended_on_both_sides(exchange: Callable[..., Exchange]) -> None:
+    here, there = exchange("here"), exchange("there")
+    line = opened(here, there, "there")
+    assert len(there._arriving) == 1
+    line.give_up("it is of no use")
+    assert line.state is LineState.LOST and line.reason == "it is of no use"
+    until(lambda: line.socket.fileno() < 0, "the end of its socket here")
+    until(lambda: not there._arriving, "its end there")
+
+
+def test_programs_that_the_process_starts_inherit_no_descriptor(exchange: Callable[..., Exchange]) -> None:
+    here, there = exchange("here"), exchange("there")
+    line = opened(here, there, "there")
+    [arrived] = there._arriving
+    for one in (line.socket.fileno(), arrived.fileno(), here._listener.fileno(), here._event, here._selector.fileno()):
+        assert not os.get_inheritable(one)
+
+
 def test_what_was_sent_before_hanging_up_or_closing_arrives(exchange: Callable[..., Exchange]) -> None:
     here, there = exchange("here"), exchange("there")
     line = opened(here, there, "there")

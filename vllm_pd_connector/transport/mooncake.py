@@ -348,7 +348,7 @@ class MooncakeTransport:
         try:
             return self._openings.ready(peer.opening)
         except TransferError as error:
-            peer.line.lose(f"{peer.name} answers, and {error}")
+            peer.line.give_up(f"{peer.name} answers, and {error}")
             return False
 
     def _note_failure(self, transfer: _Transfer, what: str) -> None:
