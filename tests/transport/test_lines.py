@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transport_ends import until
 
+from descriptors import no_descriptor_left
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport import lines
 from vllm_pd_connector.transport.lines import Exchange, Line, LineState
@@ -222,23 +223,6 @@ def test_of_too_many_strangers_the_oldest_is_hung_up_on(
             stranger.settimeout(30)
             assert stranger.recv(100) == frame(b"there")
         opened(exchange("here"), there, "there")
-
-
-@contextlib.contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    """In this process; sockets that are there already can be used."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    filled: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                filled.append(os.dup(0))
-        yield
-    finally:
-        for descriptor in filled:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_without_descriptors_diallers_wait_and_no_core_burns(
