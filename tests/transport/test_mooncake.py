@@ -140,6 +140,7 @@ def elsewhere(endpoint: bytes, **changes: Any) -> bytes:
         ({"host": "another boot:1"}, "on another machine and advertises the loopback address"),
         ({"address": "fd00::1"}, "address: 127.0.0.1 here, fd00::1 there"),
         ({"address": "prefill-0"}, "no IP address"),
+        ({"address": "fd00::5%nowhere"}, "leads to no machine"),
         ({"protocol": "rdma"}, "protocol: tcp here, rdma there"),
         ({"engine_port": 0}, "not ports"),
         ({"line_port": 70000}, "not ports"),
