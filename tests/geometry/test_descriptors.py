@@ -89,6 +89,15 @@ def test_a_layer_has_the_kinds_that_it_registered_and_no_others() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=Manifest) == made
 
 
+def test_keys_and_values_alone_are_all_that_a_layer_has() -> None:
+    made = manifest(("0", Role.KEY, 0x1000, 0x100, 0x10), ("0", Role.VALUE, 0x2000, 0x100, 0x10))
+    validate(made)
+    assert {(t.layer, t.role): (t.page_stride, t.pages) for t in made.tensors} == {
+        ("0", Role.KEY): (0x10, 16),
+        ("0", Role.VALUE): (0x10, 16),
+    }
+
+
 @pytest.mark.parametrize(
     ("segment", "fields", "text"),
     [
@@ -100,6 +109,7 @@ def test_a_layer_has_the_kinds_that_it_registered_and_no_others() -> None:
         ({"length": 0}, {}, r"segments\[0\] is 0 bytes"),
         ({}, {"page_stride": 0x41}, "leave the segment of 1024"),
         ({"length": 0x3FF}, {}, "leave the segment of 1023"),
+        ({"length": 0x41}, {}, "leave the segment of 65"),
         ({}, {"pages": 17}, "pages is 17: must be 16 blocks of 1 pages"),
         ({}, {"page_stride": 1 << 60}, "leave the segment"),
         ({}, {"page_stride": (1 << 62) - 1, "offset": (1 << 62) - 1}, "leave the segment"),

@@ -45,7 +45,7 @@ def test_a_result_that_nobody_computed_denies() -> None:
     assert TopologyCheck().status is TopologyStatus.DENY and not TopologyCheck().allowed and TopologyCheck().reason
 
 
-@pytest.mark.parametrize("side", [{}, {"tp": 2}, {"tp": 2, "pp": 2}, {"layout": "CPU"}, {"layout": "BLHNC"}])
+@pytest.mark.parametrize("side", [{}, {"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2}, {"layout": "CPU"}, {"layout": "BLHNC"}])
 def test_equal_sides_are_homogeneous_even_with_other_capacity(side: dict) -> None:
     local, remote = manifests(engine="d-1", **side), manifests(num_blocks=13, **side)
     for mine in (local, local[-1]):
@@ -76,12 +76,30 @@ def test_every_data_parallel_rank_is_an_instance_of_its_own(dp: int, tp: int, ra
     sources = [{edge.source for edge in make_plan(destination, two).edges} for destination in other]
     assert sources == {4: [{(0, 0)}, {(0, 0)}, {(0, 1)}, {(0, 1)}], 1: [{(0, 0), (0, 1)}]}[tp]
     same = with_parallel(manifests(engine="d-0", tp=2), dp_size=dp, dp_rank=dp - 1)
-    assert check_pd_topology(same, two).status is TopologyStatus.ALLOW_HOMOGENEOUS
+    assert check_pd_topology(same, two) == TopologyCheck(TopologyStatus.ALLOW_HOMOGENEOUS, "")
+
+
+@pytest.mark.parametrize("model", [MODEL, Model(heads=0, key=4)], ids=["heads", "latents"])
+@pytest.mark.parametrize(("here", "there"), [(2, 4), (2, 1), (4, 1)])
+def test_heads_and_latents_are_given_to_any_number_of_ranks(model: Model, here: int, there: int) -> None:
+    for local, remote in ((here, there), (there, here)):
+        check = check_pd_topology(manifests(model, "d-1", tp=local), manifests(model, tp=remote))
+        assert check == TopologyCheck(TopologyStatus.ALLOW_HETEROGENEOUS, "")
+
+
+@pytest.mark.parametrize("size", ["tp_size", "pp_size", "dp_size", "dcp_size", "pcp_size"])
+def test_a_size_that_is_not_told_is_not_guessed(size: str) -> None:
+    tree = msgspec.to_builtins(manifests()[0])
+    del tree["parallel"][size]
+    with pytest.raises(msgspec.ValidationError, match=f"missing required field `{size}`"):
+        msgspec.convert(tree, Manifest)
 
 
 def test_two_and_three_ranks_of_six_heads_may_be_paired() -> None:
     model = Model(heads=6)
-    assert check_pd_topology(manifests(model, "d-1", tp=2), manifests(model, tp=3)).allowed
+    for here, there in ((2, 3), (3, 2)):
+        check = check_pd_topology(manifests(model, "d-1", tp=here), manifests(model, tp=there))
+        assert check == TopologyCheck(TopologyStatus.ALLOW_HETEROGENEOUS, "")
 
 
 @pytest.mark.parametrize("field", ModelFacts.__struct_fields__)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import urllib.request
 from typing import Any
 
 import pytest
@@ -86,6 +88,10 @@ def test_a_proxy_is_told_of_all_engines_of_a_server(consumer, balancing):
         allocate(half, pool, request)
         [order] = step(half).receives
         assert order.push.peer.port == engine.producer._port and order.push.engine_id == wanted
+    # Proxies send the rank back as X-data-parallel-rank; an API server refuses one that none of its engines has.
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/query", timeout=20) as answer:
+        told = {rank: engine["engine_id"] for rank, engine in json.load(answer).items()}
+    assert told == {str(i): engine.producer._engine_id for i, engine in enumerate(reversed(engines))}
     for engine in engines:
         engine.shutdown()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from descriptors import no_descriptor_left
 from ports import free_port
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
 from vllm_pd_connector.protocol.bootstrap import MAX_REGISTRATION_BYTES, Place, Roll, encode_answer
@@ -160,6 +162,28 @@ def test_those_who_ask_nothing_are_bounded_and_pass(monkeypatch: pytest.MonkeyPa
     wait_for_questions(0)
     assert query(place) == {"e-0": Place(HOST, 5600)}
     busy.close()
+
+
+def test_without_descriptors_questions_wait_and_no_core_burns(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, attempts, tried = socketserver.TCPServer.get_request, [], threading.Event()
+
+    def counted(server: socketserver.TCPServer) -> tuple[socket.socket, Any]:
+        attempts.append(server)
+        tried.set()
+        return accept(server)
+
+    monkeypatch.setattr(socketserver.TCPServer, "get_request", counted)
+    server = BootstrapServer(HOST, free_port(), Roll(ANSWER))
+    with socket.socket() as asker:
+        asker.settimeout(30)
+        with no_descriptor_left():
+            asker.connect((HOST, server.port))
+            assert tried.wait(20)
+            time.sleep(0.5)
+            assert len(attempts) < 5
+        asker.sendall(b"GET /query HTTP/1.0\r\n\r\n")
+        assert asker.recv(100).startswith(b"HTTP/1.0 200 OK")
+    server.close()
 
 
 def test_a_taken_port_is_a_configuration_error() -> None:

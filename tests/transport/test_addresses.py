@@ -71,6 +71,9 @@ def test_the_source_address_is_the_kernels_choice_and_one_of_this_machine() -> N
         ("::", "", "is not the address of one machine"),
         ("224.0.0.1", "", "is not the address of one machine"),
         ("fe80::1", "", "is not the address of one machine"),
+        ("fe80::1%eth0", "", "is not the address of one machine"),
+        ("::1%lo", "", "is not the address of one machine"),
+        ("::ffff:0.0.0.0", "", "is not the address of one machine"),
         ("198.51.100.7", "", "198.51.100.7 is no address of this machine"),
     ],
 )
@@ -96,6 +99,15 @@ def test_loopback_is_meant_for_this_machine_alone() -> None:
         check_reachable("::1", "another boot:4026531840", ipaddress.ip_address("fd00::1"))
 
 
+def test_version_4_in_the_clothes_of_version_6_is_version_4() -> None:
+    assert str(local_address("::ffff:127.0.0.1", "")) == "127.0.0.1"
+    assert str(local_address("", "::ffff:127.0.0.1")) == "127.0.0.1"
+    ours = ipaddress.ip_address("10.0.0.1")
+    assert str(check_reachable("::ffff:10.0.0.5", "another boot:1", ours)) == "10.0.0.5"
+    with pytest.raises(TransferError, match="on another machine and advertises the loopback address 127"):
+        check_reachable("::ffff:127.0.0.1", "another boot:1", ours)
+
+
 def test_a_loopback_address_of_ours_is_for_peers_on_this_machine_alone() -> None:
     with pytest.raises(TransferError, match=r"this worker is at the loopback address 127\.0\.0\.1; set .* here"):
         check_reachable("10.0.0.5", "another boot:1", HERE)
@@ -115,6 +127,8 @@ def test_a_routable_address_of_another_machine_is_accepted() -> None:
         ("0.0.0.0", "leads to no machine"),
         ("ff02::1", "leads to no machine"),
         ("fe80::1", "leads to no machine"),
+        ("fd00::5%nowhere", "leads to no machine"),
+        ("::ffff:224.0.0.1", "leads to no machine"),
         ("fd00::5", "address: 10.0.0.1 here, fd00::5 there"),
     ],
 )

@@ -295,6 +295,25 @@ def test_one_peer_is_connected_twice_and_each_connection_is_left_by_itself(
     assert end.content(0, SIZE) == pattern(6, SIZE)
 
 
+def test_one_peer_is_connected_with_other_segments_for_each_use(end: End, living: AnyPeer) -> None:
+    """A worker that reads from an instance also takes its scratch memory, one that writes into it does not."""
+    living.call("fill", 7)
+    first, second = living.segments
+    read, beyond = (whole(segment.address, end.address, segment.length) for segment in (first, second))
+    reads = end.connect(living.endpoint, (first,))
+    with pytest.raises(TransferError, match="outside the 1 registered segments"):
+        end.transport.read(reads, beyond)
+    both, other = end.connect(living.endpoint, (first, second)), end.connect(living.endpoint, (second,))
+    for connection in (both, reads):
+        end.zero()
+        end.finish(end.transport.read(connection, read))
+        assert end.content(0, first.length) == pattern(7, SIZE)[: first.length]
+    for connection in (both, other):
+        end.zero()
+        end.finish(end.transport.read(connection, beyond))
+        assert end.content(0, second.length) == pattern(7, SIZE)[first.length :]
+
+
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_a_frozen_peer_delays_transfers_and_fails_none(end: End, spawn: Callable[..., AnyPeer], operation: str) -> None:
     frozen = spawn()

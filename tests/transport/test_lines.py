@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transport_ends import until
 
+from descriptors import no_descriptor_left
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport import lines
 from vllm_pd_connector.transport.lines import Exchange, Line, LineState
@@ -117,6 +118,24 @@ def test_the_end_of_the_peer_is_noticed_at_once(exchange: Callable[..., Exchange
     assert "its process ended or its transport was closed" in lost(line)
 
 
+def test_a_line_that_is_given_up_is_ended_on_both_sides(exchange: Callable[..., Exchange]) -> None:
+    here, there = exchange("here"), exchange("there")
+    line = opened(here, there, "there")
+    assert len(there._arriving) == 1
+    line.give_up("it is of no use")
+    assert line.state is LineState.LOST and line.reason == "it is of no use"
+    until(lambda: line.socket.fileno() < 0, "the end of its socket here")
+    until(lambda: not there._arriving, "its end there")
+
+
+def test_programs_that_the_process_starts_inherit_no_descriptor(exchange: Callable[..., Exchange]) -> None:
+    here, there = exchange("here"), exchange("there")
+    line = opened(here, there, "there")
+    [arrived] = there._arriving
+    for one in (line.socket.fileno(), arrived.fileno(), here._listener.fileno(), here._event, here._selector.fileno()):
+        assert not os.get_inheritable(one)
+
+
 def test_what_was_sent_before_hanging_up_or_closing_arrives(exchange: Callable[..., Exchange]) -> None:
     here, there = exchange("here"), exchange("there")
     line = opened(here, there, "there")
@@ -204,23 +223,6 @@ def test_of_too_many_strangers_the_oldest_is_hung_up_on(
             stranger.settimeout(30)
             assert stranger.recv(100) == frame(b"there")
         opened(exchange("here"), there, "there")
-
-
-@contextlib.contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    """In this process; sockets that are there already can be used."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    filled: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                filled.append(os.dup(0))
-        yield
-    finally:
-        for descriptor in filled:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_without_descriptors_diallers_wait_and_no_core_burns(

@@ -140,6 +140,7 @@ def elsewhere(endpoint: bytes, **changes: Any) -> bytes:
         ({"host": "another boot:1"}, "on another machine and advertises the loopback address"),
         ({"address": "fd00::1"}, "address: 127.0.0.1 here, fd00::1 there"),
         ({"address": "prefill-0"}, "no IP address"),
+        ({"address": "fd00::5%nowhere"}, "leads to no machine"),
         ({"protocol": "rdma"}, "protocol: tcp here, rdma there"),
         ({"engine_port": 0}, "not ports"),
         ({"line_port": 70000}, "not ports"),
@@ -219,6 +220,13 @@ def test_a_lost_line_that_somebody_still_holds_keeps_nobody_from_the_next_one(en
         end.finish(end.transport.write(idle, whole(end.address, peer.address, SIZE), b"done"))
     end.disconnect(idle)
     end.finish(end.transport.read(again, read))
+
+
+def test_a_peer_that_tells_of_other_memory_under_one_name_is_refused(end: End, peer: ProcessPeer) -> None:
+    connection = end.connect(peer.endpoint, peer.segments)
+    with pytest.raises(TransferError, match="tells of other memory than when it was connected first: .* overlaps"):
+        end.connect(peer.endpoint, lying_about_memory(peer))
+    end.finish(end.transport.read(connection, whole(peer.address, end.address, SIZE)))
 
 
 def test_a_peer_that_does_not_answer_fails_within_the_connect_timeout_and_delays_nobody(peer: ProcessPeer) -> None:

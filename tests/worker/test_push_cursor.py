@@ -53,6 +53,7 @@ def reached(source: Side, destination: Side, start: int, steps: list[int], stop:
         pytest.param(32, [80], 80, [80, 80], id="prefix that the decode side has"),
         pytest.param(32, [16, 32, 48], 48, [32, 32, 48, 48], id="chunk within what the decode side has"),
         pytest.param(0, [32, 80, 48], 80, [32, 80, 80, 80], id="computed again after a preemption"),
+        pytest.param(32, [80, 48], 80, [80, 80, 80], id="behind what the decode side has, computed again"),
     ],
 )
 def test_a_step_lets_whole_pages_go(start: int, steps: list[int], stop: int, cursors: list[int]) -> None:
@@ -72,3 +73,9 @@ def test_a_step_lets_whole_pages_go(start: int, steps: list[int], stop: int, cur
 )
 def test_a_step_stops_at_pages_of_both_sides(source: Side, destination: Side, cursors: list[int]) -> None:
     assert reached(source, destination, 0, [20, 48, 64, 99], 100) == cursors
+
+
+def test_what_the_prefill_side_had_cached_goes_with_its_first_step() -> None:
+    """Eight of ten tokens, in blocks of four: the cursor begins at the first token all the same."""
+    small = Side(block_tokens=4)
+    assert reached(small, small, 0, [10], 10) == [8, 10]

@@ -88,6 +88,18 @@ def engine_id(config: VllmConfig) -> str:
     return str(config.kv_transfer_config.engine_id)
 
 
+def rank_for_routers(config: VllmConfig) -> int:
+    """The rank by which this engine's API server knows it: what routers send as `X-data-parallel-rank`. An API server
+    that has the engines of its own host alone (external and hybrid load balancing) counts those, from 0.
+
+    Source: vLLM 0.32, `vllm/v1/engine/input_processor.py`, `mooncake_connector.py` (`MooncakeConnectorWorker.dp_rank`).
+    """
+    parallel = config.parallel_config
+    if parallel.local_engines_only:
+        return parallel.data_parallel_rank_local or 0
+    return int(parallel.data_parallel_index)
+
+
 def engine_info(config: VllmConfig, index: int) -> EngineInfo:
     """What engine `index` behind this API server tells routers.
 

@@ -59,6 +59,7 @@ class Producer:
             require_private_address(self._host, self._keys, config.allow_unauthenticated_peers)
         self._parallel = parallel
         self._first_engine = facts.first_engine(vllm_config)
+        self._rank = facts.rank_for_routers(vllm_config)
         self._states = state_groups(kv_cache_config)
         self._backoff = prefill_backoff(vllm_config, kv_cache_config)
         self._server: SideChannelServer | None = None
@@ -125,7 +126,7 @@ class Producer:
             return
         parallel = self._parallel
         sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        own = encode_answer(parallel.data_parallel_index, self._engine_id, Place(self._host, self._port), *sizes)
+        own = encode_answer(self._rank, self._engine_id, Place(self._host, self._port), *sizes)
         if self._first_engine is not None:
             # It listens at its own side_channel_host, which on this host is this engine's too.
             hosts = dict.fromkeys((_reachable(self._host), self._first_engine))

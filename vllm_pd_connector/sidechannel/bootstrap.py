@@ -1,10 +1,11 @@
 """Bootstrap over HTTP, for the proxies of vLLM's in-tree Mooncake connector: one answer served, and asked for.
 
 The server says the same few hundred bytes to everyone; it has one thread per open question, a bound on how many there
-are and one on how long each may take, however its bytes come. It reads registrations of the other engines of its
-`vllm serve` alone, which come from its own host unless strangers are allowed. `Registration` sends one until it is
-taken. `Directory` asks, in threads of its own, and remembers an answer for a few seconds: a restarted instance may be
-another engine, or listen elsewhere.
+are and one on how long each may take, however its bytes come. When the process has no descriptor left for who asks
+next, nobody is answered for `PAUSE_SECONDS`. It reads registrations of the other engines of its `vllm serve` alone,
+which come from its own host unless strangers are allowed. `Registration` sends one until it is taken. `Directory` asks,
+in threads of its own, and remembers an answer for a few seconds: a restarted instance may be another engine, or listen
+elsewhere.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 QUESTION_SECONDS = 5.0
 MAX_QUESTIONS = 64
+PAUSE_SECONDS = 1.0
 RETRY_SECONDS = 0.1
 KNOWN_SECONDS = 10.0
 RETRY_REGISTRATION_SECONDS = 2.0
@@ -118,7 +120,12 @@ class _Server(ThreadingHTTPServer):
         super().__init__((host, port), handler)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        connection, address = super().get_request()
+        try:
+            connection, address = super().get_request()
+        except OSError as error:  # mostly no descriptor is left, and the listener stays readable
+            logger.debug("bootstrap: nobody is answered for %s s: %s", PAUSE_SECONDS, error)
+            time.sleep(PAUSE_SECONDS)
+            raise
         return DeadlineSocket(connection, QUESTION_SECONDS), address
 
     def process_request(self, request: Any, client_address: Any) -> None:

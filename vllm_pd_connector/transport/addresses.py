@@ -70,10 +70,10 @@ def check_reachable(text: str, their_host: str, ours: Address) -> Address:
             other IP version.
     """
     try:
-        address = ipaddress.ip_address(text)
+        address = _address(text)
     except ValueError:
         raise TransferError(f"the peer advertises {text[:80]!r}, which is no IP address") from None
-    if address.is_unspecified or address.is_multicast or address.is_link_local:
+    if _is_of_no_machine(address):
         raise TransferError(
             f"the peer advertises {address}, which leads to no machine; set its transport_options.address"
         )
@@ -106,14 +106,30 @@ def host_identity() -> str:
 
 def _parse(text: str, key: str) -> Address:
     try:
-        address = ipaddress.ip_address(text)
+        address = _address(text)
     except ValueError:
         raise InvalidConfig(
             f"transport_options.{key}: {text!r} is not an IP address (names are not looked up); give one like 10.0.0.5"
         ) from None
-    if address.is_unspecified or address.is_multicast or address.is_link_local:
+    if _is_of_no_machine(address):
         raise InvalidConfig(f"transport_options.{key}: {address} is not the address of one machine; give one that is")
     return address
+
+
+def _address(text: str) -> Address:
+    """An IP address; one of version 4 in the clothes of version 6 (::ffff:10.0.0.5) is what it is.
+
+    Raises:
+        ValueError: it is none.
+    """
+    address = ipaddress.ip_address(text)
+    return address.ipv4_mapped or address if isinstance(address, ipaddress.IPv6Address) else address
+
+
+def _is_of_no_machine(address: Address) -> bool:
+    """Whether an address means nothing to a peer, or many: the name of an interface of ours (%eth0) is none of its."""
+    zone = isinstance(address, ipaddress.IPv6Address) and address.scope_id is not None
+    return zone or address.is_unspecified or address.is_multicast or address.is_link_local
 
 
 def _is_of_this_machine(address: Address) -> bool:

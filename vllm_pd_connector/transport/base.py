@@ -60,8 +60,9 @@ class Transport(Protocol):
     def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> Peer:
         """Prepare transfers with the worker that described itself by `endpoint` and holds `segments`.
 
-        A peer may be connected more than once, since an instance may be known under several addresses; each connection
-        is disconnected by itself. The endpoint is untrusted: its integrity is checked before the library sees it.
+        A peer may be connected more than once, since an instance may be known under several addresses, or is read from
+        and written into; each connection may take other segments, and is disconnected by itself. The endpoint is
+        untrusted: its integrity is checked before the library sees it.
 
         Raises:
             TransferError: malformed or damaged endpoint, or the library refuses it; retryable when the peer cannot be

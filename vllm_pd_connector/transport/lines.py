@@ -62,7 +62,7 @@ class LineState(Enum):
 
 @dataclass(eq=False, slots=True)
 class Line:
-    """The dialler's end. `state` and `reason` are read by any thread and written by the exchange's."""
+    """The dialler's end. `state` and `reason` are read by any thread and written by the exchange's, or by `give_up`."""
 
     peer: str
     deadline: float
@@ -105,7 +105,12 @@ class Line:
             self._leaving = True
         self.wake()
 
-    # The exchange's thread alone calls what follows.
+    def give_up(self, reason: str) -> None:
+        """Take a line that is open for lost, since its peer is of no use for another reason; the exchange ends it."""
+        self.lose(reason)
+        self.wake()
+
+    # The exchange's thread alone calls what follows, and `dial` before that thread knows the line.
 
     def readable(self) -> None:
         """Take the exchange's name, or see the end."""
@@ -217,7 +222,7 @@ class Exchange:
         self._paused_until = 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._event = os.eventfd(0, os.EFD_NONBLOCK)
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._event, selectors.EVENT_READ, self._woken)
         self._event_lock = threading.Lock()
         self._closing = self._ended = False

@@ -31,7 +31,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
@@ -98,10 +97,12 @@ def locate(endpoint: Endpoint, protocol: str, ours: Address) -> tuple[Whereabout
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """`queued` counts the peer's descriptors in the library, `connections` those that were not disconnected."""
+    """`queued` counts the peer's descriptors in the library, `connections` those that were not disconnected; `segments`
+    are all that these were made with."""
 
     name: str
     opening: Opening
+    segments: frozenset[Segment]
     ranges: Ranges
     line: Line
     running: int = 0
@@ -197,23 +198,31 @@ class MooncakeTransport:
             raise TransferError(f"{made.name} is this worker's own")
         known = self._peers.get(made.name)
         if known is not None and known.line.state is not LineState.LOST:
-            return self._share(known, ranges)
+            return self._share(known, segments)
         where, address = locate(made, self._protocol, self._address)
         line = self._exchange.dial(str(address), where.line_port, made.name, self._options.connect_timeout)
         if line.state is LineState.LOST:
             raise PeerLost(line.reason)
         segment = self._segment(made.name, address, where.engine_port)
-        peer = _Peer(made.name, Opening(segment, address, where.engine_port), ranges, line)
+        peer = _Peer(made.name, Opening(segment, address, where.engine_port), frozenset(segments), ranges, line)
         self._peers[made.name] = peer
         return peer
 
-    def _share(self, peer: _Peer, ranges: Ranges) -> Peer:
-        """A peer that is connected already, known under another address maybe. One whose line is lost is not shared:
-        who still holds it may not use it for hours, and would keep the others from its next line."""
+    def _share(self, peer: _Peer, segments: Sequence[Segment]) -> Peer:
+        """A peer that is connected already, known under another address maybe, or read from and now to be written into,
+        which takes other segments of it. One whose line is lost is not shared: who still holds it may not use it for
+        hours, and would keep the others from its next line."""
         if peer.leaving:
             raise TransferError(f"{peer.name} is being left; connect to it again soon", retryable=True)
-        if not (np.array_equal(peer.ranges.start, ranges.start) and np.array_equal(peer.ranges.stop, ranges.stop)):
-            raise TransferError(f"{peer.name} tells of other memory than when it was connected first")
+        if not peer.segments.issuperset(segments):
+            together = peer.segments.union(segments)
+            try:
+                peer.ranges = Ranges.of(tuple(together), "the peer")
+            except TransferError as error:
+                raise TransferError(
+                    f"{peer.name} tells of other memory than when it was connected first: {error}"
+                ) from error
+            peer.segments = together
         peer.connections += 1
         return peer
 
@@ -348,7 +357,7 @@ class MooncakeTransport:
         try:
             return self._openings.ready(peer.opening)
         except TransferError as error:
-            peer.line.lose(f"{peer.name} answers, and {error}")
+            peer.line.give_up(f"{peer.name} answers, and {error}")
             return False
 
     def _note_failure(self, transfer: _Transfer, what: str) -> None:
