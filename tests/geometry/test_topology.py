@@ -221,6 +221,14 @@ EMPTY: list[Manifest] = []
         (manifests(tp=2)[:1] + manifests(tp=4)[1:2], "disagree about tp_size: 2 and 4"),
         (manifests(tp=2)[:1] + with_model(manifests(tp=2)[1:], rope="yarn"), "disagree about rope"),
         (manifests(tp=2)[:1] + with_parallel(manifests(tp=2)[1:], dp_size=2, dp_rank=1), "disagree about dp"),
+        (
+            manifests(tp=2)[:1] + manifests(tp=2, block_tokens=8)[1:],
+            "disagree about groups: full of 4 tokens per block, window 0 and full of 8 tokens per block, window 0",
+        ),
+        (
+            manifests(tp=2)[:1] + [change(m, groups=m.groups * 2) for m in manifests(tp=2)[1:]],
+            "disagree about groups: full of 4 tokens per block, window 0 and full of 4 tokens per block, window 0, full",
+        ),
         (with_parallel(manifests(), dp_size=0), "dp_size is 0: must be 1 to"),
         (with_parallel(manifests(), tp_rank=1), "tp_rank is 1: must be below tp_size 1"),
         (with_parallel(manifests(tp=2)[:1], tp_size=1), "no source writer"),
