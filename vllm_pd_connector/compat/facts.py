@@ -31,20 +31,28 @@ def model_facts(config: VllmConfig, model_id: str | None) -> ModelFacts:
         dtype=str(model.dtype).removeprefix("torch."),
         kv_cache_dtype=str(config.cache_config.cache_dtype),
         rope=_canonical(getattr(model.hf_text_config, "rope_parameters", None)),
-        speculative=_speculative(config),
+        speculative=_speculative(config, model_id),
     )
 
 
-def _speculative(config: VllmConfig) -> str:
-    """The draft method and model, which decide what the draft layers' caches hold; empty without one."""
+# Methods that draft from the tokens alone: what is cached is the same without them.
+_DRAFT_WITHOUT_CACHES = ("ngram", "ngram_gpu", "suffix")
+
+
+def _speculative(config: VllmConfig, model_id: str | None) -> str:
+    """The draft method and model, which decide what the draft layers' caches hold; empty if there are none.
+
+    Drafters that are part of the served model (MTP) have its name, and so its `model_id`.
+    """
     speculative = config.speculative_config
-    if speculative is None:
+    if speculative is None or speculative.method in _DRAFT_WITHOUT_CACHES:
         return ""
-    draft = getattr(speculative, "draft_model_config", None)
+    draft = getattr(getattr(speculative, "draft_model_config", None), "model", None)
+    own = config.model_config.model
     return _canonical(
         {
             "method": speculative.method,
-            "model": getattr(draft, "model", None),
+            "model": model_id or own if draft == own else draft,
             "tokens": speculative.num_speculative_tokens,
         }
     )
