@@ -69,6 +69,8 @@ TOKEN, HEAD, CHANNEL = range(3)
         (change(GOOD, incarnation="ABC"), "incarnation is ABC"),
         (change(GOOD, engine_id=""), "engine_id is 0 characters"),
         (change(GOOD, endpoint=b"x" * (check.MAX_ENDPOINT + 1)), "endpoint"),
+        (change(GOOD, software="x" * (check.MAX_FACT + 1)), "software is 65537 characters long"),
+        (change(GOOD, model=change(GOOD.model, rope="x" * (check.MAX_FACT + 1))), r"model\.rope is 65537 char"),
         (change(GOOD, segments=()), "segments is 0 entries"),
         (change(GOOD, groups=()), "groups is 0 entries"),
         (change(GOOD, tensors=()), "tensors is 0 entries"),

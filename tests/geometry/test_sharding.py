@@ -54,9 +54,8 @@ def test_pieces_that_tile_a_box_pass() -> None:
 def test_many_pieces_are_compared_with_their_neighbours_only(divided: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer may name thousands of ranks, and every pair of them would take minutes; whichever axis they divide."""
     whole = [Interval(0, 2000)] * 3
-    pieces = [
-        (*whole[:divided], Interval(i, i + 1), *whole[divided + 1 :]) for i in random.Random(1).sample(range(2000), 2000)
-    ]
+    places = random.Random(1).sample(range(2000), 2000)
+    pieces = [(*whole[:divided], Interval(i, i + 1), *whole[divided + 1 :]) for i in places]
     compared = 0
 
     def counting(a: Box, b: Box) -> Box | None:

@@ -165,7 +165,7 @@ def layer_caches(
             backend=backends.get(layer, "unknown"),
             head_size=spec.head_size,
             head_size_v=spec.head_size_v,
-            replicated=spec.max_tp_shards == 1,
+            replicated=getattr(spec, "max_tp_shards", None) == 1,
             cache_dtype=str(getattr(spec, "cache_dtype_str", None) or spec.dtype).removeprefix("torch."),
             spec_name=type(spec).__name__,
             tensor=tensor,

@@ -5,7 +5,8 @@ What holds after `validate`, and what the rest of the package relies on without 
 - every byte of every tensor lies inside its segment, and every address fits a signed 64-bit integer;
 - no two elements of a tensor share a byte. The rule is that strides nest: sorted by size, each stride is at least
   the span of everything below it. All permutations and packings of a dense buffer nest;
-- no two segments share a byte, and no two tensors of one group do. Different groups may (a dual view), their blocks are never in use at once;
+- no two segments share a byte, and no two tensors of one group do. Different groups may (a dual view), their blocks
+  are never in use at once;
 - pages, blocks and tokens agree between tensors and groups.
 
 Overlap is decided by folding: tensors whose ranges intersect are taken modulo their largest common stride, which
@@ -42,6 +43,7 @@ MAX_TENSORS = 16384
 MAX_AXES = 4
 MAX_RANKS = 1024
 MAX_TEXT = 4096
+MAX_FACT = 1 << 16
 MAX_ENDPOINT = 1 << 20
 ADDRESS_LIMIT = 1 << 62
 # Ranges looked at per tensor to decide overlap; layouts that share their strides take fewer than ten.
@@ -60,6 +62,11 @@ def validate(manifest: Manifest) -> None:
         _refuse("incarnation", manifest.incarnation[:64], "must be 32 lower-case hex digits")
     for field in ("engine_id", "transport"):
         _check_text(field, getattr(manifest, field))
+    # Rope parameters have lists of numbers; and what differs is printed for every request.
+    facts = {f"model.{name}": getattr(manifest.model, name) for name in manifest.model.__struct_fields__}
+    for field, value in (("software", manifest.software), *facts.items()):
+        if isinstance(value, str) and len(value) > MAX_FACT:
+            _refuse(field, f"{len(value)} characters long", f"at most {MAX_FACT}")
     if len(manifest.endpoint) > MAX_ENDPOINT:
         _refuse("endpoint", f"{len(manifest.endpoint)} bytes", f"at most {MAX_ENDPOINT}")
     _check_coordinates(manifest.parallel)

@@ -104,7 +104,8 @@ def split(edge: Edge, limit: int, *, writes: bool = False) -> tuple[Edge, Edge]:
 
 
 def _stages(family: Family, limit: int, gap: int) -> bool:
-    return _part_count(family, gap) <= MAX_PARTS and _fits(family, limit, gap) and _pays(family, gap) and _is_even(family, gap)
+    few = _part_count(family, gap) <= MAX_PARTS
+    return few and _fits(family, limit, gap) and _pays(family, gap) and _is_even(family, gap)
 
 
 def _pays(family: Family, gap: int) -> bool:
