@@ -48,13 +48,18 @@ class Difference:
         return f"{text} — {self.advice}" if self.advice else text
 
 
+_SHOWN = 64
+
+
 class IncompatiblePeer(PDConnectorError):
-    """Two instances that cannot be paired; carries every difference, not only the first."""
+    """Two instances that cannot be paired; carries every difference, not only the first, and prints the first 64."""
 
     def __init__(self, summary: str, differences: Sequence[Difference] = ()):
         self.summary = summary
         self.differences = tuple(differences)
-        super().__init__("\n  ".join([summary, *map(str, self.differences)]))
+        shown = [str(difference) for difference in self.differences[:_SHOWN]]
+        more = [f"and {len(self.differences) - _SHOWN} more"] if len(self.differences) > _SHOWN else []
+        super().__init__("\n  ".join([summary, *shown, *more]))
 
 
 class BindError(PDConnectorError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_pd_connector.compat.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-from vllm_pd_connector.geometry.bind import BlockTable
+from vllm_pd_connector.geometry.bind import BlockTable, latest
 from vllm_pd_connector.protocol.fields import Table
 from vllm_pd_connector.protocol.params import RemotePrefill
 from vllm_pd_connector.protocol.peer import PeerKey
@@ -100,7 +100,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM shi
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
         private = {
-            request_id: self.private.get(request_id, {}) | other.private.get(request_id, {})
+            request_id: latest(report.private.get(request_id, {}) for report in (self, other))
             for request_id in self.private.keys() | other.private.keys()
         }
         return WorkerReport(_add(self.quarantined, other.quarantined), _add(self.drained, other.drained), private)

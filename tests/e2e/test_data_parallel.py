@@ -52,8 +52,9 @@ class Sides:
         [choice] = answer["choices"]
         assert tuple(choice["token_ids"]) == self.pairs.baselines.tokens(FAMILY, prompt)
 
-    def forget_prefixes(self, server: Server) -> None:
-        request = urllib.request.Request(f"{server.url}/reset_prefix_cache", method="POST")
+    def forget_prefixes(self) -> None:
+        """Empty the prefix caches of the decode side's engines, so that every prompt is handed over."""
+        request = urllib.request.Request(f"{self.decode.url}/reset_prefix_cache", method="POST")
         with urllib.request.urlopen(request, timeout=30) as answer:
             answer.read()
 
@@ -94,6 +95,7 @@ def sides(request: pytest.FixtureRequest, pairs: Pairs, tmp_path_factory: pytest
 @pytest.mark.parametrize("sides", ["push", pytest.param("pull", marks=pytest.mark.matrix)], indirect=True)
 def test_every_engine_hands_over_to_every_engine(sides: Sides) -> None:
     prompts = SCENARIOS["concurrent"][4:8]
+    sides.forget_prefixes()
     for (p, d), prompt in zip(WAYS, prompts, strict=True):
         keep = {"do_remote_decode": True, "do_remote_prefill": False}
         params = sides.ask(sides.prefill, p, prompt, keep, max_tokens=1)["kv_transfer_params"]
@@ -107,8 +109,7 @@ def test_every_engine_hands_over_to_every_engine(sides: Sides) -> None:
 def test_the_router_sends_both_legs_to_the_right_engines(sides: Sides) -> None:
     """With a pushing pair both at once: the decode leg names one engine of the prefill server, the header pins it."""
     servers, prompts = sides.pairs.servers, SCENARIOS["concurrent"][4:12]
-    for server in (sides.prefill, sides.decode):
-        sides.forget_prefixes(server)
+    sides.forget_prefixes()
     [router] = servers.start(router_spec("dp-router", [sides.prefill.url], [sides.decode.url]))
     try:
         bodies = [completion(FAMILY, prompt) for prompt in prompts]
@@ -128,7 +129,8 @@ def test_a_proxy_of_the_in_tree_mooncake_connector_reaches_every_engine(sides: S
         return answer
 
     until(lambda: sorted(told()) == [str(rank) for rank in ENGINES], "all engines to register")
-    engines, prompts = told(), SCENARIOS["concurrent"][8:12]
+    engines, prompts = told(), SCENARIOS["concurrent"][4:8]
+    sides.forget_prefixes()
     for (p, d), prompt in zip(WAYS, prompts, strict=True):
         name = uuid.uuid4().hex
         keep = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": name}

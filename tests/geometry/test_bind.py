@@ -2,6 +2,7 @@
 
 import tracemalloc
 
+import msgspec
 import numpy as np
 import pytest
 from geometry_opaque import opaque_worker
@@ -9,9 +10,13 @@ from geometry_world import Model, Side, copy, instance, table
 
 from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.bind import BlockTable, Tail, bind, late_starts, pair, runs_of, window_start
-from vllm_pd_connector.geometry.manifest import Group, GroupKind, Manifest
+from vllm_pd_connector.geometry.check import validate
+from vllm_pd_connector.geometry.manifest import Axis, AxisName, Group, GroupKind, Manifest
 from vllm_pd_connector.geometry.plan import Edge, make_plan
 from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.stage import split
+
+change = msgspec.structs.replace
 
 BASE = 1 << 40
 
@@ -68,6 +73,49 @@ def test_a_range_that_no_table_reaches_costs_nothing_to_refuse(window: int) -> N
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_more_runs_than_any_transfer_has_time_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    scattered = edge(ONE, {"num_blocks": 11}, {"num_blocks": 11})
+    ids = [table(*range(10, 0, -1))], [table(*range(1, 11))]
+    monkeypatch.setattr("vllm_pd_connector.geometry.bind.MAX_RUNS", 10)
+    assert len(bind(scattered, *ids, 0, 40)) == 10
+    monkeypatch.setattr("vllm_pd_connector.geometry.bind.MAX_RUNS", 9)
+    with pytest.raises(BindError, match="source group 0 to destination group 0: 10 runs for one request, at most 9"):
+        bind(scattered, *ids, 0, 40)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_strides_that_tear_every_element_from_its_neighbours_cost_nothing_to_refuse(writes: bool) -> None:
+    """A peer says how its pages are strided: 2**26 runs of one page would be gigabytes, and no list is made of them."""
+    torn = torn_edge(writes=writes)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BindError, match=r"67108864 runs for one request, at most 33554432"):
+            bind(torn, [table(1)], [table(1)], 0, 1 << 14)
+        assert not split(torn, 1 << 40, writes=writes)[1].families
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def torn_edge(*, writes: bool) -> Edge:
+    """Pages of 2**26 elements of two bytes, dense on one side, with gaps of a megabyte between all of them where they
+    are read or written."""
+    sides = []
+    for between, engine in ((1 << 20, "p-0"), (2, "d-1")):
+        axes, stride = [], between
+        for name, size in ((AxisName.CHANNEL, 1 << 9), (AxisName.HEAD, 8), (AxisName.TOKEN, 1 << 14)):
+            axes.append(Axis(name, size, stride, 0, size))
+            stride *= size
+        given = manifest(ONE, engine, block_tokens=1 << 14, num_blocks=2)
+        tensor = change(given.tensors[0], axes=tuple(axes), page_stride=stride)
+        given = change(given, tensors=(tensor,), segments=(change(given.segments[0], length=2 * stride),))
+        validate(given)
+        sides.append(given)
+    if writes:
+        sides.reverse()
+    return make_plan(sides[1], sides[:1]).edges[0]
 
 
 def test_consecutive_ids_merge_across_unequal_blocks() -> None:
@@ -200,6 +248,22 @@ def test_on_request_the_first_block_of_a_window_may_begin_with_what_the_source_s
     if filled:
         with pytest.raises(BindError, match="filled completely"):
             bind(larger, theirs, ours, 0, stop)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_layers_of_a_window_begin_as_late_as_the_latest_of_them(swapped: bool) -> None:
+    """Layers of one group may lie in groups of other block sizes on the source: one lacks tokens that another has."""
+    sizes = (2, 4) if swapped else (4, 2)
+    model = Model(layers=2, heads=1, key=1, value=1, window=6)
+    one, other = (manifest(model, block_tokens=size, num_blocks=12) for size in sizes)
+    segments = one.segments[0], change(other.segments[0], address=BASE + (1 << 30))
+    tensors = *one.tensors[:2], *(change(tensor, group=1, segment=1) for tensor in other.tensors[2:])
+    origin = change(one, groups=one.groups + other.groups, segments=segments, tensors=tensors)
+    validate(origin)
+    [mixed] = make_plan(manifest(model, "d-1", block_tokens=8), [origin]).edges
+    # Who computes position 19 looks at those from 14 on.
+    theirs = [table(*(0 if (i + 1) * size <= 14 else i + 1 for i in range(20 // size))) for size in sizes]
+    assert late_starts(pair(mixed, theirs, [table(0, 1, 2)], 0, 19, late=True)) == {0: 14}
 
 
 @pytest.mark.parametrize("forgotten", [12, 16, 24])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm_pd_connector.errors import InvalidManifest
 from vllm_pd_connector.geometry import check
 from vllm_pd_connector.geometry.check import validate
-from vllm_pd_connector.geometry.manifest import AxisName, Group, GroupKind, Manifest
+from vllm_pd_connector.geometry.manifest import AxisName, Group, GroupKind, Manifest, Segment
 
 change = msgspec.structs.replace
 GOOD = make_worker(Model(layers=2, heads=4), Side(tp=2, block_tokens=4, ratio=2), 0, 1).manifest
@@ -69,6 +69,8 @@ TOKEN, HEAD, CHANNEL = range(3)
         (change(GOOD, incarnation="ABC"), "incarnation is ABC"),
         (change(GOOD, engine_id=""), "engine_id is 0 characters"),
         (change(GOOD, endpoint=b"x" * (check.MAX_ENDPOINT + 1)), "endpoint"),
+        (change(GOOD, software="x" * (check.MAX_FACT + 1)), "software is 65537 characters long"),
+        (change(GOOD, model=change(GOOD.model, rope="x" * (check.MAX_FACT + 1))), r"model\.rope is 65537 char"),
         (change(GOOD, segments=()), "segments is 0 entries"),
         (change(GOOD, groups=()), "groups is 0 entries"),
         (change(GOOD, tensors=()), "tensors is 0 entries"),
@@ -185,6 +187,46 @@ def test_many_tensors_are_checked_in_bounded_time(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(check, "_clusters", counting)
     validate(worker.manifest)
     assert seen <= 8 * len(worker.manifest.tensors)
+
+
+def test_strides_without_a_common_period_are_refused_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fold by another stride could double what is left to fold: 200 tensors would be 2**200 ranges."""
+    worker = make_worker(Model(layers=1, heads=1, key=1, value=1), Side(num_blocks=2, block_tokens=1), 0, 0).manifest
+    one = worker.tensors[0]
+    tensors = tuple(
+        change(one, layer=f"layers.{i}", offset=i * 7919 % 500, page_stride=1000 - 2 * i) for i in range(200)
+    )
+    seen = 0
+    clusters = check._clusters
+
+    def counting(items: list) -> object:
+        nonlocal seen
+        seen += len(items)
+        assert seen < 100_000
+        return clusters(items)
+
+    monkeypatch.setattr(check, "_clusters", counting)
+    with pytest.raises(InvalidManifest, match=r"tensors \(layers\.\d+ key\) and \(layers\.\d+ key\) is overlapping"):
+        validate(change(worker, tensors=tensors, segments=(change(worker.segments[0], length=1 << 20),)))
+
+
+@pytest.mark.parametrize("scratch", [False, True])
+def test_segments_that_share_bytes_are_refused(scratch: bool) -> None:
+    """Tensors of one group over them would share bytes unseen."""
+    first = GOOD.segments[0]
+    last = change(first, address=first.address + first.length - 1, length=8)
+    behind = change(last, address=last.address + 1)
+    elsewhere = change(last, device="cuda")
+
+    def manifest(other: Segment) -> Manifest:
+        return change(GOOD, scratch=other) if scratch else change(GOOD, segments=(other, first, behind))
+
+    field = "scratch" if scratch else r"segments\[0\]"
+    neighbour = r"segments\[0\]" if scratch else r"segments\[1\]"
+    text = rf"{field} is 8 bytes at {last.address}: must not share bytes with {neighbour}, {first.length} bytes at "
+    with pytest.raises(InvalidManifest, match=text + str(first.address)):
+        validate(manifest(last))
+    validate(change(GOOD, segments=(first, behind, elsewhere)))
 
 
 def test_a_group_may_have_no_tensor_here() -> None:

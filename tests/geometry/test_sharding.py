@@ -1,10 +1,13 @@
 """Slices of heads over ranks, and the proof that pieces fill a box once."""
 
+import random
+
 import pytest
 from geometry_world import legal
 
 from vllm_pd_connector.errors import IncompatiblePeer, InvalidTopology
-from vllm_pd_connector.geometry.sharding import Interval, intersect, require_one_writer, shard, volume
+from vllm_pd_connector.geometry import sharding
+from vllm_pd_connector.geometry.sharding import Box, Interval, intersect, require_one_writer, shard, volume
 
 
 @pytest.mark.parametrize("heads", range(1, 9))
@@ -43,6 +46,29 @@ def test_pieces_that_tile_a_box_pass() -> None:
     halves = [(Interval(2, 4), Interval(0, 2)), (Interval(0, 2), Interval(0, 1)), (Interval(0, 2), Interval(1, 2))]
     require_one_writer("t", box, halves)
     require_one_writer("scalar", (), [()])
+    with pytest.raises(IncompatiblePeer, match="multiple writers"):
+        require_one_writer("scalar", (), [(), ()])
+
+
+@pytest.mark.parametrize("divided", [0, 1, 2])
+def test_many_pieces_are_compared_with_their_neighbours_only(divided: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer may name thousands of ranks, and every pair of them would take minutes; whichever axis they divide."""
+    whole = [Interval(0, 2000)] * 3
+    places = random.Random(1).sample(range(2000), 2000)
+    pieces = [(*whole[:divided], Interval(i, i + 1), *whole[divided + 1 :]) for i in places]
+    compared = 0
+
+    def counting(a: Box, b: Box) -> Box | None:
+        nonlocal compared
+        compared += 1
+        return intersect(a, b)
+
+    monkeypatch.setattr(sharding, "intersect", counting)
+    require_one_writer("t", tuple(whole), pieces)
+    assert compared <= len(pieces)
+    twice = (*whole[:divided], Interval(700, 702), *whole[divided + 1 :])
+    with pytest.raises(IncompatiblePeer, match=r"multiple writers for .*\[700, 701\)"):
+        require_one_writer("t", tuple(whole), [*pieces, twice])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effort import examples
-from vllm_pd_connector.errors import BindError, Difference, InvalidTopology
+from vllm_pd_connector.errors import BindError, Difference, IncompatiblePeer, InvalidTopology
 from vllm_pd_connector.geometry.bind import bind
 from vllm_pd_connector.geometry.manifest import Manifest, ModelFacts, Role
 from vllm_pd_connector.geometry.plan import make_plan
@@ -127,6 +127,15 @@ def test_all_differences_are_collected() -> None:
     assert "and 2 more" in result.reason
 
 
+def test_however_much_differs_a_refusal_can_be_read() -> None:
+    """A peer's manifests may name thousands of differences, and each of its requests tells the reason."""
+    found = [Difference(f"dtype of layers.{i}", "a", "b") for i in range(70)]
+    error = IncompatiblePeer("no", found)
+    assert len(error.differences) == 70
+    assert str(error).splitlines()[-2:] == ["  dtype of layers.63: a here, b there", "  and 6 more"]
+    assert str(IncompatiblePeer("no", found[:64])).endswith("layers.63: a here, b there")
+
+
 def test_context_parallelism_is_denied_with_both_sizes() -> None:
     remote = with_parallel(manifests(), dcp_size=2)
     result = check_pd_topology(manifests(), remote)
@@ -239,6 +248,14 @@ EMPTY: list[Manifest] = []
         (manifests(tp=2)[:1] + manifests(tp=4)[1:2], "disagree about tp_size: 2 and 4"),
         (manifests(tp=2)[:1] + with_model(manifests(tp=2)[1:], rope="yarn"), "disagree about rope"),
         (manifests(tp=2)[:1] + with_parallel(manifests(tp=2)[1:], dp_size=2, dp_rank=1), "disagree about dp"),
+        (
+            manifests(tp=2)[:1] + manifests(tp=2, block_tokens=8)[1:],
+            "disagree about groups: full of 4 tokens per block, window 0 and full of 8 tokens per block, window 0",
+        ),
+        (
+            manifests(tp=2)[:1] + [change(m, groups=m.groups * 2) for m in manifests(tp=2)[1:]],
+            "disagree about groups: full of 4 tokens per block, window 0 and full of 4 tokens per block, window 0, f",
+        ),
         (with_parallel(manifests(), dp_size=0), "dp_size is 0: must be 1 to"),
         (with_parallel(manifests(), tp_rank=1), "tp_rank is 1: must be below tp_size 1"),
         (with_parallel(manifests(tp=2)[:1], tp_size=1), "no source writer"),

@@ -268,6 +268,20 @@ def test_who_gives_up_instead_of_comparing_frees_the_prefill() -> None:
     assert world.table.take_failed() == [REQUEST]
 
 
+def test_a_group_begins_as_late_as_the_worker_that_wrote_least_of_it() -> None:
+    world = World()
+    for step in (lambda: world.register(0), world.start, world.finish):
+        step()
+        world.settle()
+    attempt = into().attempt
+    for worker, late in enumerate(({1: 20}, {1: 12, 2: 8})):
+        world.owed[attempt].discard(worker)
+        world.table.ended(PushEnded(b"t" * 16, worker, attempt, True, "", True, late))
+    world.settle()
+    last = world.answers[attempt][-1]
+    assert (last.state, last.late_starts) == (PushState.DONE, {1: 20, 2: 8})
+
+
 def test_reports_of_what_is_not_known_change_nothing() -> None:
     world = World()
     world.table.ended(PushEnded(b"t" * 16, 0, b"q" * 16, True, "", True))

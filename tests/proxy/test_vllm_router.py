@@ -26,7 +26,7 @@ from router_stand_ins import Instance, answers, info, streams
 
 from handed_over import handed_over
 from ports import free_port
-from vllm_pd_connector.protocol.bootstrap import Place, encode_answer, parse_bootstrap_address
+from vllm_pd_connector.protocol.bootstrap import Place, Roll, encode_answer, parse_bootstrap_address
 from vllm_pd_connector.protocol.params import (
     pairing_name,
     parse_remote_bootstrap,
@@ -55,7 +55,7 @@ class Bench:
         self._stack = stack
         self._connector = connector
         who = encode_answer(0, ANSWER["remote_engine_id"], SIDE_CHANNEL, ANSWER["tp_size"], ANSWER["pp_size"])
-        self.bootstrap = BootstrapServer("127.0.0.1", 0, who)
+        self.bootstrap = BootstrapServer("127.0.0.1", 0, Roll(who))
         stack.callback(self.bootstrap.close)
         self.prefill = Instance(answers(finished(kv_transfer_params=ANSWER)), info(mode="pull"))
         self.decode = Instance(answers(finished(choices=[{"index": 0, "text": "right"}])), info(role="kv_consumer"))

@@ -40,7 +40,7 @@ def test_blocks_that_must_stay_private_are_announced_in_the_step_of_their_receiv
     first, second = Outbox(), Outbox()
     first.finished("a", ok=True, quarantined=False, private={1: 4})
     first.finished("b", ok=False, quarantined=False, private={1: 4})
-    second.finished("a", ok=True, quarantined=False, private={2: 3})
+    second.finished("a", ok=True, quarantined=False, private={1: 2, 2: 3})
     assert first.take_results().finished_recving == {"a", "b"} and second.take_results()
     total = first.take_report().aggregate(second.take_report())
     assert total.private == {"a": {1: 4, 2: 3}}

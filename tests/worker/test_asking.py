@@ -11,8 +11,10 @@ from test_loop import until
 from test_pushing import CONFIG, Target, Writer, freed, writes
 
 from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
+from vllm_pd_connector.geometry.manifest import Group, GroupKind
 from vllm_pd_connector.protocol.messages import Failure, FailureCode
-from vllm_pd_connector.protocol.push_messages import PushInto
+from vllm_pd_connector.protocol.push_messages import Pushed, PushInto, PushState
+from vllm_pd_connector.protocol.receive import PushDone, PushFailed
 from vllm_pd_connector.worker.asking import RETRY_S, Asking
 
 
@@ -58,7 +60,23 @@ def test_a_question_in_vain_says_nothing_of_what_was_asked_before(monkeypatch, o
 def test_whoever_answers_nonsense_at_once_is_not_asked_at_once_again(outcome, pause):
     link = SimpleNamespace(machine=SimpleNamespace(over=False, key=""), knock=SimpleNamespace(refused=lambda: False))
     active: Any = SimpleNamespace(links=SimpleNamespace(drive=lambda *_: None), link=link, retry_at=None)
-    asking = Asking(SimpleNamespace(), (0, 0, 0, 1), 1.0, 1.0, lambda *_: None)  # type: ignore[arg-type]
+    asking = Asking(SimpleNamespace(), (0, 0, 0, 1), 1.0, 1.0, lambda *_: None, ())  # type: ignore[arg-type]
     for handler in (asking._asked, asking._withdrawn):
         handler(active, outcome, 100.0)
         assert active.retry_at == 100.0 + pause
+
+
+@pytest.mark.parametrize(("group", "fits"), [(1, True), (0, False), (2, False), (3, False)])
+def test_a_late_start_in_a_group_that_cannot_have_one_fails_the_request(group, fits):
+    """It would end the report of the receive half way, and vLLM would wait for that for ever."""
+    groups = Group(GroupKind.FULL, 16, 8), Group(GroupKind.SLIDING_WINDOW, 16, 8, 32), Group(GroupKind.STATE, 0, 8)
+    events = []
+    calls: Any = SimpleNamespace()
+    asking = Asking(calls, (0, 0, 0, 1), 1.0, 1.0, lambda active, event, *_: events.append(event), groups)
+    asking._asked(SimpleNamespace(), Pushed(PushState.DONE, "", True, {group: 40}), 0.0)  # type: ignore[arg-type]
+    [event] = events
+    if fits:
+        assert event == PushDone(comparable=False)
+    else:
+        assert isinstance(event, PushFailed) and event.terminal
+        assert f"late_starts names group {group}, groups with a window are [1] here" in event.reason

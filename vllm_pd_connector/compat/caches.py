@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_pd_connector.compat.states import state_block_tokens, states_of
+from vllm_pd_connector.compat.states import representative, state_block_tokens, states_of
 from vllm_pd_connector.errors import UnsupportedCache
 from vllm_pd_connector.geometry.manifest import Coordinates, Group, GroupKind
 from vllm_pd_connector.geometry.states import Convolution, Recurrent
@@ -49,6 +49,7 @@ class LayerCache:
     """One layer's cache as vLLM gives it.
 
     `tensor` has shape [B, H, N, C]; `group` indexes the transfer groups; `head_size` and `head_size_v` are elements.
+    `replicated`: every tensor-parallel rank holds all of it, however many heads the model has (MLA and its indexers).
     """
 
     layer: str
@@ -57,6 +58,7 @@ class LayerCache:
     backend: str
     head_size: int
     head_size_v: int
+    replicated: bool
     cache_dtype: str
     spec_name: str
     tensor: torch.Tensor
@@ -90,10 +92,6 @@ def layer_specs(spec: KVCacheSpec, layers: Iterable[str]) -> dict[str, KVCacheSp
     return dict.fromkeys(layers, spec)
 
 
-def _representative(spec: KVCacheSpec) -> KVCacheSpec:
-    return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-
-
 def transfer_groups(config: KVCacheConfig) -> tuple[Group, ...]:
     """The groups whose blocks are transferred, in the order of the block ids that vLLM hands out.
 
@@ -102,7 +100,7 @@ def transfer_groups(config: KVCacheConfig) -> tuple[Group, ...]:
     """
     groups = []
     for group in config.transfer_groups:
-        spec = _representative(group.kv_cache_spec)
+        spec = representative(group.kv_cache_spec)
         kind = _GROUP_KINDS.get(type(spec).__name__)
         if kind is None or group.host_resident:
             raise UnsupportedCache(
@@ -122,7 +120,7 @@ def transfer_groups(config: KVCacheConfig) -> tuple[Group, ...]:
 
 def group_kinds(config: KVCacheConfig) -> tuple[GroupKind | None, ...]:
     """The kind of each transfer group, in their order; None for what `transfer_groups` refuses."""
-    specs = (_representative(group.kv_cache_spec) for group in config.transfer_groups)
+    specs = (representative(group.kv_cache_spec) for group in config.transfer_groups)
     return tuple(_GROUP_KINDS.get(type(spec).__name__) for spec in specs)
 
 
@@ -167,6 +165,7 @@ def layer_caches(
             backend=backends.get(layer, "unknown"),
             head_size=spec.head_size,
             head_size_v=spec.head_size_v,
+            replicated=getattr(spec, "max_tp_shards", None) == 1,
             cache_dtype=str(getattr(spec, "cache_dtype_str", None) or spec.dtype).removeprefix("torch."),
             spec_name=type(spec).__name__,
             tensor=tensor,

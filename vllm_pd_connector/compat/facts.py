@@ -36,16 +36,20 @@ def model_facts(config: VllmConfig, model_id: str | None) -> ModelFacts:
     )
 
 
-def _speculative(config: VllmConfig, name: str) -> str:
-    """The draft method and model, which decide what the draft layers' caches hold; empty without one.
+# Methods that draft from the tokens alone: what is cached is the same without them.
+_DRAFT_WITHOUT_CACHES = ("ngram", "ngram_gpu", "suffix")
 
-    Methods whose drafts are made by the model itself, or by no model, have its path as the draft's: there the model's
-    `name` stands, which `model_id` makes the same on both sides.
+
+def _speculative(config: VllmConfig, name: str) -> str:
+    """The draft method and model, which decide what the draft layers' caches hold; empty if there are none.
+
+    Drafters that are part of the served model (MTP) have its path as the draft's: there the model's `name` stands,
+    which `model_id` makes the same on both sides.
 
     Source: vLLM 0.32, `vllm/config/speculative.py` (`__post_init__`).
     """
     speculative = config.speculative_config
-    if speculative is None:
+    if speculative is None or speculative.method in _DRAFT_WITHOUT_CACHES:
         return ""
     draft = getattr(getattr(speculative, "draft_model_config", None), "model", None)
     own = (config.model_config.model, config.model_config.model_weights)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs
 
 from vllm_pd_connector.errors import UnsupportedCache
 from vllm_pd_connector.geometry.manifest import AxisName, Coordinates, Role
@@ -22,7 +22,7 @@ from vllm_pd_connector.geometry.states import Convolution, Projection, Recurrent
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,17 @@ class StateGroup:
         return kept[entry] if 0 <= entry < len(kept) else 0
 
 
+def representative(spec: KVCacheSpec) -> KVCacheSpec:
+    """The spec that says how a group's blocks are read; groups of one type but different sizes carry one per layer."""
+    return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
 def state_groups(config: KVCacheConfig) -> dict[int, StateGroup]:
     """The state groups among the transfer groups, by their index there."""
     return {
         index: StateGroup(spec.num_speculative_blocks, state_block_tokens(spec))
         for index, group in enumerate(config.transfer_groups)
-        if isinstance(spec := group.kv_cache_spec, MambaSpec)
+        if isinstance(spec := representative(group.kv_cache_spec), MambaSpec)
     }
 
 

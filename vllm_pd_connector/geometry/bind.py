@@ -17,7 +17,7 @@ Source: architecture.md, ideas 2 and 3; vLLM 0.32 `v1/core/block_pool.py` (block
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.manifest import Group, GroupKind
-from vllm_pd_connector.geometry.plan import Edge, Family, Paging, concatenate, join, pattern
+from vllm_pd_connector.geometry.plan import MAX_RUNS, Edge, Family, Paging, concatenate, join, pattern, row_count
 from vllm_pd_connector.geometry.runs import Addresses, Runs
 
 NULL_BLOCK = 0
@@ -91,13 +91,13 @@ def bind(
 
     Raises:
         BindError: a block id outside [1, num_blocks), a table that does not reach the range, a destination block
-            that would stay partly unfilled, or a range that a tensor cannot follow.
+            that would stay partly unfilled, a range that a tensor cannot follow, or more runs than can be moved.
     """
     return runs_of(pair(edge, source, destination, start, stop, tail=tail, states=states))
 
 
 def runs_of(paired: Sequence[tuple[Family, Spans]]) -> Runs:
-    """The runs of paired spans: the second half of `bind`."""
+    """The runs of paired spans: the second half of `bind`, with its last error."""
     return concatenate([_family_runs(family, spans) for family, spans in paired])
 
 
@@ -106,7 +106,17 @@ def late_starts(paired: Sequence[tuple[Family, Spans]]) -> dict[int, int]:
 
     That position is the value; the block that contains it must not be shared with other requests.
     """
-    return {family.destination.group: spans.late_start for family, spans in paired if spans.late_start}
+    return latest({family.destination.group: spans.late_start} for family, spans in paired if spans.late_start)
+
+
+def latest(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    """The largest value of every key: layers of one group may lie in groups of other block sizes on the source, or come
+    from several ranks, and what some lack must count."""
+    merged: dict[int, int] = {}
+    for part in parts:
+        for key, value in part.items():
+            merged[key] = max(value, merged.get(key, value))
+    return merged
 
 
 def window_start(group: Group, tokens: int) -> int:
@@ -290,9 +300,12 @@ def _family_runs(family: Family, spans: Spans) -> Runs:
     changing = np.append(change, False) | np.insert(change, 0, False)
     apart: list[Runs] = []
     touching: list[Runs] = []
+    total = 0
     for source_token, destination_token, tokens in dict.fromkeys(zip(*kinds.tolist(), strict=True)):
         alike = (kinds == [[source_token], [destination_token], [tokens]]).all(axis=0)
+        _require_few(family, row_count(family, tokens))
         runs = pattern(family, source_token, destination_token, tokens)
+        _require_few(family, total := total + len(runs) * int(np.count_nonzero(alike)))
         dense = (runs.length == family.source.page_stride) & (runs.length == family.destination.page_stride)
         count = np.ones(np.count_nonzero(alike), dtype=np.int64)
         single = _Stretches(spans.source_page[alike], spans.destination_page[alike], count, changing[alike])
@@ -301,6 +314,15 @@ def _family_runs(family: Family, spans: Spans) -> Runs:
                 if rows.any() and chosen.any():
                     out.append(_spread(family, runs, rows, stretches, chosen))
     return concatenate([*apart, join(touching)] if touching else apart)
+
+
+def _require_few(family: Family, runs: int) -> None:
+    if runs > MAX_RUNS:
+        raise BindError(
+            f"source group {family.source.group} to destination group {family.destination.group}: {runs} runs for one "
+            f"request, at most {MAX_RUNS} can be moved; start both sides with the same layout and block size, or with "
+            "staging_bytes in which they are converted"
+        )
 
 
 @dataclass(frozen=True, slots=True)

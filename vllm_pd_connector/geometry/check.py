@@ -5,12 +5,14 @@ What holds after `validate`, and what the rest of the package relies on without 
 - every byte of every tensor lies inside its segment, and every address fits a signed 64-bit integer;
 - no two elements of a tensor share a byte. The rule is that strides nest: sorted by size, each stride is at least
   the span of everything below it. All permutations and packings of a dense buffer nest;
-- no two tensors of one group share a byte. Different groups may (a dual view), their blocks are never in use at once;
+- no two segments share a byte, and no two tensors of one group do. Different groups may (a dual view), their blocks
+  are never in use at once;
 - pages, blocks and tokens agree between tensors and groups.
 
 Overlap is decided by folding: tensors whose ranges intersect are taken modulo their largest common stride, which
 removes one axis, until plain ranges remain. That is linear in the number of tensors times the number of axes, knows
-no layout, and errs only towards refusing. Python integers throughout, so nothing overflows.
+no layout, and errs only towards refusing. Strides without a common period would take work that doubles with every
+tensor; it is bounded, and what is not decided by then is refused. Python integers throughout, so nothing overflows.
 
 Source: architecture.md, idea 2 (manifest).
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple, NoReturn
 
 from vllm_pd_connector.errors import InvalidManifest
@@ -40,8 +43,11 @@ MAX_TENSORS = 16384
 MAX_AXES = 4
 MAX_RANKS = 1024
 MAX_TEXT = 4096
+MAX_FACT = 1 << 16
 MAX_ENDPOINT = 1 << 20
 ADDRESS_LIMIT = 1 << 62
+# Ranges looked at per tensor to decide overlap; layouts that share their strides take fewer than ten.
+MAX_FOLDED = 32
 
 
 def validate(manifest: Manifest) -> None:
@@ -56,6 +62,11 @@ def validate(manifest: Manifest) -> None:
         _refuse("incarnation", manifest.incarnation[:64], "must be 32 lower-case hex digits")
     for field in ("engine_id", "transport"):
         _check_text(field, getattr(manifest, field))
+    # Rope parameters have lists of numbers; and what differs is printed for every request.
+    facts = {f"model.{name}": getattr(manifest.model, name) for name in manifest.model.__struct_fields__}
+    for field, value in (("software", manifest.software), *facts.items()):
+        if isinstance(value, str) and len(value) > MAX_FACT:
+            _refuse(field, f"{len(value)} characters long", f"at most {MAX_FACT}")
     if len(manifest.endpoint) > MAX_ENDPOINT:
         _refuse("endpoint", f"{len(manifest.endpoint)} bytes", f"at most {MAX_ENDPOINT}")
     _check_coordinates(manifest.parallel)
@@ -70,6 +81,7 @@ def validate(manifest: Manifest) -> None:
         _check_segment(f"segments[{i}]", segment)
     if manifest.scratch is not None:
         _check_segment("scratch", manifest.scratch)
+    _check_apart(manifest)
     for i, group in enumerate(manifest.groups):
         _check_group(f"groups[{i}]", group)
     seen = set()
@@ -113,6 +125,18 @@ def _check_segment(field: str, segment: Segment) -> None:
         _refuse(f"{field}.device", segment.device[:64], "must be cpu or cuda")
     if not 0 <= segment.device_id < 1 << 31:
         _refuse(f"{field}.device_id", segment.device_id, "must be a device number")
+
+
+def _check_apart(manifest: Manifest) -> None:
+    """Tensors are compared within a segment only, so no byte may belong to two segments."""
+    named = [(f"segments[{i}]", segment) for i, segment in enumerate(manifest.segments)]
+    if manifest.scratch is not None:
+        named.append(("scratch", manifest.scratch))
+    named.sort(key=lambda entry: (entry[1].device, entry[1].device_id, entry[1].address))
+    for (name, one), (field, other) in pairwise(named):
+        if (one.device, one.device_id) == (other.device, other.device_id) and other.address < one.address + one.length:
+            rule = f"must not share bytes with {name}, {one.length} bytes at {one.address}"
+            _refuse(field, f"{other.length} bytes at {other.address}", rule)
 
 
 def _check_group(field: str, group: Group) -> None:
@@ -217,15 +241,19 @@ def _check_overlaps(manifest: Manifest) -> None:
             _refuse(
                 f"tensors ({a.layer} {a.role}) and ({b.layer} {b.role})",
                 f"overlapping in segment {a.segment}",
-                "two tensors of one group must not share bytes",
+                "two tensors of one group must not share bytes, and strides must show that they do not",
             )
 
 
 def _overlap(items: Sequence[_Bytes]) -> tuple[int, int] | None:
     """Owners of two items that share a byte, or that cannot be shown not to; None if all are disjoint."""
     pending = [items]
+    left = MAX_FOLDED * (len(items) + MAX_FOLDED)
     while pending:
         for cluster in _clusters(pending.pop()):
+            left -= len(cluster)
+            if left < 0:
+                return _two_owners(cluster)
             stride = max((item.axes[0][0] for item in cluster if item.axes), default=0)
             if stride == 0:
                 return _two_owners(cluster)

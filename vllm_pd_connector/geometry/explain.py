@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_pd_connector.errors import IncompatiblePeer
+from vllm_pd_connector.errors import BindError, IncompatiblePeer
 from vllm_pd_connector.geometry.bind import BlockTable, bind, pair
 from vllm_pd_connector.geometry.manifest import Group, Manifest
 from vllm_pd_connector.geometry.plan import Edge, Family, make_plan
@@ -83,6 +83,8 @@ def explain_pair(
     except IncompatiblePeer as error:
         refused = TopologyCheck(TopologyStatus.DENY, error.summary, error.differences)
         return Explanation(refused, tokens, (), push)
+    except BindError as error:  # instances that would be paired, but not for a request of this length
+        return Explanation(TopologyCheck(TopologyStatus.DENY, str(error)), tokens, (), push)
     return Explanation(check, tokens, tuple(movements), push)
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import prod
 
 import numpy as np
 
@@ -34,6 +35,9 @@ Rank = tuple[int, int]
 """(pipeline rank, tensor rank) inside one instance."""
 
 MAX_CACHED_RUNS = 1 << 20
+# A request that takes more runs is refused: each costs microseconds, more in all than any transfer has time for, and
+# the memory for their list would be a peer's to choose, by strides that tear every element from its neighbours.
+MAX_RUNS = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +325,15 @@ def pattern(family: Family, source_token: int, destination_token: int, tokens: i
     return found
 
 
+def row_count(family: Family, tokens: int) -> int:
+    """Rows that `pattern` makes of `tokens` tokens before it merges any."""
+    return sum(
+        len(bundle.layers) * prod(axis.size for axis in _rows(piece, tokens)[1])
+        for bundle in family.bundles
+        for piece in bundle.pieces
+    )
+
+
 def bundle_runs(bundle: Bundle, source_token: int, destination_token: int, tokens: int) -> Runs:
     """The part of `pattern` that is one bundle's, merged within its layers."""
     layer = join(_piece_runs(piece, source_token, destination_token, tokens) for piece in bundle.pieces)
@@ -332,18 +345,24 @@ def bundle_runs(bundle: Bundle, source_token: int, destination_token: int, token
 
 
 def _piece_runs(piece: Piece, source_token: int, destination_token: int, tokens: int) -> Runs:
-    token = Stretch(tokens, piece.token.source, piece.token.destination)
-    axes = [axis for axis in sorted((token, *piece.axes), key=lambda axis: axis.destination) if axis.size > 1]
-    length = piece.itemsize
-    while axes and axes[0].source == axes[0].destination == length:
-        length *= axes.pop(0).size
-    source = np.array(piece.source + source_token * token.source, dtype=np.int64)
-    destination = np.array(piece.destination + destination_token * token.destination, dtype=np.int64)
+    length, axes = _rows(piece, tokens)
+    source = np.array(piece.source + source_token * piece.token.source, dtype=np.int64)
+    destination = np.array(piece.destination + destination_token * piece.token.destination, dtype=np.int64)
     for axis in reversed(axes):
         steps = np.arange(axis.size, dtype=np.int64)
         source = np.add.outer(source, steps * axis.source)
         destination = np.add.outer(destination, steps * axis.destination)
     return Runs(source.ravel(), destination.ravel(), np.full(source.size, length, dtype=np.int64))
+
+
+def _rows(piece: Piece, tokens: int) -> tuple[int, list[Stretch]]:
+    """How many bytes of a piece lie together on both sides, and the axes of what lies apart, the innermost first."""
+    token = Stretch(tokens, piece.token.source, piece.token.destination)
+    axes = [axis for axis in sorted((token, *piece.axes), key=lambda axis: axis.destination) if axis.size > 1]
+    length = piece.itemsize
+    while axes and axes[0].source == axes[0].destination == length:
+        length *= axes.pop(0).size
+    return length, axes
 
 
 def concatenate(parts: Iterable[Runs]) -> Runs:

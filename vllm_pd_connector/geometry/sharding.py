@@ -80,15 +80,18 @@ def describe(box: Box) -> str:
 def require_one_writer(name: str, destination: Box, pieces: Sequence[Box]) -> None:
     """Prove that `pieces`, parts of `destination`, cover every element of it exactly once.
 
-    Disjoint parts of a box fill it if and only if their volumes add up to its volume.
+    Disjoint parts of a box fill it if and only if their volumes add up to its volume. They are compared in the order of
+    the axis that they divide, where each only meets its neighbours.
 
     Raises:
         IncompatiblePeer: an element has no source writer, or multiple writers; names the tensor and the interval.
     """
-    ordered = sorted(pieces)
+    axis = max(range(len(destination)), key=lambda i: len({piece[i] for piece in pieces}), default=0)
+    along = slice(axis, axis + 1)  # a box may have no axis at all
+    ordered = sorted(pieces, key=lambda piece: (piece[along], piece))
     for i, piece in enumerate(ordered):
         for other in ordered[i + 1 :]:
-            if other[:1] and other[0].start >= piece[0].stop:
+            if other[along] and other[axis].start >= piece[axis].stop:
                 break
             if (common := intersect(piece, other)) is not None:
                 raise IncompatiblePeer(

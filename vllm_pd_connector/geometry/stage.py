@@ -51,6 +51,9 @@ CHUNKS_PER_SLAB = 8
 
 _ESTIMATE_RUNS = 1 << 18
 
+# Pages in more parts are not staged: the parts are laid out one by one, and a peer's page says how many there are.
+MAX_PARTS = 1 << 22
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -101,7 +104,8 @@ def split(edge: Edge, limit: int, *, writes: bool = False) -> tuple[Edge, Edge]:
 
 
 def _stages(family: Family, limit: int, gap: int) -> bool:
-    return _fits(family, limit, gap) and _pays(family, gap) and _is_even(family, gap)
+    few = _part_count(family, gap) <= MAX_PARTS
+    return few and _fits(family, limit, gap) and _pays(family, gap) and _is_even(family, gap)
 
 
 def _pays(family: Family, gap: int) -> bool:
@@ -109,6 +113,17 @@ def _pays(family: Family, gap: int) -> bool:
     image = image_of(family, 0, _page_tokens(family), gap)
     saved = _spans_per_page(family) * run_count(family) - len(image.start)
     return saved * RUN_COST_BYTES > int(image.length.sum())
+
+
+def _part_count(family: Family, gap: int) -> int:
+    """Parts of a page's image, before neighbours are made one."""
+    reaches = (
+        (bundle, reach_of(piece, _page_tokens(family), gap)) for bundle in family.bundles for piece in bundle.pieces
+    )
+    return sum(
+        len(bundle.layers) * prod(axis.size for axis in reach.outer) * (reach.token.size if reach.apart else 1)
+        for bundle, reach in reaches
+    )
 
 
 def _page_tokens(family: Family) -> int:

@@ -138,6 +138,11 @@ def _common_facts(manifests: Sequence[Manifest]) -> dict[str, list[str]]:
             for name in ("tp_size", "pp_size", "dp_size", "dcp_size", "pcp_size")
         },
         **{name: [str(getattr(m.model, name)) for m in manifests] for name in ModelFacts.__struct_fields__},
+        # One scheduler gives all ranks the same block ids, by which each then finds its own pages.
+        "groups": [
+            ", ".join(f"{g.kind} of {g.block_tokens} tokens per block, window {g.window}" for g in m.groups)
+            for m in manifests
+        ],
     }
 
 

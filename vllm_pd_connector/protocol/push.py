@@ -32,6 +32,7 @@ from math import inf
 
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.geometry.bind import latest
 from vllm_pd_connector.protocol.arrivals import Arrivals
 from vllm_pd_connector.protocol.fields import MAX_TEXT, LeaseRef, Table
 from vllm_pd_connector.protocol.messages import ReadDone, Reply
@@ -221,7 +222,7 @@ class PushTable:
                 self._fail(want, message.reason)
         if not message.terminal:
             return
-        want.late_starts |= message.late_starts
+        want.late_starts = latest((want.late_starts, message.late_starts))
         want.moved += message.moved
         want.ordered.discard(message.worker)
         if want.ordered:

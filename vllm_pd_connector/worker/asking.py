@@ -8,9 +8,10 @@ address (the link's machine finds that), or if its host refuses connections: the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
+from vllm_pd_connector.geometry.manifest import Group
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
@@ -32,14 +33,17 @@ Seat = tuple[int, int, int, int]
 
 class Asking:
     """See the module. `timeout_s` is for one message and its answer, `compare_s` for the comparison of what was written
-    with what the prefill side holds, in receives that are verified."""
+    with what the prefill side holds, in receives that are verified; `groups` are this side's."""
 
-    def __init__(self, calls: Calls, seat: Seat, timeout_s: float, compare_s: float, drive: Drive) -> None:
+    def __init__(
+        self, calls: Calls, seat: Seat, timeout_s: float, compare_s: float, drive: Drive, groups: Sequence[Group]
+    ) -> None:
         self._calls = calls
         self._seat = seat
         self._timeout_s = timeout_s
         self._compare_s = min(compare_s, MAX_COMPARE_S)
         self._drive = drive
+        self._windowed = frozenset(i for i, group in enumerate(groups) if group.window)
 
     def ask(self, active: Active, now: float) -> None:
         """Ask for the push, or how far it is."""
@@ -87,6 +91,12 @@ class Asking:
 
     def _asked(self, active: Active, outcome: Outcome, now: float) -> None:
         match outcome:
+            case Pushed(state=PushState.DONE, late_starts=late) if unknown := late.keys() - self._windowed:
+                reason = (
+                    f"late_starts names group {min(unknown)}, groups with a window are {sorted(self._windowed)} here: "
+                    "what was written cannot be told; run the same release on both sides"
+                )
+                self._drive(active, receives.PushFailed(reason, terminal=True), now, FailureKind.TRANSFER_FAILED)
             case Pushed(state=PushState.DONE) as done:
                 active.late_starts, active.moved = done.late_starts, done.moved
                 active.prefill, active.compared = done.request_id, done.lease

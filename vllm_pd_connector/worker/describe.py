@@ -150,6 +150,8 @@ def _heads(cache: LayerCache, heads: int, model: ModelFacts, place: Coordinates)
     """Which KV heads of how many this rank's page holds. A latent is one head on every rank."""
     if cache.content is Content.LATENT:
         return Interval(0, 1), 1
+    if cache.replicated:
+        return Interval(0, heads), heads
     held = shard(model.num_kv_heads, place.tp_size, place.tp_rank)
     if len(held) == heads:
         return held, model.num_kv_heads
@@ -176,7 +178,7 @@ def _tensors(cache: LayerCache, view: PageView) -> tuple[Tensor, ...]:
             return codecs.cpu_attention(view, cache.head_size)
     logger.warning_once(
         "%s: pages of backend %s (%s) are moved as opaque bytes: only to an instance with the same backend, layout, "
-        "block size and tensor-parallel size",
+        "block size and, where ranks hold shares of them, tensor-parallel size",
         cache.layer,
         cache.backend,
         cache.spec_name,

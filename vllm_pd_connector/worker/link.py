@@ -14,7 +14,7 @@ from itertools import starmap
 import msgspec
 
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, TransferError
-from vllm_pd_connector.geometry.bind import Tail, late_starts, pair, runs_of
+from vllm_pd_connector.geometry.bind import Tail, late_starts, latest, pair, runs_of
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
 from vllm_pd_connector.geometry.plan import Edge, Plan, Rank, make_plan
 from vllm_pd_connector.geometry.runs import Runs
@@ -138,7 +138,8 @@ class Link:
         firsts = remote.pd_connector.first_blocks
         source = block_tables(starmap(GroupBlocks, zip(firsts, remote.remote_block_ids, strict=True)))
         destination = block_tables(order.blocks)
-        bound = Bound([], {})
+        reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = []
+        late = []
         for edges in self.edges:
             peer = self.ranks[edges[0].source]
             # Slots after the last prompt token hold nothing yet, so a whole page may take the place of its tail.
@@ -146,11 +147,11 @@ class Link:
                 pair(edge, source, destination, order.start, order.stop, tail=Tail.PAGE, late=True) for edge in edges
             )
             if len(runs := runs_of(direct)):
-                bound.reads.append((peer, runs))
+                reads.append((peer, runs))
             if any(len(spans.tokens) for _, spans in staged):
-                bound.reads.append((peer, chunks(staged, self.chunk_bytes)))
-            bound.late_starts.update(late_starts([*direct, *staged]))
-        return bound
+                reads.append((peer, chunks(staged, self.chunk_bytes)))
+            late.append(late_starts([*direct, *staged]))
+        return Bound(reads, latest(late))
 
 
 def decode(encoded: bytes) -> Manifest:

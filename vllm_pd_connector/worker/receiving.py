@@ -91,7 +91,7 @@ class Receives:
         place = manifest.parallel
         per_question = ANSWER_S + config.handshake_timeout / FETCH_ATTEMPTS
         seat = (place.pp_rank, place.tp_rank, reader, readers)
-        self._asking = Asking(calls, seat, per_question, config.transfer_timeout, self._drive)
+        self._asking = Asking(calls, seat, per_question, config.transfer_timeout, self._drive, manifest.groups)
         self._active: dict[str, Active] = {}
 
     def begin(self, order: ReceiveOrder, now: float) -> None:
