@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -115,7 +118,7 @@ def test_the_end_of_the_peer_is_noticed_at_once(exchange: Callable[..., Exchange
     here, there = exchange("here"), exchange("there")
     line = opened(here, there, "there")
     there.close()
-    assert "its process ended or its transport was closed" in lost(line)
+    assert "its process ended or its transport was closed" in lost(line) and line.ended
 
 
 def test_a_line_that_is_given_up_is_ended_on_both_sides(exchange: Callable[..., Exchange]) -> None:
@@ -134,6 +137,19 @@ def test_programs_that_the_process_starts_inherit_no_descriptor(exchange: Callab
     [arrived] = there._arriving
     for one in (line.socket.fileno(), arrived.fileno(), here._listener.fileno(), here._event, here._selector.fileno()):
         assert not os.get_inheritable(one)
+
+
+@pytest.mark.parametrize(
+    ("error", "ended"), [(errno.ECONNRESET, True), (errno.ETIMEDOUT, False), (errno.EHOSTUNREACH, False)]
+)
+def test_a_line_knows_whether_its_peer_ended_or_fell_silent(error: int, ended: bool) -> None:
+    def recv(size: int) -> bytes:
+        raise OSError(error, os.strerror(error))
+
+    broken: Any = SimpleNamespace(recv=recv)
+    line = Line("peer", 0.0, lambda: None, broken, LineState.OPEN)
+    line.readable()
+    assert line.state is LineState.LOST and line.ended is ended and os.strerror(error) in line.reason
 
 
 def test_what_was_sent_before_hanging_up_or_closing_arrives(exchange: Callable[..., Exchange]) -> None:

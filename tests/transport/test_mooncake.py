@@ -197,6 +197,20 @@ def test_a_refused_descriptor_fails_its_transfer_when_its_neighbours_have_ended(
     assert end.digest() == peer.call("digest")
 
 
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_write_that_fails_because_the_peer_fell_silent_may_still_arrive(
+    end: End, peer: ProcessPeer, operation: str
+) -> None:
+    connection = end.connect(peer.endpoint, lying_about_memory(peer))
+    end.finish(end.transport.read(connection, whole(peer.address, end.address, SIZE)))
+    there, here = (peer.address + SIZE, end.address) if operation == "read" else (end.address, peer.address + SIZE)
+    transfer = getattr(end.transport, operation)(connection, runs([(there, here, SIZE)]))
+    connection.line.give_up("no answer of its machine")
+    with pytest.raises(TransferError, match="no answer of its machine") as failure:
+        end.finish(transfer)
+    assert failure.value.terminal is isinstance(failure.value, PeerLost) is (operation == "read")
+
+
 def test_an_end_that_is_closed_is_lost_for_its_peers(end: End) -> None:
     other = End("mooncake", LOCAL, SIZE)
     connection = end.connect(other.endpoint, other.segments)

@@ -46,6 +46,9 @@ SILENCE_SECONDS = 15
 GREETING_SECONDS = 10.0
 MAX_STRANGERS = 256
 PAUSE_SECONDS = 1.0
+
+# Errors that the other end's kernel tells; others (ETIMEDOUT, EHOSTUNREACH …) are those of a network that fell silent.
+_TOLD = (errno.ECONNRESET, errno.ECONNREFUSED)
 _RECEIVE_BYTES = 256 << 10
 
 # A refusal of a machine nearby comes within this time; `dial` does not wait longer for one.
@@ -62,7 +65,8 @@ class LineState(Enum):
 
 @dataclass(eq=False, slots=True)
 class Line:
-    """The dialler's end. `state` and `reason` are read by any thread and written by the exchange's, or by `give_up`."""
+    """The dialler's end. `state`, `reason` and `ended` are read by any thread and written by the exchange's, or by
+    `give_up`. `ended`: the loss was told from the other end, which is no more; else it fell silent and may be well."""
 
     peer: str
     deadline: float
@@ -70,6 +74,7 @@ class Line:
     socket: socket.socket
     state: LineState = LineState.DIALLING
     reason: str = ""
+    ended: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _greeting: bytearray = field(init=False)
     _waiting: bytearray = field(default_factory=bytearray)
@@ -120,17 +125,18 @@ class Line:
             return
         except OSError as error:
             happened = "cannot be reached" if self.state is LineState.DIALLING else "cannot be reached any more"
-            return self.lose(f"{self.peer} {happened}: {error.strerror or error}")
+            return self.lose(f"{self.peer} {happened}: {error.strerror or error}", error.errno in _TOLD)
         if not received:
             return self.lose(
                 f"{self.peer} is gone: another process listens in its place"
                 if self.state is LineState.DIALLING
-                else f"{self.peer} closed the connection: its process ended or its transport was closed"
+                else f"{self.peer} closed the connection: its process ended or its transport was closed",
+                ended=True,
             )
         self._received += received
         answer = _frame(self.peer.encode())
         if not answer.startswith(self._received):
-            return self.lose(f"{self.peer} is gone: another process listens in its place")
+            return self.lose(f"{self.peer} is gone: another process listens in its place", ended=True)
         if len(self._received) == len(answer):
             self.state = LineState.OPEN
 
@@ -157,9 +163,9 @@ class Line:
     def finished(self) -> bool:
         return self._leaving and not (self._waiting and self.state is not LineState.LOST)
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, ended: bool = False) -> None:
         if self.state is not LineState.LOST:
-            self.reason, self.state = reason, LineState.LOST
+            self.reason, self.ended, self.state = reason, ended, LineState.LOST
 
 
 @dataclass(eq=False, slots=True)

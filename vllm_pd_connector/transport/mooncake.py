@@ -9,7 +9,7 @@ What the library does not do, and this module does:
 - **The end is the end.** A transfer is reported when each of its descriptors has ended: one that was refused says
   nothing of its neighbours, which may still run. An ended descriptor does not touch local memory any more, so failed
   reads are terminal. The peer of a failed write may still be taking bytes from its socket: not terminal, unless the
-  peer is dead.
+  peer is known to be dead, which one that fell silent is not.
 - **Peers that died are noticed, and messages sent**, by a line to each peer (`lines`): the library's own notifications
   block, carry text, and cost a connection each. A write's message leaves when its last descriptor is acknowledged,
   which the peer does after it has the bytes in its memory.
@@ -367,8 +367,12 @@ class MooncakeTransport:
     def _fail(self, transfer: _Transfer) -> None:
         """The outcome of a failed transfer of which nothing runs any more."""
         peer = transfer.peer
-        if peer.line.state is LineState.LOST:
+        if peer.line.state is LineState.LOST and (peer.line.ended or not transfer.writes):
             transfer.outcome = PeerLost(f"{peer.line.reason}; connect to its new incarnation")
+        elif peer.line.state is LineState.LOST:
+            # The kernel goes on for minutes to send what a closed connection held, also when the network is back.
+            reason = f"{peer.line.reason}; what was written may still arrive there until one of the two processes ends"
+            transfer.outcome = TransferError(reason, retryable=True, terminal=False)
         elif time.monotonic() >= transfer.failed_at + _GRACE_SECONDS:
             transfer.outcome = TransferError(
                 f"{transfer.failed} with {peer.name}, which is alive: its memory is not registered any more, or the "
