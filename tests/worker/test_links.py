@@ -7,6 +7,7 @@ import socket
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from test_loop import Decode, Prefill, decode, prefill, until
 from test_pushing import CONFIG, Target, Writer, freed
 
@@ -14,6 +15,7 @@ from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.protocol.peer import REFUSAL_S, PeerKey, State
 from vllm_pd_connector.worker.knock import Knock
+from vllm_pd_connector.worker.link import Link
 from vllm_pd_connector.worker.links import IDLE_LINK_S, Links
 
 __all__ = ["decode", "prefill"]
@@ -102,6 +104,25 @@ def test_an_order_that_cannot_begin_costs_no_other(prefill, decode, monkeypatch)
     decode.loop.submit(orders, [])
     assert decode.wait_for("before", "a", "after") == [True, False, True]
     assert decode.failures == {"internal": 1}
+
+
+@pytest.mark.parametrize("decode", [{"handshake_timeout": 5.0}], indirect=True)
+def test_a_peer_that_meets_a_defect_when_it_is_linked_costs_no_other(prefill, decode, monkeypatch):
+    connect = Link.connect
+
+    def broken(link: Link, *args: Any) -> str:
+        verdict = connect(link, *args)
+        if link.engine_id == "p-1":
+            raise RuntimeError("a defect")
+        return verdict
+
+    monkeypatch.setattr(Link, "connect", broken)
+    with contextlib.closing(Prefill("p-1")) as other:
+        decode.loop.submit([other.order("a", remote_engine_id="p-1"), prefill.order("b")], [])
+        assert decode.wait_for("a", "b") == [False, True]
+        assert decode.failures == {"peer_unreachable": 1}
+        [link] = [link for link in decode.loop._receives._links._links.values() if link.engine_id == "p-1"]
+        assert not link.ranks, "a rank stays connected"
 
 
 def test_an_order_to_push_that_cannot_be_obeyed_costs_no_other(monkeypatch):

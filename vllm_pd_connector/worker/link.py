@@ -13,7 +13,7 @@ from itertools import starmap
 
 import msgspec
 
-from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, TransferError
+from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError
 from vllm_pd_connector.geometry.bind import Tail, late_starts, latest, pair, runs_of
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
 from vllm_pd_connector.geometry.plan import Edge, Plan, Rank, make_plan
@@ -74,20 +74,18 @@ class Link:
 
         Raises:
             IncompatiblePeer: this pair can never work.
-            TransferError: the transport did not connect; nothing stays connected.
+            TransferError: the transport did not connect.
+
+        Whatever is raised, ranks may be connected: `disconnect` then.
         """
         remote, check = self._accept(local, local, "decode engine {} cannot read from prefill engine {}")
         plan = make_plan(local, remote)
         by_rank = {(m.parallel.pp_rank, m.parallel.tp_rank): m for m in remote}
-        try:
-            for edge in plan.edges:
-                source = by_rank[edge.source]
-                scratch = (source.scratch,) if source.scratch is not None else ()
-                peer = self.ranks[edge.source] = transport.connect(source.endpoint, (*source.segments, *scratch))
-                self.scratch = self.scratch or ((peer, *scratch) if scratch else None)
-        except TransferError:
-            self.disconnect(transport)
-            raise
+        for edge in plan.edges:
+            source = by_rank[edge.source]
+            scratch = (source.scratch,) if source.scratch is not None else ()
+            peer = self.ranks[edge.source] = transport.connect(source.endpoint, (*source.segments, *scratch))
+            self.scratch = self.scratch or ((peer, *scratch) if scratch else None)
         self.plan, self.chunk_bytes = plan, chunk_bytes
         self.edges = tuple(split(edge, chunk_bytes) for edge in plan.edges)
         converted = sum(bool(staged.families) for _, staged in self.edges)

@@ -248,11 +248,9 @@ class Links:
         began = time.monotonic()
         try:
             verdict = link.connect(self._manifest, self._transport, self._chunk_bytes)
-        except IncompatiblePeer as error:
-            logger.error("%s", error)
-            return peers.Refused(str(error))
-        except PDConnectorError as error:
-            return peers.ConnectFailed(str(error))
+        except Exception as error:
+            link.disconnect(self._transport)
+            return self._not_connected(link, error)
         finally:
             link.manifests = ()
         seconds = time.monotonic() - began
@@ -268,6 +266,16 @@ class Links:
         if self._connected is not None:
             self._connected(link)
         return peers.Connected()
+
+    def _not_connected(self, link: Link, error: Exception) -> peers.Event:
+        if isinstance(error, IncompatiblePeer):
+            logger.error("%s", error)
+            return peers.Refused(str(error))
+        if isinstance(error, PDConnectorError):
+            return peers.ConnectFailed(str(error))
+        # A defect of ours that one peer's manifests met must not reach the requests of others.
+        logger.exception("%s %s at %s cannot be linked", self._noun, link.engine_id, link.machine.key)
+        return peers.ConnectFailed(f"unexpected {type(error).__name__}: {error}")
 
     def _disconnect(self, link: Link, reason: str, gone: bool, now: float) -> None:
         logger.warning("disconnecting %s %s at %s: %s", self._noun, link.engine_id, link.machine.key, reason)

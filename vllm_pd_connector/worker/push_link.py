@@ -18,7 +18,7 @@ from math import lcm
 
 import numpy as np
 
-from vllm_pd_connector.errors import BindError, TransferError
+from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.bind import BlockTable, Tail, late_starts, pair, runs_of
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest
 from vllm_pd_connector.geometry.plan import Edge, Family, Rank, make_plan
@@ -77,16 +77,12 @@ class WriteLink(Link):
         ours = [decode(encoded) for encoded in self.own]
         remote, check = self._accept(local, ours, "prefill engine {} cannot write into decode engine {}")
         mine = local.parallel.pp_rank, local.parallel.tp_rank
-        try:
-            for destination in remote:
-                edge = make_plan(destination, ours).edge(mine)
-                rank = destination.parallel.pp_rank, destination.parallel.tp_rank
-                if edge is not None:
-                    self.ranks[rank] = transport.connect(destination.endpoint, destination.segments)
-                self.outgoing[rank] = _edges(edge, chunk_bytes) if edge is not None else None
-        except TransferError:
-            self.disconnect(transport)
-            raise
+        for destination in remote:
+            edge = make_plan(destination, ours).edge(mine)
+            rank = destination.parallel.pp_rank, destination.parallel.tp_rank
+            if edge is not None:
+                self.ranks[rank] = transport.connect(destination.endpoint, destination.segments)
+            self.outgoing[rank] = _edges(edge, chunk_bytes) if edge is not None else None
         self.chunk_bytes = chunk_bytes
         converted = sum(
             any(staged.families for _, staged in (edges.growing, edges.ending))
