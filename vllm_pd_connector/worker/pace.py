@@ -4,7 +4,7 @@ Transports are polled. A fixed interval either wakes a core thousands of times f
 a short one; an interval that grows with the transfer's age costs a fixed share of its time, whatever that is. It grows
 slowly, because some transports move bytes only while they are looked at: NIXL over TCP, whose poster has no thread,
 reads 128 MiB at 0.6 of the bare library's speed with a look every millisecond, at 0.8 with one every 0.25 ms, and at
-full speed with one every 0.1 ms (docs/design/transports.md). A look costs about 40 us.
+full speed with one every 0.1 ms (docs/design/transports.md). A look costs about 50 us.
 """
 
 from __future__ import annotations
