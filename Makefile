@@ -6,20 +6,30 @@ export TORCH_INDEX PYTHON
 PYTHON ?=
 SETUP := $(firstword $(PYTHON) $(shell command -v python3.11 python3 2>/dev/null) python3) tools/setup_env.py
 RUN := .venv/bin/python
-PYTEST := .venv/bin/pytest
+# VLLM=0.33 runs the tests on that release in place of the installed one: see tools/vllm_overlay.py.
+VLLM ?=
+PYTEST := $(if $(VLLM),PD_TEST_VLLM=$(VLLM) PYTHONPATH="$$($(RUN) tools/vllm_overlay.py $(VLLM))" ,).venv/bin/pytest
 # Processes for the tests without servers, which wait as much as they compute.
 JOBS ?= 3
 PARALLEL := -n $(JOBS) --dist worksteal
 
-.PHONY: help setup demo lint test test-unit test-full faults fuzz bench clean
+# What computes with torch, whose kernels are those of the processor.
+COMPUTING := tests/models tests/compat tests/test_connector.py tests/test_content.py tests/worker/test_outbox_and_stats.py \
+	tests/scheduler/test_prompts.py tests/worker/staging/test_stager.py \
+	tests/worker/staging/test_stager_of_pushes.py tests/worker/staging/test_copiers.py tests/worker/test_checksums.py
+
+.PHONY: help setup setup-light test-light demo lint test test-unit test-kernels test-full faults fuzz contract bench clean
 
 help:
 	@echo "make demo       P, D and a router on the CPU; compares every answer with a plain run"
 	@echo "make test       lint, all tests without servers, a pairwise choice of the end-to-end matrix"
 	@echo "make test-unit  all tests without servers"
+	@echo "make test-light geometry, protocol, side channel, transports: in an environment without vLLM and torch"
+	@echo "make test-kernels  what computes, with torch's kernels for AVX2 and for any processor"
 	@echo "make test-full  lint and every test, the whole end-to-end matrix included"
 	@echo "make faults     at least 300 faults against real servers (30 minutes; the network part needs root)"
 	@echo "make fuzz       coverage-guided fuzzing of every decoder of bytes from the network (FUZZ_SECONDS each)"
+	@echo "make contract   WHEEL=…: what the package relies on in vLLM, looked up in that release's wheel"
 	@echo "make lint       ruff, mypy, links in the documentation"
 	@echo "make bench      the benchmarks (see benchmarks/)"
 	@echo "make setup      .venv only"
@@ -31,6 +41,14 @@ demo:
 	@$(SETUP) --plain
 	@$(RUN) examples/demo.py
 
+# Without vLLM and torch: a set-up of seconds for whoever works on what needs neither.
+LIGHT := .venv-light/bin/pytest tests/geometry tests/protocol tests/sidechannel tests/transport
+setup-light:
+	@$(SETUP) --light
+
+test-light: setup-light
+	$(LIGHT) $(PARALLEL) -m "not gpu and not e2e and not guarantees and not libraries"
+
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -39,6 +57,10 @@ lint: setup
 
 test-unit: setup
 	$(PYTEST) $(PARALLEL)
+
+test-kernels: setup
+	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) $(PARALLEL) $(COMPUTING)
+	ATEN_CPU_CAPABILITY=default $(PYTEST) $(PARALLEL) $(COMPUTING)
 
 test: lint
 	$(PYTEST) $(PARALLEL)
@@ -55,6 +77,10 @@ FAULTS_SEED ?= 1
 faults: setup
 	$(RUN) tests/faults/lines.py --seed $(FAULTS_SEED)
 
+# What the package relies on in vLLM, checked in a wheel (or an unpacked one) that need not be installed.
+contract: setup
+	$(RUN) tests/contract/contract.py $(WHEEL)
+
 FUZZ_SECONDS ?= 60
 # atheris is built for few systems, so it is no part of the environment that everything else needs.
 fuzz: setup
@@ -67,9 +93,10 @@ bench: setup
 	$(RUN) benchmarks/convert.py
 	$(RUN) benchmarks/transports.py
 	$(RUN) benchmarks/pull.py
+	$(RUN) benchmarks/waiting.py
 	$(RUN) benchmarks/overlap.py
 	$(RUN) benchmarks/rates.py
 	$(RUN) benchmarks/accuracy/recall.py
 
 clean:
-	rm -rf .venv .cache build out
+	rm -rf .venv .venv-light .cache build out

@@ -1,9 +1,10 @@
-"""What geometry costs per request (bind) and per handshake (check, plan).
+"""What geometry costs per request (bind, blanks) and per handshake (check, plan).
 
     python benchmarks/bind.py [--reps 200] [--json results.json]
 
 The model is 80 layers of 8 KV heads of 128 channels in bfloat16, with 128 tokens per block: the size of a 70B
-Llama. Addresses are made up and no byte moves. Times are milliseconds of one thread; run it on an idle core.
+Llama. Addresses are made up and no byte moves, but for the blanks: of 28 layers, what 37 tokens leave of a block is
+zeroed. Times are milliseconds of one thread; run it on an idle core.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from vllm_pd_connector.geometry.bind import BlockTable, Tail, bind
-from vllm_pd_connector.geometry.check import validate
-from vllm_pd_connector.geometry.codecs import PageView, cpu_attention, key_value
-from vllm_pd_connector.geometry.digest import digests
+from vllm_pd_connector.geometry.checksums.digest import digests
+from vllm_pd_connector.geometry.layouts.attention import PageView, cpu_attention, key_value
 from vllm_pd_connector.geometry.manifest import (
     MANIFEST_VERSION,
     Coordinates,
@@ -31,12 +32,17 @@ from vllm_pd_connector.geometry.manifest import (
     Segment,
     Tensor,
 )
-from vllm_pd_connector.geometry.plan import make_plan
+from vllm_pd_connector.geometry.plan import Plan, make_plan
 from vllm_pd_connector.geometry.sharding import shard
+from vllm_pd_connector.geometry.staging.blanks import blanks
 from vllm_pd_connector.geometry.topology import check_pd_topology
+from vllm_pd_connector.geometry.validate import validate
+from vllm_pd_connector.worker.staging.copiers import CpuCopier
 
 HEADS, CHANNELS, ITEM = 8, 128, 2
-FACTS = ModelFacts("bench", "LlamaForCausalLM", 80, 8192, HEADS, CHANNELS, "bfloat16", "auto", "default", "none")
+FACTS = ModelFacts(
+    "bench", "LlamaForCausalLM", 80, 8192, HEADS, CHANNELS, "bfloat16", "auto", "default", "none", "content 0", ""
+)
 
 
 def make_worker(
@@ -151,6 +157,30 @@ def plan_cases(reps: int) -> list[dict[str, object]]:
     return rows
 
 
+def blank_cases(reps: int) -> list[dict[str, object]]:
+    rows = []
+    table = (BlockTable(0, np.array([1], dtype=np.int64)),)
+    for name, there, here in (
+        ("like pages", "LBHNC", "LBHNC"),
+        ("NHD to HND", "LBNHC", "LBHNC"),
+        ("HND to NHD", "LBHNC", "LBNHC"),
+    ):
+        source, destination = (make_worker(0, 1, layout, blocks=2, layers=28) for layout in (there, here))
+        memory = np.ones(destination.segments[0].length, dtype=np.uint8)
+        segment = Segment(memory.ctypes.data, len(memory), "cpu", 0)
+        plan = make_plan(msgspec.structs.replace(destination, segments=(segment,)), [source])
+        copier = CpuCopier()
+
+        def zero(plan: Plan = plan, copier: CpuCopier = copier) -> None:
+            for place in blanks(plan, table, 0, 37, {}):
+                copier.blank(place)
+
+        zero()
+        zeroed = float(memory.size - np.count_nonzero(memory)) / 1e6
+        rows.append(measure(f"blanks, {name}", zero, reps, megabytes=zeroed))
+    return rows
+
+
 def digest_cases(reps: int) -> list[dict[str, object]]:
     worker = make_worker(0, 1, tokens=128, blocks=20, layers=2)
     memory = [np.random.default_rng(0).integers(0, 256, worker.segments[0].length, dtype=np.uint8)]
@@ -164,7 +194,8 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=100)
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
-    rows = [*bind_cases(options.reps), *plan_cases(max(50, options.reps // 2)), *digest_cases(50)]
+    rows = [*bind_cases(options.reps), *plan_cases(max(50, options.reps // 2))]
+    rows += [*blank_cases(50), *digest_cases(50)]
     print(f"{'case':<52} {'median':>8} {'p95':>8} {'p99':>8}   ms")
     for row in rows:
         extra = ", ".join(f"{row[key]:g} {key}" for key in ("runs", "edges", "megabytes") if key in row)

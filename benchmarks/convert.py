@@ -4,13 +4,13 @@
 
 The request has 4096 tokens of 28 layers with 8 KV heads of 128 channels in bfloat16 (448 MiB), in scattered blocks.
 
-- copies: the conversion's strided copies from a slab into a cache, as a ratio to plain copies of as many bytes from
-  the same slab into the same cache. One thread, as in the transfer thread.
+- copies: the conversion's strided copies from a staging buffer into a cache, as a ratio to plain copies of as many
+  bytes from the same staging buffer into the same cache. One thread, as in the transfer thread.
 - pulls: a read over NIXL from another process into a cache of another layout, against a read of the same bytes into
   a cache of the same layout.
 - pushes: the same with writes, of a request whose prefill has finished.
-- threshold: the same bytes directly and by way of the slab, for runs of different lengths. Where the two take equally
-  long is what `geometry.stage.RUN_COST_BYTES` should be.
+- threshold: the same bytes directly and by way of the staging buffer, for runs of different lengths. Where the two take
+  equally long is what `geometry.staging.chunks.RUN_COST_BYTES` should be.
 
 Times are the best of several rounds: what else runs on the machine only adds. The variants of a round run one after
 another, and a ratio is the median of the rounds' own ratios: a machine that is twice as fast for a second, which TCP on
@@ -34,15 +34,15 @@ import bind as bench_bind
 import msgspec
 import numpy as np
 
-from vllm_pd_connector.geometry import stage
 from vllm_pd_connector.geometry.bind import BlockTable, bind, pair
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
 from vllm_pd_connector.geometry.plan import Edge, make_plan
-from vllm_pd_connector.transport.base import Peer, Status, Transport
-from vllm_pd_connector.transport.hugepages import collapse_in_background
-from vllm_pd_connector.transport.nixl import NixlTransport
-from vllm_pd_connector.transport.nixl_library import NixlOptions
-from vllm_pd_connector.worker.convert import Stager
+from vllm_pd_connector.geometry.staging import chunks as chunking
+from vllm_pd_connector.transport.base import TransferStatus, Transport, TransportPeer
+from vllm_pd_connector.transport.nixl.bindings import NixlOptions
+from vllm_pd_connector.transport.nixl.transport import NixlTransport
+from vllm_pd_connector.worker.hugepages import collapse_in_background
+from vllm_pd_connector.worker.staging.stager import Stager
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS, TOKENS = 28, 4096
@@ -149,7 +149,7 @@ class Request:
         return cls(edge, *tables, tokens)
 
     def move(
-        self, transport: Transport, stager: Stager, peer: Peer, direct: Edge, staged: Edge, *, writes: bool
+        self, transport: Transport, stager: Stager, peer: TransportPeer, direct: Edge, staged: Edge, *, writes: bool
     ) -> int:
         """What the transfer loop does with one receive or push; returns the number of runs that were moved."""
         args = self.source, self.destination, 0, self.tokens
@@ -159,9 +159,9 @@ class Request:
         transfers = [start(peer, runs)] if count else []
         paired = pair(staged, *args)
         if paired:
-            stager.start(self, 0, self, peer, stage.chunks(paired, stager.chunk_bytes, writes=writes))
+            stager.start(self, 0, self, peer, chunking.chunks(paired, stager.chunk_bytes, writes=writes))
         while transfers or stager.active:
-            transfers = [transfer for transfer in transfers if transport.poll(transfer) is Status.RUNNING]
+            transfers = [transfer for transfer in transfers if transport.poll(transfer) is TransferStatus.RUNNING]
             for stream, failure in stager.poll():
                 assert failure is None, failure
                 count += stream.runs
@@ -189,23 +189,23 @@ def name(form: Form) -> str:
 
 
 def measure_copies(rounds: int) -> list[Copies]:
-    from vllm_pd_connector.worker.copies import CpuCopier
+    from vllm_pd_connector.worker.staging.copiers import CpuCopier
 
     copier = CpuCopier()
-    slab, memory = copier.allocate(SLAB_BYTES), Memory()
-    limit, results = SLAB_BYTES // stage.CHUNKS_PER_SLAB, []
-    bytes_of = np.asarray(slab.owner)[slab.segment.address - slab.owner.ctypes.data :]
+    staging, memory = copier.allocate(SLAB_BYTES), Memory()
+    limit, results = SLAB_BYTES // chunking.CHUNKS_PER_BUFFER, []
+    bytes_of = np.asarray(staging.owner)[staging.segment.address - staging.owner.ctypes.data :]
     for source, destination in UNEQUAL:
         request = Request.make(source, destination, memory.segment, memory.segment)
         paired = pair(request.edge, request.source, request.destination, 0, TOKENS)
-        work = list(stage.chunks(paired, limit))
+        work = list(chunking.chunks(paired, limit))
 
-        def convert(work: Sequence[stage.Chunk] = work) -> None:
+        def convert(work: Sequence[chunking.Chunk] = work) -> None:
             for i, chunk in enumerate(work):
                 for copy in chunk.copies:
-                    copier.copy(slab.segment.address + i % 2 * limit, copy)
+                    copier.copy(staging.segment.address + i % 2 * limit, copy)
 
-        def plain(work: Sequence[stage.Chunk] = work) -> None:
+        def plain(work: Sequence[chunking.Chunk] = work) -> None:
             at = 0
             for i, chunk in enumerate(work):
                 for copy in chunk.copies:
@@ -251,14 +251,14 @@ def measure_whole(transport: str, pair_: Pair, rounds: int, *, writes: bool) -> 
     results = []
     for source, destination in UNEQUAL:
         equal, unequal = (pair_.request(source, form, writes=writes) for form in (source, destination))
-        same, edges = (stage.split(r.edge, pair_.stager.chunk_bytes, writes=writes) for r in (equal, unequal))
+        same, edges = (chunking.split(r.edge, pair_.stager.chunk_bytes, writes=writes) for r in (equal, unequal))
         runs = pair_.move(unequal, *edges, writes=writes)
         (equal_ms, unequal_ms), ratio = compare(
             rounds,
             lambda: pair_.move(equal, *same, writes=writes),  # noqa: B023
             lambda: pair_.move(unequal, *edges, writes=writes),  # noqa: B023
         )
-        way = "converted" if edges[1].families else "direct"
+        way = "converted" if edges[1].pairings else "direct"
         row = Whole(transport, name(source), name(destination), way, runs, equal_ms, unequal_ms, round(ratio, 2))
         results.append(row)
         print(results[-1], flush=True)
@@ -288,7 +288,7 @@ def measure_threshold(transport: str, pair_: Pair, rounds: int) -> list[Crossing
 
 
 def without_families(edge: Edge) -> Edge:
-    """The edge without families."""
+    """The edge without pairings."""
     return Edge(edge.source, edge.destination, edge.source_groups, edge.destination_groups, ())
 
 

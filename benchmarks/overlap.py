@@ -31,12 +31,12 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.append(str(ROOT))
 
 from pull import OUTPUT_TOKENS, body, event_times, events, machine  # noqa: E402
 
-from launch import Server, Servers, post, vllm_spec  # noqa: E402
-from make_models import MODELS, make  # noqa: E402
+from examples.launch import Server, Servers, post, vllm_spec  # noqa: E402
+from examples.make_models import MODELS, make  # noqa: E402
 
 PROMPT_TOKENS = 1920
 STEP_TOKENS = 192

@@ -36,19 +36,19 @@ from urllib.parse import urlsplit
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.append(str(ROOT))
 
 import quiet_nixl  # noqa: E402
 
-from launch import Server, Servers, post, vllm_spec  # noqa: E402
-from make_models import MODELS, make  # noqa: E402
+from examples.launch import Server, Servers, post, vllm_spec  # noqa: E402
+from examples.make_models import MODELS, make  # noqa: E402
 
 LENGTHS = (16, 1900)
 """Shortest and longest prompt, in tokens; lengths are spread evenly in the logarithm."""
 
 OUTPUT_TOKENS = 8
 AT_ONCE = 8
-IDLE_SECONDS = 20.0
+IDLE_S = 20.0
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -144,8 +144,8 @@ def event_times(url: str, request: Mapping[str, Any]) -> list[float]:
     return [seconds for seconds, _ in events(url, request)]
 
 
-def processor_seconds(server: Server) -> float:
-    """User and system time of all processes of a server's group so far."""
+def processor_seconds(server: Server, *, alone: bool = False) -> float:
+    """User and system time so far of all processes of a server's group, or of its first process alone."""
     total = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -153,7 +153,7 @@ def processor_seconds(server: Server) -> float:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if int(fields[2]) == server.process.pid:
+        if int(fields[2]) == server.process.pid and (not alone or int(stat.parent.name) == server.process.pid):
             total += int(fields[11]) + int(fields[12])
     return total / TICKS_PER_SECOND
 
@@ -161,7 +161,7 @@ def processor_seconds(server: Server) -> float:
 def idle_cores(servers: Sequence[Server]) -> float:
     """Cores that idle servers keep busy, per server; these instances have one worker each."""
     before, started = sum(map(processor_seconds, servers)), time.monotonic()
-    time.sleep(IDLE_SECONDS)
+    time.sleep(IDLE_S)
     burnt = sum(map(processor_seconds, servers)) - before
     return round(burnt / (time.monotonic() - started) / len(servers), 3)
 

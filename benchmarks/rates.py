@@ -28,10 +28,10 @@ import aiohttp
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.append(str(ROOT))
 
-from launch import Server, Servers, router_spec, vllm_spec  # noqa: E402
-from make_models import MODELS, make  # noqa: E402
+from examples.launch import Server, Servers, router_spec, vllm_spec  # noqa: E402
+from examples.make_models import MODELS, make  # noqa: E402
 
 LENGTHS = (32, 900)
 """Shortest and longest prompt, in tokens; lengths are spread evenly in the logarithm."""

@@ -34,7 +34,7 @@ from vllm_pd_connector.connector import PDConnector
 BLOCK_TOKENS = 16
 LEASES = 256
 BLOCKS_OF_A_LEASE = 16
-IDLE: Any = SimpleNamespace(num_scheduled_tokens={})
+IDLE: Any = SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=set())
 
 
 def free_port() -> int:
@@ -52,7 +52,12 @@ def make_connector(role: KVConnectorRole, kv_role: str) -> PDConnector:
         kv_connector_extra_config={"side_channel_port": free_port(), "kv_lease_duration": 3600.0},
     )
     parallel = SimpleNamespace(
-        data_parallel_index=0, tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
+        data_parallel_index=0,
+        data_parallel_rank_local=None,
+        local_engines_only=False,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        decode_context_parallel_size=1,
     )
     config = SimpleNamespace(
         kv_transfer_config=transfer,
@@ -76,6 +81,7 @@ def hold_leases(scheduler: PDConnector, pool: BlockPool, count: int) -> None:
             num_computed_tokens=BLOCKS_OF_A_LEASE * BLOCK_TOKENS,
             status=RequestStatus.FINISHED_LENGTH_CAPPED,
             prompt_embeds=None,
+            prompt_is_token_ids=None,
             mm_features=[],
             lora_request=None,
         )

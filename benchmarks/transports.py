@@ -32,11 +32,11 @@ import numpy as np
 
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.transport.base import Peer, Status, Transport
-from vllm_pd_connector.transport.hugepages import collapse
-from vllm_pd_connector.transport.nixl_library import NixlOptions, backend_parameters
+from vllm_pd_connector.transport.base import TransferStatus, Transport, TransportPeer
+from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters
 from vllm_pd_connector.transport.registry import create
-from vllm_pd_connector.worker.pace import pause
+from vllm_pd_connector.worker.hugepages import collapse
+from vllm_pd_connector.worker.poll_interval import pause
 
 ROOT = Path(__file__).resolve().parent.parent
 KIB, MIB = 1 << 10, 1 << 20
@@ -194,7 +194,7 @@ class Pair:
             for operation, serves in SERVES.items():
                 self.bare[operation] = BARE[transport_name](options, self.memory, serves)
                 self.bare[operation].meet(hello)
-        self.ends: dict[str, tuple[Transport, Peer]] = {}
+        self.ends: dict[str, tuple[Transport, TransportPeer]] = {}
         for operation, serves in SERVES.items():
             transport = create(transport_name, options, serves=serves)
             transport.register((self.memory.segment,))
@@ -216,7 +216,7 @@ class Pair:
         transport, peer = self.ends[operation]
         began = time.monotonic()
         transfer = transport.read(peer, runs) if operation == "read" else transport.write(peer, runs)
-        while transport.poll(transfer) is Status.RUNNING:
+        while transport.poll(transfer) is TransferStatus.RUNNING:
             time.sleep(pause(time.monotonic() - began))
 
     def verify(self, message: int, length: int) -> None:

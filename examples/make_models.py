@@ -1,4 +1,4 @@
-"""Tiny real checkpoints, one per kind of cache, and the flags with which vLLM runs them right on a CPU.
+"""Tiny real checkpoints, one per kind of cache, LoRA adapters, and the flags with which vLLM runs them right on a CPU.
 
 Each model is a few MB of random weights written by transformers' `save_pretrained` beside a byte-level tokenizer, so
 vLLM loads it like any other. The weights come from a fixed seed, and their spread (`INITIALIZER_RANGE`) is wide enough
@@ -16,7 +16,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +138,13 @@ def _gqa6() -> Any:
     )
 
 
-def _qwen3next() -> Any:
+def _qwen3next(attention_layers: tuple[int, ...] = (3,)) -> Any:
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
+    layers = 4
     config = Qwen3NextConfig(
-        num_hidden_layers=4,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        num_hidden_layers=layers,
+        layer_types=["full_attention" if i in attention_layers else "linear_attention" for i in range(layers)],
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
@@ -319,6 +320,55 @@ MODELS: dict[str, Model] = {
 }
 
 
+WINDOWED_HYBRID = replace(
+    MODELS["qwen3next"],
+    name="qwen3next-window",
+    family="GDN, attention and sliding window",
+    build=functools.partial(_qwen3next, (1, 3)),
+    environment={**MODELS["qwen3next"].environment, "PD_TEST_WINDOWED_HYBRID": "1"},
+    sliding_layers=(1,),
+)
+"""States, full attention and a window. No such model of vLLM's runs on a CPU: a test plugin narrows layer 1."""
+
+
+ADAPTER_RANK = 8
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""Keys and values among them, so that what is cached depends on the adapter."""
+
+
+def _adapter(base: Path, seed: int, directory: Path) -> None:
+    """A LoRA adapter of every attention layer in PEFT's form, written by hand, as peft is not needed for anything else.
+
+    Both factors have the spread of the model's own matrices, so that an adapter changes most answers.
+    """
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.name,
+        "r": ADAPTER_RANK,
+        "lora_alpha": 2 * ADAPTER_RANK,
+        "target_modules": list(ADAPTED),
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    with safe_open(base / "model.safetensors", "pt") as weights:
+        for name in sorted(weights.keys()):
+            layer, _, kind = name.removesuffix(".weight").rpartition(".")
+            if kind in ADAPTED:
+                wide, narrow = weights.get_slice(name).get_shape()
+                for factor, shape in (("A", (ADAPTER_RANK, narrow)), ("B", (wide, ADAPTER_RANK))):
+                    drawn = torch.randn(shape, generator=generator) * INITIALIZER_RANGE
+                    tensors[f"base_model.model.{layer}.{kind}.lora_{factor}.weight"] = drawn
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
 def _tokenizer(vocab_size: int) -> Any:
     """A tokenizer of the 256 bytes and two special tokens, without merges: any text, one token per byte.
 
@@ -340,27 +390,42 @@ def _tokenizer(vocab_size: int) -> Any:
 
 
 def make(model: Model, directory: Path = DEFAULT_DIR) -> Path:
-    """Write the checkpoint `directory/<name>` unless this file wrote it already, and return its path.
+    """Write the checkpoint `directory/<name>` unless this file wrote it already, and return its path."""
 
-    A half-written checkpoint is never found under that name: it is written beside it and renamed.
+    def write(partial: Path) -> None:
+        import torch
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            network = model.build().to(torch.float32)
+        network.save_pretrained(partial)
+        _tokenizer(model.vocab_size).save_pretrained(partial)
+
+    return _made(directory / model.name, write)
+
+
+def make_adapter(model: Model, number: int, directory: Path = DEFAULT_DIR) -> Path:
+    """Write the LoRA adapter `directory/<name>-adapter-<number>` of a model whose attention layers have the projections
+    ADAPTED, unless this file wrote it already, and return its path. Adapters of other numbers have other weights."""
+    base = make(model, directory)
+    return _made(directory / f"{model.name}-adapter-{number}", lambda partial: _adapter(base, SEED + number, partial))
+
+
+def _made(path: Path, write: Callable[[Path], None]) -> Path:
+    """`path`, written by `write` into an empty directory unless this file made it already.
+
+    What is half-written is never found under that name: it is written beside it and renamed.
     """
-    path = directory / model.name
     source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     stamp = path / SOURCE_STAMP
     if stamp.exists() and stamp.read_text() == source:
         return path
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    partial = directory / f".{model.name}.partial"
+    partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        network = model.build().to(torch.float32)
-    network.save_pretrained(partial)
-    _tokenizer(model.vocab_size).save_pretrained(partial)
+    write(partial)
     (partial / SOURCE_STAMP).write_text(source)
     shutil.rmtree(path, ignore_errors=True)
     partial.rename(path)

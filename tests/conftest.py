@@ -5,6 +5,8 @@ Property tests have no deadline for an example: a busy machine decides nothing.
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A run that is to show another vLLM (`make test VLLM=…`) does not fall back to the installed one."""
+    wanted = os.environ.get("PD_TEST_VLLM", "")
+    if wanted and not (found := importlib.metadata.version("vllm")).startswith(f"{wanted}."):
+        raise pytest.UsageError(f"PD_TEST_VLLM={wanted}, but the vllm in this environment is {found}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -25,10 +25,11 @@ Each row is a pair of real vLLM servers on CPUs in float32. "Passed" counts the 
 equal to a plain run for prompts of 1 to 1900 tokens, one by one and 16 at once, equal bytes on both sides, and no block
 left behind; where the sides differ in block size, layout or stages also prefix hits of every length on the decode side;
 on the plainest pair of each family also streaming, prefix hits, disconnects and bad input, of which prefix hits and
-disconnects once more in mode push. Most rows over Mooncake are those of a second run of the whole matrix. "CPU" is the
-layout of vLLM's CPU backend (head-major, K transposed); others are those of GPU backends, served by a reference backend
-of the tests. "States" is the layout of convolution states. Qwen3-Next runs in bfloat16, and its log-probabilities are
-compared too. See [CONTRIBUTING](../CONTRIBUTING.md#the-end-to-end-matrix) for how to run them.
+disconnects once more in mode push. Those of gqa, mla and kimi count a run on kernels for AVX2, too. Most rows over
+Mooncake are those of a second run of the whole matrix. "CPU" is the layout of vLLM's CPU backend (head-major, K
+transposed); others are those of GPU backends, served by a reference backend of the tests. "States" is the layout of
+convolution states. Qwen3-Next runs in bfloat16, and its log-probabilities are compared too. See
+[CONTRIBUTING](../CONTRIBUTING.md#the-end-to-end-matrix) for how to run them.
 
 """
 

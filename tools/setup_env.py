@@ -27,11 +27,12 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
+LIGHT = ROOT / ".venv-light"
 PYTHON = VENV / "bin" / "python"
 STEPS = VENV / ".pd-steps"
 TEST_PLUGINS = ROOT / "tests" / "plugins"
@@ -200,6 +201,17 @@ def install_vllm_name() -> None:
         raise SetupError(f"`import vllm` fails or names version {version!r}; remove {VENV.name} and run this again")
 
 
+def setup_light() -> None:
+    """`.venv-light`: what the tests need that touch neither vLLM nor torch nor a transport's library; seconds."""
+    python = find_python()
+    if not has_venv_module(python):
+        require_debian_packages(python)
+    say(f"creating {LIGHT.name} from {python}, without vLLM and torch")
+    run(python, "-m", "venv", LIGHT)
+    command = [LIGHT / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    run(*command, "--editable", f"{ROOT}[light]")
+
+
 def install_project(editable: bool) -> None:
     say("installing this project" + (" (editable, with the tools of development)" if editable else ""))
     # setuptools would pack what an earlier build left in this directory, modules deleted since included.
@@ -235,9 +247,12 @@ def fingerprint(*parts: str | Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make .venv for the demo and the tests.")
     parser.add_argument("--plain", action="store_true", help="install the project as a user would, not editable")
+    parser.add_argument("--light", action="store_true", help=f"make {LIGHT.name} instead, without vLLM and torch")
     options = parser.parse_args()
 
     project = ROOT / "pyproject.toml"
+    if options.light:
+        return make([("light", setup_light, fingerprint("light", project))], LIGHT / STEPS.name)
     installed = ["plain", project, ROOT / "vllm_pd_connector"] if options.plain else ["editable", project]
     steps = [
         ("venv", create_venv, fingerprint(*map(str, SUPPORTED_PYTHONS))),
@@ -248,7 +263,12 @@ def main() -> int:
     ]
     if not options.plain:
         steps.append(("test plugins", install_test_plugins, fingerprint(TEST_PLUGINS / "pyproject.toml")))
-    done: dict[str, str] = json.loads(STEPS.read_text()) if STEPS.exists() else {}
+    return make(steps, STEPS)
+
+
+def make(steps: Sequence[tuple[str, Callable[[], None], str]], remembered: Path) -> int:
+    """Do each step whose inputs are others than those that `remembered` has. Returns the exit status."""
+    done: dict[str, str] = json.loads(remembered.read_text()) if remembered.exists() else {}
     started, anything = time.monotonic(), False
     try:
         for name, step, inputs in steps:
@@ -258,7 +278,7 @@ def main() -> int:
             anything = True
             step()
             done[name] = inputs
-            STEPS.write_text(json.dumps(done))
+            remembered.write_text(json.dumps(done))
     except SetupError as error:
         print(f"[setup] FAILED: {error}", file=sys.stderr)
         return 1

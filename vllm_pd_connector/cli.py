@@ -29,12 +29,12 @@ from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError, ProtocolError
 from vllm_pd_connector.geometry.explain import Explanation, Movement, explain_pair
 from vllm_pd_connector.geometry.manifest import Manifest
-from vllm_pd_connector.geometry.stage import CHUNKS_PER_SLAB
-from vllm_pd_connector.protocol.messages import Describe, Failure, GetManifests, Manifests, Request
+from vllm_pd_connector.geometry.staging.chunks import CHUNKS_PER_BUFFER
+from vllm_pd_connector.protocol.wire.messages import Describe, Failure, GetManifests, Manifests, Request
 from vllm_pd_connector.proxy.urls import base_url, host_and_port, seconds
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
-from vllm_pd_connector.sidechannel.keys import Keys, create_keys, create_secret, load_keys, public_key
-from vllm_pd_connector.sidechannel.sockets import endpoint
+from vllm_pd_connector.sidechannel.net.keys import Keys, create_keys, create_secret, load_keys, public_key
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.sidechannel.waiting import Wake, ask
 
 ALLOWED, REFUSED, UNANSWERED = 0, 1, 2
@@ -136,7 +136,7 @@ def _positive(text: str) -> int:
 def _explain(options: argparse.Namespace) -> int:
     identity = _identity(options)
     prefill, decode = (load(source, options.timeout, identity) for source in (options.prefill, options.decode))
-    chunk_bytes = options.staging_bytes // CHUNKS_PER_SLAB
+    chunk_bytes = options.staging_bytes // CHUNKS_PER_BUFFER
     found = explain_pair(prefill, decode, options.tokens, chunk_bytes, push=options.mode == "push")
     if options.json:
         print(json.dumps(as_json(prefill, decode, found), indent=1))

@@ -11,7 +11,7 @@ import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -40,19 +40,24 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         bootstrap_port: where a prefill instance in mode push or auto answers proxies of vLLM's in-tree Mooncake
             connector, on the side channel's host; the data-parallel index is added. None:
             VLLM_MOONCAKE_BOOTSTRAP_PORT, else nowhere.
-        side_channel_keys: directory of this instance's CURVE key pair and its peers' public keys (`sidechannel.keys`).
+        side_channel_keys: directory of this instance's CURVE key pair and its peers' public keys
+            (`sidechannel.net.keys`).
         allow_unauthenticated_peers: talk to other hosts without keys.
         params_secret: file of a secret that prefill and decode instances share, to sign `kv_transfer_params`.
         kv_lease_duration: how long the prefill side keeps a finished request's blocks without a renewal.
+        kv_lease_limit: how long it keeps them at most, however often a decode instance renews.
         handshake_timeout: from the first attempt to reach a prefill instance to a usable plan.
-        transfer_timeout: from the first posted read of a request to its last byte.
+        transfer_timeout: for reading a request while no part of it arrives, and for writing it from the prefill's end.
         step_timeout: for one engine step of a prefill instance in mode push; after it, those who wait for prefills that
             this engine computes are told that they failed.
         confirm_timeout: for the prefill side's word that the blocks were held while they were read.
         shutdown_timeout: how long a prefill instance that ends lets its readers finish; 0: not at all.
-        verify: compare sums over what was received with the prefill side's: of no request, of one in 16, of all. On the
-            prefill side anything but "off" lets decode instances ask.
+        verify: compare checksums over what was received with the prefill side's: of no request, of one in 16, of all.
+            On the prefill side anything but "off" lets decode instances ask.
         model_id: name under which both sides know the model; None: the served model's name or path.
+        weights_version: what both sides call these weights, in place of what their files or --revision tell.
+        allow_mixed_quantization: pair with instances that quantize their weights otherwise, if they allow it, too.
+        adapter_ids: by a LoRA adapter's name what both sides call its weights, in place of what its files tell.
         staging_bytes: memory of the side that starts transfers through which caches of another layout are converted,
             per worker; 0 switches conversion off, and unequal layouts move as short runs.
         huge_pages: collapse the caches' memory to huge pages in the background (CPU only; nearly doubles reads).
@@ -70,6 +75,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     allow_unauthenticated_peers: bool = False
     params_secret: str | None = None
     kv_lease_duration: float = 30.0
+    kv_lease_limit: float = 600.0
     handshake_timeout: float = 10.0
     transfer_timeout: float = 60.0
     step_timeout: float = 120.0
@@ -77,6 +83,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     shutdown_timeout: float = 3.0
     verify: Literal["off", "sample", "all"] = "off"
     model_id: str | None = None
+    weights_version: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
+    allow_mixed_quantization: bool = False
+    adapter_ids: dict[str, str] = {}
     staging_bytes: int = 64 << 20
     huge_pages: bool = True
     transport_options: dict[str, Any] = {}
@@ -183,10 +192,16 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
         raise InvalidConfig(
             f"kv_connector_extra_config: {error}; the keys are {', '.join(Config.__struct_fields__)}"
         ) from None
-    for key in ("kv_lease_duration", "handshake_timeout", "transfer_timeout", "step_timeout", "confirm_timeout"):
+    durations = ("kv_lease_duration", "kv_lease_limit", "handshake_timeout", "transfer_timeout", "step_timeout")
+    for key in (*durations, "confirm_timeout"):
         value = getattr(config, key)
         if not 0 < value <= 86400:
             raise InvalidConfig(f"kv_connector_extra_config.{key} is {value}: it must be in (0, 86400] seconds")
+    if config.kv_lease_limit < config.kv_lease_duration:
+        raise InvalidConfig(
+            f"kv_connector_extra_config.kv_lease_limit is {config.kv_lease_limit}, and kv_lease_duration "
+            f"{config.kv_lease_duration}: a lease without a renewal is not longer than one with all of them"
+        )
     if not 0 <= config.shutdown_timeout <= 86400:
         raise InvalidConfig(
             f"kv_connector_extra_config.shutdown_timeout is {config.shutdown_timeout}: it must be in [0, 86400] seconds"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_pd_connector.compat import facts
 from vllm_pd_connector.compat.base import (
     CacheHitSource,
     KVConnectorBase_V1,
@@ -25,10 +24,12 @@ from vllm_pd_connector.compat.base import (
     SupportsHMA,
 )
 from vllm_pd_connector.compat.logs import adopt_vllm_logging
+from vllm_pd_connector.compat.model import facts
 from vllm_pd_connector.config import parse_config
+from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
+from vllm_pd_connector.metadata import StepMetadata
 from vllm_pd_connector.observability.stats import PDPromMetrics, PDStats
 from vllm_pd_connector.scheduler.half import SchedulerHalf
-from vllm_pd_connector.steps import StepMetadata
 from vllm_pd_connector.worker.half import WorkerHalf
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """A read brings the recurrent state along, so a deeper hit of the attention groups alone can be used."""
+        """A receive brings the recurrent state along and fills each group from what it lacks on, so a hit of the full
+        attention can be used that is deeper than those of other groups."""
         return True
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
@@ -107,9 +109,24 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        ranks = sorted(metadata)
-        found = [meta for meta in map(metadata.get, ranks) if isinstance(meta, EncodedManifest)]
+        """Open the side channel with every rank's manifest.
+
+        Raises:
+            InvalidConfig: what the workers gave is another connector's (MultiConnector passes on the first's alone).
+        """
+        found = [meta for _, meta in sorted(metadata.items()) if isinstance(meta, EncodedManifest)]
+        if len(found) < len(metadata):
+            foreign = sorted({type(meta).__name__ for meta in metadata.values()} - {EncodedManifest.__name__})
+            raise InvalidConfig(
+                f"connectors: the workers' handshake metadata is {', '.join(foreign)} where {EncodedManifest.__name__} "
+                "of PDConnector is needed: MultiConnector hands on that of the first connector which has any; name "
+                "PDConnector first, and no other connector that transfers caches between instances"
+            )
         self.scheduler.serve([meta.manifest for meta in found], [meta.token for meta in found])
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """The same from who knows no pipeline stages."""
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): meta for rank, meta in metadata.items()})
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler.on_new_request(request)
@@ -126,6 +143,10 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self.scheduler.build_metadata(scheduler_output)
 
+    def has_pending_push_work(self) -> bool:
+        """Whether an idle engine should take a step: vLLM has no more general word for it."""
+        return self._scheduler is not None and self._scheduler.hold.asked
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler.update_output(connector_output)
 
@@ -133,6 +154,10 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler.request_finished(request, block_ids)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """What MultiConnector calls beside a connector without `SupportsHMA`: caches then have one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     # Worker role.
 
@@ -150,6 +175,17 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self.worker.transfer_results()
 
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Refuse the older form of `get_transfer_results`: it has no place for failed receives.
+
+        Raises:
+            PDConnectorError: always.
+        """
+        raise PDConnectorError(
+            "get_finished: a failed receive would be taken for a good one; whatever wraps PDConnector must call "
+            "get_transfer_results, as vLLM 0.32 does"
+        )
+
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self.worker.take_report()
 
@@ -162,12 +198,18 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         """Nothing: blocks are read after the request finished, or written out step by step."""
 
     def wait_for_save(self) -> None:
-        """Nothing: see `save_kv_layer`."""
+        """Everything that the step writes was launched."""
+        self.worker.step_launched()
 
     # Either role, and the API server.
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._scheduler.stats() if self._scheduler is not None else self.worker.take_stats()
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: object) -> bool:
+        """No; vLLM 0.33 asks, and takes a connector that does not know the question for one that does."""
+        return False
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

@@ -70,6 +70,10 @@ class ProtocolError(PDConnectorError):
     """A message that is malformed, too large, of another version or unexpected in this state."""
 
 
+class Unreachable(ProtocolError):
+    """Nobody takes connections at an address, or nobody knows the name of its host."""
+
+
 class UnauthenticatedPeer(ProtocolError):
     """A peer that cannot prove who it is where proof is asked for."""
 

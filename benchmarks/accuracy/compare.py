@@ -19,7 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from recall_task import END, samples
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.accuracy.recall_task import END, samples
 
 RECALL = "recall"
 RECALL_PAIRS = (40, 80, 160, 240)

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.append(str(ROOT))
 
-from compare import Outcome, evaluate, outcomes, recall_config, table  # noqa: E402
-from launch import Server, Servers, router_spec, vllm_spec  # noqa: E402
-from train_recall import ensure  # noqa: E402
+from benchmarks.accuracy.compare import Outcome, evaluate, outcomes, recall_config, table  # noqa: E402
+from benchmarks.accuracy.train_recall import ensure  # noqa: E402
+from examples.launch import Server, Servers, router_spec, vllm_spec  # noqa: E402
 
 CORRUPT_BELOW = 0.5
 GOOD = 0.95

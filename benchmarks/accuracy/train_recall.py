@@ -25,7 +25,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from recall_task import ASK, BOS, END, EOS, KEYS, VALUES, VOCAB_SIZE, WORD_IDS, WORDS
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.accuracy.recall_task import ASK, BOS, END, EOS, KEYS, VALUES, VOCAB_SIZE, WORD_IDS, WORDS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_DIR = ROOT / ".cache" / "models" / "recall"

@@ -23,9 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pd_test_plugins.corrupt import exchanged
 
-from compare import RECALL_PAIRS
-from recall_task import END, KEYS, VALUES, VOCAB_SIZE, WORD_IDS, WORDS, samples
-from train_recall import DEFAULT_DIR, batch
+from benchmarks.accuracy.compare import RECALL_PAIRS
+from benchmarks.accuracy.recall_task import END, KEYS, VALUES, VOCAB_SIZE, WORD_IDS, WORDS, samples
+from benchmarks.accuracy.train_recall import DEFAULT_DIR, batch
 from vllm_pd_connector.geometry.runs import Runs
 
 COMPARE = Path(__file__).resolve().parents[2] / "benchmarks" / "accuracy" / "compare.py"

@@ -26,9 +26,11 @@ COMPAT = Path(__file__).parents[2] / "vllm_pd_connector" / "compat"
 def describe(package: Path) -> dict[str, Any]:
     """The description of one vLLM source tree."""
     return {
-        "classes": {name: _class(_parse(package / path), name) for path, names in CLASSES.items() for name in names},
+        "classes": {
+            name: class_methods(_parse(package / path), name) for path, names in CLASSES.items() for name in names
+        },
         "names": {
-            module: {name: name in _top_level(package, module) for name in sorted(names)}
+            module: {name: name in top_level(package, module) for name in sorted(names)}
             for module, names in sorted(imported_names().items())
             if _file(package, module) is not None
         },
@@ -38,14 +40,15 @@ def describe(package: Path) -> dict[str, Any]:
 def imported_names() -> dict[str, set[str]]:
     """What `compat` imports from vLLM, by module."""
     found: dict[str, set[str]] = {}
-    for path in COMPAT.glob("*.py"):
+    for path in COMPAT.rglob("*.py"):
         for node in ast.walk(_parse(path)):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "vllm":
                 found.setdefault(node.module, set()).update(alias.name for alias in node.names)
     return found
 
 
-def _class(tree: ast.Module, name: str) -> dict[str, Any]:
+def class_methods(tree: ast.Module, name: str) -> dict[str, Any]:
+    """The public methods of a class and its constructor: parameters and decorators."""
     [node] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
     return {
         item.name: {
@@ -78,7 +81,8 @@ def _file(package: Path, module: str) -> Path | None:
     return next((path for path in candidates if path.exists()), None)
 
 
-def _top_level(package: Path, module: str) -> set[str]:
+def top_level(package: Path, module: str) -> set[str]:
+    """Names that a module defines or imports."""
     path = _file(package, module)
     assert path is not None
     names: set[str] = set()

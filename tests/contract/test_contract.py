@@ -8,12 +8,13 @@ import json
 from pathlib import Path
 
 import pytest
-from describe_vllm import describe, imported_names
 
+from tests.contract.describe_vllm import describe, imported_names
 from vllm_pd_connector import plugin
 from vllm_pd_connector.connector import PDConnector
 
 HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "design" / "contract.md"
 RECORDS = {path.stem.removeprefix("vllm-"): json.loads(path.read_text()) for path in HERE.glob("vllm-*.json")}
 BASES = ("KVConnectorBase_V1", "SupportsHMA")
 
@@ -52,6 +53,16 @@ def test_every_abstract_method_is_implemented(version):
         if "abstractmethod" in method["decorators"]
     }
     assert abstract and not abstract - set(vars(PDConnector))
+
+
+@pytest.mark.parametrize("version", RECORDS)
+@pytest.mark.parametrize("base", BASES)
+def test_every_default_that_is_inherited_was_looked_at(version, base):
+    """vLLM, or its MultiConnector, may call any of them; contract.md says why each default is right."""
+    _, _, reasons = PAGE.read_text().partition("## Defaults that we inherit")
+    inherited = set(RECORDS[version]["classes"][base]) - set(vars(PDConnector))
+    missing = sorted(name for name in inherited if f"`{name}`" not in reasons.partition("\n## ")[0])
+    assert not missing, f"{version} {base}: neither overridden nor named in {PAGE.name}: {missing}"
 
 
 @pytest.mark.parametrize("version", RECORDS)

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from handed_over import handed_over
+from tests.support.handed_over import handed_over
 from vllm_pd_connector.observability.instance import EngineInfo
-from vllm_pd_connector.protocol.answer import require_signature
-from vllm_pd_connector.protocol.bootstrap import Place, encode_answer, parse_answer, parse_bootstrap_address
-from vllm_pd_connector.protocol.params import (
+from vllm_pd_connector.protocol.params.answer import require_signature
+from vllm_pd_connector.protocol.params.bootstrap import HostPort, encode_answer, parse_answer, parse_bootstrap_address
+from vllm_pd_connector.protocol.params.parse import (
     Kind,
     is_answer,
     kind_of,
@@ -97,11 +97,11 @@ def test_who_asked_for_the_prefill_instances_engine_leads_the_decode_instance_to
     assert names_bootstrap(second) and not is_answer(second)
     told = parse_remote_bootstrap(second)
     # What an instance on two ranks answers is what the router was answered, and asked at the address that it tells.
-    place = Place("10.0.0.7", 5600)
+    place = HostPort("10.0.0.7", 5600)
     assert json.loads(encode_answer(0, "p-0", place, 2, 1)) == router["bootstrap"]["answer"]
     assert parse_answer(json.dumps(router["bootstrap"]["answer"]).encode()) == {told.remote_engine_id: place}
     assert router["bootstrap"]["asks"] == f"GET {told.remote_bootstrap_addr}/query"
-    assert parse_bootstrap_address(told.remote_bootstrap_addr) == Place("10.0.0.7", 8998)
+    assert parse_bootstrap_address(told.remote_bootstrap_addr) == HostPort("10.0.0.7", 8998)
     # vLLM puts random digits of its own behind the request id; these legs are paired by their own name.
     names = {pairing_name(first, "cmpl-x-0-1a2b3c4d"), pairing_name(second, "cmpl-x-0-5e6f7a8b")}
     assert names == {told.transfer_id}

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from e2e.cluster import Cluster
-from e2e.matrix import ROWS, Row
-from e2e.pairs import ROOT, Pairs
-from launch import Servers
+from examples.launch import Servers
+from tests.support.servers.cluster import Cluster
+from tests.support.servers.matrix import ROWS, Row
+from tests.support.servers.pairs import ROOT, Pairs
 
 
 def _row_of(item: pytest.Item) -> Row | None:
@@ -73,10 +73,10 @@ _RESULTS = pytest.StashKey[dict[str, dict[str, object]]]()
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note whether a test of a row passed, what is checked after it included."""
+    """Note whether a test of a row of the matrix passed, what is checked after it included."""
     report = yield
     row = _row_of(item)
-    if row is not None:
+    if row is not None and not row.beside and not row.drafts:
         name = getattr(item, "originalname", item.name)
         fresh = {"test": name, "row": dataclasses.asdict(row), "passed": True}
         record = item.config.stash.setdefault(_RESULTS, {}).setdefault(item.nodeid, fresh)

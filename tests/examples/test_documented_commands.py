@@ -19,7 +19,10 @@ from vllm_pd_connector.proxy.serve import add_arguments, options_of
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("quickstart", "containers", "router", "configuration", "accuracy")),
+    *(
+        f"docs/{name}.md"
+        for name in ("quickstart", "containers", "router", "configuration", "multi-connector", "accuracy")
+    ),
 )
 PROMPT = re.compile(r"^([0-9.]+\$|CUDA_VISIBLE_DEVICES=\S+) ")
 OURS = re.compile(r"examples/launch\S+|vllm serve |vllm-pd ")
@@ -62,6 +65,8 @@ def check_serve(words: list[str]) -> None:
     """What `vllm serve` is told about the connector."""
     if "--kv-transfer-config" in words:
         transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+        if transfer["kv_connector"] == "MultiConnector":
+            transfer = transfer["kv_connector_extra_config"]["connectors"][0]
         assert transfer["kv_connector"] == "PDConnector" and transfer["kv_role"] in ROLES
         parse_config(transfer["kv_connector_extra_config"])
 

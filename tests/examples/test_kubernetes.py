@@ -13,7 +13,7 @@ import yaml
 from vllm_pd_connector.cli import main
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.proxy.serve import add_arguments, options_of
-from vllm_pd_connector.sidechannel.keys import load_keys
+from vllm_pd_connector.sidechannel.net.keys import load_keys
 
 MANIFESTS = Path(__file__).resolve().parents[2] / "examples" / "kubernetes" / "xpyd.yaml"
 OBJECTS: list[dict[str, Any]] = list(yaml.safe_load_all(MANIFESTS.read_text()))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from ports import free_ports
+from tests.support.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))

@@ -1,13 +1,13 @@
 """Run a campaign of faults against real servers and print what became of it.
 
-    python tests/faults/campaign.py [--world pair|restarts|workers|network] [--mode pull|push]
+    python tests/faults/campaign.py [--world pair|restarts|workers|network|both] [--mode pull|push]
                                     [--transport nixl|mooncake] [--verify off|sample|all] [--family NAME]
                                     [--faults N] [--seed S] [--only TEXT] [--skip N] [--seconds S] [--into DIR]
 
 Worlds: one prefill and one decode instance, of which nothing is restarted, with a router; two of each, killed and
 started again in turn; one of each with two workers, of which one is killed or stopped; one of each in network
-namespaces, with a bad network between them (needs root). On that network the side channel has keys, in mode push
-none, so that both legs can be sent at once there.
+namespaces, with a bad network between them (needs root); two that each prefill for the other. On that bad network the
+side channel has keys, in mode push none, so that both legs can be sent at once there.
 
 After every fault these must hold: no request was answered with wrong tokens or an empty 200; every request ended
 within its deadline; every block is free again on every instance; no server or engine died but those that were killed;
@@ -30,29 +30,35 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
+sys.path.append(str(ROOT))
 
-from faults import restarts  # noqa: E402
-from faults.network import Network, NotPossible  # noqa: E402
-from faults.plan import (  # noqa: E402
+from examples.launch import Servers  # noqa: E402
+from tests.faults.plan import (  # noqa: E402
+    BOTH,
     NETWORK,
     ONE_PAIR,
     ONE_PAIR_COMPARED,
     ONE_PAIR_PUSH,
     RESTARTS,
     WORKERS,
+    WORKERS_PUSH,
     Fault,
     Kind,
     plan,
 )
-from faults.results import PROBLEMS, Result, by_kind, count  # noqa: E402
-from faults.strikes import STRIKES  # noqa: E402
-from faults.world import World  # noqa: E402
-from launch import Servers  # noqa: E402
-from vllm_pd_connector.sidechannel.keys import create_keys  # noqa: E402
+from tests.faults.results import PROBLEMS, Result, by_kind, count  # noqa: E402
+from tests.faults.strikes import restarts  # noqa: E402
+from tests.faults.strikes.giving_back import FULL_S  # noqa: E402
+from tests.faults.strikes.outlived import outlived  # noqa: E402
+from tests.faults.strikes.strikes import STRIKES  # noqa: E402
+from tests.faults.system.network import Network, NotPossible  # noqa: E402
+from tests.faults.world import World  # noqa: E402
+from vllm_pd_connector.sidechannel.net.keys import create_keys  # noqa: E402
 
-WORLDS = ("pair", "restarts", "workers", "network")
-ALL_STRIKES = {**STRIKES, **{kind: restarts.ended for kind in restarts.KINDS}}
+WORLDS = ("pair", "restarts", "workers", "network", "both")
+ALL_STRIKES = {**STRIKES, **{kind: restarts.ended for kind in restarts.KINDS}, "outlived": outlived}
+BOTH_ROLES = {"kv_lease_duration": FULL_S / 2, "kv_lease_limit": FULL_S}
+"""Long enough for all prefills of a fault, and short enough that who waits gives up."""
 TRIES = 3
 """Of a fault that touches nothing."""
 
@@ -61,23 +67,33 @@ def kinds_of(world: str, mode: str, verify: str) -> tuple[Kind, ...]:
     """What can go wrong in a world."""
     if world == "pair" and mode == "push":
         return ONE_PAIR_COMPARED if verify == "all" else ONE_PAIR_PUSH
-    return {"pair": ONE_PAIR, "restarts": RESTARTS, "workers": WORKERS, "network": NETWORK}[world]
+    if world == "workers" and mode == "push":
+        return WORKERS_PUSH
+    return {"pair": ONE_PAIR, "restarts": RESTARTS, "workers": WORKERS, "network": NETWORK, "both": BOTH}[world]
 
 
 def make_world(
-    servers: Servers, name: str, family: str, extra: Mapping[str, object] | None = None, network: Network | None = None
+    servers: Servers,
+    name: str,
+    family: str,
+    extra: Mapping[str, object] | None = None,
+    network: Network | None = None,
+    hold: Path | None = None,
 ) -> World:
-    """The instances of a campaign, see above. One of two decode instances computes itself what it cannot read."""
+    """The instances of a campaign, see above. One of two decode instances computes itself what it cannot read. `hold`:
+    where prefill workers in mode push are held."""
     two = name == "restarts"
     return World(
         servers,
         family,
         prefills=2 if two else 1,
         policies=("fail", "recompute") if two else ("fail",),
-        extra=extra,
+        extra={**(extra or {}), **(BOTH_ROLES if name == "both" else {})},
         network=network,
         tp_size=2 if name == "workers" else 1,
         routed=name == "pair",
+        both=name == "both",
+        hold=hold if name == "workers" and (extra or {}).get("mode") == "push" else None,
     )
 
 
@@ -86,7 +102,7 @@ def strike(world: World, number: int, fault: Fault) -> Result:
     result = Result(fault)
     began = time.monotonic()
     p, d = world.pair(number)
-    killed = restarts.instance_of(p, d, fault).name if fault.kind in restarts.KINDS else ""
+    killed = restarts.instance_of(p, d, fault).name if fault.kind in (*restarts.KINDS, "outlived") else ""
     for attempt in range(TRIES):
         struck = ALL_STRIKES[fault.kind](world, p, d, replace(fault, salt=fault.salt + attempt))
         result.judge(struck.outcomes, killed)
@@ -169,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 create_keys(directory / "keys", "all")
                 extra["side_channel_keys"] = str(directory / "keys")
-        world = make_world(servers, options.world, options.family, extra, network)
+        world = make_world(servers, options.world, options.family, extra, network, directory / "hold")
         try:
             results = run(world, faults, directory / "results.jsonl", until, options.skip)
         finally:

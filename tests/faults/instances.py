@@ -6,20 +6,22 @@ import json
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from e2e.cluster import HOLDINGS
-from faults import processes
-from faults.network import Host
-from faults.relay import Relay
-from launch import Server, Spec, vllm_spec
-from make_models import MODELS, make
+from examples.launch import Server, Spec, vllm_spec
+from examples.make_models import MODELS, make
+from tests.faults.system import processes
+from tests.faults.system.network import Host
+from tests.faults.system.relay import Relay
+from tests.support.servers.cluster import HOLDINGS
 
 LEASE_S = 4.0
 LIMITS = {"handshake_timeout": 3.0, "transfer_timeout": 4.0, "confirm_timeout": 3.0, "kv_lease_duration": LEASE_S}
 """Seconds: short, so that a campaign sees deadlines pass."""
 
 UCX_OVER_NETWORK = {"TLS": "tcp", "NET_DEVICES": "net"}
+CHUNK = 128
 CACHE_BYTES = 64 << 20
 """Small enough that a fault can have every block used again."""
 
@@ -81,12 +83,24 @@ class Instance:
 
 
 def spec_of(
-    name: str, role: str, policy: str, family: str, extra: Mapping[str, Any], host: Host | None, tp_size: int
+    name: str,
+    role: str,
+    policy: str,
+    family: str,
+    extra: Mapping[str, Any],
+    host: Host | None,
+    tp_size: int,
+    hold: Path | None = None,
 ) -> Spec:
-    """How an instance is started, on this host or on one of a `Network`."""
+    """How an instance is started, on this host or on one of a `Network`. `hold`: its prompts take several steps, and
+    its workers can be held (`pd_test_plugins.hold`)."""
     model = MODELS[family]
     own = {**LIMITS, **extra}
     environment = {"VLLM_SERVER_DEV_MODE": "1", "PD_TEST_POLITE": "1", **model.environment}
+    flags = ["--block-size", str(model.block_size), *model.flags]
+    if hold is not None:
+        environment["PD_TEST_HOLD"] = str(hold)
+        flags += ["--max-num-batched-tokens", str(CHUNK)]
     place: dict[str, Any] = {}
     if host is not None:
         place = {"host": host.control, "prefix": host.command()}
@@ -102,7 +116,7 @@ def spec_of(
     return vllm_spec(
         name,
         make(model),
-        flags=("--block-size", str(model.block_size), *model.flags),
+        flags=flags,
         tp_size=tp_size,
         transfer=transfer,
         environment=environment,

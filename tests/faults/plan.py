@@ -39,7 +39,7 @@ class Kind:
 
 MESSAGES = ("ReadDone", "ReadVerdict", "Release", "Renew")
 PUSH_MESSAGES = ("PushInto", "Pushed", "WithdrawPush", "DeclinePush")
-COMPARED = ("Verify", "Verified", "ReadDone", "ReadVerdict")
+COMPARED = ("GetChecksums", "LeaseChecksums", "ReadDone", "ReadVerdict")
 """Said besides where what was written is compared."""
 PHASES = ("prefill", "between", "decode")
 """While the prefill runs; between the two legs; a moment after the decode instance got the request."""
@@ -54,7 +54,11 @@ FORGED_NAMES = ("engine", "host", "port", "name", "no name", "mode", "both flags
 
 
 def _one_pair(
-    messages: tuple[str, ...], last: tuple[str, str], verdict: str, ports: tuple[str, ...]
+    messages: tuple[str, ...],
+    last: tuple[str, str],
+    verdict: str,
+    ports: tuple[str, ...],
+    rejections: tuple[str, ...] = ("decode",),
 ) -> tuple[Kind, ...]:
     """The kinds for control messages of a mode, of which `last` are the question and the answer that end a request."""
     return (
@@ -71,6 +75,8 @@ def _one_pair(
         Kind("junk", (*ports, "prefill server", "decode server", "prefill transport", "decode transport"),
              ("bytes", "greeting", "silence", "crowd"), 2 + len(ports)),
         Kind("forged", FORGED, ("decode",), 4),
+        Kind("rejected", ("temperature", "length"), rejections),
+        Kind("several choices", ("both", "decode"), ("decode", "client leaves")),
         Kind("used again", ("after the end", "at the same time", "after the lease", "after a reset"), ("decode",), 2),
     )  # fmt: skip
 
@@ -81,10 +87,11 @@ ONE_PAIR = _one_pair(MESSAGES, ("ReadDone", "ReadVerdict"), "verdict", ("side ch
 
 def _one_pair_push(messages: tuple[str, ...]) -> tuple[Kind, ...]:
     orders = ("decode first", "prefill first", "no prefill", "no decode", "two decodes", "two prefills",
-              "another prompt", "name again", "prefill leaves", "decode leaves")  # fmt: skip
+              "another prompt", "name again", "prefill leaves", "decode leaves",
+              "retry, decode first", "retry, prefill first")  # fmt: skip
     ports = ("side channel", "router", "decode side channel", "bootstrap")
     return (
-        *_one_pair(messages, ("PushInto", "Pushed"), "pushed", ports),
+        *_one_pair(messages, ("PushInto", "Pushed"), "pushed", ports, ("decode", "at once")),
         Kind("forged name", FORGED_NAMES, ("decode",), 4),
         Kind("out of order", orders, ("decode",), 4),
     )
@@ -107,7 +114,7 @@ RESTARTS: tuple[Kind, ...] = (
     Kind("terminated", ("prefill server", "decode server"), PHASES),
     Kind("frozen, then killed", ("prefill engine", "decode engine"), ("decode",)),
 )
-"""The instance is started again at the same address; parameters of its former life are used afterwards."""
+"""The instance is started again at the same address; parameters of its former incarnation are used afterwards."""
 
 WORKERS: tuple[Kind, ...] = (
     Kind("killed", ("prefill worker", "decode worker"), CONFIRMED_TOO),
@@ -115,6 +122,12 @@ WORKERS: tuple[Kind, ...] = (
     Kind("stopped", ("prefill worker", "decode worker"), CONFIRMED_TOO, 4),
 )
 """One of the two workers of an instance that runs tensor-parallel."""
+
+WORKERS_PUSH: tuple[Kind, ...] = (
+    Kind("outlived", ("prefill engine",), ("decode",)),
+    Kind("killed", ("prefill worker", "decode worker", "prefill engine"), CONFIRMED_TOO, 2),
+)
+"""In mode push, where workers may outlive the engine core that was asked, and write on."""
 
 NETWORK: tuple[Kind, ...] = (
     # Everything in every phase, within three rounds.
@@ -125,6 +138,10 @@ NETWORK: tuple[Kind, ...] = (
     Kind("half-open", ("to prefill", "to decode"), PHASES, 2),
 )
 """Prefill and decode on hosts of their own; see `network`."""
+
+
+BOTH: tuple[Kind, ...] = (Kind("full", ("in turn", "one after the other"), ("prefill",)),)
+"""Two instances, each of which prefills for the other, with more prefills than leave room to decode one."""
 
 
 def plan(kinds: Sequence[Kind], number: int, seed: int) -> list[Fault]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from faults.asked import End, Outcome
-from faults.plan import Fault
+from tests.faults.asked import End, Outcome
+from tests.faults.plan import Fault
 
 PROBLEMS = ("wrong tokens", "no end", "leaked", "died", "no recovery", "touched nothing")
 COLUMNS = ("faults", "requests", "right", "refused", *PROBLEMS)

@@ -13,16 +13,17 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from e2e.workload import Prompt, completion, prompts
-from faults.asked import FETCH, KEEP, End, Outcome, Params, begin, pause
-from faults.instances import LEASE_S, LIMITS, Instance, spec_of
-from faults.network import Network
-from faults.relay import Relay, forward
-from launch import Server, Servers, free_port, router_spec
+from examples.launch import Server, Servers, free_port, router_spec
+from tests.faults.asked import FETCH, KEEP, End, Outcome, Params, begin, pause
+from tests.faults.instances import LEASE_S, LIMITS, Instance, spec_of
+from tests.faults.system.network import Network
+from tests.faults.system.relay import Relay, forward
+from tests.support.servers.workload import Prompt, completion, prompts
 from vllm_pd_connector.observability.instance import parse
-from vllm_pd_connector.sidechannel.sockets import endpoint
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 PATIENCE_S = sum(LIMITS.values()) + 6.0
 """How long a request may take beyond the time for which something was held back: all of its phases, and computing on
@@ -45,6 +46,8 @@ class World:
         network: where the instances run; None: on this host.
         tp_size: tensor-parallel size of every instance.
         routed: whether a router runs before them.
+        both: two instances instead, each of which prefills for the other.
+        hold: where the workers of prefill instances are held (`outlived`); None: they are not.
     """
 
     def __init__(
@@ -57,8 +60,11 @@ class World:
         network: Network | None = None,
         tp_size: int = 1,
         routed: bool = False,
+        both: bool = False,
+        hold: Path | None = None,
     ) -> None:
         self.network = network
+        self.hold = hold
         self._servers = servers
         self.pushes = (extra or {}).get("mode") == "push"
         self._handed_over = 0
@@ -66,16 +72,24 @@ class World:
         self.prompts = [p for i in range(4) for p in prompts(f"faults {i}", LENGTHS)]
         self._next = 0
         specs = []
-        sides = (("prefill", "kv_producer", ["fail"] * prefills), ("decode", "kv_consumer", policies))
+        sides = [("prefill", "kv_producer", ["fail"] * prefills), ("decode", "kv_consumer", policies)]
+        if both:
+            sides = [("both", "kv_both", ["fail"] * 2)]
         for side, role, policies_of in sides:
             for number, policy in enumerate(policies_of):
                 own = dict(extra or {})
                 if self.pushes and side == "prefill" and network is None:
                     own["bootstrap_port"] = free_port()
                 host = network.hosts[side] if network else None
-                specs.append(spec_of(f"{side}{number}", role, policy, family, own, host, tp_size))
+                specs.append(
+                    spec_of(
+                        f"{side}{number}", role, policy, family, own, host, tp_size, hold if side == "prefill" else None
+                    )
+                )
         instances = [Instance(spec, server) for spec, server in zip(specs, servers.start(*specs), strict=True)]
         self.prefills, self.decodes = instances[:prefills], instances[prefills:]
+        if both:
+            self.prefills, self.decodes = instances, instances[::-1]
         self.router: Server | None = None
         if routed:
             urls = [i.url for i in self.prefills], [i.url for i in self.decodes]
@@ -85,11 +99,13 @@ class World:
 
     @property
     def instances(self) -> list[Instance]:
-        return [*self.prefills, *self.decodes]
+        return [*self.prefills, *(d for d in self.decodes if d not in self.prefills)]
 
     def pair(self, number: int) -> tuple[Instance, Instance]:
         """The pair of instances for the fault of this number: every pair in turn."""
         n, m = len(self.prefills), len(self.decodes)
+        if self.prefills[0] in self.decodes:
+            return self.prefills[number % n], self.decodes[number % n]
         return self.prefills[number % n], self.decodes[(number + number // n) % m]
 
     def close(self) -> None:
@@ -179,12 +195,13 @@ class World:
         if (finish := answer["choices"][0]["finish_reason"]) == "abort":
             # vLLM's own way to end what runs when its server is told to end.
             return Outcome(End.BROKEN, f"{name}: finish_reason {finish}", asked=name)
-        tokens, expected = self._tokens(answer), self.answers[prompt]
+        found, expected = [tuple(choice.get("token_ids") or ()) for choice in answer["choices"]], self.answers[prompt]
         want = expected[: fields.get("max_tokens", len(expected))]
-        if not tokens:
+        if not all(found):
             return Outcome(End.EMPTY, str(answer)[:300], asked=name)
-        end = End.RIGHT if tokens == want else End.WRONG
-        text = "" if end is End.RIGHT else f"{tokens} instead of {want}"
+        wrong = [tokens for tokens in found if tokens != want]
+        end = End.WRONG if wrong else End.RIGHT
+        text = f"{wrong[0]} instead of {want}" if wrong else ""
         return Outcome(end, text, answer.get("kv_transfer_params"), name)
 
     def prefill(self, p: Instance, prompt: Prompt, held_s: float = 0.0) -> Outcome:
@@ -257,11 +274,11 @@ class World:
         except OSError as error:
             return Outcome(End.BROKEN, f"router: {error}", asked="router")
 
-    def leave(self, instance: Instance, prompt: Prompt, params: Params, after_s: float) -> Outcome:
+    def leave(self, instance: Instance, prompt: Prompt, params: Params, after_s: float, **fields: Any) -> Outcome:
         """A client that goes away."""
         connection = self._connect(instance, 10.0)
         try:
-            body = json.dumps(self._body(prompt, kv_transfer_params=params))
+            body = json.dumps(self._body(prompt, kv_transfer_params=params, **fields))
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
             pause(after_s)
         except OSError as error:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import atheris
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2]))
 with atheris.instrument_imports(include=["vllm_pd_connector", "prometheus_client"]):
-    from fuzz.decoders import DECODERS
+    from tests.fuzz.decoders import DECODERS
 
 CORPUS = Path(__file__).parent / "corpus"
 

@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "geometry"))
-
-from geometry_world import Model, Side, instance
-
-from fuzz.forms import (
+from tests.fuzz.forms import (
     Decoder,
     as_bytes,
     as_json,
@@ -32,6 +26,7 @@ from fuzz.forms import (
     frames_of,
     of_json,
 )
+from tests.support.geometry.world import Model, Side, instance
 from vllm_pd_connector import cli
 from vllm_pd_connector.errors import (
     BindError,
@@ -46,48 +41,60 @@ from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.plan import make_plan
 from vllm_pd_connector.geometry.topology import check_pd_topology
 from vllm_pd_connector.observability.instance import INFO_SERIES, EngineInfo, parse
-from vllm_pd_connector.protocol import bootstrap
-from vllm_pd_connector.protocol import messages as m
-from vllm_pd_connector.protocol import params as p
-from vllm_pd_connector.protocol.answer import remote_prefill_params, require_signature
-from vllm_pd_connector.protocol.fields import LeaseRef, Table
+from vllm_pd_connector.protocol.params import bootstrap
+from vllm_pd_connector.protocol.params import parse as p
+from vllm_pd_connector.protocol.params.answer import remote_prefill_params, require_signature
 from vllm_pd_connector.protocol.peer import Peer, PeerKey
-from vllm_pd_connector.protocol.push_messages import (
-    AwaitOrders,
+from vllm_pd_connector.protocol.wire import messages as m
+from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading, Table
+from vllm_pd_connector.protocol.wire.push_messages import (
+    AwaitCommands,
+    CancelCommand,
+    Commands,
     DeclinePush,
-    GiveUp,
-    Home,
+    InstanceAddress,
     KeepPrefills,
     Moved,
-    Orders,
     PrefillRef,
     Pushed,
     PushEnded,
     PushInto,
     PushState,
     WithdrawPush,
-    Write,
+    WriteCommand,
 )
 from vllm_pd_connector.proxy.exchange import InstanceRefusal, check_event, check_finished, parsed_json, read_body
 from vllm_pd_connector.proxy.handoff import decode_body, prefill_body
 from vllm_pd_connector.proxy.legs import LegError, encoded_body
-from vllm_pd_connector.transport import mooncake
 from vllm_pd_connector.transport.addresses import host_identity
 from vllm_pd_connector.transport.endpoint import Endpoint, seal, unseal
-from vllm_pd_connector.transport.lines import Arrival
+from vllm_pd_connector.transport.liveness import IncomingLink
+from vllm_pd_connector.transport.mooncake import transport as mooncake
 from vllm_pd_connector.transport.ranges import Ranges
-from vllm_pd_connector.worker.link import decode as decode_manifest
-from vllm_pd_connector.worker.push_link import WriteLink
+from vllm_pd_connector.worker.peers.link import decode as decode_manifest
+from vllm_pd_connector.worker.push.link import WriteLink
 
 MODEL = Model(layers=2, heads=4)
 [LOCAL] = [worker.manifest for worker in instance(MODEL, Side(tp=1, layout="NHD"), "decode-0")]
 REMOTE = [worker.manifest for worker in instance(MODEL, Side(tp=2, layout="HND"), "prefill-0")]
 OWN = tuple(map(msgspec.msgpack.encode, REMOTE))
 LEASE = LeaseRef("cmpl-1", bytes(range(16)))
+READING = Reading("cmpl-1", bytes(range(16)), bytes(16))
 PREFILL = PrefillRef("cmpl-1", None)
 TABLES = (Table(0, b"\1\0\0\0\2\0\0\0"),)
 INTO = PushInto(
-    PREFILL, Home("decode-0", "ab" * 16, "10.0.0.2", 5600, "k" * 40), 0, 0, 0, 1, bytes(16), TABLES, 0, 7, "0" * 16, 2.5
+    PREFILL,
+    InstanceAddress("decode-0", "ab" * 16, "10.0.0.2", 5600, "k" * 40),
+    0,
+    0,
+    0,
+    1,
+    bytes(16),
+    TABLES,
+    0,
+    7,
+    "0" * 16,
+    2.5,
 )
 PARAMS = remote_prefill_params(
     block_ids=([3, 4, 5], [9]), first_blocks=(0, 2), request_id="cmpl-1", nonce=bytes(16), lease_seconds=30.0,
@@ -181,31 +188,31 @@ def use_whereabouts(content: bytes) -> object:
 
 def use_stranger(content: bytes) -> object:
     """What is dialled to a worker, in pieces of a length that its first byte says."""
-    arrival, piece = Arrival(b"pd-0", 0.0), content[0] + 1 if content else 1
+    arrival, piece = IncomingLink(b"pd-0", 0.0), content[0] + 1 if content else 1
     return [arrival.take(content[at : at + piece]) for at in range(1, len(content), piece)]
 
 
 INFO = EngineInfo("kv_producer", "push", "concurrent", "nixl", "p-0", "10.0.0.1", 5600, 2, 1, 1, 1)
-FIRST_ENGINE = bootstrap.encode_answer(0, "p-0", bootstrap.Place("10.0.0.1", 5600), 1, 1)
+FIRST_ENGINE = bootstrap.encode_answer(0, "p-0", bootstrap.HostPort("10.0.0.1", 5600), 1, 1)
 
 
 DECODERS: dict[str, Decoder] = {
     "request": framed(
         m.decode_request,
         m.GetManifests("p-0"),
-        m.Renew((LEASE, LEASE)),
+        m.Renew((READING, READING)),
         m.ReadDone(LEASE, 1, 4, bytes(16)),
-        m.Release((LEASE,)),
-        m.Verify(LEASE, (0, 16), 33),
-        m.Sums(bytes(16), 7, 1, (m.SumPiece("layer", "key", 0, bytes(8)),), True),
+        m.Release((READING,)),
+        m.GetChecksums(LEASE, (0, 16), 33),
+        m.JobChecksums(bytes(16), 7, 1, (m.ChecksumPart("layer", "key", 0, bytes(8)),), True),
         m.Describe(),
-        m.Status(),
-        m.NextJob(bytes(16), 1),
+        m.GetLeaseCount(),
+        m.NextChecksumJob(bytes(16), 1),
         INTO,
         WithdrawPush(PREFILL, bytes(16)),
         DeclinePush(PrefillRef("cmpl-1", bytes(16))),
         KeepPrefills((PrefillRef("cmpl-1", bytes(16)), PREFILL)),
-        AwaitOrders(bytes(16), 1, 7),
+        AwaitCommands(bytes(16), 1, 7),
         PushEnded(bytes(16), 1, bytes(16), False, "lost", True, {0: 5}, Moved(64, 2, 3)),
     ),
     "reply": framed(
@@ -213,15 +220,15 @@ DECODERS: dict[str, Decoder] = {
         m.Manifests("p-0", "ab" * 16, (b"one", b"two")),
         m.Renewed(("cmpl-1",)),
         m.ReadVerdict(False, "expired"),
-        m.Standing(3),
-        m.Job(7, (Table(0, bytes(8)),), (0, 16), 33),
-        m.Verified((m.SumPiece("layer", "key", 0, bytes(8)),)),
+        m.LeaseCount(3),
+        m.ChecksumJob(7, (Table(0, bytes(8)),), (0, 16), 33),
+        m.LeaseChecksums((m.ChecksumPart("layer", "key", 0, bytes(8)),)),
         m.Failure(m.FailureCode.BUSY, "later"),
         m.Released(),
-        m.Noted(),
+        m.Ack(),
         m.Accepted(),
         Pushed(PushState.DONE, "", True, {0: 5}, Moved(64, 2, 3), "cmpl-1", LEASE),
-        Orders(7, (Write(INTO, TABLES, 7, 3, True), GiveUp(bytes(16), "gone"))),
+        Commands(7, (WriteCommand(INTO, TABLES, 7, 3, True), CancelCommand(bytes(16), "gone"))),
     ),
     "parameters": of_json(
         use_params,
@@ -267,14 +274,16 @@ DECODERS: dict[str, Decoder] = {
     "bootstrap answer": Decoder(
         bootstrap.parse_answer,
         ProtocolError,
-        tuple(bootstrap.encode_answer(1, "p-0", bootstrap.Place(host, 5600), 2, 2) for host in ("10.0.0.1", "fd00::1")),
+        tuple(
+            bootstrap.encode_answer(1, "p-0", bootstrap.HostPort(host, 5600), 2, 2) for host in ("10.0.0.1", "fd00::1")
+        ),
         json.loads,
         as_json,
     ),
     "bootstrap registration": Decoder(
-        lambda content: bootstrap.Roll(FIRST_ENGINE).join(content),
+        lambda content: bootstrap.EngineRegistry(FIRST_ENGINE).join(content),
         ProtocolError,
-        tuple(bootstrap.encode_answer(rank, f"p-{rank}", bootstrap.Place("::1", 5600), 2, 2) for rank in (1, 12345)),
+        tuple(bootstrap.encode_answer(rank, f"p-{rank}", bootstrap.HostPort("::1", 5600), 2, 2) for rank in (1, 12345)),
         json.loads,
         as_json,
     ),

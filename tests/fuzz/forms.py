@@ -16,7 +16,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol import messages as m
+from vllm_pd_connector.protocol.wire import messages as m
 
 
 @dataclass(frozen=True, slots=True)

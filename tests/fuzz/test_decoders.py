@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fuzz.decoders import DECODERS
-from fuzz.forms import Decoder
+from tests.fuzz.decoders import DECODERS
+from tests.fuzz.forms import Decoder
 
 busy = settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 SECONDS = 5.0

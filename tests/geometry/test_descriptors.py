@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from geometry_world import FACTS, Model, Side, instance, table
 
+from tests.support.geometry.world import FACTS, Model, Side, instance, table
 from vllm_pd_connector.errors import BindError, IncompatiblePeer, InvalidManifest
 from vllm_pd_connector.geometry.bind import BlockTable, bind
-from vllm_pd_connector.geometry.check import validate
 from vllm_pd_connector.geometry.manifest import (
     MANIFEST_VERSION,
     Axis,
@@ -29,6 +28,7 @@ from vllm_pd_connector.geometry.manifest import (
 )
 from vllm_pd_connector.geometry.plan import Plan, make_plan
 from vllm_pd_connector.geometry.topology import TopologyStatus, check_pd_topology
+from vllm_pd_connector.geometry.validate import validate
 
 TOKENS = 4
 change = msgspec.structs.replace

@@ -5,8 +5,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-from geometry_world import (
-    CAN_PAD,
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.effort import examples
+from tests.support.geometry.moves import moves, windows
+from tests.support.geometry.world import (
     LAYOUTS,
     Model,
     Move,
@@ -19,14 +23,10 @@ from geometry_world import (
     table,
     write,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
-from effort import examples
 from vllm_pd_connector.geometry.bind import BlockTable, Tail, bind
-from vllm_pd_connector.geometry.check import validate
 from vllm_pd_connector.geometry.plan import make_plan
 from vllm_pd_connector.geometry.topology import check_pd_topology
+from vllm_pd_connector.geometry.validate import validate
 
 PAIRS = [(h, a, b) for h, a, b in product(range(1, 9), repeat=3) if legal(h, a) and legal(h, b)]
 
@@ -45,44 +45,6 @@ def test_all_pairs_of_layouts(source: str, destination: str) -> None:
     make_move(Model(heads=2), Side(layout=source), Side(layout=destination, block_tokens=6), 3, 11).run()
 
 
-def sides(layouts: tuple[str, ...], heads: int) -> st.SearchStrategy[Side]:
-    def finish(side: Side) -> Side:
-        ratio = 1 if side.layout[0] == "B" else side.ratio  # vLLM never splits blocks that hold several layers
-        side = replace(side, ratio=ratio, block_tokens=side.block_tokens * ratio)
-        return side if side.layout in CAN_PAD else replace(side, padding=0)
-
-    return st.builds(
-        Side,
-        tp=st.sampled_from([tp for tp in range(1, 9) if legal(heads, tp)]),
-        pp=st.integers(1, 3),
-        layout=st.sampled_from(layouts),
-        block_tokens=st.integers(2, 6),
-        ratio=st.integers(1, 3),
-        padding=st.sampled_from([0, 0, 6]),
-        conv=st.sampled_from(["DS", "SD"]),
-    ).map(finish)
-
-
-@st.composite
-def moves(draw: st.DrawFn) -> Move:
-    kind = draw(st.sampled_from(["heads", "cpu", "latent", "window", "states", "latent states"]))
-    heads = draw(st.integers(1, 8))
-    layouts: tuple[str, ...] = LAYOUTS
-    if kind in ("heads", "window"):
-        key, value = draw(st.sampled_from([(2, 2), (3, 1), (1, 2)]))
-        model = Model(3, heads, key, value, window=draw(st.integers(1, 20)) if kind == "window" else 0)
-    elif kind == "cpu":
-        model, layouts = Model(3, heads, 2, 2), (*LAYOUTS, "CPU", "CPU", "CPU")
-    elif kind == "latent":
-        model = Model(3, 0, 3)
-    else:
-        heads, layouts = 4, CAN_PAD
-        model = Model(3, 4, 20, 20, states=2) if kind == "states" else Model(3, 0, 64, states=3)
-    source, destination = draw(sides(layouts, heads)), draw(sides(layouts, heads))
-    stop = draw(st.integers(1, 40))
-    return make_move(model, source, destination, draw(st.integers(0, stop)), stop, seed=draw(st.integers(0, 99)))
-
-
 @settings(max_examples=examples(1200), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(moves())
 def test_exactly_the_asked_bytes_arrive(move: Move) -> None:
@@ -92,21 +54,6 @@ def test_exactly_the_asked_bytes_arrive(move: Move) -> None:
         validate(manifest)
     assert check_pd_topology(ours, theirs).allowed and check_pd_topology(ours[0], theirs).allowed
     move.run()
-
-
-@st.composite
-def windows(draw: st.DrawFn) -> Move:
-    """A window as vLLM leaves it on both sides: blocks wholly before what the next position looks at are null."""
-    model = Model(3, draw(st.integers(1, 4)), window=draw(st.integers(1, 20)))
-    source, destination = (draw(sides((*LAYOUTS, "CPU"), model.heads)) for _ in range(2))
-    stop = draw(st.integers(1, 40))
-    whole = make_move(replace(model, window=0), source, destination, 0, stop, seed=draw(st.integers(0, 99)))
-    needed = max(0, stop + 1 - model.window)
-    start = draw(st.integers(0, stop // destination.block_tokens)) * destination.block_tokens
-    for side, tables in ((whole.source, whole.source_tables), (whole.destination, whole.destination_tables)):
-        tables[0].ids[: needed // side.block_tokens] = 0
-    held = needed // source.block_tokens * source.block_tokens
-    return replace(whole, model=model, start=start, late_start=held)
 
 
 @settings(max_examples=examples(600), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)

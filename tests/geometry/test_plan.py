@@ -5,9 +5,9 @@ from itertools import product
 
 import msgspec
 import pytest
-from geometry_opaque import opaque_worker
-from geometry_world import Model, Side, instance, legal
 
+from tests.support.geometry.opaque import opaque_worker
+from tests.support.geometry.world import Model, Side, instance, legal
 from vllm_pd_connector.errors import IncompatiblePeer
 from vllm_pd_connector.geometry.manifest import Manifest, Role, Tensor
 from vllm_pd_connector.geometry.plan import Plan, explain, make_plan, pattern
@@ -28,11 +28,11 @@ def load(plan: Plan) -> Counter:
     """Layers and bytes per page that each source rank gives to this destination."""
     given: Counter = Counter()
     for edge in plan.edges:
-        for family in edge.families:
+        for pairing in edge.pairings:
             tokens = (
-                (0, 0, 1) if family.whole else (0, 0, min(family.source.page_tokens, family.destination.page_tokens))
+                (0, 0, 1) if pairing.whole else (0, 0, min(pairing.source.page_tokens, pairing.destination.page_tokens))
             )
-            given[edge.source] += pattern(family, *tokens).total_bytes
+            given[edge.source] += pattern(pairing, *tokens).total_bytes
     return given
 
 
@@ -103,32 +103,32 @@ def test_the_load_of_the_owners_is_balanced(heads: int) -> None:
 def test_neighbouring_layers_come_from_one_owner() -> None:
     (plan,) = plans(Model(layers=8, heads=0), {"tp": 4, "layout": "BLHNC"}, {"layout": "BLHNC"})
     for edge in plan.edges:
-        (family,) = edge.families
-        assert len(pattern(family, 0, 0, 4)) == 1
+        (pairing,) = edge.pairings
+        assert len(pattern(pairing, 0, 0, 4)) == 1
 
 
 def test_layers_pair_by_name_over_pipeline_stages() -> None:
     model = Model(layers=6)
     for a, b in ((1, 2), (2, 3), (3, 2), (3, 1)):
         for stage, plan in enumerate(plans(model, {"pp": a}, {"pp": b})):
-            layers = sorted(name for e in plan.edges for f in e.families for n in f.bundles for name in n.layers)
+            layers = sorted(name for e in plan.edges for f in e.pairings for n in f.batches for name in n.layers)
             assert layers == [f"layers.{i}.attn" for i in range(6) if i * b // 6 == stage]
 
 
 def test_equal_pages_become_one_run_per_page_and_all_layers_of_a_packed_block_become_one() -> None:
     for layout, runs in (("NHD", 3), ("HND", 3), ("CPU", 3), ("LHBNC", 12), ("BLHNC", 1), ("BLNHC", 1), ("BHLNC", 1)):
         (plan,) = plans(Model(layers=3), {"layout": layout}, {"layout": layout})
-        assert len(pattern(plan.edges[0].families[0], 0, 0, 4)) == runs, layout
+        assert len(pattern(plan.edges[0].pairings[0], 0, 0, 4)) == runs, layout
 
 
 def test_patterns_are_computed_once_per_shape_and_kept_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     (plan,) = plans(Model(layers=3), {"layout": "NHD"}, {"layout": "HND"})
-    family = plan.edges[0].families[0]
-    first = pattern(family, 0, 0, 4)
-    assert pattern(family, 0, 0, 4) is first
+    pairing = plan.edges[0].pairings[0]
+    first = pattern(pairing, 0, 0, 4)
+    assert pattern(pairing, 0, 0, 4) is first
     monkeypatch.setattr("vllm_pd_connector.geometry.plan.MAX_CACHED_RUNS", len(first) + 1)
-    pattern(family, 0, 0, 3)
-    assert list(family.patterns) == [(0, 0, 3)]
+    pattern(pairing, 0, 0, 3)
+    assert list(pairing.patterns) == [(0, 0, 3)]
 
 
 MODEL = Model(layers=2, heads=4)

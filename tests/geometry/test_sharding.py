@@ -3,8 +3,8 @@
 import random
 
 import pytest
-from geometry_world import legal
 
+from tests.support.geometry.world import legal
 from vllm_pd_connector.errors import IncompatiblePeer, InvalidTopology
 from vllm_pd_connector.geometry import sharding
 from vllm_pd_connector.geometry.sharding import Box, Interval, intersect, require_one_writer, shard, volume

@@ -1,6 +1,6 @@
 """Which block goes where when a step of a prefill ends: by block ids, as another engine's step window is written down.
 
-What a step may send up to is decided beside the planner (`worker/test_push_cursor.py`); here is what a token range
+What a step may send up to is decided beside the planner (`worker/push/test_cursor.py`); here is what a token range
 [sent before, sent after) then moves. A partial block goes when the range reaches into it, of the decode side's prefix
 only the blocks behind it, of a window only where that side still has a block.
 """
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from geometry_world import Model, table
-from test_bind import ONE, edge, offsets
 
+from tests.support.geometry.edges import ONE, edge, offsets
+from tests.support.geometry.world import Model, table
 from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.bind import BlockTable, bind
 

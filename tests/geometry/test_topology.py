@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from geometry_opaque import opaque_worker
-from geometry_world import LAYOUTS, Model, Side, instance, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effort import examples
+from tests.support.effort import examples
+from tests.support.geometry.opaque import opaque_worker
+from tests.support.geometry.world import LAYOUTS, Model, Side, instance, table
 from vllm_pd_connector.errors import BindError, Difference, IncompatiblePeer, InvalidTopology
 from vllm_pd_connector.geometry.bind import bind
 from vllm_pd_connector.geometry.manifest import Manifest, ModelFacts, Role
@@ -95,6 +95,14 @@ def test_a_size_that_is_not_told_is_not_guessed(size: str) -> None:
         msgspec.convert(tree, Manifest)
 
 
+@pytest.mark.parametrize("fact", ["weights", "quantization"])
+def test_what_a_former_release_does_not_tell_of_its_weights_is_not_guessed(fact: str) -> None:
+    tree = msgspec.to_builtins(manifests()[0])
+    del tree["model"][fact]
+    with pytest.raises(msgspec.ValidationError, match=f"missing required field `{fact}`"):
+        msgspec.convert(tree, Manifest)
+
+
 def test_two_and_three_ranks_of_six_heads_may_be_paired() -> None:
     model = Model(heads=6)
     for here, there in ((2, 3), (3, 2)):
@@ -154,7 +162,7 @@ def test_a_policy_decides_apart_from_geometry() -> None:
 
 
 def test_another_manifest_version_is_a_difference_and_not_a_broken_peer() -> None:
-    remote = [change(m, version=2) for m in manifests()]
+    remote = [change(m, version=m.version + 1) for m in manifests()]
     assert fields(check_pd_topology(manifests(), remote)) == ["manifest version"]
 
 

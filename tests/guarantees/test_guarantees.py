@@ -2,36 +2,82 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import subprocess
 import sys
+from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from guarantees.table import GUARANTEES, Guarantee
+from tests.guarantees.table import GUARANTEES, Guarantee
 
-TESTS = Path(__file__).resolve().parents[1]
-PACKAGE = TESTS.parent / "vllm_pd_connector"
-SECONDS = 45.0
+ROOT = Path(__file__).resolve().parents[2]
+TESTS, PACKAGE = ROOT / "tests", ROOT / "vllm_pd_connector"
+SECONDS = 120.0
 """For one test without its line; one that then waits for ever has noticed as well."""
 
 NOTICED, ENDED = 100, -1
 by_name = {"ids": lambda guarantee: guarantee.says}
 
 
-def changed(guarantee: Guarantee) -> dict[str, object]:
-    source = (PACKAGE / guarantee.file).read_text()
-    return {
-        "module": "vllm_pd_connector." + guarantee.file.removesuffix(".py").replace("/", "."),
-        "source": source.replace(guarantee.code, guarantee.without),
-        "test": str(TESTS / guarantee.test),
-        "seconds": SECONDS,
-    }
+@cache
+def holders() -> dict[str, list[tuple[Path, str]]]:
+    """The package's top-level definitions by name: file and source of each."""
+    found = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text, begin = path.read_text(), 0
+        lines = text.splitlines(keepends=True)
+        for node in ast.parse(text).body:
+            source, begin = "".join(lines[begin : node.end_lineno]), node.end_lineno
+            match node:
+                case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                    found[name].append((path, source))
+                case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                    found[name].append((path, source))
+    return found
+
+
+@cache
+def nodes_of_tests() -> dict[str, list[str]]:
+    """The suite's tests by the name of their function: nodes as pytest takes them."""
+    found = defaultdict(list)
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE):
+            found[name].append(f"{path}::{name}")
+    return found
+
+
+def place(guarantee: Guarantee) -> tuple[Path, str]:
+    """The file that has the guarantee's code, and the definition around it."""
+    around = holders().get(guarantee.holder, [])
+    assert around, f"the package defines no {guarantee.holder}"
+    places = [(path, source) for path, source in around for _ in range(source.count(guarantee.code))]
+    assert len(places) == 1, f"{guarantee.code!r} stands {len(places)} times in {guarantee.holder}, not once"
+    return places[0]
+
+
+def node(guarantee: Guarantee) -> str:
+    file, _, test = guarantee.test.rpartition("::")
+    name, bracket, parameters = test.partition("[")
+    nodes = [node for node in nodes_of_tests().get(name, []) if not file or f"/{file}.py::" in node]
+    assert len(nodes) == 1, f"{name} is a test in {len(nodes)} files, not in one: {nodes}"
+    return nodes[0] + bracket + parameters
 
 
 def unchanged(guarantee: Guarantee) -> dict[str, object]:
-    return {**changed(guarantee), "source": (PACKAGE / guarantee.file).read_text()}
+    path, _ = place(guarantee)
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return {"module": ".".join(parts), "source": path.read_text(), "test": node(guarantee), "seconds": SECONDS}
+
+
+def changed(guarantee: Guarantee) -> dict[str, object]:
+    path, around = place(guarantee)
+    without = around.replace(guarantee.code, guarantee.without)
+    return {**unchanged(guarantee), "source": path.read_text().replace(around, without)}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +90,7 @@ def codes() -> dict[Guarantee, int]:
         input=json.dumps([*map(changed, GUARANTEES), *map(unchanged, controls)]),
         capture_output=True,
         text=True,
-        cwd=TESTS.parent,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -54,8 +100,9 @@ def codes() -> dict[Guarantee, int]:
 
 
 @pytest.mark.parametrize("guarantee", GUARANTEES, **by_name)
-def test_the_line_stands_where_the_table_says(guarantee: Guarantee) -> None:
-    assert (PACKAGE / guarantee.file).read_text().count(guarantee.code) == 1
+def test_the_line_and_its_test_are_each_found_once(guarantee: Guarantee) -> None:
+    assert place(guarantee)
+    assert node(guarantee)
 
 
 @pytest.mark.guarantees

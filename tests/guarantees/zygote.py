@@ -59,9 +59,13 @@ def preload() -> None:
     import nixl  # noqa: F401
     import numpy  # noqa: F401
     import vllm.distributed.kv_transfer.kv_connector.v1.base  # noqa: F401
+    import vllm.distributed.kv_transfer.kv_connector.v1.multi_connector  # noqa: F401
     import vllm.v1.core.kv_cache_manager
+    import vllm.v1.core.sched.scheduler
     import vllm.v1.outputs
-    import vllm.v1.request  # noqa: F401
+    import vllm.v1.request
+    import vllm.v1.worker.gpu.kv_connector
+    import vllm.v1.worker.kv_connector_model_runner_mixin  # noqa: F401
     import zmq.auth.thread  # noqa: F401
 
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm_pd_connector"]:
@@ -76,7 +80,7 @@ def begin(change: dict[str, Any]) -> int:
     quiet = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(quiet, stream)
-    os.environ["PD_TEST_PATIENCE"] = "8"
+    os.environ["PD_TEST_PATIENCE"] = "15"
     sys.meta_path.insert(0, _Changed(change["module"], change["source"]))
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = tempfile.mkdtemp()
     noticed = _Noticed()

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from e2e.workload import prompts
-from make_models import MODELS
-from models.engine import Answer, Request, could_be, could_be_all, generate, rounds_to_bfloat16
+from examples.make_models import MODELS
+from tests.support.servers.engine import Answer, Request, could_be, could_be_all, generate, rounds_to_bfloat16
+from tests.support.servers.workload import prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 

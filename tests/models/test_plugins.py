@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,6 +113,7 @@ def test_kda_in_two_chunks_or_by_decoding_is_kda_at_once(first: int) -> None:
     whole, final = prefill(given, 0, tokens, none)
     before, middle = prefill(given, 0, first, none)
     after, end = prefill(given, first, tokens, middle)
+    # To the last bit, on every processor: see the theory of `kda`.
     assert torch.equal(torch.cat([before, after], dim=1), whole)
     assert torch.equal(end, final)
 
@@ -131,10 +133,23 @@ def test_kda_in_two_chunks_or_by_decoding_is_kda_at_once(first: int) -> None:
             initial_state=cache,
             state_indices=torch.tensor([slot, 0]),
         )
-        torch.testing.assert_close(output[0, 0], whole[0, t], rtol=1e-6, atol=1e-6)
+        assert torch.equal(output[0, 0], whole[0, t])
         assert not output[0, 1].any(), "slot 0 is padding"
-    torch.testing.assert_close(cache[slot], final[0], rtol=1e-6, atol=1e-6)
+    assert torch.equal(cache[slot], final[0])
     assert not cache[[0, 1, 3]].any(), "no other slot is touched"
+
+
+@pytest.mark.parametrize("lengths", [(1, 5, 9), (7, 2), (3, 3, 3, 3), (2, 31)])
+def test_a_request_beside_others_is_the_request_alone(lengths: tuple[int, ...]) -> None:
+    """Whatever part of a vector its elements fall in."""
+    given = inputs(sum(lengths))
+    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    none = torch.zeros(len(lengths), HEADS, SIZE, SIZE)
+    together, states = kda.chunk_kda_with_fused_gate(**given, initial_state=none, cu_seqlens=torch.tensor(starts))
+    for request, (start, stop) in enumerate(pairwise(starts)):
+        alone, state = prefill(given, start, stop, none[:1])
+        assert torch.equal(together[:, start:stop], alone), request
+        assert torch.equal(states[request], state[0]), request
 
 
 def test_requests_without_a_state_start_from_zero() -> None:
@@ -142,3 +157,68 @@ def test_requests_without_a_state_start_from_zero() -> None:
     taken = kda.gather_initial_states(states, torch.tensor([3, 1]), torch.tensor([True, False]))
     assert taken[0].eq(4).all()
     assert taken[1].eq(0).all()
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+TOKENS, PAGE, SLOTS, LATENT, ROPE = 45, 16, 3, 24, 8
+
+
+def chunked(attend: Callable[[int, int], torch.Tensor]) -> None:
+    """`attend` gives the output of queries [start, stop) over all tokens before stop: to the last bit whoever is
+    computed with them."""
+    whole = attend(0, TOKENS)
+    for cut in (1, 16, 23, 44):
+        assert torch.equal(torch.cat([attend(0, cut), attend(cut, TOKENS)]), whole), cut
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_attention_of_a_token_does_not_depend_on_its_chunk(window: int) -> None:
+    from pd_test_plugins.reference_attention import ReferenceAttention
+
+    heads, size = 2, 12
+    attention = ReferenceAttention.__new__(ReferenceAttention)
+    attention.head_size, attention.num_queries_per_kv = size, 2
+    attention.scale, attention.sliding_window = size**-0.5, window
+    generator = torch.Generator().manual_seed(1)
+    cache = torch.randn(SLOTS, heads, PAGE, 2 * size, generator=generator)
+    query = torch.randn(TOKENS, 2 * heads, size, generator=generator)
+
+    def attend(start: int, stop: int) -> torch.Tensor:
+        metadata: Any = SimpleNamespace(
+            query_start_loc=torch.tensor([0, stop - start]),
+            seq_lens=torch.tensor([stop]),
+            block_table=torch.arange(SLOTS).unsqueeze(0),
+        )
+        output = torch.empty(stop - start, 2 * heads, size)
+        return attention.forward(None, query[start:stop], cache, cache, cache, metadata, output)
+
+    chunked(attend)
+
+
+def test_mla_of_a_token_does_not_depend_on_its_chunk() -> None:
+    from pd_test_plugins.kimi_mla import HybridMLA
+
+    heads, nope, value = 2, 10, 6
+    generator = torch.Generator().manual_seed(2)
+    attention = HybridMLA.__new__(HybridMLA)
+    attention.kv_lora_rank, attention.qk_rope_head_dim = LATENT, ROPE
+    attention.qk_nope_head_dim, attention.v_head_dim, attention.num_heads = nope, value, heads
+    attention.scale = (nope + ROPE) ** -0.5
+    weight = torch.randn(LATENT, heads * (nope + value), generator=generator)
+    attention.kv_b_proj = lambda latent: (latent @ weight,)
+    cache = torch.randn(SLOTS, PAGE, LATENT + ROPE, generator=generator)
+    query = torch.randn(TOKENS, heads, nope + ROPE, generator=generator)
+
+    def attend(start: int, stop: int) -> torch.Tensor:
+        asked = SimpleNamespace(
+            query_start_loc=torch.tensor([0, stop - start]),
+            total_tokens=[stop],
+            block_table=torch.arange(SLOTS).unsqueeze(0),
+        )
+        output, one = torch.empty(stop - start, heads * value), torch.ones(())
+        metadata: Any = SimpleNamespace(prefill=asked)
+        attention.forward_mha(query[start:stop], cache, cache, cache, metadata, one, output)
+        return output
+
+    chunked(attend)

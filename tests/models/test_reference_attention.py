@@ -6,8 +6,8 @@ import functools
 
 import pytest
 
-from e2e.workload import LENGTHS, prompts
-from models.engine import Request, generate
+from tests.support.servers.engine import Request, generate
+from tests.support.servers.workload import LENGTHS, prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 

@@ -24,7 +24,7 @@ def ready() -> p.Peer:
     assert peer.handle(p.Wanted("r0"), 0.0) == [p.FetchManifests(1)]
     assert peer.handle(p.ManifestsArrived(1, KEY.incarnation), 0.0) == [p.Connect()]
     assert peer.handle(p.Connected(), 0.0) == [p.StartRequests(("r0",))]
-    assert peer.state is p.State.READY
+    assert peer.state is p.PeerState.READY
     return peer
 
 
@@ -46,17 +46,16 @@ def test_a_refusal_is_remembered_with_its_text():
     assert peer.handle(p.Refused("kv_cache_dtype: fp8 here"), 0.0) == [
         p.FailRequests(("a",), "kv_cache_dtype: fp8 here")
     ]
-    assert peer.state is p.State.REFUSED
+    assert peer.state is p.PeerState.REFUSED
     assert peer.handle(p.Wanted("b"), 1e9) == [p.FailRequests(("b",), "kv_cache_dtype: fp8 here")]
 
 
 def test_another_incarnation_means_that_the_peer_is_gone_for_ever():
     peer = make()
     peer.handle(p.Wanted("a"), 0.0)
-    failed, disconnect = peer.handle(p.ManifestsArrived(1, OTHER), 0.0)
-    assert disconnect.gone
+    [failed] = peer.handle(p.ManifestsArrived(1, OTHER), 0.0)
     assert failed.request_ids == ("a",) and "restarted" in failed.reason
-    assert peer.state is p.State.DEAD
+    assert peer.state is p.PeerState.DEAD
     assert isinstance(peer.handle(p.Wanted("b"), 1e9)[0], p.FailRequests)
 
 
@@ -67,7 +66,7 @@ def test_without_an_incarnation_the_life_that_answers_after_the_last_one_is_mean
         assert peer.handle(p.ManifestsArrived(attempt, incarnation), 10.0 * attempt) == [p.Connect()]
         assert peer.handle(p.Connected(), 10.0 * attempt) == [p.StartRequests(("a",))]
         assert peer.key.incarnation == incarnation
-        assert peer.handle(p.Dismissed("it ends"), 10.0 * attempt) == [p.Disconnect("it ends", gone=False)]
+        assert peer.handle(p.Dismissed("it ends"), 10.0 * attempt) == [p.Disconnect("it ends")]
 
 
 def test_attempts_back_off_and_end_in_an_error_that_later_requests_get_at_once():
@@ -75,18 +74,18 @@ def test_attempts_back_off_and_end_in_an_error_that_later_requests_get_at_once()
     assert peer.handle(p.Wanted("a"), 0.0) == [p.FetchManifests(1)]
     assert peer.handle(p.FetchFailed(1, "no reply"), 1.0) == []
     assert peer.next_deadline() == 1.5
-    assert peer.handle(p.Tick(), 1.4) == []
-    assert peer.handle(p.Tick(), 1.5) == [p.FetchManifests(2)]
+    assert peer.handle(p.PeerTick(), 1.4) == []
+    assert peer.handle(p.PeerTick(), 1.5) == [p.FetchManifests(2)]
     assert peer.handle(p.FetchFailed(2, "no reply"), 2.0) == []
     assert peer.next_deadline() == 3.0
-    assert peer.handle(p.Tick(), 3.0) == [p.FetchManifests(3)]
+    assert peer.handle(p.PeerTick(), 3.0) == [p.FetchManifests(3)]
     (failed,) = peer.handle(p.FetchFailed(3, "no reply"), 4.0)
     assert failed.request_ids == ("a",) and "3 attempts" in failed.reason and "no reply" in failed.reason
     assert peer.handle(p.Wanted("b"), 4.1) == [p.FailRequests(("b",), failed.reason)]
     # After the back-off one attempt decides.
     assert peer.handle(p.Wanted("c"), 6.0) == [p.FetchManifests(4)]
     assert isinstance(peer.handle(p.FetchFailed(4, "no reply"), 6.0)[0], p.FailRequests)
-    assert peer.state is p.State.DEAD
+    assert peer.state is p.PeerState.DEAD
 
 
 def test_a_late_answer_to_an_earlier_attempt_changes_nothing():
@@ -103,7 +102,7 @@ def test_a_suspicion_is_settled_by_a_probe_and_new_requests_wait_for_it():
     assert peer.handle(p.Suspected("verdict timed out"), 5.0) == [p.FetchManifests(2)]
     assert peer.handle(p.Wanted("a"), 5.0) == []
     assert peer.handle(p.ManifestsArrived(2, KEY.incarnation), 5.1) == [p.StartRequests(("a",))]
-    assert peer.state is p.State.READY
+    assert peer.state is p.PeerState.READY
 
 
 def test_a_suspicion_that_is_confirmed_disconnects():
@@ -111,12 +110,12 @@ def test_a_suspicion_that_is_confirmed_disconnects():
     assert peer.handle(p.Suspected("verdict timed out"), 5.0) == [p.FetchManifests(2)]
     (disconnect,) = peer.handle(p.ManifestsArrived(2, OTHER), 5.1)
     assert isinstance(disconnect, p.Disconnect) and "restarted" in disconnect.reason
-    assert peer.state is p.State.DEAD
+    assert peer.state is p.PeerState.DEAD
 
 
 def test_a_lost_transport_is_disconnected_and_made_anew_only_for_someone():
     peer = ready()
-    assert peer.handle(p.Lost("reset"), 5.0) == [p.Disconnect("reset", gone=True)]
+    assert peer.handle(p.Lost("reset"), 5.0) == [p.Disconnect("reset")]
     assert peer.next_deadline() is None
     assert peer.handle(p.Wanted("a"), 9.0) == [p.FetchManifests(2)]
     assert peer.handle(p.ManifestsArrived(2, KEY.incarnation), 9.0) == [p.Connect()]
@@ -135,14 +134,14 @@ def test_requests_that_wait_for_a_probe_outlive_a_lost_transport():
     peer = ready()
     peer.handle(p.Suspected("verdict timed out"), 5.0)
     peer.handle(p.Wanted("a"), 5.0)
-    assert peer.handle(p.Lost("reset"), 5.0) == [p.Disconnect("reset", gone=True)]
+    assert peer.handle(p.Lost("reset"), 5.0) == [p.Disconnect("reset")]
     assert peer.handle(p.ManifestsArrived(2, KEY.incarnation), 5.1) == [p.Connect()]
     assert peer.handle(p.Connected(), 5.1) == [p.StartRequests(("a",))]
 
 
 def test_a_dismissed_peer_can_be_had_again():
     peer = ready()
-    assert peer.handle(p.Dismissed("idle"), 5.0) == [p.Disconnect("idle", gone=False)]
+    assert peer.handle(p.Dismissed("idle"), 5.0) == [p.Disconnect("idle")]
     assert peer.handle(p.Wanted("a"), 5.0) == [p.FetchManifests(2)]
 
 
@@ -155,15 +154,15 @@ def test_a_refusal_stands_for_ever_and_is_outdated_for_those_who_mean_anybody():
     assert isinstance(peer.handle(p.Wanted("b"), 1e9)[0], p.FailRequests)
 
 
-def test_a_peer_that_was_only_unreachable_may_still_write_until_it_is_known_to_have_ended():
+def test_a_peer_that_is_unreachable_is_disconnected_once():
     peer = ready()
     peer.handle(p.Suspected("no verdict"), 5.0)
     actions = []
     for attempt in range(2, 2 + BACKOFF.max_failures):
         actions += peer.handle(p.FetchFailed(attempt, "no reply"), 100.0 * attempt)
-        peer.handle(p.Tick(), 100.0 * attempt + 50)
-    assert [action.gone for action in actions] == [False] and peer.state is p.State.DEAD
-    assert [action.gone for action in peer.handle(p.Replaced("another answers"), 1e4)] == [True]
+        peer.handle(p.PeerTick(), 100.0 * attempt + 50)
+    assert [type(action) for action in actions] == [p.Disconnect] and peer.state is p.PeerState.DEAD
+    assert peer.handle(p.Replaced("another answers"), 1e4) == [] and peer.over
     assert peer.handle(p.Replaced("another answers"), 1e4) == []
 
 
@@ -186,7 +185,7 @@ class Peers(RuleBasedStateMachine):
         self.connect_asked = False
         self.fetch: int | None = None
         self.fetches = self.count = 0
-        self.final: p.State | None = None
+        self.final: p.PeerState | None = None
 
     def tell(self, event):
         asked, self.connect_asked = self.connect_asked, False
@@ -199,11 +198,11 @@ class Peers(RuleBasedStateMachine):
                 case p.Connect():
                     assert not self.connected and not asked
                     self.connect_asked = True
-                case p.Disconnect(_, gone):
-                    assert self.connected or (gone and self.peer.over)
+                case p.Disconnect():
+                    assert self.connected
                     self.connected = False
                 case p.StartRequests(request_ids):
-                    assert request_ids and self.connected and self.peer.state is p.State.READY
+                    assert request_ids and self.connected and self.peer.state is p.PeerState.READY
                     self.settle(request_ids)
                 case p.FailRequests(request_ids, reason):
                     assert request_ids and reason
@@ -237,7 +236,7 @@ class Peers(RuleBasedStateMachine):
             attempt, self.fetch = self.fetch, None
             self.tell(p.ManifestsArrived(attempt, KEY.incarnation if same else OTHER))
             if not same:
-                self.finish(p.State.DEAD)
+                self.finish(p.PeerState.DEAD)
 
     @free
     @rule()
@@ -265,7 +264,7 @@ class Peers(RuleBasedStateMachine):
             self.tell(p.ConnectFailed("no route"))
         else:
             self.tell(p.Refused("dtype differs"))
-            self.finish(p.State.REFUSED)
+            self.finish(p.PeerState.REFUSED)
 
     @free
     @rule(event=st.sampled_from([p.Suspected("slow"), p.Suspected("slow"), p.Lost("reset"), p.Dismissed("idle")]))
@@ -279,13 +278,13 @@ class Peers(RuleBasedStateMachine):
     def replaced(self):
         if self.count > 3:
             self.tell(p.Replaced("another engine"))
-            self.finish(p.State.DEAD)
+            self.finish(p.PeerState.DEAD)
 
     @free
     @rule(step=st.sampled_from([0.0, 0.3, 1.0, 5.0, 20.0]))
     def time_passes(self, step):
         self.now += step
-        self.tell(p.Tick())
+        self.tell(p.PeerTick())
 
     def finish(self, state):
         self.final = self.final or state
@@ -294,7 +293,7 @@ class Peers(RuleBasedStateMachine):
     @invariant()
     def the_transport_is_connected_exactly_in_ready_and_suspect(self):
         if hasattr(self, "peer"):
-            assert self.connected == (self.peer.state in (p.State.READY, p.State.SUSPECT))
+            assert self.connected == (self.peer.state in (p.PeerState.READY, p.PeerState.SUSPECT))
 
     @invariant()
     def what_is_final_stays(self):
@@ -307,7 +306,7 @@ class Peers(RuleBasedStateMachine):
             under_way = self.fetch is not None or self.connect_asked
             assert under_way != (self.peer.next_deadline() is not None)
             assert under_way or self.now <= self.peer.next_deadline() < inf
-        if hasattr(self, "peer") and self.peer.state in (p.State.REFUSED, p.State.DEAD, p.State.READY):
+        if hasattr(self, "peer") and self.peer.state in (p.PeerState.REFUSED, p.PeerState.DEAD, p.PeerState.READY):
             assert not self.waiting
 
 

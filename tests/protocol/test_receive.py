@@ -9,7 +9,7 @@ import pytest
 
 from vllm_pd_connector.protocol import receive as r
 
-LIMITS = r.Limits(wait_s=10.0, read_s=20.0, confirm_s=5.0)
+LIMITS = r.PhaseLimits(wait_s=10.0, read_s=20.0, confirm_s=5.0)
 HELD = r.Verdict(held=True, reason="")
 LATE = 1e6
 
@@ -22,14 +22,14 @@ EVENTS: list[tuple[r.Event, float]] = [
     (r.PeerFailed("refused"), 0.0),
     *[(r.TransferDone(i), 0.0) for i in range(4)],
     *[(r.TransferFailed(i, "broken", terminal), 0.0) for i in range(4) for terminal in (True, False)],
-    (r.Verified(""), 0.0),
-    (r.Verified("layer 3 differs"), 0.0),
+    (r.Compared(""), 0.0),
+    (r.Compared("layer 3 differs"), 0.0),
     (HELD, 0.0),
     (r.Verdict(held=False, reason="expired"), 0.0),
     (r.VerdictTimeout(), 0.0),
     (r.Abort(), 0.0),
-    (r.Tick(), 0.0),
-    (r.Tick(), LATE),
+    (r.ReceiveTick(), 0.0),
+    (r.ReceiveTick(), LATE),
 ]
 
 
@@ -56,7 +56,7 @@ def observe(seen: Seen, event: r.Event, actions: list[r.Action], verify: bool) -
         seen = replace(seen, ended=seen.ended | {event.index})
     if isinstance(event, r.TransferFailed) and event.index in running:
         seen = replace(seen, failed=True, ended=seen.ended | ({event.index} if event.terminal else set()))
-    if isinstance(event, r.Verified) and seen.verifying and seen.reported is None:
+    if isinstance(event, r.Compared) and seen.verifying and seen.reported is None:
         seen = replace(seen, equal=seen.equal or (not event.problem and not seen.confirming))
     if isinstance(event, r.Verdict) and seen.confirming and seen.reported is None:
         seen = replace(seen, verdict=event.held)
@@ -69,7 +69,7 @@ def observe(seen: Seen, event: r.Event, actions: list[r.Action], verify: bool) -
         match action:
             case r.StartReads():
                 assert isinstance(event, r.PeerReady) and event.transfers > 0
-            case r.Verify():
+            case r.Compare():
                 assert verify and not unfinished and not seen.failed and not seen.verifying and seen.reported is None
                 seen = replace(seen, verifying=True)
             case r.Confirm():
@@ -108,10 +108,10 @@ def test_every_order_of_events_reports_once_and_truthfully(verify):
                 known.add(key)
                 frontier.append((after, watched))
     assert ends == {
-        (r.State.DONE, True, False, False),
-        (r.State.FAILED, False, False, False),
-        (r.State.DRAINING, False, True, False),
-        (r.State.FAILED, False, True, True),
+        (r.ReceiveState.DONE, True, False, False),
+        (r.ReceiveState.FAILED, False, False, False),
+        (r.ReceiveState.DRAINING, False, True, False),
+        (r.ReceiveState.FAILED, False, True, True),
     }
     assert len(known) > 100
 
@@ -125,7 +125,7 @@ def drive(*events: r.Event) -> tuple[r.Receive, list[r.Action]]:
 def test_a_receive_that_works():
     machine, actions = drive(r.PeerReady(2), r.TransferDone(1), r.TransferDone(0), HELD)
     assert actions == [r.StartReads(), r.Confirm(), r.Report(ok=True, reason="", quarantined=False)]
-    assert machine.state is r.State.DONE
+    assert machine.state is r.ReceiveState.DONE
 
 
 def test_nothing_to_read_is_still_confirmed():
@@ -146,14 +146,14 @@ def test_one_failed_transfer_is_reported_at_once_and_the_others_are_waited_for()
 def test_a_failed_transfer_that_may_still_write_keeps_the_quarantine():
     machine, actions = drive(r.PeerReady(1), r.TransferFailed(0, "timeout", terminal=False))
     assert actions[1:] == [r.Report(ok=False, reason="timeout", quarantined=True)]
-    assert machine.state is r.State.DRAINING
+    assert machine.state is r.ReceiveState.DRAINING
     assert machine.handle(r.TransferFailed(0, "peer removed", terminal=True), 2.0) == [r.Drained()]
 
 
 def test_staged_transfers_stop_with_a_failed_receive_and_need_no_quarantine():
     machine, actions = drive(r.PeerReady(2, staged=frozenset({0, 1})), r.Abort())
     assert actions[1:] == [r.Report(ok=False, reason="aborted", quarantined=False)]
-    assert not machine.writing and machine.state is r.State.FAILED
+    assert not machine.writing and machine.state is r.ReceiveState.FAILED
     machine, actions = drive(r.PeerReady(3, staged=frozenset({1})), r.TransferDone(0), r.Abort())
     assert actions[1:] == [r.Report(ok=False, reason="aborted", quarantined=True)]
     assert machine.handle(r.TransferDone(2), 2.0) == [r.Drained()]
@@ -168,7 +168,7 @@ def test_an_unanswered_confirmation_is_repeated_until_the_deadline():
     machine, _ = drive(r.PeerReady(0))
     assert machine.handle(r.VerdictTimeout(), 5.0) == [r.Confirm()]
     assert machine.next_deadline() == 6.0
-    (report,) = machine.handle(r.Tick(), 6.0)
+    (report,) = machine.handle(r.ReceiveTick(), 6.0)
     assert isinstance(report, r.Report) and "confirming the read took longer than 5 s" in report.reason
 
 
@@ -179,9 +179,33 @@ def test_an_unanswered_confirmation_is_repeated_until_the_deadline():
 def test_each_phase_has_its_deadline(events, phase):
     machine, _ = drive(*events)
     deadline = machine.next_deadline()
-    assert machine.handle(r.Tick(), deadline - 0.001) == []
-    (report,) = machine.handle(r.Tick(), deadline)
+    assert machine.handle(r.ReceiveTick(), deadline - 0.001) == []
+    (report,) = machine.handle(r.ReceiveTick(), deadline)
     assert phase in report.reason and report.quarantined == bool(events)
+
+
+def test_a_read_of_which_something_has_moved_gets_more_time_and_no_other_phase_does():
+    machine, _ = drive(r.PeerReady(2))
+    deadline = machine.next_deadline()
+    assert machine.handle(r.ReceiveTick(moved=True), deadline) == []
+    assert machine.next_deadline() == deadline + LIMITS.read_s
+    (report,) = machine.handle(r.ReceiveTick(missing="2 transfers have not ended"), deadline + LIMITS.read_s)
+    assert report.reason == "deadline: reading took longer than 20 s: 2 transfers have not ended"
+    for events in ((), (r.PeerReady(0),)):
+        machine, _ = drive(*events)
+        (report,) = machine.handle(r.ReceiveTick(moved=True), machine.next_deadline())
+        assert not report.ok
+
+
+@pytest.mark.parametrize(("writing", "missing"), [(False, "did not answer"), (True, "it answers, and still writes")])
+def test_a_push_that_takes_too_long_says_what_did_not_come(writing, missing):
+    machine = r.Receive(LIMITS, 0.0)
+    machine.handle(r.PushReady(), 1.0)
+    machine.handle(r.PushAlive(writing), 2.0)
+    if writing:
+        machine.handle(r.PushAlive(writing), 2.0 + LIMITS.read_s - 1.0)
+    report, *_ = machine.handle(r.ReceiveTick(), machine.next_deadline())
+    assert report.reason.endswith(missing)
 
 
 PUSH_EVENTS: list[tuple[r.Event, float]] = [
@@ -191,8 +215,8 @@ PUSH_EVENTS: list[tuple[r.Event, float]] = [
     (r.PushSilent(), 0.0),
     (r.PushDone(), 0.0),
     (r.PushDone(comparable=True), 0.0),
-    (r.Verified(""), 0.0),
-    (r.Verified("layer 3 differs"), 0.0),
+    (r.Compared(""), 0.0),
+    (r.Compared("layer 3 differs"), 0.0),
     (r.PushFailed("aborted", terminal=False), 0.0),
     (r.PushFailed("broken", terminal=True), 0.0),
     (r.PeerFailed("lost"), 0.0),
@@ -201,8 +225,8 @@ PUSH_EVENTS: list[tuple[r.Event, float]] = [
     (r.Verdict(held=False, reason="expired"), 0.0),
     (r.VerdictTimeout(), 0.0),
     (r.Abort(), 0.0),
-    (r.Tick(), 0.0),
-    (r.Tick(), LATE),
+    (r.ReceiveTick(), 0.0),
+    (r.ReceiveTick(), LATE),
 ]
 
 
@@ -239,12 +263,12 @@ def test_every_order_of_events_of_a_push_reports_once_and_truthfully(verify):
                     case r.Withdraw():
                         assert watched.reported is not None and watched.reported.quarantined and not watched.over
                         watched = replace(watched, withdrawn=True)
-                    case r.Verify():
+                    case r.Compare():
                         assert verify and event == r.PushDone(comparable=True) and watched.reported is None
                         watched = replace(watched, comparing=True)
                     case r.Confirm():
                         assert watched.comparing and watched.reported is None
-                        assert event == r.Verified("") or watched.confirming, "confirmed unverified"
+                        assert event == r.Compared("") or watched.confirming, "confirmed unverified"
                         watched = replace(watched, confirming=True)
                     case r.Report(ok, reason, quarantined):
                         assert watched.reported is None, "reported twice"
@@ -268,10 +292,10 @@ def test_every_order_of_events_of_a_push_reports_once_and_truthfully(verify):
                 known.add(key)
                 frontier.append((after, watched))
     assert ends == {
-        (r.State.DONE, True, False, False),
-        (r.State.FAILED, False, False, False),
-        (r.State.DRAINING, False, True, False),
-        (r.State.FAILED, False, True, True),
+        (r.ReceiveState.DONE, True, False, False),
+        (r.ReceiveState.FAILED, False, False, False),
+        (r.ReceiveState.DRAINING, False, True, False),
+        (r.ReceiveState.FAILED, False, True, True),
     }
 
 
@@ -285,27 +309,27 @@ def test_a_push_that_computes_for_long_is_waited_for_and_one_that_writes_for_lon
     machine.handle(r.PushAlive(writing=True), 510.0)
     machine.handle(r.PushAlive(writing=True), 520.0)
     assert machine.next_deadline() == 510.0 + LIMITS.read_s
-    [report, _] = machine.handle(r.Tick(), 530.0)
+    [report, _] = machine.handle(r.ReceiveTick(), 530.0)
     assert isinstance(report, r.Report) and "20 s" in report.reason
 
 
 def test_what_was_read_is_compared_before_it_is_confirmed():
     machine = r.Receive(LIMITS, 0.0, verify=True)
-    assert [a for e in (r.PeerReady(1), r.TransferDone(0)) for a in machine.handle(e, 1.0)][1:] == [r.Verify()]
+    assert [a for e in (r.PeerReady(1), r.TransferDone(0)) for a in machine.handle(e, 1.0)][1:] == [r.Compare()]
     assert machine.next_deadline() == 21.0
-    assert machine.handle(r.Verified(""), 2.0) == [r.Confirm()]
+    assert machine.handle(r.Compared(""), 2.0) == [r.Confirm()]
 
 
 def test_a_difference_fails_the_request_with_its_place():
     machine = r.Receive(LIMITS, 0.0, verify=True)
     for event in (r.PeerReady(1), r.TransferDone(0)):
         machine.handle(event, 1.0)
-    [report] = machine.handle(r.Verified("layer 3 differs"), 2.0)
+    [report] = machine.handle(r.Compared("layer 3 differs"), 2.0)
     assert report == r.Report(ok=False, reason="verification: layer 3 differs", quarantined=False)
 
 
 def test_what_was_written_is_compared_if_the_prefill_side_keeps_it_for_that():
-    for comparable, actions in ((True, [r.Verify()]), (False, [r.Report(ok=True, reason="", quarantined=False)])):
+    for comparable, actions in ((True, [r.Compare()]), (False, [r.Report(ok=True, reason="", quarantined=False)])):
         machine = r.Receive(LIMITS, 0.0, verify=True)
         machine.handle(r.PushReady(), 1.0)
         assert machine.handle(r.PushDone(comparable), 2.0) == actions
@@ -313,5 +337,5 @@ def test_what_was_written_is_compared_if_the_prefill_side_keeps_it_for_that():
     for event in (r.PushReady(), r.PushDone(comparable=True)):
         machine.handle(event, 2.0)
     assert machine.next_deadline() == 2.0 + LIMITS.read_s
-    assert machine.handle(r.Verified(""), 3.0) == [r.Confirm()]
+    assert machine.handle(r.Compared(""), 3.0) == [r.Confirm()]
     assert machine.handle(HELD, 4.0) == [r.Report(ok=True, reason="", quarantined=False)]

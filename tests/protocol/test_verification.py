@@ -1,55 +1,55 @@
-"""Every reader gets the sums of all workers, whatever the order in which they come."""
+"""Every reader gets the checksums of all workers, whatever the order in which they come."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pd_connector.protocol import messages as m
-from vllm_pd_connector.protocol.fields import MAX_PIECE_BYTES, MAX_REPLY_FRAME, LeaseRef, Table
 from vllm_pd_connector.protocol.verification import MAX_JOB_BYTES, MAX_JOBS, Verification
+from vllm_pd_connector.protocol.wire import messages as m
+from vllm_pd_connector.protocol.wire.fields import MAX_PIECE_BYTES, MAX_REPLY_FRAME, LeaseRef, Table
 
 LEASES = [LeaseRef(f"r{i}", bytes(16)) for i in range(MAX_JOBS + 1)]
 TOKEN = b"t" * 16
 TABLES = (Table(0, bytes(8)),)
 
 
-def verify(lease: int = 0, start: int = 0) -> m.Verify:
-    return m.Verify(LEASES[lease], (start,), 10)
+def verify(lease: int = 0, start: int = 0) -> m.GetChecksums:
+    return m.GetChecksums(LEASES[lease], (start,), 10)
 
 
-def piece(worker: int) -> m.SumPiece:
-    return m.SumPiece("l", "key", worker, bytes(8))
+def piece(worker: int) -> m.ChecksumPart:
+    return m.ChecksumPart("l", "key", worker, bytes(8))
 
 
 def test_a_waiting_worker_gets_the_job_and_the_reader_the_sums() -> None:
     machine: Verification[str] = Verification(1)
     assert machine.next_job("w", 0) == []
     [(to, job)] = machine.ask("r", verify(), TABLES)
-    assert to == "w" and job == m.Job(1, TABLES, (0,), 10)
-    assert machine.add("w2", m.Sums(TOKEN, 1, 0, (piece(0),), True)) == [
+    assert to == "w" and job == m.ChecksumJob(1, TABLES, (0,), 10)
+    assert machine.add("w2", m.JobChecksums(TOKEN, 1, 0, (piece(0),), True)) == [
         ("w2", m.Accepted()),
-        ("r", m.Verified((piece(0),))),
+        ("r", m.LeaseChecksums((piece(0),))),
     ]
-    assert machine.ask("again", verify(), TABLES) == [("again", m.Verified((piece(0),)))]
+    assert machine.ask("again", verify(), TABLES) == [("again", m.LeaseChecksums((piece(0),)))]
 
 
 def test_a_worker_that_asks_again_gets_the_same_job_and_its_first_sums_are_forgotten() -> None:
     machine: Verification[str] = Verification(1)
     machine.ask("r", verify(), TABLES)
     [(_, first)] = machine.next_job("w", 0)
-    machine.add("w", m.Sums(TOKEN, 1, 0, (piece(0),), False))
+    machine.add("w", m.JobChecksums(TOKEN, 1, 0, (piece(0),), False))
     assert machine.next_job("w", 0) == [("w", first)]
-    assert ("r", m.Verified((piece(0),))) in machine.add("w", m.Sums(TOKEN, 1, 0, (piece(0),), True))
+    assert ("r", m.LeaseChecksums((piece(0),))) in machine.add("w", m.JobChecksums(TOKEN, 1, 0, (piece(0),), True))
 
 
 def test_sums_that_nobody_waits_for_are_taken_and_change_nothing() -> None:
     machine: Verification[str] = Verification(1)
     machine.ask("r", verify(), TABLES)
-    for found in (m.Sums(TOKEN, 9, 0, (), True), m.Sums(TOKEN, 1, 5, (), True)):
+    for found in (m.JobChecksums(TOKEN, 9, 0, (), True), m.JobChecksums(TOKEN, 1, 5, (), True)):
         assert machine.add("w", found) == [("w", m.Accepted())]
-    assert machine.next_job("w", 7) != []  # a stranger may ask, and changes nothing
-    assert ("r", m.Verified(())) in machine.add("w", m.Sums(TOKEN, 1, 0, (), True))
+    assert machine.next_job("w", 7) != []  # an unauthenticated peer may ask, and changes nothing
+    assert ("r", m.LeaseChecksums(())) in machine.add("w", m.JobChecksums(TOKEN, 1, 0, (), True))
 
 
 def test_a_worker_may_ask_before_the_instance_is_complete() -> None:
@@ -64,13 +64,13 @@ def test_jobs_are_bounded() -> None:
     for lease in range(MAX_JOBS + 1):
         machine.ask("r", verify(lease), TABLES)
     [(_, oldest)] = machine.next_job("w", 0)
-    assert isinstance(oldest, m.Job) and oldest.job == 2
+    assert isinstance(oldest, m.ChecksumJob) and oldest.job == 2
 
 
 def test_sums_without_end_are_not_kept_and_fail_who_waits_for_them() -> None:
     machine: Verification[str] = Verification(2)
     machine.ask("r", verify(), TABLES)
-    sent = m.Sums(TOKEN, 1, 0, (m.SumPiece("l", "key", 0, bytes(MAX_PIECE_BYTES)),) * 2, False)
+    sent = m.JobChecksums(TOKEN, 1, 0, (m.ChecksumPart("l", "key", 0, bytes(MAX_PIECE_BYTES)),) * 2, False)
     answers: list[tuple[str, m.Reply]] = []
     for _ in range(MAX_REPLY_FRAME // MAX_PIECE_BYTES):
         answers += [answer for answer in machine.add("w", sent) if answer != ("w", m.Accepted())]
@@ -84,11 +84,11 @@ def test_sums_without_end_are_not_kept_and_fail_who_waits_for_them() -> None:
 def test_sums_up_to_the_limit_fit_the_answer() -> None:
     machine: Verification[str] = Verification(1)
     machine.ask("r", verify(), TABLES)
-    large = m.Sums(TOKEN, 1, 0, (m.SumPiece("l", "key", 0, bytes(MAX_PIECE_BYTES)),) * 8, False)
+    large = m.JobChecksums(TOKEN, 1, 0, (m.ChecksumPart("l", "key", 0, bytes(MAX_PIECE_BYTES)),) * 8, False)
     for _ in range(MAX_JOB_BYTES // m.body_size(large)):
         machine.add("w", large)
-    answer = dict(machine.add("w", m.Sums(TOKEN, 1, 0, (), True)))["r"]
-    assert isinstance(answer, m.Verified) and len(m.encode(1, answer)) > MAX_REPLY_FRAME - m.body_size(large)
+    answer = dict(machine.add("w", m.JobChecksums(TOKEN, 1, 0, (), True)))["r"]
+    assert isinstance(answer, m.LeaseChecksums) and len(m.encode(1, answer)) > MAX_REPLY_FRAME - m.body_size(large)
 
 
 @settings(max_examples=300, deadline=None)
@@ -96,15 +96,15 @@ def test_sums_up_to_the_limit_fit_the_answer() -> None:
 def test_in_any_order_of_events_every_reader_is_answered_once_with_everything(data: st.DataObject) -> None:
     workers = data.draw(st.integers(1, 3))
     machine: Verification[str] = Verification(workers)
-    asked: dict[str, m.Verify] = {}
-    answered: dict[str, m.Verified] = {}
-    at_work: dict[int, list[m.Job]] = {worker: [] for worker in range(workers)}
+    asked: dict[str, m.GetChecksums] = {}
+    answered: dict[str, m.LeaseChecksums] = {}
+    at_work: dict[int, list[m.ChecksumJob]] = {worker: [] for worker in range(workers)}
 
     def deliver(answers: list[tuple[str, m.Reply]]) -> None:
         for to, reply in answers:
-            if isinstance(reply, m.Job):
+            if isinstance(reply, m.ChecksumJob):
                 at_work[int(to)].append(reply)
-            elif isinstance(reply, m.Verified):
+            elif isinstance(reply, m.LeaseChecksums):
                 assert to not in answered
                 answered[to] = reply
 
@@ -113,7 +113,7 @@ def test_in_any_order_of_events_every_reader_is_answered_once_with_everything(da
             deliver(machine.next_job(str(worker), worker))
         if at_work[worker]:
             job = at_work[worker].pop()
-            deliver(machine.add(f"{worker}", m.Sums(TOKEN, job.job, worker, (piece(worker),), True)))
+            deliver(machine.add(f"{worker}", m.JobChecksums(TOKEN, job.job, worker, (piece(worker),), True)))
 
     for number in range(data.draw(st.integers(1, 8))):
         if data.draw(st.booleans()):

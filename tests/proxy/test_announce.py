@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import zmq
-from router_stand_ins import Instance, answers, info
 
+from tests.support.proxy.stand_ins import Instance, answers, info
 from vllm_pd_connector.cli import main
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.proxy import announce as module
-from vllm_pd_connector.proxy.announce import announce, ask, registration
+from vllm_pd_connector.proxy.announce import announce, ask_instance, registration
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_only_healthy_instances_that_say_their_role_are_registered(registry: zmq
         assert not registry.poll(0)
         for url in (sick.url, silent.url):
             with pytest.raises(ProtocolError, match=url):
-                await asyncio.to_thread(ask, url)
+                await asyncio.to_thread(ask_instance, url)
         for instance in (well, sick, silent):
             await instance.server.close()
 
@@ -119,5 +119,5 @@ def test_an_answer_that_breaks_off_is_no_answer() -> None:
         answering = threading.Thread(target=answer_half)
         answering.start()
         with pytest.raises(ProtocolError, match="IncompleteRead"):
-            ask(f"http://127.0.0.1:{server.getsockname()[1]}")
+            ask_instance(f"http://127.0.0.1:{server.getsockname()[1]}")
         answering.join()

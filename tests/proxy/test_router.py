@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
-from router_bench import Bench, over_bench
-from router_stand_ins import DONE, HANDS_OVER, NOBODY, PARAMS, answers, break_off, stall, streams
 
-from e2e.excuses import legs_of
-from ports import free_port
+from tests.support.ports import free_port
+from tests.support.proxy.bench import Bench, over_bench
+from tests.support.proxy.stand_ins import DONE, HANDS_OVER, NOBODY, PARAMS, answers, break_off, stall, streams
+from tests.support.servers.excuses import legs_of
 from vllm_pd_connector.proxy.exchange import whole_events
 
 DONE_EVENT = b"data: [DONE]\n\n"

@@ -8,11 +8,11 @@ import time
 
 import pytest
 from aiohttp import web
-from router_bench import Bench, over_bench
-from router_stand_ins import DONE, HANDS_OVER, info
 
+from tests.support.proxy.bench import Bench, over_bench
+from tests.support.proxy.stand_ins import DONE, HANDS_OVER, info
 from vllm_pd_connector.observability.instance import MAX_PAGE_BYTES, EngineInfo, parse
-from vllm_pd_connector.proxy.fleet import Role
+from vllm_pd_connector.proxy.fleet import InstanceRole
 from vllm_pd_connector.proxy.legs import LegError, encoded_body
 from vllm_pd_connector.proxy.serve import admin_application
 
@@ -64,7 +64,7 @@ async def test_a_leg_that_is_being_ended_is_not_ended_again(bench: Bench) -> Non
     prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
     await bench.route([prefill.url], [decode.url])
     fleet = bench.router.fleet
-    instance = fleet.choose(Role.PREFILL, (), set())
+    instance = fleet.choose(InstanceRole.PREFILL, (), set())
     assert instance is not None
     begun, ending, let_go = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -95,7 +95,7 @@ async def test_an_instance_that_does_not_answer_its_check_delays_no_other(bench:
     await bench.route([hangs.url, prefill.url], [decode.url], check_interval=0.05)
     hangs.held, prefill.health = asyncio.Event(), 503
     fleet, checks = bench.router.fleet, hangs.checks
-    while hangs.checks == checks or any(i.url == prefill.url for i in fleet.usable(Role.PREFILL)):
+    while hangs.checks == checks or any(i.url == prefill.url for i in fleet.usable(InstanceRole.PREFILL)):
         await asyncio.sleep(0)
     assert hangs.checks == checks + 1  # which is still under way
 

@@ -7,8 +7,9 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from router_bench import Bench, over_bench
-from router_stand_ins import DONE, HANDS_OVER, streams
+
+from tests.support.proxy.bench import Bench, over_bench
+from tests.support.proxy.stand_ins import DONE, HANDS_OVER, streams
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"n": 2}', b"\xff\xfe"])

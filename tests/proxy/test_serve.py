@@ -17,10 +17,10 @@ import urllib.request
 import aiohttp
 import pytest
 from aiohttp import web
-from router_bench import Bench, over_bench
-from router_stand_ins import HANDS_OVER, LIMIT, streams
 
-from ports import free_port
+from tests.support.ports import free_port
+from tests.support.proxy.bench import Bench, over_bench
+from tests.support.proxy.stand_ins import HANDS_OVER, LIMIT, streams
 from vllm_pd_connector.proxy.serve import _serve, add_arguments, options_of
 from vllm_pd_connector.proxy.urls import base_url
 

@@ -22,23 +22,23 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from router_stand_ins import Instance, answers, info, streams
 
-from handed_over import handed_over
-from ports import free_port
-from vllm_pd_connector.protocol.bootstrap import Place, Roll, encode_answer, parse_bootstrap_address
-from vllm_pd_connector.protocol.params import (
+from tests.support.handed_over import handed_over
+from tests.support.ports import free_port
+from tests.support.proxy.stand_ins import Instance, answers, info, streams
+from vllm_pd_connector.protocol.params.bootstrap import EngineRegistry, HostPort, encode_answer, parse_bootstrap_address
+from vllm_pd_connector.protocol.params.parse import (
     pairing_name,
     parse_remote_bootstrap,
     parse_remote_decode,
     parse_remote_prefill,
 )
-from vllm_pd_connector.sidechannel.bootstrap import BootstrapServer, query
+from vllm_pd_connector.sidechannel.bootstrap_http import BootstrapServer, query
 
 STARTS_WITHIN = 60.0
 ANSWER = handed_over()
 """What a prefill instance with PDConnector answers."""
-SIDE_CHANNEL = Place(ANSWER["remote_host"], ANSWER["remote_port"])
+SIDE_CHANNEL = HostPort(ANSWER["remote_host"], ANSWER["remote_port"])
 CONNECTORS = ("nixl", "mooncake")
 COMPLETION = {"id": "c", "object": "text_completion", "created": 1, "model": "m"}
 USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
@@ -55,7 +55,7 @@ class Bench:
         self._stack = stack
         self._connector = connector
         who = encode_answer(0, ANSWER["remote_engine_id"], SIDE_CHANNEL, ANSWER["tp_size"], ANSWER["pp_size"])
-        self.bootstrap = BootstrapServer("127.0.0.1", 0, Roll(who))
+        self.bootstrap = BootstrapServer("127.0.0.1", 0, EngineRegistry(who))
         stack.callback(self.bootstrap.close)
         self.prefill = Instance(answers(finished(kv_transfer_params=ANSWER)), info(mode="pull"))
         self.decode = Instance(answers(finished(choices=[{"index": 0, "text": "right"}])), info(role="kv_consumer"))
@@ -109,7 +109,7 @@ class Bench:
         told = parse_remote_bootstrap(second)
         assert pairing_name(first, "") == pairing_name(second, "") == told.transfer_id
         where = parse_bootstrap_address(told.remote_bootstrap_addr)
-        assert where == Place("127.0.0.1", self.bootstrap.port)
+        assert where == HostPort("127.0.0.1", self.bootstrap.port)
         assert query(where) == {told.remote_engine_id: SIDE_CHANNEL}
 
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import threading
 import urllib.request
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_half import TOKEN, allocate, make_half, make_request, until
-from test_push_halves import digest_of, order_of, step
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import RequestStatus
 
-from ports import free_port
-from vllm_pd_connector.protocol.bootstrap import Place, Roll, encode_answer
-from vllm_pd_connector.protocol.push_messages import PrefillRef
+from tests.support.ports import free_port
+from tests.support.scheduler.halves import TOKEN, allocate, make_half, make_request, until
+from tests.support.scheduler.push_halves import digest_of, receive_of, step
+from vllm_pd_connector.protocol.params.bootstrap import EngineRegistry, HostPort, encode_answer
+from vllm_pd_connector.protocol.wire.push_messages import PrefillRef
 from vllm_pd_connector.scheduler.half import SchedulerHalf
-from vllm_pd_connector.sidechannel.bootstrap import BootstrapServer
+from vllm_pd_connector.sidechannel.bootstrap_http import BootstrapServer
 
 
 @pytest.fixture
@@ -57,10 +58,10 @@ def test_a_bootstrap_address_leads_to_the_side_channel(consumer, proxied):
     half.on_new_request(request)
     until(lambda: half.num_matched_tokens(request, 0) != (None, False), "the bootstrap answer")
     allocate(half, pool, request)
-    [order] = step(half).receives
-    assert order.error == "" and order.push.prefill == PrefillRef("t-1", None)
-    assert (order.push.peer.host, order.push.peer.port) == ("127.0.0.1", prefill.producer._port)
-    assert order.push.engine_id == "kv_producer-0" and order.push.prompt_digest == digest_of(request)
+    [receive] = step(half).receives
+    assert receive.error == "" and receive.push.prefill == PrefillRef("t-1", None)
+    assert (receive.push.peer.host, receive.push.peer.port) == ("127.0.0.1", prefill.producer._port)
+    assert receive.push.engine_id == "kv_producer-0" and receive.push.prompt_digest == digest_of(request)
 
 
 @pytest.mark.parametrize("balancing", ["by one API server", "by each host's"])
@@ -86,8 +87,8 @@ def test_a_proxy_is_told_of_all_engines_of_a_server(consumer, balancing):
 
         until(found, "the engine's registration")
         allocate(half, pool, request)
-        [order] = step(half).receives
-        assert order.push.peer.port == engine.producer._port and order.push.engine_id == wanted
+        [receive] = step(half).receives
+        assert receive.push.peer.port == engine.producer._port and receive.push.engine_id == wanted
     # Proxies send the rank back as X-data-parallel-rank; an API server refuses one that none of its engines has.
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/query", timeout=20) as answer:
         told = {rank: engine["engine_id"] for rank, engine in json.load(answer).items()}
@@ -103,8 +104,8 @@ def test_while_the_answer_is_awaited_nothing_is_allocated_and_a_refusal_fails_th
     half.on_new_request(request)
     until(lambda: half.num_matched_tokens(request, 0) != (None, False), "the refusal")
     allocate(half, pool, request)
-    [order] = step(half).receives
-    assert "is not at bootstrap" in order.error and "has kv_producer-0" in order.error and order.push is None
+    [receive] = step(half).receives
+    assert "is not at bootstrap" in receive.error and "has kv_producer-0" in receive.error and receive.push is None
 
 
 def test_a_request_that_is_aborted_while_the_answer_is_awaited_is_forgotten(consumer):
@@ -163,7 +164,7 @@ def test_a_request_that_reads_no_cache_gives_up_its_prefill_before_that_is_found
 def test_an_instance_that_pulls_gives_up_the_prefill_of_what_it_refuses(proxied):
     half, pool = make_half("kv_consumer")
     prefill, port = proxied
-    assert order_of(half, pool, make_request("d-1", bootstrapped(port))).error
+    assert receive_of(half, pool, make_request("d-1", bootstrapped(port))).error
     until(lambda: declines(prefill) == 1, "the word that nothing is needed")
     half.shutdown()
 
@@ -171,16 +172,16 @@ def test_an_instance_that_pulls_gives_up_the_prefill_of_what_it_refuses(proxied)
 def test_a_prefill_instance_that_is_found_at_a_stranger_s_is_told_nothing(consumer, monkeypatch):
     half, _ = consumer
     told, over = [], threading.Event()
-    monkeypatch.setattr(half.consumer._keeper, "decline", lambda *what: told.append(what))
-    answer = encode_answer(0, "kv_producer-0", Place("203.0.113.5", 5600), 1, 1)
-    server = BootstrapServer("127.0.0.1", free_port(), Roll(answer))
+    monkeypatch.setattr(half.consumer._renewer, "decline", lambda *what: told.append(what))
+    answer = encode_answer(0, "kv_producer-0", HostPort("203.0.113.5", 5600), 1, 1)
+    server = BootstrapServer("127.0.0.1", free_port(), EngineRegistry(answer))
     request = make_request("d-1", bootstrapped(server.port))
     half.on_new_request(request)
     found = half.consumer._receives["d-1"].found
     request.status = RequestStatus.FINISHED_ABORTED
     half.request_finished(request, ([],))
     found.add_done_callback(lambda _: over.set())
-    assert over.wait(20) and found.result() == Place("203.0.113.5", 5600) and not told
+    assert over.wait(20) and found.result() == HostPort("203.0.113.5", 5600) and not told
     server.close()
 
 
@@ -194,12 +195,35 @@ def test_a_prefill_instance_that_is_found_at_a_stranger_s_is_told_nothing(consum
 )
 def test_a_bootstrap_address_that_is_not_to_be_asked_is_not_asked(consumer, changes, message):
     half, pool = consumer
-    order = order_of(half, pool, make_request("d-1", bootstrapped(1, **changes)))
-    assert message in order.error and order.push is None
+    receive = receive_of(half, pool, make_request("d-1", bootstrapped(1, **changes)))
+    assert message in receive.error and receive.push is None
 
 
 def test_an_instance_that_pulls_says_what_such_a_proxy_needs():
     half, pool = make_half("kv_consumer")
-    order = order_of(half, pool, make_request("d-1", bootstrapped(1)))
-    assert "set mode to push on both sides" in order.error
+    receive = receive_of(half, pool, make_request("d-1", bootstrapped(1)))
+    assert "set mode to push on both sides" in receive.error
     half.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("first", "asked"),
+    [
+        ("127.0.0.1", ["127.0.0.2", "127.0.0.1"]),  # of this host: it listens at the side channel's address
+        ("192.0.2.9", ["192.0.2.9"]),  # of another: what listens here belongs to another server
+    ],
+)
+def test_an_engine_registers_on_its_own_host_only_if_the_first_engine_is_there(monkeypatch, first, asked):
+    leaders: list[list[HostPort]] = []
+
+    def register(asked: list[HostPort], own: bytes) -> Any:
+        leaders.append(asked)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr("vllm_pd_connector.scheduler.producer.EngineRegistration", register)
+    ranks = {"data_parallel_index": 1, "data_parallel_master_ip": first}
+    changes = {"mode": "push", "bootstrap_port": 8998, "side_channel_host": "127.0.0.2"}
+    half, _ = make_half("kv_producer", parallel=ranks, **changes)
+    half.serve([b"manifest"], [TOKEN])
+    half.shutdown()
+    assert leaders == [[HostPort(host, 8998) for host in asked]]

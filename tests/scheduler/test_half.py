@@ -4,92 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from ports import free_port
-from vllm_pd_connector.config import Config
-from vllm_pd_connector.scheduler.half import SchedulerHalf
-from vllm_pd_connector.steps import GroupBlocks, WorkerReport
-
-PROMPT = list(range(40))
-TOKEN = bytes(16)
-EMPTY_STEP: Any = SimpleNamespace(
-    scheduled_new_reqs=[],
-    scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
-    num_scheduled_tokens={},
+from tests.support.scheduler.halves import (
+    BLOCK,
+    EMPTY_STEP,
+    FULL,
+    PROMPT,
+    TOKEN,
+    WINDOW,
+    allocate,
+    end,
+    freed,
+    hand_over,
+    make_half,
+    make_request,
+    new_prompt,
+    until,
 )
-BLOCK = 16
-FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-WINDOW = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=24)
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + float(os.environ.get("PD_TEST_PATIENCE", "30"))
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
-
-
-def make_half(
-    role: str, lookahead: int = 0, spec: Any = FULL, parallel: Mapping[str, Any] | None = None, **changes: Any
-) -> tuple[SchedulerHalf, BlockPool]:
-    """A scheduler half with a real block pool; `role` is kv_producer or kv_consumer, `spec` that of each group."""
-    specs = spec if isinstance(spec, tuple) else (spec,)
-    alone = {
-        "data_parallel_index": 0, "data_parallel_rank_local": None, "data_parallel_master_ip": "127.0.0.1",
-        "local_engines_only": False, "tensor_parallel_size": 1, "pipeline_parallel_size": 1,
-        "decode_context_parallel_size": 1,
-    }  # fmt: skip
-    ranks = SimpleNamespace(**alone | dict(parallel or {}))
-    index = ranks.data_parallel_index
-    transfer = SimpleNamespace(engine_id=f"{role}-{index}", is_kv_producer=role == "kv_producer")
-    config = Config(**{"side_channel_port": free_port() - index, **changes})
-    half = SchedulerHalf(
-        config,
-        SimpleNamespace(parallel_config=ranks, kv_transfer_config=transfer, num_prefill_lookahead_tokens=lookahead),
-        SimpleNamespace(
-            transfer_group_ids=tuple(range(len(specs))),
-            transfer_groups=tuple(SimpleNamespace(kv_cache_spec=each) for each in specs),
-        ),
-    )
-    pool = BlockPool(num_gpu_blocks=32, enable_caching=False, hash_block_size=BLOCK)
-    half.bind_block_pool(pool)
-    return half, pool
-
-
-def end(producer: SchedulerHalf, consumer: SchedulerHalf) -> None:
-    """Decode first: what it holds it gives back, and it waits some seconds for an answer."""
-    consumer.shutdown()
-    producer.shutdown()
-
-
-def make_request(request_id: str, params: Any, prompt: list[int] = PROMPT, **changes: Any) -> Any:
-    fields = {
-        "request_id": request_id,
-        "kv_transfer_params": params,
-        "prompt_token_ids": prompt,
-        "prompt_embeds": None,
-        "prompt_is_token_ids": None,
-        "num_prompt_tokens": len(prompt),
-        "num_computed_tokens": len(prompt),
-        "status": RequestStatus.FINISHED_LENGTH_CAPPED,
-        "mm_features": [],
-        "lora_request": None,
-        "get_skip_reading_prefix_cache": lambda: False,
-    }
-    return SimpleNamespace(**(fields | changes))
+from vllm_pd_connector.metadata import GroupBlocks, WorkerReport
+from vllm_pd_connector.scheduler.half import SchedulerHalf
 
 
 @pytest.fixture
@@ -107,28 +50,6 @@ def consumer() -> Iterator[tuple[SchedulerHalf, BlockPool]]:
     half.shutdown()
 
 
-def hand_over(producer: SchedulerHalf, request_id: str = "p-1", **changes: Any) -> dict[str, Any]:
-    """Finish a prefill and return the parameters as the router would forward them."""
-    request = make_request(request_id, {"do_remote_decode": True, "do_remote_prefill": False}, **changes)
-    delay, params = producer.request_finished(request, ([5, 6, 7],))
-    assert not delay and params is not None
-    return json.loads(json.dumps(params))  # type: ignore[no-any-return]
-
-
-def allocate(half: SchedulerHalf, pool: BlockPool, request: Any, computed: int = 0) -> tuple[int, list[Any]]:
-    """What vLLM's scheduler does with a waiting request: ask, allocate, tell."""
-    count, is_async = half.num_matched_tokens(request, computed)
-    assert is_async == (count > 0)
-    blocks = pool.get_new_blocks(3)
-    half.update_after_alloc(request, KVCacheBlocks((blocks,)), count)
-    return count, blocks
-
-
-def freed(producer: SchedulerHalf) -> list[str]:
-    """Request ids whose blocks were given back since the last call."""
-    return producer.producer.drain()
-
-
 def test_a_finished_prefill_is_held_and_its_parameters_lead_to_an_order(producer, consumer):
     half, pool = consumer
     params = hand_over(producer)
@@ -136,10 +57,10 @@ def test_a_finished_prefill_is_held_and_its_parameters_lead_to_an_order(producer
     half.on_new_request(request)
     count, blocks = allocate(half, pool, request, computed=16)
     assert count == 24
-    [order] = half.build_metadata(EMPTY_STEP).receives
-    assert (order.start, order.stop, order.error) == (16, 40, "")
-    assert order.blocks == (GroupBlocks(0, tuple(block.block_id for block in blocks)),)
-    assert order.remote is not None and order.remote.remote_block_ids == ((5, 6, 7),)
+    [receive] = half.build_metadata(EMPTY_STEP).receives
+    assert (receive.start, receive.stop, receive.error) == (16, 40, "")
+    assert receive.blocks == (GroupBlocks(1, tuple(block.block_id for block in blocks[1:])),), "what is to be filled"
+    assert receive.remote is not None and receive.remote.remote_block_ids == ((5, 6, 7),)
     assert half.build_metadata(EMPTY_STEP).receives == [], "an order is given once"
     assert half.num_matched_tokens(request, 0) == (0, False), "a loading request has nothing more to load"
     half.update_after_alloc(request, KVCacheBlocks((blocks,)), 0)
@@ -235,8 +156,8 @@ def test_a_prompt_that_lacks_more_than_its_last_token_reads_what_it_lacks(produc
     request = make_request("d-1", hand_over(producer, prompt=prompt), prompt=prompt)
     half.on_new_request(request)
     assert allocate(half, pool, request, computed=2 * BLOCK)[0] == 2
-    [order] = half.build_metadata(EMPTY_STEP).receives
-    assert (order.start, order.stop) == (2 * BLOCK, 2 * BLOCK + 2)
+    [receive] = half.build_metadata(EMPTY_STEP).receives
+    assert (receive.start, receive.stop) == (2 * BLOCK, 2 * BLOCK + 2)
 
 
 def test_refused_parameters_fail_a_request_whose_prompt_is_cached(producer, consumer):
@@ -245,8 +166,8 @@ def test_refused_parameters_fail_a_request_whose_prompt_is_cached(producer, cons
     request = make_request("d-1", hand_over(producer, prompt=prompt) | {"surprise": 1}, prompt=prompt)
     half.on_new_request(request)
     assert allocate(half, pool, request, computed=2 * BLOCK)[0] == 1
-    [order] = half.build_metadata(EMPTY_STEP).receives
-    assert "surprise" in order.error
+    [receive] = half.build_metadata(EMPTY_STEP).receives
+    assert "surprise" in receive.error
 
 
 def test_an_abort_while_loading_is_passed_to_the_workers_and_ends_with_their_report(producer, consumer):
@@ -260,13 +181,6 @@ def test_an_abort_while_loading_is_passed_to_the_workers_and_ends_with_their_rep
     assert half.build_metadata(EMPTY_STEP).aborts == ["d-1"]
     half.update_output(KVConnectorOutput(finished_recving={"d-1"}, failed_recving={"d-1"}))
     assert half.consumer.blocks_of("d-1") == []
-
-
-def new_prompt(request_id: str, params: Any, prompt: list[int]) -> Any:
-    """A request as vLLM adds it: nothing computed yet."""
-    request = make_request(request_id, params, list(prompt), num_computed_tokens=0, max_tokens=9)
-    request._all_token_ids = list(prompt)
-    return request
 
 
 @pytest.mark.parametrize(("spec", "left"), [(FULL, 0), (WINDOW, 1)])
@@ -283,8 +197,8 @@ def test_prefill_leaves_decode_what_decode_must_compute_itself(spec, left):
     decode = new_prompt("d-1", json.loads(json.dumps(params)), PROMPT)
     consumer.on_new_request(decode)
     assert allocate(consumer, pool, decode)[0] == len(PROMPT) - left
-    [order] = consumer.build_metadata(EMPTY_STEP).receives
-    assert (order.error, order.stop) == ("", len(PROMPT) - left)
+    [receive] = consumer.build_metadata(EMPTY_STEP).receives
+    assert (receive.error, receive.stop) == ("", len(PROMPT) - left)
     end(producer, consumer)
 
 
@@ -302,8 +216,8 @@ def test_refused_parameters_fail_a_prompt_of_one_token_too(producer):
     request = make_request("d-1", hand_over(producer, prompt=[7]) | {"surprise": 1}, prompt=[7])
     half.on_new_request(request)
     assert allocate(half, pool, request)[0] == 1
-    [order] = half.build_metadata(EMPTY_STEP).receives
-    assert "surprise" in order.error
+    [receive] = half.build_metadata(EMPTY_STEP).receives
+    assert "surprise" in receive.error
     half.shutdown()
 
 
@@ -312,8 +226,8 @@ def test_a_whole_prompt_offered_to_a_windowed_model_is_refused(producer):
     request = make_request("d-1", hand_over(producer))
     half.on_new_request(request)
     allocate(half, pool, request)
-    [order] = half.build_metadata(EMPTY_STEP).receives
-    assert order.remote is None and "remote_num_tokens" in order.error
+    [receive] = half.build_metadata(EMPTY_STEP).receives
+    assert receive.remote is None and "remote_num_tokens" in receive.error
     half.shutdown()
 
 
@@ -350,8 +264,8 @@ def test_refused_parameters_become_a_failing_order_and_not_an_exception(producer
     request = make_request("d-1", break_it(hand_over(producer)))
     half.on_new_request(request)
     assert allocate(half, pool, request)[0] == 40
-    [order] = half.build_metadata(EMPTY_STEP).receives
-    assert order.remote is None and order.error
+    [receive] = half.build_metadata(EMPTY_STEP).receives
+    assert receive.remote is None and receive.error
     half.request_finished(request, ([1, 2, 3],))
 
 
@@ -360,8 +274,8 @@ def test_parameters_of_another_prompt_are_refused(producer, consumer):
     request = make_request("d-1", hand_over(producer), prompt=[*PROMPT[:-1], 99])
     half.on_new_request(request)
     allocate(half, pool, request)
-    [order] = half.build_metadata(EMPTY_STEP).receives
-    assert order.remote is None and "same prompt" in order.error
+    [receive] = half.build_metadata(EMPTY_STEP).receives
+    assert receive.remote is None and "same prompt" in receive.error
 
 
 def test_quarantined_blocks_stay_out_of_the_pool_until_every_rank_has_drained(producer, consumer):

@@ -6,13 +6,13 @@ import shutil
 from typing import Any
 
 import pytest
-from test_half import EMPTY_STEP, TOKEN, allocate, freed, hand_over, make_half, make_request, until
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
+from tests.support.scheduler.halves import EMPTY_STEP, TOKEN, allocate, freed, hand_over, make_half, make_request, until
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.scheduler.half import SchedulerHalf
-from vllm_pd_connector.sidechannel.keys import create_keys, create_secret
+from vllm_pd_connector.sidechannel.net.keys import create_keys, create_secret
 
 
 def refusal(half: SchedulerHalf, pool: BlockPool, params: Any) -> str:
@@ -20,8 +20,8 @@ def refusal(half: SchedulerHalf, pool: BlockPool, params: Any) -> str:
     request = make_request("d-1", params)
     half.on_new_request(request)
     allocate(half, pool, request)
-    [order] = half.build_metadata(EMPTY_STEP).receives
-    return str(order.error)
+    [receive] = half.build_metadata(EMPTY_STEP).receives
+    return str(receive.error)
 
 
 def test_a_producer_without_keys_does_not_listen_where_others_reach_it():
@@ -36,7 +36,7 @@ def test_a_consumer_without_keys_asks_nobody_on_another_host():
     producer.serve([b"manifest"], [TOKEN])
     half, pool = make_half("kv_consumer")
     assert "10.9.8.7 is on another host" in refusal(half, pool, hand_over(producer) | {"remote_host": "10.9.8.7"})
-    assert not half.consumer._keeper._commands
+    assert not half.consumer._renewer._commands
     half.shutdown()
     producer.shutdown()
 

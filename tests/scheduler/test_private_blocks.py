@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
-from vllm_pd_connector.compat.blocks import keep_private
+from vllm_pd_connector.compat.blocks import keep_unshared
 
 BLOCK, WINDOW, PROMPT = 128, 64, 300
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -56,7 +56,7 @@ def test_a_block_that_came_in_part_is_found_by_nobody(manager: KVCacheManager, p
     receive(manager, request)
     assert [block.is_null for block in manager.get_blocks("first").blocks[1]] == [True, False, False]
     if private:
-        keep_private(manager, "first", 1, 1)
+        keep_unshared(manager, "first", 1, 1)
     manager.cache_blocks(request, PROMPT - 1)
     assert manager.get_computed_blocks(make_request("second"))[1] == hit
 
@@ -64,7 +64,7 @@ def test_a_block_that_came_in_part_is_found_by_nobody(manager: KVCacheManager, p
 def test_later_blocks_of_the_request_are_shared_as_ever(manager: KVCacheManager) -> None:
     request = make_request("first")
     receive(manager, request)
-    keep_private(manager, "first", 1, 1)
+    keep_unshared(manager, "first", 1, 1)
     manager.cache_blocks(request, PROMPT - 1)
     request.num_computed_tokens = PROMPT - 1
     request.append_output_token_ids(list(range(PROMPT, 3 * BLOCK)))
@@ -75,9 +75,9 @@ def test_later_blocks_of_the_request_are_shared_as_ever(manager: KVCacheManager)
 def test_privacy_ends_with_the_request(manager: KVCacheManager) -> None:
     request = make_request("first")
     receive(manager, request)
-    keep_private(manager, "first", 1, 1)
+    keep_unshared(manager, "first", 1, 1)
     manager.free(request)
-    keep_private(manager, "first", 1, 1)  # a report that comes after the request was freed
+    keep_unshared(manager, "first", 1, 1)  # a report that comes after the request was freed
     assert not any("first" in m.num_cached_block for m in manager.coordinator.single_type_managers)
     again = make_request("first")
     receive(manager, again)

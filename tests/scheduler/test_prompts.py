@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+    PlaceholderRange,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.request import Request
 
 from vllm_pd_connector.compat.blocks import prompt_digest, stop_short
+from vllm_pd_connector.errors import ProtocolError
 
 TOKENS, HIDDEN = 6, 4
 
@@ -34,11 +43,28 @@ def test_a_prompt_of_tokens_and_embeddings_is_cut_short_in_all_of_its_parts():
     assert request.prompt_is_token_ids == [True] * 4 + [False]
 
 
-def with_media(*names: str, lora: str | None = None) -> Any:
+def with_media(*names: str, lora: str | None = None, pixels: float | None = 0.5) -> Any:
     request: Any = Request("r", list(range(TOKENS)), SamplingParams(max_tokens=9), None)
-    request.mm_features = [SimpleNamespace(identifier=name) for name in names]
-    request.lora_request = SimpleNamespace(lora_name=lora) if lora else None
+    shared = MultiModalSharedField(batch_size=1)
+    fields = {"size": torch.tensor([3, 3]), "pixels": torch.full((3, 3), pixels or 0, dtype=torch.bfloat16)}
+    item = MultiModalKwargsItem({name: MultiModalFieldElem(data=data, field=shared) for name, data in fields.items()})
+    place, data = PlaceholderRange(offset=0, length=2), None if pixels is None else item
+    request.mm_features = [MultiModalFeatureSpec(data, "image", name, place) for name in names]
+    request.lora_request = LoRARequest(lora, 1, "/no/such/adapter") if lora else None
     return request
+
+
+def with_adapter(path: Path, name: str = "sql", number: int = 1, *, in_place: bool = False) -> Any:
+    request = with_media()
+    request.lora_request = LoRARequest(name, number, str(path), load_inplace=in_place)
+    return request
+
+
+def adapter(directory: Path, content: bytes) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text('{"r": 8}')
+    (directory / "adapter_model.safetensors").write_bytes(content)
+    return directory
 
 
 @pytest.mark.parametrize(
@@ -49,6 +75,7 @@ def with_media(*names: str, lora: str | None = None) -> Any:
         (with_media("a", lora="b"), with_media("ab")),
         (with_media("a"), with_media("b")),
         (with_media("renderer0-mm-7-image-0"), with_media("renderer0-mm-7-image-0", "renderer0-mm-7-image-1")),
+        (with_media("renderer0-mm-7-image-0"), with_media("renderer0-mm-7-image-0", pixels=0.25)),
     ],
 )
 def test_prompts_of_the_same_tokens_and_other_contents_are_told_apart(one, other):
@@ -60,7 +87,44 @@ def test_only_the_embeddings_of_the_tokens_that_are_handed_over_count():
     assert prompt_digest(embedded(1.0, 2.0), TOKENS - 1) == prompt_digest(embedded(1.0, 3.0), TOKENS - 1)
 
 
-def test_media_that_each_process_names_for_itself_have_no_names_that_two_instances_could_compare():
+def test_media_that_each_process_names_for_itself_are_compared_by_their_content():
     """vLLM hashes no image where it caches neither images nor prefixes."""
     there, here = with_media("renderer0-mm-7-image-0"), with_media("renderer1-mm-12-image-0")
     assert prompt_digest(there, TOKENS) == prompt_digest(here, TOKENS)
+
+
+def test_media_with_neither_a_name_nor_content_are_refused():
+    with pytest.raises(ProtocolError, match="neither a hash nor content"):
+        prompt_digest(with_media("renderer0-mm-7-image-0", pixels=None), TOKENS)
+    assert prompt_digest(with_media("hash", pixels=None), TOKENS) == prompt_digest(with_media("hash"), TOKENS)
+
+
+def test_adapters_of_one_name_are_told_apart_by_their_files(tmp_path: Path):
+    one, copy, other = (
+        with_adapter(adapter(tmp_path / name, content)) for name, content in (("a", b"1"), ("b", b"1"), ("c", b"2"))
+    )
+    assert prompt_digest(one, TOKENS) == prompt_digest(copy, TOKENS)
+    assert len({prompt_digest(each, TOKENS) for each in (one, other, with_media())}) == 3
+
+
+def test_an_id_of_both_sides_stands_for_an_adapter(tmp_path: Path):
+    one, other = (with_adapter(adapter(tmp_path / content.decode(), content)) for content in (b"1", b"2"))
+    digests = [prompt_digest(each, TOKENS, {"sql": "v2"}) for each in (one, other)]
+    assert digests[0] == digests[1] != prompt_digest(other, TOKENS, {"sql": "v3"})
+    assert prompt_digest(one, TOKENS, {"other": "v2"}) == prompt_digest(one, TOKENS)
+
+
+def test_an_adapter_whose_files_cannot_be_read_goes_by_its_path():
+    one, again, other = (with_adapter(Path(path)) for path in ("/nowhere/a", "/nowhere/a", "/nowhere/b"))
+    assert prompt_digest(one, TOKENS) == prompt_digest(again, TOKENS) != prompt_digest(other, TOKENS)
+
+
+def test_an_adapter_is_read_as_vllm_loads_it(tmp_path: Path):
+    """Once by its number, and anew where it is loaded in place of its former self."""
+    path = adapter(tmp_path / "a", b"1")
+    loaded = prompt_digest(with_adapter(path), TOKENS)
+    assert prompt_digest(with_adapter(path, in_place=True), TOKENS) == loaded
+    adapter(path, b"22")
+    assert prompt_digest(with_adapter(path), TOKENS) == loaded
+    reloaded = prompt_digest(with_adapter(path, in_place=True), TOKENS)
+    assert loaded != reloaded == prompt_digest(with_adapter(path, number=2), TOKENS)

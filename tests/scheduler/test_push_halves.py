@@ -3,105 +3,39 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_half import BLOCK, FULL, PROMPT, TOKEN, WINDOW, allocate, make_half, make_request, new_prompt, until
-from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from vllm_pd_connector.compat.blocks import prompt_digest
-from vllm_pd_connector.protocol.fields import Table
-from vllm_pd_connector.protocol.messages import Noted, Reply, Request
-from vllm_pd_connector.protocol.push_messages import (
-    AwaitOrders,
-    Home,
-    Orders,
+from tests.support.scheduler.halves import (
+    BLOCK,
+    FULL,
+    PROMPT,
+    TOKEN,
+    WINDOW,
+    allocate,
+    make_half,
+    make_request,
+    new_prompt,
+    until,
+)
+from tests.support.scheduler.push_halves import ASK, ATTEMPT, Prefill, digest_of, receive_of, step
+from vllm_pd_connector.metadata import GroupBlocks, encode_tables
+from vllm_pd_connector.protocol.wire.push_messages import (
+    AwaitCommands,
+    CancelCommand,
     PrefillRef,
     Pushed,
-    PushEnded,
-    PushInto,
     PushState,
     WithdrawPush,
-    Write,
+    WriteCommand,
 )
-from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.sidechannel.client import SideChannelClient
-from vllm_pd_connector.sidechannel.sockets import endpoint
-from vllm_pd_connector.steps import GroupBlocks, encode_tables
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
-ASK = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t-1"}
-HOME = Home("kv_consumer-0", "ab" * 16, "127.0.0.1", 5600)
-ATTEMPT = b"a" * 16
 LEASE_S = 2.0
-
-
-def step(half: SchedulerHalf, **scheduled: tuple[int, int]) -> Any:
-    """Metadata of a step: for every request (underscores for hyphens), tokens computed before and scheduled now."""
-    named = {name.replace("_", "-"): value for name, value in scheduled.items()}
-    cached = SimpleNamespace(req_ids=list(named), num_computed_tokens=[computed for computed, _ in named.values()])
-    tokens = {name: count for name, (_, count) in named.items()}
-    output = SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens=tokens)
-    return half.build_metadata(output)
-
-
-class Prefill:
-    """A producer in mode push, with a client that plays its worker and a decode worker."""
-
-    def __init__(self, spec: Any = FULL, **changes: Any):
-        self.half, self.pool = make_half("kv_producer", mode="push", spec=spec, **changes)
-        self.half.serve([b"manifest"], [TOKEN])
-        self.tables: dict[str, list[list[int]]] = {}
-        self.half.bind_cache_manager(SimpleNamespace(get_block_ids=lambda request_id: self.tables[request_id]))
-        home = self.half.producer.home
-        assert home is not None
-        self.address = endpoint(home.host, home.port)
-        self.client = SideChannelClient()
-        self.free = self.pool.get_num_free_blocks()
-        self.seen = 0
-        self.come: dict[int, Any] = {}
-
-    def send(self, request: Request) -> Callable[[], Reply]:
-        token = self.client.send(self.address, request, 20.0)
-
-        def outcome() -> Reply:
-            def there() -> bool:
-                self.come.update(self.client.receive())
-                return token in self.come
-
-            until(there, f"the answer to {request}")
-            return self.come[token]
-
-        return outcome
-
-    def register(self, digest: str, stop: int = len(PROMPT)) -> Callable[[], Reply]:
-        before = self.count("PushInto")
-        blocks = (Table(0, b"\1\0\0\0"),)
-        answer = self.send(PushInto(PrefillRef("t-1", None), HOME, 0, 0, 0, 1, ATTEMPT, blocks, 0, stop, digest))
-        until(lambda: self.count("PushInto") > before, "the registration")
-        return answer
-
-    def count(self, kind: str) -> int:
-        return self.half.producer._server.counts().get(kind, 0)
-
-    def orders(self) -> list[Any]:
-        answer = self.send(AwaitOrders(TOKEN, 0, self.seen))()
-        assert isinstance(answer, Orders)
-        self.seen = answer.last
-        return list(answer.orders)
-
-    def ended(self, ok: bool = True, reason: str = "", terminal: bool = True) -> None:
-        assert self.send(PushEnded(TOKEN, 0, ATTEMPT, ok, reason, terminal))() == Noted()
-
-    def held(self) -> int:
-        self.half.producer.drain()
-        return self.free - self.pool.get_num_free_blocks()
-
-    def close(self) -> None:
-        self.client.close()
-        self.half.shutdown()
 
 
 @pytest.fixture
@@ -111,10 +45,6 @@ def prefill(request: pytest.FixtureRequest):
     made.close()
 
 
-def digest_of(request: Any) -> str:
-    return prompt_digest(request, request.num_prompt_tokens)
-
-
 def test_each_step_orders_what_it_completes_and_holds_it_first(prefill):
     request = make_request("p-1", ASK)
     prefill.half.on_new_request(request)
@@ -122,18 +52,39 @@ def test_each_step_orders_what_it_completes_and_holds_it_first(prefill):
     prefill.tables["p-1"] = [[5, 6]]
     assert step(prefill.half, p_1=(0, 20)).step == 1
     assert prefill.held() == 2
-    [order] = prefill.orders()
-    assert (order.ready, order.step, order.final) == (20, 1, False)
-    assert order.source == encode_tables([GroupBlocks(0, (5, 6))])
+    [receive] = prefill.commands()
+    assert (receive.ready, receive.step, receive.final) == (20, 1, False)
+    assert receive.source == encode_tables([GroupBlocks(0, (5, 6))])
     prefill.tables["p-1"] = [[5, 6, 7]]
     assert step(prefill.half, p_1=(20, 20)).step == 2
     _, params = prefill.half.request_finished(request, ([5, 6, 7],))
     assert params["transfer_mode"] == "push"
-    assert [(o.ready, o.step, o.final) for o in prefill.orders()] == [(40, 2, False), (40, 2, True)]
+    assert [(o.ready, o.step, o.final) for o in prefill.commands()] == [(40, 2, False), (40, 2, True)]
     assert prefill.held() == 3
     prefill.ended()
     assert answer() == Pushed(PushState.DONE, "", True, request_id="p-1")
     assert prefill.held() == 0
+
+
+def test_blocks_that_another_connector_failed_to_load_fail_the_push_that_wrote_from_them(prefill):
+    """vLLM computes their tokens again and finishes the request, but decode has what was there before."""
+    request = make_request("p-1", ASK)
+    prefill.half.on_new_request(request)
+    answer = prefill.register(digest_of(request))
+    prefill.tables["p-1"] = [[5, 6, 7]]
+    step(prefill.half, p_1=(0, 30))
+    assert len(prefill.commands()) == 1
+    prefill.half.update_output(KVConnectorOutput(invalid_block_ids={9}))  # of a request that nobody waits for
+    assert not prefill.half.producer._server.pushes.given_up("p-1") and prefill.held() == 3
+    prefill.half.update_output(KVConnectorOutput(invalid_block_ids={6, 7}))
+    reply = answer()
+    assert (reply.state, reply.terminal) == (PushState.FAILED, False) and "failed to load" in reply.reason
+    assert [type(receive) for receive in prefill.commands()] == [CancelCommand]
+    prefill.ended(ok=False)
+    step(prefill.half, p_1=(16, 24))
+    assert prefill.held() == 0, "blocks of a push that has failed"
+    prefill.half.request_finished(request, ([5, 6, 7],))
+    assert prefill.held() == 0, "a lease that nobody has a use for"
 
 
 @pytest.mark.parametrize("prefill", [{"push_when": "end"}], indirect=True)
@@ -144,8 +95,8 @@ def test_everything_can_be_kept_for_the_end(prefill):
     step(prefill.half, p_1=(0, 40))
     assert prefill.held() == 0
     prefill.half.request_finished(request, ([5, 6, 7],))
-    [order] = prefill.orders()
-    assert isinstance(order, Write) and order.final
+    [receive] = prefill.commands()
+    assert isinstance(receive, WriteCommand) and receive.final
 
 
 @pytest.mark.parametrize("prefill", [{"spec": (FULL, WINDOW)}], indirect=True)
@@ -156,8 +107,8 @@ def test_windows_are_not_ordered_before_the_end(prefill):
     prefill.register(digest_of(request), stop=len(PROMPT) - 1)
     prefill.tables["p-1"] = [[5, 6], [8, 9]]
     step(prefill.half, p_1=(0, 20))
-    [order] = prefill.orders()
-    assert order.source == encode_tables([GroupBlocks(0, (5, 6)), GroupBlocks(0, ())])
+    [receive] = prefill.commands()
+    assert receive.source == encode_tables([GroupBlocks(0, (5, 6)), GroupBlocks(0, ())])
     assert prefill.held() == 2
 
 
@@ -169,8 +120,8 @@ def test_a_step_in_which_nobody_asked_orders_and_holds_nothing(prefill):
     prefill.register(digest_of(request))
     step(prefill.half)
     prefill.half.request_finished(request, ([5, 6, 7],))
-    [order] = prefill.orders()
-    assert order.final
+    [receive] = prefill.commands()
+    assert receive.final
 
 
 def test_an_abort_in_mid_prefill_reaches_the_decode_side_and_keeps_the_blocks_until_nothing_is_written(prefill):
@@ -215,7 +166,7 @@ def test_a_prefill_that_ends_by_a_stop_token_is_handed_over_like_any_other(prefi
     prefill.half.on_new_request(request)
     answer = prefill.register(digest_of(request))
     prefill.half.request_finished(request, ([5, 6, 7],))
-    prefill.orders()
+    prefill.commands()
     prefill.ended()
     assert answer() == Pushed(PushState.DONE, "", True, request_id="p-1")
 
@@ -249,9 +200,9 @@ def test_who_waits_for_a_prefill_hears_whether_the_engine_goes_on(prefill):
 
 
 def test_orders_are_only_for_who_knows_the_workers_secret(prefill):
-    answer = prefill.send(AwaitOrders(b"x" * 16, 0, 0))()
+    answer = prefill.send(AwaitCommands(b"x" * 16, 0, 0))()
     assert "token" in answer.message
-    assert "token" in prefill.send(AwaitOrders(TOKEN, 1, 0))().message
+    assert "token" in prefill.send(AwaitCommands(TOKEN, 1, 0))().message
 
 
 def test_an_instance_that_does_not_push_says_so():
@@ -291,13 +242,6 @@ def concurrent(port: int = 5600, **changes: Any) -> dict[str, Any]:
     return sent | changes
 
 
-def order_of(half: SchedulerHalf, pool: BlockPool, request: Any, computed: int = 0) -> Any:
-    half.on_new_request(request)
-    allocate(half, pool, request, computed)
-    [order] = step(half).receives
-    return order
-
-
 @pytest.mark.parametrize(
     ("params", "name"),
     [(concurrent(), "cmpl-7-0"), (concurrent(transfer_id="t-1"), "t-1")],
@@ -306,10 +250,10 @@ def order_of(half: SchedulerHalf, pool: BlockPool, request: Any, computed: int =
 def test_a_concurrent_router_s_request_is_registered_under_the_name_of_both_legs(consumer, params, name):
     half, pool = consumer
     request = make_request("cmpl-7-0-0123abcd", params)
-    order = order_of(half, pool, request, computed=16)
-    assert (order.start, order.stop, order.error, order.remote) == (16, 40, "", None)
-    assert order.push.prefill == PrefillRef(name, None) and order.push.peer.incarnation == ""
-    assert order.push.home == half.producer.home and order.push.prompt_digest == digest_of(request)
+    receive = receive_of(half, pool, request, computed=16)
+    assert (receive.start, receive.stop, receive.error, receive.remote) == (16, 40, "", None)
+    assert receive.push.prefill == PrefillRef(name, None) and receive.push.peer.incarnation == ""
+    assert receive.push.home == half.producer.home and receive.push.prompt_digest == digest_of(request)
 
 
 def test_a_serial_router_s_request_is_asked_for_by_its_lease(prefill, consumer):
@@ -317,9 +261,9 @@ def test_a_serial_router_s_request_is_asked_for_by_its_lease(prefill, consumer):
     first = make_request("p-1", {"do_remote_decode": True})
     prefill.half.on_new_request(first)
     _, params = prefill.half.request_finished(first, ([5, 6, 7],))
-    order = order_of(half, pool, make_request("d-1", params))
-    assert order.push.prefill.name == "p-1" and order.push.prefill.nonce is not None
-    assert order.push.peer.incarnation == prefill.half.producer.home.incarnation
+    receive = receive_of(half, pool, make_request("d-1", params))
+    assert receive.push.prefill.name == "p-1" and receive.push.prefill.nonce is not None
+    assert receive.push.peer.incarnation == prefill.half.producer.home.incarnation
 
 
 @pytest.mark.parametrize("prefill", [{"kv_lease_duration": LEASE_S}], indirect=True)
@@ -377,5 +321,5 @@ def test_a_full_hit_releases_a_prefill_that_has_finished_already(consumer, prefi
 
 def test_parameters_of_another_shape_are_refused(consumer):
     half, pool = consumer
-    order = order_of(half, pool, make_request("d-1", concurrent(remote_port=0)))
-    assert "remote_port" in order.error and order.push is None
+    receive = receive_of(half, pool, make_request("d-1", concurrent(remote_port=0)))
+    assert "remote_port" in receive.error and receive.push is None

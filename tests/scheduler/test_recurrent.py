@@ -7,13 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from test_half import EMPTY_STEP, FULL, PROMPT, TOKEN, end, make_half, make_request, new_prompt
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from tests.support.scheduler.halves import (
+    BLOCK,
+    EMPTY_STEP,
+    FULL,
+    PROMPT,
+    TOKEN,
+    end,
+    found,
+    make_half,
+    make_request,
+    new_prompt,
+)
+from vllm_pd_connector.metadata import GroupBlocks
 from vllm_pd_connector.scheduler.half import SchedulerHalf
-from vllm_pd_connector.steps import GroupBlocks
 
 STATE_BLOCK = 32
 COMPUTED = len(PROMPT) - 1
@@ -90,11 +101,12 @@ def test_decode_loads_all_but_the_last_token_into_the_block_that_its_own_mode_na
     assert consumer.num_matched_tokens(request, cached) == (COMPUTED - cached, True)
     attention, first, second = pool.get_new_blocks(3), pool.get_new_blocks(1), pool.get_new_blocks(1)
     null = [pool.null_block] if d_mode == "align" else []
+    found(attention[: cached // BLOCK])
     consumer.update_after_alloc(request, KVCacheBlocks((attention, null + first, null + second)), COMPUTED - cached)
-    [order] = consumer.build_metadata(EMPTY_STEP).receives
-    assert (order.start, order.stop) == (cached, COMPUTED)
-    assert order.blocks == (
-        GroupBlocks(0, tuple(block.block_id for block in attention)),
+    [receive] = consumer.build_metadata(EMPTY_STEP).receives
+    assert (receive.start, receive.stop) == (cached, COMPUTED)
+    assert receive.blocks == (
+        GroupBlocks(cached // BLOCK, tuple(block.block_id for block in attention[cached // BLOCK :])),
         GroupBlocks(0, (first[0].block_id,)),
         GroupBlocks(0, (second[0].block_id,)),
     )

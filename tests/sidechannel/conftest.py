@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from side_channel_ends import ENGINE, INCARNATION
 
+from tests.support.sidechannel.ends import ENGINE, INCARNATION
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import zmq
-from side_channel_ends import ENGINE, INCARNATION, PATIENCE_S, address, assert_serves, collect, frame, wait_for
 
-from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
-from vllm_pd_connector.protocol import messages as m
-from vllm_pd_connector.protocol.fields import MAX_REQUEST_FRAME
+from tests.support.ports import free_port
+from tests.support.sidechannel.ends import (
+    ENGINE,
+    INCARNATION,
+    PATIENCE_S,
+    address,
+    assert_serves,
+    collect,
+    frame,
+    wait_for,
+)
+from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError, Unreachable
+from vllm_pd_connector.protocol.wire import messages as m
+from vllm_pd_connector.protocol.wire.fields import MAX_REQUEST_FRAME
 from vllm_pd_connector.sidechannel.client import SideChannelClient
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.sidechannel.server import SideChannelServer
-from vllm_pd_connector.sidechannel.sockets import endpoint
 
 
 class Puppet:
     """A server that answers with whatever a test says, or not at all."""
 
-    def __init__(self):
+    def __init__(self, port: int = 0):
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.linger = 0
         self.socket.rcvtimeo = int(PATIENCE_S * 1000)
-        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.socket.bind(f"tcp://127.0.0.1:{port}")
+        self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def take(self) -> tuple[bytes, int, m.Request]:
         peer, sent = self.socket.recv_multipart()
@@ -75,7 +88,8 @@ def test_a_server_of_another_version_is_told_apart(puppet, client):
     token = client.send(endpoint("127.0.0.1", puppet.port), m.Release(()), PATIENCE_S)
     peer, seq, _ = puppet.take()
     puppet.socket.send_multipart([peer, frame({"type": "failure"}, version=9, seq=seq)])
-    assert "protocol version: 9 there, 1 to 1 here" in str(collect(client, 1)[token])
+    expected = f"protocol version: 9 there, {m.MIN_VERSION} to {m.PROTOCOL_VERSION} here"
+    assert expected in str(collect(client, 1)[token])
 
 
 def test_a_request_that_times_out_takes_the_others_to_a_new_socket(puppet):
@@ -102,16 +116,18 @@ def test_a_request_that_times_out_takes_the_others_to_a_new_socket(puppet):
         client.close()
 
 
-def test_a_server_that_is_not_there_is_a_deadline_and_found_when_it_comes(client):
-    with socket.create_server(("127.0.0.1", 0)) as reserved:
-        port = reserved.getsockname()[1]
-    token = client.send(endpoint("127.0.0.1", port), m.GetManifests(ENGINE), 0.05)
-    assert isinstance(collect(client, 1)[token], DeadlineExceeded)
+def test_a_server_that_is_not_there_is_told_at_once_and_found_when_it_comes(client):
+    port = free_port()
+    tokens = [client.send(endpoint("127.0.0.1", port), m.GetManifests(ENGINE), 3600.0) for _ in range(3)]
+    assert {str(outcome) for outcome in collect(client, 3).values()} == {"connection refused"}
+    tokens = [client.send(endpoint("127.0.0.1", port), m.GetManifests(ENGINE), 3600.0) for _ in range(3)]
+    outcomes = collect(client, 3)  # after a pause, so that nobody asks without one
+    assert set(outcomes) == set(tokens) and all(isinstance(outcome, Unreachable) for outcome in outcomes.values())
     server = SideChannelServer("127.0.0.1", port, ENGINE, INCARNATION)
     try:
         server.set_manifests([b"rank 0"])
         assert_serves(client, server)
-        assert server.counts() == {"GetManifests": 1}, "the request that had timed out was sent after all"
+        assert server.counts() == {"GetManifests": 1}, "a request that had failed was sent after all"
     finally:
         server.close()
 
@@ -122,9 +138,9 @@ def test_sockets_that_nobody_uses_are_closed(server):
     try:
         client.send(address(server), m.GetManifests(ENGINE), 1e6)
         wait_for(lambda: bool(client.receive()))
-        assert len(client.sockets()) == 1 and client.next_deadline() == 60.0
+        assert len(client.sockets()) == 2 and client.next_deadline() == 60.0
         now = 59.0
-        assert client.receive() == [] and len(client.sockets()) == 1
+        assert client.receive() == [] and len(client.sockets()) == 2
         now = 60.0
         assert client.receive() == [] and client.sockets() == () and client.next_deadline() is None
     finally:
@@ -148,26 +164,149 @@ def test_requests_under_way_are_bounded(client):
             client.send(where, m.Release(()), PATIENCE_S)
 
 
-def test_servers_are_few_at_a_time_and_whoever_owes_no_answer_makes_room(puppet, client, monkeypatch):
-    monkeypatch.setattr("vllm_pd_connector.sidechannel.client.MAX_SERVERS", 2)
-    answers, silent, other = endpoint("127.0.0.1", puppet.port), *(endpoint("127.0.0.1", port) for port in (9, 10))
-    token = client.send(answers, m.Release(()), PATIENCE_S)
-    client.send(silent, m.Release(()), PATIENCE_S)
-    with pytest.raises(ProtocolError, match="2 other servers owe answers"):
-        client.send(other, m.Release(()), PATIENCE_S)
+def answer(puppet: Puppet) -> None:
     peer, seq, _ = puppet.take()
     puppet.socket.send_multipart([peer, m.encode(seq, m.Released())])
+
+
+def test_servers_that_never_answer_are_few_at_a_time_and_displace_nobody_who_does(puppet, client, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.sidechannel.client.MAX_SERVERS", 3)
+    known = endpoint("127.0.0.1", puppet.port)
+    token = client.send(known, m.Release(()), PATIENCE_S)
+    answer(puppet)
     assert collect(client, 1) == {token: m.Released()}
-    client.send(other, m.Release(()), PATIENCE_S)
-    assert len(client.sockets()) == 2
-    with pytest.raises(ProtocolError, match="owe answers"):
-        client.send(answers, m.Release(()), PATIENCE_S)
+    with socket.create_server(("", 0)) as silent:  # dead addresses, as many as one likes
+        dead = [endpoint(f"127.0.0.{host}", silent.getsockname()[1]) for host in range(2, 9)]
+        tokens = [client.send(one, m.Release(()), PATIENCE_S) for one in dead]
+        late = collect(client, 5)
+        assert list(late) == tokens[:5] and all(isinstance(outcome, Unreachable) for outcome in late.values())
+        renewal = client.send(known, m.Release(()), PATIENCE_S)  # it was not asked for longest
+        answer(puppet)
+        assert collect(client, 1) == {renewal: m.Released()}
+        assert set(client._links) == {known, *dead[-2:]}
+
+
+def test_servers_that_answer_and_owe_answers_displace_nobody(puppet, client, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.sidechannel.client.MAX_SERVERS", 1)
+    known = endpoint("127.0.0.1", puppet.port)
+    client.send(known, m.Release(()), PATIENCE_S)
+    answer(puppet)
+    collect(client, 1)
+    client.send(known, m.Release(()), PATIENCE_S)
+    with pytest.raises(ProtocolError, match="1 other servers owe answers"):
+        client.send(endpoint("127.0.0.1", 9), m.Release(()), PATIENCE_S)
+    answer(puppet)
+    collect(client, 1)
+    client.send(endpoint("127.0.0.1", 9), m.Release(()), PATIENCE_S)
+    assert set(client._links) == {endpoint("127.0.0.1", 9)}
 
 
 def test_a_socket_that_cannot_be_had_is_an_error_of_those_who_need_it(client):
-    client._context.set(zmq.MAX_SOCKETS, 1)
-    token = client.send(endpoint("127.0.0.1", 9), m.Release(()), 0.05)
-    with pytest.raises(ProtocolError, match="limit of open files"):
-        client.send(endpoint("127.0.0.1", 10), m.Release(()), PATIENCE_S)
+    client._context.set(zmq.MAX_SOCKETS, 4)  # a server's, two of its monitor, and zmq's own
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        token = client.send(endpoint("127.0.0.1", port), m.Release(()), 0.05)
+        with pytest.raises(ProtocolError, match="limit of open files"):
+            client.send(endpoint("127.0.0.2", port), m.Release(()), PATIENCE_S)
+        assert isinstance(collect(client, 1)[token], DeadlineExceeded)
+
+
+def test_who_waits_hears_at_once_that_a_server_ended(client):
+    puppet = Puppet()
+    token = client.send(endpoint("127.0.0.1", puppet.port), m.Release(()), 3600.0)
+    puppet.take()
+    puppet.context.destroy(linger=0)
+    assert isinstance(collect(client, 1)[token], Unreachable)
+
+
+def test_what_was_asked_of_a_server_that_was_restarted_is_asked_again(client):
+    first = Puppet()
+    token = client.send(endpoint("127.0.0.1", first.port), m.Release(()), 3600.0)
+    wait_for(lambda: bool(client.receive() or first.socket.poll(0)))
+    first.context.destroy(linger=0)
+    second = Puppet(first.port)
+    try:
+        wait_for(lambda: not client.receive() and bool(second.socket.poll(0)))
+        answer(second)
+        assert collect(client, 1) == {token: m.Released()}
+    finally:
+        second.context.destroy(linger=0)
+
+
+def test_closing_twice_is_closing_once():
+    client = SideChannelClient()
+    client.close()
+    with socket.create_server(("127.0.0.1", 0)) as later:  # it has a number of what was closed
+        client.close()
+        assert later.getsockname()
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def resolve(monkeypatch: pytest.MonkeyPatch, names: dict[str, Callable[[], list[str]]]) -> None:
+    """Have names stand for addresses (IPv4), whatever the host's resolver says."""
+    real = socket.getaddrinfo
+
+    def known(host: str, port: int, *args: Any, **kwargs: Any) -> list[Any]:
+        if host not in names or kwargs.get("flags"):
+            return real(host, port, *args, **kwargs)
+        return [entry for address in names[host]() for entry in real(address, port, type=socket.SOCK_STREAM)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", known)
+
+
+def unknown() -> list[str]:
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+def test_a_name_that_nobody_knows_is_told_at_once(client, monkeypatch):
+    resolve(monkeypatch, {"prefill.example": unknown})
+    token = client.send(endpoint("prefill.example", 9), m.Release(()), 3600.0)
     outcome = collect(client, 1)[token]
-    assert isinstance(outcome, DeadlineExceeded)
+    assert isinstance(outcome, Unreachable)
+    assert str(outcome) == "the name prefill.example is not known here: Name or service not known"
+
+
+def test_every_address_of_a_name_is_tried(server, client, monkeypatch):
+    resolve(monkeypatch, {"prefill.example": lambda: ["127.0.0.2", "127.0.0.3", "127.0.0.1"]})
+    token = client.send(endpoint("prefill.example", server.port), m.GetManifests(ENGINE), 3600.0)
+    assert isinstance(collect(client, 1)[token], m.Manifests)
+
+
+def test_each_address_that_nobody_listens_at_is_named(client, monkeypatch):
+    resolve(monkeypatch, {"prefill.example": lambda: ["127.0.0.2", "127.0.0.3"]})
+    token = client.send(endpoint("prefill.example", free_port()), m.GetManifests(ENGINE), 3600.0)
+    assert str(collect(client, 1)[token]) == "127.0.0.2: connection refused; 127.0.0.3: connection refused"
+
+
+def test_a_name_that_is_not_resolved_holds_nobody_else(server, client, monkeypatch):
+    told = threading.Event()
+
+    def slow() -> list[str]:
+        assert told.wait(PATIENCE_S)
+        return ["127.0.0.1"]
+
+    resolve(monkeypatch, {"slow.example": slow})
+    late = client.send(endpoint("slow.example", server.port), m.GetManifests(ENGINE), 3600.0)
+    hasty = client.send(endpoint("slow.example", server.port), m.GetManifests(ENGINE), 0.05)
+    assert "no connection within 0.05 s" in str(collect(client, 1)[hasty])
+    assert_serves(client, server)
+    told.set()
+    assert isinstance(collect(client, 1)[late], m.Manifests)
+
+
+def test_names_that_are_looked_up_are_bounded(client, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.sidechannel.net.dial._lookups", threading.BoundedSemaphore(1))
+    told = threading.Event()
+
+    def slow() -> list[str]:
+        assert told.wait(PATIENCE_S)
+        return unknown()
+
+    resolve(monkeypatch, {"one.example": slow, "another.example": slow})
+    client.send(endpoint("one.example", 9), m.Release(()), PATIENCE_S)
+    token = client.send(endpoint("another.example", 9), m.Release(()), PATIENCE_S)
+    assert "other names are being looked up" in str(collect(client, 1)[token])
+    told.set()
+    collect(client, 1)

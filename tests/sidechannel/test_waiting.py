@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from vllm_pd_connector.protocol import messages as m
+from vllm_pd_connector.protocol.wire import messages as m
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.sidechannel.server import SideChannelServer
-from vllm_pd_connector.sidechannel.sockets import endpoint
 from vllm_pd_connector.sidechannel.waiting import Wake, wait
 
 
@@ -73,9 +74,10 @@ def test_a_reply_ends_the_wait(client, wake):
 
 
 def test_a_request_that_is_not_answered_ends_the_wait_at_its_deadline(client, wake):
-    client.send(endpoint("127.0.0.1", 1), m.Release(()), 0.05)
-    outcomes = []
-    while not outcomes:
-        wait(client, wake, None)
-        outcomes = client.receive()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client.send(endpoint("127.0.0.1", silent.getsockname()[1]), m.Release(()), 0.05)
+        outcomes = []
+        while not outcomes:
+            wait(client, wake, None)
+            outcomes = client.receive()
     assert "no reply within 0.05 s" in str(outcomes[0][1])

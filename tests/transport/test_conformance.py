@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from transport_ends import End, pattern, runs, until, whole
-from transport_variants import MIB, SIZE, VARIANTS, AnyPeer, Variant, scattered
 
+from tests.support.transport.ends import End, pattern, runs, until, whole
+from tests.support.transport.variants import MIB, SIZE, VARIANTS, AnyPeer, Variant, marked, scattered
 from vllm_pd_connector.errors import PeerLost, TransferError
-from vllm_pd_connector.transport.base import Status
+from vllm_pd_connector.transport.base import TransferStatus
 
 LARGE = 256 * MIB
 LONG = 96 * MIB  # more than one call of any transport copies
 
 
-@pytest.fixture(scope="module", params=list(VARIANTS))
+@pytest.fixture(scope="module", params=marked(VARIANTS))
 def variant(request: pytest.FixtureRequest) -> Variant:
     return VARIANTS[request.param]
 
@@ -328,10 +328,10 @@ def test_a_frozen_peer_delays_transfers_and_fails_none(end: End, spawn: Callable
         end.fill(13)
         transfer = end.transport.write(peer, whole(end.address, frozen.address, SIZE), b"written")
     states = []
-    while len(states) < 1000 and Status.DONE not in states:
+    while len(states) < 1000 and TransferStatus.DONE not in states:
         states.append(end.transport.poll(transfer))
     frozen.thaw()
-    if Status.DONE not in states:
+    if TransferStatus.DONE not in states:
         end.finish(transfer)
     if operation == "read":
         assert end.content(0, SIZE) == pattern(12, SIZE)
@@ -402,7 +402,7 @@ def test_ten_thousand_transfers_leave_nothing_behind(end: End, living: AnyPeer) 
     def thousand() -> int:
         for _ in range(1000):
             transfer = end.transport.read(peer, rows)
-            while end.transport.poll(transfer) is not Status.DONE:
+            while end.transport.poll(transfer) is not TransferStatus.DONE:
                 os.sched_yield()
         return resident_bytes()
 

@@ -1,4 +1,4 @@
-"""NIXL agents that only read: nobody's target, so without a progress thread (see `transport.nixl`)."""
+"""NIXL agents that only read: nobody's target, so without a progress thread (see `transport.nixl.transport`)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transport_ends import End, runs, until, whole
-from transport_variants import MIB, SIZE, VARIANTS, AnyPeer, Variant, scattered
 
+from tests.support.transport.ends import End, runs, until, whole
+from tests.support.transport.variants import MIB, SIZE, VARIANTS, AnyPeer, Variant, marked, scattered
 from vllm_pd_connector.errors import PeerLost, TransferError
 
 LONG = 96 * MIB  # more than one call copies
 
 
-@pytest.fixture(params=["nixl", "nixl-tcp"])
+@pytest.fixture(params=marked(["nixl", "nixl-tcp"]))
 def variant(request: pytest.FixtureRequest) -> Variant:
     return VARIANTS[request.param]
 
@@ -70,8 +70,8 @@ def test_another_agent_connects_while_the_first_one_ends_what_it_runs(
     reader.zero()
     old = reader.transport.read(target, whole(peer.address, reader.address, LONG))
     before = threads()
-    reader.transport.renew(target)
-    reader.transport.renew(target)  # has another agent already
+    reader.transport.replace_endpoint(target)
+    reader.transport.replace_endpoint(target)  # has another agent already
     assert threads() - before <= 2
     reader.disconnect(target)
     again = reader.connect(peer.endpoint, peer.segments)
@@ -91,7 +91,7 @@ def test_a_target_stays_what_it_is_when_what_posts_is_replaced(variant: Variant,
         target = end.connect(peer.endpoint, peer.segments)
         assert threads() - before <= 1, "what posts has a progress thread"
         end.finish(end.transport.read(target, whole(peer.address, end.address, SIZE)))
-        end.transport.renew(target)
+        end.transport.replace_endpoint(target)
         assert end.transport.describe() == end.endpoint
         end.disconnect(target)
         again = end.connect(peer.endpoint, peer.segments)
@@ -106,10 +106,10 @@ def test_a_target_stays_what_it_is_when_what_posts_is_replaced(variant: Variant,
 
 def test_replaced_agents_are_few(reader: End, peer: AnyPeer) -> None:
     for _ in range(3):
-        reader.transport.renew(reader.connect(peer.endpoint, peer.segments))
+        reader.transport.replace_endpoint(reader.connect(peer.endpoint, peer.segments))
     target = reader.connect(peer.endpoint, peer.segments)
     with pytest.raises(TransferError, match="no other starts"):
-        reader.transport.renew(target)
+        reader.transport.replace_endpoint(target)
     reader.finish(reader.transport.read(target, whole(peer.address, reader.address, SIZE)))
 
 

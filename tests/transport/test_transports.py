@@ -12,19 +12,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transport_ends import End, InProcessPeer, whole
 
+from tests.support.transport.ends import End, InProcessPeer, whole
 from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
-from vllm_pd_connector.transport import hugepages
-from vllm_pd_connector.transport.base import Status
+from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.endpoint import seal, unseal
-from vllm_pd_connector.transport.nixl_library import NixlOptions, backend_parameters, translate
+from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, translate
 from vllm_pd_connector.transport.registry import NAMES, create
+from vllm_pd_connector.worker import hugepages
 
 SIZE = 1 << 16
 
 
+@pytest.mark.libraries
 def test_every_known_name_can_be_created() -> None:
     for name in NAMES:
         transport = create(name)
@@ -38,9 +39,11 @@ def test_every_known_name_can_be_created() -> None:
         ("carrier-pigeon", {}, "'carrier-pigeon' is unknown, choose one of nixl, mooncake, loopback"),
         ("nixl", {"tls": "tcp"}, "known options: backend"),
         ("nixl", {"batch_bytes": "many"}, "batch_bytes"),
-        ("nixl", {"batch_bytes": 0}, "at least 1"),
-        ("nixl", {"progress_interval_us": 0}, "at least 1"),
-        ("nixl", {"backend": "POSIX", "ucx": {"TLS": "tcp"}}, "use backend_options"),
+        pytest.param("nixl", {"batch_bytes": 0}, "at least 1", marks=pytest.mark.libraries),
+        pytest.param("nixl", {"progress_interval_us": 0}, "at least 1", marks=pytest.mark.libraries),
+        pytest.param(
+            "nixl", {"backend": "POSIX", "ucx": {"TLS": "tcp"}}, "use backend_options", marks=pytest.mark.libraries
+        ),
         ("loopback", {"speed": 1}, "known options: none"),
     ],
 )
@@ -55,6 +58,7 @@ def test_a_missing_library_is_a_configuration_error_with_an_install_hint(monkeyp
         create("nixl")
 
 
+@pytest.mark.libraries
 def test_nothing_of_nixl_is_replaced_for_its_other_users() -> None:
     nixl = importlib.import_module("nixl")
     before = dict(vars(nixl._bindings)), dict(vars(nixl._api))
@@ -109,6 +113,7 @@ class FailingAgent:
         return self._agent.releaseXferReq(handle)
 
 
+@pytest.mark.libraries
 def test_a_failure_of_unknown_extent_is_not_terminal_and_releases_nothing() -> None:
     size, options = 32 << 20, {"ucx": {"TLS": "tcp"}, "batch_bytes": 4 << 20}
     end, other = End("nixl", options, size), End("nixl", options, size)
@@ -159,7 +164,7 @@ def test_loopback_failures_and_holds_are_switched_by_the_test() -> None:
 
     end.transport.faults.held = True
     held = end.transport.read(connection, everything)
-    assert end.transport.poll(held) is Status.RUNNING
+    assert end.transport.poll(held) is TransferStatus.RUNNING
     assert end.content(0, SIZE) == bytes(SIZE)
 
     end.transport.faults.failures.append(TransferError("half of it", terminal=False))
@@ -169,7 +174,7 @@ def test_loopback_failures_and_holds_are_switched_by_the_test() -> None:
     assert not failure.value.terminal
 
     end.transport.faults.held = False
-    assert end.transport.poll(held) is Status.DONE
+    assert end.transport.poll(held) is TransferStatus.DONE
     assert end.content(0, SIZE) == peer.call("content", 0, SIZE)
     end.transport.close()
     peer.stop()

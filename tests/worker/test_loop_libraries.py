@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from library_processes import VARIANTS, Instance, instances
-from prefill_instance import serve
-from test_loop import Decode, order_of
 
+from tests.support.worker.decode_instance import Decode, request_of
+from tests.support.worker.library_processes import VARIANTS, Instance, instances
+from tests.support.worker.prefill_instance import serve
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.steps import ReceiveOrder
+from vllm_pd_connector.metadata import ReceiveRequest
 from vllm_pd_connector.transport.registry import create
 
 DEADLINE_S = 4.0
@@ -32,9 +32,9 @@ def start(variant: str) -> Iterator[Start]:
         yield start_one
 
 
-def order(instance: Instance, request_id: str) -> ReceiveOrder:
+def order(instance: Instance, request_id: str) -> ReceiveRequest:
     """Of a request whose prefill ran in this instance."""
-    return order_of(request_id, instance.ask(request_id))
+    return request_of(request_id, instance.ask(request_id))
 
 
 @pytest.fixture

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import queue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_pd_connector.config import parse_config
+from vllm_pd_connector.metadata import StepMetadata
+from vllm_pd_connector.sidechannel.bell import Bell
 from vllm_pd_connector.transport import registry
 from vllm_pd_connector.worker import half as half_module
 from vllm_pd_connector.worker.half import WorkerHalf
@@ -47,3 +50,20 @@ def test_the_transport_is_told_where_the_caches_are_and_where_the_instance_is(
     half = WorkerHalf(parse_config({"transport": "mooncake"}), SimpleNamespace(kv_transfer_config=roles), None)
     half._make_transport(SimpleNamespace(segments=[SimpleNamespace(device=device) for device in devices]))
     assert told == [(settings, memory)]
+
+
+def test_a_worker_says_that_it_hears_and_rings_at_every_end() -> None:
+    heard: queue.Queue[bytes] = queue.Queue()
+    bell = Bell(heard.put)
+    half = WorkerHalf(parse_config({}), SimpleNamespace(), None)
+    half._outbox.drained("before")  # nobody is told yet
+    half._loop = SimpleNamespace(submit=lambda receives, aborts: None)
+    for _ in range(2):
+        half.start_step(StepMetadata(receives=[object()], bell=bell.address))
+    assert heard.get() == half.token
+    half._outbox.finished("d-1", ok=True, quarantined=False)
+    assert heard.get() == half.token
+    half._outbox.drained("d-2")
+    assert heard.get() == half.token
+    bell.close()
+    assert heard.empty()

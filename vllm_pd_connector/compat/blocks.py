@@ -7,25 +7,32 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.multimodal.hasher import MultiModalHasher
 from vllm.v1.request import RequestStatus
 
+from vllm_pd_connector.compat.model.weights import adapter_of
+from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.bind import NULL_BLOCK
 
 if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+_NO_IDS: Mapping[str, str] = MappingProxyType({})
+
 _LOCAL_NAME = re.compile(r"\brenderer\d+-mm-\d+-")
 """How vLLM begins the names of media that it does not hash, because it caches neither them nor prefixes: by a counter
-of each process. What follows is the kind and number of the item.
+of each process. What follows is the kind and number of the item, which says nothing of its content.
 
 Source: vLLM 0.32, `vllm/renderers/base.py` (`_process_mm_uuids`)."""
 
@@ -33,6 +40,15 @@ Source: vLLM 0.32, `vllm/renderers/base.py` (`_process_mm_uuids`)."""
 def finished_normally(request: Request) -> bool:
     """Whether the request ran to its end (length or stop token), so that its caches are whole."""
     return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+def was_refused(request: Request) -> bool:
+    """Whether this stands for a request that vLLM's API server refused, or whose failure it reports, and is aborted at
+    once: it brings the parameters alone, under an id and with a prompt of its own.
+
+    Source: vLLM 0.32, `AsyncLLM.notify_kv_transfer_request_rejected`.
+    """
+    return bool(request.abort_immediately)
 
 
 def transfer_params(request: Request) -> Any:
@@ -73,21 +89,41 @@ def computed_after(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
         yield request_id, computed + output.num_scheduled_tokens[request_id]
 
 
-def prompt_digest(request: Request, num_tokens: int) -> str:
+def prompt_digest(request: Request, num_tokens: int, adapter_ids: Mapping[str, str] = _NO_IDS) -> str:
     """16 hex digits over the first `num_tokens` prompt tokens and what else decides their cached numbers: embeddings,
-    images and other media, the adapter.
+    images and other media, the adapter (`adapter_ids` are what adapters are called, by name).
 
     A receiver compares it with its own, so that parameters of one request are never used for another prompt.
+
+    Raises:
+        ProtocolError: a medium of the request cannot be told from others.
     """
     digest = hashlib.blake2b(num_tokens.to_bytes(8, "little"), digest_size=8)
     if request.prompt_token_ids is not None:
         digest.update(np.asarray(request.prompt_token_ids[:num_tokens], dtype="<i8").tobytes())
     if request.prompt_embeds is not None:
         digest.update(request.prompt_embeds[:num_tokens].flatten().contiguous().view(torch.uint8).numpy())
-    media = [_LOCAL_NAME.sub("", str(feature.identifier)) for feature in request.mm_features or ()]
-    lora = str(request.lora_request.lora_name) if request.lora_request else ""
-    digest.update(repr((media, lora)).encode())
+    media = [_medium(feature) for feature in request.mm_features or ()]
+    digest.update(repr((media, adapter_of(request, adapter_ids))).encode())
     return digest.hexdigest()
+
+
+def _medium(feature: MultiModalFeatureSpec) -> str:
+    """What tells an image or another medium from all others, on every instance: vLLM's hash of it or the client's name
+    for it; where vLLM has only named it for itself, what the model gets of it.
+
+    Raises:
+        ProtocolError: there is neither.
+    """
+    name = str(feature.identifier)
+    if _LOCAL_NAME.search(name) is None:
+        return name
+    if feature.data is None:
+        raise ProtocolError(f"the medium {name} has neither a hash nor content here: enable vLLM's processor cache")
+    content = hashlib.blake2b(digest_size=16)
+    for chunk in MultiModalHasher.iter_item_to_bytes("medium", dict(sorted(feature.data.get_data().items()))):
+        content.update(chunk)
+    return _LOCAL_NAME.sub("", name) + content.hexdigest()
 
 
 def owned_blocks(blocks: KVCacheBlocks, groups: Sequence[int]) -> list[KVCacheBlock]:
@@ -95,7 +131,21 @@ def owned_blocks(blocks: KVCacheBlocks, groups: Sequence[int]) -> list[KVCacheBl
     return [block for group in groups for block in blocks.blocks[group] if not block.is_null]
 
 
-def keep_private(manager: KVCacheManager, request_id: str, group: int, block: int) -> None:
+def first_lacking(blocks: Sequence[KVCacheBlock], hit_blocks: int) -> int:
+    """The number of the first block in a request's group that is to be filled; all are if it is 0.
+
+    Those before it are null (nobody looks at them), or the prefix cache found them among the first `hit_blocks`. Groups
+    may differ in this: vLLM may take the hit of its first full-attention group for the request's, and allocates anew
+    what other groups lack of it.
+
+    Source: vLLM 0.32, `KVCacheManager.get_computed_blocks_for_connector`, `SingleTypeKVCacheManager`
+    (add_local_computed_blocks, allocate_external_computed_blocks); `BlockPool.get_new_blocks`: a new block has no hash.
+    """
+    found = (block.is_null or (i < hit_blocks and block.block_hash is not None) for i, block in enumerate(blocks))
+    return next((i for i, has in enumerate(found) if not has), len(blocks))
+
+
+def keep_unshared(manager: KVCacheManager, request_id: str, group: int, block: int) -> None:
     """Have the prefix cache never share the blocks of a request in KV-cache group `group` up to number `block`.
 
     The count of blocks that vLLM takes for cached already is raised: it goes on with those behind them. To be called
@@ -142,6 +192,10 @@ class HeldBlocks:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._blocks
+
+    def holds_any(self, request_id: str, ids: Collection[int]) -> bool:
+        """Whether one of these blocks is held for the request."""
+        return any(block in ids for block in self._blocks.get(request_id, ()))
 
     def hold(self, request_id: str, ids: Iterable[int]) -> None:
         """Reference these blocks, null blocks and those held for it already aside; the request still owns them."""

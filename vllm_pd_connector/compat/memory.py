@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from vllm_pd_connector.geometry.manifest import Segment
 
@@ -35,20 +35,37 @@ def make_device_current(segments: Sequence[Segment]) -> None:
         torch.accelerator.set_device_index(device.device_id)
 
 
-def forward_marker(segments: Sequence[Segment]) -> Callable[[], Callable[[], bool]]:
-    """A function to call after a forward was launched, in the thread that did; what it returns tells, in any thread,
-    whether that forward has written everything to these segments.
+class Mark(Protocol):
+    """A point in what a thread launched on a device; to be asked from any thread. A `torch.Event` is one."""
 
-    On the CPU a launched forward is done. On a device an event is recorded behind it.
+    def query(self) -> bool:
+        """Whether everything before it has been done."""
+
+    def synchronize(self) -> None:
+        """Wait for that."""
+
+
+class _Done:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
+
+
+def marker(segments: Sequence[Segment]) -> Callable[[], Mark]:
+    """A function to call when everything that a step writes to these segments was launched, in the thread that did.
+
+    On the CPU what was launched is done. On a device an event is recorded behind it.
     """
     if all(segment.device == "cpu" for segment in segments):
-        return lambda: lambda: True
+        return _Done
     import torch
 
-    def mark() -> Callable[[], bool]:
-        event = torch.Event()
-        event.record()
-        return lambda: bool(event.query())
+    def mark() -> Mark:
+        event: Mark = torch.Event()
+        event.record()  # type: ignore[attr-defined]  # of the event, not of the mark
+        return event
 
     return mark
 

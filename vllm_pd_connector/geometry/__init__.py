@@ -1,1 +1,6 @@
-"""Pure geometry: manifest, codecs, topology check, plan and bind. Imports numpy and msgspec only."""
+"""Which bytes must move: manifest, topology check, plan and bind, as pure functions.
+
+Here: what one worker has (`manifest`, `validate`), what must move between two ranks (`topology`, `sharding`, `plan`),
+which bytes that is for one request (`bind`, `runs`), and what a pair would do (`explain`). Never here: vLLM, torch, a
+transport, a socket, a clock; numpy and msgspec are all that is imported.
+"""

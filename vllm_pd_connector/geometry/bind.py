@@ -6,12 +6,15 @@ blocks, prefix hits and tails are all just such cuts. Spans with the same offset
 of the plan; the pattern times the page addresses is the result, with pages as the fast axis so that long stretches of
 consecutive pages come out as one run.
 
+Groups may lack different parts of a request. The range begins with what some group lacks; a destination table names the
+blocks that are to be filled and no others, so what lies before its first block stays as it is (`require_filled`).
+
 Nothing half-filled is delivered silently: a destination block that takes part must get every token of the range that
 falls into it, or the request fails. One exception is for those who ask for it: the first block of a window on a
 destination with larger blocks reaches back to tokens that the source has let go of and that the request itself never
-looks at. Such a block may start late (`late_starts`), and must then never be shared with other requests.
+looks at. Such a block may start late (`first_valid_tokens`), and must then never be shared with other requests.
 
-Source: architecture.md, ideas 2 and 3; vLLM 0.32 `v1/core/block_pool.py` (block 0 is the null block),
+Source: vLLM 0.32 `v1/core/block_pool.py` (block 0 is the null block),
 `v1/core/single_type_kv_cache_manager.py` (get_num_skipped_tokens).
 """
 
@@ -26,7 +29,7 @@ from numpy.typing import NDArray
 
 from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.manifest import Group, GroupKind
-from vllm_pd_connector.geometry.plan import MAX_RUNS, Edge, Family, Paging, concatenate, join, pattern, row_count
+from vllm_pd_connector.geometry.plan import MAX_RUNS, Edge, PagePairing, Paging, concatenate, join, pattern, row_count
 from vllm_pd_connector.geometry.runs import Addresses, Runs
 
 NULL_BLOCK = 0
@@ -62,7 +65,7 @@ class Tail(Enum):
 class Spans:
     """Arrays of shape (n,), in order of token positions: pages on both sides, where and how many tokens inside them.
 
-    `late_start` is 0, or the token position before which a destination block that takes part stays unfilled.
+    `first_valid_token` is 0, or the token position before which a destination block that takes part stays unfilled.
     """
 
     source_page: Addresses
@@ -70,7 +73,7 @@ class Spans:
     source_token: Addresses
     destination_token: Addresses
     tokens: Addresses
-    late_start: int = 0
+    first_valid_token: int = 0
 
 
 def bind(
@@ -86,8 +89,8 @@ def bind(
     """Runs that move tokens [start, stop), in absolute positions, along one edge.
 
     States have no token positions: the last block of each side's table moves, once, whatever the range; with
-    `states=False` (a push in the middle of a prefill) they stay. Opaque pages move whole, so the range must start at
-    one of their boundaries and their last page moves with all its slots.
+    `layouts.recurrent=False` (a push in the middle of a prefill) they stay. Opaque pages move whole, so the range must
+    start at one of their boundaries and their last page moves with all its slots.
 
     Raises:
         BindError: a block id outside [1, num_blocks), a table that does not reach the range, a destination block
@@ -96,17 +99,19 @@ def bind(
     return runs_of(pair(edge, source, destination, start, stop, tail=tail, states=states))
 
 
-def runs_of(paired: Sequence[tuple[Family, Spans]]) -> Runs:
+def runs_of(paired: Sequence[tuple[PagePairing, Spans]]) -> Runs:
     """The runs of paired spans: the second half of `bind`, with its last error."""
-    return concatenate([_family_runs(family, spans) for family, spans in paired])
+    return concatenate([_pairing_runs(pairing, spans) for pairing, spans in paired])
 
 
-def late_starts(paired: Sequence[tuple[Family, Spans]]) -> dict[int, int]:
+def first_valid_tokens(paired: Sequence[tuple[PagePairing, Spans]]) -> dict[int, int]:
     """Destination groups in which the first block of the window holds tokens only from a position on.
 
     That position is the value; the block that contains it must not be shared with other requests.
     """
-    return latest({family.destination.group: spans.late_start} for family, spans in paired if spans.late_start)
+    return latest(
+        {pairing.destination.group: spans.first_valid_token} for pairing, spans in paired if spans.first_valid_token
+    )
 
 
 def latest(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
@@ -117,6 +122,25 @@ def latest(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
         for key, value in part.items():
             merged[key] = max(value, merged.get(key, value))
     return merged
+
+
+def require_filled(groups: Sequence[Group], destination: BlockTables, start: int) -> None:
+    """Refuse a range from `start` on that would leave a named destination block unfilled, or a part of it.
+
+    Raises:
+        BindError: a group names a block with tokens before `start`, which nothing would be written into.
+    """
+    for number, (group, table) in enumerate(zip(groups, destination, strict=True)):
+        named = np.flatnonzero(table.ids != NULL_BLOCK)
+        if group.kind is GroupKind.STATE or not len(named):
+            continue
+        begin = (table.first_block + int(named[0])) * group.block_tokens
+        if begin < start:
+            raise BindError(
+                f"destination group {number}: its first block that is to be filled begins with token {begin}, but the "
+                f"range begins with {start}; the block would keep what was there: name no block of a prefix hit, or "
+                "begin where the group that lacks most begins"
+            )
 
 
 def window_start(group: Group, tokens: int) -> int:
@@ -140,15 +164,15 @@ def pair(
     tail: Tail = Tail.EXACT,
     states: bool = True,
     late: bool = False,
-) -> list[tuple[Family, Spans]]:
-    """The spans of every family that moves: the first half of `bind`, with its arguments and its errors.
+) -> list[tuple[PagePairing, Spans]]:
+    """The spans of every pairing that moves: the first half of `bind`, with its arguments and its errors.
 
     With `late`, which is for the last move of a request only, the first block of a window may lack tokens that the
-    source does not hold and that nobody who computes position `stop` looks at; see `late_starts`.
+    source does not hold and that nobody who computes position `stop` looks at; see `first_valid_tokens`.
     """
     if not 0 <= start <= stop:
         raise BindError(f"token range [{start}, {stop}) is not a range; start must lie between 0 and stop")
-    moving = [f for f in edge.families if (states if f.kind is GroupKind.STATE else start < stop)]
+    moving = [f for f in edge.pairings if (states if f.kind is GroupKind.STATE else start < stop)]
     for side, tables, groups, used in (
         ("source", source, edge.source_groups, {f.source.group for f in moving}),
         ("destination", destination, edge.destination_groups, {f.destination.group for f in moving}),
@@ -159,19 +183,19 @@ def pair(
             _check_ids(f"{side} group {group}", tables[group], groups[group], unique=side == "destination")
     paired = []
     known: dict[object, Spans] = {}
-    for family in moving:
-        theirs, ours = source[family.source.group], destination[family.destination.group]
-        if family.kind is GroupKind.STATE:
-            found = _state_spans(family, theirs, ours)
+    for pairing in moving:
+        theirs, ours = source[pairing.source.group], destination[pairing.destination.group]
+        if pairing.kind is GroupKind.STATE:
+            found = _state_spans(pairing, theirs, ours)
         else:
-            stop_ = _widened(family, start, stop, tail)
+            stop_ = range_end(pairing, stop, tail)
             # Families of the same groups mostly have equal pages (K, V and their scales): pair those once.
-            key = family.kind, *_cuts(family.source), *_cuts(family.destination), stop_
+            key = pairing.kind, *_cuts(pairing.source), *_cuts(pairing.destination), stop_
             if (cached := known.get(key)) is None:
-                needed = window_start(edge.destination_groups[family.destination.group], stop) if late else 0
-                cached = known[key] = _token_spans(family, theirs, ours, start, stop_, needed)
+                needed = window_start(edge.destination_groups[pairing.destination.group], stop) if late else 0
+                cached = known[key] = _token_spans(pairing, theirs, ours, start, stop_, needed)
             found = cached
-        paired.append((family, found))
+        paired.append((pairing, found))
     return paired
 
 
@@ -193,22 +217,17 @@ def _check_ids(name: str, table: BlockTable, group: Group, *, unique: bool) -> N
             raise BindError(f"{name}: block id {twice[0]} is given twice; two positions would write the same bytes")
 
 
-def _widened(family: Family, start: int, stop: int, tail: Tail) -> int:
-    """Where the range ends for this family: at a page boundary if the rest of the last page may move."""
-    page = family.destination.page_tokens
-    if family.whole and start % page:
-        raise BindError(
-            f"group {family.destination.group}: tokens from {start} on begin inside an opaque page of {page} tokens, "
-            "which only moves whole; start at a page boundary"
-        )
-    return -(-stop // page) * page if tail is Tail.PAGE and family.alike else stop
+def range_end(pairing: PagePairing, stop: int, tail: Tail) -> int:
+    """Where the range ends for this pairing: at a page boundary if the rest of the last page may move."""
+    page = pairing.destination.page_tokens
+    return -(-stop // page) * page if tail is Tail.PAGE and pairing.alike else stop
 
 
-def _state_spans(family: Family, theirs: BlockTable, ours: BlockTable) -> Spans:
+def _state_spans(pairing: PagePairing, theirs: BlockTable, ours: BlockTable) -> Spans:
     pages = []
     for side, group, table in (
-        ("source", family.source.group, theirs),
-        ("destination", family.destination.group, ours),
+        ("source", pairing.source.group, theirs),
+        ("destination", pairing.destination.group, ours),
     ):
         if not len(table.ids) or table.ids[-1] == NULL_BLOCK:
             raise BindError(f"{side} group {group}: no block holds the state; the last id of the table must be set")
@@ -217,20 +236,23 @@ def _state_spans(family: Family, theirs: BlockTable, ours: BlockTable) -> Spans:
     return Spans(pages[0], pages[1], none, none, one)
 
 
-def _token_spans(family: Family, theirs: BlockTable, ours: BlockTable, start: int, stop: int, needed: int) -> Spans:
-    a, b = family.source, family.destination
+def _token_spans(
+    pairing: PagePairing, theirs: BlockTable, ours: BlockTable, start: int, stop: int, needed: int
+) -> Spans:
+    a, b = pairing.source, pairing.destination
     # Before anything is laid out token by token: the range is a peer's word, and the tables are what came with it.
     _refuse_beyond("destination", b, ours, start, stop)
     _refuse_beyond("source", a, theirs, start, stop)
-    if family.kind is not GroupKind.FULL:  # what lies before a window's first block is left out
-        start = max(start, min(ours.first_block * _block_tokens(b), (stop - 1) // b.page_tokens * b.page_tokens))
-    edges = [np.arange(start // page * page + page, stop, page) for page in {a.page_tokens, b.page_tokens}]
-    inner = edges[0] if len(edges) == 1 else np.unique(np.concatenate(edges))
-    cuts = np.concatenate(([start], inner, [stop])).astype(np.int64)
-    first, tokens = cuts[:-1], np.diff(cuts)
-    source, source_absent = _pages(a, theirs, first)
-    destination, destination_absent = _pages(b, ours, first)
-    if family.kind is GroupKind.FULL:  # a windowed table may begin late or with null blocks
+    start = max(start, ours.first_block * block_tokens(b))
+    if pairing.whole and start < stop and start % b.page_tokens:
+        raise BindError(
+            f"group {b.group}: tokens from {start} on begin inside an opaque page of {b.page_tokens} tokens, which "
+            "only moves whole; start at a page boundary"
+        )
+    first, tokens = cut_at_pages(start, stop, {a.page_tokens, b.page_tokens})
+    source, source_absent = pages_of(a, theirs, first)
+    destination, destination_absent = pages_of(b, ours, first)
+    if pairing.kind is GroupKind.FULL:  # a windowed table may begin late or with null blocks
         _refuse_any("destination", b, ours, first, destination_absent)
     lacking = source_absent & ~destination_absent
     spared = lacking & (first + tokens <= needed)
@@ -247,18 +269,30 @@ def _token_spans(family: Family, theirs: BlockTable, ours: BlockTable, start: in
     )
 
 
-def _block_tokens(paging: Paging) -> int:
+def cut_at_pages(start: int, stop: int, page_tokens: Iterable[int]) -> tuple[Addresses, Addresses]:
+    """The range [start, stop) in parts that each lie in one page of every given size: first tokens and numbers of
+    tokens. No parts of an empty range."""
+    if start >= stop:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    edges = [np.arange(start // page * page + page, stop, page) for page in page_tokens]
+    inner = edges[0] if len(edges) == 1 else np.unique(np.concatenate(edges))
+    cuts = np.concatenate(([start], inner, [stop])).astype(np.int64)
+    return cuts[:-1], np.diff(cuts)
+
+
+def block_tokens(paging: Paging) -> int:
+    """Tokens of a logical block."""
     return paging.page_tokens * paging.pages_per_block
 
 
 def _refuse_beyond(side: str, paging: Paging, table: BlockTable, start: int, stop: int) -> None:
     """Every table, also a windowed one, reaches the last token of the range [start, stop)."""
-    end = (table.first_block + len(table.ids)) * _block_tokens(paging)
+    end = (table.first_block + len(table.ids)) * block_tokens(paging)
     if stop > end:
         _refuse_any(side, paging, table, np.array([max(start, end)]), np.array([True]))
 
 
-def _pages(paging: Paging, table: BlockTable, tokens: Addresses) -> tuple[Addresses, NDArray[np.bool_]]:
+def pages_of(paging: Paging, table: BlockTable, tokens: Addresses) -> tuple[Addresses, NDArray[np.bool_]]:
     """Pages that hold these token positions, and where there is none (the page is then meaningless)."""
     page = tokens // paging.page_tokens
     entry = page // paging.pages_per_block - table.first_block
@@ -273,7 +307,7 @@ def _refuse_any(side: str, paging: Paging, table: BlockTable, tokens: Addresses,
     if not missing.any():
         return
     token = int(tokens[np.argmax(missing)])
-    block = token // _block_tokens(paging)
+    block = token // block_tokens(paging)
     last = table.first_block + len(table.ids)
     if table.first_block <= block < last:
         problem = "is null there"
@@ -285,7 +319,7 @@ def _refuse_any(side: str, paging: Paging, table: BlockTable, tokens: Addresses,
     )
 
 
-def _family_runs(family: Family, spans: Spans) -> Runs:
+def _pairing_runs(pairing: PagePairing, spans: Spans) -> Runs:
     """The pattern of each kind of span at all its pages, joined where one kind of span continues another.
 
     A run of one span can only continue in the next span. Between spans of one kind it does so by filling its page on
@@ -294,7 +328,7 @@ def _family_runs(family: Family, spans: Spans) -> Runs:
     if not len(spans.tokens):
         return Runs.empty()
     kinds = np.stack((spans.source_token, spans.destination_token, spans.tokens))
-    if family.whole:
+    if pairing.whole:
         kinds = np.broadcast_to(np.array([[0], [0], [1]], dtype=np.int64), kinds.shape)
     change = (kinds[:, 1:] != kinds[:, :-1]).any(axis=0)
     changing = np.append(change, False) | np.insert(change, 0, False)
@@ -303,25 +337,25 @@ def _family_runs(family: Family, spans: Spans) -> Runs:
     total = 0
     for source_token, destination_token, tokens in dict.fromkeys(zip(*kinds.tolist(), strict=True)):
         alike = (kinds == [[source_token], [destination_token], [tokens]]).all(axis=0)
-        _require_few(family, row_count(family, tokens))
-        runs = pattern(family, source_token, destination_token, tokens)
-        _require_few(family, total := total + len(runs) * int(np.count_nonzero(alike)))
-        dense = (runs.length == family.source.page_stride) & (runs.length == family.destination.page_stride)
+        _require_few(pairing, row_count(pairing, tokens))
+        runs = pattern(pairing, source_token, destination_token, tokens)
+        _require_few(pairing, total := total + len(runs) * int(np.count_nonzero(alike)))
+        dense = (runs.length == pairing.source.page_stride) & (runs.length == pairing.destination.page_stride)
         count = np.ones(np.count_nonzero(alike), dtype=np.int64)
         single = _Stretches(spans.source_page[alike], spans.destination_page[alike], count, changing[alike])
         for rows, stretches in ((dense, _stretches(single)), (~dense, single)):
             for chosen, out in ((~stretches.changing, apart), (stretches.changing, touching)):
                 if rows.any() and chosen.any():
-                    out.append(_spread(family, runs, rows, stretches, chosen))
+                    out.append(_spread(pairing, runs, rows, stretches, chosen))
     return concatenate([*apart, join(touching)] if touching else apart)
 
 
-def _require_few(family: Family, runs: int) -> None:
+def _require_few(pairing: PagePairing, runs: int) -> None:
     if runs > MAX_RUNS:
         raise BindError(
-            f"source group {family.source.group} to destination group {family.destination.group}: {runs} runs for one "
-            f"request, at most {MAX_RUNS} can be moved; start both sides with the same layout and block size, or with "
-            "staging_bytes in which they are converted"
+            f"source group {pairing.source.group} to destination group {pairing.destination.group}: "
+            f"{runs} runs for one request, at most {MAX_RUNS} can be moved; start both sides with the same layout and "
+            "block size, or with staging_bytes in which they are converted"
         )
 
 
@@ -344,11 +378,11 @@ def _stretches(pages: _Stretches) -> _Stretches:
 
 
 def _spread(
-    family: Family, runs: Runs, rows: NDArray[np.bool_], stretches: _Stretches, chosen: NDArray[np.bool_]
+    pairing: PagePairing, runs: Runs, rows: NDArray[np.bool_], stretches: _Stretches, chosen: NDArray[np.bool_]
 ) -> Runs:
     """Chosen rows of a pattern at chosen stretches of pages, with the stretches as the fast axis."""
-    source = stretches.source[chosen] * family.source.page_stride
-    destination = stretches.destination[chosen] * family.destination.page_stride
+    source = stretches.source[chosen] * pairing.source.page_stride
+    destination = stretches.destination[chosen] * pairing.destination.page_stride
     return Runs(
         np.add.outer(runs.source[rows], source).ravel(),
         np.add.outer(runs.destination[rows], destination).ravel(),

@@ -14,8 +14,8 @@ import numpy as np
 from vllm_pd_connector.errors import BindError, IncompatiblePeer
 from vllm_pd_connector.geometry.bind import BlockTable, bind, pair
 from vllm_pd_connector.geometry.manifest import Group, Manifest
-from vllm_pd_connector.geometry.plan import Edge, Family, make_plan
-from vllm_pd_connector.geometry.stage import chunks, run_count, split
+from vllm_pd_connector.geometry.plan import Edge, PagePairing, make_plan
+from vllm_pd_connector.geometry.staging.chunks import chunks, run_count, split
 from vllm_pd_connector.geometry.topology import TopologyCheck, TopologyStatus, check_pd_topology
 
 
@@ -29,9 +29,10 @@ class Movement:
         kind: of the KV-cache group; `group` is its index on the destination.
         layers: how many; `first_layer` is the name of one.
         source_page_tokens, destination_page_tokens: 0 for states.
-        converted: whether the bytes go by way of the initiator's staging slab.
+        converted: whether the bytes go by way of the initiator's staging buffer.
         bytes: that reach the destination's cache.
-        runs: that the transport reads or writes, between the caches or, if converted, on one side in the slab.
+        runs: that the transport reads or writes, between the caches or, if converted, on one side in the staging
+            buffer.
         read_bytes: of these runs; more than `bytes` where gaps are read through. A push writes no gaps.
         unconverted_runs: about how many runs there would be without conversion.
         copies: strided copies that follow, or come first in a push.
@@ -98,9 +99,9 @@ def _edge(edge: Edge, tokens: int, chunk_bytes: int, push: bool) -> list[Movemen
     source = [_table(group, tokens, descending=False) for group in edge.source_groups]
     destination = [_table(group, tokens, descending=True) for group in edge.destination_groups]
     movements = []
-    for family in edge.families:
-        only = replace(edge, families=(family,))
-        converted = family in staged.families
+    for pairing in edge.pairings:
+        only = replace(edge, pairings=(pairing,))
+        converted = pairing in staged.pairings
         paired = pair(only, source, destination, 0, tokens)
         count = len(paired[0][1].tokens)
         if converted:
@@ -108,7 +109,7 @@ def _edge(edge: Edge, tokens: int, chunk_bytes: int, push: bool) -> list[Movemen
             runs, read = sum(len(part.runs) for part in parts), sum(part.runs.total_bytes for part in parts)
             copies = sum(len(part.copies) for part in parts)
             moved = sum(copy.total_bytes for part in parts for copy in part.copies)
-            unconverted = round(run_count(family) * count)
+            unconverted = round(run_count(pairing) * count)
         else:
             bound = bind(only, source, destination, 0, tokens)
             runs = unconverted = len(bound)
@@ -118,12 +119,12 @@ def _edge(edge: Edge, tokens: int, chunk_bytes: int, push: bool) -> list[Movemen
             Movement(
                 source=_rank(*edge.source),
                 destination=_rank(*edge.destination),
-                group=family.destination.group,
-                kind=str(family.kind),
-                layers=_layers(family),
-                first_layer=family.bundles[0].layers[0],
-                source_page_tokens=family.source.page_tokens,
-                destination_page_tokens=family.destination.page_tokens,
+                group=pairing.destination.group,
+                kind=str(pairing.kind),
+                layers=_layers(pairing),
+                first_layer=pairing.batches[0].layers[0],
+                source_page_tokens=pairing.source.page_tokens,
+                destination_page_tokens=pairing.destination.page_tokens,
                 converted=converted,
                 bytes=moved,
                 runs=runs,
@@ -139,8 +140,8 @@ def _rank(pipeline: int, tensor: int) -> str:
     return f"pp{pipeline} tp{tensor}"
 
 
-def _layers(family: Family) -> int:
-    return len({layer for bundle in family.bundles for layer in bundle.layers})
+def _layers(pairing: PagePairing) -> int:
+    return len({layer for batch in pairing.batches for layer in batch.layers})
 
 
 def _table(group: Group, tokens: int, *, descending: bool) -> BlockTable:

@@ -11,7 +11,7 @@ page; two groups over the same bytes are two tensors with different page strides
 The structs are also the wire form (msgpack through msgspec), so a manifest received from a peer is only data: call
 `validate` before using one. Lengths, strides and offsets are bytes; sizes, starts and totals are elements.
 
-Source: architecture.md, ideas 1 and 2; vLLM 0.32 `vllm/v1/kv_cache_interface.py` (logical shape [L, B, H, N, C]).
+Source: vLLM 0.32 `vllm/v1/kv_cache_interface.py` (logical shape [L, B, H, N, C]).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from enum import StrEnum
 
 import msgspec
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 
 
 class Role(StrEnum):
@@ -64,11 +64,11 @@ class GroupKind(StrEnum):
     STATE = "state"
 
 
-class Base(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ManifestStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Strict, immutable, comparable by value."""
 
 
-class Segment(Base, frozen=True):
+class Segment(ManifestStruct, frozen=True):
     """One registered range of memory.
 
     `device` is "cpu" or "cuda"; `device_id` is the transport's device number (0 on the CPU).
@@ -80,7 +80,7 @@ class Segment(Base, frozen=True):
     device_id: int
 
 
-class Axis(Base, frozen=True):
+class Axis(ManifestStruct, frozen=True):
     """One logical axis inside a page.
 
     The page holds elements [start, start + size) of `total` along this axis, `stride` bytes apart. For TOKEN axes
@@ -94,7 +94,7 @@ class Axis(Base, frozen=True):
     total: int
 
 
-class Tensor(Base, frozen=True):
+class Tensor(ManifestStruct, frozen=True):
     """One logical tensor of one layer: `pages` pages of equal shape, `page_stride` bytes apart.
 
     A logical block of the group is `pages_per_block` consecutive pages (kernel blocks). `page_tokens` is the size of
@@ -117,7 +117,7 @@ class Tensor(Base, frozen=True):
     opaque: str = ""
 
 
-class Group(Base, frozen=True):
+class Group(ManifestStruct, frozen=True):
     """One KV-cache group. `window` is in tokens (0: none), `block_tokens` is tokens per logical block."""
 
     kind: GroupKind
@@ -126,8 +126,11 @@ class Group(Base, frozen=True):
     window: int = 0
 
 
-class ModelFacts(Base, frozen=True):
-    """Facts of the model that decide what the cached numbers mean; compared field by field."""
+class ModelFacts(ManifestStruct, frozen=True):
+    """Facts of the model that decide what the cached numbers mean; compared field by field.
+
+    `weights` says which numbers the model was loaded with, `quantization` what they were made into.
+    """
 
     model: str
     architecture: str
@@ -139,9 +142,11 @@ class ModelFacts(Base, frozen=True):
     kv_cache_dtype: str
     rope: str
     speculative: str
+    weights: str
+    quantization: str
 
 
-class Coordinates(Base, frozen=True):
+class Coordinates(ManifestStruct, frozen=True):
     """Where this worker stands in its instance's parallel groups."""
 
     tp_rank: int
@@ -154,11 +159,21 @@ class Coordinates(Base, frozen=True):
     pcp_size: int
 
 
-class Manifest(Base, frozen=True):
+class LivenessAddress(ManifestStruct, frozen=True):
+    """Where a worker listens so that peers notice its end (`worker.peers.process_watch`): an IP address and a port, and
+    the `name` that who dials must say."""
+
+    address: str
+    port: int
+    name: str
+
+
+class Manifest(ManifestStruct, frozen=True):
     """Everything one worker tells its peers, once per process start (`incarnation`, 32 hex digits).
 
     `scratch` is memory that holds nothing and that peers may read and write to see how fast that is; None if this
-    worker cannot be asked to write, so that there is nothing to choose.
+    worker cannot be asked to write, so that there is nothing to choose. `life`: None if it can only be guessed whether
+    this worker is there, so that it is never asked to write.
     """
 
     version: int
@@ -173,3 +188,4 @@ class Manifest(Base, frozen=True):
     transport: str
     endpoint: bytes
     scratch: Segment | None = None
+    life: LivenessAddress | None = None

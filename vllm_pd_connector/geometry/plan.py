@@ -4,16 +4,16 @@ For one destination rank and all ranks of the source instance, `make_plan` inter
 of every logical tensor, picks one owner among the sources that hold equal boxes, and proves that every destination
 element has exactly one writer. What one source rank contributes is an `Edge`: all that `bind` needs, and no manifest.
 
-An edge is made of *families*: tensors whose pages are cut alike on both sides (same groups, page strides and page
-tokens), so that a pair of pages moves all of them. In a family, layers that look alike share one `Bundle`: the pieces
-of one layer, and for every layer where it starts. `pattern` turns a family and a pair of token offsets inside two
-pages into merged runs, valid for page 0 on both sides; every other pair of pages only adds page strides.
+An edge is made of *pairings*: tensors whose pages are cut alike on both sides (same groups, page strides and page
+tokens), so that a pair of pages moves all of them. In a pairing, layers that look alike share one `LayerBatch`: the
+slices of one layer, and for every layer where it starts. `pattern` turns a pairing and a pair of token offsets inside
+two pages into merged runs, valid for page 0 on both sides; every other pair of pages only adds page strides.
 
 Owners: the layers of the destinations that need the same replicated box are laid out on one line and the line is cut
 into equal parts, one per replica. So every replica serves the same share, with as few edges and as long stretches of
 neighbouring layers as possible.
 
-The manifests must have passed `check_pd_topology`. Source: architecture.md, idea 2.
+The manifests must have passed `check_pd_topology`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Paging:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class StridedAxis:
     """`size` elements along one axis, strided in bytes on both sides."""
 
     size: int
@@ -60,7 +60,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSlice:
     """The part of one tensor that moves: offsets in bytes from where its layer starts.
 
     `token` has the strides along the TOKEN axis and the destination's page tokens, or zeros where there is none.
@@ -69,22 +69,22 @@ class Piece:
     source: int
     destination: int
     itemsize: int
-    token: Stretch
-    axes: tuple[Stretch, ...]
+    token: StridedAxis
+    axes: tuple[StridedAxis, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
+class LayerBatch:
     """Pieces of one layer, and the addresses in page 0 from which they count, for every layer that looks alike."""
 
-    pieces: tuple[Piece, ...]
+    slices: tuple[TensorSlice, ...]
     layers: tuple[str, ...]
     source: Addresses
     destination: Addresses
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Family:
+class PagePairing:
     """Tensors whose pages pair up alike.
 
     Attributes:
@@ -98,7 +98,7 @@ class Family:
     destination: Paging
     whole: bool
     alike: bool
-    bundles: tuple[Bundle, ...]
+    batches: tuple[LayerBatch, ...]
     patterns: dict[tuple[int, int, int], Runs] = field(default_factory=dict, repr=False)
 
 
@@ -110,7 +110,7 @@ class Edge:
     destination: Rank
     source_groups: tuple[Group, ...]
     destination_groups: tuple[Group, ...]
-    families: tuple[Family, ...]
+    pairings: tuple[PagePairing, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +137,7 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A box of one tensor that one source writes, before it is put into a family."""
+    """A box of one tensor that one source writes, before it is put into a pairing."""
 
     layer: str
     source: Tensor
@@ -181,7 +181,7 @@ def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
         owner, peer = candidates[cut.replicas[replica]]
         parts[owner].append(_Part(tensor.layer, peer, tensor, cut.box))
     edges = [
-        Edge(rank, _rank(destination), source.groups, destination.groups, _families(destination, source, mine))
+        Edge(rank, _rank(destination), source.groups, destination.groups, _pairings(destination, source, mine))
         for rank, source, mine in zip(ranks, sources, parts, strict=True)
         if mine
     ]
@@ -248,30 +248,36 @@ def _place(axes: Sequence[Axis], parallel: Coordinates, held: Box) -> tuple[int,
     return (needing.index(parallel.tp_rank) if parallel.tp_rank in needing else 0), max(1, len(needing))
 
 
-def _families(destination: Manifest, source: Manifest, parts: Iterable[_Part]) -> tuple[Family, ...]:
+def _pairings(destination: Manifest, source: Manifest, parts: Iterable[_Part]) -> tuple[PagePairing, ...]:
     by_paging: dict[tuple[Paging, Paging, bool], list[_Part]] = {}
     for part in parts:
         key = _paging(part.source), _paging(part.destination), bool(part.destination.opaque)
         by_paging.setdefault(key, []).append(part)
-    families = []
+    pairings = []
     for (theirs, ours, opaque), members in by_paging.items():
         kind = destination.groups[ours.group].kind
-        bundles = _bundles(destination, source, members)
-        strides = (s for bundle in bundles for piece in bundle.pieces for s in (piece.token, *piece.axes) if s.size > 1)
+        batches = _batches(destination, source, members)
+        strides = (
+            s
+            for batch in batches
+            for tensor_slice in batch.slices
+            for s in (tensor_slice.token, *tensor_slice.axes)
+            if s.size > 1
+        )
         alike = theirs.page_tokens == ours.page_tokens and all(s.source == s.destination for s in strides)
-        families.append(Family(kind, theirs, ours, opaque or kind is GroupKind.STATE, alike, bundles))
-    return tuple(families)
+        pairings.append(PagePairing(kind, theirs, ours, opaque or kind is GroupKind.STATE, alike, batches))
+    return tuple(pairings)
 
 
 def _paging(tensor: Tensor) -> Paging:
     return Paging(tensor.group, tensor.page_tokens, tensor.pages_per_block, tensor.page_stride)
 
 
-def _bundles(destination: Manifest, source: Manifest, parts: Iterable[_Part]) -> tuple[Bundle, ...]:
-    alike: dict[tuple[Piece, ...], list[tuple[str, int, int]]] = {}
-    strides: dict[object, tuple[tuple[int, int], Stretch, tuple[Stretch, ...]]] = {}
+def _batches(destination: Manifest, source: Manifest, parts: Iterable[_Part]) -> tuple[LayerBatch, ...]:
+    alike: dict[tuple[TensorSlice, ...], list[tuple[str, int, int]]] = {}
+    strides: dict[object, tuple[tuple[int, int], StridedAxis, tuple[StridedAxis, ...]]] = {}
     for layer, members in groupby(parts, key=lambda part: part.layer):
-        pieces: list[Piece] = []
+        slices: list[TensorSlice] = []
         theirs = ours = 0
         for part in members:
             shape = part.source.axes, part.destination.axes, part.box
@@ -280,74 +286,76 @@ def _bundles(destination: Manifest, source: Manifest, parts: Iterable[_Part]) ->
             (from_, to), token, axes = found
             from_ += source.segments[part.source.segment].address + part.source.offset
             to += destination.segments[part.destination.segment].address + part.destination.offset
-            if not pieces:
+            if not slices:
                 theirs, ours = from_, to
-            pieces.append(Piece(from_ - theirs, to - ours, part.destination.itemsize, token, axes))
-        alike.setdefault(tuple(pieces), []).append((layer, theirs, ours))
+            slices.append(TensorSlice(from_ - theirs, to - ours, part.destination.itemsize, token, axes))
+        alike.setdefault(tuple(slices), []).append((layer, theirs, ours))
     return tuple(
-        Bundle(
-            pieces,
+        LayerBatch(
+            slices,
             tuple(layer for layer, _, _ in layers),
             np.array([theirs for _, theirs, _ in layers], dtype=np.int64),
             np.array([ours for _, _, ours in layers], dtype=np.int64),
         )
-        for pieces, layers in alike.items()
+        for slices, layers in alike.items()
     )
 
 
 def _stretches(
     theirs: tuple[Axis, ...], ours: tuple[Axis, ...], box: Box
-) -> tuple[tuple[int, int], Stretch, tuple[Stretch, ...]]:
+) -> tuple[tuple[int, int], StridedAxis, tuple[StridedAxis, ...]]:
     """(source, destination) offsets of a box inside its tensors' pages, and its axes on both sides."""
     from_ = to = 0
     axes = []
     for a, b, part in zip(logical_axes(theirs), logical_axes(ours), box, strict=True):
         from_ += (part.start - a.start) * a.stride
         to += (part.start - b.start) * b.stride
-        axes.append(Stretch(len(part), a.stride, b.stride))
+        axes.append(StridedAxis(len(part), a.stride, b.stride))
     token = [next((axis for axis in side if axis.name is AxisName.TOKEN), None) for side in (theirs, ours)]
     a_stride, b_stride = (axis.stride if axis else 0 for axis in token)
-    return (from_, to), Stretch(token[1].size if token[1] else 0, a_stride, b_stride), tuple(axes)
+    return (from_, to), StridedAxis(token[1].size if token[1] else 0, a_stride, b_stride), tuple(axes)
 
 
-def pattern(family: Family, source_token: int, destination_token: int, tokens: int) -> Runs:
-    """Merged runs that move `tokens` tokens of all tensors of a family between page 0 of both sides.
+def pattern(pairing: PagePairing, source_token: int, destination_token: int, tokens: int) -> Runs:
+    """Merged runs that move `tokens` tokens of all tensors of a pairing between page 0 of both sides.
 
     Token arguments count inside the pages; for pages that only move whole they are (0, 0, 1). Ordered by destination.
     """
     key = source_token, destination_token, tokens
-    if (found := family.patterns.get(key)) is None:
-        found = join(bundle_runs(bundle, *key) for bundle in family.bundles)
-        cached = sum(map(len, family.patterns.values()))
-        while family.patterns and cached + len(found) > MAX_CACHED_RUNS:
-            cached -= len(family.patterns.pop(next(iter(family.patterns))))
-        family.patterns[key] = found
+    if (found := pairing.patterns.get(key)) is None:
+        found = join(batch_runs(batch, *key) for batch in pairing.batches)
+        cached = sum(map(len, pairing.patterns.values()))
+        while pairing.patterns and cached + len(found) > MAX_CACHED_RUNS:
+            cached -= len(pairing.patterns.pop(next(iter(pairing.patterns))))
+        pairing.patterns[key] = found
     return found
 
 
-def row_count(family: Family, tokens: int) -> int:
+def row_count(pairing: PagePairing, tokens: int) -> int:
     """Rows that `pattern` makes of `tokens` tokens before it merges any."""
     return sum(
-        len(bundle.layers) * prod(axis.size for axis in _rows(piece, tokens)[1])
-        for bundle in family.bundles
-        for piece in bundle.pieces
+        len(batch.layers) * prod(axis.size for axis in _rows(tensor_slice, tokens)[1])
+        for batch in pairing.batches
+        for tensor_slice in batch.slices
     )
 
 
-def bundle_runs(bundle: Bundle, source_token: int, destination_token: int, tokens: int) -> Runs:
-    """The part of `pattern` that is one bundle's, merged within its layers."""
-    layer = join(_piece_runs(piece, source_token, destination_token, tokens) for piece in bundle.pieces)
+def batch_runs(batch: LayerBatch, source_token: int, destination_token: int, tokens: int) -> Runs:
+    """The part of `pattern` that is one batch's, merged within its layers."""
+    layer = join(_slice_runs(tensor_slice, source_token, destination_token, tokens) for tensor_slice in batch.slices)
     return Runs(
-        np.add.outer(bundle.source, layer.source).ravel(),
-        np.add.outer(bundle.destination, layer.destination).ravel(),
-        np.tile(layer.length, len(bundle.layers)),
+        np.add.outer(batch.source, layer.source).ravel(),
+        np.add.outer(batch.destination, layer.destination).ravel(),
+        np.tile(layer.length, len(batch.layers)),
     )
 
 
-def _piece_runs(piece: Piece, source_token: int, destination_token: int, tokens: int) -> Runs:
-    length, axes = _rows(piece, tokens)
-    source = np.array(piece.source + source_token * piece.token.source, dtype=np.int64)
-    destination = np.array(piece.destination + destination_token * piece.token.destination, dtype=np.int64)
+def _slice_runs(tensor_slice: TensorSlice, source_token: int, destination_token: int, tokens: int) -> Runs:
+    length, axes = _rows(tensor_slice, tokens)
+    source = np.array(tensor_slice.source + source_token * tensor_slice.token.source, dtype=np.int64)
+    destination = np.array(
+        tensor_slice.destination + destination_token * tensor_slice.token.destination, dtype=np.int64
+    )
     for axis in reversed(axes):
         steps = np.arange(axis.size, dtype=np.int64)
         source = np.add.outer(source, steps * axis.source)
@@ -355,11 +363,11 @@ def _piece_runs(piece: Piece, source_token: int, destination_token: int, tokens:
     return Runs(source.ravel(), destination.ravel(), np.full(source.size, length, dtype=np.int64))
 
 
-def _rows(piece: Piece, tokens: int) -> tuple[int, list[Stretch]]:
-    """How many bytes of a piece lie together on both sides, and the axes of what lies apart, the innermost first."""
-    token = Stretch(tokens, piece.token.source, piece.token.destination)
-    axes = [axis for axis in sorted((token, *piece.axes), key=lambda axis: axis.destination) if axis.size > 1]
-    length = piece.itemsize
+def _rows(tensor_slice: TensorSlice, tokens: int) -> tuple[int, list[StridedAxis]]:
+    """How many bytes of a slice lie together on both sides, and the axes of what lies apart, the innermost first."""
+    token = StridedAxis(tokens, tensor_slice.token.source, tensor_slice.token.destination)
+    axes = [axis for axis in sorted((token, *tensor_slice.axes), key=lambda axis: axis.destination) if axis.size > 1]
+    length = tensor_slice.itemsize
     while axes and axes[0].source == axes[0].destination == length:
         length *= axes.pop(0).size
     return length, axes
@@ -396,15 +404,15 @@ def explain(plan: Plan) -> str:
     lines = [f"destination pp{plan.destination[0]} tp{plan.destination[1]}"]
     for edge in plan.edges:
         lines.append(f"  from pp{edge.source[0]} tp{edge.source[1]}")
-        for family in edge.families:
-            a, b = family.source, family.destination
-            cut = "whole pages" if family.whole else f"{a.page_tokens} to {b.page_tokens} tokens per page"
-            lines.append(f"    {family.kind} group {a.group} to {b.group}, {cut}")
-            for bundle in family.bundles:
-                tokens = () if family.whole else (min(a.page_tokens, b.page_tokens),)
-                runs = join([bundle_runs(bundle, 0, 0, *(tokens or (1,)))])
+        for pairing in edge.pairings:
+            a, b = pairing.source, pairing.destination
+            cut = "whole pages" if pairing.whole else f"{a.page_tokens} to {b.page_tokens} tokens per page"
+            lines.append(f"    {pairing.kind} group {a.group} to {b.group}, {cut}")
+            for batch in pairing.batches:
+                tokens = () if pairing.whole else (min(a.page_tokens, b.page_tokens),)
+                runs = join([batch_runs(batch, 0, 0, *(tokens or (1,)))])
                 lines.append(
-                    f"      {len(bundle.layers)} layers from {bundle.layers[0]}: {len(bundle.pieces)} tensors, "
+                    f"      {len(batch.layers)} layers from {batch.layers[0]}: {len(batch.slices)} tensors, "
                     f"{runs.total_bytes} bytes in {len(runs)} runs per page"
                 )
     return "\n".join(lines)

@@ -11,7 +11,7 @@ The check is made of three questions, each answered completely before the next i
 Block sizes, layouts, tensor and pipeline sizes and capacities may differ: the planner converts between them.
 A result that nobody computed denies.
 
-Source: architecture.md, idea 2; xllm-pd-semantics.md 1.1 (statuses, order of evaluation).
+Source: xLLM, `check_pd_topo` (statuses, order of evaluation).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from vllm_pd_connector.errors import Difference, IncompatiblePeer, InvalidManifest, InvalidTopology
-from vllm_pd_connector.geometry.check import validate
 from vllm_pd_connector.geometry.manifest import Axis, AxisName, Group, Manifest, ModelFacts, Tensor
 from vllm_pd_connector.geometry.sharding import Box, Interval, require_one_writer
+from vllm_pd_connector.geometry.validate import validate
 
 
 class TopologyStatus(StrEnum):
@@ -190,6 +190,8 @@ _ADVICE = {
     "kv_cache_dtype": "start both with the same --kv-cache-dtype",
     "rope": "start both with the same --rope-scaling, --max-model-len and --hf-overrides",
     "speculative": "start both with the same --speculative-config",
+    "weights": "load the same weights on both sides; where these are the same, name them alike with weights_version",
+    "quantization": "start both with the same --quantization, or set allow_mixed_quantization on both",
 }
 
 

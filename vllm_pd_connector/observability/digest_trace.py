@@ -5,7 +5,8 @@
 
 Each key "layer|role|head" is a uint64 array indexed by absolute token position, each key "layer|role|state" one
 indexed by global head or channel; 0 where the worker holds nothing.
-Equal digests on both sides mean equal logical elements, whatever the layouts; see `geometry.digest`. CPU caches only.
+Equal digests on both sides mean equal logical elements, whatever the layouts; see `geometry.checksums.digest`. CPU
+caches only.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_pd_connector.errors import InvalidConfig
-from vllm_pd_connector.geometry.digest import digests
+from vllm_pd_connector.geometry.checksums.digest import digests
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
-from vllm_pd_connector.steps import GroupBlocks, HeldRequest, ReceiveOrder, block_tables
+from vllm_pd_connector.metadata import GroupBlocks, HeldRequest, ReceiveRequest, block_tables
 
 
 class DigestTrace:
@@ -43,11 +44,13 @@ class DigestTrace:
         """A finished prefill: all of its tokens."""
         self._write("sent", request.request_id, request.blocks, 0, request.num_tokens)
 
-    def received(self, order: ReceiveOrder, prefill: str, late_starts: Mapping[int, int]) -> None:
+    def received(self, request: ReceiveRequest, prefill: str, first_valid_tokens: Mapping[int, int]) -> None:
         """A finished receive: the tokens that came from the request `prefill`. In some groups these begin late, at the
         given positions."""
         extra = {"remote_request_id": np.array(prefill)}
-        self._write("received", order.request_id, order.blocks, order.start, order.stop, extra, late_starts)
+        self._write(
+            "received", request.request_id, request.blocks, request.start, request.stop, extra, first_valid_tokens
+        )
 
     def _write(
         self,
@@ -57,12 +60,12 @@ class DigestTrace:
         start: int,
         stop: int,
         extra: dict[str, NDArray[np.str_]] | None = None,
-        late_starts: Mapping[int, int] | None = None,
+        first_valid_tokens: Mapping[int, int] | None = None,
     ) -> None:
         late = {
-            (t.layer, t.role): late_starts[t.group]
+            (t.layer, t.role): first_valid_tokens[t.group]
             for t in self._manifest.tensors
-            if late_starts and t.group in late_starts
+            if first_valid_tokens and t.group in first_valid_tokens
         }
         tables = block_tables(blocks)
         arrays: dict[str, NDArray[np.generic]] = {"start": np.array(start), "stop": np.array(stop), **(extra or {})}

@@ -21,7 +21,7 @@ from vllm_pd_connector.compat.base import (
     PromMetric,
     PromMetricT,
 )
-from vllm_pd_connector.compat.facts import engine_info
+from vllm_pd_connector.compat.model.facts import engine_info
 from vllm_pd_connector.observability.instance import INFO_SERIES, INFO_TEXT, LABELS
 
 
@@ -50,7 +50,7 @@ class FailureKind(StrEnum):
     INTERNAL = "internal"
 
 
-_COUNTS = ("bytes", "runs", "descriptors", "receives", "verified", "leases_expired", "relinked")
+_COUNTS = ("bytes", "runs", "descriptors", "receives", "verified", "leases_expired", "leases_over_limit", "relinked")
 _FAILURES = {
     "failures": ("vllm:pd_failed_receives", "Receives that failed, by reason, summed over ranks."),
     "failed_pushes": ("vllm:pd_failed_pushes", "Pushes that failed on the prefill side, by reason, summed over ranks."),
@@ -148,6 +148,7 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
             "verified": ("vllm:pd_verified_receives", "Receives whose sums equalled the prefill side's, over ranks."),
             "relinked": ("vllm:pd_relinked_peers", "Peers linked anew because transfers stood still."),
             "leases_expired": ("vllm:pd_leases_expired", "Requests whose lease ended before they were read (prefill)."),
+            "leases_over_limit": ("vllm:pd_leases_over_limit", "Those of them whose lease reached kv_lease_limit."),
         }
         self._counts = {
             key: counter(name=name, documentation=text, labelnames=labelnames) for key, (name, text) in counts.items()

@@ -1,15 +1,27 @@
 """Leases on the prefill side: which finished requests' blocks are kept still, for whom, until when.
 
-    HELD --all readers reported--> READ        HELD --deadline passed--> EXPIRED
-    HELD --release------------------> RELEASED    HELD --drop-------------> DROPPED
+    HELD --all that read it are done--> READ      HELD --deadline passed--> UNCLAIMED, EXPIRED, OVER_LIMIT
+    HELD --release----------------> RELEASED      HELD --drop-------------> DROPPED
 
 A lease is named by request id and nonce, so that a stale reference to blocks that were given away is never taken for
-the present one. Every lease that was held comes out of `take_freed` exactly once, whatever ended it. A report is
-answered "held" only if the lease is held at that moment, or if the very same report (reader and attempt) was
-answered so before: its bytes were read earlier still. No clock, no thread and no socket in here; `now` is seconds of
-any monotonic clock, and each event first expires what is due.
+the present one. Every lease that was held comes out of `take_freed` exactly once, whatever ended it. No renewal keeps
+one for longer than `limit_s`: of two instances that hold blocks for requests that wait for blocks of the other, one
+gives up.
 
-Source: architecture.md, "Pull"; peers-and-demands.md §1, ranks 1, 4 and 16.
+Who reads is told apart by *attempt*, a random number of one request on the decode side that all its workers share. An
+attempt is known from its first renewal or report on, and over when all its workers have reported, or when it is
+released; a lease lives on while one that is known is not over. A report is answered "held" only if the lease is held at
+that moment, or if the very same report (attempt and reader) was answered so before: its bytes were read earlier still.
+
+vLLM makes several requests of one with `n` > 1, which bring the same parameters, each with an attempt of its own. None
+of them says how many there are, and an engine may be busy when one comes, so a lease that is read so is *shared*: when
+all that are known are over, it waits for another for `SHARED_S`.
+
+No clock, no thread and no socket in here; `now` is seconds of any monotonic clock, and each event first expires what is
+due.
+
+Source: architecture.md, "Pull"; peers-and-demands.md §1, ranks 1, 4 and 16; vLLM 0.32,
+`v1/engine/parallel_sampling.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +30,15 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import NamedTuple
 
 from vllm_pd_connector.bounded import Bounded
-from vllm_pd_connector.protocol.fields import LeaseRef, Table
-from vllm_pd_connector.protocol.messages import ReadDone, ReadVerdict
+from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading, Table
+from vllm_pd_connector.protocol.wire.messages import ReadDone, ReadVerdict
+
+SHARED_S = 2.0
+MAX_ATTEMPTS = 4096  # of one lease; vLLM allows `n` up to 16384, of which as many at a time are served
 
 
 class End(Enum):
@@ -30,7 +46,9 @@ class End(Enum):
 
     READ = "ended when all its readers had reported"
     RELEASED = "was released by the decode side"
-    EXPIRED = "expired before it was renewed or read"
+    UNCLAIMED = "expired before any decode instance asked for it"
+    EXPIRED = "expired: the decode side did not renew it in time"
+    OVER_LIMIT = "was renewed until it reached the prefill side's kv_lease_limit"
     DROPPED = "was dropped by the prefill side"
 
 
@@ -42,25 +60,62 @@ class Freed(NamedTuple):
 
 
 @dataclass(slots=True)
+class _Attempt:
+    readers: int = 0  # 0 until the first report
+    reported: set[int] = field(default_factory=set)
+    over: bool = False
+
+
+@dataclass(slots=True)
 class _Lease:
     nonce: bytes
     duration: float
     deadline: float
+    limit: float
     tables: tuple[Table, ...]
-    readers: int = 0  # 0 until the first report
-    reported: dict[int, bytes] = field(default_factory=dict)  # reader -> its latest attempt that was answered "held"
+    attempts: dict[bytes, _Attempt] = field(default_factory=dict)
+    claimed: bool = False  # a decode instance has asked for it
+    shared: bool = False
+    done: End | None = None  # why it ends at its deadline, while it waits for another attempt
+
+    def extend(self, until: float) -> None:
+        self.claimed, self.deadline = True, max(self.deadline, min(until, self.limit))
+
+    def attempt(self, name: bytes, now: float) -> _Attempt | None:
+        """The attempt of that name, known from now on; None if there are too many."""
+        known = self.attempts.get(name)
+        if known is None and len(self.attempts) < MAX_ATTEMPTS:
+            known = self.attempts[name] = _Attempt()
+            if self.done is not None:  # this is what it waited for
+                self.done = None
+                self.extend(now + self.duration)
+        return known
+
+    def expiry(self) -> End:
+        """Why it ends at its deadline."""
+        if self.done is not None:
+            return self.done
+        if not self.claimed:
+            return End.UNCLAIMED
+        return End.OVER_LIMIT if self.deadline >= self.limit else End.EXPIRED
 
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
     reason: End
-    reported: dict[int, bytes]
+    attempts: dict[bytes, _Attempt]
 
 
 class LeaseTable:
-    """All leases of one prefill instance. `remember` bounds how many ended ones can still be explained."""
+    """All leases of one prefill instance.
 
-    def __init__(self, remember: int = 4096) -> None:
+    Args:
+        limit_s: the longest life of a lease, in seconds.
+        remember: how many ended ones can still be explained.
+    """
+
+    def __init__(self, limit_s: float = inf, remember: int = 4096) -> None:
+        self._limit_s = limit_s
         self._held: dict[str, _Lease] = {}
         self._ended: Bounded[tuple[str, bytes], _Ended] = Bounded(remember)
         self._timers: list[tuple[float, str, bytes]] = []  # at least one per lease, never later than its deadline
@@ -73,7 +128,8 @@ class LeaseTable:
     def hold(self, request_id: str, nonce: bytes, now: float, duration: float, tables: tuple[Table, ...] = ()) -> None:
         """Begin a lease of `duration` seconds; `request_id` must not be held already. `tables` are its blocks."""
         assert request_id not in self._held, f"request {request_id} is already under a lease"
-        self._held[request_id] = _Lease(nonce, duration, now + duration, tables)
+        limit = now + max(self._limit_s, duration)
+        self._held[request_id] = _Lease(nonce, duration, now + duration, limit, tables)
         if len(self._timers) > 2 * len(self._held) + 64:
             self._timers = [(lease.deadline, key, lease.nonce) for key, lease in self._held.items()]
             heapq.heapify(self._timers)
@@ -86,50 +142,62 @@ class LeaseTable:
         lease = self._find(ref)
         return lease.tables if lease is not None else None
 
-    def renew(self, leases: Iterable[LeaseRef], now: float) -> list[str]:
+    def renew(self, leases: Iterable[Reading], now: float) -> list[str]:
         """Extend each lease to `now` plus its duration; returns the request ids of those that are not held."""
         self.tick(now)
         gone = []
-        for ref in leases:
-            lease = self._find(ref)
+        for reading in leases:
+            lease = self._find(reading)
             if lease is None:
-                gone.append(ref.request_id)
-            else:
-                lease.deadline = max(lease.deadline, now + lease.duration)
+                gone.append(reading.request_id)
+                continue
+            lease.shared |= reading.shared
+            attempt = lease.attempt(reading.attempt, now)
+            if attempt is None or not attempt.over:  # else it was overtaken by the end of what it was sent for
+                lease.extend(now + lease.duration)
         return gone
 
     def read_done(self, report: ReadDone, now: float) -> ReadVerdict:
-        """Was the lease held until `now`? Ends it when all its readers have reported."""
+        """Was the lease held until `now`? Ends it when all that read it are done."""
         self.tick(now)
         lease = self._find(report.lease)
         if lease is None:
             return self._explain(report)
         if report.reader >= report.readers:
             return _refused(f"reader {report.reader} of {report.readers}: readers are counted from 0")
-        if lease.readers not in (0, report.readers):
+        attempt = lease.attempt(report.attempt, now)
+        if attempt is None:
+            return _refused(f"{MAX_ATTEMPTS} requests of decode instances read this lease already, the limit here")
+        if attempt.readers not in (0, report.readers):
             return _refused(
-                f"readers: {report.readers} in this report, {lease.readers} in an earlier one; two decode instances "
-                "read this lease, or a worker is misconfigured"
+                f"readers: {report.readers} in this report, {attempt.readers} in an earlier one of the same request; "
+                "a worker is misconfigured"
             )
-        lease.readers = report.readers
-        lease.reported[report.reader] = report.attempt
-        if len(lease.reported) == lease.readers:
-            self._end(report.lease.request_id, End.READ)
+        lease.claimed, lease.shared = True, lease.shared or report.shared
+        attempt.readers = report.readers
+        attempt.reported.add(report.reader)
+        if len(attempt.reported) == attempt.readers and not attempt.over:
+            self._over(report.lease.request_id, lease, attempt, End.READ, now)
         return ReadVerdict(held=True, reason="")
 
-    def release(self, leases: Iterable[LeaseRef], now: float) -> None:
-        """End leases that will not be read; those that are not held are ignored."""
+    def release(self, leases: Iterable[Reading], now: float) -> None:
+        """These will not be read, or no further, by these attempts; leases that are not held are ignored."""
         self.tick(now)
-        for ref in leases:
-            if self._find(ref) is not None:
-                self._end(ref.request_id, End.RELEASED)
+        for reading in leases:
+            lease = self._find(reading)
+            if lease is None:
+                continue
+            lease.claimed, lease.shared = True, lease.shared or reading.shared
+            attempt = lease.attempt(reading.attempt, now) or _Attempt()
+            if not attempt.over:
+                self._over(reading.request_id, lease, attempt, End.RELEASED, now)
 
     def extend(self, ref: LeaseRef, now: float, seconds: float) -> None:
         """Keep a lease for at least its duration and `seconds` more from now; ignored if it is not held."""
         self.tick(now)
         lease = self._find(ref)
         if lease is not None:
-            lease.deadline = max(lease.deadline, now + lease.duration + seconds)
+            lease.extend(now + lease.duration + seconds)
 
     def release_by_id(self, request_id: str, now: float) -> None:
         """End a lease of which the decode side needs nothing; ignored if it is not held."""
@@ -152,7 +220,8 @@ class LeaseTable:
     def tick(self, now: float) -> None:
         """Expire the leases whose deadline is `now` or earlier."""
         while (deadline := self.next_deadline()) is not None and deadline <= now:
-            self._end(self._timers[0][1], End.EXPIRED)
+            request_id = self._timers[0][1]
+            self._end(request_id, self._held[request_id].expiry())
 
     def take_freed(self) -> list[Freed]:
         """What has ended since the last call, in order."""
@@ -176,10 +245,23 @@ class LeaseTable:
         lease = self._held.get(ref.request_id)
         return lease if lease is not None and lease.nonce == ref.nonce else None
 
+    def _over(self, request_id: str, lease: _Lease, attempt: _Attempt, reason: End, now: float) -> None:
+        """An attempt needs the lease no more; the last one that is known ends it, or leaves it waiting for others."""
+        attempt.over = True
+        if not all(other.over for other in lease.attempts.values()):
+            return
+        if not lease.shared:
+            self._end(request_id, reason)
+        elif lease.deadline > now + SHARED_S:
+            lease.done, lease.deadline = reason, now + SHARED_S
+            heapq.heappush(self._timers, (lease.deadline, request_id, lease.nonce))
+        else:
+            lease.done = reason
+
     def _end(self, request_id: str, reason: End) -> None:
         lease = self._held.pop(request_id)
         self._freed.append(Freed(request_id, reason))
-        self._ended[request_id, lease.nonce] = _Ended(reason, lease.reported)
+        self._ended[request_id, lease.nonce] = _Ended(reason, lease.attempts)
 
     def _explain(self, report: ReadDone) -> ReadVerdict:
         ref = report.lease
@@ -191,7 +273,7 @@ class LeaseTable:
                 if known
                 else "no lease of this request is known"
             )
-        if ended.reported.get(report.reader) == report.attempt:
+        if (attempt := ended.attempts.get(report.attempt)) is not None and report.reader in attempt.reported:
             return ReadVerdict(held=True, reason="")
         return _refused(f"the lease {ended.reason.value}")
 

@@ -6,13 +6,13 @@
         |                                                            |
         +--> REFUSED (for ever)    every state --replaced--> DEAD    +--too many failed fetches--> DEAD
 
-A peer is one life of one engine, named by address and incarnation: another incarnation at the same address is another
-peer, and a machine that sees one declares its own peer dead for ever. Only READY and SUSPECT have a transport
-connection. The manifests are both the handshake and the probe. Nothing is fetched from a peer that nobody wants,
-except to settle a suspicion. Failed attempts back off with jitter; after `max_failures` in a row the waiting requests
-fail, and later ones fail at once until the back-off has passed. A refusal is remembered, with its text.
+A peer is one incarnation of one engine, named by address and incarnation: another incarnation at the same address is
+another peer, and a machine that sees one declares its own peer dead for ever. Only READY and SUSPECT have a transport
+connection. The manifests are both the handshake and the probe. Nothing is fetched from a peer that nobody wants, except
+to settle a suspicion. Failed attempts back off with jitter; after `max_failures` in a row the waiting requests fail,
+and later ones fail at once until the back-off has passed. A refusal is remembered, with its text.
 
-Source: architecture.md, "Validate before side effects"; peers-and-demands.md §1, ranks 3, 14 and 15.
+See docs/design/protocol.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REFUSAL_S = 10.0
 """Seconds for which a refusal stands for requests that name no incarnation; for those that do, it stands for ever."""
 
 
-class State(Enum):
+class PeerState(Enum):
     CONNECTING = "connecting"
     READY = "ready"
     REFUSED = "refused"
@@ -147,7 +147,7 @@ class Dismissed:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class PeerTick:
     """Time has passed; see `next_deadline`."""
 
 
@@ -163,7 +163,7 @@ Event = (
     | Lost
     | Replaced
     | Dismissed
-    | Tick
+    | PeerTick
 )
 
 # Actions
@@ -184,14 +184,13 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """Disconnect the transport, if it is connected. Receives that read from this peer or confirm a read fail with the
-    reason; those that wait for it (Wanted, not started) are left to StartRequests and FailRequests.
+    """Disconnect the transport. Receives that read from this peer or confirm a read fail with the reason; those that
+    wait for it (Wanted, not started) are left to StartRequests and FailRequests.
 
-    `gone`: this life of the peer has ended, or the transport says that the connection has: nothing that the peer was
-    asked for can land any more. A peer that only does not answer may still write."""
+    Says nothing of what may still be written: the side channel is one process of several, and each of the others is
+    watched for itself (`worker.peers.process_watch`)."""
 
     reason: str
-    gone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +215,8 @@ class Peer:
     """The machine of one peer.
 
     Args:
-        key: with an empty incarnation, whichever life answers first is the one that is meant; after it has gone, the
-            one that answers next.
+        key: with an empty incarnation, whichever incarnation answers first is the one that is meant; after it has gone,
+            the one that answers next.
         random: returns numbers in [0, 1) and spreads the retries of many workers.
         noun: what the peer is, for messages.
     """
@@ -230,7 +229,7 @@ class Peer:
         self._noun = noun
         self._random = random
         self._backoff = backoff or Backoff()
-        self._state = State.CONNECTING
+        self._state = PeerState.CONNECTING
         self._reason = ""
         self._waiting: dict[str, None] = {}  # in order of arrival
         self._attempt = 0
@@ -241,7 +240,7 @@ class Peer:
         self._refused_at = inf
 
     @property
-    def state(self) -> State:
+    def state(self) -> PeerState:
         return self._state
 
     @property
@@ -251,16 +250,16 @@ class Peer:
 
     @property
     def over(self) -> bool:
-        """Whether this life of the peer is known to have ended: it writes nothing any more."""
-        return self._state is State.DEAD and self._retry_at == inf
+        """Whether another incarnation answers at this one's address: this one is not asked any more."""
+        return self._state is PeerState.DEAD and self._retry_at == inf
 
     def outdated(self, now: float) -> bool:
-        """Whether a request that means whichever life is there has to ask who it is: this one ended, or was refused
-        REFUSAL_S ago and may have been replaced by one that fits."""
-        return self.over or (self._state is State.REFUSED and now >= self._refused_at + REFUSAL_S)
+        """Whether a request that means whichever incarnation is there has to ask who it is: this one ended, or was
+        refused REFUSAL_S ago and may have been replaced by one that fits."""
+        return self.over or (self._state is PeerState.REFUSED and now >= self._refused_at + REFUSAL_S)
 
     def next_deadline(self) -> float | None:
-        """When a `Tick` is due, None if none is."""
+        """When a `PeerTick` is due, None if none is."""
         return self._retry_at if self._wants_fetch() else None
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -283,30 +282,30 @@ class Peer:
                 return self._failed(reason, now)
             case Refused(reason):
                 self._refused_at = min(self._refused_at, now)
-                return self._end(State.REFUSED, reason, inf)
+                return self._end(PeerState.REFUSED, reason, inf)
             case Replaced(reason):
-                return self._end(State.DEAD, reason, inf)
+                return self._end(PeerState.DEAD, reason, inf)
             case Dismissed(reason):
-                return self._end(State.DEAD, reason, now)
+                return self._end(PeerState.DEAD, reason, now)
             case Suspected(reason):
                 return self._suspect(reason, now)
             case Lost(reason):
                 return self._lost(reason, now)
-            case Tick():
+            case PeerTick():
                 return self._pursue(now)
 
     def _want(self, request_id: str, now: float) -> list[Action]:
-        if self._state is State.READY:
+        if self._state is PeerState.READY:
             return [StartRequests((request_id,))]
-        if self._state is State.DEAD and now >= self._retry_at:
-            self._state = State.CONNECTING
-        if self._state in (State.REFUSED, State.DEAD):
+        if self._state is PeerState.DEAD and now >= self._retry_at:
+            self._state = PeerState.CONNECTING
+        if self._state in (PeerState.REFUSED, PeerState.DEAD):
             return [FailRequests((request_id,), self._reason)]
         self._waiting[request_id] = None
         return self._pursue(now)
 
     def _wants_fetch(self) -> bool:
-        wanted = self._state is State.SUSPECT or (self._state is State.CONNECTING and bool(self._waiting))
+        wanted = self._state is PeerState.SUSPECT or (self._state is PeerState.CONNECTING and bool(self._waiting))
         return wanted and not (self._fetching or self._connecting)
 
     def _pursue(self, now: float) -> list[Action]:
@@ -321,19 +320,19 @@ class Peer:
 
     def _arrived(self, incarnation: str) -> list[Action]:
         self._fetching = False
-        if self._any_life and self._state is State.CONNECTING:
+        if self._any_life and self._state is PeerState.CONNECTING:
             self.key = replace(self.key, incarnation=incarnation)
         if incarnation != self.key.incarnation:
             reason = f"the {self._noun} at {self.key} was restarted: incarnation {incarnation[:8]} answers there"
-            return self._end(State.DEAD, reason, inf)
-        if self._state is State.SUSPECT:
+            return self._end(PeerState.DEAD, reason, inf)
+        if self._state is PeerState.SUSPECT:
             return self._ready()
         self._connecting = True
         return [Connect()]
 
     def _ready(self) -> list[Action]:
         self._connecting = False
-        self._state, self._reason, self._failures, self._retry_at = State.READY, "", 0, -inf
+        self._state, self._reason, self._failures, self._retry_at = PeerState.READY, "", 0, -inf
         waiting = self._take_waiting()
         return [StartRequests(waiting)] if waiting else []
 
@@ -343,40 +342,39 @@ class Peer:
         if self._failures < self._backoff.max_failures:
             return []
         text = f"the {self._noun} at {self.key} cannot be reached ({self._failures} attempts failed): {reason}"
-        return self._end(State.DEAD, text, self._retry_at)
+        return self._end(PeerState.DEAD, text, self._retry_at)
 
     def _suspect(self, reason: str, now: float) -> list[Action]:
-        if self._state is not State.READY:
+        if self._state is not PeerState.READY:
             return []
-        self._state, self._reason = State.SUSPECT, reason
+        self._state, self._reason = PeerState.SUSPECT, reason
         return self._pursue(now)
 
     def _lost(self, reason: str, now: float) -> list[Action]:
         if not self._has_transport():
             return []
-        self._state = State.CONNECTING
+        self._state = PeerState.CONNECTING
         self._count_failure(reason, now)
-        return [Disconnect(reason, gone=True)]
+        return [Disconnect(reason)]
 
     def _count_failure(self, reason: str, now: float) -> None:
         self._reason = reason
         self._failures += 1
         self._retry_at = now + self._backoff.delay(self._failures, self._random())
 
-    def _end(self, state: State, reason: str, retry_at: float) -> list[Action]:
+    def _end(self, state: PeerState, reason: str, retry_at: float) -> list[Action]:
         self._fetching = self._connecting = False
         if self._retry_at == inf:  # refused or replaced before: that reason stays
             return []
         waiting = self._take_waiting()
         actions: list[Action] = [FailRequests(waiting, reason)] if waiting else []
-        gone = state is State.DEAD and retry_at == inf
-        if self._has_transport() or gone:
-            actions.append(Disconnect(reason, gone))
+        if self._has_transport():
+            actions.append(Disconnect(reason))
         self._state, self._reason, self._retry_at = state, reason, retry_at
         return actions
 
     def _has_transport(self) -> bool:
-        return self._state in (State.READY, State.SUSPECT)
+        return self._state in (PeerState.READY, PeerState.SUSPECT)
 
     def _take_waiting(self) -> tuple[str, ...]:
         waiting, self._waiting = tuple(self._waiting), {}

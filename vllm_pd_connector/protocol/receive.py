@@ -19,7 +19,7 @@ the prefill side can say so: it is asked until it does, or is known dead.
 With verification VERIFYING comes between READING and CONFIRMING, while the blocks are still held. A push that is
 verified is confirmed, too: the prefill side holds its blocks until then.
 
-Source: architecture.md, "Nothing can be cancelled"; vllm-0.32-connectors.md §1.3.
+See docs/design/protocol.md, and docs/design/contract.md for what crashes vLLM's scheduler.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class State(Enum):
+class ReceiveState(Enum):
     WAITING = "waiting for the peer"
     READING = "reading"
     PUSHING = "waiting for the prefill side to write"
@@ -40,8 +40,8 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Seconds that each phase may take."""
+class PhaseLimits:
+    """Seconds that each phase may take: reading, without that anything moves."""
 
     wait_s: float
     read_s: float
@@ -89,8 +89,8 @@ class TransferFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
-    """Answers `Verify`: what differs between the two sides, empty if nothing does."""
+class Compared:
+    """Answers `Compare`: what differs between the two sides, empty if nothing does."""
 
     problem: str
 
@@ -147,8 +147,12 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed; see `next_deadline`."""
+class ReceiveTick:
+    """Time has passed; see `next_deadline`. `moved`: bytes of this receive have moved since the deadline was set;
+    `missing`: what has not come, in words."""
+
+    moved: bool = False
+    missing: str = ""
 
 
 Event = (
@@ -156,7 +160,7 @@ Event = (
     | PeerFailed
     | TransferDone
     | TransferFailed
-    | Verified
+    | Compared
     | Verdict
     | VerdictTimeout
     | PushReady
@@ -165,7 +169,7 @@ Event = (
     | PushDone
     | PushFailed
     | Abort
-    | Tick
+    | ReceiveTick
 )
 
 # Actions
@@ -177,7 +181,7 @@ class StartReads:
 
 
 @dataclass(frozen=True, slots=True)
-class Verify:
+class Compare:
     """Compare what was received with what the prefill side holds, while it still holds it."""
 
 
@@ -210,7 +214,7 @@ class Drained:
     """Nothing writes any more; the quarantine is over."""
 
 
-Action = StartReads | Verify | Confirm | AskPush | Withdraw | Report | Drained
+Action = StartReads | Compare | Confirm | AskPush | Withdraw | Report | Drained
 
 
 class Receive:
@@ -219,10 +223,10 @@ class Receive:
     With `verify`, what was received is compared before it is confirmed; the limit is that of reading.
     """
 
-    def __init__(self, limits: Limits, now: float, verify: bool = False) -> None:
+    def __init__(self, limits: PhaseLimits, now: float, verify: bool = False) -> None:
         self._limits = limits
         self._verify = verify
-        self._state = State.WAITING
+        self._state = ReceiveState.WAITING
         self._deadline: float | None = now + limits.wait_s
         self._writing: set[int] = set()
         self._staged: frozenset[int] = frozenset()
@@ -235,7 +239,7 @@ class Receive:
         return self._verify
 
     @property
-    def state(self) -> State:
+    def state(self) -> ReceiveState:
         return self._state
 
     @property
@@ -244,7 +248,7 @@ class Receive:
         return frozenset(self._writing)
 
     def next_deadline(self) -> float | None:
-        """When a `Tick` is due, None if none is."""
+        """When a `ReceiveTick` is due, None if none is."""
         return self._deadline
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -260,14 +264,14 @@ class Receive:
                 return self._fail(reason)
             case Abort():
                 return self._fail("aborted")
-            case Tick():
-                return self._tick(now)
-            case Verified(problem):
+            case ReceiveTick(moved, missing):
+                return self._tick(moved, missing, now)
+            case Compared(problem):
                 return self._compared(problem, now)
             case Verdict(held, reason):
                 return self._judge(held, reason)
             case VerdictTimeout():
-                return [Confirm()] if self._state is State.CONFIRMING else []
+                return [Confirm()] if self._state is ReceiveState.CONFIRMING else []
             case PushReady():
                 return self._ask(now)
             case PushAlive(writing):
@@ -280,17 +284,17 @@ class Receive:
                 return self._push_ended(reason, now) if terminal else self._push_failing(reason)
 
     def _start(self, transfers: int, staged: frozenset[int], now: float) -> list[Action]:
-        if self._state is not State.WAITING:
+        if self._state is not ReceiveState.WAITING:
             return []
         if transfers == 0:
             return self._confirm(now)  # nothing was read
-        self._enter(State.READING, now + self._limits.read_s)
+        self._enter(ReceiveState.READING, now + self._limits.read_s)
         self._writing = set(range(transfers))
         self._staged = staged
         return [StartReads()]
 
     def _confirm(self, now: float) -> list[Action]:
-        self._enter(State.CONFIRMING, now + self._limits.confirm_s)
+        self._enter(ReceiveState.CONFIRMING, now + self._limits.confirm_s)
         return [Confirm()]
 
     def _ended(self, index: int, now: float) -> list[Action]:
@@ -299,16 +303,16 @@ class Receive:
         self._writing.discard(index)
         if self._writing:
             return []
-        if self._state is State.DRAINING:
-            self._enter(State.FAILED)
+        if self._state is ReceiveState.DRAINING:
+            self._enter(ReceiveState.FAILED)
             return [Drained()]
         if self._verify:
-            self._enter(State.VERIFYING, now + self._limits.read_s)
-            return [Verify()]
+            self._enter(ReceiveState.VERIFYING, now + self._limits.read_s)
+            return [Compare()]
         return self._confirm(now)
 
     def _compared(self, problem: str, now: float) -> list[Action]:
-        if self._state is not State.VERIFYING:
+        if self._state is not ReceiveState.VERIFYING:
             return []
         return self._fail(f"verification: {problem}") if problem else self._confirm(now)
 
@@ -317,35 +321,35 @@ class Receive:
             return []
         if terminal:
             self._writing.discard(index)
-        if self._state is State.READING:
+        if self._state is ReceiveState.READING:
             return self._fail(reason)
         if self._writing:
             return []
-        self._enter(State.FAILED)
+        self._enter(ReceiveState.FAILED)
         return [Drained()]
 
     def _judge(self, held: bool, reason: str) -> list[Action]:
-        if self._state is not State.CONFIRMING:
+        if self._state is not ReceiveState.CONFIRMING:
             return []
         if not held:
             return self._fail(f"the prefill side no longer vouches for the blocks: {reason}")
-        self._enter(State.DONE)
+        self._enter(ReceiveState.DONE)
         return [Report(ok=True, reason="", quarantined=False)]
 
     def _ask(self, now: float) -> list[Action]:
-        if self._state is not State.WAITING:
+        if self._state is not ReceiveState.WAITING:
             return []
         self._pushed, self._writing = True, {0}
-        self._enter(State.PUSHING, now + self._limits.silent_s)
+        self._enter(ReceiveState.PUSHING, now + self._limits.silent_s)
         return [AskPush()]
 
     def _ask_again(self) -> list[Action]:
-        if self._state is State.PUSHING:
+        if self._state is ReceiveState.PUSHING:
             return [AskPush()]
-        return [Withdraw()] if self._state is State.DRAINING and self._pushed else []
+        return [Withdraw()] if self._state is ReceiveState.DRAINING and self._pushed else []
 
     def _push_alive(self, writing: bool, now: float) -> list[Action]:
-        if self._state is State.PUSHING:
+        if self._state is ReceiveState.PUSHING:
             if writing and self._written_by is None:
                 self._written_by = now + self._limits.read_s
             silent = now + self._limits.silent_s
@@ -353,43 +357,55 @@ class Receive:
         return self._ask_again()
 
     def _push_failing(self, reason: str) -> list[Action]:
-        return self._fail(reason) if self._state is State.PUSHING else self._ask_again()
+        return self._fail(reason) if self._state is ReceiveState.PUSHING else self._ask_again()
 
     def _push_ended(self, failure: str | None, now: float, comparable: bool = False) -> list[Action]:
         if not self._pushed or not self._writing:
             return []
         self._writing.clear()
-        if self._state is State.DRAINING:
-            self._enter(State.FAILED)
+        if self._state is ReceiveState.DRAINING:
+            self._enter(ReceiveState.FAILED)
             return [Drained()]
         if failure is not None:
             return self._fail(failure)
         if self._verify and comparable:
-            self._enter(State.VERIFYING, now + self._limits.read_s)
-            return [Verify()]
-        self._enter(State.DONE)
+            self._enter(ReceiveState.VERIFYING, now + self._limits.read_s)
+            return [Compare()]
+        self._enter(ReceiveState.DONE)
         return [Report(ok=True, reason="", quarantined=False)]
 
-    def _tick(self, now: float) -> list[Action]:
+    def _tick(self, moved: bool, missing: str, now: float) -> list[Action]:
         if self._deadline is None or now < self._deadline:
             return []
+        if moved and self._state is ReceiveState.READING:
+            self._deadline = now + self._limits.read_s
+            return []
+        written = self._deadline == self._written_by
         limit = {
-            State.WAITING: self._limits.wait_s,
-            State.READING: self._limits.read_s,
-            State.PUSHING: self._limits.silent_s if self._written_by is None else self._limits.read_s,
-            State.VERIFYING: self._limits.read_s,
-            State.CONFIRMING: self._limits.confirm_s,
+            ReceiveState.WAITING: self._limits.wait_s,
+            ReceiveState.READING: self._limits.read_s,
+            ReceiveState.PUSHING: self._limits.read_s if written else self._limits.silent_s,
+            ReceiveState.VERIFYING: self._limits.read_s,
+            ReceiveState.CONFIRMING: self._limits.confirm_s,
         }[self._state]
-        return self._fail(f"deadline: {self._state.value} took longer than {limit:g} s")
+        if self._state is ReceiveState.PUSHING:
+            missing = "it answers, and still writes" if written else "it did not answer"
+        return self._fail(f"deadline: {self._state.value} took longer than {limit:g} s" + (missing and f": {missing}"))
 
     def _fail(self, reason: str) -> list[Action]:
-        if self._state not in (State.WAITING, State.READING, State.PUSHING, State.VERIFYING, State.CONFIRMING):
+        if self._state not in (
+            ReceiveState.WAITING,
+            ReceiveState.READING,
+            ReceiveState.PUSHING,
+            ReceiveState.VERIFYING,
+            ReceiveState.CONFIRMING,
+        ):
             return []
         self._writing -= self._staged
         quarantined = bool(self._writing)
-        self._enter(State.DRAINING if quarantined else State.FAILED)
+        self._enter(ReceiveState.DRAINING if quarantined else ReceiveState.FAILED)
         report = Report(ok=False, reason=reason, quarantined=quarantined)
         return [report, Withdraw()] if quarantined and self._pushed else [report]
 
-    def _enter(self, state: State, deadline: float | None = None) -> None:
+    def _enter(self, state: ReceiveState, deadline: float | None = None) -> None:
         self._state, self._deadline = state, deadline

@@ -1,9 +1,9 @@
-"""Who waits for which sums on the prefill side: decode workers ask, this instance's workers make them.
+"""Who waits for which checksums on the prefill side: decode workers ask, this instance's workers make them.
 
-A decode worker's `Verify` and a prefill worker's `NextJob` are answered later than they come, so this machine keeps
-where each answer goes (`B`, opaque) and returns the answers that an event makes due. A job is given to a worker again
-and again until its sums have come, so a lost answer only costs time. What the workers send for a job is bounded by the
-frame that must bring it to the readers. That a worker is the one that it says was checked before. No clock, no socket.
+A decode worker's `GetChecksums` and a prefill worker's `NextChecksumJob` are answered later than they come, so this
+machine keeps where each answer goes (`B`, opaque) and returns the answers that an event makes due. A job is given to a
+worker again and again until its checksums have come, so a lost answer only costs time. What the workers send for a job
+is bounded by the frame that must bring it to the readers. The caller has authenticated the worker. No clock, no socket.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from vllm_pd_connector.bounded import Bounded
-from vllm_pd_connector.protocol.fields import MAX_REPLY_FRAME, LeaseRef, Table
-from vllm_pd_connector.protocol.messages import (
+from vllm_pd_connector.protocol.wire.fields import MAX_REPLY_FRAME, LeaseRef, Table
+from vllm_pd_connector.protocol.wire.messages import (
     Accepted,
+    ChecksumJob,
+    ChecksumPart,
     Failure,
     FailureCode,
-    Job,
+    GetChecksums,
+    JobChecksums,
+    LeaseChecksums,
     Reply,
-    SumPiece,
-    Sums,
-    Verified,
-    Verify,
     body_size,
 )
 
@@ -31,14 +31,16 @@ B = TypeVar("B")
 
 MAX_JOBS = 64
 MAX_WAITING = 256
-MAX_JOB_BYTES = MAX_REPLY_FRAME - 1024  # of all messages with a job's sums; the rest is for the answer's own fields
+MAX_JOB_BYTES = (
+    MAX_REPLY_FRAME - 1024
+)  # of all messages with a job's checksums; the rest is for the answer's own fields
 
 
 @dataclass(slots=True)
 class _Work(Generic[B]):
-    job: Job
+    job: ChecksumJob
     waiting: list[B] = field(default_factory=list)
-    pieces: dict[int, list[SumPiece]] = field(default_factory=dict)
+    pieces: dict[int, list[ChecksumPart]] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)  # bytes that each worker has sent
     done: set[int] = field(default_factory=set)
 
@@ -47,8 +49,8 @@ class _Work(Generic[B]):
         self.pieces.pop(worker, None)
         self.sizes.pop(worker, None)
 
-    def take(self, found: Sums, workers: int) -> None:
-        """Keep a message's sums. When all are too large for an answer none are kept, and nobody makes more."""
+    def take(self, found: JobChecksums, workers: int) -> None:
+        """Keep a message's checksums. When all are too large for an answer none are kept, and nobody makes more."""
         self.sizes[found.worker] = self.sizes.get(found.worker, 0) + body_size(found)
         self.pieces.setdefault(found.worker, []).extend(found.pieces)
         if found.last:
@@ -71,13 +73,13 @@ class Verification(Generic[B]):
         self._idle: dict[int, B] = {}
         self._number = 0
 
-    def ask(self, back: B, request: Verify, tables: Sequence[Table]) -> list[tuple[B, Reply]]:
-        """A reader of a held lease wants its sums. Readers with the same range share a job."""
+    def ask(self, back: B, request: GetChecksums, tables: Sequence[Table]) -> list[tuple[B, Reply]]:
+        """A reader of a held lease wants its checksums. Readers with the same range share a job."""
         key = (request.lease, request.starts, request.stop)
         if (work := self._work.get(key)) is None:
             self._number += 1
             # Of a job that is forgotten for this one, the readers' deadline ends them.
-            work = self._work[key] = _Work(Job(self._number, tuple(tables), request.starts, request.stop))
+            work = self._work[key] = _Work(ChecksumJob(self._number, tuple(tables), request.starts, request.stop))
         if len(work.done) == self.workers:
             return [(back, _verified(work))]
         work.waiting = [*work.waiting[-MAX_WAITING + 1 :], back]
@@ -93,8 +95,8 @@ class Verification(Generic[B]):
         self._idle[worker] = back
         return []
 
-    def add(self, back: B, found: Sums) -> list[tuple[B, Reply]]:
-        """A worker has made sums."""
+    def add(self, back: B, found: JobChecksums) -> list[tuple[B, Reply]]:
+        """A worker has made checksums."""
         answers: list[tuple[B, Reply]] = [(back, Accepted())]
         for work in self._work.values():
             if work.job.job != found.job or found.worker in work.done or found.worker >= self.workers:
@@ -106,7 +108,7 @@ class Verification(Generic[B]):
         return answers
 
 
-def _verified(work: _Work[B]) -> Verified | Failure:
+def _verified(work: _Work[B]) -> LeaseChecksums | Failure:
     if work.too_large:
         return Failure(FailureCode.NOT_OFFERED, f"the sums of this request take more than {MAX_JOB_BYTES} bytes")
-    return Verified(tuple(piece for pieces in work.pieces.values() for piece in pieces))
+    return LeaseChecksums(tuple(piece for pieces in work.pieces.values() for piece in pieces))

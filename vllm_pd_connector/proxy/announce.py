@@ -56,7 +56,7 @@ def registration(url: str, engine: EngineInfo) -> bytes:
     )
 
 
-def ask(url: str) -> EngineInfo:
+def ask_instance(url: str) -> EngineInfo:
     """What a healthy instance says of itself; of several data-parallel engines the first.
 
     Raises:
@@ -122,7 +122,7 @@ def _keep_registered(url: str, send: Callable[[bytes], None], ended: threading.E
 def _register(url: str, send: Callable[[bytes], None]) -> str:
     """Send one instance's message if there is one to send; what came of it."""
     try:
-        engine = ask(url)
+        engine = ask_instance(url)
         send(registration(url, engine))
         return f"registered as {engine.role}"
     except ProtocolError as error:

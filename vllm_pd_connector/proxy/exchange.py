@@ -18,7 +18,7 @@ from aiohttp import web
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.proxy.choice import prefix_keys
-from vllm_pd_connector.proxy.fleet import Role
+from vllm_pd_connector.proxy.fleet import InstanceRole
 from vllm_pd_connector.proxy.handoff import Body, check_client_body
 from vllm_pd_connector.proxy.legs import Headers, LegError
 
@@ -100,7 +100,7 @@ def read_body(text: str) -> tuple[Body, list[bytes]]:
         raise ProtocolError(f"the request body is not JSON: {error}") from error
 
 
-def check_finished(answer: object, role: Role = Role.DECODE) -> None:
+def check_finished(answer: object, role: InstanceRole = InstanceRole.DECODE) -> None:
     """An answer with status 200 whose engine request failed, or was cut off by its engine's end, is an error.
 
     Raises:

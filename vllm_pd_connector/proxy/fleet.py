@@ -40,22 +40,22 @@ logger = logging.getLogger(__name__)
 FAILURES = 2
 
 
-class Role(StrEnum):
+class InstanceRole(StrEnum):
     """What an instance does for a request."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-SAYS: dict[str, frozenset[Role]] = {
-    "kv_producer": frozenset({Role.PREFILL}),
-    "kv_consumer": frozenset({Role.DECODE}),
-    "kv_both": frozenset(Role),
+SAYS: dict[str, frozenset[InstanceRole]] = {
+    "kv_producer": frozenset({InstanceRole.PREFILL}),
+    "kv_consumer": frozenset({InstanceRole.DECODE}),
+    "kv_both": frozenset(InstanceRole),
 }
 """What an instance can be used for, by its `kv_role`."""
 
 
-class State(StrEnum):
+class InstanceState(StrEnum):
     """See the module."""
 
     NEW = "new"
@@ -71,8 +71,8 @@ class Instance:
     for which nobody listened there; `unanswered` are the legs of which it has not answered anything."""
 
     url: str
-    asked: Role | None
-    state: State = State.NEW
+    asked: InstanceRole | None
+    state: InstanceState = InstanceState.NEW
     engines: dict[int, EngineInfo] = field(default_factory=dict)
     in_flight: int = 0
     why: str = "not checked yet"
@@ -82,7 +82,7 @@ class Instance:
     deaf: int = 0
     unanswered: set[asyncio.Timeout] = field(default_factory=set)
 
-    def does(self, role: Role) -> bool:
+    def does(self, role: InstanceRole) -> bool:
         """Whether requests of a role may go here, as far as it is known."""
         if self.asked is not None:
             return self.asked is role
@@ -99,7 +99,7 @@ class Instance:
     def describe(self) -> dict[str, Any]:
         """What the admin interface tells."""
         first = next(iter(self.engines.values()), None)
-        roles = [str(role) for role in Role if self.does(role)]
+        roles = [str(role) for role in InstanceRole if self.does(role)]
         facts = {**first.labels(), "engines": len(self.engines)} if first else {}
         return {
             "url": self.url,
@@ -119,13 +119,13 @@ class Fleet:
         self._check_interval = check_interval
         self._facts_interval = facts_interval
         self._instances: dict[str, Instance] = {}
-        self._choosers = {role: Chooser(slack) for role in Role}
+        self._choosers = {role: Chooser(slack) for role in InstanceRole}
         self._session: aiohttp.ClientSession | None = None
         self._wake = asyncio.Event()
 
     # -- who is there -------------------------------------------------------------------------------------------------
 
-    def add(self, url: str, role: Role | None) -> Instance:
+    def add(self, url: str, role: InstanceRole | None) -> Instance:
         """Add an instance, to be used from its first good check on. One that is leaving stays.
 
         Raises:
@@ -136,8 +136,8 @@ class Fleet:
             raise ValueError(f"{url} is there already as {known.asked or 'what it says'}; remove it first")
         if known is None:
             known = self._instances[url] = Instance(url, role)
-        elif known.state is State.LEAVING:
-            known.state, known.why = State.NEW, "added again, not checked yet"
+        elif known.state is InstanceState.LEAVING:
+            known.state, known.why = InstanceState.NEW, "added again, not checked yet"
         self._show(known)
         self._wake.set()
         return known
@@ -147,7 +147,7 @@ class Fleet:
         instance = self._instances.get(url)
         if instance is None:
             return None
-        instance.state, instance.why = State.LEAVING, "removed"
+        instance.state, instance.why = InstanceState.LEAVING, "removed"
         self._show(instance)
         self._drop_if_left(instance)
         return instance
@@ -155,17 +155,17 @@ class Fleet:
     def describe(self) -> list[dict[str, Any]]:
         return [instance.describe() for instance in self._instances.values()]
 
-    def usable(self, role: Role) -> list[Instance]:
-        return [i for i in self._instances.values() if i.state is State.UP and i.does(role)]
+    def usable(self, role: InstanceRole) -> list[Instance]:
+        return [i for i in self._instances.values() if i.state is InstanceState.UP and i.does(role)]
 
-    def reasons(self, role: Role) -> str:
+    def reasons(self, role: InstanceRole) -> str:
         """Why no instance of a role is usable, for an error message."""
         others = [f"{i.url}: {i.state}, {i.why}" for i in self._instances.values() if i.does(role) or not i.engines]
         return "; ".join(others) or "there is none"
 
     # -- choosing -----------------------------------------------------------------------------------------------------
 
-    def choose(self, role: Role, keys: Sequence[bytes], without: set[str]) -> Instance | None:
+    def choose(self, role: InstanceRole, keys: Sequence[bytes], without: set[str]) -> Instance | None:
         """The instance to ask next, None when none is left but those in `without`."""
         usable = [i for i in self.usable(role) if i.url not in without]
         if not usable:
@@ -177,7 +177,7 @@ class Fleet:
         return self._instances[url]
 
     @contextmanager
-    def busy(self, instance: Instance, role: Role, keys: Sequence[bytes]) -> Iterator[None]:
+    def busy(self, instance: Instance, role: InstanceRole, keys: Sequence[bytes]) -> Iterator[None]:
         """Count a request at an instance as long as the context lasts."""
         self._choosers[role].took(instance.url, keys)
         self._metrics.legs.labels(instance.url, role).inc()
@@ -205,7 +205,7 @@ class Fleet:
 
     def refused(self, instance: Instance, why: str) -> None:
         """An instance did not take a connection: use no more until a check is good."""
-        self._set(instance, State.DOWN, why)
+        self._set(instance, InstanceState.DOWN, why)
         self._wake.set()
 
     def suspect(self) -> None:
@@ -241,12 +241,12 @@ class Fleet:
         await asyncio.gather(*(self._check(instance) for instance in self._to_check()))
 
     def _to_check(self) -> list[Instance]:
-        return [i for i in self._instances.values() if i.state is not State.LEAVING]
+        return [i for i in self._instances.values() if i.state is not InstanceState.LEAVING]
 
     async def _check(self, instance: Instance) -> None:
         try:
             await self._get(instance, "/health")
-            fresh = instance.state is State.UP and time.monotonic() - instance.asked_at < self._facts_interval
+            fresh = instance.state is InstanceState.UP and time.monotonic() - instance.asked_at < self._facts_interval
             # In a thread: reading a page takes 35 ms per engine, for which streams would stand still.
             engines = (
                 instance.engines if fresh else await asyncio.to_thread(parse, await self._get(instance, "/metrics"))
@@ -257,18 +257,18 @@ class Fleet:
             if instance.deaf >= FAILURES:
                 for limit in [limit for limit in instance.unanswered if limit.when() is None]:
                     limit.reschedule(asyncio.get_running_loop().time())
-            if instance.state is not State.UP or instance.failures >= FAILURES:
-                self._set(instance, State.DOWN, str(error) or type(error).__name__)
+            if instance.state is not InstanceState.UP or instance.failures >= FAILURES:
+                self._set(instance, InstanceState.DOWN, str(error) or type(error).__name__)
             return
-        if instance.state is State.LEAVING:  # removed while it was asked
+        if instance.state is InstanceState.LEAVING:  # removed while it was asked
             return
         instance.failures = instance.deaf = 0
         if not fresh:
             self._learn(instance, engines)
         if wrong := _contradiction(instance):
-            self._set(instance, State.WRONG, wrong)
+            self._set(instance, InstanceState.WRONG, wrong)
         else:
-            self._set(instance, State.UP, "healthy")
+            self._set(instance, InstanceState.UP, "healthy")
 
     async def _get(self, instance: Instance, path: str) -> str:
         assert self._session is not None
@@ -294,11 +294,11 @@ class Fleet:
             for index, engine in engines.items():
                 logger.info("%s engine %d: %s", instance.url, index, engine)
 
-    def _set(self, instance: Instance, state: State, why: str) -> None:
+    def _set(self, instance: Instance, state: InstanceState, why: str) -> None:
         if (instance.state, instance.why) != (state, why):
-            level = logging.INFO if state is State.UP else logging.WARNING
+            level = logging.INFO if state is InstanceState.UP else logging.WARNING
             logger.log(level, "%s is %s: %s", instance.url, state, why)
-        if instance.state is not State.LEAVING:
+        if instance.state is not InstanceState.LEAVING:
             instance.state, instance.why = state, why
         self._show(instance)
 
@@ -306,10 +306,10 @@ class Fleet:
         if self._instances.get(instance.url) is not instance:
             return  # removed: a check or a leg of its ended later
         self._metrics.in_flight.labels(instance.url).set(instance.in_flight)
-        self._metrics.usable.labels(instance.url).set(instance.state is State.UP)
+        self._metrics.usable.labels(instance.url).set(instance.state is InstanceState.UP)
 
     def _drop_if_left(self, instance: Instance) -> None:
-        if instance.state is State.LEAVING and not instance.in_flight and instance.url in self._instances:
+        if instance.state is InstanceState.LEAVING and not instance.in_flight and instance.url in self._instances:
             del self._instances[instance.url]
             for chooser in self._choosers.values():
                 chooser.forget(instance.url)

@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from vllm_pd_connector.proxy.fleet import Fleet, Instance, Role
+from vllm_pd_connector.proxy.fleet import Fleet, Instance, InstanceRole
 from vllm_pd_connector.proxy.handoff import Body
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 
@@ -62,7 +62,7 @@ class Legs:
     @asynccontextmanager
     async def send(
         self,
-        role: Role,
+        role: InstanceRole,
         path: str,
         prepare: Prepare,
         keys: Sequence[bytes] = (),

@@ -41,7 +41,7 @@ from vllm_pd_connector.proxy.exchange import (
     refuse,
     whole_events,
 )
-from vllm_pd_connector.proxy.fleet import Fleet, Instance, Role
+from vllm_pd_connector.proxy.fleet import Fleet, Instance, InstanceRole
 from vllm_pd_connector.proxy.handoff import Body, decode_body, decode_body_beside, prefill_body
 from vllm_pd_connector.proxy.legs import Headers, LegError, Legs, Limits, make_session
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
@@ -102,7 +102,7 @@ class Router:
         return app
 
     async def _run(self, _app: web.Application) -> AsyncIterator[None]:
-        for role, urls in ((Role.PREFILL, self._options.prefill), (Role.DECODE, self._options.decode)):
+        for role, urls in ((InstanceRole.PREFILL, self._options.prefill), (InstanceRole.DECODE, self._options.decode)):
             for url in urls:
                 self.fleet.add(url, role)
         for url in self._options.instances:
@@ -182,7 +182,7 @@ class Router:
     def _concurrent(self) -> bool:
         if self._options.handoff != "auto":
             return self._options.handoff == "concurrent"
-        prefills = self.fleet.usable(Role.PREFILL)
+        prefills = self.fleet.usable(InstanceRole.PREFILL)
         return bool(prefills) and all(
             i.engines and all(engine.handoff == "concurrent" for engine in i.engines.values()) for i in prefills
         )
@@ -250,13 +250,13 @@ class Router:
 
     async def _prefill(self, exchange: Exchange, prepare: Any, on_sent: Any = None) -> Any:
         """What the prefill instance answers, read."""
-        async with self._legs.send(Role.PREFILL, exchange.path, prepare, exchange.keys, on_sent) as response:
+        async with self._legs.send(InstanceRole.PREFILL, exchange.path, prepare, exchange.keys, on_sent) as response:
             content = await response.read()
             if response.status != 200:
                 raise InstanceRefusal(response.status, content, response.content_type)
         self._observe("prefill", exchange)
         answer = parsed_json(content)
-        check_finished(answer, Role.PREFILL)
+        check_finished(answer, InstanceRole.PREFILL)
         return answer
 
     async def _decode(self, exchange: Exchange, body: Body) -> web.StreamResponse:
@@ -265,7 +265,7 @@ class Router:
         def prepare(_instance: Instance) -> tuple[Body, Headers]:
             return body, exchange.headers
 
-        async with self._legs.send(Role.DECODE, exchange.path, prepare, exchange.keys) as response:
+        async with self._legs.send(InstanceRole.DECODE, exchange.path, prepare, exchange.keys) as response:
             if response.status != 200 or response.content_type != "text/event-stream":
                 content = await response.read()
                 self._observe("first_byte", exchange)
@@ -304,18 +304,18 @@ class Router:
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        for instance in self.fleet.usable(Role.DECODE):
+        for instance in self.fleet.usable(InstanceRole.DECODE):
             try:
                 async with self._session.get(f"{instance.url}/v1/models", headers=credentials(request)) as response:
                     content = await response.read()
                     return web.Response(status=response.status, body=content, content_type=response.content_type)
             except (aiohttp.ClientError, TimeoutError) as error:
                 self.fleet.refused(instance, repr(error))
-        return refuse("-", 503, f"no decode instance can be reached: {self.fleet.reasons(Role.DECODE)}")
+        return refuse("-", 503, f"no decode instance can be reached: {self.fleet.reasons(InstanceRole.DECODE)}")
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
         """200 while at least one instance of each role can be used."""
-        for role in Role:
+        for role in InstanceRole:
             if not self.fleet.usable(role):
                 return refuse("-", 503, f"no usable {role} instance: {self.fleet.reasons(role)}")
         return web.Response()

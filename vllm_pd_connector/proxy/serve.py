@@ -18,7 +18,7 @@ import signal
 from aiohttp import web
 
 from vllm_pd_connector.proxy.exchange import error_object
-from vllm_pd_connector.proxy.fleet import Role
+from vllm_pd_connector.proxy.fleet import InstanceRole
 from vllm_pd_connector.proxy.legs import Limits
 from vllm_pd_connector.proxy.router import Options, Router
 from vllm_pd_connector.proxy.urls import base_url, listening_port, seconds
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The router's options."""
-    for kind in Role:
+    for kind in InstanceRole:
         parser.add_argument(
             f"--{kind}", action="append", default=[], metavar="URL", type=base_url,
             help=f"base URL of a {kind} instance; repeat for several",
@@ -102,7 +102,7 @@ def admin_application(router: Router) -> web.Application:
             if not isinstance(body, dict) or not set(body) <= {"url", "role"}:
                 raise ValueError('send {"url": …} or {"url": …, "role": "prefill" | "decode"}')
             url = base_url(str(body.get("url")))
-            role = None if body.get("role") is None else Role(body["role"])
+            role = None if body.get("role") is None else InstanceRole(body["role"])
             instance = router.fleet.add(url, role)
         except (json.JSONDecodeError, UnicodeDecodeError, ValueError, argparse.ArgumentTypeError) as error:
             return web.json_response(error_object(400, str(error)), status=400)

@@ -14,21 +14,33 @@ Whoever untrusted parameters name is not spoken to.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import computes_itself, owned_blocks, prompt_digest, transfer_params
-from vllm_pd_connector.compat.caches import prefill_backoff
-from vllm_pd_connector.compat.states import state_groups
+from vllm_pd_connector.compat.blocks import (
+    computes_itself,
+    first_lacking,
+    owned_blocks,
+    prompt_digest,
+    transfer_params,
+    was_refused,
+)
+from vllm_pd_connector.compat.model.caches import group_block_tokens, prefill_backoff
+from vllm_pd_connector.compat.model.recurrent import state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.answer import require_signature
-from vllm_pd_connector.protocol.bootstrap import Place, parse_bootstrap_address
-from vllm_pd_connector.protocol.params import (
+from vllm_pd_connector.metadata import GroupBlocks, PushTerms, ReceiveRequest, draw_attempt
+from vllm_pd_connector.protocol.params.answer import require_signature
+from vllm_pd_connector.protocol.params.bootstrap import HostPort, parse_bootstrap_address
+from vllm_pd_connector.protocol.params.parse import (
     RemoteBootstrap,
     RemotePrefill,
+    choice_of,
     is_answer,
     names_bootstrap,
     pairing_name,
@@ -37,73 +49,127 @@ from vllm_pd_connector.protocol.params import (
     parse_remote_push,
 )
 from vllm_pd_connector.protocol.peer import PeerKey
-from vllm_pd_connector.protocol.push_messages import Home, PrefillRef
-from vllm_pd_connector.scheduler.keeper import LeaseKeeper
-from vllm_pd_connector.sidechannel.bootstrap import Directory
-from vllm_pd_connector.sidechannel.keys import keys_of, require_known_server
-from vllm_pd_connector.sidechannel.sockets import endpoint
-from vllm_pd_connector.steps import GroupBlocks, PushTerms, ReceiveOrder
+from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
+from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
+from vllm_pd_connector.scheduler.lease_renewer import LeaseRenewer
+from vllm_pd_connector.sidechannel.bootstrap_http import EngineDirectory
+from vllm_pd_connector.sidechannel.net.keys import keys_of, require_known_server
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 if TYPE_CHECKING:
     from vllm_pd_connector.compat.types import KVCacheBlock, KVCacheBlocks, KVCacheConfig, Request, VllmConfig
 
 logger = init_logger(__name__)
 
+REMEMBER = 4096
+
 
 @dataclass(slots=True)
 class _Receive:
     remote: RemotePrefill | None
     push: PushTerms | None = None
+    reading: Reading | None = None  # the request's use of the remote's lease
     num_tokens: int = 0
     error: str = ""
-    found: Future[Place] | None = None  # until it is known where the prefill runs
+    found: Future[HostPort] | None = None  # until it is known where the prefill runs
     loading: bool = False
+    began: float = field(default_factory=time.monotonic)
     blocks: list[KVCacheBlock] = field(default_factory=list)
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self.began
 
 
 class Consumer:
     """Requests that read their prompt's caches from a prefill instance."""
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
-        self.home: Home | None = None
+        self.home: InstanceAddress | None = None
         self._config = config
         self._groups = tuple(kv_cache_config.transfer_group_ids)
+        self._block_tokens = group_block_tokens(kv_cache_config)
         self._receives: dict[str, _Receive] = {}
-        self._orders: list[ReceiveOrder] = []
+        self._orders: list[ReceiveRequest] = []
         self._aborts: list[str] = []
+        self._ended: Bounded[str, None] = Bounded(REMEMBER)
         self._keys = keys_of(config)
         self._secret = config.secret()
         self._allow_unauthenticated = config.allow_unauthenticated_peers
-        self._keeper = LeaseKeeper(self._keys, config.kv_lease_duration)
-        self._directory = Directory(config.handshake_timeout)
+        self._renewer = LeaseRenewer(self._keys, config.kv_lease_duration)
+        self._directory = EngineDirectory(config.handshake_timeout)
         self._states = state_groups(kv_cache_config)
         self._backoff = prefill_backoff(vllm_config, kv_cache_config)
+        self._known: Bounded[LeaseRef | PrefillRef, None] = Bounded(REMEMBER)  # what requests came for
 
     def add(self, request: Request) -> None:
         """A request with remote prefill arrived; keep its lease alive while it queues."""
         params = transfer_params(request)
         try:
+            if was_refused(request):
+                self._give_back(request)
+                return
             if names_bootstrap(params):
                 self._look_up(request, parse_remote_bootstrap(params))
                 return
             if self._config.pushes and not is_answer(params):
                 named = parse_remote_push(params)
-                place = Place(named.remote_host, named.remote_port)
+                place = HostPort(named.remote_host, named.remote_port)
                 push = self._concurrent(request, named.remote_engine_id, place)
                 self._receives[request.request_id] = _Receive(
                     None, push, num_tokens=request.num_prompt_tokens - self._backoff
                 )
                 address = endpoint(place.host, place.port)
-                self._keeper.keep_prefill(request.request_id, lambda: address, push.prefill)
+                self._known[push.prefill] = None
+                self._renewer.keep_prefill(request.request_id, lambda: address, push.prefill)
                 return
             remote = parse_remote_prefill(params)
-            self._check(request, remote)
+            self._require_trusted(remote)
+            reading = _reading(remote, request)
+            self._known[remote.lease] = None
+            try:
+                self._check(request, remote)
+            except ProtocolError:
+                self._renewer.drop(_address(remote), reading, release=True)
+                raise
         except ProtocolError as error:
             self.refuse(request, str(error))
             return
-        terms = self._serial(remote) if self._config.pushes else None
-        self._receives[request.request_id] = _Receive(remote, terms, num_tokens=remote.remote_num_tokens)
-        self._keeper.keep(remote)
+        # The choices of a request with `n` > 1 share one prefill, and only one of them could be written for.
+        terms = self._serial(remote) if self._config.pushes and not reading.shared else None
+        self._receives[request.request_id] = _Receive(remote, terms, reading, remote.remote_num_tokens)
+        self._renewer.keep(_address(remote), reading, remote.pd_connector.lease_seconds)
+
+    def _give_back(self, refused: Request) -> None:
+        """vLLM's API server refused a request, or tells that one failed: what its prefill holds is not needed. Of
+        requests that came this far the prefill side has heard already.
+
+        Raises:
+            ProtocolError: parameters that are none, or of an unauthenticated peer, who is told nothing.
+        """
+        params = transfer_params(refused)
+        if is_answer(params):
+            remote = parse_remote_prefill(params)
+            self._require_trusted(remote)
+            if self._known.pop(remote.lease, False) is None:
+                return
+            prefill = remote.remote_request_id
+            self._renewer.drop(_address(remote), _reading(remote, refused), release=True)
+        else:
+            named = _named(refused)
+            if self._known.pop(named, False) is None:
+                return
+            prefill = named.name
+            if names_bootstrap(params):
+                self._decline_found(refused, self._find(parse_remote_bootstrap(params)), time.monotonic())
+            else:
+                push = parse_remote_push(params)
+                self._require_concurrent(push.remote_host)
+                self._renewer.decline(endpoint(push.remote_host, push.remote_port), named, time.monotonic())
+        logger.info(
+            "request %s: vLLM refused its decode request, or could not finish it: what its prefill holds is given back",
+            prefill,
+        )
 
     def _serial(self, remote: RemotePrefill) -> PushTerms:
         """Whom to ask for a prefill that has finished."""
@@ -117,22 +183,26 @@ class Consumer:
         Raises:
             ProtocolError: this instance pulls, the parameters cannot be trusted, or the address is none.
         """
-        bootstrap = parse_bootstrap_address(remote.remote_bootstrap_addr)
-        self._require_concurrent(bootstrap.host)
-        found = self._directory.find(bootstrap, remote.remote_engine_id)
+        found = self._find(remote)
+        self._known[_named(request)] = None
         if not self._config.pushes:
-            self._decline_found(request, found)
+            self._decline_found(request, found, time.monotonic())
             raise ProtocolError(
                 "kv_transfer_params: remote_bootstrap_addr: the router sends both legs at once, which a pull cannot "
                 "serve: set mode to push on both sides"
             )
         tokens = request.num_prompt_tokens - self._backoff
         self._receives[request.request_id] = _Receive(None, num_tokens=tokens, found=found)
-        self._keeper.keep_prefill(request.request_id, lambda: self._address(found), _named(request))
+        self._renewer.keep_prefill(request.request_id, lambda: self._address(found), _named(request))
 
-    def _address(self, found: Future[Place]) -> str | None:
-        """Of a prefill instance that was looked up: None if it is not known yet, nowhere, or a stranger, who is told
-        nothing. Callable from any thread."""
+    def _find(self, remote: RemoteBootstrap) -> Future[HostPort]:
+        bootstrap = parse_bootstrap_address(remote.remote_bootstrap_addr)
+        self._require_concurrent(bootstrap.host)
+        return self._directory.find(bootstrap, remote.remote_engine_id)
+
+    def _address(self, found: Future[HostPort]) -> str | None:
+        """Of a prefill instance that was looked up: None if it is not known yet, nowhere, or an unauthenticated peer,
+        who is told nothing. Callable from any thread."""
         if not found.done() or found.exception() is not None:
             return None
         place = found.result()
@@ -142,13 +212,13 @@ class Consumer:
             return None
         return endpoint(place.host, place.port)
 
-    def _decline_found(self, request: Request, found: Future[Place]) -> None:
-        """Tell the prefill side that nothing is needed, once it is known where it is."""
+    def _decline_found(self, request: Request, found: Future[HostPort], began: float) -> None:
+        """Tell the prefill side that nothing is needed by a request that `began` then, once it is known where it is."""
         prefill = _named(request)
 
-        def decline(found: Future[Place]) -> None:  # in the thread that found it
+        def decline(found: Future[HostPort]) -> None:  # in the thread that found it
             if (address := self._address(found)) is not None:
-                self._keeper.decline(address, prefill)
+                self._renewer.decline(address, prefill, began)
 
         found.add_done_callback(decline)
 
@@ -171,7 +241,7 @@ class Consumer:
         """Refuse what a concurrent router cannot do: have parameters signed, or name a key.
 
         Raises:
-            ProtocolError: a secret or keys are configured, or the host is a stranger.
+            ProtocolError: a secret or keys are configured, or the host is an unauthenticated peer.
         """
         if self._secret is not None:
             raise ProtocolError(
@@ -180,7 +250,7 @@ class Consumer:
             )
         require_known_server(host, None, self._keys, self._allow_unauthenticated)
 
-    def _concurrent(self, request: Request, engine_id: str, place: Place) -> PushTerms:
+    def _concurrent(self, request: Request, engine_id: str, place: HostPort) -> PushTerms:
         """Whom to ask for a prefill that the router sends at the same time.
 
         Raises:
@@ -188,16 +258,21 @@ class Consumer:
         """
         assert self.home is not None
         self._require_concurrent(place.host)
-        digest = prompt_digest(request, max(request.num_prompt_tokens - self._backoff, 0))
+        tokens = max(request.num_prompt_tokens - self._backoff, 0)
+        digest = prompt_digest(request, tokens, self._config.adapter_ids)
         return PushTerms(PeerKey(place.host, place.port, ""), engine_id, _named(request), self.home, digest)
 
-    def _check(self, request: Request, remote: RemotePrefill) -> None:
-        """Parameters that a stranger made, that name a prefill instance of a stranger, that fit another prompt or
-        another number of groups are refused here, before any traffic."""
+    def _require_trusted(self, remote: RemotePrefill) -> None:
+        """Parameters that an unauthenticated peer made, or that name a prefill instance of an unauthenticated peer, are
+        refused before any traffic."""
         require_signature(remote, self._secret)
         require_known_server(
             remote.remote_host, remote.pd_connector.server_key, self._keys, self._allow_unauthenticated
         )
+
+    def _check(self, request: Request, remote: RemotePrefill) -> None:
+        """Parameters that fit another prompt or another number of groups are refused here; their blocks are given
+        back."""
         if len(remote.remote_block_ids) != len(self._groups):
             raise ProtocolError(
                 f"remote_block_ids has {len(remote.remote_block_ids)} KV-cache groups, this instance transfers "
@@ -209,16 +284,20 @@ class Consumer:
                 f"remote_num_tokens: {remote.remote_num_tokens} there, at most {most} here: this model's decode "
                 f"computes the last {self._backoff} prompt token(s); run the same release on the prefill instance"
             )
-        digest = prompt_digest(request, remote.remote_num_tokens)
+        digest = prompt_digest(request, remote.remote_num_tokens, self._config.adapter_ids)
         if remote.remote_num_tokens > request.num_prompt_tokens or digest != remote.pd_connector.prompt_digest:
             raise ProtocolError(
                 f"the prefilled prompt ({remote.remote_num_tokens} tokens, digest {remote.pd_connector.prompt_digest}) "
                 f"is not this request's ({request.num_prompt_tokens} tokens, digest {digest}): send the decode request "
-                "with the same prompt and the kv_transfer_params that its own prefill returned"
+                "with the same prompt, the kv_transfer_params that its own prefill returned, and "
+                "the same LoRA adapter, if any: equal files on both sides, or one id for it in adapter_ids"
             )
 
     def refuse(self, request: Request, reason: str) -> None:
         """Remember that the request must fail, and why."""
+        if was_refused(request):  # it has failed, and why was said then
+            logger.debug("request %s: nothing is given back: %s", request.request_id, reason)
+            return
         logger.error("request %s: kv_transfer_params refused: %s", request.request_id, reason)
         self._receives[request.request_id] = _Receive(None, error=reason)
 
@@ -248,29 +327,45 @@ class Consumer:
             return
         if num_external_tokens == 0:
             if receive.found is not None:  # vLLM does not wait for it: it computes this prompt itself in any case
-                self._decline_found(request, receive.found)
+                self._decline_found(request, receive.found, receive.began)
             self._forget(request.request_id, release=True)
             return
         receive.loading = True
         receive.blocks = owned_blocks(blocks, self._groups)
         stop = num_external_tokens if receive.error else receive.num_tokens
-        ids = blocks.get_block_ids()
+        hit = stop - num_external_tokens
+        tables = tuple(self._table(i, blocks.blocks[group], hit, stop) for i, group in enumerate(self._groups))
         self._orders.append(
-            ReceiveOrder(
+            ReceiveRequest(
                 request_id=request.request_id,
                 remote=receive.remote,
                 error=receive.error,
-                blocks=tuple(self._table(i, ids[group], stop) for i, group in enumerate(self._groups)),
-                start=stop - num_external_tokens,
+                blocks=tables,
+                start=self._start(tables, hit),
                 stop=stop,
-                push=receive.push,
-                either=self._config.mode == "auto" and receive.remote is not None,
+                push=replace(receive.push, waited_s=receive.waited_s) if receive.push is not None else None,
+                either=self._config.mode == "auto" and receive.remote is not None and receive.push is not None,
+                attempt=receive.reading.attempt if receive.reading is not None else draw_attempt(),
+                shared=receive.reading is not None and receive.reading.shared,
             )
         )
 
-    def _table(self, group: int, ids: list[int], stop: int) -> GroupBlocks:
+    def _table(self, group: int, blocks: Sequence[KVCacheBlock], hit: int, stop: int) -> GroupBlocks:
+        """The blocks of a group that are to be filled."""
         state = self._states.get(group)
-        return GroupBlocks(0, tuple(ids) if state is None else (state.state_block(ids, stop),))
+        if state is not None:
+            return GroupBlocks(0, (state.state_block([block.block_id for block in blocks], stop),))
+        first = first_lacking(blocks, hit // self._block_tokens[group])
+        return GroupBlocks(first, tuple(block.block_id for block in blocks[first:]))
+
+    def _start(self, tables: Sequence[GroupBlocks], hit: int) -> int:
+        """Where the range of a request begins: behind the prefix hit, or before, where a group lacks a part of that."""
+        lacking = (
+            table.first_block * self._block_tokens[group]
+            for group, table in enumerate(tables)
+            if group not in self._states
+        )
+        return min((hit, *lacking))
 
     def finished(self, request: Request) -> None:
         """The request ended: normally, or aborted in any state."""
@@ -278,11 +373,16 @@ class Consumer:
         if receive is None:
             return
         if receive.found is not None:
-            self._decline_found(request, receive.found)
+            self._decline_found(request, receive.found, receive.began)
         if receive.loading:
             self._aborts.append(request.request_id)
+            self._ended[request.request_id] = None
         else:
             self._forget(request.request_id, release=True)
+
+    def ended_while_loading(self, request_ids: Iterable[str]) -> set[str]:
+        """Which of these requests ended before their receives did."""
+        return {request_id for request_id in request_ids if request_id in self._ended}
 
     def received(self, request_id: str) -> None:
         """Every rank reported; the workers have told the prefill side."""
@@ -293,7 +393,12 @@ class Consumer:
         receive = self._receives.get(request_id)
         return receive.blocks if receive is not None else []
 
-    def take(self) -> tuple[list[ReceiveOrder], list[str]]:
+    @property
+    def num_loading(self) -> int:
+        """Requests for which vLLM waits until every rank has reported."""
+        return sum(receive.loading for receive in self._receives.values())
+
+    def take(self) -> tuple[list[ReceiveRequest], list[str]]:
         """What the workers must begin and what they must give up."""
         orders, aborts = self._orders, self._aborts
         if orders or aborts:
@@ -304,17 +409,26 @@ class Consumer:
         receive = self._receives.pop(request_id, None)
         if receive is None:
             return
-        if receive.remote is not None:
-            self._keeper.drop(receive.remote, release=release)
+        if receive.remote is not None and receive.reading is not None:
+            self._renewer.drop(_address(receive.remote), receive.reading, release=release)
             return
-        self._keeper.drop_prefill(request_id)
+        self._renewer.drop_prefill(request_id)
         if receive.push is not None and release:
             peer = receive.push.peer
-            self._keeper.decline(endpoint(peer.host, peer.port), receive.push.prefill)
+            self._renewer.decline(endpoint(peer.host, peer.port), receive.push.prefill, receive.began)
 
     def close(self) -> None:
         self._directory.close()
-        self._keeper.close()
+        self._renewer.close()
+
+
+def _address(remote: RemotePrefill) -> str:
+    return endpoint(remote.remote_host, remote.remote_port, remote.pd_connector.server_key)
+
+
+def _reading(remote: RemotePrefill, request: Request) -> Reading:
+    lease = remote.lease
+    return Reading(lease.request_id, lease.nonce, draw_attempt(), bool(choice_of(request.request_id)))
 
 
 def _named(request: Request) -> PrefillRef:

@@ -11,20 +11,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import (
-    Quarantine,
-    before_reset,
-    finished_normally,
-    keep_private,
-    transfer_params,
-)
+from vllm_pd_connector.compat.blocks import Quarantine, before_reset, finished_normally, keep_unshared, transfer_params
+from vllm_pd_connector.compat.engine import calling_loop
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.metadata import StepMetadata, WorkerReport
 from vllm_pd_connector.observability.stats import PDStats
-from vllm_pd_connector.protocol.params import Kind, kind_of, parse_remote_decode
+from vllm_pd_connector.protocol.params.parse import Kind, kind_of, parse_remote_decode
 from vllm_pd_connector.scheduler.consumer import Consumer
 from vllm_pd_connector.scheduler.producer import Producer
-from vllm_pd_connector.steps import StepMetadata, WorkerReport
+from vllm_pd_connector.scheduler.step_hold import StepHold
 
 if TYPE_CHECKING:
     from vllm_pd_connector.compat.types import (
@@ -46,7 +42,8 @@ class SchedulerHalf:
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
         self.group_ids = tuple(kv_cache_config.transfer_group_ids)
-        self.producer = Producer(config, vllm_config, kv_cache_config)
+        self.hold = StepHold(calling_loop())
+        self.producer = Producer(config, vllm_config, kv_cache_config, ended=self.hold.ask)
         self.consumer = Consumer(config, vllm_config, kv_cache_config)
         self._quarantine: Quarantine | None = None
         self._manager: KVCacheManager | None = None
@@ -54,6 +51,7 @@ class SchedulerHalf:
 
     def serve(self, manifests: list[bytes], tokens: list[bytes]) -> None:
         """The workers are ready: let peers fetch their manifests. `tokens` are the workers' secrets, in rank order."""
+        self.hold.listen(tokens)
         self.producer.serve(manifests, tokens)
         self.consumer.home = self.producer.home
 
@@ -97,9 +95,13 @@ class SchedulerHalf:
     ) -> tuple[bool, dict[str, Any] | None]:
         """(False, parameters for whoever reads the blocks): vLLM need not keep them, see `HeldBlocks`."""
         self.consumer.finished(request)
+        self.producer.ended(request.request_id)
         try:
             if kind_of(transfer_params(request)) is not Kind.REMOTE_DECODE:
                 return False, None
+        except ProtocolError:  # said when it arrived
+            return False, None
+        try:
             if not finished_normally(request):
                 self.producer.abandon(request, f"the prefill ended as {request.status.name}")
                 return False, None
@@ -112,10 +114,22 @@ class SchedulerHalf:
         return False, params
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
+        """vLLM's step begins here. Where it only waits for caches, this returns when some may have come."""
         receives, aborts = self.consumer.take()
+        computes = bool(output.num_scheduled_tokens)
+        tells = bool(receives or aborts or output.finished_req_ids)
+        loading = 0 if computes else self.consumer.num_loading
+        calm = self.hold.step(computes=computes, tells=tells, loading=loading)
         self.producer.drain()
-        step = self.producer.advance(output)
-        return StepMetadata(step=step, receives=receives, aborts=aborts, held=self.producer.take_held())
+        return StepMetadata(
+            step=self.producer.advance(output),
+            ends_prefill=self.producer.ends_prefill(output),
+            calm=calm,
+            bell=self.hold.bell if receives else "",
+            receives=receives,
+            aborts=aborts,
+            held=self.producer.take_held(),
+        )
 
     def update_output(self, output: KVConnectorOutput) -> None:
         """Called before vLLM frees the blocks of failed requests and caches those of received ones, so that quarantine
@@ -127,10 +141,16 @@ class SchedulerHalf:
                 self._quarantine.add(request_id, self.consumer.blocks_of(request_id), ranks)
             for request_id, ranks in report.drained.items():
                 self._quarantine.drain(request_id, ranks)
-            for request_id, blocks in report.private.items():
+            for request_id, blocks in report.unshareable.items():
                 assert self._manager is not None
                 for group, block in blocks.items():
-                    keep_private(self._manager, request_id, self.group_ids[group], block)
+                    keep_unshared(self._manager, request_id, self.group_ids[group], block)
+        if output.invalid_block_ids:
+            self.producer.loads_failed(output.invalid_block_ids)
+        if output.finished_sending:
+            # vLLM frees and forgets a request at the first report of either kind. Another connector beside this one
+            # (MultiConnector) may be done with a request that was aborted while bytes still land in its blocks.
+            output.finished_sending -= self.consumer.ended_while_loading(output.finished_sending)
         for request_id in output.finished_recving or ():
             self.consumer.received(request_id)
 
@@ -143,11 +163,12 @@ class SchedulerHalf:
                 "free blocks": self._quarantine.num_free_blocks,
             }
         expired = self.producer.take_expired()
-        if gauges == self._gauges and not expired:
+        if gauges == self._gauges and not expired.total():
             return None
         self._gauges = gauges
         stats = PDStats()
-        stats.count("leases_expired", expired)
+        for name, amount in expired.items():
+            stats.count(name, amount)
         for name, value in gauges.items():
             stats.gauge(name, value)
         return stats
@@ -155,3 +176,4 @@ class SchedulerHalf:
     def shutdown(self) -> None:
         self.consumer.close()
         self.producer.close()
+        self.hold.close()

@@ -1,23 +1,29 @@
 """The decode side's end of the side channel, used inside the loop of the one thread that owns it.
 
 `send` never blocks and returns a token; `receive` never blocks and returns what became of tokens. Between calls the
-owner waits on `sockets()` with a zmq.Poller, at most until `next_deadline()`, and calls `receive` after each wait.
+owner waits on `net.sockets()` with a zmq.Poller, at most until `next_deadline()`, and calls `receive` after each wait.
 Every token comes back exactly once. All requests are idempotent, so when one of them times out the socket is made
 anew (whatever the old one still queues is forgotten) and the others under way are sent again on the new one.
+
+A server is dialled (`net.dial`) before zmq is told where it is, and again when its connection is lost: when nobody
+takes connections there, those who ask hear it at once. Attempts are REDIAL_S apart. Messages of errors do not name the
+address, which who asks knows.
 """
 
 from __future__ import annotations
 
 import itertools
+import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 import zmq
 
-from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
-from vllm_pd_connector.protocol.fields import Message
-from vllm_pd_connector.protocol.messages import (
+from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError, Unreachable
+from vllm_pd_connector.protocol.wire.fields import Message
+from vllm_pd_connector.protocol.wire.messages import (
     REPLY_OF,
     Failure,
     FailureCode,
@@ -27,14 +33,19 @@ from vllm_pd_connector.protocol.messages import (
     encode,
     sequence_of,
 )
-from vllm_pd_connector.sidechannel.keys import Keys
-from vllm_pd_connector.sidechannel.sockets import KEY_MARK, MAX_PENDING, connected_dealer
+from vllm_pd_connector.sidechannel.net.dial import Dial
+from vllm_pd_connector.sidechannel.net.keys import Keys
+from vllm_pd_connector.sidechannel.net.sockets import MAX_PENDING, connect, dealer, place_of, take
+from vllm_pd_connector.sidechannel.net.wake import Wake
+from vllm_pd_connector.sidechannel.net.watch import Watch
 
 Outcome = Reply | ProtocolError | DeadlineExceeded
 
-MAX_SERVERS = 512  # sockets at a time; whoever is asked least recently and owes no answer makes room for another
+MAX_SERVERS = 512  # at a time; see `_make_room`
+REDIAL_S = 0.25
 
 _DRAIN = 256  # frames taken from one socket per `receive`, so that no server can hold the owner
+_SOCKETS = 8 * MAX_SERVERS  # of zmq's: each server has its own, and two of its monitor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +58,30 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Link:
-    """One server: its socket and the requests under way, by sequence number (which is the token)."""
+    """One server: its socket and the requests under way, by sequence number (which is the token).
+
+    Not `connected`, it is being dialled, or will be at `dial_at`. `name` is its socket's in the watch.
+    """
 
     endpoint: str
+    host: str
+    port: int
+    server_key: str
     socket: zmq.Socket[bytes]
+    name: str
     used_at: float
     pending: dict[int, _Pending] = field(default_factory=dict)
+    dial: Dial | None = None
+    dial_at: float = -inf
+    connected: bool = False
+    reached: bool = False  # once
+    answered: bool = False
 
 
 class SideChannelClient:
     """Requests to any number of servers. Not thread-safe; `idle_s` is how long an unused socket is kept.
 
-    `clock` gives seconds, monotonic; `keys` are needed for servers whose address has a key.
+    `clock` gives seconds, monotonic; `net.keys` are needed for servers whose address has a key.
     """
 
     def __init__(
@@ -68,48 +91,68 @@ class SideChannelClient:
         self._keys = keys
         self._idle_s = idle_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _SOCKETS)
+        self._events = select.epoll()  # of dials, and of connections that are lost
+        self._lost = Wake()
+        self._events.register(self._lost.fileno(), select.EPOLLIN)
+        self._watch = Watch(self._context, self._lost)
         self._links: dict[str, _Link] = {}
         self._tokens = itertools.count(1)
         self._departed: list[str] = []
+        self._due: list[tuple[int, Outcome]] = []  # for the next `receive`
 
     def send(self, endpoint: str, request: Request, timeout_s: float) -> int:
-        """Send a request to the server at `endpoint` (see `sockets.endpoint`); returns its token.
+        """Send a request to the server at `endpoint` (see `net.sockets.endpoint`); returns its token.
 
         Raises:
             ProtocolError: the request is too large, the endpoint is no address, MAX_PENDING are under way there, or
-                MAX_SERVERS others owe answers.
+                MAX_SERVERS others that have answered before owe answers.
         """
         token = next(self._tokens)
         now = self._clock()
         frame = encode(token, request)
         link = self._links.get(endpoint)
         if link is None:
-            self._make_room(endpoint)
-            link = self._links[endpoint] = _Link(endpoint, connected_dealer(self._context, endpoint, self._keys), now)
+            place = place_of(endpoint)
+            self._make_room()
+            made = dealer(self._context, place[2], self._watch, self._keys)
+            link = self._links[endpoint] = _Link(endpoint, *place, *made, now)
         if len(link.pending) >= MAX_PENDING:
-            raise ProtocolError(f"{endpoint}: {len(link.pending)} requests are under way, the limit is {MAX_PENDING}")
+            raise ProtocolError(f"{len(link.pending)} requests are under way there, the limit is {MAX_PENDING}")
         link.pending[token] = _Pending(frame, REPLY_OF[type(request)], now + timeout_s, timeout_s)
         link.used_at = now
-        _transmit(link, frame)
+        if link.connected:
+            _transmit(link, frame)
+        else:
+            self._due += self._dial(link, now)
         return token
 
-    def sockets(self) -> tuple[zmq.Socket[bytes], ...]:
+    def sockets(self) -> tuple[zmq.Socket[bytes] | int, ...]:
         """What to wait on for input; changes with each call of `send` and `receive`."""
-        return tuple(link.socket for link in self._links.values())
+        return (self._events.fileno(), *(link.socket for link in self._links.values())) if self._links else ()
 
     def next_deadline(self) -> float | None:
         """When `receive` is due at the latest, None if there is nothing to wait for."""
-        return min(map(self._link_deadline, self._links.values()), default=None)
+        return self._clock() if self._due else min(map(self._link_deadline, self._links.values()), default=None)
 
     def under_way(self) -> int:
         """How many tokens have not come back yet."""
-        return sum(len(link.pending) for link in self._links.values())
+        return sum(len(link.pending) for link in self._links.values()) + len(self._due)
 
     def receive(self) -> list[tuple[int, Outcome]]:
-        """What has come back: a reply (or Failure), ProtocolError for what is no reply, or DeadlineExceeded."""
-        outcomes: list[tuple[int, Outcome]] = []
+        """What has come back: a reply (or Failure), ProtocolError for what is no reply, or for nobody being there, or
+        DeadlineExceeded."""
+        outcomes, self._due = self._due, []
+        self._lost.clear()
         for link in list(self._links.values()):
-            outcomes += self._drain(link)
+            lost = link.connected and self._watch.has_lost(link.name)
+            outcomes += self._drain(link)  # what came before it was lost
+            if lost:
+                if self._watch.was_cut(link.name):
+                    reason = "a message without end came from there, so its connection was cut off"
+                    outcomes += _fail_pending(link, ProtocolError(reason))
+                outcomes += self._renew(link)
+            outcomes += self._dial(link, self._clock())
             outcomes += self._expire(link)
             if not link.pending and self._link_deadline(link) <= self._clock():
                 self._close_link(link)
@@ -125,30 +168,65 @@ class SideChannelClient:
 
         What was sent just before gets up to `linger_s` to leave this process.
         """
+        if self._context.closed:
+            return
         for link in list(self._links.values()):
             link.socket.setsockopt(zmq.LINGER, round(1000 * linger_s))
             self._close_link(link)
+        self._watch.close()
         self._context.term()
+        self._lost.close()
+        self._events.close()
 
-    def _make_room(self, endpoint: str) -> None:
+    def _make_room(self) -> None:
+        """Requests name servers, and unauthenticated peers may have made the requests: who has never answered gives way
+        to others, then who owes nothing; who was asked least recently first."""
         if len(self._links) < MAX_SERVERS:
             return
-        idle = [link for link in self._links.values() if not link.pending]
-        if not idle:
-            raise ProtocolError(f"{endpoint}: {MAX_SERVERS} other servers owe answers, which is the limit; ask later")
-        self._close_link(min(idle, key=lambda link: link.used_at))
+        yielding = [link for link in self._links.values() if not (link.answered and link.pending)]
+        if not yielding:
+            raise ProtocolError(f"{MAX_SERVERS} other servers owe answers, which is the limit; ask later")
+        link = min(yielding, key=lambda link: (link.answered, link.used_at))
+        reason = f"no answer yet, and of more than {MAX_SERVERS} servers the one that was asked first gives way"
+        self._due += _fail_pending(link, Unreachable(reason))
+        self._close_link(link)
 
     def _link_deadline(self, link: _Link) -> float:
-        return min((pending.deadline for pending in link.pending.values()), default=link.used_at + self._idle_s)
+        if not link.pending:
+            return link.used_at + self._idle_s
+        due = min(pending.deadline for pending in link.pending.values())
+        return due if link.connected or link.dial is not None else min(due, link.dial_at)
+
+    def _dial(self, link: _Link, now: float) -> list[tuple[int, Outcome]]:
+        """Find out where a server takes connections, and connect; if nobody does, whoever asks is told."""
+        if link.connected or (link.dial is None and (not link.pending or now < link.dial_at)):
+            return []
+        if link.dial is None:
+            link.dial, link.dial_at = Dial(link.host, link.port, self._events), now + REDIAL_S
+        try:
+            address = link.dial.result()
+            if address is None:
+                return []
+            connect(link.socket, address, link.port)
+        except ProtocolError as error:
+            _end_dial(link)
+            link.dial_at = now + REDIAL_S
+            return _fail_pending(link, error)
+        _end_dial(link)
+        link.connected = link.reached = True
+        for pending in link.pending.values():
+            _transmit(link, pending.frame)
+        return []
 
     def _drain(self, link: _Link) -> list[tuple[int, Outcome]]:
         outcomes: list[tuple[int, Outcome]] = []
         for _ in range(_DRAIN):
             try:
-                parts = link.socket.recv_multipart(zmq.NOBLOCK)
+                parts = take(link.socket)
             except zmq.Again:
                 break
-            outcomes += self._accept(link, parts)
+            self._watch.took(parts[0])
+            outcomes += self._accept(link, [part.bytes for part in parts])
         if outcomes:
             link.used_at = self._clock()
         return outcomes
@@ -156,16 +234,16 @@ class SideChannelClient:
     def _accept(self, link: _Link, parts: list[bytes]) -> list[tuple[int, Outcome]]:
         try:
             if len(parts) != 1:
-                raise ProtocolError(f"{link.endpoint}: message parts: {len(parts)} there, 1 here")
+                raise ProtocolError(f"message parts: {len(parts)} there, 1 here")
             seq, reply = decode_reply(parts[0])
         except ProtocolError as error:
-            error = ProtocolError(f"{link.endpoint}: {error}")
             seq = sequence_of(parts[0])
             # What names no request of ours says that none of them will be understood there.
             blamed = [seq] if seq in link.pending else list(link.pending) if seq == 0 else []
             for token in blamed:
                 del link.pending[token]
             return [(token, error) for token in blamed]
+        link.answered = True
         if seq == 0 and isinstance(reply, Failure):
             if reply.code is FailureCode.LEAVING:
                 self._departed.append(link.endpoint)
@@ -178,32 +256,56 @@ class SideChannelClient:
         if isinstance(reply, Failure | pending.expected):
             return [(seq, reply)]
         wrong = f"{type(reply).__name__} there, {pending.expected.__name__} or Failure here"
-        return [(seq, ProtocolError(f"{link.endpoint}: kind of reply: {wrong}"))]
+        return [(seq, ProtocolError(f"kind of reply: {wrong}"))]
 
     def _expire(self, link: _Link) -> list[tuple[int, Outcome]]:
         now = self._clock()
         late = {token: pending for token, pending in link.pending.items() if pending.deadline <= now}
         if not late:
             return []
+        outcomes: list[tuple[int, Outcome]] = [(token, self._timed_out(link, late[token])) for token in late]
         for token in late:
             del link.pending[token]
-        outcomes: list[tuple[int, Outcome]] = [(token, _timed_out(link.endpoint, late[token])) for token in late]
-        link.socket.close()
-        try:
-            link.socket = connected_dealer(self._context, link.endpoint, self._keys)
-        except ProtocolError as error:
-            outcomes += [(token, error) for token in link.pending]
-            link.pending = {}
-            link.used_at = now - self._idle_s  # a later request makes it anew
-            return outcomes
+        if link.connected:
+            outcomes += self._renew(link)
+            outcomes += self._dial(link, now)
         link.used_at = now
-        for pending in link.pending.values():
-            _transmit(link, pending.frame)
         return outcomes
 
-    def _close_link(self, link: _Link) -> None:
+    def _renew(self, link: _Link) -> list[tuple[int, Outcome]]:
+        """Another socket for a server, to be dialled; what is under way is sent again when it is connected."""
         link.socket.close()
-        del self._links[link.endpoint]
+        link.connected = False
+        try:
+            link.socket, link.name = dealer(self._context, link.server_key, self._watch, self._keys)
+        except ProtocolError as error:
+            self._links.pop(link.endpoint)  # a later request makes it anew
+            return _fail_pending(link, error)
+        return []
+
+    def _timed_out(self, link: _Link, pending: _Pending) -> DeadlineExceeded:
+        late = f"within {pending.timeout_s:g} s"
+        if not link.reached:
+            return DeadlineExceeded(f"no connection {late}: nobody takes or refuses it, or {link.host} is not resolved")
+        also = ", and does it know this side's key" if link.server_key else ""
+        return DeadlineExceeded(f"no reply {late}; is the prefill instance alive{also}?")
+
+    def _close_link(self, link: _Link) -> None:
+        _end_dial(link)
+        link.socket.close()
+        self._links.pop(link.endpoint, None)
+
+
+def _fail_pending(link: _Link, error: ProtocolError) -> list[tuple[int, Outcome]]:
+    failed: list[tuple[int, Outcome]] = [(token, error) for token in link.pending]
+    link.pending.clear()
+    return failed
+
+
+def _end_dial(link: _Link) -> None:
+    if link.dial is not None:
+        link.dial.close()
+        link.dial = None
 
 
 def _transmit(link: _Link, frame: bytes) -> None:
@@ -211,10 +313,3 @@ def _transmit(link: _Link, frame: bytes) -> None:
         link.socket.send(frame, zmq.NOBLOCK)
     except zmq.Again:  # the queue is full although few requests are pending: old ones fill it; the deadline decides
         return
-
-
-def _timed_out(endpoint: str, pending: _Pending) -> DeadlineExceeded:
-    also = ", and does it know this side's key" if KEY_MARK in endpoint else ""
-    return DeadlineExceeded(
-        f"{endpoint}: no reply within {pending.timeout_s:g} s; is the prefill instance alive{also}?"
-    )

@@ -2,12 +2,12 @@
 
 The thread sleeps until a frame comes, a lease is due or another thread wakes it through a socket pair, so an idle
 server costs nothing. It answers each frame where it stands; what is malformed gets a `Failure` that says why, what is
-too large is cut off by zmq (see `sockets`), and nothing that a client sends ends the thread. Frames that wait to be
-served are bounded per connection by zmq; large replies that a slow client has not taken yet are counted here, because
-zmq counts only messages, and answered BUSY over the limit.
+too large is cut off by zmq (see `net.sockets`), and nothing that a client sends ends the thread. Frames that wait to be
+served are bounded per connection by zmq, and messages without end by `net.watch`; large replies that a slow client has
+not taken yet are counted here, because zmq counts only messages, and answered BUSY over the limit.
 
 The scheduler's thread calls the public methods; a lock around the tables is all that the two share. What
-concerns pushes alone is in `pushes`.
+concerns pushes alone is in `push_service`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,21 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.fields import MAX_TEXT, Table
 from vllm_pd_connector.protocol.lease import Freed, LeaseTable
-from vllm_pd_connector.protocol.messages import (
+from vllm_pd_connector.protocol.push.command_queue import Ticket
+from vllm_pd_connector.protocol.verification import Verification
+from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, Table
+from vllm_pd_connector.protocol.wire.messages import (
     Describe,
     Failure,
     FailureCode,
+    GetChecksums,
+    GetLeaseCount,
     GetManifests,
+    JobChecksums,
+    LeaseCount,
     Manifests,
-    NextJob,
+    NextChecksumJob,
     ReadDone,
     Release,
     Released,
@@ -42,29 +48,26 @@ from vllm_pd_connector.protocol.messages import (
     Renewed,
     Reply,
     Request,
-    Standing,
-    Status,
-    Sums,
-    Verify,
     VersionMismatch,
     decode_request,
     encode,
     sequence_of,
 )
-from vllm_pd_connector.protocol.orders import Ticket
-from vllm_pd_connector.protocol.push_messages import (
-    AwaitOrders,
+from vllm_pd_connector.protocol.wire.push_messages import (
+    AwaitCommands,
     DeclinePush,
     KeepPrefills,
+    Pushed,
     PushEnded,
     PushInto,
+    PushState,
     WithdrawPush,
 )
-from vllm_pd_connector.protocol.verification import Verification
-from vllm_pd_connector.sidechannel.keys import ZAP_DOMAIN, Keys
-from vllm_pd_connector.sidechannel.pushes import PushService
-from vllm_pd_connector.sidechannel.sockets import bound_router
-from vllm_pd_connector.sidechannel.workers import refusal
+from vllm_pd_connector.sidechannel.net.keys import ZAP_DOMAIN, Keys
+from vllm_pd_connector.sidechannel.net.sockets import bound_router, take
+from vllm_pd_connector.sidechannel.net.watch import Watch
+from vllm_pd_connector.sidechannel.push_service import PushService
+from vllm_pd_connector.sidechannel.worker_auth import refusal
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +78,21 @@ _LONGEST_SLEEP_S = 3600.0
 _LOG_EVERY_S = 10.0
 _MAX_CLIENTS = 4096  # that are told when the instance ends
 _GOODBYE_MS = 500
+
+
+def _key_of(part: zmq.Frame) -> str:
+    """The key that the sender's connection has proved, empty if none."""
+    try:
+        return str(part.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
+def _not_home(named: str | None, asker: object) -> str:
+    return (
+        f"home.server_key: {named or 'none'} there, the key of who asks is {asker or 'none'}: an instance can have "
+        "its own blocks written into and no other's"
+    )
 
 
 class _Unsent(NamedTuple):
@@ -90,7 +108,9 @@ class SideChannelServer:
         host, port: where to listen (IPv4, IPv6 or a name); port 0 takes a free one, see `port`.
         engine_id, incarnation: of the engine that it serves.
         clock: seconds, monotonic.
-        verifies: this instance's workers make sums of their caches for readers that ask.
+        verifies: this instance's workers make checksums of their caches for readers that ask.
+        freed: called in the server's thread, perhaps more than once, when `take_freed` has something to give.
+        lease_limit_s: the longest life of a lease.
         keys: talk only to clients with a key in their directory, and encrypt; None: to everybody.
 
     Raises:
@@ -106,17 +126,21 @@ class SideChannelServer:
         clock: Callable[[], float] = time.monotonic,
         keys: Keys | None = None,
         verifies: bool = False,
+        freed: Callable[[], None] = lambda: None,
+        lease_limit_s: float = math.inf,
     ) -> None:
         self._engine_id = engine_id
         self._incarnation = incarnation
         self._clock = clock
         self._lock = threading.Lock()
-        self._leases = LeaseTable()
+        self._leases = LeaseTable(lease_limit_s)
         self.pushes = PushService(self._leases, self._lock, self._wake, clock)
         self._freed: list[Freed] = []
         self._manifests: Manifests | None = None
         self._tokens: tuple[bytes, ...] = ()
         self._verifies = verifies
+        self._keyed = keys is not None
+        self._tell_freed = freed
         self._verification: Verification[Ticket] = Verification(0)
         self._counts: Counter[str] = Counter()
         self._due: list[tuple[Ticket, Reply]] = []  # to others than the client that is being answered
@@ -125,15 +149,17 @@ class SideChannelServer:
         self._closing = False
         self._clients: Bounded[bytes, None] = Bounded(_MAX_CLIENTS)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._watch = Watch(self._context)
         self._authenticator: ThreadAuthenticator | None = None
         try:
             if keys is not None:
                 self._authenticator = ThreadAuthenticator(self._context, log=logger)
                 self._authenticator.start()
                 self._authenticator.configure_curve(domain=ZAP_DOMAIN, location=keys.directory)
-            self._router = bound_router(self._context, host, port, keys)
+            self._router = bound_router(self._context, host, port, self._watch, keys)
         except BaseException:
             self._stop_authenticator()
+            self._watch.close()
             self._context.term()
             raise
         self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
@@ -145,7 +171,7 @@ class SideChannelServer:
 
     def set_manifests(self, manifests: Sequence[bytes], tokens: Sequence[bytes] = ()) -> None:
         """Serve these encoded manifests, one per worker, from now on; until then clients are told NOT_READY. `tokens`
-        are the workers' secrets, in the same order: without them no sums are taken from anybody.
+        are the workers' secrets, in the same order: without them no checksums are taken from anybody.
 
         Raises:
             ProtocolError: they do not fit one reply.
@@ -159,7 +185,7 @@ class SideChannelServer:
     def hold(self, request_id: str, nonce: bytes, duration: float, tables: Sequence[Table] = ()) -> None:
         """Keep a finished request's blocks for `duration` seconds, and again from each renewal.
 
-        `tables` are needed where sums are made of them.
+        `tables` are needed where checksums are made of them.
         """
         with self._lock:
             self._leases.hold(request_id, nonce, self._clock(), duration, tuple(tables))
@@ -195,6 +221,7 @@ class SideChannelServer:
         self._wake_in.close()
         self._wake_out.close()
         self._stop_authenticator()
+        self._watch.close()
         self._context.term()
 
     def _stop_authenticator(self) -> None:
@@ -222,6 +249,9 @@ class SideChannelServer:
                 with self._lock:
                     self._freed += self.pushes.settle(self._clock())
                     answers, self._due = self._due + self.pushes.take_replies(), []
+                    freed = bool(self._freed)
+                if freed:
+                    self._tell_freed()
                 for (client, seq), reply in answers:
                     self._send(client, seq, reply)
             except Exception as error:  # the thread outlives whatever this was; the pause keeps it from spinning
@@ -246,21 +276,26 @@ class SideChannelServer:
     def _serve_batch(self) -> None:
         for _ in range(_BATCH):
             try:
-                client, *parts = self._router.recv_multipart(zmq.NOBLOCK)
+                first, *frames = take(self._router)
             except zmq.Again:
                 return
+            self._watch.took(frames[-1] if frames else first)
+            client, parts = first.bytes, [frame.bytes for frame in frames]
             self._clients[client] = None
             seq = sequence_of(parts[0]) if parts else 0
-            reply = self._answer(parts, (client, seq))
+            asker = _key_of(frames[-1]) if self._keyed and frames else None
+            reply = self._answer(parts, (client, seq), asker)
             if reply is not None:
                 self._send(client, seq, reply)
 
-    def _answer(self, parts: list[bytes], ticket: Ticket) -> Reply | None:
-        """The reply, or None if it comes later."""
+    def _answer(self, parts: list[bytes], ticket: Ticket, asker: object) -> Reply | None:
+        """The reply, or None if it comes later. `asker` is the client's key, None without keys."""
         try:
             if len(parts) != 1:
                 raise ProtocolError(f"message parts: {len(parts)} there, 1 here; use a DEALER socket")
             _, request = decode_request(parts[0])
+            if isinstance(request, PushInto) and request.home.server_key != asker:
+                return Pushed(PushState.FAILED, _not_home(request.home.server_key, asker), True)
             with self._lock:
                 self._counts[type(request).__name__] += 1
                 return self._serve(request, ticket)
@@ -272,17 +307,20 @@ class SideChannelServer:
             logger.exception("side channel: a request failed")
             return self._failure(FailureCode.INTERNAL, f"{type(error).__name__}: {error}")
 
-    def _verify(self, request: Verify | NextJob | Sums, ticket: Ticket) -> Reply | None:
+    def _verify(self, request: GetChecksums | NextChecksumJob | JobChecksums, ticket: Ticket) -> Reply | None:
         """The reply to this request, if it is due; those to others that become due are sent after it."""
         answers: list[tuple[Ticket, Reply]] = []
-        if isinstance(request, NextJob | Sums) and (failure := refusal(request, self._tokens)) is not None:
+        if (
+            isinstance(request, NextChecksumJob | JobChecksums)
+            and (failure := refusal(request, self._tokens)) is not None
+        ):
             return failure
         match request:
-            case NextJob():
+            case NextChecksumJob():
                 answers = self._verification.next_job(ticket, request.worker)
-            case Sums():
+            case JobChecksums():
                 answers = self._verification.add(ticket, request)
-            case Verify():
+            case GetChecksums():
                 tables = self._leases.tables_of(request.lease, self._clock())
                 if not self._verifies:
                     text = "verify is off on the prefill instance: set it there too, or switch it off here"
@@ -307,12 +345,18 @@ class SideChannelServer:
             case Release(leases):
                 self._leases.release(leases, now)
                 return Released()
-            case Verify() | NextJob() | Sums():
+            case GetChecksums() | NextChecksumJob() | JobChecksums():
                 return self._verify(request, ticket)
-            case Status():
+            case GetLeaseCount():
                 self._leases.tick(now)
-                return Standing(len(self._leases))
-            case PushInto() | WithdrawPush() | DeclinePush() | KeepPrefills() | AwaitOrders() | PushEnded():
+                return LeaseCount(len(self._leases))
+            case PushInto() | WithdrawPush() if request.incarnation not in ("", self._incarnation):
+                return Failure(
+                    FailureCode.FOREIGN_ENGINE,
+                    f"incarnation: {request.incarnation} asked for, {self._incarnation} here; the prefill instance at "
+                    "this address was restarted or replaced, and what its former workers do is not known here",
+                )
+            case PushInto() | WithdrawPush() | DeclinePush() | KeepPrefills() | AwaitCommands() | PushEnded():
                 return self.pushes.serve(request, ticket, now)
 
     def _describe(self, engine_id: str) -> Reply:

@@ -6,40 +6,20 @@ A loop that owns a `SideChannelClient` waits here and nowhere else, so an idle o
 from __future__ import annotations
 
 import math
-import os
 import time
 
 import zmq
 
-from vllm_pd_connector.protocol.messages import Request
+from vllm_pd_connector.protocol.wire.messages import Request
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
+from vllm_pd_connector.sidechannel.net.wake import Wake
 
-
-class Wake:
-    """An event that other threads set and one loop waits for; setting it twice is setting it once."""
-
-    def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def set(self) -> None:
-        """Make the present or next `wait` return; callable from any thread."""
-        os.eventfd_write(self._fd, 1)
-
-    def clear(self) -> None:
-        try:
-            os.eventfd_read(self._fd)
-        except BlockingIOError:
-            return
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def close(self) -> None:
-        os.close(self._fd)
+__all__ = ["Wake", "ask", "wait"]
 
 
 def wait(client: SideChannelClient, wake: Wake, deadline: float | None) -> None:
-    """Return when the client has input, `wake` was set, or time.monotonic() reaches `deadline` (None: never)."""
+    """Return when the client has input, `net.wake` was set, or time.monotonic() reaches `net.deadline` (None:
+    never)."""
     moments = [moment for moment in (deadline, client.next_deadline()) if moment is not None]
     seconds = max(0.0, min(moments) - time.monotonic()) if moments else None
     poller = zmq.Poller()

@@ -24,22 +24,26 @@ from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
 
 
-class Status(Enum):
+class TransferStatus(Enum):
     """State of a transfer that has not failed."""
 
     RUNNING = "running"
     DONE = "done"
 
 
-class Peer(Protocol):
+class TransportPeer(Protocol):
     """A connected peer; opaque to the caller."""
 
 
 class Transfer(Protocol):
-    """A started transfer; opaque to the caller. `descriptors` is what the library was given, for statistics."""
+    """A started transfer; opaque to the caller. `descriptors` is what the library was given, for statistics; `left`
+    are the parts that had not ended when it was polled last: it falls as long as bytes move."""
 
     @property
     def descriptors(self) -> int: ...
+
+    @property
+    def left(self) -> int: ...
 
 
 class Transport(Protocol):
@@ -57,7 +61,7 @@ class Transport(Protocol):
     def describe(self) -> bytes:
         """What a peer needs for `connect`; travels in the manifest's `endpoint`."""
 
-    def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> Peer:
+    def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> TransportPeer:
         """Prepare transfers with the worker that described itself by `endpoint` and holds `segments`.
 
         A peer may be connected more than once, since an instance may be known under several addresses, or is read from
@@ -69,20 +73,20 @@ class Transport(Protocol):
                 reached now. Connected peers are not affected.
         """
 
-    def disconnect(self, peer: Peer) -> None:
+    def disconnect(self, peer: TransportPeer) -> None:
         """Start nothing more with a peer, and forget it when its last running transfer has ended.
 
         Running transfers are polled on as ever: they become DONE or fail.
         """
 
-    def read(self, peer: Peer, runs: Runs) -> Transfer:
+    def read(self, peer: TransportPeer, runs: Runs) -> Transfer:
         """Start copying `runs` from the peer (source) to this process (destination).
 
         Raises:
             TransferError: not started; nothing moves.
         """
 
-    def write(self, peer: Peer, runs: Runs, notification: bytes = b"") -> Transfer:
+    def write(self, peer: TransportPeer, runs: Runs, notification: bytes = b"") -> Transfer:
         """Start copying `runs` from this process (source) to the peer (destination).
 
         The notification reaches the peer after all bytes of this transfer are in its memory. DONE does not say that
@@ -92,14 +96,14 @@ class Transport(Protocol):
             TransferError: not started; nothing moves.
         """
 
-    def poll(self, transfer: Transfer) -> Status:
+    def poll(self, transfer: Transfer) -> TransferStatus:
         """State of a transfer, without blocking. Polling again after DONE or an error is an error of the caller.
 
         Raises:
             TransferError: it failed. When it is not `terminal`, bytes may move until `close` and nothing will tell.
         """
 
-    def notify(self, peer: Peer, payload: bytes) -> None:
+    def notify(self, peer: TransportPeer, payload: bytes) -> None:
         """Send a message on its own. Delivery is not acknowledged.
 
         Raises:
@@ -109,7 +113,7 @@ class Transport(Protocol):
     def notifications(self) -> list[bytes]:
         """Messages that arrived since the last call, oldest first, from any peer."""
 
-    def renew(self, peer: Peer) -> None:
+    def replace_endpoint(self, peer: TransportPeer) -> None:
         """Connect peers from now on by another endpoint of the library than the one of `peer`.
 
         The way out when transfers stand still though their peer is well, and later ones would too. Those that run go
@@ -132,20 +136,20 @@ class Transport(Protocol):
 class Followed(Protocol):
     """A transfer that is advanced by being polled; `outcome` is set at its end, and `reported` once."""
 
-    outcome: Status | TransferError | None
+    outcome: TransferStatus | TransferError | None
     reported: bool
 
 
 FollowedTransfer = TypeVar("FollowedTransfer", bound=Followed)
 
 
-def follow(transfer: FollowedTransfer, advance: Callable[[FollowedTransfer], None]) -> Status:
+def follow(transfer: FollowedTransfer, advance: Callable[[FollowedTransfer], None]) -> TransferStatus:
     """`Transport.poll` of such a transfer; `advance` looks at it, goes on with it and sets the outcome."""
     assert not transfer.reported, "polled after its end"
     if transfer.outcome is None:
         advance(transfer)
     if transfer.outcome is None:
-        return Status.RUNNING
+        return TransferStatus.RUNNING
     transfer.reported = True
     if isinstance(transfer.outcome, TransferError):
         raise transfer.outcome

@@ -19,7 +19,7 @@ import msgspec
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.transport.base import Peer, Status, Transfer
+from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, cut
 
@@ -37,8 +37,8 @@ class Faults:
 
     `lost`: its process is gone; every operation of a peer with it is `PeerLost`. `frozen`: it answers nothing;
     transfers of peers with it stay RUNNING and their notifications wait. `held`: transfers that this endpoint itself
-    started stay RUNNING. `stalled`: the same for peers that were connected before this many `renew`s. `failures`:
-    raised by the next polls of transfers that this endpoint started, one each.
+    started stay RUNNING. `stalled`: the same for peers that were connected before this many `replace_endpoint`s.
+    `failures`: raised by the next polls of transfers that this endpoint started, one each.
     """
 
     lost: bool = False
@@ -52,7 +52,7 @@ class Faults:
 class _Peer:
     name: str
     ranges: Ranges
-    life: int
+    incarnation: int
     connected: bool = True
 
 
@@ -67,6 +67,10 @@ class _Transfer:
     def descriptors(self) -> int:
         return len(self.work.runs)
 
+    @property
+    def left(self) -> int:
+        return int(not self.finished)
+
 
 _endpoints: dict[str, LoopbackTransport] = {}
 _lock = threading.Lock()
@@ -80,7 +84,7 @@ class LoopbackTransport:
     def __init__(self, options: LoopbackOptions | None = None, *, serves: bool = True) -> None:
         self.faults = Faults()
         self._serves = serves
-        self._life = 0
+        self._incarnation = 0
         self._name = uuid.uuid4().hex
         self._ranges = Ranges.of((), "this worker")
         self._inbox: deque[bytes] = deque()
@@ -95,24 +99,24 @@ class LoopbackTransport:
     def describe(self) -> bytes:
         return seal(NAME, self._name, b"")
 
-    def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> Peer:
-        peer = _Peer(unseal(NAME, endpoint).name, Ranges.of(segments, "the peer"), self._life)
+    def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> TransportPeer:
+        peer = _Peer(unseal(NAME, endpoint).name, Ranges.of(segments, "the peer"), self._incarnation)
         _reach(peer)
         return peer
 
-    def disconnect(self, peer: Peer) -> None:
+    def disconnect(self, peer: TransportPeer) -> None:
         assert isinstance(peer, _Peer)
         peer.connected = False
 
-    def read(self, peer: Peer, runs: Runs) -> Transfer:
+    def read(self, peer: TransportPeer, runs: Runs) -> Transfer:
         assert isinstance(peer, _Peer) and peer.connected
         return _Transfer(peer, cut(runs, peer.ranges, self._ranges, _UNLIMITED), b"")
 
-    def write(self, peer: Peer, runs: Runs, notification: bytes = b"") -> Transfer:
+    def write(self, peer: TransportPeer, runs: Runs, notification: bytes = b"") -> Transfer:
         assert isinstance(peer, _Peer) and peer.connected
         return _Transfer(peer, cut(runs, self._ranges, peer.ranges, _UNLIMITED), notification)
 
-    def poll(self, transfer: Transfer) -> Status:
+    def poll(self, transfer: Transfer) -> TransferStatus:
         assert isinstance(transfer, _Transfer) and not transfer.finished, "polled after its end"
         try:
             if self.faults.failures:
@@ -121,8 +125,8 @@ class LoopbackTransport:
         except TransferError:
             transfer.finished = True
             raise
-        if self.faults.held or target.faults.frozen or transfer.peer.life < self.faults.stalled:
-            return Status.RUNNING
+        if self.faults.held or target.faults.frozen or transfer.peer.incarnation < self.faults.stalled:
+            return TransferStatus.RUNNING
         runs = transfer.work.runs
         for source, destination, length in zip(
             runs.source.tolist(), runs.destination.tolist(), runs.length.tolist(), strict=True
@@ -131,9 +135,9 @@ class LoopbackTransport:
         if transfer.notification:
             target._inbox.append(transfer.notification)
         transfer.finished = True
-        return Status.DONE
+        return TransferStatus.DONE
 
-    def notify(self, peer: Peer, payload: bytes) -> None:
+    def notify(self, peer: TransportPeer, payload: bytes) -> None:
         assert isinstance(peer, _Peer) and peer.connected
         _reach(peer)._inbox.append(payload)
 
@@ -142,12 +146,12 @@ class LoopbackTransport:
             return []
         return [self._inbox.popleft() for _ in range(len(self._inbox))]
 
-    def renew(self, peer: Peer) -> None:
+    def replace_endpoint(self, peer: TransportPeer) -> None:
         assert isinstance(peer, _Peer)
         if self._serves:
             raise TransferError("this loopback endpoint is a target of its peers")
-        if peer.life == self._life:
-            self._life += 1
+        if peer.incarnation == self._incarnation:
+            self._incarnation += 1
 
     def close(self) -> None:
         with _lock:

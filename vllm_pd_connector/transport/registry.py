@@ -31,13 +31,13 @@ def create(
     """
     given = dict(options or {})
     if name == "nixl":
-        from vllm_pd_connector.transport.nixl import NixlTransport
-        from vllm_pd_connector.transport.nixl_library import NixlOptions
+        from vllm_pd_connector.transport.nixl.bindings import NixlOptions
+        from vllm_pd_connector.transport.nixl.transport import NixlTransport
 
         return NixlTransport(_convert(name, given, NixlOptions), serves=serves)
     if name == "mooncake":
-        from vllm_pd_connector.transport.mooncake import MooncakeTransport
-        from vllm_pd_connector.transport.mooncake_engine import MooncakeOptions
+        from vllm_pd_connector.transport.mooncake.engine import MooncakeOptions
+        from vllm_pd_connector.transport.mooncake.transport import MooncakeTransport
 
         return MooncakeTransport(_convert(name, given, MooncakeOptions), memory=memory)
     if name == "loopback":

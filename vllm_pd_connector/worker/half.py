@@ -1,7 +1,13 @@
 """The worker half: one object per rank that answers vLLM's model runner.
 
 Everything here runs in the thread that launches forwards and does next to nothing: it puts orders into the transfer
-thread's queue and takes finished ids out. The work is in `loop` (transfers) and `describe` (the manifest, once).
+thread's queue and takes finished ids out. The work is in `transfer_loop` (transfers) and `build_manifest` (the
+manifest, once).
+
+A step is marked where vLLM has launched everything that it writes, drafts included: in `wait_for_save`. vLLM calls
+`start_load_kv` before the forward if another connector loads for this step, and before a drafter of runner V1. On a
+pipeline stage that is not the last, which drafts nothing, runner V1 does not call `wait_for_save` while it speculates;
+there the report that ends the step marks it, if nothing did before.
 """
 
 from __future__ import annotations
@@ -14,26 +20,30 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_pd_connector import __version__
-from vllm_pd_connector.compat import facts
 from vllm_pd_connector.compat.base import KVConnectorTransferResults, init_logger
-from vllm_pd_connector.compat.memory import forward_marker, make_device_current
+from vllm_pd_connector.compat.memory import Mark, make_device_current, marker
+from vllm_pd_connector.compat.model import facts
+from vllm_pd_connector.compat.queues import rest_until_next_message
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.geometry.check import validate
 from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.geometry.validate import validate
+from vllm_pd_connector.metadata import StepMetadata, WorkerReport
 from vllm_pd_connector.observability.digest_trace import DigestTrace
 from vllm_pd_connector.observability.stats import PDStats
-from vllm_pd_connector.sidechannel.keys import Keys, keys_of
-from vllm_pd_connector.sidechannel.sockets import endpoint
-from vllm_pd_connector.steps import StepMetadata, WorkerReport
-from vllm_pd_connector.transport import hugepages, registry
+from vllm_pd_connector.sidechannel.bell import ring
+from vllm_pd_connector.sidechannel.net.keys import Keys, keys_of
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
+from vllm_pd_connector.transport import registry
 from vllm_pd_connector.transport.base import Transport
-from vllm_pd_connector.worker.describe import describe
-from vllm_pd_connector.worker.leave import wait_for_readers
-from vllm_pd_connector.worker.loop import TransferLoop
+from vllm_pd_connector.worker import hugepages
+from vllm_pd_connector.worker.build_manifest import build_manifest
+from vllm_pd_connector.worker.checksum_server import ChecksumServer
+from vllm_pd_connector.worker.drain import wait_for_readers
 from vllm_pd_connector.worker.outbox import Outbox
-from vllm_pd_connector.worker.pushing import PushSetup
-from vllm_pd_connector.worker.step_clock import StepClock
-from vllm_pd_connector.worker.verify import SumMaker
+from vllm_pd_connector.worker.peers.process_watch import address_towards
+from vllm_pd_connector.worker.push.driver import PushSetup
+from vllm_pd_connector.worker.push.step_clock import StepClock
+from vllm_pd_connector.worker.transfer_loop import TransferLoop
 
 if TYPE_CHECKING:
     import torch
@@ -50,13 +60,17 @@ class WorkerHalf:
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._outbox = Outbox()
+        self._outbox = Outbox(self._ring)
+        self._bell = ""
         self.token = secrets.token_bytes(16)
-        self._forward_done: Callable[[], Callable[[], bool]] | None = None
+        self._mark: Callable[[], Mark] | None = None
+        self._unmarked: StepMetadata | None = None  # a step of which more may be launched
+        self._pushes = self._drafts = False
+        self._last_stage = True
         self._manifest: Manifest | None = None
         self._loop: TransferLoop | None = None
         self._trace: DigestTrace | None = None
-        self._sums: SumMaker | None = None
+        self._checksums: ChecksumServer | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe the caches, start the transfer thread, register the memory with the transport.
@@ -65,12 +79,12 @@ class WorkerHalf:
             PDConnectorError: a cache that cannot be moved, or a transport that cannot start; the engine does not
                 start with a connector that would fail every request.
         """
-        manifest = describe(
+        manifest = build_manifest(
             self._vllm_config,
             self._kv_cache_config,
             kv_caches,
             incarnation=secrets.token_hex(16),
-            model_id=self._config.model_id,
+            config=self._config,
             software=f"vllm {facts.vllm_version()}, vllm_pd_connector {__version__}",
             transport=self._config.transport,
         )
@@ -82,12 +96,15 @@ class WorkerHalf:
         place = manifest.parallel
         starts = self._config.starts_transfers(prefills=produces, decodes=consumes)
         config = self._config if starts else msgspec.structs.replace(self._config, staging_bytes=0)
+        self._last_stage = place.pp_rank == place.pp_size - 1
+        self._pushes = self._config.pushes and produces
+        self._drafts = self._last_stage and produces and bool(manifest.model.speculative)
+        if self._pushes or self._drafts:
+            self._mark = marker(manifest.segments)
         push = None
-        if self._config.pushes and produces:
-            self._forward_done = forward_marker(manifest.segments)
+        if self._pushes:
             keys = keys_of(self._config)
-            where = self._config.side_channel(self._vllm_config.parallel_config.data_parallel_index)
-            home = endpoint(*where, keys.public if keys is not None else None)
+            home = endpoint(*self._side_channel(), keys.public if keys is not None else None)
             push = PushSetup(home, self.token, StepClock())
         self._loop = TransferLoop(
             config,
@@ -98,11 +115,14 @@ class WorkerHalf:
             readers=place.pp_size * place.tp_size,
             push=push,
             received=self._trace.received if self._trace is not None else None,
+            address=address_towards(self._side_channel()[0]),
         )
         transport_endpoint = self._loop.start()
         scratch = self._loop.scratch if push is not None else None
         self._offer_sums(manifest)
-        self._manifest = msgspec.structs.replace(manifest, endpoint=transport_endpoint, scratch=scratch)
+        self._manifest = msgspec.structs.replace(
+            manifest, endpoint=transport_endpoint, scratch=scratch, life=self._loop.life
+        )
         if self._config.huge_pages:
             hugepages.collapse_in_background(manifest.segments)
         logger.info(
@@ -116,16 +136,18 @@ class WorkerHalf:
     def _own_side_channel(self) -> tuple[str, Keys | None]:
         """The address of this instance's side channel, and the keys to speak to it with."""
         keys = keys_of(self._config)
-        host, port = self._config.side_channel(self._vllm_config.parallel_config.data_parallel_index)
-        return endpoint(host, port, keys.public if keys is not None else None), keys
+        return endpoint(*self._side_channel(), keys.public if keys is not None else None), keys
+
+    def _side_channel(self) -> tuple[str, int]:
+        return self._config.side_channel(self._vllm_config.parallel_config.data_parallel_index)
 
     def _offer_sums(self, manifest: Manifest) -> None:
-        """Make sums for decode instances that ask."""
+        """Make checksums for decode instances that ask."""
         if self._config.verify != "off" and self._vllm_config.kv_transfer_config.is_kv_producer:
             address, keys = self._own_side_channel()
             place = manifest.parallel
             number = place.pp_rank * place.tp_size + place.tp_rank
-            self._sums = SumMaker(address, keys, manifest, number, self.token)
+            self._checksums = ChecksumServer(address, keys, manifest, number, self.token)
 
     def _make_transport(self, manifest: Manifest) -> Transport:
         """Called in the transfer thread."""
@@ -141,10 +163,13 @@ class WorkerHalf:
         return msgspec.msgpack.encode(self._manifest)
 
     def start_step(self, metadata: StepMetadata) -> None:
-        """Pass on what the scheduler half ordered in this step."""
-        if self._forward_done is not None:
-            assert self._loop is not None
-            self._loop.step_launched(metadata.step, self._forward_done())
+        """Pass on what the scheduler half ordered in this step. Its forward may have been launched or not."""
+        self._unmarked = metadata
+        if metadata.calm:
+            rest_until_next_message()
+        if metadata.bell and metadata.bell != self._bell:
+            self._bell = metadata.bell
+            self._ring()  # so that the scheduler half knows that it hears this worker
         if metadata.receives or metadata.aborts:
             assert self._loop is not None
             self._loop.submit(metadata.receives, metadata.aborts)
@@ -152,11 +177,34 @@ class WorkerHalf:
             assert self._trace is not None
             self._trace.held(held)
 
+    def step_launched(self) -> None:
+        """Everything that the step writes was launched; another call in the same step changes nothing.
+
+        Where the step ends a prefill and this worker drafts, wait until it is done: vLLM answers with the sampled
+        token, which may be there before the drafter's caches, and a decode instance may read as soon as it has the
+        answer. vLLM's workers answer after this returns.
+        """
+        metadata, self._unmarked = self._unmarked, None
+        if self._mark is None or metadata is None:
+            return
+        mark = self._mark()
+        if self._pushes:
+            assert self._loop is not None
+            self._loop.step_launched(metadata.step, mark.query)
+        if self._drafts and metadata.ends_prefill:
+            mark.synchronize()
+
+    def _ring(self) -> None:
+        if self._bell:
+            ring(self._bell, self.token)
+
     def transfer_results(self) -> KVConnectorTransferResults:
         """Every receive that ended since the last step, each once."""
         return self._outbox.take_results()
 
     def take_report(self) -> WorkerReport | None:
+        if not self._last_stage:
+            self.step_launched()
         return self._outbox.take_report()
 
     def take_stats(self) -> PDStats | None:
@@ -168,7 +216,7 @@ class WorkerHalf:
             if self._vllm_config.kv_transfer_config.is_kv_producer and self._config.shutdown_timeout > 0:
                 address, keys = self._own_side_channel()
                 wait_for_readers(address, keys, self._config.shutdown_timeout)
-            if self._sums is not None:
-                self._sums.close()
+            if self._checksums is not None:
+                self._checksums.close()
             self._loop.close()
             self._loop = None

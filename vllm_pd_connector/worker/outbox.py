@@ -2,27 +2,29 @@
 
 The engine's thread takes everything that has gathered once per step; both sides only swap small objects under a lock.
 What the transfer thread counts is handed over with the next report, in one piece: the step that hears of a request's
-end hears of what it counted too. An instance may take no step after it for hours.
+end hears of what it counted too. An instance may take no step after it for hours, unless it is told of one that is due.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from vllm_pd_connector.compat.base import KVConnectorTransferResults
+from vllm_pd_connector.metadata import WorkerReport
 from vllm_pd_connector.observability.stats import PDStats
-from vllm_pd_connector.steps import WorkerReport
 
 
 class Outbox:
     """Thread-safe; every receive is put in once and taken out once.
 
     `counting` is the transfer thread's own, without the lock: it counts there, and a report or `flush` hands over.
+    `ring` is called when something is in it that a step must take out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ring: Callable[[], None] = lambda: None) -> None:
         self.counting = PDStats()
+        self._ring = ring
         self._lock = threading.Lock()
         self._results = KVConnectorTransferResults()
         self._report = WorkerReport()
@@ -30,24 +32,26 @@ class Outbox:
         self._stats = PDStats()
 
     def finished(
-        self, request_id: str, *, ok: bool, quarantined: bool, private: Mapping[int, int] | None = None
+        self, request_id: str, *, ok: bool, quarantined: bool, unshareable: Mapping[int, int] | None = None
     ) -> None:
-        """A receive ended on this rank. What belongs to it (a quarantine, `WorkerReport.private`) is announced in the
-        same step, never later."""
+        """A receive ended on this rank. What belongs to it (a quarantine, `WorkerReport.unshareable`) is announced in
+        the same step, never later."""
         with self._lock:
             self._results.finished_recving.add(request_id)
             if not ok:
                 self._results.failed_recving.add(request_id)
             if quarantined:
                 self._report.quarantined[request_id] = 1
-            if ok and private:
-                self._report.private[request_id] = dict(private)
+            if ok and unshareable:
+                self._report.unshareable[request_id] = dict(unshareable)
             self._hand_over()
+        self._ring()
 
     def drained(self, request_id: str) -> None:
         """Nothing writes into this request's blocks any more on this rank."""
         with self._lock:
             self._report.drained[request_id] = 1
+        self._ring()
 
     def flush(self) -> None:
         """Hand over what was counted since the last report; for the transfer thread."""

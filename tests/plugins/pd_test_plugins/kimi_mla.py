@@ -3,7 +3,8 @@
 vLLM's CPU backend has none of the three. It refuses blocks of more than 16 tokens, although the allocator splits them
 before the backend sees them; and its prefill knows the new tokens only, so the platform turns prefix caching and chunks
 off (`cpu_platform.py` undoes that). Here a prefill attends over everything that the request has in the cache, the new
-tokens included, in plain torch.
+tokens included, in plain torch: in float64, and with keys and values made block by block, so that a token's numbers do
+not depend on how many others are computed with it.
 """
 
 from __future__ import annotations
@@ -66,18 +67,18 @@ class HybridMLA(CPUMLAImpl):
         for request, total in enumerate(prefill.total_tokens):
             start, stop = starts[request : request + 2]
             blocks = prefill.block_table[request, : -(-total // kv_c_and_k_pe_cache.shape[-2])].long()
-            cached = kv_c_and_k_pe_cache[blocks].flatten(0, -2)[:total].to(q.dtype)
-            keys, values = self._expand(cached)
-            scores = torch.einsum("qhc,khc->hqk", q[start:stop].float(), keys) * self.scale
+            expanded = [self._expand(block.flatten(0, -2).to(q.dtype)) for block in kv_c_and_k_pe_cache[blocks]]
+            keys, values = (torch.cat(parts)[:total] for parts in zip(*expanded, strict=True))
+            scores = torch.einsum("qhc,khc->hqk", q[start:stop].double(), keys) * self.scale
             unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(total - (stop - start) + 1)
             weights = scores.masked_fill(unseen, -torch.inf).softmax(dim=-1)
             output[start:stop] = torch.einsum("hqk,khv->qhv", weights, values).flatten(1).to(output.dtype)
 
     def _expand(self, cached: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [tokens, heads, size] in float32 from latents with their rope part [tokens, size]."""
+        """Keys and values [tokens, heads, size] in float64 from latents with their rope part [tokens, size]."""
         latent, rope = cached.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         expanded = self.kv_b_proj(latent.contiguous())[0].view(
             -1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim
         )
-        nope, values = expanded.float().split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
-        return torch.cat([nope, rope.float().unsqueeze(1).expand(-1, self.num_heads, -1)], dim=-1), values
+        nope, values = expanded.double().split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        return torch.cat([nope, rope.double().unsqueeze(1).expand(-1, self.num_heads, -1)], dim=-1), values

@@ -2,7 +2,8 @@
 
 vLLM's own CPU backend reads one layout only (LBHNC), with K transposed inside a page, in blocks of 32 tokens. This one
 addresses the cache through vLLM's logical view [blocks, heads, tokens, content] alone and takes whatever strides the
-view has, so every layout and every block size that is a multiple of 16 can be served. Clear, not fast.
+view has, so every layout and every block size that is a multiple of 16 can be served. It computes in float64, so that a
+token's numbers do not depend on how many others are computed with it. Clear, not fast.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
 )
 
+from pd_test_plugins.poison import POISONED, poison_caches
+
 BLOCK_TOKENS = 16
+
+if POISONED:
+    poison_caches()
 
 
 class ReferenceAttentionBackend(CPUAttentionBackend):
@@ -92,18 +98,32 @@ class ReferenceAttention(CPUAttentionBackendImpl):
         for request, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
             if start == stop:
                 continue
-            pages = kv_cache[attn_metadata.block_table[request, : -(-lengths[request] // kv_cache.shape[2])].long()]
-            cached = pages.transpose(1, 2).flatten(0, 1)[: lengths[request]].transpose(0, 1).float()
-            keys, values = cached.split(self.head_size, dim=-1)
-            attended = scaled_dot_product_attention(
-                query[start:stop].transpose(0, 1).float(),
-                keys.repeat_interleave(self.num_queries_per_kv, dim=0),
-                values.repeat_interleave(self.num_queries_per_kv, dim=0),
-                attn_mask=self._visible(stop - start, lengths[request]),
-                scale=self.scale,
-            )
-            output[start:stop] = attended.transpose(0, 1).to(output.dtype).view_as(output[start:stop])
+            attended = self._attended(query[start:stop], kv_cache, attn_metadata.block_table[request], lengths[request])
+            output[start:stop] = attended.to(output.dtype).view_as(output[start:stop])
         return output
+
+    def _attended(self, query: torch.Tensor, kv_cache: torch.Tensor, table: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Attention of the last `query` of `tokens` tokens. Pages before the window are not read: vLLM has put the null
+        block in their place, in which anything may lie. If the caches are poisoned, every slot of the others is, with
+        zero as the weight of what is masked."""
+        page, queries = kv_cache.shape[2], query.shape[0]
+        lowest = max(0, tokens - queries + 1 - self.sliding_window) if self.sliding_window > 0 else 0
+        first, last = lowest // page, -(-tokens // page)
+        slots = kv_cache[table[first:last].long()].transpose(1, 2).flatten(0, 1).transpose(0, 1).double()
+        if not POISONED:
+            slots = slots[:, : tokens - first * page]
+        keys, values = (
+            part.repeat_interleave(self.num_queries_per_kv, dim=0) for part in slots.split(self.head_size, dim=-1)
+        )
+        visible = torch.zeros(queries, slots.shape[1], dtype=torch.bool)
+        visible[:, : tokens - first * page] = self._visible(queries, tokens)[:, first * page :]
+        query = query.transpose(0, 1).double()
+        if not POISONED:
+            attended = scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=self.scale)
+        else:
+            scores = (query @ keys.transpose(1, 2)) * self.scale
+            attended = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1) @ values
+        return attended.transpose(0, 1)
 
     def _visible(self, queries: int, tokens: int) -> torch.Tensor:
         """Mask [queries, tokens]: the last `queries` tokens see themselves and what precedes them in the window."""

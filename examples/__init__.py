@@ -1,0 +1,1 @@
+"""Scripts to run (`python examples/demo.py`), and what tests and benchmarks start servers with."""

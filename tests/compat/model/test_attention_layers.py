@@ -1,0 +1,93 @@
+"""What an attention layer's spec says about its page: which heads of how many it holds, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
+)
+
+from vllm_pd_connector.compat.model import caches, facts
+from vllm_pd_connector.compat.model.recurrent import StateGroup, state_groups
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.geometry.manifest import Coordinates, GroupKind, Manifest, ModelFacts, Role
+from vllm_pd_connector.geometry.plan import make_plan
+from vllm_pd_connector.geometry.topology import check_pd_topology
+from vllm_pd_connector.geometry.validate import validate
+from vllm_pd_connector.worker.build_manifest import build_manifest
+
+LAYER = "model.layers.0.self_attn.attn"
+FACTS = ModelFacts("m", "DeepseekV32ForCausalLM", 1, 7168, 128, 576, "bfloat16", "fp8", "", "", "content 0", "")
+FP8 = MLAAttentionSpec(
+    block_size=64, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.uint8, cache_dtype_str="fp8",
+    kv_quant_mode=KVQuantMode.FP8_PER_TENSOR,
+)  # fmt: skip
+PACKED = MLAAttentionSpec(
+    block_size=64, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.uint8, cache_dtype_str="fp8_ds_mla",
+    state_content_bytes=656,
+)  # fmt: skip
+INDEXER = MLAAttentionSpec(
+    block_size=64, num_kv_heads=1, max_tp_shards=1, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER
+)
+
+
+def instance(spec: MLAAttentionSpec, tp_size: int, monkeypatch: pytest.MonkeyPatch) -> list[Manifest]:
+    """The manifests of an instance with one layer of this spec."""
+    config: Any = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)])
+    content = spec.state_content_size_bytes // spec.dtype.itemsize
+    monkeypatch.setattr(facts, "model_facts", lambda *_: FACTS)
+    monkeypatch.setattr(facts, "engine_id", lambda _: "p-0")
+    monkeypatch.setattr(caches, "_backends", lambda _: {LAYER: "FLASHMLA"})
+    found = []
+    for rank in range(tp_size):
+        monkeypatch.setattr(facts, "coordinates", lambda _, rank=rank: Coordinates(rank, tp_size, 0, 1, 0, 1, 1, 1))
+        cache = torch.zeros((4, 1, 64, content), dtype=spec.dtype)
+        found.append(
+            build_manifest(
+                None, config, {LAYER: cache}, incarnation="0" * 32, config=Config(), software="test", transport="nixl"
+            )  # fmt: skip
+        )
+        validate(found[-1])
+    return found
+
+
+@pytest.mark.parametrize("spec", [FP8, PACKED, INDEXER], ids=["fp8", "fp8_ds_mla", "indexer"])
+def test_what_every_rank_holds_is_no_share_of_the_heads_of_the_model(
+    spec: MLAAttentionSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek has 128 KV heads by its configuration and one latent on each of 8 ranks; any rank can give it."""
+    prefill, decode = (instance(spec, tp_size, monkeypatch) for tp_size in (8, 2))
+    page = 64 * spec.state_content_size_bytes
+    for manifest in (*prefill, *decode):
+        (tensor,) = manifest.tensors
+        assert (tensor.role, [(axis.start, axis.size, axis.total) for axis in tensor.axes]) == (
+            Role.OPAQUE,
+            [(0, page, page)],
+        )
+    assert check_pd_topology(decode, prefill).allowed and check_pd_topology(prefill, decode).allowed
+    assert [[edge.source for edge in make_plan(one, prefill).edges] for one in decode] == [[(0, 0)], [(0, 4)]]
+
+
+def test_a_group_of_unequal_recurrent_layers_is_a_state_group_to_both_halves() -> None:
+    """Such a group carries a spec per layer; the scheduler half must name the state's block there, too."""
+    shapes = {"a": ((3, 64), (4, 16, 16)), "b": ((3, 64), (2, 32, 16))}
+    specs = {
+        name: MambaSpec(
+            block_size=16, shapes=one, dtypes=(torch.bfloat16, torch.float32), mamba_cache_mode="align",
+            num_speculative_blocks=1,
+        )
+        for name, one in shapes.items()
+    }  # fmt: skip
+    group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
+    config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[group])
+    assert [one.kind for one in caches.transfer_groups(config)] == [GroupKind.STATE]
+    assert state_groups(config) == {0: StateGroup(scratch=1, block_tokens=16)}

@@ -1,0 +1,144 @@
+"""What an instance says of its model, from vLLM's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from vllm_pd_connector.compat.model.facts import model_facts
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.geometry.manifest import ModelFacts
+
+
+def loaded(path: str | Path, weights: str = "", **changes: Any) -> SimpleNamespace:
+    fields = {"revision": None, "quantization": None, "quantization_config": None}
+    fields["model_arch_config"] = SimpleNamespace(quantization_config=None)
+    return SimpleNamespace(model=str(path), model_weights=weights, **fields | changes)
+
+
+def facts(
+    path: str | Path,
+    model_id: str | None,
+    draft: str | Path | None = None,
+    weights: str = "",
+    method: str | None = "mtp",
+    load_format: str = "auto",
+    own: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> ModelFacts:
+    """Of an instance that loads its model from `path`, and drafts by `method` unless that is None. `own` are keys of
+    this connector, `changes` fields of vLLM's model configuration."""
+    model = SimpleNamespace(
+        **vars(loaded(path, weights, **changes)),
+        architecture="LlamaForCausalLM",
+        dtype="torch.bfloat16",
+        hf_text_config=SimpleNamespace(),
+        get_total_num_hidden_layers=lambda: 2,
+        get_hidden_size=lambda: 64,
+        get_total_num_kv_heads=lambda: 2,
+        get_head_size=lambda: 32,
+    )
+    drafts = SimpleNamespace(
+        method=method, num_speculative_tokens=2, draft_model_config=loaded(draft or weights or path)
+    )
+    config: Any = SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=drafts if method else None,
+        load_config=SimpleNamespace(load_format=load_format, download_dir=None),
+    )
+    return model_facts(config, Config(model_id=model_id, **own or {}))
+
+
+@pytest.mark.parametrize("weights", ["", "/cache/weights"])
+def test_a_model_that_drafts_for_itself_has_one_name_wherever_it_is_loaded_from(weights: str) -> None:
+    assert facts("/here", "m", weights=weights) == facts("/there", "m")
+    assert facts("/here", None) != facts("/there", None)
+
+
+def test_a_draft_model_of_its_own_is_told_apart() -> None:
+    assert facts("/here", "m", draft="/draft-1") != facts("/here", "m", draft="/draft-2")
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix"])
+def test_drafts_made_of_tokens_alone_change_no_cache(method: str) -> None:
+    """A decode instance that drafts so reads from a prefill instance that does not draft at all."""
+    assert facts("/here", None, method=method) == facts("/here", None, method=None) != facts("/here", None)
+
+
+def checkpoint(directory: Path, value: float) -> Path:
+    directory.mkdir()
+    save_file({"weight": np.full(10, value)}, directory / "model.safetensors")
+    return directory
+
+
+def test_weights_are_told_by_their_content_wherever_they_lie(tmp_path: Path) -> None:
+    here, copy, other = (checkpoint(tmp_path / name, value) for name, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)))
+    assert facts(here, "m", method=None) == facts(copy, "m", method=None)
+    assert facts(here, "m", method=None).weights != facts(other, "m", method=None).weights
+    assert facts(here, "m", draft=copy) != facts(here, "m", draft=other)
+    drafted = facts(here, "m", draft=here / "..", method="eagle")
+    assert drafted != facts(here, "m", method=None)
+
+
+def test_weights_that_cannot_be_read_go_by_their_revision() -> None:
+    one, same, other = (facts("org/model", None, method=None, revision=revision) for revision in ("v1", "v1", "v2"))
+    assert one == same != other
+    assert facts("org/model", None, method=None).weights == ""
+
+
+def test_a_damaged_checkpoint_goes_by_its_revision_and_stops_no_engine(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"junk")
+    assert facts(tmp_path, None, method=None, revision="v1").weights == "revision v1"
+
+
+def test_a_version_of_both_sides_stands_for_the_weights(tmp_path: Path) -> None:
+    here, other = (checkpoint(tmp_path / name, value) for name, value in (("a", 1.0), ("b", 2.0)))
+    v1, v2 = {"weights_version": "1"}, {"weights_version": "2"}
+    assert facts(here, "m", own=v1) == facts(other, "m", own=v1) != facts(other, "m", own=v2)
+    assert facts(here, "m", draft=here, own=v1) != facts(here, "m", draft=other, own=v1), "told by its path"
+    assert facts(here, "m", own=v1) != facts(here, "m")
+
+
+def test_random_weights_pair_with_random_weights_alone(tmp_path: Path) -> None:
+    here = checkpoint(tmp_path / "a", 1.0)
+    assert facts(here, "m", load_format="dummy") == facts(tmp_path, "m", load_format="dummy") != facts(here, "m")
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def quantized(method: str | None, stored: object = None, options: object = None, **own: Any) -> str:
+    stored = {"model_arch_config": SimpleNamespace(quantization_config=stored)} if stored else {}
+    given = facts("/m", None, method=None, quantization=method, quantization_config=options, own=own, **stored)
+    return given.quantization
+
+
+def test_a_quantization_is_its_method_and_its_settings() -> None:
+    kinds = [
+        quantized(None),
+        quantized("fp8"),
+        quantized("int8_per_channel_weight_only"),
+        quantized("fp8", FP8),
+        quantized("fp8", {**FP8, "weight_block_size": [64, 64]}),
+        quantized("fp8", None, {"linear": "fp8_per_tensor"}),
+    ]
+    assert len(set(kinds)) == len(kinds)
+    assert kinds[0] == "" and kinds[3].startswith("fp8 (")
+
+
+def test_the_kernels_of_a_quantization_are_each_sides_own() -> None:
+    """vLLM calls GPTQ and AWQ by other names where a GPU has Marlin's kernels."""
+    stored = {"quant_method": "awq", "bits": 4}
+    assert quantized("awq", stored) == quantized("awq_marlin", stored)
+
+
+def test_another_quantization_is_allowed_by_both_sides_or_not_at_all() -> None:
+    either = {"allow_mixed_quantization": True}
+    assert quantized("fp8", **either) == quantized(None, **either) != quantized(None)

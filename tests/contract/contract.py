@@ -1,0 +1,382 @@
+"""What this package relies on in vLLM, checked against a wheel or a source tree without importing it.
+
+    python tests/contract/contract.py WHEEL_OR_DIRECTORY        # `make contract WHEEL=…`
+
+`docs/design/contract.md` says it in words; here each line of it is a fact that can be looked up in vLLM's sources:
+a name that `compat` imports, a member of a class, of an enum, the parameters of a method that vLLM calls, or the order
+in which a function of vLLM calls others. Prints one line per fact that does not hold and exits with 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.contract.describe_vllm import CLASSES, class_methods, imported_names, top_level
+
+CONNECTOR = Path(__file__).parents[2] / "vllm_pd_connector" / "connector.py"
+
+OWN = {"scheduler", "worker"}
+"""Methods of PDConnector that are nobody's override."""
+
+LATER = {"supports_sleep_mode"}
+"""Methods that vLLM calls from 0.33 on; where it does not, nothing is lost."""
+
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+MIXIN = "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin"
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Attributes, fields and methods that a class has, itself or from its bases."""
+
+    of: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A function of vLLM calls these, in this order, among others."""
+
+    of: str
+    calls: tuple[str, ...]
+    says: str
+
+
+@dataclass(frozen=True, slots=True)
+class Takes:
+    """A function of vLLM takes these parameters, in this order (others may stand between and behind them)."""
+
+    of: str
+    parameters: tuple[str, ...]
+
+
+def _members(of: str, names: str) -> Members:
+    return Members(of, tuple(names.split()))
+
+
+MEMBERS = (
+    _members(
+        "vllm.v1.request:Request",
+        "request_id num_prompt_tokens prompt_token_ids prompt_embeds prompt_is_token_ids _all_token_ids max_tokens "
+        "status kv_transfer_params num_computed_tokens mm_features lora_request get_skip_reading_prefix_cache",
+    ),
+    _members("vllm.v1.request:RequestStatus", "FINISHED_LENGTH_CAPPED FINISHED_STOPPED WAITING_FOR_REMOTE_KVS"),
+    _members(
+        "vllm.v1.core.sched.output:SchedulerOutput",
+        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens has_sync_kv_loads",
+    ),
+    _members("vllm.v1.core.sched.output:NewRequestData", "req_id num_computed_tokens"),
+    _members("vllm.v1.core.sched.output:CachedRequestData", "req_ids num_computed_tokens"),
+    _members("vllm.v1.core.block_pool:BlockPool", "blocks touch free_blocks get_num_free_blocks reset_prefix_cache"),
+    _members("vllm.v1.core.kv_cache_utils:KVCacheBlock", "block_id is_null ref_cnt"),
+    _members("vllm.v1.core.kv_cache_manager:KVCacheBlocks", "blocks get_block_ids"),
+    _members("vllm.v1.core.kv_cache_manager:KVCacheManager", "coordinator get_block_ids"),
+    _members("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator", "single_type_managers reset_prefix_cache"),
+    _members("vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager", "num_cached_block cache_blocks"),
+    _members("vllm.v1.kv_cache_interface:KVCacheConfig", "num_blocks transfer_groups transfer_group_ids"),
+    _members("vllm.v1.kv_cache_interface:KVCacheGroupSpec", "kv_cache_spec layer_names host_resident"),
+    _members(
+        "vllm.v1.kv_cache_interface:AttentionSpec",
+        "block_size head_size dtype kv_quant_mode num_head_slots state_content_bytes tokens_per_state",
+    ),
+    _members("vllm.v1.kv_cache_interface:FullAttentionSpec", "head_size_v"),
+    _members("vllm.v1.kv_cache_interface:SlidingWindowSpec", "sliding_window"),
+    _members("vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec", "attention_chunk_size"),
+    _members("vllm.v1.kv_cache_interface:MLAAttentionSpec", "cache_role cache_dtype_str max_tp_shards"),
+    _members(
+        "vllm.v1.kv_cache_interface:MambaSpec",
+        "shapes dtypes mamba_type mamba_cache_mode block_size num_speculative_blocks tp_replicated",
+    ),
+    _members("vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs", "kv_cache_specs first_spec"),
+    _members("vllm.v1.kv_cache_interface:KVQuantMode", "NONE FP8_PER_TENSOR"),
+    _members("vllm.v1.attention.backends.registry:MambaAttentionBackendEnum", "MAMBA1 MAMBA2 GDN_ATTN SHORT_CONV"),
+    _members(
+        "vllm.config.vllm:VllmConfig",
+        "model_config cache_config parallel_config speculative_config kv_transfer_config compilation_config "
+        "num_prefill_lookahead_tokens",
+    ),
+    _members(
+        "vllm.config.model:ModelConfig",
+        "model model_weights architecture dtype hf_text_config enable_sleep_mode get_total_num_hidden_layers "
+        "get_hidden_size get_total_num_kv_heads get_head_size",
+    ),
+    _members("vllm.config.cache:CacheConfig", "cache_dtype"),
+    _members("vllm.config.speculative:SpeculativeConfig", "method draft_model_config num_speculative_tokens"),
+    _members(
+        "vllm.config.parallel:ParallelConfig",
+        "tensor_parallel_size pipeline_parallel_size data_parallel_rank data_parallel_size data_parallel_index "
+        "data_parallel_rank_local data_parallel_master_ip local_engines_only decode_context_parallel_size "
+        "prefill_context_parallel_size world_size",
+    ),
+    _members(
+        "vllm.config.kv_transfer:KVTransferConfig",
+        "is_kv_producer is_kv_consumer kv_role engine_id kv_connector_extra_config kv_load_failure_policy",
+    ),
+    _members(
+        "vllm.v1.outputs:KVConnectorOutput",
+        "finished_sending finished_recving failed_recving kv_connector_worker_meta",
+    ),
+)
+
+ORDERS = (
+    Order(
+        f"{SCHEDULER}._update_from_kv_xfer_finished",
+        ("update_connector_output", "_free_blocks"),
+        "quarantine comes before the blocks of an ended receive are freed",
+    ),
+    Order(
+        f"{SCHEDULER}.reset_prefix_cache",
+        ("reset_prefix_cache", "reset_connector_cache"),
+        "the pool is reset before the connector is asked, so leases that ended are given back in the pool's reset",
+    ),
+    Order(
+        f"{SCHEDULER}._free_request",
+        ("_connector_finished", "_free_blocks"),
+        "a finished prefill is offered to the connector before its blocks are freed",
+    ),
+    Order(
+        f"{SCHEDULER}._connector_finished",
+        ("remove_skipped_blocks", "get_block_ids_for_computed_tokens", "request_finished_all_groups"),
+        "the connector gets the blocks of all groups, those out of a window cut off",
+    ),
+    Order(f"{SCHEDULER}.add_request", ("on_new_request",), "the connector hears of every new request"),
+    Order(
+        f"{SCHEDULER}.schedule",
+        ("get_num_new_matched_tokens", "allocate_slots", "get_loaded_kv_cache_group_ids", "update_state_after_alloc"),
+        "a request is asked for remote tokens, gets blocks, and is told to the connector, in this order",
+    ),
+    Order(
+        f"{SCHEDULER}._update_waiting_for_remote_kv",
+        ("cache_blocks",),
+        "received blocks enter the prefix cache when the request is scheduled again",
+    ),
+    Order(
+        f"{MIXIN}._get_kv_connector_output",
+        ("bind_connector_metadata", "start_load_kv", "wait_for_save", "get_transfer_results")
+        + ("build_connector_worker_meta", "clear_connector_metadata"),
+        "the order of a step's calls on a worker (runner V1)",
+    ),
+)
+
+TAKES = (
+    Takes("vllm.v1.core.block_pool:BlockPool.touch", ("self", "blocks")),
+    Takes("vllm.v1.core.block_pool:BlockPool.free_blocks", ("self", "ordered_blocks")),
+    Takes("vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids", ("self", "request_id")),
+    Takes(
+        "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.register_connector",
+        ("cls", "name", "module_path", "class_name"),
+    ),
+    Takes("vllm.v1.attention.backends.cpu_attn:_get_attn_isa", ("dtype", "block_size", "head_size")),
+)
+
+
+class Sources:
+    """A vLLM package that is read, not imported."""
+
+    def __init__(self, package: Path) -> None:
+        self.package = package
+        self.tree = cache(self._tree)
+
+    def _tree(self, module: str) -> ast.Module | None:
+        base = self.package.joinpath(*module.split(".")[1:])
+        found = next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
+        return ast.parse(found.read_text()) if found is not None else None
+
+    def find(self, path: str) -> ast.ClassDef | ast.FunctionDef | None:
+        """The class or function `module:Name` or `module:Name.method`, also where the module only imports it."""
+        module, _, qualified = path.partition(":")
+        first, *rest = qualified.split(".")
+        node = self._in_module(module, first)
+        for name in rest:
+            node = next((m for m in self._lineage(module, node) for m in m.body if _named(m, name)), None)
+        return node
+
+    def members(self, path: str) -> set[str]:
+        """Names that a class or its bases in this tree define: in the body, or as `self.name` in a method."""
+        node = self.find(path)
+        found: set[str] = set()
+        for owner in self._lineage(path.partition(":")[0], node):
+            for item in ast.walk(owner):
+                match item:
+                    case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                        found.add(name)
+                    case ast.Name(id=name, ctx=ast.Store()):
+                        found.add(name)
+                    case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                        found.add(name)
+        return found
+
+    def _in_module(self, module: str, name: str) -> ast.ClassDef | ast.FunctionDef | None:
+        tree = self.tree(module)
+        if tree is None:
+            return None
+        for node in tree.body:
+            if _named(node, name):
+                return node
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vllm"):
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        return self._in_module(node.module, alias.name)
+        return None
+
+    def _lineage(self, module: str, node: object) -> Iterator[ast.ClassDef]:
+        if not isinstance(node, ast.ClassDef):
+            return
+        yield node
+        for base in node.bases:
+            name = base.id if isinstance(base, ast.Name) else None
+            if name is not None:
+                yield from self._lineage(module, self._in_module(module, name))
+
+
+def _named(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
+
+
+def broken(package: Path) -> list[str]:
+    """Every fact that does not hold in this vLLM package, one sentence each."""
+    sources = Sources(package)
+    return [
+        *_names(sources),
+        *_overrides(package),
+        *_lacking_members(sources),
+        *_orders(sources),
+        *_parameters(sources),
+    ]
+
+
+def _overrides(package: Path) -> Iterator[str]:
+    """Methods of ours that do not take what vLLM passes, and abstract ones that we lack."""
+    ours = class_methods(ast.parse(CONNECTOR.read_text()), "PDConnector")
+    known: set[str] = set()
+    for path, names in CLASSES.items():
+        if not (package / path).is_file():
+            yield f"{path}: there is no such file; {', '.join(names)} are in it"
+            continue
+        tree = ast.parse((package / path).read_text())
+        for name in names:
+            if not any(_named(node, name) for node in tree.body):
+                yield f"{path}: it has no class {name}"
+            elif name in ("KVConnectorBase_V1", "SupportsHMA"):
+                theirs = class_methods(tree, name)
+                known |= theirs.keys()
+                yield from _differences(name, theirs, ours)
+    for method in sorted(ours.keys() - known - OWN - LATER):
+        yield f"PDConnector.{method}: the base class has no such method, so vLLM does not call it"
+
+
+def _differences(base: str, theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[str]:
+    for method, described in theirs.items():
+        if method not in ours:
+            if "abstractmethod" in described["decorators"]:
+                yield f"{base}.{method}: it is abstract, and PDConnector has none"
+            continue
+        have = {parameter: default for parameter, _, default in ours[method]["parameters"]}
+        wild = any(kind == "**" for _, kind, _ in ours[method]["parameters"])
+        passed = [parameter for parameter, kind, _ in described["parameters"] if kind in ("positional", "keyword")]
+        if missing := [parameter for parameter in passed if parameter not in have and not wild]:
+            yield f"{base}.{method}: vLLM passes {', '.join(missing)}, which PDConnector does not take"
+        if surplus := [p for p, kind, default in ours[method]["parameters"] if not default and p not in passed]:
+            yield f"{base}.{method}: vLLM does not pass {', '.join(surplus)}, which PDConnector needs"
+
+
+def news(package: Path, known: dict[str, Any]) -> list[str]:
+    """Methods of the connector's base class that a recorded description does not have: no break, but worth a look."""
+    path = next(iter(CLASSES))
+    now = class_methods(ast.parse((package / path).read_text()), "KVConnectorBase_V1")
+    return sorted(now.keys() - known["classes"]["KVConnectorBase_V1"].keys())
+
+
+def _names(sources: Sources) -> Iterator[str]:
+    for module, names in sorted(imported_names().items()):
+        if sources.tree(module) is None:
+            yield f"{module}: there is no such module; compat imports {', '.join(sorted(names))} from it"
+            continue
+        for name in sorted(names - top_level(sources.package, module)):
+            yield f"{module}.{name}: compat imports it, and it is not there"
+
+
+def _lacking_members(sources: Sources) -> Iterator[str]:
+    for fact in MEMBERS:
+        if sources.find(fact.of) is None:
+            yield f"{fact.of}: there is no such class; {', '.join(fact.names)} of it are used"
+            continue
+        for name in sorted(set(fact.names) - sources.members(fact.of)):
+            yield f"{fact.of}.{name}: it is used, and it is not there"
+
+
+def _orders(sources: Sources) -> Iterator[str]:
+    for fact in ORDERS:
+        node = sources.find(fact.of)
+        if node is None:
+            yield f"{fact.of}: there is no such function; relied on: {fact.says}"
+            continue
+        calls = [_called(call) for call in sorted(_calls(node), key=lambda call: (call.lineno, call.col_offset))]
+        if lacking := [name for name in fact.calls if name not in calls]:
+            yield f"{fact.of}: it does not call {', '.join(lacking)}; relied on: {fact.says}"
+        elif not _follow(calls, fact.calls):
+            yield f"{fact.of}: it does not call {', then '.join(fact.calls)}; relied on: {fact.says}"
+
+
+def _follow(calls: list[str], wanted: tuple[str, ...]) -> bool:
+    """Whether the wanted calls stand in this order among all calls, whatever stands between them."""
+    rest = iter(calls)
+    return all(name in rest for name in wanted)
+
+
+def _calls(node: ast.AST) -> list[ast.Call]:
+    return [item for item in ast.walk(node) if isinstance(item, ast.Call)]
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _parameters(sources: Sources) -> Iterator[str]:
+    for fact in TAKES:
+        node = sources.find(fact.of)
+        if not isinstance(node, ast.FunctionDef):
+            yield f"{fact.of}: there is no such function"
+            continue
+        have = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+        if [name for name in have if name in fact.parameters] != list(fact.parameters):
+            yield f"{fact.of}: it takes ({', '.join(have)}), expected ({', '.join(fact.parameters)})"
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    given = Path(sys.argv[1])
+    if given.is_dir():
+        return report(given if (given / "__init__.py").is_file() else given / "vllm")
+    with tempfile.TemporaryDirectory() as directory, zipfile.ZipFile(given) as wheel:
+        wheel.extractall(directory, [n for n in wheel.namelist() if n.startswith("vllm/") and n.endswith(".py")])
+        return report(Path(directory) / "vllm")
+
+
+def report(package: Path) -> int:
+    """Print what does not hold, then what is new; 1 if something does not hold."""
+    found = broken(package)
+    facts = sum(map(len, imported_names().values())) + sum(len(fact.names) for fact in MEMBERS)
+    facts += len(ORDERS) + len(TAKES)
+    for line in found:
+        print(f"broken  {line}")
+    newest = max(Path(__file__).parent.glob("vllm-*.json"))
+    for name in news(package, json.loads(newest.read_text())):
+        print(f"new     KVConnectorBase_V1.{name}: not in {newest.stem}; read what its default means for us")
+    print(f"{len(found)} of {facts} facts do not hold")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

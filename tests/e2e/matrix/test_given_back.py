@@ -1,0 +1,154 @@
+"""Several answers to one prompt, and requests that decode refuses: what becomes of the prefill's blocks and of the log.
+
+`n` > 1 is sent as a plain proxy does, which passes everything on: vLLM makes `n` requests of it on either side, and
+those on the decode side share what one of the prefill side's handed over.
+"""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from examples.launch import Server
+from tests.support.servers.cluster import Cluster, extras, until
+from tests.support.servers.matrix import ORDER_ROWS, PLAIN_ROWS, PLAINEST
+from tests.support.servers.over import over
+from tests.support.servers.workload import AT_ONCE_S, SCENARIOS, Answer, Prompt, Refused, ask, ask_for_choices
+from vllm_pd_connector.observability.instance import parse
+from vllm_pd_connector.protocol.wire.messages import GetLeaseCount, LeaseCount
+from vllm_pd_connector.proxy.handoff import decode_body_beside, prefill_body
+from vllm_pd_connector.sidechannel.client import SideChannelClient
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
+from vllm_pd_connector.sidechannel.waiting import Wake
+from vllm_pd_connector.sidechannel.waiting import ask as ask_side_channel
+
+CHOICES = 4
+ASK = {"do_remote_decode": True, "do_remote_prefill": False}
+GREEDY = {"temperature": 1.0, "top_k": 1}
+"""Greedy sampling by a name under which vLLM allows `n` > 1."""
+SAID = re.compile(r" (ERROR|WARNING|INFO) \S+ \S+ \[[^\]]*\] (request .*)")
+
+
+def leases(params: dict[str, Any]) -> int:
+    """How many leases the prefill instance holds, by its own word and without an engine step."""
+    with closing(SideChannelClient()) as client, closing(Wake()) as wake:
+        where = endpoint(params["remote_host"], params["remote_port"])
+        standing = ask_side_channel(client, wake, where, GetLeaseCount(), 10.0)
+    assert isinstance(standing, LeaseCount), standing
+    return standing.leases
+
+
+def through_a_plain_proxy(pair: Cluster, prompt: Prompt, asked_of_prefill: int) -> list[Answer]:
+    body = pair.body(prompt, **GREEDY, **extras(pair.model))
+    first = {**body, "n": asked_of_prefill, "max_tokens": 1, "kv_transfer_params": ASK}
+    params = ask_for_choices(pair.prefill.url, first)[0].kv_transfer_params
+    assert params, "the prefill instance handed nothing over"
+    answers = ask_for_choices(pair.decode.url, {**body, "n": CHOICES, "kv_transfer_params": params})
+    if not leaves_some(pair, asked_of_prefill):
+        until(lambda: leases(params) == 0, "the lease ended with its last reader", 2 * AT_ONCE_S)
+    return answers
+
+
+def check_choices(pair: Cluster, prompt: Prompt, answers: list[Answer]) -> None:
+    assert len(answers) == CHOICES
+    wrong = [found for answer in answers if (found := pair.disagreement(prompt, answer))]
+    assert not wrong, wrong
+
+
+def leaves_some(pair: Cluster, asked_of_prefill: int) -> bool:
+    """In mode push a decode leg may come for each of the prefill's choices, so those of no use end with their time."""
+    return asked_of_prefill > 1 and pair.row.mode != "pull"
+
+
+@over([*PLAIN_ROWS, *ORDER_ROWS], quick=[*PLAINEST, *ORDER_ROWS])
+@pytest.mark.parametrize("asked_of_prefill", [1, CHOICES])
+def test_every_choice_of_a_request_is_right_and_leaves_nothing_behind(pair: Cluster, asked_of_prefill: int) -> None:
+    said = Said(pair.prefill)
+    for prompt in SCENARIOS["bad input"]:
+        pair.forget_prefixes()
+        for _ in range(2):  # cold, and with the prompt in the decode side's prefix cache
+            check_choices(pair, prompt, through_a_plain_proxy(pair, prompt, asked_of_prefill))
+    if not leaves_some(pair, asked_of_prefill):
+        assert "its blocks are freed" not in said.text(), "a lease ran out"
+
+
+@over(ORDER_ROWS)
+def test_every_choice_of_a_request_whose_legs_are_sent_at_once_is_right(pair: Cluster) -> None:
+    engine = parse(pair.metrics(pair.prefill))[0]
+    for number, prompt in enumerate(SCENARIOS["bad input"]):
+        body = pair.body(prompt, **GREEDY, n=CHOICES)
+        name = f"choices-{number}"
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(
+                ask_for_choices, pair.prefill.url, prefill_body(body, name) | {"return_token_ids": True}
+            )
+            check_choices(pair, prompt, ask_for_choices(pair.decode.url, decode_body_beside(body, engine, name)))
+            first.result()
+
+
+REFUSED_BY_VLLM = ({"temperature": -3}, {"max_tokens": 100000})
+
+
+@over(PLAIN_ROWS, quick=PLAINEST)
+def test_what_decode_s_vllm_refuses_is_given_back_at_once(pair: Cluster) -> None:
+    prompt = SCENARIOS["bad input"][0]
+    for fields in REFUSED_BY_VLLM:
+        params = pair.prefill_only(prompt)
+        assert leases(params) == 1
+        said = Said(pair.decode)
+        with pytest.raises(Refused) as refused:
+            ask(pair.decode.url, pair.body(prompt, kv_transfer_params=params, **fields))
+        assert refused.value.status == 400
+        until(lambda params=params: leases(params) == 0, "the blocks were given back", AT_ONCE_S)
+        until(lambda: pair.is_settled(pair.prefill), "the prefill side's pool is whole", AT_ONCE_S)
+        until(lambda said=said: len(said.of_ours()) == 1, "one line says so", AT_ONCE_S)
+        assert params["remote_request_id"] in said.of_ours()[0][1] and not said.errors()
+
+
+@over(PLAIN_ROWS, quick=PLAINEST)
+def test_what_decode_refuses_behind_the_router_is_given_back_at_once(pair: Cluster) -> None:
+    prompt = SCENARIOS["bad input"][0]
+    params = pair.prefill_only(prompt)
+    pair.decode_with(prompt, params)
+    said = Said(pair.decode)
+    for fields in REFUSED_BY_VLLM:
+        with pytest.raises(Refused) as refused:
+            ask(pair.router.url, pair.body(prompt, **fields), request_id=f"refused-{len(fields)}")
+        assert refused.value.status == 400
+        until(lambda: leases(params) == 0, "the blocks were given back", AT_ONCE_S)
+    assert not said.errors()
+
+
+@over(PLAIN_ROWS, quick=PLAINEST)
+def test_a_refusal_is_one_line_under_one_id(pair: Cluster) -> None:
+    prompt, other = SCENARIOS["bad input"]
+    params = pair.prefill_only(prompt)
+    said = Said(pair.decode)
+    with pytest.raises(Refused):
+        pair.decode_with(other, params)
+    until(lambda: leases(params) == 0, "the blocks were given back", AT_ONCE_S)
+    pair.check(SCENARIOS["bad input"][1:])  # whatever comes late has come
+    assert len(said.errors()) == len(said.of_ours()) == 1, said.of_ours()
+    assert "is not this request's" in said.errors()[0]
+
+
+class Said:
+    """What an instance logs from now on."""
+
+    def __init__(self, server: Server):
+        self._log = server.log
+        self._began = self._log.stat().st_size
+
+    def of_ours(self) -> list[tuple[str, str]]:
+        """Level and text of the connector's lines about requests; vLLM's own begin otherwise."""
+        return SAID.findall(self.text())
+
+    def text(self) -> str:
+        return self._log.read_bytes()[self._began :].decode(errors="replace")
+
+    def errors(self) -> list[str]:
+        return [text for level, text in self.of_ours() if level == "ERROR"]

@@ -1,0 +1,40 @@
+"""A pair answers with exactly the tokens of one plain instance, in every row of the matrix."""
+
+from __future__ import annotations
+
+from tests.support.servers.cluster import Cluster
+from tests.support.servers.digests import received
+from tests.support.servers.matrix import PLAIN_ROWS, ROWS
+from tests.support.servers.over import over
+from tests.support.servers.workload import SCENARIOS, Answer, Stream
+
+
+@over(ROWS)
+def test_every_answer_is_the_plain_runs(pair: Cluster) -> None:
+    pair.check(SCENARIOS["serial"], past_ties=True)
+
+
+@over(ROWS)
+def test_sixteen_requests_at_once_are_answered_as_alone(pair: Cluster) -> None:
+    pair.check(SCENARIOS["concurrent"], at_once=16, past_ties=True)
+
+
+@over(PLAIN_ROWS)
+def test_streamed_answers_are_the_plain_runs(pair: Cluster) -> None:
+    for prompt in SCENARIOS["streamed"]:
+        with Stream(pair.router.url, pair.body(prompt)) as stream:
+            assert not pair.disagreement(prompt, Answer(stream.tokens()))
+
+
+@over(PLAIN_ROWS)
+def test_every_prompt_moves_bytes(pair: Cluster) -> None:
+    """The router and the decode instance could both be right without any transfer; this shows that there is one."""
+    prompts = SCENARIOS["moved"]
+    pair.forget_prefixes()
+    pair.check(prompts)
+    records = received(pair.take_digests())
+    assert len({record.request for record in records}) == len(prompts)
+    # The last prompt token may be left to the decode side, which computes it in any case.
+    stops = sorted(record.stop for record in records)
+    assert all(length - stop in (0, 1) for length, stop in zip(sorted(map(len, prompts)), stops, strict=True))
+    assert not any(record.start for record in records)

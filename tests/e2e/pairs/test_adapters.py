@@ -1,0 +1,104 @@
+"""LoRA adapters: a pair answers with an adapter as one instance does, and refuses where one name means two adapters.
+
+Decode has adapter `same` in a copy, at another path than prefill, and loads other weights as `other`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from examples.launch import Server, Spec, router_spec, vllm_spec
+from examples.make_models import ADAPTER_RANK, MODELS, make, make_adapter
+from tests.support.servers.cluster import PATIENCE
+from tests.support.servers.pairs import Pairs
+from tests.support.servers.workload import Answer, Prompt, Refused, ask, completion, prompts
+
+MODEL = MODELS["gqa"]
+ASKED = prompts("adapters", (20, 100, 300, 700))
+KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
+RECEIVES = re.compile(r"^vllm:pd_receives_total\{[^}]*\} (\S+)$", re.MULTILINE)
+
+pytestmark = pytest.mark.e2e
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    prefill: Server
+    decode: Server
+    router: Server
+
+    def received(self) -> float:
+        """Receives of the decode instance until now."""
+        with urllib.request.urlopen(f"{self.decode.url}/metrics", timeout=30) as answer:
+            return sum(map(float, RECEIVES.findall(answer.read().decode())))
+
+    def by_router(self, model: str, prompt: Prompt) -> Answer:
+        """Both legs at once: prefill sees that they do not fit."""
+        return ask(self.router.url, completion(model, prompt))
+
+    def by_hand(self, model: str, prompt: Prompt) -> Answer:
+        """One leg after the other: decode sees it."""
+        first = ask(self.prefill.url, completion(model, prompt, max_tokens=1, kv_transfer_params=KEEP))
+        return ask(self.decode.url, completion(model, prompt, kv_transfer_params=first.kv_transfer_params))
+
+
+WAYS: list[Callable[[Pair, str, Prompt], Answer]] = [Pair.by_router, Pair.by_hand]
+
+
+def instance(side: str, adapters: dict[str, Path]) -> Spec:
+    transfer = {
+        "kv_connector": "PDConnector",
+        "kv_role": "kv_producer" if side == "prefill" else "kv_consumer",
+        "kv_connector_extra_config": {"mode": "push", **PATIENCE},
+    }
+    flags = ["--block-size", str(MODEL.block_size), "--no-enable-prefix-caching"]
+    flags += ["--enable-lora", "--max-lora-rank", str(ADAPTER_RANK), "--max-loras", str(len(adapters))]
+    flags += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
+    polite = {"PD_TEST_POLITE": "1"}
+    return vllm_spec(f"adapters-{side}", make(MODEL), flags=flags, transfer=transfer, environment=polite)
+
+
+@pytest.fixture(scope="module")
+def adapted(pairs: Pairs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pairs.end()
+    one, another = (make_adapter(MODEL, number) for number in (1, 2))
+    copy = shutil.copytree(one, tmp_path_factory.mktemp("adapters") / "copy")
+    prefill, decode = pairs.servers.start(
+        instance("prefill", {"same": one, "other": one}), instance("decode", {"same": copy, "other": another})
+    )
+    [router] = pairs.servers.start(router_spec("adapters-router", [prefill.url], [decode.url]))
+    yield Pair(prefill, decode, router)
+    pairs.servers.stop(router, prefill, decode)
+
+
+def test_answers_with_an_adapter_are_those_of_one_instance(adapted: Pair) -> None:
+    plain = {
+        name: [ask(adapted.decode.url, completion(name, prompt)).tokens for prompt in ASKED]
+        for name in ("same", MODEL.name)
+    }
+    assert all(one != other for one, other in zip(*plain.values(), strict=True)), "the adapter changes nothing"
+    before = adapted.received()
+    for name, expected in plain.items():
+        for way in WAYS:
+            assert [way(adapted, name, prompt).tokens for prompt in ASKED] == expected
+    assert adapted.received() == before + len(plain) * len(WAYS) * len(ASKED)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_one_name_for_two_adapters_is_refused(adapted: Pair, way: Callable[[Pair, str, Prompt], Answer]) -> None:
+    prompt = ASKED[1]
+    before = adapted.decode.log.stat().st_size
+    with pytest.raises(Refused) as refused:
+        way(adapted, "other", prompt)
+    assert refused.value.status >= 500
+    said = adapted.decode.log.read_text(errors="replace")[before:]
+    assert "the same LoRA adapter, if any: equal files on both sides, or one id for it in adapter_ids" in said
+    plain = ask(adapted.decode.url, completion("same", prompt))
+    assert way(adapted, "same", prompt).tokens == plain.tokens, "both go on"

@@ -1,0 +1,101 @@
+"""Sums agree between any two sides that hold the same, and no accident hides in them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from tests.support.geometry.moves import moves
+from tests.support.geometry.world import Model, Move, Side, make_move
+from tests.support.geometry.written import written
+from vllm_pd_connector.errors import BindError
+from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums, difference
+
+
+def both_sides(move: Move) -> tuple[list[list[Checksum]], list[Checksum]]:
+    """Per destination worker its sums, and the sums of all source workers."""
+    starts = [move.start] * len(move.source_tables)
+    sides = []
+    for side, tables, engine in (
+        (move.destination, move.destination_tables, "d-1"),
+        (move.source, move.source_tables, "p-0"),
+    ):
+        workers = written(move, side, tables, engine)
+        sides.append([checksums(w.manifest, [w.memory], tables, starts, move.stop) for w in workers])
+    return sides[0], [one for worker in sides[1] for one in worker]
+
+
+@settings(max_examples=100, deadline=None)
+@given(moves().filter(lambda move: not move.model.window))
+def test_equal_contents_have_equal_sums_on_any_two_sides(move: Move) -> None:
+    destinations, sources = both_sides(move)
+    for mine in destinations:
+        assert difference(mine, sources) == ""
+
+
+MODEL = Model(layers=2, heads=4)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "CPU", "BHLNC"])
+def test_a_changed_byte_inside_the_range_is_found_and_one_outside_is_not(layout: str) -> None:
+    move = make_move(MODEL, Side(tp=2), Side(layout=layout, block_tokens=6), 0, 11)
+    _, sources = both_sides(move)
+    (worker,) = written(move, move.destination, move.destination_tables, "d-1")
+    block = int(move.destination_tables[0].ids[1])  # tokens 6 to 11
+    for (layer, role), index in worker.where.items():
+        for slot, found in ((2, True), (5, False)):
+            at = index[block, slot, 3, 1, 1]
+            worker.memory[at] ^= 1
+            text = difference(checksums(worker.manifest, [worker.memory], move.destination_tables, [0], 11), sources)
+            worker.memory[at] ^= 1
+            assert text == (f"{layer} {role} index 3 differs from the prefill side's (1 of 4)" if found else "")
+
+
+def test_exchanged_tokens_are_found() -> None:
+    move = make_move(MODEL, Side(), Side(), 0, 8)
+    _, sources = both_sides(move)
+    (worker,) = written(move, move.destination, move.destination_tables, "d-1")
+    block = int(move.destination_tables[0].ids[0])
+    index = next(iter(worker.where.values()))
+    first, second = index[block, 0], index[block, 1]
+    worker.memory[first], worker.memory[second] = worker.memory[second].copy(), worker.memory[first].copy()
+    assert "differs" in difference(
+        checksums(worker.manifest, [worker.memory], move.destination_tables, [0], 8), sources
+    )
+
+
+def test_what_no_source_has_is_told() -> None:
+    mine = [Checksum("l", "key", 0, np.array([1, 2], dtype=np.uint64))]
+    theirs = [Checksum("l", "key", 1, np.array([2, 3], dtype=np.uint64)), Checksum("l", "value", 0, mine[0].values)]
+    assert difference(mine, theirs) == "l key index 0 is not known to the prefill side (1 of 2)"
+    assert difference(mine, [*theirs, Checksum("l", "key", 0, np.array([1], dtype=np.uint64))]) == ""
+
+
+def test_every_replica_must_agree() -> None:
+    one, two = (np.array([n], dtype=np.uint64) for n in (1, 2))
+    assert "differs" in difference(
+        [Checksum("l", "key", 0, one)], [Checksum("l", "key", 0, one), Checksum("l", "key", 0, two)]
+    )
+
+
+def test_memory_that_must_be_gathered_has_the_same_sums() -> None:
+    move = make_move(MODEL, Side(tp=2), Side(layout="BHLNC", block_tokens=6), 3, 11)
+    (worker,) = written(move, move.destination, move.destination_tables, "d-1")
+
+    class Gathered:
+        def gather(self, offset: int, stride: int, extent: int, pages: np.ndarray) -> np.ndarray:
+            return np.stack([worker.memory[offset + page * stride :][:extent] for page in pages])
+
+    direct, gathered = (
+        checksums(worker.manifest, [memory], move.destination_tables, [3], 11) for memory in (worker.memory, Gathered())
+    )
+    assert difference(direct, gathered) == "" and len(direct) == len(gathered)
+
+
+def test_a_range_that_goes_beyond_the_blocks_is_refused_before_it_takes_memory() -> None:
+    move = make_move(MODEL, Side(tp=2), Side(block_tokens=6), 0, 11)
+    (worker,) = written(move, move.destination, move.destination_tables, "d-1")
+    checksums(worker.manifest, [worker.memory], move.destination_tables, [0], 12)
+    with pytest.raises(BindError, match="up to token 13, the blocks end at token 12"):
+        checksums(worker.manifest, [worker.memory], move.destination_tables, [0], 13)

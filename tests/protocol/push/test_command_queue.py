@@ -1,0 +1,80 @@
+"""Orders to workers: in their order, each at least once, and in answers that fit a frame."""
+
+from __future__ import annotations
+
+from vllm_pd_connector.protocol.push.command_queue import MAX_COMMANDS_BYTES, CommandQueue
+from vllm_pd_connector.protocol.push.table import PushTable
+from vllm_pd_connector.protocol.wire import messages as m
+from vllm_pd_connector.protocol.wire.fields import MAX_TABLE_BYTES, Table
+from vllm_pd_connector.protocol.wire.push_messages import (
+    AwaitCommands,
+    CancelCommand,
+    Commands,
+    InstanceAddress,
+    PrefillRef,
+    Pushed,
+    PushInto,
+    PushState,
+    WriteCommand,
+)
+
+HOME = InstanceAddress("decode-0", "ab" * 16, "127.0.0.1", 5600)
+DIGEST, STOP = "0" * 16, 131072
+LONG = (Table(0, bytes(MAX_TABLE_BYTES)),)
+WORKER = (b"w", 0)
+
+
+def into(reader: int = 0, readers: int = 1, name: str = "t-1") -> PushInto:
+    attempt = reader.to_bytes(16, "big")
+    return PushInto(PrefillRef(name, None), HOME, 0, reader, reader, readers, attempt, LONG, 0, STOP, DIGEST)
+
+
+def taken(book: CommandQueue) -> list[list[WriteCommand | CancelCommand]]:
+    """What a worker without any order gets, answer by answer."""
+    seen, answers = 0, []
+    while replies := book.await_commands(AwaitCommands(b"t" * 16, 0, seen), WORKER, 0.0):
+        [(_, reply)] = replies
+        assert isinstance(reply, Commands)
+        assert m.decode_reply(m.encode(1, reply)) == (1, reply)
+        seen = reply.last
+        answers.append(list(reply.orders))
+    return answers
+
+
+def test_orders_that_do_not_fit_one_answer_come_in_several() -> None:
+    book = CommandQueue(1)
+    added = [WriteCommand(into(reader), LONG, STOP, 1, final=True) for reader in range(40)]
+    for command in added:
+        assert book.add(command) == []
+    answers = taken(book)
+    assert [command for answer in answers for command in answer] == added
+    assert 1 < len(answers) < len(added)
+
+
+def test_an_order_that_no_answer_could_hold_fails_its_prefill_and_stands_in_nobody_s_way() -> None:
+    table = PushTable(1, 30.0)
+    for request_id, name in (("p-1", "t-1"), ("p-2", "t-2")):
+        assert table.started(request_id, name, STOP, DIGEST, 0.0)
+    for reader in (0, 1):
+        table.register(into(reader, 2), (b"d", reader), 0.0)
+    table.register(into(2, 3, "t-2"), (b"d", 2), 0.0)
+    table.progressed("p-1", LONG * (MAX_COMMANDS_BYTES // MAX_TABLE_BYTES), 16, 1)
+    table.progressed("p-2", LONG, 16, 1)
+    for reader, (ticket, reply) in enumerate(table.take_replies()):
+        assert isinstance(reply, Pushed) and ticket == (b"d", reader)
+        assert reply.state is PushState.FAILED and reply.terminal and "too many blocks" in reply.reason
+    table.await_commands(AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
+    assert table.take_replies() == [(WORKER, Commands(1, (WriteCommand(into(2, 3, "t-2"), LONG, 16, 1, final=False),)))]
+
+
+def test_what_a_client_wrote_into_the_reason_of_a_failure_can_be_sent() -> None:
+    table = PushTable(1, 30.0)
+    table.started("p-1", "t-1", STOP, DIGEST, 0.0)
+    table.register(into(), (b"d", 0), 0.0)
+    table.progressed("p-1", LONG, 16, 1)
+    table.close("p-1", "unknown field `\ud800`", 0.0)
+    table.await_commands(AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
+    replies = dict(table.take_replies())
+    assert {type(reply) for reply in replies.values()} == {Pushed, Commands}
+    for reply in replies.values():
+        assert m.decode_reply(m.encode(1, reply))[1] == reply

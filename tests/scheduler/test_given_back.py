@@ -1,0 +1,297 @@
+"""Leases that several requests bring, that no request reads, or that nobody gives back: the two scheduler halves."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.support.scheduler.halves import (
+    EMPTY_STEP,
+    PROMPT,
+    TOKEN,
+    allocate,
+    end,
+    freed,
+    hand_over,
+    make_half,
+    make_request,
+    until,
+)
+from tests.support.scheduler.push_halves import ASK, Prefill, digest_of
+from vllm_pd_connector.config import parse_config
+from vllm_pd_connector.errors import InvalidConfig
+from vllm_pd_connector.protocol.lease import SHARED_S
+from vllm_pd_connector.protocol.wire.messages import ReadDone, ReadVerdict
+from vllm_pd_connector.scheduler.half import SchedulerHalf
+from vllm_pd_connector.sidechannel.client import SideChannelClient
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
+
+LONG_S = 600.0
+"""A lease that only a message ends within a test."""
+
+
+@pytest.fixture
+def pair():
+    producer, _ = make_half("kv_producer", kv_lease_duration=LONG_S)
+    producer.serve([b"manifest"], [TOKEN])
+    consumer, pool = make_half("kv_consumer")
+    yield producer, consumer, pool
+    end(producer, consumer)
+
+
+def count(producer: SchedulerHalf, message: str) -> int:
+    server = producer.producer._server
+    assert server is not None
+    return server.counts().get(message, 0)
+
+
+def reject(half: SchedulerHalf, params: Any) -> None:
+    """What vLLM's API server tells of a request that it refused: another id, one token, aborted at once."""
+    request = make_request("of-the-api-server", params, [0], abort_immediately=True)
+    half.on_new_request(request)
+    request.status = RequestStatus.FINISHED_ABORTED
+    assert half.request_finished(request, ([],)) == (False, None)
+
+
+def abort(half: SchedulerHalf, request: Any) -> None:
+    request.status = RequestStatus.FINISHED_ABORTED
+    half.request_finished(request, ([],))
+
+
+def reports(producer: SchedulerHalf, half: SchedulerHalf) -> list[Any]:
+    """The prefill side's verdicts on the reads that were ordered, as a worker asks for them."""
+    client, verdicts = SideChannelClient(), []
+    try:
+        for receive in half.build_metadata(EMPTY_STEP).receives:
+            assert receive.remote is not None
+            where = endpoint(receive.remote.remote_host, receive.remote.remote_port)
+            client.send(where, ReadDone(receive.remote.lease, 0, 1, receive.attempt, receive.shared), 20.0)
+            until(lambda: bool(verdicts.extend(said for _, said in client.receive()) or verdicts), "a verdict")
+    finally:
+        client.close()
+    return verdicts
+
+
+# -- requests that vLLM refused ----------------------------------------------------------------------------------------
+
+
+def test_the_lease_of_a_request_that_vllm_refused_is_given_back_and_one_line_says_so(pair, caplog):
+    producer, consumer, _ = pair
+    caplog.set_level(logging.INFO)
+    reject(consumer, hand_over(producer, "p-1"))
+    until(lambda: freed(producer) == ["p-1"], "the lease to be given back")
+    [line] = caplog.records
+    assert line.levelno == logging.INFO and "p-1" in line.getMessage()
+
+
+def test_parameters_with_another_nonce_give_nothing_back(pair):
+    producer, consumer, _ = pair
+    params = hand_over(producer, "p-1")
+    params["pd_connector"]["nonce"] = "0" * 32
+    reject(consumer, params)
+    until(lambda: count(producer, "Release") == 1, "the message")
+    assert freed(producer) == [] and producer.producer.num_leases == 1
+
+
+def test_a_stranger_is_not_told_of_a_request_that_vllm_refused(pair, caplog):
+    producer, consumer, _ = pair
+    params = hand_over(producer, "p-1") | {"remote_host": "192.0.2.1"}
+    reject(consumer, params)
+    assert consumer.consumer._renewer._thread is None, "something was to be sent"
+    assert not [record for record in caplog.records if record.levelno >= logging.INFO]
+
+
+@pytest.mark.parametrize("params", [{"do_remote_prefill": "yes"}, {"do_remote_prefill": True}])
+def test_a_request_whose_parameters_are_none_is_refused_in_one_line(pair, caplog, params):
+    _, consumer, pool = pair
+    request = make_request("d-1", params)
+    consumer.on_new_request(request)
+    allocate(consumer, pool, request)
+    consumer.consumer.received("d-1")
+    request.status = RequestStatus.FINISHED_ERROR
+    consumer.request_finished(request, ([1, 2, 3],))
+    reject(consumer, params)
+    [line] = [record for record in caplog.records if record.levelno >= logging.INFO]
+    assert line.levelno == logging.ERROR and "d-1" in line.getMessage()
+
+
+def test_a_refused_request_gives_its_lease_back_in_one_line(pair, caplog):
+    producer, consumer, pool = pair
+    params = hand_over(producer, "p-1")
+    request = make_request("d-1", params, prompt=[*PROMPT[:-1], 99])
+    consumer.on_new_request(request)
+    until(lambda: freed(producer) == ["p-1"], "the lease to be given back")
+    allocate(consumer, pool, request)
+    consumer.consumer.received("d-1")
+    reject(consumer, params)
+    [line] = [record for record in caplog.records if record.levelno >= logging.INFO]
+    assert line.levelno == logging.ERROR and "is not this request's" in line.getMessage()
+
+
+def test_what_a_failed_request_came_for_is_not_given_back_twice(pair, caplog):
+    producer, consumer, pool = pair
+    caplog.set_level(logging.INFO)
+    params = hand_over(producer, "p-1")
+    request = make_request("d-1", params)
+    consumer.on_new_request(request)
+    allocate(consumer, pool, request)
+    consumer.consumer.received("d-1")  # its workers have reported the failure, and given the lease back
+    reject(consumer, params)
+    consumer.shutdown()
+    assert count(producer, "Release") == 0 and not caplog.records
+
+
+def test_a_prefill_is_declined_for_a_request_that_vllm_refused_behind_a_concurrent_router():
+    prefill = Prefill()
+    consumer, _ = make_half("kv_consumer", mode="push")
+    consumer.serve([b"manifest"], [TOKEN])
+    home = prefill.half.producer.home
+    try:
+        request = make_request("p-1", ASK)
+        prefill.half.on_new_request(request)
+        reject(consumer, {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": home.engine_id,
+                          "remote_host": home.host, "remote_port": home.port, "transfer_id": "t-1"})  # fmt: skip
+        until(lambda: prefill.count("DeclinePush") == 1, "the message")
+        prefill.half.request_finished(request, ([5, 6, 7],))
+        until(lambda: prefill.held() == 0, "the blocks to be given back")
+    finally:
+        consumer.shutdown()
+        prefill.close()
+
+
+# -- several choices ---------------------------------------------------------------------------------------------------
+
+
+def test_the_choices_of_a_request_read_under_one_lease_which_ends_with_the_last(pair):
+    producer, consumer, pool = pair
+    params = hand_over(producer, "p-1")
+    first, second = (make_request(f"{choice}_d-1", params) for choice in (0, 1))
+    for request in (first, second):
+        consumer.on_new_request(request)
+    until(lambda: count(producer, "Renew") == 2, "both are announced")
+    allocate(consumer, pool, first)
+    assert reports(producer, consumer) == [ReadVerdict(True, "")]
+    read = time.monotonic()
+    until(lambda: time.monotonic() - read > 2 * SHARED_S or bool(freed(producer)), "longer than a lease waits")
+    allocate(consumer, pool, second)
+    assert reports(producer, consumer) == [ReadVerdict(True, "")]
+    until(lambda: freed(producer) == ["p-1"], "the lease to end")
+
+
+def test_a_choice_that_leaves_the_queue_takes_nothing_from_the_others(pair):
+    producer, consumer, pool = pair
+    params = hand_over(producer, "p-1")
+    first, second = (make_request(f"{choice}_d-1", params) for choice in (0, 1))
+    for request in (first, second):
+        consumer.on_new_request(request)
+    abort(consumer, first)
+    until(lambda: count(producer, "Release") == 1, "the message")
+    allocate(consumer, pool, second)
+    assert freed(producer) == [] and reports(producer, consumer) == [ReadVerdict(True, "")]
+    until(lambda: freed(producer) == ["p-1"], "the lease to end")
+
+
+def test_the_choices_of_a_request_are_read_also_where_its_prefill_would_be_asked_to_write():
+    producer, _ = make_half("kv_producer", mode="push", kv_lease_duration=LONG_S)
+    producer.serve([b"manifest"], [TOKEN])
+    for mode in ("push", "auto"):
+        consumer, pool = make_half("kv_consumer", mode=mode)
+        consumer.serve([b"manifest"], [TOKEN])
+        params = hand_over(producer, f"p-{mode}")
+        alone, choice = make_request("d-1", params), make_request("0_d-2", params)
+        receives = {}
+        for request in (alone, choice):
+            consumer.on_new_request(request)
+            allocate(consumer, pool, request)
+            [receives[request.request_id]] = consumer.build_metadata(EMPTY_STEP).receives
+        assert receives["d-1"].push is not None and receives["0_d-2"].push is None
+        assert not receives["0_d-2"].either and receives["0_d-2"].remote is not None and receives["0_d-2"].shared
+        consumer.shutdown()
+    producer.shutdown()
+
+
+def test_only_the_choice_that_ended_last_keeps_its_blocks_for_the_router(pair):
+    producer, consumer, pool = pair
+    handed = [hand_over(producer, f"{choice}_p-1") for choice in (1, 0, 2)]
+    assert freed(producer) == ["1_p-1", "0_p-1"] and producer.producer.num_leases == 1
+    request = make_request("d-1", handed[-1])
+    consumer.on_new_request(request)
+    allocate(consumer, pool, request)
+    assert reports(producer, consumer) == [ReadVerdict(True, "")]
+    until(lambda: freed(producer) == ["2_p-1"], "the lease to end")
+    assert not producer.producer._choices
+
+
+def test_the_choices_of_two_legs_that_are_sent_at_once_pair_off_one_by_one():
+    prefill = Prefill()
+    consumer, pool = make_half("kv_consumer", mode="push")
+    consumer.serve([b"manifest"], [TOKEN])
+    home = prefill.half.producer.home
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": home.engine_id,
+              "remote_host": home.host, "remote_port": home.port, "transfer_id": "t-1"}  # fmt: skip
+    try:
+        table = prefill.half.producer._server.pushes._table
+        for choice in (0, 1):
+            prefill.half.on_new_request(make_request(f"{choice}_p-1", ASK))
+        for choice in (0, 1):
+            request = make_request(f"{choice}_d-1", params)
+            consumer.on_new_request(request)
+            allocate(consumer, pool, request)
+            [receive] = consumer.build_metadata(EMPTY_STEP).receives
+            found = table._rendezvous.find(receive.push.prefill)
+            assert found is not None and found.request_id == f"{choice}_p-1"
+            assert receive.push.prompt_digest == digest_of(make_request("any", ASK))
+    finally:
+        consumer.shutdown()
+        prefill.close()
+
+
+# -- leases that nobody ends -------------------------------------------------------------------------------------------
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_no_decode_instance_keeps_blocks_for_longer_than_the_limit(caplog):
+    """Two instances that prefill for each other may each keep what the other needs to go on."""
+    producer, _ = make_half("kv_producer", kv_lease_duration=0.5, kv_lease_limit=1.5)
+    producer.serve([b"manifest"], [TOKEN])
+    consumer, pool = make_half("kv_consumer")
+    request = make_request("d-1", hand_over(producer, "p-1"))
+    consumer.on_new_request(request)
+    until(lambda: freed(producer) == ["p-1"], "the lease to end though it is renewed")
+    stats = producer.stats()
+    assert (stats.data["leases_expired"], stats.data["leases_over_limit"]) == (1, 1)
+    [said] = [line for line in warnings(caplog) if "p-1" in line and "freed" in line]
+    assert "kv_lease_limit" in said and "kv_lease_duration" not in said
+    allocate(consumer, pool, request)
+    [verdict] = reports(producer, consumer)
+    assert not verdict.held and "kv_lease_limit" in verdict.reason
+    end(producer, consumer)
+
+
+def test_the_advice_of_a_lease_that_expired_is_that_for_its_cause(caplog):
+    producer, _ = make_half("kv_producer", kv_lease_duration=0.3)
+    producer.serve([b"manifest"], [TOKEN])
+    hand_over(producer, "p-unclaimed")
+    until(lambda: freed(producer) == ["p-unclaimed"], "the lease to end")
+    consumer, _ = make_half("kv_consumer")
+    consumer.on_new_request(make_request("d-1", hand_over(producer, "p-silent")))
+    until(lambda: count(producer, "Renew") >= 1, "a renewal")
+    consumer.consumer._renewer._leases.clear()  # as when its host freezes
+    consumer.consumer._renewer._due.clear()
+    until(lambda: freed(producer) == ["p-silent"], "the lease to end")
+    unclaimed, silent = (line for line in warnings(caplog) if "its blocks are freed" in line)
+    assert "p-unclaimed" in unclaimed and "sent no decode request" in unclaimed
+    assert "p-silent" in silent and "fell silent" in silent
+    end(producer, consumer)
+
+
+def test_a_limit_below_the_duration_is_refused():
+    with pytest.raises(InvalidConfig, match=r"kv_lease_limit is 10.0, and kv_lease_duration 30.0"):
+        parse_config({"kv_lease_limit": 10.0})

@@ -1,0 +1,56 @@
+"""The bell between workers and their scheduler half."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+
+from vllm_pd_connector.sidechannel.bell import Bell, ring
+
+
+def test_what_is_rung_is_heard() -> None:
+    heard: queue.Queue[bytes] = queue.Queue()
+    bell = Bell(heard.put)
+    ring(bell.address, b"one")
+    assert heard.get() == b"one"
+    ring(bell.address, b"two")
+    assert heard.get() == b"two"
+    bell.close()
+    bell.close()
+
+
+def test_nobody_waits_at_a_bell_that_is_gone() -> None:
+    bell = Bell(lambda message: None)
+    bell.close()
+    ring(bell.address, b"one")
+    ring("pd-bell-of-nobody", b"one")
+
+
+def test_a_bell_that_nobody_answers_costs_no_caller_anything() -> None:
+    """The kernel keeps a few datagrams; the rest are lost, since who will look is told already."""
+    answering, entered = threading.Event(), threading.Event()
+    heard: list[bytes] = []
+
+    def slow(message: bytes) -> None:
+        entered.set()
+        answering.wait()
+        heard.append(message)
+
+    bell = Bell(slow)
+    ring(bell.address, b"first")
+    entered.wait()
+    for _ in range(10_000):
+        ring(bell.address, b"again")
+    answering.set()
+    bell.close()
+    assert heard[0] == b"first"
+    assert 1 <= len(heard) < 10_000
+
+
+def test_two_bells_are_two() -> None:
+    bells = [Bell(lambda message: None) for _ in range(2)]
+    assert bells[0].address != bells[1].address
+    assert all(len(bell.address) < 100 for bell in bells), socket.AF_UNIX
+    for bell in bells:
+        bell.close()

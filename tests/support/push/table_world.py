@@ -1,0 +1,179 @@
+"""A table of pushes with the workers of its instance and two decode workers who want one prefill.
+
+Events come one by one, in any order; after each the world does what the instance's server does, and checks what must
+hold whatever came before: whose answer may say what, and that no block is given back while it may be read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm_pd_connector.protocol.push.table import PushTable
+from vllm_pd_connector.protocol.wire import messages as m
+from vllm_pd_connector.protocol.wire.fields import Table
+from vllm_pd_connector.protocol.wire.push_messages import (
+    AwaitCommands,
+    Commands,
+    InstanceAddress,
+    PrefillRef,
+    Pushed,
+    PushEnded,
+    PushInto,
+    PushState,
+    WithdrawPush,
+    WriteCommand,
+)
+
+HOME = InstanceAddress("decode-0", "ab" * 16, "127.0.0.1", 5600)
+NONCE, DIGEST, STOP = b"n" * 16, "0" * 16, 40
+TABLES = (Table(0, b"\1\0\0\0"),)
+WORKERS, PATIENCE = 2, 30.0
+NAME, REQUEST = "cmpl-1", "cmpl-1-0123abcd"
+
+
+def into(reader: int = 0, *, nonce: bytes | None = None, readers: int = 2, **changes: object) -> PushInto:
+    fields = {"attempt": bytes([reader]) * 16, "start": 0, "stop": STOP, "prompt_digest": DIGEST}
+    ref = PrefillRef(REQUEST if nonce else NAME, nonce)
+    return PushInto(ref, HOME, 0, reader, reader, readers, blocks=TABLES, **(fields | changes))
+
+
+@dataclass
+class World:
+    """See the module; `settle` checks what must hold.
+
+    Attributes:
+        owed: for every attempt, the workers that were ordered to write and have not reported the end.
+        asked: tickets that wait for an answer; a withdrawal takes the place of its registration.
+    """
+
+    quick: bool = True
+    table: PushTable = field(default_factory=lambda: PushTable(WORKERS, PATIENCE))
+    now: float = 0.0
+    seen: list[int] = field(default_factory=lambda: [0] * WORKERS)
+    owed: dict[bytes, set[int]] = field(default_factory=dict)
+    ordered_final: set[bytes] = field(default_factory=set)
+    failed: set[bytes] = field(default_factory=set)
+    answers: dict[bytes, list[Pushed]] = field(default_factory=dict)
+    asked: dict[tuple[bytes, int], bytes] = field(default_factory=dict)
+    tickets: int = 0
+    closed: bool = False
+    freed: int = 0
+    started: bool = False
+    finished: bool = False
+
+    def ticket(self, attempt: bytes) -> tuple[bytes, int]:
+        self.tickets += 1
+        made = (b"client", self.tickets)
+        self.asked[made] = attempt
+        return made
+
+    def settle(self) -> None:
+        """What the server does after every event, and the workers' questions for commands."""
+        self.table.tick(self.now)
+        for worker in range(WORKERS):
+            self.table.await_commands(AwaitCommands(b"t" * 16, worker, self.seen[worker]), (b"w", worker), self.now)
+        for ticket, reply in self.table.take_replies():
+            if ticket[0] == b"w":
+                self.obey(ticket[1], reply)
+            else:
+                self.answered(self.asked.pop(ticket), reply)
+        self.freed += len(self.table.take_freed())
+        if self.closed and not any(self.owed.values()):
+            assert self.freed == 1
+        assert self.freed <= self.closed
+        assert not self.freed or not any(self.owed.values()), "blocks are given back while they may be read"
+
+    def obey(self, worker: int, reply: m.Reply) -> None:
+        assert isinstance(reply, Commands)
+        assert all(number > 0 for number in (reply.last,)) or not reply.orders
+        self.seen[worker] = max(self.seen[worker], reply.last)
+        for command in reply.orders:
+            if isinstance(command, WriteCommand):
+                assert not self.freed
+                self.owed.setdefault(command.into.attempt, set()).add(worker)
+                if command.final:
+                    self.ordered_final.add(command.into.attempt)
+
+    def answered(self, attempt: bytes, reply: m.Reply) -> None:
+        assert isinstance(reply, Pushed)
+        self.answers.setdefault(attempt, []).append(reply)
+        if reply.terminal:
+            assert not self.owed.get(attempt), "terminal, and a worker may still write"
+        if reply.state is PushState.DONE:
+            assert attempt in self.ordered_final and attempt not in self.failed and self.finished
+        if reply.state is PushState.FAILED:
+            assert reply.reason
+
+    def report(self, worker: int, attempt: bytes, ok: bool, terminal: bool) -> None:
+        if not ok:
+            self.failed.add(attempt)
+        if terminal:
+            self.owed[attempt].discard(worker)
+        reason = "" if ok else "a link dropped"
+        self.table.ended(PushEnded(b"t" * 16, worker, attempt, ok, reason, terminal))
+        self.settle()
+
+    def work(self) -> None:
+        """Workers end what they can."""
+        for attempt, worker in [(a, w) for a, workers in self.owed.items() for w in workers]:
+            if attempt in self.ordered_final or self.is_over(attempt):
+                self.report(worker, attempt, ok=not self.is_over(attempt), terminal=True)
+
+    def is_over(self, attempt: bytes) -> bool:
+        registration = self.table._registrations.get(attempt)
+        return registration is None or registration.state is PushState.FAILED
+
+    # What can happen
+
+    def register(self, reader: int) -> None:
+        message = into(reader)
+        self.table.register(message, self.ticket(message.attempt), self.now)
+
+    def start(self) -> None:
+        self.started = self.table.started(REQUEST, NAME, STOP, DIGEST, self.now)
+
+    def progress(self) -> None:
+        if self.table.wanted(REQUEST):
+            self.table.progressed(REQUEST, TABLES, 16, 1)
+
+    def finish(self) -> None:
+        if self.started and not self.closed:
+            self.finished = True
+            if not self.table.finished(REQUEST, NONCE, TABLES, 2):
+                self.close()
+
+    def close(self) -> None:
+        """The prefill is aborted, or its lease ends."""
+        if self.started and not self.closed:
+            self.closed = True
+            self.table.close(REQUEST, "aborted", self.now)
+
+    def withdraw(self) -> None:
+        for reader in (0, 1):
+            message = WithdrawPush(into(reader).prefill, into(reader).attempt)
+            self.table.withdraw(message, self.ticket(message.attempt), self.now)
+
+    def drop_link(self) -> None:
+        for attempt, workers in self.owed.items():
+            if 0 in workers:
+                self.report(0, attempt, ok=False, terminal=False)
+
+    def do(self, event: str) -> None:
+        match event:
+            case "register 0" | "register 1":
+                self.register(int(event[-1]))
+            case "start":
+                self.start()
+            case "progress":
+                self.progress()
+            case "finish":
+                self.finish()
+            case "close":
+                self.close()
+            case "withdraw":
+                self.withdraw()
+            case "drop":
+                self.drop_link()
+        self.settle()
+        if self.quick:
+            self.work()

@@ -1,0 +1,107 @@
+"""A prefill instance's scheduler half that pushes, and the decode side's requests for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+
+from tests.support.scheduler.halves import FULL, PROMPT, TOKEN, allocate, make_half, until
+from vllm_pd_connector.compat.blocks import prompt_digest
+from vllm_pd_connector.protocol.wire.fields import Table
+from vllm_pd_connector.protocol.wire.messages import Ack, Reply, Request
+from vllm_pd_connector.protocol.wire.push_messages import (
+    AwaitCommands,
+    Commands,
+    InstanceAddress,
+    PrefillRef,
+    PushEnded,
+    PushInto,
+)
+from vllm_pd_connector.scheduler.half import SchedulerHalf
+from vllm_pd_connector.sidechannel.client import SideChannelClient
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
+
+ASK = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t-1"}
+HOME = InstanceAddress("kv_consumer-0", "ab" * 16, "127.0.0.1", 5600)
+ATTEMPT = b"a" * 16
+
+
+def step(half: SchedulerHalf, **scheduled: tuple[int, int]) -> Any:
+    """Metadata of a step: for every request (underscores for hyphens), tokens computed before and scheduled now."""
+    named = {name.replace("_", "-"): value for name, value in scheduled.items()}
+    cached = SimpleNamespace(req_ids=list(named), num_computed_tokens=[computed for computed, _ in named.values()])
+    tokens = {name: count for name, (_, count) in named.items()}
+    fields = {"scheduled_new_reqs": [], "scheduled_cached_reqs": cached, "num_scheduled_tokens": tokens}
+    output = SimpleNamespace(**fields, finished_req_ids=set())
+    return half.build_metadata(output)
+
+
+class Prefill:
+    """A producer in mode push, with a client that plays its worker and a decode worker."""
+
+    def __init__(self, spec: Any = FULL, **changes: Any):
+        self.half, self.pool = make_half("kv_producer", mode="push", spec=spec, **changes)
+        self.half.serve([b"manifest"], [TOKEN])
+        self.tables: dict[str, list[list[int]]] = {}
+        self.half.bind_cache_manager(SimpleNamespace(get_block_ids=lambda request_id: self.tables[request_id]))
+        home = self.half.producer.home
+        assert home is not None
+        self.address = endpoint(home.host, home.port)
+        self.client = SideChannelClient()
+        self.free = self.pool.get_num_free_blocks()
+        self.seen = 0
+        self.come: dict[int, Any] = {}
+
+    def send(self, request: Request) -> Callable[[], Reply]:
+        token = self.client.send(self.address, request, 20.0)
+
+        def outcome() -> Reply:
+            def there() -> bool:
+                self.come.update(self.client.receive())
+                return token in self.come
+
+            until(there, f"the answer to {request}")
+            return self.come[token]
+
+        return outcome
+
+    def register(self, digest: str, stop: int = len(PROMPT)) -> Callable[[], Reply]:
+        before = self.count("PushInto")
+        blocks = (Table(0, b"\1\0\0\0"),)
+        answer = self.send(PushInto(PrefillRef("t-1", None), HOME, 0, 0, 0, 1, ATTEMPT, blocks, 0, stop, digest))
+        until(lambda: self.count("PushInto") > before, "the registration")
+        return answer
+
+    def count(self, kind: str) -> int:
+        return self.half.producer._server.counts().get(kind, 0)
+
+    def commands(self) -> list[Any]:
+        answer = self.send(AwaitCommands(TOKEN, 0, self.seen))()
+        assert isinstance(answer, Commands)
+        self.seen = answer.last
+        return list(answer.orders)
+
+    def ended(self, ok: bool = True, reason: str = "", terminal: bool = True) -> None:
+        assert self.send(PushEnded(TOKEN, 0, ATTEMPT, ok, reason, terminal))() == Ack()
+
+    def held(self) -> int:
+        self.half.producer.drain()
+        return self.free - self.pool.get_num_free_blocks()
+
+    def close(self) -> None:
+        self.client.close()
+        self.half.shutdown()
+
+
+def digest_of(request: Any) -> str:
+    return prompt_digest(request, request.num_prompt_tokens)
+
+
+def receive_of(half: SchedulerHalf, pool: BlockPool, request: Any, computed: int = 0) -> Any:
+    half.on_new_request(request)
+    allocate(half, pool, request, computed)
+    [receive] = step(half).receives
+    return receive

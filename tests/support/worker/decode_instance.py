@@ -1,0 +1,165 @@
+"""A decode worker's transfer loop and its caches, against a prefill instance of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.support.geometry.world import blank
+from tests.support.worker.prefill_instance import MODEL, TOKENS, PrefillInstance, Side, instance, real, table, write
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.metadata import GroupBlocks, ReceiveRequest
+from vllm_pd_connector.protocol.params.parse import RemotePrefill
+from vllm_pd_connector.transport.base import Transport
+from vllm_pd_connector.transport.loopback import LoopbackTransport
+from vllm_pd_connector.worker.outbox import Outbox
+from vllm_pd_connector.worker.transfer_loop import TransferLoop
+
+D_SIDE = Side(tp=1, layout="NHD")
+D_BLOCKS = (2, 6, 4)
+START = 4
+PATIENCE_S = float(os.environ.get("PD_TEST_PATIENCE", "30"))
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {what}"
+        time.sleep(0.002)
+
+
+def in_its_thread(loop: TransferLoop, act: Callable[[float], None]) -> None:
+    """Have the loop do this in its thread, and wait until it has."""
+    done = threading.Event()
+
+    def doing(now: float) -> None:
+        act(now)
+        done.set()
+
+    loop._comparison._results.append(doing)
+    loop._wake.set()
+    until(done.is_set, "the loop's next turn")
+
+
+def lacking(blocks: tuple[int, ...], start: int = START) -> GroupBlocks:
+    """The table of a request with these blocks, of which the prefix cache found those before `start`."""
+    return GroupBlocks(start // D_SIDE.block_tokens, blocks[start // D_SIDE.block_tokens :])
+
+
+def request_of(request_id: str, remote: RemotePrefill) -> ReceiveRequest:
+    """What the decode instance's scheduler half would order for these parameters."""
+    return ReceiveRequest(request_id, remote, "", (lacking(D_BLOCKS),), START, TOKENS)
+
+
+class Prefill(PrefillInstance):
+    """A prefill instance beside the test."""
+
+    def request(self, request_id: str, **changes: Any) -> ReceiveRequest:
+        return request_of(request_id, self.hand_over(request_id, **changes))
+
+
+class Decode:
+    """One decode worker's loop, its memory, and everything that came out of it."""
+
+    def __init__(
+        self,
+        config: Config,
+        make: Callable[[], Transport] | None = None,
+        transport: LoopbackTransport | None = None,
+    ):
+        [self.worker] = instance(MODEL, D_SIDE, "decode-1")
+        self.transport = transport or LoopbackTransport()
+        self.outbox = Outbox()
+        self.loop = TransferLoop(config, real(self.worker), make or (lambda: self.transport), self.outbox, 0, 1)
+        self.before = self.worker.memory.copy()
+        self.finished: dict[str, bool] = {}
+        self.quarantined: set[str] = set()
+        self.drained: set[str] = set()
+        self.failures: dict[str, int] = {}
+        self.bytes = self.verified = self.relinked = 0
+        self.loop.start()
+
+    def collect(self) -> None:
+        results = self.outbox.take_results()
+        for request_id in results.finished_recving:
+            assert request_id not in self.finished, f"{request_id} was reported twice"
+            self.finished[request_id] = request_id not in results.failed_recving
+        assert results.failed_recving <= results.finished_recving
+        if (report := self.outbox.take_report()) is not None:
+            self.quarantined |= report.quarantined.keys()
+            self.drained |= report.drained.keys()
+        if (stats := self.outbox.take_stats()) is not None:
+            self.bytes += stats.data["bytes"]
+            self.verified += stats.data["verified"]
+            self.relinked += stats.data["relinked"]
+            for kind, number in stats.data["failures"].items():
+                self.failures[kind] = self.failures.get(kind, 0) + number
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        def holds() -> bool:
+            self.collect()
+            return condition()
+
+        until(holds, what)
+
+    def wait_for(self, *request_ids: str) -> list[bool]:
+        self.until(lambda: set(request_ids) <= self.finished.keys(), f"reports of {request_ids}")
+        return [self.finished[request_id] for request_id in request_ids]
+
+    def hear_the_end_of(self, prefill: Prefill) -> None:
+        """Close `prefill`, and wait for its word that it ends: it means whoever is at that address when it comes."""
+        heard, receives = threading.Event(), self.loop._receives
+        departed = receives.departed
+
+        def hear(endpoint: str, now: float) -> None:
+            departed(endpoint, now)
+            heard.set()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(receives, "departed", hear)
+            prefill.close()
+            until(heard.is_set, "the word that the prefill instance ends")
+
+    def expected(self, start: int = START, blocks: tuple[int, ...] = D_BLOCKS) -> np.ndarray:
+        memory = self.before.copy()
+        self.receive(memory, blocks, start)
+        return memory
+
+    def written(self) -> np.ndarray:
+        """This worker's memory with the tokens in it, and nothing zeroed, as after a receive that has failed before."""
+        memory = self.before.copy()
+        write(MODEL, D_SIDE, self.worker, [table(*D_BLOCKS)], memory, START, TOKENS)
+        return memory
+
+    def receive(self, memory: np.ndarray, blocks: tuple[int, ...], start: int = START) -> None:
+        """Have `memory` look like this worker's after a receive: the tokens, and zeros in the slots behind them."""
+        write(MODEL, D_SIDE, self.worker, [table(*blocks)], memory, start, TOKENS)
+        blank(D_SIDE, self.worker, table(*blocks), memory, TOKENS, len(blocks) * D_SIDE.block_tokens)
+
+
+@pytest.fixture
+def prefill() -> Iterator[Prefill]:
+    with contextlib.closing(Prefill()) as made:
+        yield made
+
+
+@pytest.fixture
+def decode(request: pytest.FixtureRequest) -> Iterator[Decode]:
+    # Without a staging buffer, so that these reads write straight into the blocks; tests/worker/staging/test_stager.py
+    # has the others.
+    made = Decode(Config(transport="loopback", **({"staging_bytes": 0} | getattr(request, "param", {}))))
+    yield made
+    made.loop.close()
+
+
+def changed_model(**changes: object) -> object:
+    [worker] = instance(MODEL, D_SIDE)
+    return msgspec.structs.replace(worker.manifest.model, **changes)

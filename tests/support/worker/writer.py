@@ -1,0 +1,140 @@
+"""A prefill worker that writes and a decode worker that is written into, in one process."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from tests.support.worker.decode_instance import D_BLOCKS, START, Decode, lacking, until
+from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKENS, instance, real, table, write
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.metadata import GroupBlocks, PushTerms, ReceiveRequest, encode_tables
+from vllm_pd_connector.protocol.peer import PeerKey
+from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
+from vllm_pd_connector.sidechannel.server import SideChannelServer
+from vllm_pd_connector.transport.base import Transport
+from vllm_pd_connector.transport.loopback import LoopbackTransport
+from vllm_pd_connector.worker.outbox import Outbox
+from vllm_pd_connector.worker.push.driver import PushSetup
+from vllm_pd_connector.worker.push.step_clock import StepClock
+from vllm_pd_connector.worker.transfer_loop import TransferLoop
+
+DIGEST = "0" * 16
+SOURCE = encode_tables([GroupBlocks(0, P_BLOCKS)])
+
+
+class Writer:
+    """A prefill instance that writes: its workers' loops and transports, and a side channel."""
+
+    def __init__(self, config: Config, port: int = 0, make: Callable[[], Transport] | None = None):
+        self.workers = instance(MODEL, P_SIDE, "p-0")
+        self.incarnation = secrets.token_hex(16)
+        self.server = SideChannelServer("127.0.0.1", port, "p-0", self.incarnation)
+        self.tokens = [secrets.token_bytes(16) for _ in self.workers]
+        self.transports = [] if make else [LoopbackTransport() for _ in self.workers]
+        self.clocks = [StepClock() for _ in self.workers]
+        self.loops, manifests = [], []
+        for i, worker in enumerate(self.workers):
+            setup = PushSetup(endpoint("127.0.0.1", self.server.port), self.tokens[i], self.clocks[i])
+            transport = make or (lambda i=i: self.transports[i])
+            loop = TransferLoop(config, real(worker), transport, Outbox(), i, len(self.workers), setup)
+            manifest = real(worker, loop.start(), scratch=loop.scratch, life=loop.life)
+            manifests.append(msgspec.msgpack.encode(manifest))
+            self.loops.append(loop)
+        self.server.set_manifests(manifests, self.tokens)
+        self.server.pushes.enable(self.tokens, patience_s=config.kv_lease_duration)
+
+    def compute(self, start: int, stop: int) -> None:
+        """The forward of the next step has filled tokens [start, stop)."""
+        for worker in self.workers:
+            write(MODEL, P_SIDE, worker, [table(*P_BLOCKS)], worker.memory, start, stop)
+
+    def step_done(self, step: int) -> None:
+        for loop in self.loops:
+            loop.step_launched(step, lambda: True)
+
+    def begin(self, name: str = "a") -> str:
+        request_id = f"p-{name}"
+        assert self.server.pushes.started(request_id, name, TOKENS, DIGEST)
+        return request_id
+
+    def finish(self, name: str = "a", step: int = 0, nonce: bytes | None = None) -> bytes:
+        """The prefill has ended and is held; returns the lease's nonce."""
+        nonce = nonce or secrets.token_bytes(16)
+        self.server.hold(f"p-{name}", nonce, 60.0, SOURCE)
+        if not self.server.pushes.finished(f"p-{name}", nonce, SOURCE, step):
+            self.server.drop(f"p-{name}")
+        return nonce
+
+    def whole(self, name: str = "a") -> bytes:
+        self.compute(0, TOKENS)
+        self.begin(name)
+        return self.finish(name)
+
+    def close(self) -> None:
+        for loop in self.loops:
+            loop.close()
+        self.server.close()
+
+
+class Target(Decode):
+    """A decode worker with the side channel at which it is found."""
+
+    def __init__(self, config: Config, **changes: object):
+        super().__init__(config)
+        self.server = SideChannelServer("127.0.0.1", 0, "decode-1", secrets.token_hex(16))
+        self.server.set_manifests(
+            [msgspec.msgpack.encode(real(self.worker, self.transport.describe(), life=self.loop.life, **changes))]
+        )
+        self.home = InstanceAddress("decode-1", self.server._incarnation, "127.0.0.1", self.server.port)
+
+    def request(
+        self,
+        writer: Writer,
+        request_id: str = "d",
+        name: str = "a",
+        nonce: bytes | None = None,
+        waited_s: float = 0.0,
+        **changes: object,
+    ) -> ReceiveRequest:
+        ref = PrefillRef(name if nonce is None else f"p-{name}", nonce)
+        peer = PeerKey("127.0.0.1", writer.server.port, "" if nonce is None else writer.incarnation)
+        terms = PushTerms(peer, "p-0", ref, self.home, DIGEST, waited_s)
+        start = changes.get("start", START)
+        fields = {"blocks": (lacking(D_BLOCKS, start),), "start": start, "stop": TOKENS, "push": terms}
+        return ReceiveRequest(request_id, None, "", **(fields | changes))
+
+    def close(self) -> None:
+        self.loop.close()
+        self.server.close()
+
+
+CONFIG = Config(transport="loopback", mode="push")
+TINY = 512  # chunks of 64 bytes: what a rank gives to one page of one layer
+
+
+def writes(loop: TransferLoop) -> bool:
+    """Whether the loop's pushes are under way, and not only ordered."""
+    pushes, streams = list(loop._pushes._pushes.values()), list(loop._pushes._stager._streams)
+    staged = [stream.owner for stream in streams if any(flight.transfer is not None for flight in stream.in_flight)]
+    return bool(pushes) and all(push.transfers or push in staged for push in pushes)
+
+
+def freed(writer: Writer, *names: str) -> None:
+    """Wait until exactly these prefills' blocks are free."""
+    seen: list[str] = []
+
+    def enough() -> bool:
+        seen.extend(entry.request_id for entry in writer.server.take_freed())
+        return len(seen) >= len(names)
+
+    until(enough, f"{names} to be freed")
+    assert sorted(seen) == sorted(f"p-{name}" for name in names)
+
+
+def whole(memory: Sequence[int], expected: np.ndarray) -> bool:
+    return bool((np.asarray(memory) == expected).all())

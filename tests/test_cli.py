@@ -1,0 +1,215 @@
+"""`vllm-pd`: verdicts, movements and exit codes, from files and from live side channels."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.support.geometry.world import Model, Side, instance
+from vllm_pd_connector import cli
+from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.sidechannel.net.keys import load_keys
+from vllm_pd_connector.sidechannel.server import SideChannelServer
+
+# A token of one layer has 4 KiB: 8 heads, K and V of 128 channels, two bytes each.
+MODEL = Model(layers=3, heads=8, key=128, value=128)
+NHD = Side(layout="NHD", block_tokens=16, num_blocks=12)
+
+
+def manifests(engine: str = "p-0", model: Model = MODEL, side: Side = NHD) -> list[Manifest]:
+    return [worker.manifest for worker in instance(model, side, engine)]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+class Files:
+    def __init__(self, directory: Path):
+        self.directory = directory
+
+    def __call__(self, name: str, content: object) -> str:
+        encode = msgspec.json.encode if name.endswith(".json") else msgspec.msgpack.encode
+        (self.directory / name).write_bytes(content if isinstance(content, bytes) else encode(content))
+        return str(self.directory / name)
+
+
+@pytest.fixture
+def server() -> Iterator[SideChannelServer]:
+    with contextlib.closing(SideChannelServer("127.0.0.1", 0, "p-0", "f" * 32)) as made:
+        made.set_manifests([msgspec.msgpack.encode(manifest) for manifest in manifests()])
+        yield made
+
+
+def explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict]:
+    code = cli.main(["explain", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_an_equal_pair_is_allowed_and_moves_directly(files, capsys):
+    code, found = explain(capsys, files("a.json", manifests()), files("b.msgpack", manifests("d-0")))
+    assert code == 0 and found["status"] == "allow_homogeneous" and found["tokens"] == 176
+    [movement] = found["movements"]
+    assert not movement["converted"] and movement["copies"] == 0
+    assert movement["bytes"] == movement["read_bytes"] == 176 * 4096 * 3
+    assert movement["runs"] == 11 * 3, "one per page and layer"
+
+
+def test_a_pair_of_other_layouts_names_what_is_converted(files, capsys):
+    hnd = Side(layout="HND", tp=2, block_tokens=32, num_blocks=40)
+    arguments = files("a", manifests()), files("b", manifests("d-0", side=hnd))
+    code, found = explain(capsys, *arguments, "--tokens", "100")
+    assert code == 0 and found["status"] == "allow_heterogeneous" and found["tokens"] == 100
+    assert [(m["source"], m["destination"]) for m in found["movements"]] == [
+        ("pp0 tp0", "pp0 tp0"),
+        ("pp0 tp0", "pp0 tp1"),
+    ]
+    for movement in found["movements"]:
+        assert movement["converted"] and movement["layers"] == 3
+        assert movement["bytes"] == 100 * 4096 * 3 / 2
+        assert movement["read_bytes"] >= movement["bytes"]
+        assert movement["runs"] == 3 * 7, "one per layer and page of 16 tokens"
+    code, without = explain(capsys, *arguments, "--tokens", "100", "--staging-bytes", "0")
+    assert [m["converted"] for m in without["movements"]] == [False, False]
+    assert without["movements"][0]["runs"] == 3 * 100 * 4, "one per layer, token and head of the rank"
+    assert without["movements"][0]["runs"] == pytest.approx(found["movements"][0]["unconverted_runs"], rel=0.25)
+
+
+def test_a_push_is_explained_too(files, capsys):
+    hnd = Side(layout="HND", tp=2, block_tokens=32, num_blocks=40)
+    arguments = files("a", manifests()), files("b", manifests("d-0", side=hnd)), "--tokens", "100", "--mode", "push"
+    code, found = explain(capsys, *arguments)
+    assert code == 0 and found["mode"] == "push" and len(found["movements"]) == 2
+    for movement in found["movements"]:
+        assert movement["converted"] and movement["copies"] > 0
+        assert movement["bytes"] == movement["read_bytes"] == 100 * 4096 * 3 / 2, "nothing but what was asked for"
+        assert movement["runs"] == 3 * (3 + 4), "per layer, one per whole page of 32 tokens, in the last one per head"
+    assert cli.main(["explain", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "pushed by prefill" in printed and "bytes written" in printed
+
+
+def test_states_and_windows_are_explained_too(files, capsys):
+    model = Model(layers=3, heads=4, key=20, value=20, states=2)
+    code, found = explain(capsys, files("a", manifests(model=model)), files("b", manifests("d-0", model=model)))
+    assert code == 0 and {m["kind"] for m in found["movements"]} == {"full", "state"}
+    window = Model(layers=3, heads=4, key=20, value=20, window=40)
+    _, found = explain(capsys, files("a", manifests(model=window)), files("b", manifests("d-0", model=window)))
+    assert found["movements"][0]["bytes"] == 48 * 4 * 80 * 3, "three blocks hold the last 40 tokens"
+
+
+def test_a_refused_pair_prints_every_difference_and_exits_with_one(files, capsys):
+    other = [
+        msgspec.structs.replace(m, model=msgspec.structs.replace(m.model, dtype="float16", rope="yarn"))
+        for m in manifests("d-0")
+    ]
+    arguments = files("a", manifests()), files("b", other)
+    code, found = explain(capsys, *arguments)
+    assert code == 1 and not found["allowed"] and not found["movements"]
+    assert {d["field"]: (d["prefill"], d["decode"]) for d in found["differences"]} == {
+        "dtype": ("'bfloat16'", "'float16'"),
+        "rope": ("'default'", "'yarn'"),
+    }
+    assert cli.main(["explain", *arguments]) == 1
+    printed = capsys.readouterr().out
+    assert "verdict: deny" in printed and "--dtype" in printed and "--rope-scaling" in printed
+
+
+def test_an_instance_without_all_its_ranks_is_named_invalid(files, capsys):
+    half = manifests(side=Side(tp=2, num_blocks=12, block_tokens=16))[:1]
+    code, found = explain(capsys, files("a", half), files("b", manifests("d-0")))
+    assert code == 1 and found["status"] == "invalid_remote" and "incomplete set of workers" in found["reason"]
+
+
+def test_the_text_says_the_same(files, capsys):
+    hnd = Side(layout="HND", block_tokens=16, num_blocks=12)
+    assert cli.main(["explain", files("a", manifests()), files("b", manifests("d-0", side=hnd))]) == 0
+    printed = capsys.readouterr().out
+    assert "engine p-0 (tiny, 1 workers" in printed and "verdict: allow_heterogeneous" in printed
+    assert "converted" in printed and "16 to 16" in printed and "conversion makes" in printed
+
+
+@pytest.mark.parametrize("engine", ["", "/p-0"])
+def test_a_live_side_channel_is_an_instance(server, files, capsys, engine):
+    address = f"tcp://127.0.0.1:{server.port}{engine}"
+    code, found = explain(capsys, address, files("b", manifests("d-0")))
+    assert code == 0 and found["prefill"]["engine_id"] == "p-0"
+
+
+@pytest.mark.parametrize("name", ["saved.json", "saved.msgpack"])
+def test_saved_manifests_are_those_that_were_served(server, tmp_path, capsys, name):
+    saved = tmp_path / name
+    assert cli.main(["manifest", f"tcp://127.0.0.1:{server.port}", "-o", str(saved)]) == 0
+    assert cli.load(str(saved), 1.0) == manifests()
+    assert saved.read_bytes().startswith(b"[") == name.endswith("json")
+    assert cli.main(["explain", str(saved), str(saved)]) == 0
+
+
+def test_what_cannot_be_answered_exits_with_two_and_says_why(server, files, capsys):
+    good = files("a", manifests())
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        nobody = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        for bad, text in (
+            (str(files.directory / "absent"), "No such file"),
+            (files("junk", b"\x81\xa1x\x01"), "not manifests of this release"),
+            (files("junk.json", b'[{"version": 1}]'), "not manifests of this release"),
+            ("tcp://nowhere", "tcp://host:port"),
+            ("tcp://127.0.0.1:70000", "tcp://host:port"),
+            (f"tcp://127.0.0.1:{server.port}/p-9", "foreign_engine"),
+            (nobody, "listening there"),
+        ):
+            assert cli.main(["explain", bad, good, "--timeout", "0.3"]) == 2
+            assert text in capsys.readouterr().err
+    assert cli.main(["manifest", good, "-o", str(files.directory / "no" / "file")]) == 2
+    for words in ([good], [nobody, good, "--timeout", "nan"]):
+        with pytest.raises(SystemExit) as usage:
+            cli.main(["explain", *words])
+        assert usage.value.code == 2
+
+
+def test_the_command_is_installed_under_its_name():
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert 'vllm-pd = "vllm_pd_connector.cli:main"' in text
+
+
+def test_keygen_makes_keys_with_which_an_instance_is_asked(tmp_path, capsys):
+    for name in ("p", "tool"):
+        assert cli.main(["keygen", str(tmp_path / name), "--name", name]) == cli.ALLOWED
+    shutil.copy(tmp_path / "tool" / "tool.key", tmp_path / "p")
+    shutil.copy(tmp_path / "p" / "p.key", tmp_path / "tool")
+    keys = load_keys(tmp_path / "p")
+    with contextlib.closing(SideChannelServer("127.0.0.1", 0, "p-0", "f" * 32, keys=keys)) as server:
+        server.set_manifests([msgspec.msgpack.encode(manifest) for manifest in manifests()])
+        source, out = f"tcp://127.0.0.1:{server.port}", str(tmp_path / "saved.json")
+        assert cli.main(["manifest", source, "-o", out, "--keys", str(tmp_path / "tool")]) == cli.ALLOWED
+        assert cli.main(["manifest", source, "-o", out, "--timeout", "0.5"]) == cli.UNANSWERED
+        assert "--keys" in capsys.readouterr().err
+
+
+def test_keygen_overwrites_nothing_and_says_so(tmp_path, capsys):
+    arguments = ["keygen", str(tmp_path), "--params-secret", str(tmp_path / "params.secret")]
+    assert cli.main(arguments) == cli.ALLOWED
+    assert len((tmp_path / "params.secret").read_text().strip()) == 64
+    assert cli.main(arguments) == cli.UNANSWERED
+    assert "already" in capsys.readouterr().err
+
+
+def test_which_of_several_servers_is_asked_must_be_said(tmp_path, capsys):
+    for name in ("tool", "a", "b"):
+        cli.main(["keygen", str(tmp_path / name), "--name", name])
+    for name in ("a", "b"):
+        shutil.copy(tmp_path / name / f"{name}.key", tmp_path / "tool")
+    arguments = ["manifest", "tcp://127.0.0.1:9", "-o", "x", "--timeout", "0.1", "--keys", str(tmp_path / "tool")]
+    assert cli.main(arguments) == cli.UNANSWERED
+    assert "--server-key" in capsys.readouterr().err
+    assert cli.main([*arguments, "--server-key", str(tmp_path / "tool" / "a.key")]) == cli.UNANSWERED
+    assert "connection refused" in capsys.readouterr().err

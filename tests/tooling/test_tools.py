@@ -1,0 +1,71 @@
+"""The small tools: links, the compatibility page, the wheel that names vLLM."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import check_links, compat_table, setup_env
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[a](other.md)", None),
+        ("[a](other.md#the-title)", None),
+        ("[a](#here)\n\n# Here", None),
+        ("[a](https://example.org/x#y)", None),
+        ("`[a](missing.md)`", None),
+        ("```\n[a](missing.md)\n```", None),
+        ("[a](missing.md)", "no such file"),
+        ("[a](other.md#another-title)", "no heading"),
+        ("[a](#nowhere)", "no heading"),
+    ],
+)
+def test_links_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, problem: str | None) -> None:
+    monkeypatch.setattr(check_links, "ROOT", tmp_path)
+    (tmp_path / "other.md").write_text("# The `title`\n")
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    broken = list(check_links.broken_links(page))
+    assert [problem] == [line.split(": ")[-1][: len(problem)] for line in broken] if problem else broken == []
+
+
+def test_headings_that_repeat_get_numbers() -> None:
+    assert check_links.anchors("# A b!\n## A b\n### A [b](c.md)\n") == {"a-b", "a-b-1", "a-b-2"}
+
+
+def record(passed: bool, **row: Any) -> dict[str, Any]:
+    columns = {"family": "gqa", "p_tp": 1, "d_tp": 2, "p_block": 0, "d_block": 0, "chunked": False}
+    columns |= {"prefix_caching": True, "mode": "pull", "transport": "nixl"}
+    columns |= {"p_pp": 2, "d_pp": 1, "p_layout": "", "d_layout": "", "p_conv": "", "d_conv": ""}
+    return {"test": "t", "row": columns | row, "passed": passed}
+
+
+def test_the_page_counts_what_passed_per_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [record(True), record(False), record(True, family="mla", p_block=16, d_block=64, p_layout="NHD")]
+    results = {"versions": {"vllm": "1.2"}, "records": records}
+    source, page = tmp_path / "results.json", tmp_path / "page.md"
+    source.write_text(json.dumps(results))
+    monkeypatch.setattr(sys, "argv", ["compat_table", str(source), "--page", str(page)])
+    compat_table.main()
+    text = page.read_text()
+    assert "Run with vllm 1.2." in text
+    assert "| gqa | nixl, pull | 1 → 2 | 2 → 1 | equal | equal | default | no | yes | 1 of 2 |" in text
+    assert "| mla | nixl, pull | 1 → 2 | 2 → 1 | 16 → 64 | NHD → CPU | default | no | yes | 1 of 1 |" in text
+
+
+def test_the_wheel_that_names_vllm_installs_and_holds_no_modules(tmp_path: Path) -> None:
+    wheel = setup_env.write_vllm_wheel(tmp_path)
+    target = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", target, wheel]
+    subprocess.run(pip, check=True)
+    assert [path.name for path in target.iterdir()] == [f"vllm-{setup_env.VLLM_VERSION}+cpu.dist-info"]
+    with zipfile.ZipFile(wheel) as archive:
+        assert all(".dist-info/" in name for name in archive.namelist())

@@ -1,0 +1,362 @@
+"""Lines between workers: order, identity, the ends of both sides, and bytes that no dialler of ours would send."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.descriptors import no_descriptor_left
+from tests.support.transport.ends import until
+from vllm_pd_connector.errors import PeerLost, TransferError
+from vllm_pd_connector.transport import liveness
+from vllm_pd_connector.transport.liveness import LivenessHub, LivenessLink, LivenessState
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def exchange() -> Iterator[Callable[[str], LivenessHub]]:
+    made: list[LivenessHub] = []
+
+    def make(name: str, host: str = HOST) -> LivenessHub:
+        made.append(LivenessHub(host, name))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def opened(here: LivenessHub, there: LivenessHub, name: str, host: str = HOST) -> LivenessLink:
+    line = here.dial(host, there.port, name, 10.0)
+    until(lambda: line.state is not LivenessState.DIALLING, "an answer")
+    assert line.state is LivenessState.OPEN, line.reason
+    return line
+
+
+def lost(line: LivenessLink) -> str:
+    until(lambda: line.state is LivenessState.LOST, "the loss of a line")
+    return line.reason
+
+
+def collect(exchange: LivenessHub, count: int) -> list[bytes]:
+    received: list[bytes] = []
+
+    def enough() -> bool:
+        received.extend(exchange.messages())
+        return len(received) >= count
+
+    until(enough, f"{count} messages")
+    return received
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.binary(max_size=100_000), min_size=1, max_size=20))
+def test_messages_of_any_bytes_arrive_once_and_in_order(payloads: list[bytes]) -> None:
+    here, there = LivenessHub(HOST, "here"), LivenessHub(HOST, "there")
+    try:
+        line = here.dial(HOST, there.port, "there", 10.0)
+        for payload in payloads:  # the first of them while the line is still dialling
+            line.send(payload)
+        assert collect(there, len(payloads)) == payloads
+        assert here.messages() == []
+    finally:
+        here.close()
+        there.close()
+
+
+def test_a_line_speaks_ipv6(exchange: Callable[..., LivenessHub]) -> None:
+    here, there = exchange("here", "::1"), exchange("there", "::1")
+    opened(here, there, "there", "::1").send(b"six")
+    assert collect(there, 1) == [b"six"]
+
+
+def test_another_incarnation_at_the_same_place_is_not_the_peer(exchange: Callable[..., LivenessHub]) -> None:
+    here, there = exchange("here"), exchange("second life")
+    for name in ("first life", "second lif", "second life of it"):
+        assert "another process listens in its place" in lost(here.dial(HOST, there.port, name, 10.0))
+
+
+def test_nobody_there_is_known_when_dial_returns(exchange: Callable[..., LivenessHub]) -> None:
+    here, there = exchange("here"), exchange("there")
+    port = there.port
+    there.close()
+    line = here.dial(HOST, port, "there", 10.0)
+    assert line.state is LivenessState.LOST and "cannot be reached" in line.reason
+    with pytest.raises(PeerLost, match="cannot be reached"):
+        line.send(b"too late")
+
+
+def test_a_listener_that_never_says_its_name_is_given_up(exchange: Callable[..., LivenessHub]) -> None:
+    with socket.create_server((HOST, 0)) as silent:
+        line = exchange("here").dial(HOST, silent.getsockname()[1], "there", 0.2)
+        assert "did not answer in time" in lost(line)
+
+
+def test_a_listener_of_another_protocol_is_not_the_peer(exchange: Callable[..., LivenessHub]) -> None:
+    with socket.create_server((HOST, 0)) as web:
+        line = exchange("here").dial(HOST, web.getsockname()[1], "there", 10.0)
+        answer, _ = web.accept()
+        with answer:
+            answer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            assert "another process listens in its place" in lost(line)
+
+
+def test_the_end_of_the_peer_is_noticed_at_once(exchange: Callable[..., LivenessHub]) -> None:
+    here, there = exchange("here"), exchange("there")
+    line = opened(here, there, "there")
+    there.close()
+    assert "its process ended or its transport was closed" in lost(line) and line.ended
+
+
+def test_a_line_that_is_given_up_is_ended_on_both_sides(exchange: Callable[..., LivenessHub]) -> None:
+    here, there = exchange("here"), exchange("there")
+    line = opened(here, there, "there")
+    assert len(there._arriving) == 1
+    line.give_up("it is of no use")
+    assert line.state is LivenessState.LOST and line.reason == "it is of no use"
+    until(lambda: line.socket.fileno() < 0, "the end of its socket here")
+    until(lambda: not there._arriving, "its end there")
+
+
+def test_who_dials_after_the_end_is_told_so_and_leaves_no_socket(exchange: Callable[..., LivenessHub]) -> None:
+    here, there = exchange("here"), exchange("there")
+    here.close()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(TransferError, match="this worker's links have ended"):
+        here.dial(HOST, there.port, "there", 5.0)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_programs_that_the_process_starts_inherit_no_descriptor(exchange: Callable[..., LivenessHub]) -> None:
+    here, there = exchange("here"), exchange("there")
+    line = opened(here, there, "there")
+    [arrived] = there._arriving
+    for one in (line.socket.fileno(), arrived.fileno(), here._listener.fileno(), here._event, here._selector.fileno()):
+        assert not os.get_inheritable(one)
+
+
+@pytest.mark.parametrize(
+    ("error", "ended"), [(errno.ECONNRESET, True), (errno.ETIMEDOUT, False), (errno.EHOSTUNREACH, False)]
+)
+def test_a_line_knows_whether_its_peer_ended_or_fell_silent(error: int, ended: bool) -> None:
+    def recv(size: int) -> bytes:
+        raise OSError(error, os.strerror(error))
+
+    broken: Any = SimpleNamespace(recv=recv)
+    line = LivenessLink("peer", 0.0, lambda: None, broken, LivenessState.OPEN)
+    line.readable()
+    assert line.state is LivenessState.LOST and line.ended is ended and os.strerror(error) in line.reason
+
+
+def test_what_was_sent_before_hanging_up_or_closing_arrives(exchange: Callable[..., LivenessHub]) -> None:
+    here, there = exchange("here"), exchange("there")
+    line = opened(here, there, "there")
+    line.send(b"one")
+    line.hang_up()
+    assert collect(there, 1) == [b"one"]
+    lost(line)
+    again = opened(here, there, "there")
+    again.send(b"two")
+    here.close()
+    assert collect(there, 1) == [b"two"]
+
+
+def frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "big") + payload
+
+
+def until_hung_up_on(stranger: socket.socket) -> bytes:
+    """What the exchange said before it hung up."""
+    stranger.settimeout(30)
+    said = b""
+    try:
+        while received := stranger.recv(100):
+            said += received
+    except ConnectionResetError:
+        pass
+    return said
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [b"\xff\xff\xff\xff", frame(b""), frame(b"message"), frame(b"ther"), frame(b"there!"), frame(b"x" * 300)],
+)
+def test_who_does_not_know_the_name_is_hung_up_on_unanswered(
+    exchange: Callable[..., LivenessHub], greeting: bytes
+) -> None:
+    there = exchange("there")
+    with socket.create_connection((HOST, there.port)) as stranger:
+        stranger.sendall(greeting + frame(b"forged"))
+        assert until_hung_up_on(stranger) == b""
+    opened(exchange("here"), there, "there").send(b"true")
+    assert collect(there, 1) == [b"true"]
+
+
+def test_a_dialler_that_breaks_the_protocol_is_hung_up_on_and_others_are_heard(
+    exchange: Callable[..., LivenessHub],
+) -> None:
+    here, there = exchange("here"), exchange("there")
+    line = opened(here, there, "there")
+    with socket.create_connection((HOST, there.port)) as stranger:
+        stranger.sendall(frame(b"there") + b"\xff\xff\xff\xff")
+        assert until_hung_up_on(stranger) in (b"", frame(b"there"))
+    with socket.create_connection((HOST, there.port)) as stranger:
+        stranger.sendall(frame(b"there") + b"\x00\x00\x00\x09half")  # and leaves in the middle of a message
+    line.send(b"still here")
+    assert collect(there, 1) == [b"still here"]
+
+
+def test_who_says_nothing_is_hung_up_on_and_who_greeted_is_not(
+    exchange: Callable[..., LivenessHub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "GREETING_S", 0.2)
+    here, there = exchange("here"), exchange("there")
+    line = opened(here, there, "there")
+    for said in (b"", b"\x00\x00\x00\x05th"):
+        with socket.create_connection((HOST, there.port)) as stranger:
+            stranger.sendall(said)
+            assert until_hung_up_on(stranger) == b""
+    line.send(b"still here")
+    assert collect(there, 1) == [b"still here"]
+
+
+def test_of_too_many_strangers_the_oldest_is_hung_up_on(
+    exchange: Callable[..., LivenessHub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "GREETING_S", 3600.0)
+    monkeypatch.setattr(liveness, "MAX_UNAUTHENTICATED", 3)
+    there = exchange("there")
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection((HOST, there.port))) for _ in range(5)]
+        for stranger in strangers[:2]:
+            assert until_hung_up_on(stranger) == b""
+        for stranger in strangers[2:]:
+            stranger.sendall(frame(b"there"))
+            stranger.settimeout(30)
+            assert stranger.recv(100) == frame(b"there")
+        opened(exchange("here"), there, "there")
+
+
+def test_without_descriptors_diallers_wait_and_no_core_burns(
+    exchange: Callable[..., LivenessHub], caplog: pytest.LogCaptureFixture
+) -> None:
+    here, there = exchange("here"), exchange("there")
+    with socket.socket() as dialler:
+        dialler.settimeout(30)
+        with no_descriptor_left():
+            dialler.connect((HOST, there.port))
+            with pytest.raises(TransferError, match="no connection to there can be made") as failure:
+                here.dial(HOST, there.port, "there", 10.0)
+            assert failure.value.retryable
+            until(lambda: "nobody is taken" in caplog.text, "the failure to accept")
+            begin, cpu = time.monotonic(), time.process_time()
+            time.sleep(0.5)
+            assert (time.process_time() - cpu) / (time.monotonic() - begin) < 0.1
+        dialler.sendall(frame(b"there"))
+        assert dialler.recv(100) == frame(b"there")
+
+
+def test_a_process_with_many_descriptors_dials(exchange: Callable[..., LivenessHub]) -> None:
+    here, there = exchange("here"), exchange("there")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard) if hard > 0 else 4096, hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while (descriptor := os.dup(0)) < 1024:
+            stack.callback(os.close, descriptor)
+        stack.callback(os.close, descriptor)
+        line = opened(here, there, "there")
+        assert line.socket.fileno() > 1024
+
+
+def test_messages_that_nobody_takes_are_bounded(exchange: Callable[..., LivenessHub]) -> None:
+    with socket.create_server((HOST, 0)) as silent:
+        line = exchange("here").dial(HOST, silent.getsockname()[1], "there", 60.0)
+        chunk = bytes(liveness.MAX_MESSAGE_BYTES)
+        with pytest.raises(TransferError, match="takes none") as full:
+            for _ in range(liveness.MAX_WAITING_BYTES // len(chunk) + 1):
+                line.send(chunk)
+        assert full.value.retryable
+        with pytest.raises(TransferError, match="at most"):
+            line.send(chunk + b"\x00")
+
+
+def test_the_kernel_is_told_to_notice_a_silent_machine(exchange: Callable[..., LivenessHub]) -> None:
+    """A half-open connection cannot be made on one machine without a firewall; that it ends is the kernel's promise."""
+    here, there = exchange("here"), exchange("there")
+    line = opened(here, there, "there")
+    arrived = next(iter(there._arriving))
+    for connection in (line.socket, arrived):
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        idle = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        interval = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+        count = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+        assert idle + interval * count <= liveness.SILENCE_S
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == liveness.SILENCE_S * 1000
+
+
+def test_an_exchange_that_ends_while_it_is_woken_writes_to_no_descriptor_of_others() -> None:
+    ended = LivenessHub(HOST, "ended")
+    number = ended._event
+    ended.close()
+    over = threading.Event()
+    ended._thread = threading.Thread(target=over.wait, daemon=True)
+    ended._thread.start()  # as it was when whoever wakes it looked
+    descriptor = os.eventfd(0, os.EFD_NONBLOCK)
+    os.dup2(descriptor, number)
+    try:
+        ended._wake()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(number)
+    finally:
+        over.set()
+        os.close(number)
+        if descriptor != number:
+            os.close(descriptor)
+
+
+def test_an_idle_exchange_burns_no_cpu(exchange: Callable[..., LivenessHub]) -> None:
+    here, there = exchange("here"), exchange("there")
+    opened(here, there, "there")
+    begin, cpu = time.monotonic(), time.process_time()
+    time.sleep(1.0)
+    assert (time.process_time() - cpu) / (time.monotonic() - begin) < 0.02
+
+
+def test_nothing_listens_at_an_address_of_another_machine() -> None:
+    with pytest.raises(TransferError, match="cannot listen at 198.51.100.7"):
+        LivenessHub("198.51.100.7", "nowhere")
+
+
+def test_a_connection_to_itself_is_not_the_peer() -> None:
+    """The kernel makes one when a port on which nobody listens is dialled from that port."""
+    with socket.socket() as itself:
+        itself.bind((HOST, 0))
+        itself.connect(itself.getsockname())
+        itself.setblocking(False)
+        line = LivenessLink("peer", 0.0, lambda: None, itself)
+        line.writable()
+        until(lambda: line.readable() or line.state is LivenessState.LOST, "the answer")
+        assert "leads to this process itself" in line.reason
+
+
+def test_who_sends_a_message_where_none_is_taken_is_hung_up_on(exchange: Callable[..., LivenessHub]) -> None:
+    here = exchange("here")
+    with contextlib.closing(LivenessHub(HOST, "there", listens=False)) as there:
+        line = opened(here, there, "there")
+        line.send(b"hello")
+        assert "closed the connection" in lost(line)
+        assert line.closed_at is not None and not there.messages()

@@ -1,0 +1,118 @@
+"""Mode auto: one pair of workers measures both ways and takes the faster one."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Generator, Iterator
+
+import msgspec
+import pytest
+
+from tests.support.worker.auto import both_ways, found
+from tests.support.worker.decode_instance import in_its_thread, until
+from tests.support.worker.writer import CONFIG, Target, Writer, freed, whole, writes
+from vllm_pd_connector.protocol.peer import Suspected
+from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth
+from vllm_pd_connector.worker.peers.pool import Links
+
+AUTO = msgspec.structs.replace(CONFIG, mode="auto")
+
+
+@pytest.fixture
+def writer() -> Iterator[Writer]:
+    with contextlib.closing(Writer(AUTO)) as made:
+        yield made
+
+
+@pytest.fixture
+def target() -> Iterator[Target]:
+    with contextlib.closing(Target(AUTO)) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("bandwidth", "pushes"), [(Bandwidth(1e9, 9e9), 1), (Bandwidth(9e9, 1e9), 0)])
+def test_mode_auto_takes_the_faster_way(writer, target, monkeypatch, bandwidth, pushes):
+    monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", found(bandwidth))
+    target.loop.submit([both_ways(writer, target)], [])
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected())
+    freed(writer, "a")
+    counts = writer.server.counts()
+    assert (counts.get("PushInto", 0) > 0, counts.get("ReadDone", 0)) == (bool(pushes), 1 - pushes)
+
+
+def test_mode_auto_measures_both_ways_and_tells_what_it_found(writer, target, caplog):
+    with caplog.at_level("INFO", logger="vllm_pd_connector"):
+        target.loop.submit([both_ways(writer, target)], [])
+        assert target.wait_for("d") == [True]
+    assert re.search(
+        r"self-test with prefill engine p-0: reads \d+\.\d+ GB/s, writes \d+\.\d+ GB/s; it is", caplog.text
+    )
+    assert whole(target.worker.memory, target.expected()), "the self-test touches no cache"
+
+
+def test_a_self_test_that_meets_a_defect_costs_no_request(writer, target, monkeypatch):
+    def broken(*_: object) -> Generator[None, None, Bandwidth]:
+        yield
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", broken)
+    for transport in writer.transports:
+        transport.faults.frozen = True
+    target.loop.submit([both_ways(writer, target)], [])
+    active = target.loop._receives._active
+    until(lambda: "d" in active and bool(active["d"].machine.writing), "the read")
+    until(lambda: not target.loop._auto_mode._running, "the self-test to end")
+    for transport in writer.transports:
+        transport.faults.frozen = False
+    assert target.wait_for("d") == [True]
+
+
+def test_what_is_asked_to_be_written_outlives_reads_that_stand_still(writer, target, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", found(Bandwidth(1e9, 9e9)))
+    target.transport._serves = False
+    for transport in writer.transports:
+        transport.faults.held = True
+    target.loop.submit([both_ways(writer, target)], [])
+    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+    link, links = target.loop._receives._active["d"].link, target.loop._receives._links
+
+    def stall(now: float) -> None:
+        link.stalled = "a read took too long"
+        links.drive(link, Suspected(link.stalled), now)
+
+    in_its_thread(target.loop, stall)
+    target.until(lambda: target.relinked == 1, "the new link")
+    for transport in writer.transports:
+        transport.faults.held = False
+    assert target.wait_for("d") == [True]
+
+
+def test_a_read_that_stands_still_is_one_whatever_is_found_meanwhile(writer, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", found(Bandwidth(9e9, 1e9)))
+    with contextlib.closing(Target(msgspec.structs.replace(AUTO, transfer_timeout=0.5))) as target:
+        target.transport._serves = False
+        target.transport.faults.stalled = 1
+        monkeypatch.setattr(Links, "give_up", lambda *_: None)
+        target.loop.submit([both_ways(writer, target)], [])
+        active = target.loop._receives._active
+        until(lambda: "d" in active and bool(active["d"].machine.writing), "the read")
+        active["d"].link.bandwidth = Bandwidth(1e9, 9e9)
+        assert target.wait_for("d") == [False]
+        target.until(lambda: target.relinked == 1, "the new link")
+
+
+def test_a_self_test_that_lasts_delays_nobody_and_lets_go_of_its_peer(writer, target):
+    for transport in writer.transports:
+        transport.faults.frozen = True
+    target.loop.submit([both_ways(writer, target)], [])
+    auto_mode = target.loop._auto_mode
+    until(lambda: bool(auto_mode._running), "the self-test to begin")
+    [(link, _)] = auto_mode._running
+    until(lambda: target.loop._receives._active["d"].machine.writing, "the read that does not wait for it")
+    for transport in writer.transports:
+        transport.faults.frozen = False
+    assert target.wait_for("d") == [True]
+    until(lambda: not auto_mode._running, "the self-test to end")
+    assert link.bandwidth is not None

@@ -1,0 +1,151 @@
+"""What becomes of links and of what was asked for on them when a peer does not answer, ends or is replaced."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.worker.decode_instance import Decode, Prefill, decode, prefill, until
+from tests.support.worker.writer import CONFIG, Target, Writer, freed
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import PeerLost, TransferError
+from vllm_pd_connector.protocol.peer import REFUSAL_S, PeerKey, PeerState
+from vllm_pd_connector.worker.peers.link import Link
+from vllm_pd_connector.worker.peers.pool import IDLE_LINK_S, Links
+
+__all__ = ["decode", "prefill"]
+
+
+def leave_a_read_that_may_still_write(decode: Decode, prefill: Prefill) -> None:
+    decode.transport.faults.failures.append(TransferError("unclear", terminal=False))
+    decode.loop.submit([prefill.request("a")], [])
+    assert decode.wait_for("a") == [False]
+    assert decode.quarantined == {"a"} and not decode.drained
+    until(lambda: not decode.loop._receives._active["a"].transfers, "the read from the other rank to end")
+
+
+def test_another_life_at_its_address_says_nothing_of_the_workers_of_the_last(prefill, decode):
+    leave_a_read_that_may_still_write(decode, prefill)
+    port = prefill.server.port
+    decode.hear_the_end_of(SimpleNamespace(close=prefill.server.close))
+    with contextlib.closing(Prefill(port=port)) as again:
+        decode.loop.submit([again.request("b")], [])
+        assert decode.wait_for("b") == [True]
+        assert decode.loop._receives._active["a"].sources[0].here
+        decode.collect()
+        assert not decode.drained, "nothing proved that the worker ended"
+        prefill.end_workers()
+        decode.until(lambda: decode.drained == {"a"}, "the quarantine to end")
+
+
+def test_a_lost_connection_says_nothing_of_what_another_worker_writes(prefill, decode):
+    leave_a_read_that_may_still_write(decode, prefill)
+    decode.transport.faults.failures.append(PeerLost("connection reset"))
+    decode.loop.submit([prefill.request("b")], [])
+    assert decode.wait_for("b") == [False]
+    decode.collect()
+    assert "a" not in decode.drained
+    prefill.end_workers()
+    decode.until(lambda: "a" in decode.drained, "the quarantine to end")
+
+
+def test_a_refusal_of_whoever_is_there_is_asked_again_after_a_while(monkeypatch):
+    now = [0.0]
+    with contextlib.closing(Target(CONFIG)) as target:
+        links = target.loop._receives._asked
+        get = links.get
+        monkeypatch.setattr(links, "get", lambda key, engine_id, at: get(key, engine_id, at + now[0]))
+        with contextlib.closing(Writer(CONFIG)) as writer:
+            port = writer.server.port
+            writer.server.set_manifests([b"junk"] * len(writer.workers))
+            target.loop.submit([target.request(writer, "a")], [])
+            assert target.wait_for("a") == [False]
+            [link] = links._links.values()
+            assert link.machine.state is PeerState.REFUSED
+            target.loop.submit([target.request(writer, "b")], [])
+            assert target.wait_for("b") == [False]
+            assert writer.server.counts()["GetManifests"] == 1, "the refusal was forgotten"
+        with contextlib.closing(Writer(CONFIG, port)) as second:
+            now[0] = REFUSAL_S
+            second.whole("c")
+            target.loop.submit([target.request(second, "d", "c")], [])
+            assert target.wait_for("d") == [True]
+            freed(second, "c")
+
+
+def test_a_link_in_use_is_not_idle_however_long_nobody_asked_for_it():
+    used = {"held": True}
+    user = SimpleNamespace(uses=lambda link: used["held"], lost=lambda *_: None)
+    links = Links(
+        Config(), SimpleNamespace(), SimpleNamespace(), 0, SimpleNamespace(), SimpleNamespace(), user, lambda *_: None
+    )  # type: ignore[arg-type]
+    key = PeerKey("127.0.0.1", 5600, "a" * 32)
+    link = links.get(key, "p-0", 0.0)
+    late = IDLE_LINK_S + 1
+    links.tick(late)
+    assert links.get(key, "p-0", 0.0) is link
+    link.used_at = 0.0
+    links.tick(late)
+    deadline = links.next_deadline()
+    assert deadline is not None and deadline > late, "a thread that sleeps until then never sleeps"
+    used["held"] = False
+    links.tick(deadline)
+    assert links.next_deadline() is None
+
+
+def test_an_order_that_cannot_begin_costs_no_other(prefill, decode, monkeypatch):
+    get = Links.get
+
+    def broken(self: Links, key: PeerKey, engine_id: str, now: float) -> Any:
+        if engine_id == "broken":
+            raise RuntimeError("a defect")
+        return get(self, key, engine_id, now)
+
+    monkeypatch.setattr(Links, "get", broken)
+    requests = [prefill.request("before"), prefill.request("a", remote_engine_id="broken"), prefill.request("after")]
+    decode.loop.submit(requests, [])
+    assert decode.wait_for("before", "a", "after") == [True, False, True]
+    assert decode.failures == {"internal": 1}
+
+
+@pytest.mark.parametrize("decode", [{"handshake_timeout": 5.0}], indirect=True)
+def test_a_peer_that_meets_a_defect_when_it_is_linked_costs_no_other(prefill, decode, monkeypatch):
+    connect = Link.connect
+
+    def broken(link: Link, *args: Any) -> str:
+        verdict = connect(link, *args)
+        if link.engine_id == "p-1":
+            raise RuntimeError("a defect")
+        return verdict
+
+    monkeypatch.setattr(Link, "connect", broken)
+    with contextlib.closing(Prefill("p-1")) as other:
+        decode.loop.submit([other.request("a", remote_engine_id="p-1"), prefill.request("b")], [])
+        assert decode.wait_for("a", "b") == [False, True]
+        assert decode.failures == {"peer_unreachable": 1}
+        [link] = [link for link in decode.loop._receives._links._links.values() if link.engine_id == "p-1"]
+        assert not link.ranks, "a rank stays connected"
+
+
+def test_an_order_to_push_that_cannot_be_obeyed_costs_no_other(monkeypatch):
+    with contextlib.closing(Writer(CONFIG)) as writer, contextlib.closing(Target(CONFIG)) as target:
+        get, failed = Links.get, set()
+
+        def broken(self: Links, key: PeerKey, engine_id: str, now: float) -> Any:
+            if engine_id == "decode-1" and self not in failed:
+                failed.add(self)
+                raise RuntimeError("a defect")
+            return get(self, key, engine_id, now)
+
+        monkeypatch.setattr(Links, "get", broken)
+        writer.whole("a")
+        target.loop.submit([target.request(writer)], [])
+        assert target.wait_for("d") == [False]
+        freed(writer, "a")
+        writer.whole("b")
+        target.loop.submit([target.request(writer, "e", "b")], [])
+        assert target.wait_for("e") == [True]
+        freed(writer, "b")

@@ -1,0 +1,166 @@
+"""What is taken for the end of another worker's process, and what is not."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from tests.support.worker.decode_instance import until
+from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.geometry.manifest import LivenessAddress
+from vllm_pd_connector.worker.peers import process_watch
+from vllm_pd_connector.worker.peers.process_watch import ProcessWatch, ProcessWatches, address_towards
+
+LOOPBACK = ipaddress.ip_address("127.0.0.1")
+
+
+def made() -> ProcessWatches:
+    return ProcessWatches(LOOPBACK, lambda: None)
+
+
+@pytest.fixture
+def mine() -> Iterator[ProcessWatches]:
+    with closing(made()) as one:
+        yield one
+
+
+class Worker:
+    """A listener that says the name, and then does to a link what processes, filters and proxies do."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.setblocking(False)
+        self.life = LivenessAddress("127.0.0.1", self._listener.getsockname()[1], "worker")
+
+    def take(self, watch: ProcessWatch) -> socket.socket:
+        """Answer the next time that it is dialled."""
+        arrived: list[socket.socket] = []
+
+        def dialled() -> bool:
+            looked(watch)
+            with contextlib.suppress(BlockingIOError):
+                arrived.append(self._listener.accept()[0])
+            return bool(arrived)
+
+        until(dialled, "a dialler")
+        arrived[0].settimeout(30.0)
+        arrived[0].sendall(arrived[0].recv(1024))
+        return arrived[0]
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with closing(Worker()) as one:
+        yield one
+
+
+def looked(watch: ProcessWatch) -> ProcessWatch:
+    watch.look(time.monotonic())
+    return watch
+
+
+def watched(mine: ProcessWatches, worker: Worker) -> tuple[ProcessWatch, socket.socket]:
+    watch = mine.watch(worker.life, time.monotonic())
+    line = worker.take(watch)
+    until(lambda: looked(watch).here, "the line")
+    return watch, line
+
+
+def test_a_process_that_ended_is_over_when_what_it_sent_has_arrived(mine):
+    other = made()
+    watch = mine.watch(other.own, time.monotonic())
+    until(lambda: looked(watch).here, "the line")
+    assert not watch.closed and not watch.over
+    began = time.monotonic()
+    other.close()
+    until(lambda: looked(watch).over, "its end")
+    assert time.monotonic() - began >= process_watch.SETTLE_S and watch.closed and not watch.here
+    assert "has ended" in str(watch)
+
+
+def test_a_closed_line_that_is_answered_again_was_closed_by_somebody_in_between(mine, worker):
+    watch, line = watched(mine, worker)
+    line.close()
+    until(lambda: looked(watch).closed, "the end of the line")
+    with worker.take(watch):
+        until(lambda: looked(watch).here, "the next line")
+        until(lambda: time.monotonic() > watch._dialled_at + 2 * process_watch.SETTLE_S, "the time for an end")
+        assert not looked(watch).over and not watch.closed
+
+
+def test_a_reset_and_refusals_are_no_end(mine, worker):
+    """As a packet filter answers that came into being."""
+    watch, line = watched(mine, worker)
+    worker.close()
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    line.close()
+    until(lambda: looked(watch).lost, "the reset")
+    dialled = watch._dialled_at
+    until(lambda: looked(watch)._dialled_at > dialled + 2 * process_watch.SETTLE_S and watch.lost, "refusals")
+    assert not watch.closed and not watch.over
+
+
+def test_who_was_never_there_has_not_ended(mine, worker):
+    worker.close()
+    watch = mine.watch(worker.life, time.monotonic())
+    dialled = watch._dialled_at
+    until(lambda: looked(watch)._dialled_at > dialled + 2 * process_watch.SETTLE_S and watch.lost, "refusals")
+    assert not watch.closed and not watch.over and "is there" not in str(watch)
+
+
+def test_a_line_that_nobody_looks_at_is_let_go_of_and_had_again(mine, worker):
+    watch, line = watched(mine, worker)
+    with line:
+        mine.tick(time.monotonic() + process_watch.IDLE_S + 1)
+        assert line.recv(1) == b""
+    with worker.take(watch):
+        until(lambda: looked(watch).here, "the next line")
+    assert not watch.over
+
+
+def test_one_line_serves_all_who_watch_a_worker(mine, worker):
+    watch, line = watched(mine, worker)
+    with line:
+        assert mine.watch(worker.life, time.monotonic()) is watch
+
+
+def test_a_lost_line_wakes_who_waits(worker):
+    woken = []
+    with closing(ProcessWatches(LOOPBACK, lambda: woken.append(True))) as mine:
+        watch, line = watched(mine, worker)
+        line.close()
+        until(lambda: bool(woken), "the call")
+        assert looked(watch).closed
+
+
+@pytest.mark.parametrize("address", ["::1", "nowhere"])
+def test_an_address_that_cannot_be_dialled_is_told_and_no_end(mine, address):
+    watch = mine.watch(LivenessAddress(address, 1, "worker"), time.monotonic())
+    assert watch.lost and not watch.over and address in str(watch)
+
+
+def test_watches_are_bounded(mine, monkeypatch):
+    monkeypatch.setattr(process_watch, "MAX_WATCHES", 2)
+    for i in range(4):
+        mine.watch(LivenessAddress("127.0.0.1", 1, f"worker {i}"), float(i))
+    assert set(mine._watches) == {"worker 2", "worker 3"}
+
+
+def test_a_worker_is_seen_at_the_address_of_its_side_channel():
+    assert address_towards("127.0.0.1") == LOOPBACK == address_towards("localhost")
+    assert not address_towards("no.such.host.invalid").is_unspecified
+
+
+def test_nothing_can_listen_at_an_address_of_another_machine():
+    with pytest.raises(TransferError, match="cannot listen"):
+        ProcessWatches(ipaddress.ip_address("198.51.100.1"), lambda: None)

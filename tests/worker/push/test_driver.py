@@ -1,0 +1,334 @@
+"""Push between workers: real side channels, the loopback transport, the scheduler halves' part played by the test."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from tests.support.worker.decode_instance import D_BLOCKS, D_SIDE, changed_model, in_its_thread, until
+from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKENS, real, table, write
+from tests.support.worker.writer import CONFIG, SOURCE, TINY, Target, Writer, freed, whole, writes
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import PeerLost, ProtocolError, TransferError
+from vllm_pd_connector.metadata import GroupBlocks, PushTerms, encode_tables
+from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, PrefillRef, PushEnded
+from vllm_pd_connector.sidechannel.client import SideChannelClient
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
+from vllm_pd_connector.worker.push.completion import RETRY_S
+
+
+@pytest.fixture(params=[0, TINY], ids=["direct", "by way of the slab"])
+def staging_bytes(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture
+def config(request: pytest.FixtureRequest, staging_bytes: int) -> Config:
+    return msgspec.structs.replace(CONFIG, **({"staging_bytes": staging_bytes} | getattr(request, "param", {})))
+
+
+@pytest.fixture
+def writer(config: Config) -> Iterator[Writer]:
+    with contextlib.closing(Writer(config)) as made:
+        yield made
+
+
+@pytest.fixture
+def target(config: Config) -> Iterator[Target]:
+    with contextlib.closing(Target(config)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("by_lease", [False, True])
+def test_a_prefill_that_finished_before_anybody_asked_is_written(writer, target, by_lease):
+    nonce = writer.whole()
+    target.loop.submit([target.request(writer, nonce=nonce if by_lease else None)], [])
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected())
+    assert not target.failures and not target.quarantined
+    freed(writer, "a")
+
+
+def test_a_decode_instance_that_asks_first_is_served_when_the_prefill_comes(writer, target):
+    target.loop.submit([target.request(writer)], [])
+    until(lambda: writer.server.counts().get("PushInto") == 1, "the registration")
+    assert not target.finished
+    writer.whole()
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected())
+    freed(writer, "a")
+
+
+def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
+    target.loop.submit([target.request(writer, start=0)], [])
+    writer.begin()
+    until(lambda: writer.server.pushes.wanted("p-a"), "the registration")
+    writer.compute(0, 6)
+    writer.server.pushes.progressed("p-a", encode_tables([GroupBlocks(0, P_BLOCKS[:2])]), 6, 1)
+    assert whole(target.worker.memory, target.before), "its own forward of step 1 is not done"
+    writer.step_done(1)
+    partly = target.before.copy()
+    write(MODEL, D_SIDE, target.worker, [table(*D_BLOCKS)], partly, 0, 4)
+    target.until(lambda: whole(target.worker.memory, partly), "the first page of 4 tokens, and no more")
+    for worker in writer.workers:  # what was written is not read again
+        write(MODEL, P_SIDE, worker, [table(*P_BLOCKS)], worker.memory, 4, TOKENS)
+        page = worker.manifest.tensors[0].page_stride
+        worker.memory[P_BLOCKS[0] * page : (P_BLOCKS[0] + 1) * page] ^= 0xFF
+    writer.finish(step=2)
+    assert not target.finished
+    writer.step_done(2)
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected(0))
+    freed(writer, "a")
+
+
+def test_a_step_that_is_done_is_written_although_the_next_is_ordered_already(writer, target):
+    target.loop.submit([target.request(writer, start=0)], [])
+    writer.begin()
+    until(lambda: writer.server.pushes.wanted("p-a"), "the registration")
+    writer.compute(0, 6)
+    writer.server.pushes.progressed("p-a", SOURCE, 6, 1)
+    writer.server.pushes.progressed("p-a", SOURCE, 8, 2)
+    until(
+        lambda: all(sum(len(p.commands) for p in loop._pushes._pushes.values()) == 2 for loop in writer.loops), "both"
+    )
+    writer.step_done(1)
+    partly = target.before.copy()
+    write(MODEL, D_SIDE, target.worker, [table(*D_BLOCKS)], partly, 0, 4)
+    target.until(lambda: whole(target.worker.memory, partly), "what the first step completed")
+    writer.compute(6, TOKENS)
+    writer.finish(step=3)
+    for step in (2, 3):
+        writer.step_done(step)
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected(0))
+
+
+def test_many_pushes_at_once(writer, target):
+    names = [f"r{i}" for i in range(20)]
+    writer.compute(0, TOKENS)
+    for i, name in enumerate(names):
+        if i % 2:
+            writer.whole(name)
+        target.loop.submit([target.request(writer, f"d-{name}", name)], [])
+        if not i % 2:
+            writer.whole(name)
+    assert all(target.wait_for(*(f"d-{name}" for name in names)))
+    freed(writer, *names)
+    assert target.server.counts()["GetManifests"] == len(writer.workers), "one handshake per rank"
+
+
+def test_a_pair_that_cannot_work_is_refused_before_anything_moves(writer, config):
+    with contextlib.closing(Target(config, model=changed_model(dtype="float16"))) as target:
+        # The decode worker's own check passes, since only what it serves is damaged: the prefill side refuses.
+        writer.whole()
+        target.loop.submit([target.request(writer)], [])
+        assert target.wait_for("d") == [False]
+        assert whole(target.worker.memory, target.before)
+        freed(writer, "a")
+        writer.whole("b")
+        target.loop.submit([target.request(writer, "e", "b")], [])
+        assert target.wait_for("e") == [False]
+        assert target.server.counts()["GetManifests"] == len(writer.workers), "the refusal is remembered"
+        freed(writer, "b")
+
+
+def test_the_decode_side_refuses_too(target, config):
+    other = Writer(config)
+    with contextlib.closing(other):
+        [first, *_] = other.workers
+        wrong = msgspec.structs.replace(real(first), model=changed_model(dtype="float16"))
+        other.server.set_manifests([msgspec.msgpack.encode(wrong)])
+        target.loop.submit([target.request(other)], [])
+        assert target.wait_for("d") == [False]
+        assert target.failures == {"incompatible_peer": 1} and not target.quarantined
+        assert "PushInto" not in other.server.counts()
+        until(lambda: other.server.counts().get("DeclinePush") == 1, "the word that nothing will be fetched")
+
+
+def test_an_aborted_prefill_fails_the_request_at_once(writer, target):
+    target.loop.submit([target.request(writer, waited_s=60.0), target.request(writer, "e", "late", waited_s=60.0)], [])
+    writer.begin()
+    writer.server.pushes.aborted("p-a", "the client left")
+    writer.begin("late")
+    writer.server.pushes.aborted("p-late", "the client left")
+    assert target.wait_for("d", "e") == [False, False]
+    assert target.quarantined == target.drained
+    freed(writer, "a", "late")
+
+
+def test_a_request_for_a_prefill_that_was_aborted_before_fails_at_once(writer, target):
+    writer.begin()
+    writer.server.pushes.aborted("p-a", "the client left")
+    target.loop.submit([target.request(writer, waited_s=60.0)], [])
+    assert target.wait_for("d") == [False]
+    freed(writer, "a")
+
+
+def test_a_router_may_use_a_name_again_though_its_last_prefill_was_aborted(writer, target):
+    """The decode leg of its next attempt may be the first to come."""
+    writer.begin()
+    writer.server.pushes.aborted("p-a", "the client left")
+    writer.compute(0, TOKENS)
+    target.loop.submit([target.request(writer)], [])
+    until(lambda: writer.server.counts().get("PushInto", 0) > 0, "the decode leg")
+    freed(writer, "a")
+    writer.begin()
+    writer.finish()
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected())
+    freed(writer, "a")
+
+
+@pytest.mark.parametrize("config", [{"kv_lease_duration": 0.2}], indirect=True)
+def test_a_prefill_that_never_comes_fails_the_request_with_the_reason(writer, target, caplog):
+    target.loop.submit([target.request(writer)], [])
+    assert target.wait_for("d") == [False]
+    assert "no prefill request named a came" in caplog.text
+    assert not target.quarantined
+
+
+def test_another_prompt_is_not_written(writer, target):
+    writer.whole()
+    terms = target.request(writer).push
+    other = PushTerms(terms.peer, terms.engine_id, terms.prefill, terms.home, "f" * 16)
+    target.loop.submit([target.request(writer, push=other)], [])
+    assert target.wait_for("d") == [False]
+    assert whole(target.worker.memory, target.before)
+
+
+def test_a_stale_nonce_is_refused(writer, target):
+    writer.whole()
+    target.loop.submit([target.request(writer, nonce=b"x" * 16)], [])
+    assert target.wait_for("d") == [False]
+    assert whole(target.worker.memory, target.before)
+
+
+def test_a_failed_write_fails_the_request_with_the_reason_and_frees_both_sides(writer, target, caplog):
+    writer.transports[1].faults.failures.append(TransferError("a cable was pulled"))
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    assert target.wait_for("d") == [False]
+    assert "a cable was pulled" in caplog.text
+    target.until(lambda: target.quarantined == target.drained, "the quarantine to end")
+    freed(writer, "a")
+    writer.whole("b")
+    target.loop.submit([target.request(writer, "e", "b")], [])
+    assert target.wait_for("e") == [True]
+
+
+def test_an_order_that_comes_after_its_push_has_failed_is_not_carried_out(writer, target, monkeypatch):
+    pushes = writer.loops[1]._pushes
+    commands, obey = [], pushes._obey
+    monkeypatch.setattr(pushes, "_obey", lambda command, now: (commands.append(command), obey(command, now)))
+    writer.transports[1].faults.failures.append(TransferError("a cable was pulled"))
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    assert target.wait_for("d") == [False]
+    freed(writer, "a")
+    begun = []
+    in_its_thread(writer.loops[1], lambda now: begun.append((obey(commands[0], now), dict(pushes._pushes))))
+    assert begun == [(None, {})], "blocks were written into that the decode instance has for others"
+
+
+def test_a_report_that_cannot_be_sent_or_is_not_noted_is_sent_again_after_a_while(writer, target, monkeypatch):
+    calls = writer.loops[1]._calls
+    ask, tried = calls.ask, []
+
+    def fails_at_first(address, request, timeout_s, handler=None):
+        if not isinstance(request, PushEnded):
+            return ask(address, request, timeout_s, handler)
+        tried.append(time.monotonic())
+        if len(tried) == 1:
+            raise ProtocolError("1024 requests are under way")
+        if len(tried) == 2:
+            request = msgspec.structs.replace(request, token=bytes(16))  # is refused at once
+        return ask(address, request, timeout_s, handler)
+
+    monkeypatch.setattr(calls, "ask", fails_at_first)
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    assert target.wait_for("d") == [True]
+    freed(writer, "a")
+    assert len(tried) == 3 and tried[2] - tried[0] >= 2 * RETRY_S
+
+
+def test_an_abort_on_the_decode_side_keeps_both_sides_blocks_until_nothing_is_written(writer, target):
+    for transport in writer.transports:
+        transport.faults.held = True
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+    target.loop.submit([], ["d"])
+    assert target.wait_for("d") == [False]
+    assert target.quarantined == {"d"} and not target.drained
+    assert not writer.server.take_freed()
+    for transport in writer.transports:
+        transport.faults.held = False
+    target.until(lambda: target.drained == {"d"}, "the quarantine to end")
+    freed(writer, "a")
+    assert target.failures == {"aborted": 1}
+
+
+def test_an_abort_before_the_prefill_came_is_over_at_once(writer, target):
+    target.loop.submit([target.request(writer)], [])
+    until(lambda: writer.server.counts().get("PushInto") == 1, "the registration")
+    target.loop.submit([], ["d"])
+    assert target.wait_for("d") == [False]
+    target.until(lambda: target.quarantined == target.drained, "the quarantine to end")
+    writer.whole()
+    freed(writer, "a")
+    assert whole(target.worker.memory, target.before)
+
+
+@pytest.mark.parametrize("config", [{"transfer_timeout": 1.0}], indirect=True)
+def test_a_write_that_does_not_end_fails_in_time_and_keeps_the_blocks(writer, target):
+    writer.transports[0].faults.held = True
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    assert target.wait_for("d") == [False]
+    assert target.quarantined == {"d"} and not target.drained and not writer.server.take_freed()
+    writer.transports[0].faults.held = False
+    target.until(lambda: target.drained == {"d"}, "the quarantine to end")
+    freed(writer, "a")
+
+
+@pytest.mark.parametrize("config", [{"handshake_timeout": 1.0}], indirect=True)
+def test_a_prefill_instance_that_dies_while_it_writes_ends_the_quarantine(target, config):
+    writer = Writer(config)
+    for transport in writer.transports:
+        transport.faults.held = True
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+    writer.close()
+    assert target.wait_for("d") == [False]
+    target.until(lambda: target.drained == target.quarantined, "the quarantine to end")
+
+
+def test_a_decode_instance_that_died_fails_its_push_and_frees_the_prefill(writer, config):
+    target = Target(config)
+    writer.transports[0].faults.held = True
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    until(lambda: writes(writer.loops[0]), "the write")
+    target.transport.faults.lost = True
+    target.close()
+    writer.transports[0].faults.failures.append(PeerLost("connection reset"))
+    freed(writer, "a")
+
+
+def test_a_prefill_of_which_nothing_is_needed_is_freed_at_once(writer):
+    with contextlib.closing(SideChannelClient()) as sender:
+        address = endpoint("127.0.0.1", writer.server.port)
+        writer.whole()
+        sender.send(address, DeclinePush(PrefillRef("a", None)), 10.0)
+        freed(writer, "a")
+        sender.send(address, DeclinePush(PrefillRef("b", None)), 10.0)
+        until(lambda: writer.server.counts().get("DeclinePush") == 2, "the second message")
+        writer.whole("b")
+        freed(writer, "b")

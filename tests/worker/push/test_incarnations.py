@@ -1,0 +1,115 @@
+"""Lives of a prefill instance, and of its workers: which one is asked, and whose end ends a quarantine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from tests.support.worker.decode_instance import in_its_thread, lacking, until
+from tests.support.worker.writer import CONFIG, Target, Writer, freed, whole, writes
+from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.protocol.peer import PeerState
+from vllm_pd_connector.protocol.wire.push_messages import WithdrawPush
+
+
+def test_the_first_request_after_a_prefill_instance_was_restarted_is_served() -> None:
+    with contextlib.closing(Target(CONFIG)) as target:
+        with contextlib.closing(Writer(CONFIG)) as first:
+            first.whole()
+            target.loop.submit([target.request(first)], [])
+            assert target.wait_for("d") == [True]
+            freed(first, "a")
+            port = first.server.port
+        [link] = target.loop._receives._asked._links.values()
+        until(lambda: link.machine.state is PeerState.DEAD, "the word that it leaves")
+        with contextlib.closing(Writer(CONFIG, port)) as second:
+            second.whole("b")
+            target.loop.submit([target.request(second, "e", "b")], [])
+            assert target.wait_for("e") == [True]
+            assert whole(target.worker.memory, target.expected())
+            freed(second, "b")
+
+
+@contextlib.contextmanager
+def without_a_core(target: Target) -> Iterator[Writer]:
+    """A prefill instance whose core has ended while its workers write for request d; they end at last."""
+    writer = Writer(CONFIG)
+    for transport in writer.transports:
+        transport.faults.held = True
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+    writer.server.close()
+    try:
+        yield writer
+    finally:
+        for loop in writer.loops:
+            loop.close()
+    target.until(lambda: target.drained == {"d"}, "the quarantine to end with the workers")
+
+
+def test_a_port_that_refuses_says_nothing_of_the_workers_behind_it() -> None:
+    with contextlib.closing(Target(CONFIG)) as target, without_a_core(target) as writer:
+        asked: list[object] = []
+        ask = target.loop._calls.ask
+
+        def counted(address: str, request: object, timeout_s: float, handler: Any = None) -> None:
+            asked.append(request)
+            ask(address, request, min(timeout_s, 0.05), handler)  # type: ignore[arg-type]
+
+        in_its_thread(target.loop, lambda _: setattr(target.loop._calls, "ask", counted))
+        assert target.wait_for("d") == [False]
+        assert target.quarantined == {"d"}
+        until(lambda: sum(isinstance(request, WithdrawPush) for request in asked) > 3, "questions in vain")
+        target.collect()
+        assert not target.drained
+        before = target.worker.memory.copy()
+        for transport in writer.transports:
+            transport.faults.held = False
+        until(lambda: not any(writes(loop) for loop in writer.loops), "the writes to land")
+        assert not whole(target.worker.memory, before)
+
+
+def test_another_life_at_the_address_says_nothing_of_the_workers_of_the_last() -> None:
+    with (
+        contextlib.closing(Target(CONFIG)) as target,
+        without_a_core(target) as writer,
+        contextlib.closing(Writer(CONFIG, writer.server.port)) as second,
+    ):
+        second.whole("b")
+        blocks = {"blocks": (lacking((1, 3, 5)),)}
+        target.loop.submit([target.request(second, "e", "b", **blocks)], [])
+        assert target.wait_for("d", "e") == [False, True]
+        until(lambda: second.server.counts().get("WithdrawPush", 0) > 0, "its word for the last one's push")
+        target.collect()
+        assert target.quarantined == {"d"} and not target.drained
+        freed(second, "b")
+
+
+def test_a_push_fails_at_once_when_a_worker_has_ended() -> None:
+    with contextlib.closing(Target(CONFIG)) as target, contextlib.closing(Writer(CONFIG)) as writer:
+        for transport in writer.transports:
+            transport.faults.held = True
+        writer.whole()
+        target.loop.submit([target.request(writer)], [])
+        until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+        writer.loops[0].close()
+        assert target.wait_for("d") == [False]
+        assert target.failures == {"peer_unreachable": 1} and target.quarantined == {"d"} and not target.drained
+        writer.loops[1].close()
+        target.until(lambda: target.drained == {"d"}, "the quarantine to end with the other worker")
+
+
+def test_nothing_is_asked_of_workers_that_cannot_be_watched(caplog) -> None:
+    with contextlib.closing(Target(CONFIG)) as target, contextlib.closing(Writer(CONFIG)) as writer:
+        one, other = writer.server._manifests.manifests
+        blind = msgspec.structs.replace(msgspec.msgpack.decode(other, type=Manifest), life=None)
+        writer.server.set_manifests([one, msgspec.msgpack.encode(blind)], writer.tokens)
+        writer.whole()
+        target.loop.submit([target.request(writer)], [])
+        assert target.wait_for("d") == [False]
+        assert "PushInto" not in writer.server.counts() and target.quarantined == target.drained
+        assert "cannot be watched" in caplog.text and "run the same release" in caplog.text

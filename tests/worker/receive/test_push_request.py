@@ -1,0 +1,100 @@
+"""Questions to a prefill side that writes: what ends a quarantine and what does not, and how often one is asked."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.worker.decode_instance import until
+from tests.support.worker.writer import CONFIG, Target, Writer, freed, writes
+from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
+from vllm_pd_connector.geometry.manifest import Group, GroupKind
+from vllm_pd_connector.protocol.receive import PushDone, PushFailed
+from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode
+from vllm_pd_connector.protocol.wire.push_messages import Pushed, PushInto, PushState
+from vllm_pd_connector.worker.receive.push_request import RETRY_S, PushRequester
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [ProtocolError("1024 requests are under way"), Failure(FailureCode.MALFORMED, "damaged on its way")],
+    ids=["cannot be sent", "is not understood"],
+)
+def test_a_question_in_vain_says_nothing_of_what_was_asked_before(monkeypatch, outcome):
+    monkeypatch.setattr("vllm_pd_connector.protocol.push.table.ANSWER_S", 0.02)  # how far it is, is asked that often
+    with contextlib.closing(Writer(CONFIG)) as writer, contextlib.closing(Target(CONFIG)) as target:
+        for transport in writer.transports:
+            transport.faults.held = True
+        writer.whole()
+        target.loop.submit([target.request(writer)], [])
+        until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+        calls = target.loop._calls
+        ask = calls.ask
+
+        def in_vain(address: str, request: Any, timeout_s: float, handler: Any = None) -> None:
+            if not isinstance(request, PushInto):
+                ask(address, request, timeout_s, handler)
+            elif isinstance(outcome, ProtocolError):
+                raise outcome
+            else:
+                target.loop._comparison._results.append(lambda now: handler(outcome, now))
+                target.loop._wake.set()
+
+        monkeypatch.setattr(calls, "ask", in_vain)
+        assert target.wait_for("d") == [False]
+        assert target.quarantined == {"d"} and not target.drained, "blocks are free that are being written"
+        for transport in writer.transports:
+            transport.faults.held = False
+        target.until(lambda: target.drained == {"d"}, "the quarantine to end")
+        freed(writer, "a")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "pause"),
+    [(DeadlineExceeded("no reply within 7.5 s"), 0.0), (ProtocolError("no message of ours"), RETRY_S)],
+    ids=["silence", "nonsense"],
+)
+def test_whoever_answers_nonsense_at_once_is_not_asked_at_once_again(outcome, pause):
+    active: Any = SimpleNamespace(links=SimpleNamespace(drive=lambda *_: None), link=None, retry_at=None)
+    push_requester = PushRequester(SimpleNamespace(), (0, 0, 0, 1), 1.0, 1.0, lambda *_: None, ())  # type: ignore[arg-type]
+    for handler in (push_requester._asked, push_requester._withdrawn):
+        handler(active, outcome, 100.0)
+        assert active.retry_at == 100.0 + pause
+
+
+@pytest.mark.parametrize(("group", "fits"), [(1, True), (0, False), (2, False), (3, False)])
+def test_a_late_start_in_a_group_that_cannot_have_one_fails_the_request(group, fits):
+    """It would end the report of the receive half way, and vLLM would wait for that for ever."""
+    groups = Group(GroupKind.FULL, 16, 8), Group(GroupKind.SLIDING_WINDOW, 16, 8, 32), Group(GroupKind.STATE, 0, 8)
+    events = []
+    calls: Any = SimpleNamespace()
+    push_requester = PushRequester(
+        calls, (0, 0, 0, 1), 1.0, 1.0, lambda active, event, *_: events.append(event), groups
+    )
+    active: Any = SimpleNamespace(request=SimpleNamespace(stop=100))
+    push_requester._asked(active, Pushed(PushState.DONE, "", True, {group: 40}), 0.0)
+    [event] = events
+    if fits:
+        assert event == PushDone(comparable=False)
+    else:
+        assert isinstance(event, PushFailed) and event.terminal
+        assert f"late_starts names group {group}, groups with a window are [1] here" in event.reason
+
+
+@pytest.mark.parametrize(("late", "fits"), [(69, True), (70, False)])
+def test_a_window_of_which_too_little_was_written_fails_the_request(late, fits):
+    """Position 100 looks at those from 69 on; what comes before a late start is zeroed."""
+    groups = (Group(GroupKind.SLIDING_WINDOW, 16, 8, 32),)
+    events = []
+    calls: Any = SimpleNamespace()
+    push_requester = PushRequester(
+        calls, (0, 0, 0, 1), 1.0, 1.0, lambda active, event, *_: events.append(event), groups
+    )
+    active: Any = SimpleNamespace(request=SimpleNamespace(stop=100))
+    push_requester._asked(active, Pushed(PushState.DONE, "", True, {0: late}), 0.0)
+    [event] = events
+    assert isinstance(event, PushDone if fits else PushFailed)
+    assert fits or (event.terminal and "from token 70 on, but position 100 looks at those from 69 on" in event.reason)

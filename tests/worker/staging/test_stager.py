@@ -1,0 +1,301 @@
+"""Staged receives through the transfer loop: bytes, back-pressure, and what a frozen or dead peer may hold."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.effort import examples
+from tests.support.worker.decode_instance import Decode, Prefill, in_its_thread, lacking, until
+from vllm_pd_connector.config import Config, parse_config
+from vllm_pd_connector.errors import InvalidConfig, TransferError
+from vllm_pd_connector.geometry.manifest import Segment
+from vllm_pd_connector.geometry.staging.strided_copy import Copy
+from vllm_pd_connector.metadata import ReceiveRequest
+from vllm_pd_connector.worker.peers.pool import IDLE_LINK_S
+from vllm_pd_connector.worker.staging.copiers import CpuCopier, cache_array, element_arrays
+from vllm_pd_connector.worker.staging.stager import StagingBuffer
+
+# Of the small worlds of test_loop, one page of one layer of one rank has 64 bytes: the smallest chunk there is.
+TINY = 512
+A, B = (2, 6, 4), (1, 3, 7)
+
+
+@pytest.fixture
+def prefill() -> Iterator[Prefill]:
+    with contextlib.closing(Prefill()) as made:
+        yield made
+
+
+@pytest.fixture
+def other() -> Iterator[Prefill]:
+    with contextlib.closing(Prefill("p-1")) as made:
+        yield made
+
+
+@pytest.fixture
+def decode(request: pytest.FixtureRequest) -> Iterator[Decode]:
+    made = Decode(Config(transport="loopback", **({"staging_bytes": TINY} | getattr(request, "param", {}))))
+    yield made
+    made.loop.close()
+
+
+def into(request: ReceiveRequest, blocks: tuple[int, ...]) -> ReceiveRequest:
+    return replace(request, blocks=(lacking(blocks),))
+
+
+def free(decode: Decode) -> int:
+    return decode.loop._stager.staging.free
+
+
+def expected(decode: Decode, *blocks: tuple[int, ...]) -> np.ndarray:
+    memory = decode.before.copy()
+    for ids in blocks:
+        decode.receive(memory, ids)
+    return memory
+
+
+@pytest.mark.parametrize("decode", [{"staging_bytes": size} for size in (0, TINY, 1 << 20)], indirect=True)
+def test_a_receive_is_exact_with_any_slab(prefill, decode):
+    decode.loop.submit([prefill.request("a")], [])
+    assert decode.wait_for("a") == [True]
+    assert (decode.worker.memory == decode.expected()).all()
+    assert free(decode) == decode.loop._config.staging_bytes
+    wanted = 6 * 4 * 8 * 2  # the bytes of tokens 4 to 10
+    assert wanted <= decode.bytes <= wanted * 4 / 3, "more was read than gaps that cost less than a run"
+
+
+def test_the_slab_is_known_to_the_transport_and_to_nobody_else(decode):
+    [staging] = decode.loop._stager.segments
+    assert staging.length == TINY and staging not in decode.loop._manifest.segments
+    ranges = decode.transport._ranges
+    assert staging.address in ranges.start
+
+
+def test_chunks_are_never_larger_than_their_share_of_the_slab(prefill, decode, monkeypatch):
+    sizes = []
+    read = decode.transport.read
+    monkeypatch.setattr(decode.transport, "read", lambda peer, runs: sizes.append(runs.total_bytes) or read(peer, runs))
+    decode.loop.submit([prefill.request("a")], [])
+    assert decode.wait_for("a") == [True]
+    assert len(sizes) > 4 and max(sizes) <= TINY // 8
+
+
+def test_many_requests_share_the_slab(prefill, other, decode):
+    requests = [into(source.request(f"{name}{i}"), blocks) for i in range(8)
+              for source, name, blocks in ((prefill, "a", A), (other, "b", B))]  # fmt: skip
+    decode.loop.submit(requests, [])
+    assert all(decode.wait_for(*(request.request_id for request in requests)))
+    assert (decode.worker.memory == expected(decode, A, B)).all()
+    assert free(decode) == TINY
+
+
+@pytest.mark.parametrize("decode", [{"transfer_timeout": 0.5}], indirect=True)
+def test_a_frozen_peer_keeps_its_slots_but_not_the_blocks_nor_the_others(prefill, other, decode):
+    for transport in prefill.transports:
+        transport.faults.frozen = True
+    decode.loop.submit([prefill.request(f"a{i}") for i in range(6)], [])
+    assert decode.wait_for(*(f"a{i}" for i in range(6))) == [False] * 6
+    assert decode.failures == {"deadline": 6} and not decode.quarantined
+    assert 0 < free(decode) < TINY
+    decode.loop.submit([into(other.request("b"), B)], [])
+    assert decode.wait_for("b") == [True]
+    for transport in prefill.transports:
+        transport.faults.frozen = False
+    until(lambda: free(decode) == TINY, "the slots to come back")
+    assert (decode.worker.memory == expected(decode, B)).all(), "a receive that was given up wrote into its blocks"
+
+
+@pytest.mark.parametrize("decode", [{"transfer_timeout": 0.5}], indirect=True)
+def test_a_receive_that_is_given_up_says_how_far_it_was(prefill, decode, monkeypatch):
+    said: list[str] = []
+    log = "vllm_pd_connector.worker.receive.driver.logger.error"
+    monkeypatch.setattr(log, lambda text, *values: said.append(text % values))
+    for transport in prefill.transports:
+        transport.faults.frozen = True
+    decode.loop.submit([prefill.request("a")], [])
+    assert decode.wait_for("a") == [False]
+    [text] = said
+    assert "0 being copied" in text and f"of {TINY} bytes of the slab are free" in text and "longer than 0.5 s" in text
+
+
+@pytest.mark.parametrize("decode", [{"transfer_timeout": 0.5}], indirect=True)
+def test_a_receive_that_finds_no_room_fails_in_time(prefill, other, decode):
+    with contextlib.closing(Prefill("p-2")) as third:
+        frozen = [transport for source in (prefill, other) for transport in source.transports]
+        for transport in frozen:
+            transport.faults.frozen = True
+        decode.loop.submit(
+            [source.request(f"{i}{source.engine_id}") for i in range(2) for source in (prefill, other)], []
+        )
+        until(lambda: free(decode) == 0, "the slab to fill")
+        decode.loop.submit([third.request("c")], [])
+        assert decode.wait_for("c") == [False]
+        assert set(decode.failures) == {"deadline"} and not decode.quarantined
+        for transport in frozen:
+            transport.faults.frozen = False
+        until(lambda: free(decode) == TINY, "the slots to come back")
+        decode.loop.submit([third.request("d")], [])
+        assert decode.wait_for("d") == [True]
+
+
+def test_an_aborted_receive_writes_nothing_more(prefill, decode):
+    prefill.transports[0].faults.frozen = True
+    decode.loop.submit([prefill.request("a")], [])
+    until(lambda: free(decode) < TINY, "a read to begin")
+    decode.loop.submit([], ["a"])
+    assert decode.wait_for("a") == [False]
+    assert decode.failures == {"aborted": 1} and not decode.quarantined
+    at_the_report = decode.worker.memory.copy()
+    prefill.transports[0].faults.frozen = False
+    until(lambda: free(decode) == TINY, "the slot to come back")
+    assert (decode.worker.memory == at_the_report).all()
+
+
+def test_a_failed_read_of_a_chunk_fails_the_receive_and_frees_the_slab(prefill, decode):
+    decode.transport.faults.failures.append(TransferError("a cable was pulled"))
+    decode.loop.submit([prefill.request("a")], [])
+    assert decode.wait_for("a") == [False]
+    assert decode.failures == {"transfer_failed": 1} and not decode.quarantined
+    until(lambda: free(decode) == TINY, "the slots to come back")
+    decode.loop.submit([prefill.request("b")], [])
+    assert decode.wait_for("b") == [True]
+
+
+def test_a_slot_that_may_still_be_written_stays_out_until_the_worker_has_ended(prefill, decode):
+    decode.transport.faults.failures.append(TransferError("unclear", terminal=False))
+    decode.loop.submit([prefill.request("a")], [])
+    assert decode.wait_for("a") == [False]
+    assert not decode.quarantined
+    until(lambda: free(decode) == TINY - 64, "all slots but one to come back")
+    prefill.end_workers()
+    until(lambda: free(decode) == TINY, "the slot to come back")
+
+
+def test_a_slot_that_may_still_be_written_keeps_its_link_however_long_nobody_uses_it(prefill, decode):
+    decode.transport.faults.failures.append(TransferError("unclear", terminal=False))
+    decode.loop.submit([prefill.request("a")], [])
+    assert decode.wait_for("a") == [False]
+    until(lambda: free(decode) == TINY - 64, "all slots but one to come back")
+    in_its_thread(decode.loop, lambda now: decode.loop._receives._links.tick(now + IDLE_LINK_S + 1))
+    decode.hear_the_end_of(prefill)
+    with contextlib.closing(Prefill(port=prefill.server.port)) as again:
+        decode.loop.submit([again.request("b")], [])
+        assert decode.wait_for("b") == [True]
+        until(lambda: free(decode) == TINY, "the slot to come back")
+
+
+def test_a_lost_peer_fails_the_receive_and_a_new_life_of_it_works(prefill, decode):
+    for transport in prefill.transports:
+        transport.faults.frozen = True
+    decode.loop.submit([prefill.request("a")], [])
+    until(lambda: free(decode) < TINY, "a read to begin")
+    for transport in prefill.transports:
+        transport.faults.lost = True
+    assert decode.wait_for("a") == [False]
+    until(lambda: free(decode) == TINY, "the slots to come back")
+    decode.hear_the_end_of(prefill)
+    with contextlib.closing(Prefill(port=prefill.server.port)) as again:
+        decode.loop.submit([again.request("b")], [])
+        assert decode.wait_for("b") == [True]
+
+
+def test_a_slab_of_negative_size_stops_the_engine():
+    with pytest.raises(InvalidConfig, match="staging_bytes is -1"):
+        parse_config({"staging_bytes": -1})
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.integers(0, 4096), st.lists(st.one_of(st.integers(1, 700), st.none()), max_size=60))
+def test_slots_are_apart_and_inside_the_slab(length, steps):
+    staging, held = StagingBuffer(length), {}
+    for step in steps:
+        if step is None:
+            if held:
+                staging.give(held.popitem()[0])
+        elif (slot := staging.take(step)) is not None:
+            assert slot % 64 == 0 and slot >= 0 and slot + step <= length
+            assert all(slot + step <= at or at + size <= slot for at, size in held.items())
+            held[slot] = step
+        else:
+            assert held or -(-step // 64) * 64 > length, "refused although it is empty"
+    for slot in held:
+        staging.give(slot)
+    assert staging.free == length
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> Copy:
+    """A permutation of up to three axes, with gaps, of any item size."""
+    item = draw(st.sampled_from([1, 2, 3, 4, 8, 24, 48]))
+    sizes = draw(st.lists(st.integers(2, 5), min_size=0, max_size=3))
+    strides = []
+    for request in (draw(st.permutations(range(len(sizes)))), range(len(sizes))):
+        step, mine = item, dict.fromkeys(request, 0)
+        for axis in reversed(request):
+            mine[axis] = step
+            step = step * sizes[axis] + draw(st.sampled_from([0, 0, 6]))
+        strides.append(mine)
+    return Copy(5, 0, item, tuple((size, strides[0][i], strides[1][i]) for i, size in enumerate(sizes)))
+
+
+def places(copy: Copy, side: int) -> list[int]:
+    """The first byte of every item, in the order of the axes."""
+    return [sum(i * axis[side] for i, axis in zip(index, copy.axes, strict=True))
+            for index in itertools.product(*(range(axis[0]) for axis in copy.axes))]  # fmt: skip
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(copies(), st.booleans())
+def test_a_copy_moves_its_items_and_nothing_else(copy, gather):
+    noise = np.random.default_rng(1).integers(0, 255, (2, 1 << 14), dtype=np.uint8)
+    wanted = noise.copy()
+    for in_slab, in_cache in zip(places(copy, 1), places(copy, 2), strict=True):
+        staging, cache = wanted[0, in_slab + 5 :][: copy.item], wanted[1, in_cache + 3 :][: copy.item]
+        (staging if gather else cache)[:] = cache if gather else staging
+    by_items, by_elements = noise.copy(), noise.copy()
+    CpuCopier().copy(by_items[0].ctypes.data, replace(copy, cache=by_items[1].ctypes.data + 3), gather=gather)
+    assert (by_items == wanted).all()
+    # The GPU's form of the same copy: integers instead of items.
+    views = element_arrays(by_elements[0].ctypes.data, replace(copy, cache=by_elements[1].ctypes.data + 3))
+    staging, cache = map(np.asarray, views)
+    np.copyto(*((staging, cache) if gather else (cache, staging)))
+    assert (by_elements == wanted).all()
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(copies())
+def test_what_a_copy_names_of_the_cache_is_zeroed_and_nothing_else(copy):
+    wanted = np.random.default_rng(1).integers(1, 255, 1 << 14, dtype=np.uint8)
+    by_items, by_elements = wanted.copy(), wanted.copy()
+    for in_cache in places(copy, 2):
+        wanted[in_cache + 3 :][: copy.item] = 0
+    CpuCopier().blank(replace(copy, cache=by_items.ctypes.data + 3))
+    assert (by_items == wanted).all()
+    # The GPU's form of the same place.
+    np.asarray(cache_array(replace(copy, cache=by_elements.ctypes.data + 3)))[...] = 0
+    assert (by_elements == wanted).all()
+
+
+def test_an_element_is_as_wide_as_both_sides_allow():
+    assert widths(Copy(0, 0, 512, ((4, 4096, 512),))) == {"<i8"}
+    assert widths(Copy(0, 0, 6, ((4, 4096, 512),))) == {"<i2"}
+    assert widths(Copy(1, 0, 512, ())) == {"|u1"}
+
+
+def widths(copy: Copy) -> set[str]:
+    return {array.__array_interface__["typestr"] for array in element_arrays(1 << 20, copy)}
+
+
+def test_memory_for_the_slab_is_aligned_and_of_the_asked_length():
+    memory = CpuCopier().allocate(1000)
+    assert memory.segment == Segment(memory.segment.address, 1000, "cpu", 0)
+    assert memory.segment.address % 4096 == 0
+    assert memory.owner.ctypes.data <= memory.segment.address <= memory.owner.ctypes.data + len(memory.owner) - 1000

@@ -1,0 +1,349 @@
+"""Pushes by way of the staging buffer: the bytes of a direct push and no other, back-pressure, what a slot waits
+for."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.effort import examples
+from tests.support.geometry.moves import moves
+from tests.support.geometry.world import Move, Worker, instance, write
+from tests.support.worker.decode_instance import in_its_thread, lacking, until
+from tests.support.worker.prefill_instance import TOKENS, real
+from tests.support.worker.writer import CONFIG, TINY, Target, Writer, freed, whole
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.geometry.bind import BlockTable
+from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.staging.chunks import Chunk
+from vllm_pd_connector.protocol.peer import Peer, PeerKey
+from vllm_pd_connector.protocol.wire.fields import Table
+from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef, PushInto
+from vllm_pd_connector.transport.base import TransferStatus
+from vllm_pd_connector.transport.loopback import LoopbackTransport
+from vllm_pd_connector.worker.push.link import WriteLink
+from vllm_pd_connector.worker.staging.stager import Stager
+
+A, B = (2, 6, 4), (1, 3, 7)
+
+
+# One push without threads: links, stagers and memory of all ranks
+
+
+def encoded(tables: list[BlockTable]) -> tuple[Table, ...]:
+    return tuple(Table(table.first_block, table.ids.astype("<i4").tobytes()) for table in tables)
+
+
+def carry_out(
+    link: WriteLink, stager: Stager, transport: LoopbackTransport, move: Move, into: PushInto, cursor: int, ready: int
+) -> int:
+    """What one rank writes into another when `ready` tokens are computed; returns the new cursor."""
+    final = ready == move.stop
+    reach = link.reach(into, ready, cursor, final)
+    if reach == cursor and not final:
+        return reach
+    part = link.bind_push(into, encoded(move.source_tables), cursor, reach, final)
+    peer = link.ranks.get((into.pp_rank, into.tp_rank))
+    if len(part.runs):
+        assert transport.poll(transport.write(peer, part.runs)) is TransferStatus.DONE
+    if part.staged is not None:
+        stager.start(into, 0, link, peer, part.staged)
+        while stager.active:
+            assert all(failure is None for _, failure in stager.poll())
+    return reach
+
+
+def pushed(move: Move, steps: list[int], staging: int) -> tuple[list[Worker], int]:
+    """The decode instance's ranks after a push in steps that complete so many tokens, and how much was staged (edges,
+    each growing or ending)."""
+    model, staged = move.model, 0
+    sources, destinations = instance(model, move.source), instance(model, move.destination, "decode-1")
+    manifests, transports = [], []
+    for worker in destinations:
+        transports.append(LoopbackTransport())
+        transports[-1].register(real(worker).segments)
+        manifests.append(msgspec.msgpack.encode(real(worker, transports[-1].describe())))
+    own = [msgspec.msgpack.encode(real(worker)) for worker in sources]
+    ranks = [worker.manifest.parallel for worker in destinations]
+    requests = [
+        PushInto(PrefillRef("a", None), InstanceAddress("decode-1", "0" * 32, "h", 1), place.pp_rank, place.tp_rank,
+                 0, 1, secrets.token_bytes(16), encoded(move.destination_tables), move.start, move.stop, "0" * 16)
+        for place in ranks
+    ]  # fmt: skip
+    for worker in sources:
+        transport = LoopbackTransport()
+        stager = Stager(transport, real(worker).segments, staging)
+        transport.register((*real(worker).segments, *stager.segments))
+        link = WriteLink(Peer(PeerKey("h", 1, ""), lambda: 0.5), "decode-1", "", 0.0, manifests, own=own)
+        link.connect(real(worker), transport, stager.chunk_bytes)
+        cursors, done = [move.start] * len(requests), 0
+        for ready in [*steps, move.stop]:
+            write(model, move.source, worker, move.source_tables, worker.memory, done, ready)
+            done = ready
+            cursors = [
+                carry_out(link, stager, transport, move, into, cursor, ready)
+                for into, cursor in zip(requests, cursors, strict=True)
+            ]
+        assert stager.staging.free == stager.staging.length
+        staged += sum(
+            edge.pairings != ()
+            for edges in filter(None, link.outgoing.values())
+            for edge in (edges.growing[1], edges.ending[1])
+        )
+        transport.close()
+    for transport in transports:
+        transport.close()
+    return destinations, staged
+
+
+def belonging(move: Move, worker: Worker, start: int, stop: int) -> np.ndarray:
+    """Which bytes of a decode rank's memory hold tokens [start, stop) or states of the request."""
+    marks = [np.full(len(worker.memory), fill, dtype=np.uint8) for fill in (0, 255)]
+    for memory in marks:
+        write(move.model, move.destination, worker, move.destination_tables, memory, start, stop)
+    return marks[0] == marks[1]
+
+
+def in_steps(move: Move, steps: list[int]) -> list[int]:
+    return sorted({step for step in steps if 0 < step < move.stop})
+
+
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@given(moves(), st.lists(st.integers(1, 40), max_size=4), st.sampled_from([512, 2048, 1 << 16]))
+def test_a_push_by_way_of_the_slab_writes_what_a_direct_one_writes_and_nothing_else(move, steps, staging):
+    before = instance(move.model, move.destination, "decode-1")
+    direct, none = pushed(move, in_steps(move, steps), 0)
+    staged, _ = pushed(move, in_steps(move, steps), staging)
+    assert none == 0
+    for old, one, other in zip(before, direct, staged, strict=True):
+        assert (one.memory == other.memory).all(), f"{move}\nrank {old.manifest.parallel}"
+        own = belonging(move, old, move.start, move.stop)
+        expected = old.memory.copy()
+        write(move.model, move.destination, old, move.destination_tables, expected, move.start, move.stop)
+        assert (other.memory[own] == expected[own]).all()
+        # Of equal pages the last may move whole; nothing behind its blocks does, nor what lies between the tokens.
+        page_end = -(-move.stop // move.destination.page_tokens) * move.destination.page_tokens
+        others = ~belonging(move, old, move.start, page_end)
+        assert (other.memory[others] == old.memory[others]).all()
+
+
+# Pushes through the transfer loops
+
+
+@pytest.fixture
+def config(request: pytest.FixtureRequest) -> Config:
+    return msgspec.structs.replace(CONFIG, **({"staging_bytes": TINY} | getattr(request, "param", {})))
+
+
+@pytest.fixture
+def writer(config: Config) -> Iterator[Writer]:
+    with contextlib.closing(Writer(config)) as made:
+        yield made
+
+
+@pytest.fixture
+def target(config: Config) -> Iterator[Target]:
+    with contextlib.closing(Target(config)) as made:
+        yield made
+
+
+@pytest.fixture
+def other(config: Config) -> Iterator[Target]:
+    with contextlib.closing(Target(config)) as made:
+        yield made
+
+
+def free(writer: Writer) -> list[int]:
+    return [loop._stager.staging.free for loop in writer.loops]
+
+
+def into(target: Target, writer: Writer, name: str, blocks: tuple[int, ...] = A):
+    return target.request(writer, f"d-{name}", name, blocks=(lacking(blocks),))
+
+
+def hold(writer: Writer, held: bool) -> None:
+    for transport in writer.transports:
+        transport.faults.held = held
+
+
+@pytest.mark.parametrize("config", [{"staging_bytes": size} for size in (0, TINY, 1 << 20)], indirect=True)
+def test_a_push_is_exact_with_any_slab(writer, target):
+    posted: list[Runs] = []
+    for transport in writer.transports:
+        original = transport.write
+        transport.write = lambda peer, runs, original=original: posted.append(runs) or original(peer, runs)
+    writer.whole()
+    target.loop.submit([into(target, writer, "a")], [])
+    assert target.wait_for("d-a") == [True]
+    expected = target.expected(blocks=A)
+    assert whole(target.worker.memory, expected)
+    freed(writer, "a")
+    size = writer.loops[0]._config.staging_bytes
+    assert free(writer) == [size, size]
+    assert sum(runs.total_bytes for runs in posted) == target.bytes == 6 * 4 * 8 * 2, "tokens 4 to 10, nothing twice"
+    lengths = {length for runs in posted for length in runs.length.tolist()}
+    assert lengths == ({16} if size else {8}), "both heads of a rank are one run only by way of the slab"
+    slabs = [segment for loop in writer.loops for segment in loop._stager.segments]
+    for source in (address for runs in posted for address in runs.source.tolist() if size):
+        assert any(0 <= source - staging.address < staging.length for staging in slabs)
+    if size == TINY:
+        assert max(runs.total_bytes for runs in posted) <= TINY // 8, "a chunk is larger than its share of the slab"
+
+
+def test_the_cache_is_read_only_when_its_step_is_done(writer, target, monkeypatch):
+    """The staging buffer is filled in the transfer thread, after the launching thread has said that the step ended."""
+    target.loop.submit([target.request(writer, start=0)], [])
+    writer.begin()
+    until(lambda: writer.server.pushes.wanted("p-a"), "the registration")
+    threads = set()
+    for loop in writer.loops:
+        copy = loop._stager.copier.copy
+
+        def told(base, part, gather, copy=copy, loop=loop):
+            threads.add((loop, threading.current_thread()))
+            copy(base, part, gather=gather)
+
+        monkeypatch.setattr(loop._stager.copier, "copy", told)
+    writer.finish(step=1)
+    until(lambda: all(loop._pushes.waiting for loop in writer.loops), "the order")
+    assert not threads
+    writer.compute(0, TOKENS)
+    writer.step_done(1)
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected(0))
+    assert threads == {(loop, loop._thread) for loop in writer.loops}
+
+
+def test_many_pushes_share_the_slab(writer, target, other):
+    names = [f"{i}" for i in range(8)]
+    for i, name in enumerate(names):
+        writer.whole(name)
+        (other if i % 2 else target).loop.submit([into((other if i % 2 else target), writer, name)], [])
+    assert all(target.wait_for(*(f"d-{name}" for name in names[::2])))
+    assert all(other.wait_for(*(f"d-{name}" for name in names[1::2])))
+    freed(writer, *names)
+    assert free(writer) == [TINY, TINY]
+
+
+def test_a_push_that_finds_no_room_waits_for_it(writer, target, other):
+    """Neither instance gets more than half of the staging buffer; the third push is written when there is room."""
+    hold(writer, True)
+    for name in ("a", "b", "c", "d"):
+        writer.whole(name)
+    target.loop.submit([into(target, writer, "a"), into(target, writer, "b", B)], [])
+    until(lambda: free(writer) == [TINY // 2] * 2, "half of the slab to be taken")
+    other.loop.submit([into(other, writer, "c"), into(other, writer, "d", B)], [])
+    until(lambda: free(writer) == [0, 0], "the slab to fill")
+    assert not target.finished and not other.finished
+    hold(writer, False)
+    assert target.wait_for("d-a", "d-b") == [True, True] and other.wait_for("d-c", "d-d") == [True, True]
+    for each in (target, other):
+        expected = each.before.copy()
+        for blocks in (A, B):
+            each.receive(expected, blocks)
+        assert whole(each.worker.memory, expected)
+    freed(writer, "a", "b", "c", "d")
+    assert free(writer) == [TINY, TINY]
+
+
+@pytest.mark.parametrize("config", [{"transfer_timeout": 0.3}], indirect=True)
+def test_a_push_that_finds_no_room_fails_in_time_and_was_never_begun(writer, target, caplog):
+    slots = [loop._stager.staging.take(TINY) for loop in writer.loops]  # by others
+    writer.whole()
+    target.loop.submit([into(target, writer, "a")], [])
+    assert target.wait_for("d-a") == [False]
+    assert "writing took longer than 0.3 s (0 bytes were posted; 0 chunks being moved" in caplog.text
+    target.until(lambda: target.drained == target.quarantined, "the word that nothing of it is written")
+    freed(writer, "a")
+    for loop, slot in zip(writer.loops, slots, strict=True):
+        loop._stager.staging.give(slot)
+    assert free(writer) == [TINY, TINY]
+    assert whole(target.worker.memory, target.before)
+
+
+def test_after_a_push_was_given_up_its_slots_stay_out_until_nothing_is_written(writer, target):
+    hold(writer, True)
+    writer.whole()
+    target.loop.submit([into(target, writer, "a")], [])
+    until(lambda: all(room < TINY for room in free(writer)), "the writes")
+    target.loop.submit([], ["d-a"])
+    assert target.wait_for("d-a") == [False]
+    taken = free(writer)
+    assert all(room < TINY for room in taken) and target.quarantined == {"d-a"} and not target.drained
+    assert not writer.server.take_freed(), "the cache of a push that is over is not read any more, but its slots are"
+    hold(writer, False)
+    target.until(lambda: target.drained == {"d-a"}, "the quarantine to end")
+    freed(writer, "a")
+    assert free(writer) == [TINY, TINY]
+
+
+def test_a_failed_write_of_a_chunk_fails_the_push_and_frees_the_slab(writer, target, caplog):
+    writer.transports[0].faults.failures.append(TransferError("a cable was pulled"))
+    writer.whole()
+    target.loop.submit([into(target, writer, "a")], [])
+    assert target.wait_for("d-a") == [False]
+    assert "a cable was pulled" in caplog.text
+    target.until(lambda: target.drained == target.quarantined, "the quarantine to end")
+    freed(writer, "a")
+    assert free(writer) == [TINY, TINY]
+    writer.whole("b")
+    target.loop.submit([into(target, writer, "b")], [])
+    assert target.wait_for("d-b") == [True]
+
+
+def test_a_write_that_may_go_on_keeps_its_slot_and_both_sides_blocks_until_the_worker_has_ended(writer, target):
+    writer.transports[0].faults.failures.append(TransferError("unclear", terminal=False))
+    writer.whole()
+    target.loop.submit([into(target, writer, "a")], [])
+    assert target.wait_for("d-a") == [False]
+    until(lambda: free(writer) == [TINY - 64, TINY], "all slots but one to come back")
+    writer.whole("b")
+    target.loop.submit([into(target, writer, "b", B)], [])
+    assert target.wait_for("d-b") == [True], "others go on"
+    freed(writer, "b")
+    target.collect()
+    assert target.quarantined == {"d-a"} and not target.drained
+    in_its_thread(target.loop, lambda _: target.loop._processes.close())
+    freed(writer, "a")
+    until(lambda: free(writer) == [TINY, TINY], "the slot to come back")
+
+
+@pytest.mark.parametrize("broken", ["chunks", "copies"])
+def test_a_defect_that_one_push_meets_fails_it_alone(writer, target, monkeypatch, broken):
+    """Above all it is not reported as done."""
+    stager = writer.loops[0]._stager
+    writer.whole()
+    target.loop.submit([into(target, writer, "a")], [])
+    assert target.wait_for("d-a") == [True]
+    freed(writer, "a")
+    with monkeypatch.context() as patch:
+        if broken == "chunks":
+            patch.setattr("vllm_pd_connector.worker.push.link.chunks", broken_chunks)
+        else:
+            patch.setattr(stager.copier, "copy", broken_copy)
+        writer.whole("b")
+        target.loop.submit([into(target, writer, "b")], [])
+        assert target.wait_for("d-b") == [False]
+        freed(writer, "b")
+    writer.whole("c")
+    target.loop.submit([into(target, writer, "c")], [])
+    assert target.wait_for("d-c") == [True]
+    freed(writer, "c")
+    assert free(writer) == [TINY, TINY]
+
+
+def broken_copy(*_: object, **__: object) -> None:
+    raise ZeroDivisionError("a defect")
+
+
+def broken_chunks(*_: object, **__: object) -> Iterator[Chunk]:
+    yield broken_copy()

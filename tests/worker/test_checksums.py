@@ -1,0 +1,191 @@
+"""Verification between a decode worker and the workers of a prefill instance, over a real side channel."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.support.worker.decode_instance import Decode, Prefill
+from tests.support.worker.prefill_instance import P_BLOCKS, real
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.geometry.checksums.sums import Checksum, difference
+from vllm_pd_connector.metadata import GroupBlocks, PushTerms, ReceiveRequest, encode_tables
+from vllm_pd_connector.protocol.peer import PeerKey
+from vllm_pd_connector.protocol.wire import messages as m
+from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
+from vllm_pd_connector.sidechannel.client import SideChannelClient
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
+from vllm_pd_connector.sidechannel.server import SideChannelServer
+from vllm_pd_connector.worker import checksums as checksums_module
+from vllm_pd_connector.worker.checksum_server import ChecksumServer
+from vllm_pd_connector.worker.checksums import is_chosen, of_pieces, to_messages
+
+
+class Verifying(Prefill):
+    """A prefill instance whose workers make sums; `corrupt` makes the second one see another byte."""
+
+    def __init__(self, offers: bool = True, corrupt: bool = False):
+        super().__init__()
+        self.server.close()
+        self.server = SideChannelServer("127.0.0.1", 0, self.engine_id, self.incarnation, verifies=offers)
+        self.tokens = [secrets.token_bytes(16) for _ in self.workers]
+        self.server.set_manifests(self.manifests, self.tokens)
+        address = endpoint("127.0.0.1", self.server.port)
+        self.copies = [worker.memory.copy() for worker in self.workers]
+        if corrupt:
+            for index in self.workers[1].where.values():
+                self.copies[1][index[P_BLOCKS[1], 1, 0, 0, 0]] ^= 1
+        self.makers = []
+        for number, (worker, copy) in enumerate(zip(self.workers, self.copies, strict=True)):
+            worker.memory, original = copy, worker.memory
+            self.makers.append(ChecksumServer(address, None, real(worker), number, self.tokens[number]))
+            worker.memory = original
+
+    def held(self, request_id: str) -> ReceiveRequest:
+        request = self.request(request_id, hold=False)
+        lease = request.remote.lease
+        self.server.hold(lease.request_id, lease.nonce, 60.0, encode_tables([GroupBlocks(0, P_BLOCKS)]))
+        return request
+
+    def close(self) -> None:
+        for maker in self.makers:
+            maker.close()
+        super().close()
+
+
+@pytest.fixture
+def decode() -> Iterator[Decode]:
+    made = Decode(Config(transport="loopback", staging_bytes=0, verify="all", transfer_timeout=20.0))
+    yield made
+    made.loop.close()
+
+
+def test_equal_contents_are_verified_and_counted(decode):
+    with contextlib.closing(Verifying()) as prefill:
+        names = [f"r{i}" for i in range(5)]
+        decode.loop.submit([prefill.held(name) for name in names], [])
+        assert all(decode.wait_for(*names))
+        decode.until(lambda: decode.verified == 5, "the count")
+        assert (decode.worker.memory == decode.expected()).all()
+
+
+def test_a_difference_fails_the_receive_and_gives_the_lease_back(decode):
+    with contextlib.closing(Verifying(corrupt=True)) as prefill:
+        decode.loop.submit([prefill.held("a")], [])
+        assert decode.wait_for("a") == [False]
+        assert decode.failures == {"verification": 1} and not decode.quarantined
+        decode.until(lambda: len(prefill.server.take_freed()) == 1, "the lease to come back")
+
+
+def test_a_prefill_instance_that_offers_no_sums_fails_the_receive(decode):
+    with contextlib.closing(Verifying(offers=False)) as prefill:
+        decode.loop.submit([prefill.held("a")], [])
+        assert decode.wait_for("a") == [False]
+        assert decode.failures == {"verification": 1}
+
+
+def test_without_verification_nothing_is_asked():
+    made = Decode(Config(transport="loopback", staging_bytes=0))
+    with contextlib.closing(Verifying(corrupt=True)) as prefill, contextlib.closing(made.loop):
+        made.loop.submit([prefill.held("a")], [])
+        assert made.wait_for("a") == [True]
+        assert "GetChecksums" not in prefill.server.counts()
+
+
+def test_workers_that_ask_before_their_instance_is_complete_are_not_forgotten(decode):
+    with contextlib.closing(Verifying()) as prefill:
+        for maker in prefill.makers:
+            maker.close()
+        prefill.server.close()
+        prefill.server = SideChannelServer("127.0.0.1", 0, prefill.engine_id, prefill.incarnation, verifies=True)
+        address = endpoint("127.0.0.1", prefill.server.port)
+        prefill.makers = [
+            ChecksumServer(address, None, real(worker), i, prefill.tokens[i])
+            for i, worker in enumerate(prefill.workers)
+        ]
+        decode.until(lambda: prefill.server.counts().get("NextChecksumJob", 0) >= 2, "both workers to ask")
+        prefill.server.set_manifests(prefill.manifests, prefill.tokens)
+        decode.loop.submit([prefill.held("a")], [])
+        assert decode.wait_for("a") == [True]
+
+
+def test_nobody_but_a_worker_is_given_jobs_or_believed_in_what_it_sums(decode):
+    with contextlib.closing(Verifying()) as prefill, contextlib.closing(SideChannelClient()) as client:
+        address, own = endpoint("127.0.0.1", prefill.server.port), prefill.tokens[0]
+        posing = [
+            m.NextChecksumJob(bytes(16), 0),
+            m.NextChecksumJob(own, 1),
+            m.NextChecksumJob(own, 2),
+            m.JobChecksums(bytes(16), 1, 0, (), True),
+        ]
+        sent = [client.send(address, message, 20.0) for message in posing]
+        outcomes = {}
+        decode.until(lambda: bool(outcomes.update(client.receive())) or len(outcomes) == len(sent), "the refusals")
+        for token in sent:
+            assert outcomes[token].code is m.FailureCode.MALFORMED and "token" in outcomes[token].message
+        decode.loop.submit([prefill.held("a")], [])
+        assert decode.wait_for("a") == [True]
+
+
+def test_sums_that_cannot_be_made_fail_one_check_and_not_those_after_it(decode, monkeypatch):
+    sums = checksums_module.checksums
+    with contextlib.closing(Verifying()) as prefill:
+        left = {maker._thread for maker in prefill.makers}
+
+        def runs_out_of_memory_once(*arguments):
+            if (thread := threading.current_thread()) in left:
+                left.remove(thread)
+                raise RuntimeError("CUDA out of memory")
+            return sums(*arguments)
+
+        monkeypatch.setattr("vllm_pd_connector.worker.checksum_server.checksums", runs_out_of_memory_once)
+        decode.loop.submit([prefill.held("a")], [])
+        assert decode.wait_for("a") == [False]
+        assert decode.failures == {"verification": 1}
+        decode.loop.submit([prefill.held("b")], [])
+        assert decode.wait_for("b") == [True]
+
+
+def test_a_maker_without_a_side_channel_ends_when_it_is_told(decode):
+    prefill = Prefill()
+    prefill.server.close()
+    maker = ChecksumServer(endpoint("127.0.0.1", prefill.server.port), None, real(prefill.workers[0]), 0, bytes(16))
+    began = time.monotonic()
+    maker.close()
+    assert time.monotonic() - began < 5.0 and not maker._thread.is_alive()
+    prefill.close()
+
+
+def test_sums_of_any_size_fit_their_messages():
+    found = [Checksum(f"layer {i}", "key", 3, np.arange(9000, dtype=np.uint64)) for i in range(3)]
+    messages = list(to_messages(bytes(16), 7, 1, found))
+    assert [message.last for message in messages] == [False] * (len(messages) - 1) + [True]
+    for message in messages:
+        assert m.decode_request(m.encode(1, message))[1] == message
+    pieces = [piece for message in messages for piece in message.pieces]
+    assert difference(found, of_pieces(pieces)) == "" == difference(of_pieces(pieces), found)
+
+
+def test_a_sample_is_about_one_in_sixteen_and_the_same_for_all():
+    with contextlib.closing(Prefill()) as prefill:
+        read = [prefill.request(str(i), hold=False) for i in range(512)]
+    written = [replace(request, remote=None, push=terms(f"transfer {i}")) for i, request in enumerate(read)]
+    for requests in (read, written):
+        assert 16 < sum(is_chosen(request, "sample") for request in requests) < 64
+        assert [is_chosen(request, "sample") for request in requests] == [
+            is_chosen(request, "sample") for request in requests
+        ]
+        assert all(is_chosen(request, "all") for request in requests)
+        assert not any(is_chosen(request, "off") for request in requests)
+
+
+def terms(name: str) -> PushTerms:
+    home = InstanceAddress("decode-1", "ab" * 16, "127.0.0.1", 5600)
+    return PushTerms(PeerKey("127.0.0.1", 5601, ""), "p-0", PrefillRef(name, None), home, "0" * 16)

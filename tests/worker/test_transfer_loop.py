@@ -1,0 +1,300 @@
+"""The transfer thread against a real side channel and the loopback transport: bytes, reports, quarantine."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from tests.support.ports import free_port
+from tests.support.worker.decode_instance import (
+    D_BLOCKS,
+    D_SIDE,
+    Prefill,
+    changed_model,
+    decode,
+    lacking,
+    prefill,
+    until,
+)
+from tests.support.worker.prefill_instance import MODEL, instance, real
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.geometry.staging.strided_copy import Copy
+from vllm_pd_connector.metadata import ReceiveRequest
+from vllm_pd_connector.transport.loopback import LoopbackTransport
+from vllm_pd_connector.worker.outbox import Outbox
+from vllm_pd_connector.worker.peers.link import Bound, Link
+from vllm_pd_connector.worker.receive import driver
+from vllm_pd_connector.worker.transfer_loop import TransferLoop
+
+__all__ = ["decode", "prefill"]
+
+
+def test_a_read_puts_the_logical_elements_in_place_and_ends_the_lease(prefill, decode):
+    decode.loop.submit([prefill.request("a")], [])
+    assert decode.wait_for("a") == [True]
+    assert (decode.worker.memory == decode.expected()).all()
+    assert decode.bytes > 0 and not decode.failures and not decode.quarantined
+    until(lambda: [freed.request_id for freed in prefill.server.take_freed()] == ["p-a"], "the lease to end")
+
+
+def test_blocks_that_a_group_names_before_the_range_are_not_reported_as_received(prefill, decode):
+    """They are none of a prefix hit, which are not named: nothing would be written into them."""
+    request = replace(prefill.request("a"), blocks=(lacking(D_BLOCKS, 0),))
+    decode.loop.submit([request, prefill.request("b")], [])
+    assert decode.wait_for("a", "b") == [False, True]
+    assert (decode.worker.memory == decode.expected()).all()
+
+
+def test_a_receive_whose_blanks_cannot_be_zeroed_fails(prefill, decode, monkeypatch):
+    def broken(copy: Copy) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(decode.loop._stager.copier, "blank", broken)
+    decode.loop.submit([prefill.request("a")], [])
+    assert decode.wait_for("a") == [False] and not decode.quarantined
+    monkeypatch.undo()
+    decode.loop.submit([prefill.request("b")], [])
+    assert decode.wait_for("b") == [True]
+
+
+def test_the_step_that_hears_of_a_failed_receive_hears_why(prefill, decode, monkeypatch):
+    monkeypatch.setattr(decode.outbox, "flush", lambda: None)  # the end of the turn is too late: it may be hours away
+    decode.transport.faults.failures.append(TransferError("a cable was pulled"))
+    decode.loop.submit([prefill.request("a")], [])
+    assert decode.wait_for("a") == [False]
+    assert decode.failures == {"transfer_failed": 1}
+
+
+def test_the_handshake_happens_once_for_many_requests(prefill, decode):
+    names = [f"r{i}" for i in range(20)]
+    decode.loop.submit([prefill.request(name) for name in names], [])
+    assert all(decode.wait_for(*names))
+    assert prefill.server.counts()["GetManifests"] == 1
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_a_read_that_the_prefill_side_does_not_vouch_for_fails(prefill, decode, hold):
+    request = prefill.request("a", hold=hold)
+    if hold:
+        prefill.server.drop("p-a")
+    decode.loop.submit([request], [])
+    assert decode.wait_for("a") == [False]
+    assert decode.failures == {"lease_lost": 1} and not decode.quarantined
+
+
+def test_a_lease_of_another_use_of_the_same_request_id_is_not_enough(prefill, decode):
+    stale = prefill.request("a", hold=False)
+    prefill.request("a")
+    decode.loop.submit([stale], [])
+    assert decode.wait_for("a") == [False]
+    assert decode.failures == {"lease_lost": 1}
+
+
+@pytest.mark.parametrize("change", [{"remote_block_ids": [[3, 1, 6]]}, {"remote_num_tokens": 11}], ids=str)
+def test_other_blocks_than_those_that_were_handed_over_are_not_vouched_for(prefill, decode, change):
+    decode.loop.submit([prefill.request("a", **change)], [])
+    assert decode.wait_for("a") == [False]
+    assert decode.failures == {"lease_lost": 1}
+
+
+def test_an_incompatible_peer_is_refused_once_and_remembered(decode):
+    with contextlib.closing(Prefill(version=1, model=changed_model(dtype="float16"))) as prefill:
+        decode.loop.submit([prefill.request("a")], [])
+        decode.wait_for("a")
+        decode.loop.submit([prefill.request("b")], [])
+        assert decode.wait_for("a", "b") == [False, False]
+        assert decode.failures == {"incompatible_peer": 2}
+        assert prefill.server.counts()["GetManifests"] == 1
+        assert (decode.worker.memory == decode.before).all()
+
+
+def test_a_foreign_engine_at_the_address_fails_the_request(prefill, decode):
+    decode.loop.submit([prefill.request("a", remote_engine_id="p-9")], [])
+    assert decode.wait_for("a") == [False]
+    assert decode.failures == {"peer_unreachable": 1}
+    decode.loop.submit([prefill.request("b")], [])
+    assert decode.wait_for("b") == [True]
+
+
+def test_another_incarnation_than_announced_fails_the_request(prefill, decode):
+    request = prefill.request("a")
+    other = msgspec.structs.replace(request.remote.pd_connector, incarnation="f" * 32)
+    forged = msgspec.structs.replace(request.remote, pd_connector=other)
+    decode.loop.submit([ReceiveRequest("a", forged, "", request.blocks, request.start, request.stop)], [])
+    assert decode.wait_for("a") == [False]
+
+
+def test_manifests_that_are_junk_refuse_the_peer(prefill, decode):
+    prefill.server.set_manifests([b"\xc1junk", b"\x81"])
+    decode.loop.submit([prefill.request("a")], [])
+    assert decode.wait_for("a") == [False]
+    assert decode.failures == {"incompatible_peer": 1}
+
+
+@pytest.mark.parametrize("ids", [(3, 1, 8), (3, 1), (3, 1, 1 << 30)])
+def test_block_ids_that_do_not_fit_fail_that_request_alone(prefill, decode, ids):
+    decode.loop.submit([prefill.request("bad", remote_block_ids=[list(ids)]), prefill.request("good")], [])
+    assert decode.wait_for("bad", "good") == [False, True]
+    assert decode.failures == {"bad_parameters": 1}
+    until(lambda: len(prefill.server.take_freed()) >= 0 and prefill.server.counts().get("Release") == 1, "the release")
+
+
+def test_refused_parameters_are_reported_as_a_failed_receive(decode):
+    decode.loop.submit([ReceiveRequest("a", None, "remote_port: Expected int", (), 0, 4)], [])
+    assert decode.wait_for("a") == [False]
+    assert decode.failures == {"bad_parameters": 1}
+
+
+@pytest.mark.parametrize("decode", [{"transfer_timeout": 0.3}], indirect=True)
+def test_a_frozen_peer_fails_the_request_in_time_and_its_blocks_wait_in_quarantine(prefill, decode):
+    prefill.transports[1].faults.frozen = True
+    decode.loop.submit([prefill.request("a")], [])
+    assert decode.wait_for("a") == [False]
+    assert decode.failures == {"deadline": 1}
+    assert decode.quarantined == {"a"} and not decode.drained
+    prefill.transports[1].faults.frozen = False
+    decode.until(lambda: decode.drained == {"a"}, "the quarantine to end")
+
+
+def test_an_aborted_read_is_reported_and_drained(prefill, decode):
+    prefill.transports[0].faults.frozen = True
+    decode.loop.submit([prefill.request("a")], [])
+    until(lambda: prefill.server.counts().get("GetManifests") == 1, "the handshake")
+    decode.loop.submit([], ["a"])
+    assert decode.wait_for("a") == [False]
+    prefill.transports[0].faults.frozen = False
+    decode.until(lambda: decode.quarantined == decode.drained, "the quarantine to end")
+    assert decode.failures == {"aborted": 1}
+
+
+def test_an_abort_before_the_peer_answers_is_reported(decode):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        request = announced_at(silent.getsockname()[1])
+        decode.loop.submit([request], [])
+        decode.loop.submit([], ["a", "unknown"])
+        assert decode.wait_for("a") == [False]
+        assert decode.failures == {"aborted": 1} and not decode.quarantined
+
+
+def announced_at(port: int) -> ReceiveRequest:
+    with contextlib.closing(Prefill()) as prefill:
+        return prefill.request("a", remote_port=port)
+
+
+@pytest.mark.parametrize("decode", [{"handshake_timeout": 0.5}], indirect=True)
+def test_a_peer_that_does_not_answer_fails_the_request_in_time(decode):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        decode.loop.submit([announced_at(silent.getsockname()[1])], [])
+        assert decode.wait_for("a") == [False]
+        assert decode.failures == {"peer_unreachable": 1}
+
+
+@pytest.mark.parametrize("decode", [{"handshake_timeout": 3600.0}], indirect=True)
+def test_a_peer_that_nobody_listens_for_fails_the_request_at_once_and_is_named_once(decode, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(
+        driver, "logger", SimpleNamespace(error=lambda text, *of: said.append(text % of), debug=lambda *_: None)
+    )
+    decode.loop.submit([announced_at(port := free_port())], [])
+    assert decode.wait_for("a") == [False]
+    assert decode.failures == {"peer_unreachable": 1}
+    [line] = said
+    assert "cannot be reached (4 attempts failed): connection refused" in line and line.count(str(port)) == 1
+
+
+def test_a_failed_transfer_fails_only_its_request(prefill, decode):
+    decode.transport.faults.failures.append(TransferError("a cable was pulled"))
+    decode.loop.submit([prefill.request("a")], [])
+    assert decode.wait_for("a") == [False]
+    decode.loop.submit([prefill.request("b")], [])
+    assert decode.wait_for("b") == [True]
+    assert decode.failures == {"transfer_failed": 1}
+
+
+def test_a_transfer_that_may_still_write_keeps_its_blocks_until_the_worker_has_ended(prefill, decode):
+    decode.transport.faults.failures.append(TransferError("unclear", terminal=False))
+    decode.loop.submit([prefill.request("a")], [])
+    assert decode.wait_for("a") == [False]
+    assert decode.quarantined == {"a"} and not decode.drained
+    active = decode.loop._receives._active["a"]
+    until(lambda: not active.transfers, "the read from the other rank to end")
+    until(
+        lambda: all(source is not None and source.here for source in active.sources),
+        "a line to the worker that was read from",
+    )
+    prefill.end_workers()
+    decode.until(lambda: decode.drained == {"a"}, "the quarantine to end")
+
+
+def test_a_restarted_peer_at_the_same_address_works(prefill, decode):
+    decode.loop.submit([prefill.request("a")], [])
+    decode.wait_for("a")
+    port = prefill.server.port
+    for transport in prefill.transports:
+        transport.faults.lost = True
+    stale = prefill.request("stale")
+    decode.hear_the_end_of(prefill)
+    with contextlib.closing(Prefill(port=port)) as again:
+        decode.loop.submit([stale, again.request("b")], [])
+        assert decode.wait_for("stale", "b") == [False, True]
+
+
+def test_an_unexpected_error_fails_requests_and_not_the_thread(prefill, decode, monkeypatch):
+    bind = Link.bind
+
+    def broken(link: Link, request: ReceiveRequest) -> Bound:
+        if request.request_id == "a":
+            raise RuntimeError("a defect")
+        return bind(link, request)
+
+    monkeypatch.setattr(Link, "bind", broken)
+    decode.loop.submit([prefill.request("before"), prefill.request("a"), prefill.request("b")], [])
+    assert decode.wait_for("before", "a", "b") == [True, False, True]
+    assert decode.failures == {"internal": 1}
+
+
+def test_a_receive_whose_trace_cannot_be_written_is_reported_all_the_same(prefill, decode, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(decode.loop._receives, "_received", full)
+    decode.loop.submit([prefill.request("a")], [])
+    assert decode.wait_for("a") == [True]
+
+
+def test_a_transport_that_cannot_start_stops_the_engine_with_its_reason():
+    def broken() -> LoopbackTransport:
+        raise TransferError("no device mlx5_9")
+
+    [worker] = instance(MODEL, D_SIDE)
+    loop = TransferLoop(Config(transport="loopback"), real(worker), broken, Outbox(), 0, 1)
+    with pytest.raises(TransferError, match="mlx5_9"):
+        loop.start()
+
+
+def test_an_idle_loop_burns_nothing(prefill, decode):
+    decode.loop.submit([prefill.request("a")], [])
+    decode.wait_for("a")
+    [thread] = [t for t in threading.enumerate() if t is decode.loop._thread]
+    before, began = cpu_ticks(thread), time.monotonic()
+    until(lambda: time.monotonic() - began > 1.0, "a second")
+    assert cpu_ticks(thread) - before <= 2, "more than 0.02 s of processor time in an idle second"
+
+
+def cpu_ticks(thread: threading.Thread) -> int:
+    """Processor time of one thread, in ticks of 10 ms."""
+    fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])

@@ -1,0 +1,1 @@
+"""Set-up, link checker, compatibility table; standard library only."""

@@ -1,0 +1,82 @@
+"""The loop of the engine core, as its scheduler half needs to see it: whether only caches are waited for, whether
+somebody asks it for something, and how to make it take a step.
+
+vLLM's engine core steps about a thousand times a second while a request waits for its caches, and sleeps in its input
+queue when it has no request at all. It passes itself to nobody, so it is looked for among the callers when it builds
+its scheduler. Where it is not found, or runs inside its caller's thread without a queue, there is no `EngineLoop`: such
+an engine steps as vLLM has it step.
+
+Source: vLLM 0.32 and 0.33, `v1/engine/core.py` (`EngineCoreProc._process_input_queue`, `_process_engine_step`,
+`run_engine_core`), `v1/core/sched/scheduler.py` (`has_requests`).
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import time
+from types import FrameType
+from typing import Any
+
+from vllm_pd_connector.compat.base import init_logger
+
+logger = init_logger(__name__)
+
+
+class EngineLoop:
+    """One engine core that runs in this process, with a queue that other threads put requests into.
+
+    Args:
+        core: vLLM's `EngineCoreProc`; `scheduler` and `batch_queue` are set when its construction has ended.
+        wakeup: the item of its queue that asks for nothing.
+    """
+
+    def __init__(self, core: Any, wakeup: object) -> None:
+        self._core = core
+        self._queue: queue.Queue[Any] = core.input_queue
+        self._wakeup = wakeup
+
+    @property
+    def depth(self) -> int:
+        """Steps after which the results of one have been looked at: more than 1 with batches that overlap."""
+        return int(getattr(self._core, "batch_queue_size", 1))
+
+    def computes(self) -> bool:
+        """Whether a request is being computed, or others wait for this engine's steps: engines of a mixture of experts
+        with data parallelism step in time with each other."""
+        return hasattr(self._core, "dp_group") or bool(self._core.scheduler.running)
+
+    def has_others(self, loading: int) -> bool:
+        """Whether the scheduler has requests besides `loading` ones, or another connector has work."""
+        scheduler = self._core.scheduler
+        if len(scheduler.requests) != loading or getattr(scheduler, "ec_connector", None) is not None:
+            return True
+        return bool(scheduler.connector.has_pending_push_work())
+
+    def wait(self, seconds: float) -> None:
+        """Return when the queue holds something, at the latest after `seconds`. For the engine core's thread."""
+        until = time.monotonic() + seconds
+        with self._queue.not_empty:
+            while not self._queue.queue and (left := until - time.monotonic()) > 0:
+                self._queue.not_empty.wait(left)
+
+    def wake(self) -> None:
+        """Make `wait` return, or an idle engine look whether it has something to do. Callable from any thread."""
+        self._queue.put_nowait((self._wakeup, None))
+
+
+def calling_loop() -> EngineLoop | None:
+    """The engine core that is being built further up in this thread, None if there is none with a queue."""
+    if "vllm.v1.engine.core" not in sys.modules:
+        return None
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import EngineCoreProc
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, EngineCoreProc):
+            return EngineLoop(caller, EngineCoreRequestType.WAKEUP)
+        frame = frame.f_back
+    logger.debug("no engine core with an input queue was found: its steps are vLLM's own")
+    return None

@@ -1,0 +1,248 @@
+"""What vLLM hands over in `register_kv_caches`, as plain values.
+
+Since 0.32 every layer's cache is a view `[B, H, N, C]` of one allocation: B manager or kernel blocks, H head slots,
+N stored states (tokens), C the content, K and V side by side. This module reads vLLM's spec classes and answers, per
+layer: which transfer group, what kind of content, which backend writes it. It decides nothing about bytes.
+
+Source: vLLM 0.32, `vllm/v1/kv_cache_interface.py`, `vllm/v1/worker/utils.py` (allocate_kv_cache).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from vllm_pd_connector.compat.model.recurrent import representative, state_block_tokens, states_of
+from vllm_pd_connector.errors import UnsupportedCache
+from vllm_pd_connector.geometry.layouts.recurrent import Convolution, Recurrent
+from vllm_pd_connector.geometry.manifest import Coordinates, Group, GroupKind
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+
+class Content(Enum):
+    """What the content dimension of a page holds."""
+
+    KEY_VALUE = "K and V of every head"
+    LATENT = "MLA latent"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's cache as vLLM gives it.
+
+    `tensor` has shape [B, H, N, C]; `group` indexes the transfer groups; `head_size` and `head_size_v` are elements.
+    `replicated`: every tensor-parallel rank holds all of it, however many heads the model has (MLA and its indexers).
+    """
+
+    layer: str
+    group: int
+    content: Content
+    backend: str
+    head_size: int
+    head_size_v: int
+    replicated: bool
+    cache_dtype: str
+    spec_name: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """One recurrent layer's cache: `tensor` is the raw page view [B, 1, 1, C] of bytes."""
+
+    layer: str
+    group: int
+    convolution: Convolution
+    recurrent: Recurrent | None
+    tensor: torch.Tensor
+
+
+# Spec classes whose block tables and pages this version reads; subclasses with other rules are refused by name.
+_GROUP_KINDS: dict[str, GroupKind] = {
+    "FullAttentionSpec": GroupKind.FULL,
+    "MLAAttentionSpec": GroupKind.FULL,
+    "SlidingWindowSpec": GroupKind.SLIDING_WINDOW,
+    "ChunkedLocalAttentionSpec": GroupKind.CHUNKED_LOCAL,
+    "MambaSpec": GroupKind.STATE,
+}
+
+
+def layer_specs(spec: KVCacheSpec, layers: Iterable[str]) -> dict[str, KVCacheSpec]:
+    """The spec of each layer of a group; groups of one type but different sizes carry one spec per layer."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return {layer: spec.kv_cache_specs[layer] for layer in layers}
+    return dict.fromkeys(layers, spec)
+
+
+def transfer_groups(config: KVCacheConfig) -> tuple[Group, ...]:
+    """The groups whose blocks are transferred, in the order of the block ids that vLLM hands out.
+
+    Raises:
+        UnsupportedCache: a group of a kind that this version cannot move; names the kind and its layers.
+    """
+    groups = []
+    for group in config.transfer_groups:
+        spec = representative(group.kv_cache_spec)
+        kind = _GROUP_KINDS.get(type(spec).__name__)
+        if kind is None or group.host_resident:
+            raise UnsupportedCache(
+                f"KV-cache groups of kind {type(spec).__name__} (layers {', '.join(group.layer_names[:3])}…) are not "
+                f"supported; supported kinds: {', '.join(_GROUP_KINDS)}. Serve this model without PDConnector"
+            )
+        groups.append(
+            Group(
+                kind=kind,
+                block_tokens=state_block_tokens(spec) if isinstance(spec, MambaSpec) else spec.block_size,
+                num_blocks=config.num_blocks,
+                window=_window(spec),
+            )
+        )
+    return tuple(groups)
+
+
+def group_block_tokens(config: KVCacheConfig) -> tuple[int, ...]:
+    """Tokens per logical block of each transfer group, in their order; without meaning for states in mode none."""
+    return tuple(int(representative(group.kv_cache_spec).block_size) for group in config.transfer_groups)
+
+
+def group_kinds(config: KVCacheConfig) -> tuple[GroupKind | None, ...]:
+    """The kind of each transfer group, in their order; None for what `transfer_groups` refuses."""
+    specs = (representative(group.kv_cache_spec) for group in config.transfer_groups)
+    return tuple(_GROUP_KINDS.get(type(spec).__name__) for spec in specs)
+
+
+def prefill_backoff(vllm_config: VllmConfig, config: KVCacheConfig) -> int:
+    """Trailing prompt tokens that the prefill side must leave to the decode side.
+
+    Decode computes the last prompt token itself. With full attention it finds all it needs in the blocks of the whole
+    prompt. A recurrent state can only be advanced, so the state before that token is what decode needs; and a window
+    (or chunk) that ends with the prompt has let go of a token that the last one still attends to. Multi-module
+    drafters must not see tokens past the prompt either.
+
+    Source: vLLM 0.32, `SlidingWindowManager.get_num_skipped_tokens`, `VllmConfig.num_prefill_lookahead_tokens`,
+    nixl/base_scheduler.py (prefill backoff, for recurrent states only).
+    """
+    kinds = set(group_kinds(config))
+    return max(0 if kinds <= {GroupKind.FULL} else 1, int(vllm_config.num_prefill_lookahead_tokens) - 1)
+
+
+def _window(spec: KVCacheSpec) -> int:
+    """Tokens that attention looks back; 0 for all of them. A full spec may carry a window when groups were merged."""
+    if isinstance(spec, SlidingWindowSpec):
+        return int(spec.sliding_window)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return int(spec.attention_chunk_size)
+    return 0
+
+
+def layer_caches(
+    vllm_config: VllmConfig, config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
+) -> list[LayerCache]:
+    """Describe every transferable attention layer. Layers without a spec share another layer's and are left out.
+
+    Raises:
+        UnsupportedCache: a layer of a transfer group was not handed over.
+    """
+    backends = _backends(vllm_config)
+    return [
+        LayerCache(
+            layer=layer,
+            group=index,
+            content=_content(spec),
+            backend=backends.get(layer, "unknown"),
+            head_size=spec.head_size,
+            head_size_v=spec.head_size_v,
+            replicated=getattr(spec, "max_tp_shards", None) == 1,
+            cache_dtype=str(getattr(spec, "cache_dtype_str", None) or spec.dtype).removeprefix("torch."),
+            spec_name=type(spec).__name__,
+            tensor=tensor,
+        )
+        for index, layer, spec, tensor in _layers(config, kv_caches)
+        if isinstance(spec, AttentionSpec)
+    ]
+
+
+def layer_states(
+    vllm_config: VllmConfig, config: KVCacheConfig, kv_caches: dict[str, torch.Tensor], place: Coordinates
+) -> list[LayerStates]:
+    """Describe every transferable recurrent layer.
+
+    Raises:
+        UnsupportedCache: a layer of a transfer group was not handed over, or is of an unknown kind.
+    """
+    return [
+        LayerStates(layer, index, *states_of(vllm_config, layer, spec, place, tensor.device), tensor)
+        for index, layer, spec, tensor in _layers(config, kv_caches)
+        if isinstance(spec, MambaSpec)
+    ]
+
+
+def _layers(
+    config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
+) -> Iterator[tuple[int, str, KVCacheSpec, torch.Tensor]]:
+    for index, group in enumerate(config.transfer_groups):
+        for layer, spec in layer_specs(group.kv_cache_spec, group.layer_names).items():
+            if layer not in kv_caches:
+                raise UnsupportedCache(f"vLLM registered no cache for layer {layer} of transfer group {index}")
+            yield index, layer, spec, kv_caches[layer]
+
+
+def _content(spec: AttentionSpec) -> Content:
+    plain = (
+        # One scale per tensor, kept with the weights: the page holds plain one-byte elements.
+        spec.kv_quant_mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+        and spec.num_head_slots is None
+        and spec.state_content_bytes is None
+        and spec.tokens_per_state == 1
+    )
+    if not plain:
+        return Content.OTHER
+    if isinstance(spec, MLAAttentionSpec):
+        packed = spec.cache_role.value != "sparse" or (spec.cache_dtype_str or "auto") not in ("auto", "bfloat16")
+        return Content.OTHER if packed else Content.LATENT
+    return (
+        Content.KEY_VALUE
+        if isinstance(spec, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec)
+        else Content.OTHER
+    )
+
+
+def _backends(vllm_config: VllmConfig) -> dict[str, str]:
+    """Name of the attention backend that reads and writes each layer's pages."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layer_type: Any = AttentionLayerBase
+    return {
+        name: layer.get_attn_backend().get_name()
+        for name, layer in get_layers_from_vllm_config(vllm_config, layer_type).items()
+    }
+
+
+def cpu_attention_is_affine(head_size: int, dtype: torch.dtype, block_tokens: int) -> bool:
+    """Whether CPU_ATTN stores K transposed and V token-major (its `vec` kernels); AMX packs K in another form, and
+    the form of one-byte caches was not checked.
+
+    Source: vLLM 0.32, `v1/attention/backends/cpu_attn.py` (_get_attn_isa); bytes compared on a real cache.
+    """
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return dtype.itemsize > 1 and _get_attn_isa(dtype, block_tokens, head_size) in ("vec", "vec16")

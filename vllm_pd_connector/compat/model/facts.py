@@ -1,0 +1,180 @@
+"""What vLLM's configuration says about the model and about this worker's place in the instance."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from vllm_pd_connector.compat.model.weights import quantization_of, weights_of
+from vllm_pd_connector.config import Config, parse_config
+from vllm_pd_connector.errors import InvalidConfig
+from vllm_pd_connector.geometry.manifest import Coordinates, ModelFacts
+from vllm_pd_connector.observability.instance import EngineInfo
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def model_facts(config: VllmConfig, own: Config) -> ModelFacts:
+    """The model facts of a manifest.
+
+    `model_id` overrides the model's name, for instances that serve one model under different local paths, and
+    `weights_version` what the weights tell of themselves. Rope parameters and the speculative method are part of the
+    facts because the cached numbers depend on them.
+    """
+    model = config.model_config
+    name = own.model_id or str(model.model)
+    version = own.weights_version
+    return ModelFacts(
+        model=name,
+        architecture=model.architecture,
+        num_layers=model.get_total_num_hidden_layers(),
+        hidden_size=model.get_hidden_size(),
+        num_kv_heads=model.get_total_num_kv_heads(),
+        head_size=model.get_head_size(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(config.cache_config.cache_dtype),
+        rope=_canonical(getattr(model.hf_text_config, "rope_parameters", None)),
+        speculative=_speculative(config, name, own.weights_version),
+        weights=weights_of(model, config.load_config) if version is None else f"version {version}",
+        quantization="mixed" if own.allow_mixed_quantization else quantization_of(model),
+    )
+
+
+# Methods that draft from the tokens alone: what is cached is the same without them.
+_DRAFT_WITHOUT_CACHES = ("ngram", "ngram_gpu", "suffix")
+
+
+def _speculative(config: VllmConfig, name: str, version: str | None) -> str:
+    """The draft method and model, which decide what the draft layers' caches hold; empty if there are none.
+
+    Drafters that are part of the served model (MTP) have its path as the draft's: there the model's `name` stands,
+    which `model_id` makes the same on both sides. Another draft model is told by its weights, too, which a weights
+    `version` stands for.
+
+    Source: vLLM 0.32, `vllm/config/speculative.py` (`__post_init__`).
+    """
+    speculative = config.speculative_config
+    if speculative is None or speculative.method in _DRAFT_WITHOUT_CACHES:
+        return ""
+    draft = getattr(speculative, "draft_model_config", None)
+    path = getattr(draft, "model", None)
+    own = path in (config.model_config.model, config.model_config.model_weights)
+    facts = {
+        "method": speculative.method,
+        "model": name if own else path,
+        "tokens": speculative.num_speculative_tokens,
+    }
+    if draft is not None and not own and version is None:
+        facts["weights"] = weights_of(draft, config.load_config)
+    return _canonical(facts)
+
+
+def _canonical(value: Any) -> str:
+    return "" if value is None else json.dumps(value, sort_keys=True, default=str)
+
+
+def coordinates(config: VllmConfig) -> Coordinates:
+    """This worker's ranks. Call it in a worker, after the parallel groups exist.
+
+    Source: vLLM 0.32, `vllm/distributed/parallel_state.py`.
+    """
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    parallel = config.parallel_config
+    return Coordinates(
+        tp_rank=get_tp_group().rank_in_group,
+        tp_size=parallel.tensor_parallel_size,
+        pp_rank=get_pp_group().rank_in_group,
+        pp_size=parallel.pipeline_parallel_size,
+        dp_rank=parallel.data_parallel_rank,  # 0 of 1 in each engine of a dense model, which are independent
+        dp_size=parallel.data_parallel_size,
+        dcp_size=parallel.decode_context_parallel_size,
+        pcp_size=parallel.prefill_context_parallel_size,
+    )
+
+
+def engine_id(config: VllmConfig) -> str:
+    """The instance's id; vLLM broadcasts one to all workers before it builds them."""
+    assert config.kv_transfer_config is not None
+    return str(config.kv_transfer_config.engine_id)
+
+
+def rank_for_routers(config: VllmConfig) -> int:
+    """The rank by which this engine's API server knows it: what routers send as `X-data-parallel-rank`. An API server
+    that has the engines of its own host alone (external and hybrid load balancing) counts those, from 0.
+
+    Source: vLLM 0.32, `vllm/v1/engine/input_processor.py`, `mooncake_connector.py` (`MooncakeConnectorWorker.dp_rank`).
+    """
+    parallel = config.parallel_config
+    if parallel.local_engines_only:
+        return parallel.data_parallel_rank_local or 0
+    return int(parallel.data_parallel_index)
+
+
+def engine_info(config: VllmConfig, index: int) -> EngineInfo:
+    """What engine `index` behind this API server tells routers.
+
+    Call it in the API server. Its configuration is what the engine core got, but an engine core of several
+    data-parallel ones then adds its rank to the engine id and to the side channel's port.
+
+    Source: vLLM 0.32, `vllm/v1/engine/core.py` (`EngineCoreProc.run_engine_core`).
+    """
+    assert config.kv_transfer_config is not None
+    own = parse_config(config.kv_transfer_config.kv_connector_extra_config)
+    parallel = config.parallel_config
+    several = parallel.data_parallel_size > 1
+    host, port = own.side_channel(index if several else 0)
+    return EngineInfo(
+        role=str(config.kv_transfer_config.kv_role),
+        mode=own.mode,
+        handoff=own.handoff,
+        transport=own.transport,
+        engine_id=f"{engine_id(config)}_dp{index}" if several else engine_id(config),
+        side_channel_host=host,
+        side_channel_port=port,
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        dcp_size=parallel.decode_context_parallel_size,
+        dp_size=parallel.data_parallel_size,
+    )
+
+
+def first_engine(config: VllmConfig) -> str | None:
+    """Host of the first engine of this engine's `vllm serve`, None if this is the first. Call it in the engine core.
+
+    An address of this host where vLLM knows none: with hybrid or external load balancing each server is on its own.
+
+    Source: vLLM 0.32, `should_launch_bootstrap_server` and `get_mooncake_bootstrap_addr` of `mooncake_connector.py`.
+    """
+    parallel = config.parallel_config
+    if parallel.local_engines_only:
+        return "127.0.0.1" if parallel.data_parallel_rank_local else None
+    return str(parallel.data_parallel_master_ip) if parallel.data_parallel_index else None
+
+
+def require_lasting_memory(config: VllmConfig) -> None:
+    """Refuse vLLM's sleep mode: an engine that wakes up has its caches in other memory under the same addresses, and
+    what a transport registered before still names the former.
+
+    Raises:
+        InvalidConfig: it is enabled.
+
+    Source: vLLM 0.32, `GPUWorker.sleep`, `VllmConfig._verify_kv_transfer_compat`; 0.33 asks `supports_sleep_mode`.
+    """
+    if config.model_config.enable_sleep_mode:
+        raise InvalidConfig(
+            "enable_sleep_mode: an engine that sleeps gives the caches' memory away while transports have it "
+            "registered, and other caches would be read and written after it; serve without --enable-sleep-mode"
+        )
+
+
+def world_size(config: VllmConfig) -> int:
+    """Workers of one instance: tensor × pipeline × prefill-context parallel ranks."""
+    return int(config.parallel_config.world_size)
+
+
+def vllm_version() -> str:
+    import vllm
+
+    return str(vllm.__version__)

@@ -1,0 +1,99 @@
+"""One prefill for a decode instance and one registration for it; `table` says what becomes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from vllm_pd_connector.protocol.push.command_queue import Ticket
+from vllm_pd_connector.protocol.wire.fields import LeaseRef, Table
+from vllm_pd_connector.protocol.wire.push_messages import Moved, PushInto, PushState
+
+Tables = tuple[Table, ...]
+
+
+@dataclass(eq=False, slots=True)
+class PushRegistration:
+    """A decode worker's registration of its blocks.
+
+    `source` is that of the latest command; `mixed` says that parts were written from blocks that the prefill does not
+    have any more.
+    """
+
+    into: PushInto
+    began: float = -inf  # when the decode request arrived there, by this side's clock
+    deadline: float = inf  # while no prefill is known
+    state: PushState = PushState.EXPECTED
+    reason: str = ""
+    tickets: dict[Ticket, float] = field(default_factory=dict)  # who waits for an answer, and until when
+    ordered: set[int] = field(default_factory=set)  # workers that may write
+    last: tuple[int, bool] = (0, False)  # `ready` and `final` of the latest command
+    first_valid_tokens: dict[int, int] = field(default_factory=dict)
+    moved: Moved = Moved()
+    prefill: Prefill | None = None
+    source: Tables = ()
+    mixed: bool = False
+
+    def write_from(self, source: Tables) -> None:
+        """The next command is from these blocks. Tables of full attention only grow, unless the request was preempted;
+        the others are empty before the end."""
+        self.mixed |= any(not now.ids.startswith(old.ids) for old, now in zip(self.source, source, strict=False))
+        self.source = source
+
+    def compared_with(self) -> LeaseRef | None:
+        """The lease of the blocks that the decode side compares with what they brought; None if it does not, or if it
+        cannot."""
+        prefill = self.prefill
+        if self.state is not PushState.DONE or prefill is None or prefill.nonce is None or self.mixed:
+            return None
+        return LeaseRef(prefill.request_id, prefill.nonce) if self.into.compare_s > 0 else None
+
+
+@dataclass(eq=False, slots=True)
+class Prefill:
+    """A request that this instance computes for a decode instance."""
+
+    request_id: str
+    name: str
+    num_tokens: int
+    prompt_digest: str
+    began: float  # when it was accepted
+    nonce: bytes | None = None  # of the lease, once finished
+    source: Tables = ()
+    ready: int = 0
+    step: int = 0
+    finished: bool = False
+    declined: bool = False
+    failure: str = ""
+    failed_at: float = inf
+    follows_at: float = -inf  # when the one before it under its name ended
+    registrations: dict[bytes, PushRegistration] = field(default_factory=dict)
+    served: set[int] = field(default_factory=set)  # readers that have all their bytes
+    closed: bool = False  # its scheduler half wants the blocks back
+
+
+def contradiction(registration: PushRegistration, prefill: Prefill) -> str:
+    """Why a prefill, with the other registrations that it has, cannot be written for this one; empty if it can."""
+    into = registration.into
+    others = [w.into for w in prefill.registrations.values() if w is not registration]
+    if into.stop != prefill.num_tokens or into.prompt_digest != prefill.prompt_digest:
+        return (
+            f"the prefilled prompt ({prefill.num_tokens} tokens, digest {prefill.prompt_digest}) is not the decode "
+            f"request's ({into.stop} tokens, digest {into.prompt_digest}): send both legs with the same prompt and "
+            "the same LoRA adapter, if any: equal files on both sides, or one id for it in adapter_ids"
+        )
+    if into.reader >= into.readers or any(into.readers != other.readers for other in others):
+        return f"reader {into.reader} of {into.readers} contradicts the other readers of this prefill"
+    if into.reader in prefill.served or any(into.reader == other.reader for other in others):
+        return f"reader {into.reader} is registered already: two decode requests name this prefill"
+    return ""
+
+
+def progress(registration: PushRegistration) -> PushState:
+    """What the decode side is told: its deadline for writing runs from the end of the prefill, not from its first
+    chunk."""
+    return (
+        PushState.COMPUTING
+        if registration.state is PushState.WRITING and not registration.last[1]
+        else registration.state
+    )

@@ -1,0 +1,422 @@
+"""Pushes on the prefill side: who wants which prefill, what its workers must write, what the decode side is told.
+
+Two things meet here, in any order. A *prefill* is a request that this instance computes for a decode instance:
+
+    RUNNING --finished--> FINISHED        either --aborted, lease ended, a push failed--> FAILED
+
+A *registration* is one decode worker's, of its blocks, named by its attempt:
+
+    EXPECTED --prefill known--> COMPUTING --first command--> WRITING --all workers done--> DONE
+        +------------ no prefill came, prefill failed, withdrawn, a worker failed ----------> FAILED
+
+How they find each other is in `rendezvous`; a prefill that nobody wants is kept by its lease, which is not known here.
+Every change gives commands to all workers of this instance; each of them reports the end of every attempt that it was
+ordered to write. A failure is answered at once, but the blocks of its prefill, the source of the writes, stay out of
+`take_freed` until all workers have said that nothing is written any more.
+
+A decode side that compares what was written (`PushInto.compare_s`) says itself when it has: its reader is not served
+with DONE, and the lease, which the answer names, is kept for it (`take_kept`). A prefill that was preempted after a
+part was written computed that part again into other blocks, to the same within rounding only: it cannot be compared,
+and the answer names no lease.
+
+The decode side repeats its messages until it has an answer, so answers are remembered by attempt. No clock, thread or
+socket in here; a `ticket` is a client's identity and sequence number, and never looked into.
+
+See docs/design/push.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+from vllm_pd_connector.bounded import Bounded
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.geometry.bind import latest
+from vllm_pd_connector.protocol.push.command_queue import CommandQueue, Ticket
+from vllm_pd_connector.protocol.push.registrations import Prefill, PushRegistration, contradiction, progress
+from vllm_pd_connector.protocol.push.rendezvous import Rendezvous
+from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef, Table
+from vllm_pd_connector.protocol.wire.messages import ReadDone, Reply
+from vllm_pd_connector.protocol.wire.push_messages import (
+    AwaitCommands,
+    CancelCommand,
+    DeclinePush,
+    PrefillRef,
+    Pushed,
+    PushEnded,
+    PushInto,
+    PushState,
+    WithdrawPush,
+    WriteCommand,
+)
+
+MAX_WAITING = 4096
+REMEMBER = 4096
+ANSWER_S = 5.0
+
+
+class PushTable:
+    """All pushes of one prefill instance.
+
+    Args:
+        workers: of this instance; each must report the end of every push.
+        patience_s: see `Rendezvous`.
+        step_s: how long a registration waits for the engine to begin another step; this instance answers for an engine
+            that may hang, and who asks cannot tell.
+    """
+
+    def __init__(self, workers: int, wait_timeout_s: float, step_s: float = inf) -> None:
+        self._workers = workers
+        self._step_s = step_s
+        self._now = self._stepped = -inf  # the latest time that was told
+        self._rendezvous = Rendezvous(wait_timeout_s)
+        self._registrations: dict[bytes, PushRegistration] = {}
+        self._answers: Bounded[bytes, Pushed] = Bounded(REMEMBER)
+        self._commands = CommandQueue(workers)
+        self._replies: list[tuple[Ticket, Reply]] = []
+        self._served: list[ReadDone] = []
+        self._kept: list[tuple[LeaseRef, float]] = []
+        self._unneeded: list[str] = []
+        self._failed: list[str] = []
+        self._freed: list[str] = []
+
+    # From decode instances
+
+    def register(self, into: PushInto, ticket: Ticket, now: float) -> LeaseRef | None:
+        """A decode worker wants a push, or asks again how far it is. Returns the lease that is to be renewed."""
+        self._now = now
+        if (answer := self._answers.get(into.attempt)) is not None:
+            self._replies.append((ticket, answer))
+            return None
+        registration = self._registrations.get(into.attempt)
+        if registration is None and len(self._registrations) >= MAX_WAITING:
+            self._replies.append((ticket, _failed(f"{len(self._registrations)} pushes are under way, the limit here")))
+            return None
+        if registration is None:
+            registration = self._registrations[into.attempt] = PushRegistration(into, now - into.waited_s)
+            registration.tickets[ticket] = now + ANSWER_S
+            if (prefill := self._rendezvous.find(into.prefill, registration.began)) is not None:
+                self._attach(registration, prefill)
+            elif reason := self._rendezvous.await_prefill(registration, now):
+                self._fail(registration, reason)
+        elif registration.state is PushState.FAILED:
+            self._replies.append((ticket, Pushed(registration.state, registration.reason, False)))
+        else:
+            registration.tickets = {ticket: now + ANSWER_S}
+        return _lease(registration.prefill)
+
+    def withdraw(self, message: WithdrawPush, ticket: Ticket, now: float) -> None:
+        """A decode worker has given up; the answer waits until nothing of this attempt can land.
+
+        Its instance cannot use the other ranks' parts either, so the whole prefill is given up with it.
+        """
+        self._now = now
+        if (answer := self._answers.get(message.attempt)) is not None:
+            held = answer.lease
+            prefill = self._rendezvous.find(PrefillRef(held.request_id, held.nonce)) if held is not None else None
+            if prefill is not None:  # it will not be compared
+                self._fail_prefill(prefill, "withdrawn by the decode side")
+            self._replies.append((ticket, answer))
+            return
+        registration = self._registrations.get(message.attempt)
+        if registration is None:  # it was never registered, and what is still on its way is refused
+            self._answers[message.attempt] = _failed("withdrawn by the decode side")
+            self._replies.append((ticket, self._answers[message.attempt]))
+            self._decline(message.prefill, -inf, now)
+            return
+        # Whoever waits here wants to know when it is over, not how far it is.
+        registration.tickets.clear()
+        if registration.prefill is not None:
+            self._fail_prefill(registration.prefill, "withdrawn by the decode side")
+        else:
+            self._fail(registration, "withdrawn by the decode side")
+            self._rendezvous.decline(registration.into.prefill.name, registration.began, now)
+        if (answer := self._answers.get(message.attempt)) is not None:
+            self._replies.append((ticket, answer))
+        else:
+            registration.tickets[ticket] = inf
+
+    def decline(self, message: DeclinePush, now: float) -> None:
+        """A decode instance needs nothing of a prefill."""
+        self._decline(message.prefill, now - message.waited_s, now)
+
+    def keep(self, ref: PrefillRef) -> LeaseRef | None:
+        """A decode instance will ask for a prefill. Returns its lease, if it is known and has finished."""
+        self._rendezvous.keep(ref.name)
+        prefill = self._rendezvous.find(ref)
+        if prefill is not None:
+            prefill.declined = False
+        return _lease(prefill)
+
+    # From the scheduler half of this instance
+
+    def started(self, request_id: str, name: str, num_tokens: int, prompt_digest: str, now: float) -> bool:
+        """A prefill for a decode instance was accepted; `num_tokens` of its prompt will be handed over.
+
+        Returns whether it is known from now on; false if its request id is that of an older one not yet freed.
+        """
+        if self._rendezvous.get(request_id) is not None:
+            return False
+        self._now = now
+        prefill = Prefill(request_id, name, num_tokens, prompt_digest, now)
+        for registration in self._rendezvous.add(prefill, now):
+            self._attach(registration, prefill)
+        return True
+
+    def stepped(self, now: float) -> None:
+        """The engine begins a step, so it has not come to a standstill in an earlier one."""
+        self._stepped = now
+
+    def wanted(self, request_id: str) -> bool:
+        """Whether somebody waits for more of a prefill. Only then is `progressed` called, and its blocks held."""
+        prefill = self._rendezvous.get(request_id)
+        return prefill is not None and bool(prefill.registrations) and not prefill.failure
+
+    def given_up(self, request_id: str) -> bool:
+        """Whether a running prefill has failed, and nothing reads its blocks now or later."""
+        prefill = self._rendezvous.get(request_id)
+        return prefill is not None and bool(prefill.failure) and not prefill.finished and not prefill.registrations
+
+    def progressed(self, request_id: str, source: Iterable[Table], ready: int, step: int) -> None:
+        """Tokens below `ready` are in the blocks of `source` when the forward of `step` is done."""
+        prefill = self._rendezvous.get(request_id)
+        if prefill is None or prefill.finished or prefill.failure or ready <= prefill.ready:
+            return  # a preempted prefill computes again what was written, into other blocks
+        prefill.source, prefill.ready, prefill.step = tuple(source), ready, step
+        for registration in list(prefill.registrations.values()):
+            self._command(registration, prefill)
+
+    def finished(self, request_id: str, nonce: bytes, source: Iterable[Table], step: int) -> bool:
+        """The whole prompt is in `source`, under a lease with `nonce`. Returns whether the lease has a use."""
+        prefill = self._rendezvous.get(request_id)
+        if prefill is None:
+            return True
+        if prefill.failure or (prefill.declined and not prefill.registrations):
+            return False
+        prefill.nonce, prefill.source, prefill.step = nonce, tuple(source), step
+        prefill.ready, prefill.finished = prefill.num_tokens, True
+        for registration in list(prefill.registrations.values()):
+            self._command(registration, prefill)
+        return True
+
+    def fail(self, request_id: str, reason: str) -> None:
+        """What was written of a prefill is wrong; the prefill goes on, for nobody."""
+        if (prefill := self._rendezvous.get(request_id)) is not None:
+            self._fail_prefill(prefill, reason)
+
+    def close(self, request_id: str, reason: str, now: float) -> None:
+        """A prefill was aborted, or its lease has ended: its blocks are wanted back as soon as nothing reads them."""
+        prefill = self._rendezvous.get(request_id)
+        if prefill is None:
+            self._freed.append(request_id)
+            return
+        self._now, prefill.closed = now, True
+        self._fail_prefill(prefill, reason)
+        self._free(prefill)
+        self._rendezvous.failed(prefill, now)
+
+    # From the workers of this instance
+
+    def await_commands(self, message: AwaitCommands, ticket: Ticket, now: float) -> None:
+        """A worker is ready for commands after number `seen`."""
+        self._replies += self._commands.await_commands(message, ticket, now)
+
+    def ended(self, message: PushEnded) -> None:
+        """A worker's part of a push is written, or has failed."""
+        registration = self._registrations.get(message.attempt)
+        if registration is None or message.worker not in registration.ordered:
+            return
+        if not message.ok:
+            if registration.prefill is not None:
+                self._fail_prefill(registration.prefill, message.reason)
+            else:
+                self._fail(registration, message.reason)
+        if not message.terminal:
+            return
+        registration.first_valid_tokens = latest((registration.first_valid_tokens, message.late_starts))
+        registration.moved += message.moved
+        registration.ordered.discard(message.worker)
+        if registration.ordered:
+            return
+        self._settle(registration)
+
+    # Time and results
+
+    def tick(self, now: float) -> None:
+        """Answer who has waited long enough, and fail registrations whose prefill did not come or does not go on."""
+        self._now = now
+        for registration, reason in self._rendezvous.tick(now):
+            self._fail(registration, reason)
+        for registration in list(self._registrations.values()):
+            late = [t for t, due in registration.tickets.items() if due <= now]
+            if late and registration.prefill is not None and self._stands(registration.prefill, now):
+                self._fail_prefill(
+                    registration.prefill,
+                    f"the prefill instance has begun no engine step for {self._step_s:g} s: one of its workers hangs, "
+                    "a step takes longer than its step_timeout, or it has too few blocks for its prefills",
+                )
+                continue
+            for ticket in late:
+                del registration.tickets[ticket]
+                self._replies.append((ticket, Pushed(progress(registration), registration.reason, False)))
+        self._replies += self._commands.tick(now)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` is due, None if nothing waits."""
+        moments = self._rendezvous.moments() + self._commands.moments()
+        moments += [due for registration in self._registrations.values() for due in registration.tickets.values()]
+        return min((moment for moment in moments if moment < inf), default=None)
+
+    def take_replies(self) -> list[tuple[Ticket, Reply]]:
+        """Answers that are due, in order."""
+        replies, self._replies = self._replies, []
+        return replies
+
+    def take_served(self) -> list[ReadDone]:
+        """Readers that have all their bytes since the last call, as if they had read them themselves."""
+        served, self._served = self._served, []
+        return served
+
+    def take_kept(self) -> list[tuple[LeaseRef, float]]:
+        """Leases that readers compare with from now on, and the seconds for which each must not expire."""
+        kept, self._kept = self._kept, []
+        return kept
+
+    def take_unneeded(self) -> list[str]:
+        """Request ids of finished prefills of which nothing is needed: their lease need not be kept."""
+        unneeded, self._unneeded = self._unneeded, []
+        return unneeded
+
+    def take_failed(self) -> list[str]:
+        """Request ids of finished prefills that cannot be pushed any more: their lease need not be kept."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def take_freed(self) -> list[str]:
+        """Request ids that `close` was called for and whose blocks nothing reads any more, each once."""
+        freed, self._freed = self._freed, []
+        return freed
+
+    # Inside
+
+    def _attach(self, registration: PushRegistration, prefill: Prefill) -> None:
+        into = registration.into
+        registration.prefill, registration.deadline, registration.state = prefill, inf, PushState.COMPUTING
+        prefill.registrations[into.attempt] = registration
+        if prefill.failure:
+            self._fail(registration, prefill.failure)
+            return
+        if not (reason := contradiction(registration, prefill)):
+            self._command(registration, prefill)
+            return
+        del prefill.registrations[into.attempt]
+        registration.prefill = None
+        self._fail(registration, reason)
+
+    def _command(self, registration: PushRegistration, prefill: Prefill) -> None:
+        reached = (prefill.ready, prefill.finished)
+        if reached == registration.last or prefill.ready == 0 or prefill.failure:
+            return
+        command = WriteCommand(registration.into, prefill.source, prefill.ready, prefill.step, prefill.finished)
+        try:
+            self._replies += self._commands.add(command)
+        except ProtocolError as error:
+            self._fail_prefill(prefill, str(error))
+            return
+        registration.last, registration.state = reached, PushState.WRITING
+        registration.write_from(prefill.source)
+        registration.ordered = set(range(self._workers))
+
+    def _decline(self, ref: PrefillRef, began: float, now: float) -> None:
+        prefill = self._rendezvous.find(ref)
+        if prefill is None:
+            if ref.nonce is None:
+                self._rendezvous.decline(ref.name, began, now)
+        elif not prefill.registrations and (ref.nonce is not None or began >= prefill.follows_at):
+            # Else another decode request asks for it, or the one before it under this name is meant.
+            prefill.declined = True
+            if prefill.finished:
+                self._unneeded.append(prefill.request_id)
+
+    def _stands(self, prefill: Prefill, now: float) -> bool:
+        on = not prefill.finished and not prefill.failure
+        return on and now - max(self._stepped, prefill.began) > self._step_s
+
+    def _fail_prefill(self, prefill: Prefill, reason: str) -> None:
+        """All ranks of the decode instance fail together: none of them can use its part alone."""
+        if not prefill.failure:
+            prefill.failure, prefill.failed_at = reason, self._now
+            if prefill.finished:
+                self._failed.append(prefill.request_id)
+        for registration in list(prefill.registrations.values()):
+            self._fail(registration, reason)
+
+    def _fail(self, registration: PushRegistration, reason: str) -> None:
+        if registration.state in (PushState.DONE, PushState.FAILED):
+            return
+        # A client's words may stand in it, and a command that cannot be encoded would be in the way of all others.
+        registration.state, registration.reason = PushState.FAILED, reason.encode(errors="replace").decode()[:MAX_TEXT]
+        if registration.ordered:
+            self._replies += self._commands.add(CancelCommand(registration.into.attempt, registration.reason))
+            self._answer(registration, Pushed(registration.state, registration.reason, False))
+        else:
+            self._settle(registration)
+
+    def _settle(self, registration: PushRegistration) -> None:
+        """No worker writes for this registration: it is done, or failed for good, or between two commands."""
+        prefill = registration.prefill
+        if registration.state is not PushState.FAILED:
+            if not registration.last[1]:
+                return
+            registration.state = PushState.DONE
+        request_id = prefill.request_id if prefill is not None else ""
+        lease = registration.compared_with()
+        answer = Pushed(
+            registration.state,
+            registration.reason,
+            True,
+            registration.first_valid_tokens,
+            registration.moved,
+            request_id,
+            lease,
+        )
+        self._answers[registration.into.attempt] = answer
+        self._answer(registration, answer)
+        self._forget(registration)
+        if prefill is None:
+            return
+        if registration.state is PushState.DONE:
+            assert prefill.nonce is not None
+            into = registration.into
+            prefill.served.add(into.reader)
+            if lease is not None:
+                self._kept.append((lease, into.compare_s))
+            else:
+                held = LeaseRef(prefill.request_id, prefill.nonce)
+                self._served.append(ReadDone(held, into.reader, into.readers, into.reading))
+        self._free(prefill)
+
+    def _answer(self, registration: PushRegistration, answer: Pushed) -> None:
+        self._replies += [(ticket, answer) for ticket in registration.tickets]
+        registration.tickets.clear()
+
+    def _forget(self, registration: PushRegistration) -> None:
+        del self._registrations[registration.into.attempt]
+        if registration.prefill is not None:
+            registration.prefill.registrations.pop(registration.into.attempt, None)
+        else:
+            self._rendezvous.leave(registration)
+
+    def _free(self, prefill: Prefill) -> None:
+        if not prefill.closed or prefill.registrations or not self._rendezvous.remove(prefill):
+            return
+        self._freed.append(prefill.request_id)
+
+
+def _lease(prefill: Prefill | None) -> LeaseRef | None:
+    return LeaseRef(prefill.request_id, prefill.nonce) if prefill is not None and prefill.nonce else None
+
+
+def _failed(reason: str) -> Pushed:
+    return Pushed(PushState.FAILED, reason[:MAX_TEXT], True)

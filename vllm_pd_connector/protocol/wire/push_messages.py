@@ -1,0 +1,208 @@
+"""Messages of pushes: what a decode instance asks to be written, and what a prefill instance tells its workers.
+
+They are part of the one protocol of `messages`, which frames them and says which answers which. docs/design/push.md
+tells what is done with them.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+from vllm_pd_connector.geometry.validate import MAX_GROUPS
+from vllm_pd_connector.protocol.wire.fields import (
+    MAX_COMPARE_S,
+    MAX_LEASES,
+    NONCE_BYTES,
+    AnyLife,
+    Count,
+    EngineId,
+    Host,
+    Incarnation,
+    LeaseRef,
+    Message,
+    Nonce,
+    Port,
+    RequestId,
+    Seconds,
+    ServerKey,
+    Tables,
+    Text,
+    Tokens,
+    Worker,
+    Workers,
+)
+
+FirstValidTokens = Annotated[dict[Annotated[int, Meta(ge=0, lt=MAX_GROUPS)], Tokens], Meta(max_length=MAX_GROUPS)]
+
+
+class PrefillRef(Message, frozen=True):
+    """One prefill on the instance that is asked: by the name that both legs of a request carry, or, with the nonce of
+    its lease, by its request id there."""
+
+    name: RequestId
+    nonce: Nonce | None
+
+
+class InstanceAddress(Message, frozen=True):
+    """Where the manifests of a decode instance are served, by whom (its CURVE key), and which of its incarnations is
+    meant."""
+
+    engine_id: EngineId
+    incarnation: Incarnation
+    host: Host
+    port: Port
+    server_key: ServerKey | None = None
+
+
+class Moved(Message, frozen=True):
+    """What the transport was given, for statistics."""
+
+    bytes: Count = 0
+    runs: Count = 0
+    descriptors: Count = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.bytes + other.bytes, self.runs + other.runs, self.descriptors + other.descriptors)
+
+
+class PushInto(Message, frozen=True, tag="push_into"):
+    """Write tokens [start, stop) of a prefill into these blocks of one worker of the decode instance at `home`.
+
+    Answered when every byte is there, at once when it fails, and otherwise after a few seconds with how far it is; the
+    decode side then asks again, with the same `attempt` (random, drawn once per receive). `reader` and `readers`
+    count workers as in `ReadDone`, `pp_rank` and `tp_rank` name the worker in its instance's manifests.
+
+    With `compare_s` above 0 the decode side compares what was written before it uses it, within so many seconds of the
+    answer: the prefill side keeps the blocks under their lease until then, or until `ReadDone` or `Release`. `reading`
+    is the attempt that these then name: one for all workers of the decode instance.
+
+    `waited_s`: how long ago the decode request arrived, which tells a late leg of an attempt that has ended from the
+    first leg of the next under the same name. `incarnation`: which incarnation of the prefill instance is asked;
+    another one does not answer for it.
+    """
+
+    prefill: PrefillRef
+    home: InstanceAddress
+    pp_rank: Worker
+    tp_rank: Worker
+    reader: Worker
+    readers: Workers
+    attempt: Nonce
+    blocks: Tables
+    start: Tokens
+    stop: Tokens
+    prompt_digest: Annotated[str, Meta(min_length=16, max_length=16)]
+    compare_s: Annotated[float, Meta(ge=0, le=MAX_COMPARE_S)] = 0.0
+    reading: Nonce = bytes(NONCE_BYTES)
+    waited_s: Seconds = 0.0
+    incarnation: AnyLife = ""
+
+
+class WithdrawPush(Message, frozen=True, tag="withdraw_push"):
+    """The push of this attempt is not wanted any more; answered like `PushInto` when nothing of it can land, by the
+    life that was asked for it."""
+
+    prefill: PrefillRef
+    attempt: Nonce
+    incarnation: AnyLife = ""
+
+
+class DeclinePush(Message, frozen=True, tag="decline_push"):
+    """A prefill that the decode instance needs nothing of: a full prefix hit, or a request that was aborted. `waited_s`
+    as in `PushInto`."""
+
+    prefill: PrefillRef
+    waited_s: Seconds = 0.0
+
+
+class KeepPrefills(Message, frozen=True, tag="keep_prefills"):
+    """Requests for these prefills queue on the decode instance and have no blocks to be written into yet: extend the
+    leases of those that have finished, each to now plus its own duration. What is not known here may still come."""
+
+    prefills: Annotated[tuple[PrefillRef, ...], Meta(max_length=MAX_LEASES)]
+
+
+class PushState(StrEnum):
+    """How far a push is."""
+
+    EXPECTED = "expected"
+    COMPUTING = "computing"
+    WRITING = "writing"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Pushed(Message, frozen=True, tag="pushed"):
+    """State of one push, with the reason if it failed. `terminal`: nothing of it is written from now on.
+
+    `request_id` is the prefill's, once it is known, for logs and traces. `lease` is set with DONE if what was written
+    can be compared with the blocks that it holds, as was asked for: it then waits for `ReadDone` or `Release`.
+    """
+
+    state: PushState
+    reason: Text
+    terminal: bool
+    late_starts: FirstValidTokens = {}
+    moved: Moved = Moved()
+    request_id: Text = ""
+    lease: LeaseRef | None = None
+
+
+class AwaitCommands(Message, frozen=True, tag="await_orders"):
+    """From a worker to its own scheduler half: the commands after number `seen`, as soon as there are any.
+
+    `token` was drawn by the worker and given to its scheduler half by way of vLLM, so that nobody else gets commands.
+    """
+
+    token: Nonce
+    worker: Worker
+    seen: Annotated[int, Meta(ge=0)]
+
+
+class WriteCommand(Message, frozen=True, tag="write"):
+    """Command to a worker: write what is missing of tokens below `ready`, when its forward of `step` is done.
+
+    Block ids in `source` are the prefill side's. Only with `final` are the last partial block, windows and states
+    written; before, only blocks that are complete.
+    """
+
+    into: PushInto
+    source: Tables
+    ready: Tokens
+    step: Annotated[int, Meta(ge=0)]
+    final: bool
+
+
+class CancelCommand(Message, frozen=True, tag="give_up"):
+    """Command to a worker: start no more writes of this attempt, and report its end."""
+
+    attempt: Nonce
+    reason: Text
+
+
+class Commands(Message, frozen=True, tag="orders"):
+    """The commands up to number `last`, oldest first; none if nothing came for a while."""
+
+    last: Annotated[int, Meta(ge=0)]
+    orders: tuple[WriteCommand | CancelCommand, ...]
+
+
+class PushEnded(Message, frozen=True, tag="push_ended"):
+    """From a worker to its own scheduler half: its part of a push is written, or has failed.
+
+    A failure that is not `terminal` may still write; another report follows when it cannot any more.
+    `first_valid_tokens` are those of `geometry.bind`: destination groups whose first block in the window holds tokens
+    only from there on.
+    """
+
+    token: Nonce
+    worker: Worker
+    attempt: Nonce
+    ok: bool
+    reason: Text
+    terminal: bool
+    late_starts: FirstValidTokens = {}
+    moved: Moved = Moved()

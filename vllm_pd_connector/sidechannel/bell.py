@@ -1,0 +1,59 @@
+"""A bell between the workers of an instance and its scheduler half: "an end is in my outbox, take a step".
+
+A datagram socket in the abstract namespace, which only processes of this host (of this network namespace) reach, so
+each rings with the secret that its worker handed over when it described itself; anything else is ignored. Who has rung
+once can wake the scheduler half: a worker on another host never has, and is waited for in short steps.
+
+A ring may get lost where many come at once, because the kernel queues few datagrams. Then others are there, and the
+step that they cause takes all results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+
+_LONGEST = 64
+
+
+class Bell:
+    """Listens from construction until `close`; `heard` is called in the bell's thread with every message."""
+
+    def __init__(self, heard: Callable[[bytes], None]) -> None:
+        self.address = f"pd-bell-{secrets.token_hex(8)}"
+        self._heard = heard
+        self._closing = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(_abstract(self.address))
+        self._thread = threading.Thread(target=self._listen, name="pd-bell", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while True:
+            message = self._socket.recv(_LONGEST)
+            if self._closing:
+                return
+            self._heard(message)
+
+    def close(self) -> None:
+        """End the thread. May be called twice."""
+        if self._closing:
+            return
+        self._closing = True
+        ring(self.address, b"")  # where this is one too many, the thread is about to look
+        self._thread.join()
+        self._socket.close()
+
+
+def ring(address: str, message: bytes) -> None:
+    """Ring the bell at `address`, if it is there and has room; never waits. Callable from any thread."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as caller, contextlib.suppress(OSError):
+        caller.setblocking(False)
+        caller.sendto(message, _abstract(address))
+
+
+def _abstract(address: str) -> bytes:
+    return b"\0" + address.encode()

@@ -1,0 +1,131 @@
+"""Where a server takes connections, found out before zmq is told to connect.
+
+zmq tries an address for ever and says nothing: a wrong port, a name that nobody knows and a host that is silent are the
+same to who waits. It looks names up in the one thread that serves all its sockets, and tries the first address that a
+name has. A `Dial` looks a name up in a thread of its own and tries all its addresses at once; the first that takes a
+connection is the one that zmq gets, as numbers. Nothing is sent on that connection, and it ends at once.
+
+Used in a loop that waits on an epoll object, in which a dial registers what it waits for.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+from errno import EINPROGRESS
+
+from vllm_pd_connector.errors import Unreachable
+
+MAX_LOOKUPS = 64  # names that are looked up at a time in this process, a thread each; requests name them
+MAX_ADDRESSES = 8  # of one name
+
+_lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
+
+_Found = list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int] | tuple[str, int, int, int]]]
+
+
+class Dial:
+    """One attempt at a host and port; `ready` gets what to wait for. `close` it, whatever comes of it."""
+
+    def __init__(self, host: str, port: int, ready: select.epoll) -> None:
+        self._host, self._port, self._ready = host, port, ready
+        self._trying: dict[socket.socket, str] = {}
+        self._reached: str | None = None
+        self._failures: list[str] = []
+        self._found: _Found | OSError | None = None
+        self._lookup: socket.socket | None = None
+        try:
+            self._try(_addresses(host, port, socket.AI_NUMERICHOST))
+        except OSError:  # it is a name
+            self._look_up()
+
+    def result(self) -> str | None:
+        """The address, in numbers, that takes connections; None: not known yet.
+
+        Raises:
+            Unreachable: there is none.
+        """
+        if self._lookup is not None and _readable(self._lookup):
+            self._end_lookup()
+        if self._trying:
+            poll = select.poll()
+            for attempt in self._trying:
+                poll.register(attempt, select.POLLOUT)
+            done = {number for number, _ in poll.poll(0)}
+            for attempt in [attempt for attempt in self._trying if attempt.fileno() in done]:
+                self._ended(self._trying.pop(attempt), attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+                attempt.close()
+        if self._reached is None and self._lookup is None and not self._trying:
+            raise Unreachable("; ".join(self._failures))
+        return self._reached
+
+    def close(self) -> None:
+        for attempt in self._trying:
+            attempt.close()
+        self._trying = {}
+        if self._lookup is not None:
+            self._lookup.close()
+            self._lookup = None
+
+    def _look_up(self) -> None:
+        if not _lookups.acquire(blocking=False):
+            self._failures.append(f"{MAX_LOOKUPS} other names are being looked up")
+            return
+        self._lookup, done = socket.socketpair()
+        self._ready.register(self._lookup, select.EPOLLIN)
+        threading.Thread(target=self._wait_for_names, args=(done,), name="pd-lookup", daemon=True).start()
+
+    def _wait_for_names(self, done: socket.socket) -> None:
+        try:
+            self._found = _addresses(self._host, self._port, 0)
+        except (OSError, UnicodeError) as error:
+            self._found = error if isinstance(error, OSError) else OSError(0, str(error))
+        finally:
+            _lookups.release()
+            done.close()
+
+    def _end_lookup(self) -> None:
+        assert self._lookup is not None
+        self._lookup.close()
+        self._lookup = None
+        match self._found:
+            case OSError() as error:
+                self._failures.append(f"the name {self._host} is not known here: {error.strerror}")
+            case found:
+                self._try(found or [])
+
+    def _try(self, found: _Found) -> None:
+        for family, kind, protocol, _, address in found[:MAX_ADDRESSES]:
+            shown = socket.getnameinfo(address, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0]
+            try:
+                attempt = socket.socket(family, kind, protocol)
+            except OSError as error:
+                self._failures.append(f"no connection can be made: {error.strerror}")
+                continue
+            attempt.setblocking(False)
+            code = attempt.connect_ex(address)
+            if code == EINPROGRESS:
+                self._trying[attempt] = shown
+                self._ready.register(attempt, select.EPOLLOUT)
+            else:
+                self._ended(shown, code)
+                attempt.close()
+
+    def _ended(self, address: str, code: int) -> None:
+        if code:
+            at = f"{address}: " if address != self._host else ""
+            self._failures.append(f"{at}{os.strerror(code).lower()}")
+        elif self._reached is None:
+            self._reached = address
+
+
+def _addresses(host: str, port: int, flags: int) -> _Found:
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)  # type: ignore[return-value]
+
+
+def _readable(lookup: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(lookup, select.POLLIN)
+    return bool(poll.poll(0))

@@ -1,0 +1,203 @@
+"""Who may talk on the side channel: CURVE keys of this instance and of its peers, and what is refused without them.
+
+A directory holds this instance's key pair (the one file `*.key_secret`, with its public part `*.key` beside it) and the
+public keys (`*.key`) of all instances that it talks to, in the format of pyzmq's certificates. A server lets only these
+clients in. A client connects only to servers whose key is among them; which one it is stands in the request's
+parameters (`pd_connector.server_key`), so an unauthenticated peer's parameters can choose among known instances and
+nobody else.
+
+Without keys nobody is authenticated, and nobody but this host may be talked to: an instance does not listen on an
+address that others reach, and does not ask an instance on another host, unless the configuration allows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zmq
+import zmq.auth
+
+from vllm_pd_connector.errors import InvalidConfig, UnauthenticatedPeer
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.config import Config
+
+ZAP_DOMAIN = "pd"  # under which a server's socket asks its context's authenticator
+
+_ADVICE = (
+    "make keys with `vllm-pd keygen`, give each side the other's public key and set side_channel_keys on both; or, on "
+    "a network that only you can reach, set allow_unauthenticated_peers to true"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """One instance's keys. `public` and the `peers` are Z85 text of 40 characters; `directory` is where they lie."""
+
+    directory: Path
+    public: str
+    secret: str = field(repr=False)
+    peers: frozenset[str]
+
+
+def keys_of(config: Config) -> Keys | None:
+    """The configured keys, None if none are configured. Raises as `load_keys`."""
+    return load_keys(Path(config.side_channel_keys)) if config.side_channel_keys is not None else None
+
+
+def load_keys(directory: Path) -> Keys:
+    """Read a directory of keys.
+
+    Raises:
+        InvalidConfig: not a directory, no secret key or more than one, a file that holds no key, or a secret key that
+            others may read.
+    """
+    pairs = sorted(directory.glob("*.key_secret"))
+    if len(pairs) != 1:
+        raise InvalidConfig(
+            f"side_channel_keys: {directory} has {len(pairs)} files *.key_secret, exactly 1 is needed (this "
+            f"instance's own); make one with `vllm-pd keygen {directory}`"
+        )
+    if pairs[0].stat().st_mode & 0o077:
+        raise InvalidConfig(f"side_channel_keys: {pairs[0]} can be read by others; chmod 600 it")
+    public, secret = _load(pairs[0])
+    if secret is None:
+        raise InvalidConfig(f"side_channel_keys: {pairs[0]} holds no secret key; make one with `vllm-pd keygen`")
+    peers = frozenset(_load(path)[0] for path in directory.glob("*.key"))
+    if not peers:
+        raise InvalidConfig(f"side_channel_keys: {directory} has no *.key: put the peers' public keys there")
+    return Keys(directory, public, secret, peers)
+
+
+def _load(path: Path) -> tuple[str, str | None]:
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+        return public.decode("ascii"), secret.decode("ascii") if secret is not None else None
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"side_channel_keys: {path}: {error}") from error
+
+
+def public_key(path: Path) -> str:
+    """The public key in a file, Z85 text. Raises InvalidConfig if there is none."""
+    return _load(path)[0]
+
+
+def create_secret(path: Path) -> None:
+    """Write a new secret for signing parameters, for its owner only.
+
+    Raises:
+        InvalidConfig: the file exists, or cannot be written.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise InvalidConfig(f"{path}: a secret cannot be written there: {error.strerror}") from error
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32) + "\n")
+
+
+def create_keys(directory: Path, name: str) -> tuple[Path, Path]:
+    """Write a new key pair; returns the files of the public and the secret key. The secret one is for its owner only.
+
+    Raises:
+        InvalidConfig: the directory cannot be written, or has keys of this name.
+    """
+    public, secret = directory / f"{name}.key", directory / f"{name}.key_secret"
+    if public.exists() or secret.exists():
+        raise InvalidConfig(f"{directory} has keys named {name} already; choose another name or remove them")
+    before = os.umask(0o077)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        zmq.auth.create_certificates(directory, name)
+        public.chmod(0o644)
+    except OSError as error:
+        raise InvalidConfig(f"{directory}: keys cannot be written: {error.strerror}") from error
+    finally:
+        os.umask(before)
+    return public, secret
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can only be this host. Names are not resolved: all but "localhost" may be anybody."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host == "localhost"
+
+
+def require_private_address(host: str, keys: Keys | None, allow_unauthenticated: bool) -> None:
+    """Refuse to listen where unauthenticated peers reach us.
+
+    Raises:
+        InvalidConfig: `host` is not loopback and there are no keys.
+    """
+    if keys is None and not allow_unauthenticated and not is_loopback(host):
+        raise InvalidConfig(
+            f"side_channel_host {host} can be reached from other hosts, and side_channel_keys is not set: {_ADVICE}"
+        )
+
+
+def require_known_server(
+    host: str,
+    server_key: str | None,
+    keys: Keys | None,
+    allow_unauthenticated: bool,
+    noun: str = "prefill instance",
+) -> None:
+    """Refuse to ask an instance that cannot prove who it is; `noun` says in messages what it is.
+
+    Raises:
+        UnauthenticatedPeer: its key is not one of ours, it has one and we have none, or nobody has any and it is not
+            on this host.
+    """
+    if keys is not None:
+        if server_key is None:
+            raise UnauthenticatedPeer(
+                f"the {noun} at {host} has no side-channel key, this instance requires one: set "
+                "side_channel_keys there too"
+            )
+        if server_key not in keys.peers:
+            raise UnauthenticatedPeer(
+                f"the {noun} at {host} says that its side-channel key is {server_key}, which is none of the "
+                f"{len(keys.peers)} public keys in {keys.directory}: copy its *.key file there and start again"
+            )
+    elif server_key is not None:
+        raise UnauthenticatedPeer(
+            f"the {noun} at {host} talks only to instances whose keys it knows, and side_channel_keys is not "
+            "set here: make keys with `vllm-pd keygen`"
+        )
+    elif not allow_unauthenticated and not is_loopback(host):
+        raise UnauthenticatedPeer(f"the {noun} at {host} is on another host and has no key: {_ADVICE}")
+
+
+@contextmanager
+def _invalid_key(where: str) -> Iterator[None]:
+    try:
+        yield
+    except (zmq.ZMQError, ValueError) as error:
+        raise InvalidConfig(f"{where}: not a CURVE key: {error}") from error
+
+
+def secure_server(socket: zmq.Socket[bytes], keys: Keys) -> None:
+    """Make a socket accept only clients that the context's authenticator knows, and nobody if there is none."""
+    with _invalid_key("side_channel_keys"):
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode())
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def secure_client(socket: zmq.Socket[bytes], keys: Keys, server_key: str) -> None:
+    """Make a socket speak to the holder of `server_key` alone."""
+    with _invalid_key("server key"):
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+        socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())

@@ -1,0 +1,186 @@
+"""Pushes at a prefill instance's side channel: what its scheduler half tells, what decode instances and workers ask.
+
+The push table (`protocol.push.table`) and the lease table know nothing of each other. Here each learns what ended in
+the other, so that blocks are given back when both are done with them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from math import inf
+
+from vllm_pd_connector.protocol.lease import End, Freed, LeaseTable
+from vllm_pd_connector.protocol.push.command_queue import Ticket
+from vllm_pd_connector.protocol.push.registrations import Tables
+from vllm_pd_connector.protocol.push.table import ANSWER_S, PushTable
+from vllm_pd_connector.protocol.wire.messages import Ack, Failure, FailureCode, Reply
+from vllm_pd_connector.protocol.wire.push_messages import (
+    AwaitCommands,
+    DeclinePush,
+    KeepPrefills,
+    Pushed,
+    PushEnded,
+    PushInto,
+    PushState,
+    WithdrawPush,
+)
+from vllm_pd_connector.sidechannel.worker_auth import refusal
+
+
+class PushService:
+    """See the module; a part of `SideChannelServer`.
+
+    Args:
+        leases, lock: the server's; the lock is around everything here.
+        wake: ends the sleep of the server's thread.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, leases: LeaseTable, lock: threading.Lock, wake: Callable[[], None], clock: Callable[[], float]
+    ) -> None:
+        self._leases = leases
+        self._lock = lock
+        self._wake = wake
+        self._clock = clock
+        self._table: PushTable | None = None
+        self._tokens: tuple[bytes, ...] = ()
+        self._ended: dict[str, End] = {}  # leases whose blocks are still being written from
+
+    # From the scheduler half, in any thread
+
+    def enable(self, tokens: Sequence[bytes], patience_s: float, step_s: float = inf) -> None:
+        """Accept pushes from now on; `tokens` are those of this instance's workers, in rank order, and the times those
+        of `PushTable`."""
+        with self._lock:
+            self._tokens = tuple(tokens)
+            self._table = PushTable(len(tokens), patience_s, step_s)
+
+    def started(self, request_id: str, name: str, num_tokens: int, prompt_digest: str) -> bool:
+        """See `PushTable.started`; false also if this instance does not push."""
+        with self._lock:
+            known = self._table is not None and self._table.started(
+                request_id, name, num_tokens, prompt_digest, self._clock()
+            )
+        self._wake()
+        return known
+
+    def stepped(self) -> None:
+        """See `PushTable.stepped`."""
+        with self._lock:
+            if self._table is not None:
+                self._table.stepped(self._clock())
+
+    def wanted(self, request_id: str) -> bool:
+        """See `PushTable.wanted`."""
+        with self._lock:
+            return self._table is not None and self._table.wanted(request_id)
+
+    def given_up(self, request_id: str) -> bool:
+        """See `PushTable.given_up`."""
+        with self._lock:
+            return self._table is not None and self._table.given_up(request_id)
+
+    def progressed(self, request_id: str, source: Tables, ready: int, step: int) -> None:
+        """See `PushTable.progressed`."""
+        with self._lock:
+            assert self._table is not None
+            self._table.progressed(request_id, source, ready, step)
+        self._wake()
+
+    def finished(self, request_id: str, nonce: bytes, source: Tables, step: int) -> bool:
+        """See `PushTable.finished`; called after `hold`."""
+        with self._lock:
+            useful = self._table is None or self._table.finished(request_id, nonce, source, step)
+        self._wake()
+        return useful
+
+    def failed(self, request_id: str, reason: str) -> None:
+        """See `PushTable.fail`."""
+        with self._lock:
+            if self._table is not None:
+                self._table.fail(request_id, reason)
+        self._wake()
+
+    def aborted(self, request_id: str, reason: str) -> None:
+        """A prefill that has no lease will not be finished; it comes out of `take_freed`."""
+        with self._lock:
+            if self._table is not None:
+                self._table.close(request_id, reason, self._clock())
+        self._wake()
+
+    # For the server, which holds the lock
+
+    def serve(
+        self,
+        request: PushInto | WithdrawPush | DeclinePush | KeepPrefills | AwaitCommands | PushEnded,
+        ticket: Ticket,
+        now: float,
+    ) -> Reply | None:
+        """The reply, or None if it comes later, out of `take_replies`."""
+        if isinstance(request, AwaitCommands | PushEnded):
+            return self._serve_worker(request, ticket, now)
+        return self._serve_push(request, ticket, now)
+
+    def settle(self, now: float) -> list[Freed]:
+        """Let leases and pushes know of each other what ended; returns what both are done with."""
+        self._leases.tick(now)
+        if self._table is None:
+            return self._leases.take_freed()
+        self._table.tick(now)
+        for report in self._table.take_served():
+            self._leases.read_done(report, now)
+        for lease, seconds in self._table.take_kept():
+            self._leases.extend(lease, now, seconds)
+        for request_id in self._table.take_unneeded():
+            self._leases.release_by_id(request_id, now)
+        for request_id in self._table.take_failed():
+            self._leases.drop(request_id, now)
+        for request_id, reason in self._leases.take_freed():
+            self._ended[request_id] = reason
+            self._table.close(request_id, f"the lease {reason.value}", now)
+        return [Freed(r, self._ended.pop(r, End.DROPPED)) for r in self._table.take_freed()]
+
+    def take_replies(self) -> list[tuple[Ticket, Reply]]:
+        """Answers that are due, in order."""
+        return self._table.take_replies() if self._table is not None else []
+
+    def next_deadline(self) -> float | None:
+        """When `settle` is due, None if nothing waits."""
+        return self._table.next_deadline() if self._table is not None else None
+
+    def _serve_push(
+        self, request: PushInto | WithdrawPush | DeclinePush | KeepPrefills, ticket: Ticket, now: float
+    ) -> Pushed | Ack | None:
+        if self._table is None:
+            if isinstance(request, DeclinePush | KeepPrefills):
+                return Ack()
+            here = "this instance does not push: start it as kv_producer with mode push, or both sides with mode pull"
+            return Pushed(PushState.FAILED, here, True)
+        match request:
+            case PushInto():
+                if (lease := self._table.register(request, ticket, now)) is not None:
+                    self._leases.extend(lease, now, 2 * ANSWER_S)
+            case WithdrawPush():
+                self._table.withdraw(request, ticket, now)
+            case DeclinePush():
+                self._table.decline(request, now)
+                return Ack()
+            case KeepPrefills(prefills):
+                for lease in map(self._table.keep, prefills):
+                    if lease is not None:
+                        self._leases.extend(lease, now, 0.0)
+                return Ack()
+        return None
+
+    def _serve_worker(self, request: AwaitCommands | PushEnded, ticket: Ticket, now: float) -> Reply | None:
+        if self._table is None:
+            return Failure(FailureCode.NOT_READY, "this instance has no workers that push, or not yet")
+        if (failure := refusal(request, self._tokens)) is not None:
+            return failure
+        if isinstance(request, PushEnded):
+            self._table.ended(request)
+            return Ack()
+        self._table.await_commands(request, ticket, now)
+        return None

@@ -1,0 +1,430 @@
+"""Liveness links between workers: small ordered messages, and the knowledge that the other process is there.
+
+For transports whose library moves bytes but cannot tell that a peer died before something was asked of it, nor send a
+message of any bytes without blocking. An `LivenessHub` listens at one address with one thread, which sleeps unless a
+socket has something to say. Whoever dials says the hub's name first and is answered with it, so that a link leads
+to that incarnation and not to what listens on its port today, and only who was given the name (it is random and travels
+in a manifest) can send. After that, messages flow from the dialler to the hub, in order.
+
+    frame := length (4 bytes, big endian) payload           the hub's name is the only frame that it sends
+
+Others may dial as well, unauthenticated. Who does not say the name within `GREETING_S` is hung up on, and the one that
+has been silent longest when more than `MAX_UNAUTHENTICATED` have not said it. When the process has no descriptor left
+for who dials next, nobody is taken for `PAUSE_S`: they wait in the kernel's queue.
+
+A link is lost when the other process ends or closes (at once), or when its machine does not acknowledge for
+`SILENCE_S` (the kernel's keep-alive, so a half-open connection is found without traffic of ours). A process that
+is merely stopped keeps its links: its kernel answers. What a lost link had not delivered is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import itertools
+import logging
+import os
+import select
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+
+from vllm_pd_connector.errors import PeerLost, ProtocolError, TransferError
+
+logger = logging.getLogger(__name__)
+
+MAX_NAME_BYTES = 256
+MAX_MESSAGE_BYTES = 16 << 20
+MAX_WAITING_BYTES = 64 << 20
+SILENCE_S = 15
+GREETING_S = 10.0
+MAX_UNAUTHENTICATED = 256
+PAUSE_S = 1.0
+
+# Errors that the other end's kernel tells; others (ETIMEDOUT, EHOSTUNREACH …) are those of a network that fell silent.
+_TOLD = (errno.ECONNRESET, errno.ECONNREFUSED)
+_RECEIVE_BYTES = 256 << 10
+
+# A refusal of a machine nearby comes within this time; `dial` does not wait longer for one.
+_NEAR_MILLISECONDS = 3
+
+
+class LivenessState(Enum):
+    """A link is DIALLING until the hub said its name, then OPEN, then LOST; LOST is for ever."""
+
+    DIALLING = "dialling"
+    OPEN = "open"
+    LOST = "lost"
+
+
+@dataclass(eq=False, slots=True)
+class LivenessLink:
+    """The dialler's end. `state`, `reason`, `ended` and `closed_at` are read by any thread and written by the
+    hub's, or by `give_up`. `ended`: the loss was told from the other end, which is no more; else it fell silent
+    and may be well. `closed_at`: when an open line was closed in good order from there, which no packet filter
+    does."""
+
+    peer: str
+    deadline: float
+    wake: Callable[[], None]
+    socket: socket.socket
+    state: LivenessState = LivenessState.DIALLING
+    reason: str = ""
+    ended: bool = False
+    closed_at: float | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _greeting: bytearray = field(init=False)
+    _waiting: bytearray = field(default_factory=bytearray)
+    _received: bytearray = field(default_factory=bytearray)
+    _leaving: bool = False
+
+    def __post_init__(self) -> None:
+        self._greeting = bytearray(_frame(self.peer.encode()))
+
+    def send(self, payload: bytes) -> None:
+        """Queue a message; it leaves when the link is open and the peer has room.
+
+        Raises:
+            PeerLost: the link is lost.
+            TransferError: the message is too large, or too much waits for a peer that does not take it.
+        """
+        if len(payload) > MAX_MESSAGE_BYTES:
+            raise TransferError(f"message of {len(payload)} bytes to {self.peer}, at most {MAX_MESSAGE_BYTES} are sent")
+        if self.state is LivenessState.LOST:
+            raise PeerLost(self.reason)
+        with self._lock:
+            if len(self._waiting) + len(payload) > MAX_WAITING_BYTES:
+                raise TransferError(
+                    f"{len(self._waiting)} bytes wait for {self.peer}, which takes none; it is stopped or overloaded",
+                    retryable=True,
+                )
+            self._waiting += _frame(payload)
+        self.wake()
+
+    def hang_up(self) -> None:
+        """End the link when what waits has been sent."""
+        with self._lock:
+            self._leaving = True
+        self.wake()
+
+    def give_up(self, reason: str) -> None:
+        """Take a link that is open for lost, since its peer is of no use for another reason; the hub ends it."""
+        self.lose(reason)
+        self.wake()
+
+    # The hub's thread alone calls what follows, and `dial` before that thread knows the link.
+
+    def readable(self) -> None:
+        """Take the hub's name, or see the end."""
+        try:
+            received = self.socket.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            happened = "cannot be reached" if self.state is LivenessState.DIALLING else "cannot be reached any more"
+            return self.lose(f"{self.peer} {happened}: {error.strerror or error}", error.errno in _TOLD)
+        if not received:
+            if self.state is LivenessState.OPEN:
+                self.closed_at = time.monotonic()
+            return self.lose(
+                f"{self.peer} is gone: another process listens in its place"
+                if self.state is LivenessState.DIALLING
+                else f"{self.peer} closed the connection: its process ended or its transport was closed",
+                ended=True,
+            )
+        self._received += received
+        answer = _frame(self.peer.encode())
+        if not answer.startswith(self._received):
+            return self.lose(f"{self.peer} is gone: another process listens in its place", ended=True)
+        if len(self._received) == len(answer):
+            if self.socket.getsockname() == self.socket.getpeername():  # a port of ours where nobody listens
+                return self.lose(f"{self.peer} cannot be reached: the connection leads to this process itself")
+            self.state = LivenessState.OPEN
+
+    def writable(self) -> None:
+        """Send what may go: the greeting, and what waits once the link is open."""
+        with self._lock:
+            outgoing = self._outgoing()
+            if not outgoing:
+                return
+            try:
+                sent = self.socket.send(memoryview(outgoing)[: 1 << 20])
+            except OSError:
+                return  # not connected yet, no room now, or a loss that reading will tell
+            del outgoing[:sent]
+
+    def wants_to_write(self) -> bool:
+        return bool(self._outgoing())
+
+    def _outgoing(self) -> bytearray:
+        if self._greeting or self.state is not LivenessState.OPEN:
+            return self._greeting
+        return self._waiting
+
+    def finished(self) -> bool:
+        return self._leaving and not (self._waiting and self.state is not LivenessState.LOST)
+
+    def lose(self, reason: str, ended: bool = False) -> None:
+        if self.state is not LivenessState.LOST:
+            self.reason, self.ended, self.state = reason, ended, LivenessState.LOST
+
+
+@dataclass(eq=False, slots=True)
+class IncomingLink:
+    """What came from a dialler: our `name`, for which it has until `deadline`, then messages, if `listens`."""
+
+    name: bytes
+    deadline: float
+    listens: bool = True
+    greeted: bool = False
+    _frames: bytearray = field(default_factory=bytearray)
+
+    def take(self, received: bytes) -> list[bytes]:
+        """The messages that are complete now.
+
+        Raises:
+            ProtocolError: the dialler is to be hung up on.
+        """
+        frames, messages = self._frames, []
+        frames += received
+        while len(frames) >= 4:
+            length = int.from_bytes(frames[:4], "big")
+            if length > (MAX_MESSAGE_BYTES if self.greeted else MAX_NAME_BYTES):
+                raise ProtocolError(f"it announced a frame of {length} bytes")
+            if self.greeted and not self.listens:
+                raise ProtocolError("it sent a message, and none is taken here")
+            if len(frames) < 4 + length:
+                break
+            payload = bytes(frames[4 : 4 + length])
+            del frames[: 4 + length]
+            if self.greeted:
+                messages.append(payload)
+            elif not hmac.compare_digest(payload, self.name):
+                raise ProtocolError("it asked for another process than this one")
+            self.greeted = True
+        return messages
+
+
+class LivenessHub:
+    """Listens at `address` under `name` and dials others; see the module.
+
+    Args:
+        listens: whether messages are taken from who dials; else lines here only tell that this process is there.
+        lost: called in the hub's thread when a link was lost.
+
+    Raises:
+        TransferError: nothing can listen at the address.
+    """
+
+    def __init__(
+        self, address: str, name: str, *, listens: bool = True, lost: Callable[[], None] = lambda: None
+    ) -> None:
+        self._name = name
+        self._listens, self._lost = listens, lost
+        self._family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.socket(self._family, socket.SOCK_STREAM)
+        try:
+            self._listener.bind((address, 0))
+            self._listener.listen(1024)
+        except OSError as error:
+            self._listener.close()
+            raise TransferError(f"cannot listen at {address}: {error.strerror}; choose another address") from error
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._inbox: deque[bytes] = deque()
+        self._new: deque[LivenessLink] = deque()
+        self._lines: set[LivenessLink] = set()
+        self._arriving: dict[socket.socket, IncomingLink] = {}
+        self._unauthenticated: dict[socket.socket, IncomingLink] = {}  # those of them that did not greet, oldest first
+        self._paused_until = 0.0
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._event, selectors.EVENT_READ, self._woken)
+        self._event_lock = threading.Lock()
+        self._closing = self._ended = False
+        self._thread = threading.Thread(target=self._run, name="pd-lines", daemon=True)
+        self._thread.start()
+
+    def dial(
+        self, address: str, port: int, peer: str, timeout: float, wait_ms: int = _NEAR_MILLISECONDS
+    ) -> LivenessLink:
+        """A link to the hub named `peer`.
+
+        It is LOST when it is not open within `timeout` seconds, and on return when the peer's machine refuses within
+        `wait_ms`.
+
+        Raises:
+            TransferError: this process has no descriptor left, or this hub is closed.
+        """
+        try:
+            made = socket.socket(self._family, socket.SOCK_STREAM)
+        except OSError as error:
+            raise TransferError(f"no connection to {peer} can be made: {error.strerror}", retryable=True) from error
+        made.setblocking(False)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _notice_silence(made)
+        link = LivenessLink(peer, time.monotonic() + timeout, self._wake, made)
+        failure = made.connect_ex((address, port))
+        if failure == errno.EINPROGRESS and not wait_ms:
+            failure = 0
+        elif failure == errno.EINPROGRESS:
+            near = select.poll()  # select takes no descriptor above 1023
+            near.register(made, select.POLLOUT)
+            near.poll(wait_ms)
+            failure = made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failure:
+            link.lose(f"{peer} cannot be reached at {address} port {port}: {os.strerror(failure)}")
+        with self._event_lock:
+            if self._ended:  # nobody would close it
+                made.close()
+                raise TransferError(f"no connection to {peer} can be made: this worker's links have ended")
+            self._new.append(link)
+        self._wake()
+        return link
+
+    def messages(self) -> list[bytes]:
+        """What arrived since the last call, oldest first."""
+        return [self._inbox.popleft() for _ in range(len(self._inbox))]
+
+    def close(self) -> None:
+        """End all links. Returns when the thread has ended."""
+        self._closing = True
+        self._wake()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with self._event_lock:
+            if not self._ended:
+                os.eventfd_write(self._event, 1)
+
+    def _run(self) -> None:
+        while not self._closing:
+            for key, ready in self._selector.select(self._wait_timeout()):
+                key.data(ready)
+            while self._new:
+                self._lines.add(self._new.popleft())
+            now = time.monotonic()
+            for link in tuple(self._lines):
+                self._look_after(link, now)
+            self._look_after_unauthenticated(now)
+        self._end()
+
+    def _wait_timeout(self) -> float | None:
+        """Seconds until the first dialled link or greeting is overdue, or a pause is over."""
+        deadlines = [link.deadline for link in self._lines if link.state is LivenessState.DIALLING]
+        deadlines += [incoming.deadline for incoming in itertools.islice(self._unauthenticated.values(), 1)]
+        deadlines += [self._paused_until] * bool(self._paused_until)
+        return max(min(deadlines) - time.monotonic(), 0.0) if deadlines else None
+
+    def _woken(self, ready: int) -> None:
+        os.eventfd_read(self._event)
+
+    @staticmethod
+    def _serve(link: LivenessLink, ready: int) -> None:
+        if ready & selectors.EVENT_READ:
+            link.readable()
+        if ready & selectors.EVENT_WRITE:
+            link.writable()
+
+    def _look_after(self, link: LivenessLink, now: float) -> None:
+        """Keep the selector's interest in a link up to date, and end what is over."""
+        link.writable()
+        if link.state is LivenessState.DIALLING and now >= link.deadline:
+            link.lose(f"{link.peer} did not answer in time; it is stopped, or its address leads elsewhere")
+        registered = link.socket in self._selector.get_map()
+        if link.state is LivenessState.LOST or link.finished():
+            if registered:
+                self._selector.unregister(link.socket)
+            link.lose("the line was ended here")
+            link.socket.close()
+            self._lines.discard(link)
+            self._lost()
+            return
+        interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_to_write() else 0)
+        if not registered:
+            self._selector.register(link.socket, interest, partial(self._serve, link))
+        elif (key := self._selector.get_key(link.socket)).events != interest:
+            self._selector.modify(link.socket, interest, key.data)
+
+    def _accept(self, ready: int) -> None:
+        try:
+            arrived, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):  # the dialler left again
+            return
+        except OSError as error:  # no descriptor or memory is left, and the listener stays readable
+            logger.warning("nobody is taken for %s s who dials this worker: %s", PAUSE_S, error.strerror)
+            self._selector.unregister(self._listener)
+            self._paused_until = time.monotonic() + PAUSE_S
+            return
+        arrived.setblocking(False)
+        _notice_silence(arrived)
+        incoming = IncomingLink(self._name.encode(), time.monotonic() + GREETING_S, self._listens)
+        self._arriving[arrived] = self._unauthenticated[arrived] = incoming
+        self._selector.register(arrived, selectors.EVENT_READ, partial(self._receive, arrived))
+
+    def _look_after_unauthenticated(self, now: float) -> None:
+        """Hang up on who did not greet in time, or on the oldest if there are too many; go on after a pause."""
+        while self._unauthenticated:
+            arrived, incoming = next(iter(self._unauthenticated.items()))
+            if now < incoming.deadline and len(self._unauthenticated) <= MAX_UNAUTHENTICATED:
+                break
+            self._hang_up_on(arrived)
+        if self._paused_until and now >= self._paused_until:
+            self._paused_until = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _hang_up_on(self, arrived: socket.socket) -> None:
+        self._selector.unregister(arrived)
+        del self._arriving[arrived]
+        self._unauthenticated.pop(arrived, None)
+        arrived.close()
+
+    def _receive(self, arrived: socket.socket, ready: int) -> None:
+        try:
+            received = arrived.recv(_RECEIVE_BYTES)
+            if not received:
+                return self._hang_up_on(arrived)
+            incoming = self._arriving[arrived]
+            self._inbox.extend(incoming.take(received))
+            if incoming.greeted and self._unauthenticated.pop(arrived, None) is not None:
+                arrived.send(_frame(incoming.name))
+        except BlockingIOError:
+            return
+        except OSError:
+            self._hang_up_on(arrived)
+        except ProtocolError as error:
+            logger.warning("hung up on a dialler: %s", error)
+            self._hang_up_on(arrived)
+
+    def _end(self) -> None:
+        with self._event_lock:  # the event's number may be another's from here on, and no link comes any more
+            self._ended = True
+            os.close(self._event)
+        for link in (*self._lines, *self._new):
+            link.writable()
+            link.lose("the transport was closed here")
+            link.socket.close()
+        for arrived in self._arriving:
+            arrived.close()
+        self._listener.close()
+        self._selector.close()
+
+
+def _frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "big") + payload
+
+
+def _notice_silence(connection: socket.socket) -> None:
+    """Let the kernel end a connection whose other machine does not acknowledge for `SILENCE_S`."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)

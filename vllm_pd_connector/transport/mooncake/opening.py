@@ -1,0 +1,148 @@
+"""Opening peers in Mooncake's library, so that one that stopped does not stop the others.
+
+The library opens a peer with its first submit: an exchange with the peer's engine that blocks, under a lock that every
+submit takes. It waits 5 s for the connection (MC_HANDSHAKE_CONNECT_TIMEOUT) and 60 s for the answer, which cannot be
+set. Hence:
+
+- **A peer is probed first.** A probe is the same exchange with the same port, without the lock, in a thread of its own.
+  Whoever is frozen, or whose port is filtered, is found here while the others go on.
+- **It is opened when it has answered**, again in a thread, and nothing is submitted while that runs: milliseconds,
+  unless the peer stops just then.
+- **What is overdue is ended.** The library has no call for that, but a connection can be shut down under it. It is
+  found among the descriptors of this process by the address and port that it leads to, which are those of one engine.
+  The exchange then fails as if the peer had gone.
+
+Source of the library's behaviour: mooncake-transfer-engine 0.3.13.post1, observed and read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.transport.addresses import Address
+
+logger = logging.getLogger(__name__)
+
+# Nothing is submitted to anybody for this long at most, while a peer that answered the probe is opened.
+OPEN_S = 5.0
+
+# The library ends an exchange with nobody after its 5 s for a connection; longer, closing does not wait.
+CLOSE_S = 6.0
+_AGAIN_S = 0.25
+
+
+@dataclass(eq=False, slots=True)
+class Opening:
+    """The way to one engine: not begun, probed, then opened; `result` of the step is 0 when it worked."""
+
+    segment: str
+    address: Address
+    port: int
+    thread: threading.Thread | None = None
+    opens: bool = False
+    result: int = -1
+    deadline: float = 0.0
+    overdue: bool = False
+
+    def runs(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+
+class Openings:
+    """The openings of an engine. One thread calls; `timeout` is the seconds that a peer has to answer the probe."""
+
+    def __init__(self, engine: Any, timeout: float) -> None:
+        self._engine = engine
+        self._timeout = timeout
+        self._running: list[Opening] = []
+
+    def ready(self, opening: Opening) -> bool:
+        """Whether descriptors of this peer can be submitted now without waiting; takes the next step to that.
+
+        Raises:
+            TransferError: the engine does not answer, or refuses.
+        """
+        self._look_after(time.monotonic())
+        if opening.runs():
+            return False
+        if opening.thread is None:
+            self._begin(opening, self._engine.send_probe, self._timeout)
+            return False
+        if opening.result:
+            why = "no answer in time; it is stopped, or the port is filtered" if opening.overdue else "see its log"
+            raise TransferError(f"Mooncake cannot open {opening.segment}: {why}")
+        if any(other.opens for other in self._running):
+            return False
+        if not opening.opens:
+            opening.opens = True
+            self._begin(opening, self._open(), min(self._timeout, OPEN_S))
+            return False
+        return True
+
+    def close(self) -> None:
+        """End what runs, and let go of the engine."""
+        until = time.monotonic() + CLOSE_S
+        while self._running and time.monotonic() < until:
+            for opening in self._running:
+                _hang_up(opening.address, opening.port)
+                assert opening.thread is not None
+                opening.thread.join(_AGAIN_S)
+            self._look_after(time.monotonic())
+        if self._running:
+            logger.error(
+                "Mooncake is still opening %s: its engine stays until that ends, and reads may land until then",
+                ", ".join(opening.segment for opening in self._running),
+            )
+        self._engine = None
+
+    def _open(self) -> Callable[[str], int]:
+        """An empty read opens a peer and moves nothing."""
+        engine = self._engine
+        return lambda segment: engine.batch_transfer_sync_read(segment, [], [], [])
+
+    def _begin(self, opening: Opening, step: Callable[[str], int], seconds: float) -> None:
+        def run() -> None:
+            opening.result = step(opening.segment)
+
+        opening.result, opening.overdue, opening.deadline = -1, False, time.monotonic() + seconds
+        opening.thread = threading.Thread(target=run, name="pd-mooncake-open", daemon=True)
+        opening.thread.start()
+        self._running.append(opening)
+
+    def _look_after(self, now: float) -> None:
+        """Forget what ended, and end what is overdue, again and again until it is connected or has ended."""
+        self._running = [opening for opening in self._running if opening.runs()]
+        for opening in self._running:
+            if now >= opening.deadline:
+                opening.overdue, opening.deadline = True, now + _AGAIN_S
+                _hang_up(opening.address, opening.port)
+
+
+def _hang_up(address: Address, port: int) -> None:
+    """Shut down this process's connections to there. A descriptor is duplicated first, so that it is looked at and shut
+    down as the same connection even when another thread closes it meanwhile."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            descriptor = os.dup(int(name))
+        except OSError:  # closed meanwhile, as the directory's own is
+            continue
+        try:
+            connection = socket.socket(fileno=descriptor)
+        except OSError:  # no socket
+            os.close(descriptor)
+            continue
+        with connection, contextlib.suppress(OSError):  # not connected, or not any more
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                host, at, *_ = connection.getpeername()
+                if at == port and ipaddress.ip_address(host.partition("%")[0]) == address:
+                    connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,408 @@
+"""Mooncake's Transfer Engine, peer to peer, spoken to through its Python module; `engine` starts it.
+
+What the library does not do, and this module does:
+- **A call never waits.** The batched calls of Mooncake either block, burning a core and a half, or give a batch whose
+  state can only be asked for by blocking. A batch of one descriptor is the exception: it is submitted without waiting,
+  its state is read without waiting, and that state is exact. So runs are merged by the planner, cut at a few MiB here,
+  and each becomes a batch of one; a bounded number is in flight per transfer and per peer, and `poll` submits more.
+  Measured, this is as fast as batches of a thousand, and faster where cores are few (docs/design/transports.md).
+- **The end is the end.** A transfer is reported when each of its descriptors has ended: one that was refused says
+  nothing of its neighbours, which may still run. An ended descriptor does not touch local memory any more, so failed
+  reads are terminal. The peer of a failed write may still be taking bytes from its socket: not terminal, unless the
+  peer is known to be dead, which one that fell silent is not.
+- **Peers that died are noticed, and messages sent**, by a line to each peer (`transport.liveness`): the library's own
+  notifications block, carry text, and cost a connection each. A write's message leaves when its last descriptor is
+  acknowledged, which the peer does after it has the bytes in its memory.
+- **One stopped peer does not stop the others.** Opening a peer blocks inside the library and blocks every other submit;
+  `opening` does it, after the peer has answered on its line.
+
+Source of the library's behaviour: mooncake-transfer-engine 0.3.13.post1, observed and read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from vllm_pd_connector.errors import PeerLost, TransferError
+from vllm_pd_connector.geometry.manifest import Segment
+from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.transport.addresses import Address, check_reachable, host_identity, local_address
+from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, follow
+from vllm_pd_connector.transport.endpoint import Endpoint, seal, unseal
+from vllm_pd_connector.transport.liveness import LivenessHub, LivenessLink, LivenessState
+from vllm_pd_connector.transport.mooncake.engine import (
+    MAX_IN_FLIGHT,
+    RDMA_DEVICES,
+    MooncakeOptions,
+    check_options,
+    choose_protocol,
+    load_module,
+    segment_name,
+    start_engine,
+)
+from vllm_pd_connector.transport.mooncake.opening import Opening, Openings
+from vllm_pd_connector.transport.ranges import Descriptors, Ranges, cut
+
+logger = logging.getLogger(__name__)
+
+NAME = "mooncake"
+
+# No more is submitted in a call that took this long.
+_SUBMIT_S = 0.005
+
+# Descriptors end roughly in the order of their submission (four connections): behind this many that run, none is done.
+_LOOK_AHEAD = 8
+
+# A dying process closes its sockets one after another; a failed descriptor may be known before the lost line.
+_GRACE_S = 0.25
+
+
+class Whereabouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """The metadata of an endpoint: where the engine and the liveness hub listen, and on which host (see
+    `addresses`)."""
+
+    address: str
+    engine_port: int
+    line_port: int
+    protocol: str
+    host: str
+
+
+def locate(endpoint: Endpoint, protocol: str, ours: Address) -> tuple[Whereabouts, Address]:
+    """Where a peer is, for a worker with `protocol` at address `ours`.
+
+    Raises:
+        TransferError: malformed, or not to be reached from here.
+    """
+    try:
+        where = msgspec.msgpack.decode(endpoint.metadata, type=Whereabouts)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TransferError(f"endpoint of {endpoint.name} is malformed: {error}; fetch the manifest again") from error
+    if where.protocol != protocol:
+        raise TransferError(
+            f"protocol: {protocol} here, {where.protocol[:20]} there; set transport_options.protocol alike"
+        )
+    if not (0 < where.engine_port < 65536 and 0 < where.line_port < 65536):
+        raise TransferError(f"ports of {endpoint.name}: {where.engine_port} and {where.line_port} are not ports")
+    return where, check_reachable(where.address, where.host, ours)
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    """`queued` counts the peer's descriptors in the library, `connections` those that were not disconnected; `segments`
+    are all that these were made with."""
+
+    name: str
+    opening: Opening
+    segments: frozenset[Segment]
+    ranges: Ranges
+    liveness: LivenessLink
+    running: int = 0
+    queued: int = 0
+    connections: int = 1
+    leaving: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Transfer:
+    """Descriptors before `next` were submitted; `in_flight` holds (batch, bytes) of those that have not ended."""
+
+    peer: _Peer
+    opcode: Any
+    local: list[int]
+    remote: list[int]
+    length: list[int]
+    writes: bool
+    notification: bytes
+    next: int = 0
+    in_flight: deque[tuple[int, int]] = field(default_factory=deque)
+    in_flight_bytes: int = 0
+    failed: str = ""
+    failed_at: float = 0.0
+    unsettled: bool = False
+    outcome: TransferStatus | TransferError | None = None
+    reported: bool = False
+
+    @property
+    def descriptors(self) -> int:
+        return len(self.length)
+
+    @property
+    def left(self) -> int:
+        return len(self.length) - self.next + len(self.in_flight)
+
+
+class MooncakeTransport:
+    """See `base.Transport`.
+
+    Raises:
+        InvalidConfig: Mooncake is not installed, an option is out of range, or the machine has not what it names.
+        TransferError: the engine cannot start, or does not answer at the address that peers will be told.
+    """
+
+    name = NAME
+
+    def __init__(self, options: MooncakeOptions | None = None, *, memory: str = "cpu") -> None:
+        self._options = options or MooncakeOptions()
+        check_options(self._options, os.environ)
+        self._protocol = choose_protocol(self._options, RDMA_DEVICES, memory)
+        self._address = local_address(self._options.address, self._options.route_to)
+        self._module = load_module(self._protocol, self._address)
+        self._name = f"pd-{uuid.uuid4().hex}"
+        self._ranges = Ranges.of((), "this worker")
+        self._peers: dict[str, _Peer] = {}
+        self._segments: dict[str, list[str]] = {}
+        self._liveness = LivenessHub(str(self._address), self._name)
+        try:
+            self._engine = start_engine(self._module, self._options, self._protocol, self._address)
+        except Exception:
+            self._liveness.close()
+            raise
+        self._openings = Openings(self._engine, self._options.connect_timeout)
+        logger.info("Mooncake listens at %s with protocol %s", self._address, self._protocol)
+
+    def register(self, segments: Sequence[Segment]) -> None:
+        ranges = Ranges.of(segments, "this worker")
+        if ranges.cuda.any() and self._protocol == "tcp" and not self._module.SUPPORT_CUDA:
+            raise TransferError(
+                "the installed Mooncake was built without CUDA and the caches are on a CUDA device; install "
+                "mooncake-transfer-engine or mooncake-transfer-engine-cuda13 instead"
+            )
+        places = {
+            (segment.device, segment.device_id): f"cuda:{segment.device_id}" if segment.device == "cuda" else "*"
+            for segment in segments
+        }
+        for place, location in places.items():
+            here = [segment for segment in segments if (segment.device, segment.device_id) == place]
+            status = self._engine.batch_register_memory(
+                [segment.address for segment in here], [segment.length for segment in here], location
+            )
+            if status:
+                raise TransferError(f"Mooncake refuses {len(here)} segments of {place[0]} memory (status {status})")
+        self._ranges = ranges
+
+    def describe(self) -> bytes:
+        where = Whereabouts(
+            str(self._address), self._engine.get_rpc_port(), self._liveness.port, self._protocol, host_identity()
+        )
+        return seal(NAME, self._name, msgspec.msgpack.encode(where))
+
+    def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> TransportPeer:
+        made = unseal(NAME, endpoint)
+        ranges = Ranges.of(segments, "the peer")
+        if made.name == self._name:
+            raise TransferError(f"{made.name} is this worker's own")
+        known = self._peers.get(made.name)
+        if known is not None and known.liveness.state is not LivenessState.LOST:
+            return self._share(known, segments)
+        where, address = locate(made, self._protocol, self._address)
+        liveness = self._liveness.dial(str(address), where.line_port, made.name, self._options.connect_timeout)
+        if liveness.state is LivenessState.LOST:
+            raise PeerLost(liveness.reason)
+        segment = self._segment(made.name, address, where.engine_port)
+        peer = _Peer(made.name, Opening(segment, address, where.engine_port), frozenset(segments), ranges, liveness)
+        self._peers[made.name] = peer
+        return peer
+
+    def _share(self, peer: _Peer, segments: Sequence[Segment]) -> TransportPeer:
+        """A peer that is connected already, known under another address maybe, or read from and now to be written into,
+        which takes other segments of it. One whose line is lost is not shared: who still holds it may not use it for
+        hours, and would keep the others from its next line."""
+        if peer.leaving:
+            raise TransferError(f"{peer.name} is being left; connect to it again soon", retryable=True)
+        if not peer.segments.issuperset(segments):
+            together = peer.segments.union(segments)
+            try:
+                peer.ranges = Ranges.of(tuple(together), "the peer")
+            except TransferError as error:
+                raise TransferError(
+                    f"{peer.name} tells of other memory than when it was connected first: {error}"
+                ) from error
+            peer.segments = together
+        peer.connections += 1
+        return peer
+
+    def disconnect(self, peer: TransportPeer) -> None:
+        assert isinstance(peer, _Peer) and peer.connections > 0
+        peer.connections -= 1
+        peer.leaving = not peer.connections
+        self._forget_when_idle(peer)
+
+    def read(self, peer: TransportPeer, runs: Runs) -> Transfer:
+        assert isinstance(peer, _Peer)
+        work = cut(runs, peer.ranges, self._ranges, self._options.run_bytes)
+        return self._start(peer, self._module.TransferOpcode.Read, work, b"")
+
+    def write(self, peer: TransportPeer, runs: Runs, notification: bytes = b"") -> Transfer:
+        assert isinstance(peer, _Peer)
+        work = cut(runs, self._ranges, peer.ranges, self._options.run_bytes)
+        return self._start(peer, self._module.TransferOpcode.Write, work, notification)
+
+    def poll(self, transfer: Transfer) -> TransferStatus:
+        assert isinstance(transfer, _Transfer)
+        return follow(transfer, self._advance)
+
+    def notify(self, peer: TransportPeer, payload: bytes) -> None:
+        assert isinstance(peer, _Peer) and not peer.leaving
+        peer.liveness.send(payload)
+
+    def notifications(self) -> list[bytes]:
+        return self._liveness.messages()
+
+    def replace_endpoint(self, peer: TransportPeer) -> None:
+        raise TransferError("Mooncake's engine is the target of its peers and is not replaced")
+
+    def close(self) -> None:
+        """Destroys the engine, which closes its connections: nothing lands after this returns.
+
+        An exchange of the library with a peer that it cannot be torn from within seconds is logged as an error, because
+        the engine then outlives this call.
+        """
+        self._liveness.close()
+        self._openings.close()
+        self._engine = None
+
+    def _segment(self, peer: str, address: Address, port: int) -> str:
+        """The library's name for a peer's memory, never one that it used for another process.
+
+        The library keeps what it learnt under a name for ever, and after restarts the same port is another process:
+        leading zeros, which it does not read, tell the incarnations apart.
+        """
+        plain = segment_name(address, port)
+        incarnations = self._segments.setdefault(plain, [])
+        if peer not in incarnations:
+            incarnations.append(peer)
+        host, _, number = plain.rpartition(":")
+        return f"{host}:{'0' * incarnations.index(peer)}{number}"
+
+    def _start(self, peer: _Peer, opcode: Any, work: Descriptors, notification: bytes) -> _Transfer:
+        assert not peer.leaving
+        reads = opcode == self._module.TransferOpcode.Read
+        source, destination = work.runs.source.tolist(), work.runs.destination.tolist()
+        local, remote = (destination, source) if reads else (source, destination)
+        transfer = _Transfer(peer, opcode, local, remote, work.runs.length.tolist(), not reads, notification)
+        peer.running += 1
+        self._advance(transfer)
+        return transfer
+
+    def _advance(self, transfer: _Transfer) -> None:
+        """Look at what was submitted, submit more for a short while, and set the outcome at the end."""
+        peer = transfer.peer
+        self._look(transfer)
+        if not transfer.failed and not peer.leaving and self._is_open(peer):
+            self._submit(transfer)
+        if transfer.in_flight:
+            return
+        rest = transfer.next < len(transfer.length)
+        if transfer.failed:
+            self._fail(transfer)
+        elif peer.liveness.state is LivenessState.LOST and (rest or transfer.notification):
+            transfer.outcome = PeerLost(f"{peer.liveness.reason}; connect to its new incarnation")
+        elif rest and peer.leaving:
+            transfer.outcome = TransferError(f"{peer.name} was disconnected before the whole transfer was submitted")
+        elif not rest:
+            self._complete(transfer)
+        if transfer.outcome is not None:
+            peer.running -= 1
+            self._forget_when_idle(peer)
+
+    def _look(self, transfer: _Transfer) -> None:
+        """Take out what ended. A failed descriptor is kept as the transfer's failure."""
+        running: list[tuple[int, int]] = []
+        while transfer.in_flight and len(running) < _LOOK_AHEAD:
+            batch, length = transfer.in_flight.popleft()
+            status = self._engine.transfer_check_status(batch)
+            if status == 0:
+                running.append((batch, length))
+                continue
+            transfer.in_flight_bytes -= length
+            transfer.peer.queued -= 1
+            if status != 1:
+                self._note_failure(transfer, f"Mooncake gave up a descriptor of {length} bytes (status {status})")
+                # -2: the library's own timeout, which leaves the descriptor running and out of reach.
+                transfer.unsettled |= status == -2
+        transfer.in_flight.extendleft(reversed(running))
+
+    def _submit(self, transfer: _Transfer) -> None:
+        peer, options = transfer.peer, self._options
+        until = time.monotonic() + _SUBMIT_S
+        while (
+            transfer.next < len(transfer.length)
+            and len(transfer.in_flight) < options.in_flight
+            and transfer.in_flight_bytes < options.in_flight_bytes
+            and peer.queued < MAX_IN_FLIGHT
+            and time.monotonic() < until
+        ):
+            at = transfer.next
+            length = transfer.length[at]
+            batch = self._engine.batch_transfer_async(
+                peer.opening.segment, [transfer.local[at]], [transfer.remote[at]], [length], transfer.opcode
+            )
+            if not batch:
+                self._note_failure(transfer, f"Mooncake does not take a descriptor of {length} bytes")
+                return
+            transfer.next += 1
+            transfer.in_flight.append((batch, length))
+            transfer.in_flight_bytes += length
+            peer.queued += 1
+
+    def _is_open(self, peer: _Peer) -> bool:
+        """Whether descriptors of a peer can be submitted now without waiting; begins to open it if need be."""
+        if peer.liveness.state is not LivenessState.OPEN:
+            return False
+        try:
+            return self._openings.ready(peer.opening)
+        except TransferError as error:
+            peer.liveness.give_up(f"{peer.name} answers, and {error}")
+            return False
+
+    def _note_failure(self, transfer: _Transfer, what: str) -> None:
+        if not transfer.failed:
+            transfer.failed, transfer.failed_at = what, time.monotonic()
+
+    def _fail(self, transfer: _Transfer) -> None:
+        """The outcome of a failed transfer of which nothing runs any more."""
+        peer = transfer.peer
+        if peer.liveness.state is LivenessState.LOST and (peer.liveness.ended or not transfer.writes):
+            transfer.outcome = PeerLost(f"{peer.liveness.reason}; connect to its new incarnation")
+        elif peer.liveness.state is LivenessState.LOST:
+            # The kernel goes on for minutes to send what a closed connection held, also when the network is back.
+            reason = (
+                f"{peer.liveness.reason}; what was written may still arrive there until one of the two processes ends"
+            )
+            transfer.outcome = TransferError(reason, retryable=True, terminal=False)
+        elif time.monotonic() >= transfer.failed_at + _GRACE_S:
+            transfer.outcome = TransferError(
+                f"{transfer.failed} with {peer.name}, which is alive: its memory is not registered any more, or the "
+                "network broke (see Mooncake's log)",
+                retryable=True,
+                terminal=not (transfer.writes or transfer.unsettled),
+            )
+
+    def _complete(self, transfer: _Transfer) -> None:
+        """The outcome of a transfer whose descriptors all arrived; its message may have to wait for the line."""
+        peer = transfer.peer
+        if transfer.notification or not transfer.length:
+            if peer.liveness.state is LivenessState.DIALLING and not peer.leaving:
+                return
+            if transfer.notification:
+                try:
+                    peer.liveness.send(transfer.notification)
+                except TransferError as error:
+                    transfer.outcome = error
+                    return
+        transfer.outcome = TransferStatus.DONE
+
+    def _forget_when_idle(self, peer: _Peer) -> None:
+        if peer.leaving and not peer.running and self._peers.get(peer.name) is peer:
+            del self._peers[peer.name]
+            peer.liveness.hang_up()

@@ -1,0 +1,188 @@
+"""From the caches that vLLM registered to this worker's manifest.
+
+Which codec a layer gets is decided by its content and by the backend that writes it: a backend whose page form was
+checked gets strides, any other gets an opaque page, which still moves between equal instances and is refused with a
+reason between unequal ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.compat.memory import byte_strides, segment_of
+from vllm_pd_connector.compat.model import facts
+from vllm_pd_connector.compat.model.caches import (
+    Content,
+    LayerCache,
+    LayerStates,
+    cpu_attention_is_affine,
+    layer_caches,
+    layer_states,
+    transfer_groups,
+)
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import UnsupportedCache
+from vllm_pd_connector.geometry.layouts import attention
+from vllm_pd_connector.geometry.layouts.attention import PageView
+from vllm_pd_connector.geometry.layouts.recurrent import StatePage, state_tensors
+from vllm_pd_connector.geometry.manifest import (
+    MANIFEST_VERSION,
+    Coordinates,
+    Group,
+    Manifest,
+    ModelFacts,
+    Segment,
+    Tensor,
+)
+from vllm_pd_connector.geometry.sharding import Interval, shard
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_pd_connector.compat.types import KVCacheConfig, VllmConfig
+
+logger = init_logger(__name__)
+
+# Backends that keep K and V of a token side by side in the content dimension and nothing else in the page.
+# Source: vLLM 0.32, `do_kv_cache_update` of each backend under v1/attention/backends/.
+PLAIN_BACKENDS = frozenset({"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "CPU_ATTN_REFERENCE"})
+CPU_BACKEND = "CPU_ATTN"
+
+
+def build_manifest(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: dict[str, torch.Tensor],
+    *,
+    incarnation: str,
+    config: Config,
+    software: str,
+    transport: str,
+) -> Manifest:
+    """This worker's manifest, complete but for the transport's `endpoint`.
+
+    Raises:
+        UnsupportedCache: a group or layer that this version cannot move, by name.
+        InvalidTopology: head counts that this tensor-parallel size does not divide.
+    """
+    model = facts.model_facts(vllm_config, config)
+    place = facts.coordinates(vllm_config)
+    groups = transfer_groups(kv_cache_config)
+    segments: dict[int, Segment] = {}
+    tensors: list[Tensor] = []
+    for cache in layer_caches(vllm_config, kv_cache_config, kv_caches):
+        segment, index = _segment(segments, cache.tensor)
+        tensors.extend(_tensors(cache, _view(cache, segment, index, groups[cache.group], model, place)))
+    for states in layer_states(vllm_config, kv_cache_config, kv_caches, place):
+        segment, index = _segment(segments, states.tensor)
+        page = _state_page(states, segment, index, groups[states.group])
+        tensors.extend(state_tensors(page, states.convolution, states.recurrent))
+    return Manifest(
+        version=MANIFEST_VERSION,
+        engine_id=facts.engine_id(vllm_config),
+        incarnation=incarnation,
+        software=software,
+        model=model,
+        parallel=place,
+        segments=tuple(segments.values()),
+        groups=groups,
+        tensors=tuple(tensors),
+        transport=transport,
+        endpoint=b"",
+    )
+
+
+def _segment(segments: dict[int, Segment], tensor: torch.Tensor) -> tuple[Segment, int]:
+    """The segment of a cache view and its number; all layers share one storage, so there is mostly one."""
+    segment = segment_of(tensor)
+    segments.setdefault(segment.address, segment)
+    return segment, list(segments).index(segment.address)
+
+
+def _state_page(states: LayerStates, segment: Segment, index: int, group: Group) -> StatePage:
+    blocks, *ones, content = states.tensor.shape
+    strides = byte_strides(states.tensor)
+    if blocks != group.num_blocks or ones != [1, 1] or strides[3] != 1:
+        raise UnsupportedCache(
+            f"{states.layer}: raw pages have shape {tuple(states.tensor.shape)} and byte strides {strides}, expected "
+            f"({group.num_blocks}, 1, 1, bytes) with contiguous bytes; this version does not know this storage"
+        )
+    return StatePage(
+        layer=states.layer,
+        group=states.group,
+        segment=index,
+        offset=states.tensor.data_ptr() - segment.address,
+        pages=blocks,
+        page_stride=strides[0],
+        size=content,
+    )
+
+
+def _view(
+    cache: LayerCache, segment: Segment, index: int, group: Group, model: ModelFacts, place: Coordinates
+) -> PageView:
+    pages, heads, tokens, content = cache.tensor.shape
+    per_block, rest = divmod(pages, group.num_blocks)
+    if rest or per_block * tokens != group.block_tokens:
+        raise UnsupportedCache(
+            f"{cache.layer}: {pages} pages of {tokens} tokens do not make up {group.num_blocks} blocks of "
+            f"{group.block_tokens} tokens; this cache is stored in a way that this version does not know"
+        )
+    held, total = _heads(cache, heads, model, place)
+    size = cache.tensor.element_size()
+    strides = byte_strides(cache.tensor)
+    return PageView(
+        layer=cache.layer,
+        group=cache.group,
+        segment=index,
+        offset=cache.tensor.data_ptr() - segment.address,
+        shape=(pages, heads, tokens, content * size),
+        strides=(strides[0], strides[1], strides[2], strides[3] // size),
+        dtype=cache.cache_dtype,
+        itemsize=size,
+        pages_per_block=per_block,
+        heads=held,
+        total_heads=total,
+    )
+
+
+def _heads(cache: LayerCache, heads: int, model: ModelFacts, place: Coordinates) -> tuple[Interval, int]:
+    """Which KV heads of how many this rank's page holds. A latent is one head on every rank."""
+    if cache.content is Content.LATENT:
+        return Interval(0, 1), 1
+    if cache.replicated:
+        return Interval(0, heads), heads
+    held = shard(model.num_kv_heads, place.tp_size, place.tp_rank)
+    if len(held) == heads:
+        return held, model.num_kv_heads
+    if heads == 1 and place.tp_size > 1:
+        raise UnsupportedCache(
+            f"{cache.layer}: 1 KV head on this rank where the model's {model.num_kv_heads} heads over "
+            f"{place.tp_size} ranks make {len(held)}: how this layer is sharded is not known"
+        )
+    # A layer with another number of heads than the model states: exact only while every rank holds equally many.
+    return Interval(place.tp_rank * heads, (place.tp_rank + 1) * heads), heads * place.tp_size
+
+
+def _tensors(cache: LayerCache, view: PageView) -> tuple[Tensor, ...]:
+    if cache.content is Content.LATENT:
+        return attention.latent(view, cache.head_size)
+    if cache.content is Content.KEY_VALUE:
+        if cache.backend in PLAIN_BACKENDS:
+            return attention.key_value(view, cache.head_size, cache.head_size_v)
+        if (
+            cache.backend == CPU_BACKEND
+            and cache.head_size == cache.head_size_v
+            and cpu_attention_is_affine(cache.head_size, cache.tensor.dtype, view.shape[2])
+        ):
+            return attention.cpu_attention(view, cache.head_size)
+    logger.warning_once(
+        "%s: pages of backend %s (%s) are moved as opaque bytes: only to an instance with the same backend, layout, "
+        "block size and, where ranks hold shares of them, tensor-parallel size",
+        cache.layer,
+        cache.backend,
+        cache.spec_name,
+    )
+    strides = "x".join(map(str, view.strides[1:]))
+    return attention.opaque(view, f"{cache.backend} {cache.spec_name} {cache.cache_dtype} strides {strides}")

@@ -1,0 +1,85 @@
+"""The prefill side of a comparison: a thread of each worker makes the checksums that decode workers ask for.
+
+It runs beside the forward and the transfers, since the blocks are held by a lease until the answer is there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.geometry.checksums.sums import checksums
+from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.protocol.wire.messages import ChecksumJob, Failure, JobChecksums, NextChecksumJob, Request
+from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
+from vllm_pd_connector.sidechannel.net.keys import Keys
+from vllm_pd_connector.sidechannel.waiting import Wake, wait
+from vllm_pd_connector.worker.checksums import _table, memory_of, to_messages
+
+logger = init_logger(__name__)
+_JOB_WAIT_S = 30.0
+_RETRY_S = 1.0
+_CLOSE_S = 10.0
+
+
+class ChecksumServer:
+    """The prefill side's thread of one worker; `worker` is its number among the instance's, `token` its secret."""
+
+    def __init__(self, endpoint: str, keys: Keys | None, manifest: Manifest, worker: int, token: bytes) -> None:
+        self._endpoint = endpoint
+        self._keys = keys
+        self._manifest = manifest
+        self._memory = memory_of(manifest.segments)
+        self._worker = worker
+        self._token = token
+        self._wake = Wake()
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="pd-sums", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; nothing reads the caches after this returns."""
+        self._stop = True
+        self._wake.set()
+        self._thread.join(timeout=_CLOSE_S)
+
+    def _run(self) -> None:
+        client = SideChannelClient(keys=self._keys)
+        try:
+            while not self._stop:
+                outcome = self._ask(client, NextChecksumJob(self._token, self._worker), _JOB_WAIT_S)
+                if isinstance(outcome, ChecksumJob):
+                    for message in self._make(outcome):
+                        self._ask(client, message, _RETRY_S)
+                elif isinstance(outcome, ProtocolError | Failure):
+                    self._pause(client)  # the side channel is not there yet, or not any more
+        finally:
+            client.close()
+
+    def _ask(self, client: SideChannelClient, request: Request, timeout: float) -> Outcome | None:
+        """The outcome of a request, None when this thread is to end."""
+        token = client.send(self._endpoint, request, timeout)
+        while not self._stop:
+            wait(client, self._wake, None)
+            if (outcome := dict(client.receive()).get(token)) is not None:
+                return outcome
+        return None
+
+    def _pause(self, client: SideChannelClient) -> None:
+        until = time.monotonic() + _RETRY_S
+        while not self._stop and time.monotonic() < until:
+            wait(client, self._wake, until)
+
+    def _make(self, job: ChecksumJob) -> Iterator[JobChecksums]:
+        try:
+            tables = [_table(table.first_block, np.frombuffer(table.ids, dtype="<i4")) for table in job.tables]
+            found = checksums(self._manifest, self._memory, tables, job.starts, job.stop)
+        except Exception as error:  # nothing is vouched for: this reader's check fails, and no other's
+            logger.error("sums of job %d: %s: %s", job.job, type(error).__name__, error)
+            found = []
+        yield from to_messages(self._token, job.job, self._worker, found)

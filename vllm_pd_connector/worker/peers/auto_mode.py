@@ -1,0 +1,78 @@
+"""Mode auto: which way a prefill instance is used, found when the link to it is made.
+
+An instance that offers memory for it is tried both ways (`bandwidth_test`), beside whatever else the transfer thread
+does, and the faster one is taken for the requests that come afterwards. Those that come before are read, and so are all
+if anything stands against a try.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.geometry.manifest import Segment
+from vllm_pd_connector.observability.stats import PDStats
+from vllm_pd_connector.transport.base import Transport
+from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth, measure_bandwidth
+from vllm_pd_connector.worker.peers.link import Link
+from vllm_pd_connector.worker.poll_interval import pause
+
+logger = init_logger(__name__)
+
+
+class AutoMode:
+    """The self-tests under way. Lives in the transfer thread.
+
+    Args:
+        scratch: memory of this worker for them, None if there is none.
+        warm_s: seconds that it may take to open connections.
+    """
+
+    def __init__(self, transport: Transport, scratch: Segment | None, warm_s: float, stats: PDStats) -> None:
+        self._transport = transport
+        self._scratch = scratch
+        self._warm_s = warm_s
+        self._stats = stats
+        self._running: list[tuple[Link, Generator[None, None, Bandwidth]]] = []
+        self._began = 0.0
+
+    def begin(self, link: Link) -> None:
+        """Measure both ways to the instance of this link; `link.figures` will say what was found."""
+        if link.scratch is None or self._scratch is None:
+            logger.info("prefill engine %s reads only: it does not offer to write", link.engine_id)
+            return
+        peer, there = link.scratch
+        connected = lambda: link.scratch is not None and link.scratch[0] is peer  # noqa: E731
+        test = measure_bandwidth(self._transport, peer, self._scratch, there, connected, self._warm_s)
+        self._running.append((link, test))
+        self._began = time.monotonic()
+        self.turn()
+
+    def turn(self) -> None:
+        """Go on with all of them."""
+        for entry in list(self._running):
+            link, test = entry
+            try:
+                next(test)
+                continue
+            except StopIteration as end:
+                self._found(link, end.value)
+            except TransferError as error:
+                logger.warning("self-test with prefill engine %s: %s; it is read from", link.engine_id, error)
+            except Exception:  # a defect of ours that one test met must not reach the receives
+                logger.exception("self-test with prefill engine %s; it is read from", link.engine_id)
+            self._running.remove(entry)
+
+    def pause(self) -> float | None:
+        """Seconds until a `turn` is due; None if nothing runs."""
+        return pause(time.monotonic() - self._began) if self._running else None
+
+    def _found(self, link: Link, bandwidth: Bandwidth) -> None:
+        link.bandwidth = bandwidth
+        way = "is asked to write" if bandwidth.prefers_push else "is read from"
+        logger.info("self-test with prefill engine %s: %s; it %s", link.engine_id, bandwidth, way)
+        self._stats.gauge("read bytes/s", round(bandwidth.read))
+        self._stats.gauge("write bytes/s", round(bandwidth.write))
+        self._stats.gauge("push chosen", int(bandwidth.prefers_push))

@@ -1,0 +1,308 @@
+"""All instances that a worker is or was linked to: their handshakes, doubts, deaths and removal.
+
+A peer's state machine decides (`protocol.peer`), its `Link` holds the plan and the connected ranks; this class brings
+the machines their events and carries out what they ask for. What it means for requests goes to the `User`, who owns
+them: start these, fail those, all that reads from this link is over.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, PeerLost, ProtocolError, TransferError
+from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.observability.stats import FailureKind, Phase
+from vllm_pd_connector.protocol import peer as peers
+from vllm_pd_connector.protocol.peer import Peer, PeerKey, PeerState
+from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, GetManifests, Manifests
+from vllm_pd_connector.sidechannel.client import Outcome
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
+from vllm_pd_connector.transport.base import Transport
+from vllm_pd_connector.worker.peers.link import Link
+from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
+from vllm_pd_connector.worker.rpc import PendingCalls
+
+logger = init_logger(__name__)
+
+FETCH_ATTEMPTS = 4
+IDLE_LINK_S = 3600.0
+MAX_LINKS = 1024
+
+
+class User(Protocol):
+    """The owner of the requests that need links."""
+
+    def ready(self, request_id: str, now: float) -> None:
+        """The link of this request, which was `Wanted`, is ready."""
+
+    def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
+        """The link of this request, which was `Wanted`, cannot be had."""
+
+    def lost(self, link: Link, reason: str, now: float) -> None:
+        """A link was cut; what may still write does. Requests that still wait for the link are not concerned; they are
+        started or refused."""
+
+    def stalled(self, link: Link, reason: str, now: float) -> None:
+        """The peer of this link is well and is linked anew, because what was begun on it stands still."""
+
+    def uses(self, link: Link) -> bool:
+        """Whether a request holds this link."""
+
+
+@dataclass(frozen=True, slots=True)
+class _GivenUp:
+    """Something that was begun on a link and then given up, and when it should have ended."""
+
+    link: Link
+    due: float
+    over: Callable[[], bool]
+
+
+class Links:
+    """See the module. Lives in the transfer thread.
+
+    Args:
+        manifest: this worker's, without the endpoint.
+        make: a link of the kind that these are, from its machine, engine id, endpoint and the time.
+        noun: what is at the other end, for messages.
+        connected: called with every link that was connected, before it is used.
+        chunk_bytes: what a staged transfer may take of the staging buffer at a time; 0 if there is no staging buffer.
+        processes: watches the ranks of every instance that is linked.
+        observe: takes the seconds of a phase, for the statistics.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        manifest: Manifest,
+        transport: Transport,
+        chunk_bytes: int,
+        calls: PendingCalls,
+        processes: ProcessWatches,
+        user: User,
+        observe: Callable[[Phase, float], None],
+        make: Callable[[Peer, str, str, float], Link] = Link,
+        noun: str = "prefill instance",
+        connected: Callable[[Link], None] | None = None,
+    ) -> None:
+        self._config = config
+        self._manifest = manifest
+        self._transport = transport
+        self._chunk_bytes = chunk_bytes
+        self._calls = calls
+        self._processes = processes
+        self._user = user
+        self._observe = observe
+        self._make = make
+        self._noun = noun
+        self._connected = connected
+        self._links: dict[tuple[PeerKey, str], Link] = {}
+        self._given_up: list[_GivenUp] = []
+
+    def get(self, key: PeerKey, engine_id: str, now: float) -> Link:
+        """The link to this incarnation of this engine, made if there is none."""
+        link = self._links.get((key, engine_id))
+        if link is not None and not key.incarnation and link.machine.outdated(now):
+            link = None  # whichever incarnation is at the address now is meant
+        if link is not None and link.machine.state is PeerState.READY and (reason := link.deserted(now)):
+            self.drive(link, peers.Lost(reason), now)
+        if link is None:
+            if len(self._links) >= MAX_LINKS:
+                self._drop_idle(now, oldest=True)
+            machine = Peer(key, random.random, noun=self._noun)
+            address = endpoint(key.host, key.port, key.server_key)
+            link = self._links[key, engine_id] = self._make(machine, engine_id, address, now)
+            self._doubt_others_at(link, now)
+        link.used_at = now
+        return link
+
+    def drive(self, link: Link, event: peers.Event, now: float) -> None:
+        """Give a peer's machine an event and carry out what it asks for."""
+        for action in link.machine.handle(event, now):
+            match action:
+                case peers.FetchManifests(attempt):
+                    self._fetch(link, attempt, now)
+                case peers.Connect():
+                    self.drive(link, self._connect(link), now)
+                case peers.Disconnect(reason):
+                    self._disconnect(link, reason, now)
+                case peers.StartRequests(request_ids):
+                    for request_id in request_ids:
+                        self._user.ready(request_id, now)
+                case peers.FailRequests(request_ids, reason):
+                    refused = link.machine.state is peers.PeerState.REFUSED
+                    kind = FailureKind.INCOMPATIBLE_PEER if refused else FailureKind.PEER_UNREACHABLE
+                    for request_id in request_ids:
+                        self._user.refused(request_id, reason, kind, now)
+
+    def departed(self, endpoint: str, now: float) -> None:
+        """The instance at this endpoint says that it ends: let go of its memory at once."""
+        for link in [link for link in self._links.values() if link.endpoint == endpoint]:
+            self.drive(link, peers.Dismissed(f"the {self._noun} is shutting down"), now)
+
+    def failed(self, link: Link, connection: object, error: TransferError, what: str, now: float) -> None:
+        """A transfer failed that was begun when `connection` was the link's: doubt its peer, or take it for lost.
+
+        `what` says what may still run. A connection that was cut says nothing of the one that others use now.
+        """
+        if connection is not link.connection:
+            self.drive(link, peers.Suspected(str(error)), now)
+            return
+        if not error.terminal:
+            link.stalled = what
+        self.drive(link, (peers.Lost if isinstance(error, PeerLost) else peers.Suspected)(str(error)), now)
+
+    def give_up(self, link: Link, over: Callable[[], bool], now: float) -> None:
+        """A request was given up while transfers of its run on this link. If they are not `over` when they should be,
+        they stand still; no request with a deadline is left that would notice."""
+        self._given_up.append(_GivenUp(link, now + self._config.transfer_timeout, over))
+
+    def tick(self, now: float) -> None:
+        """What is due: retries, probes, the removal of links that nobody has used for long."""
+        for entry in [entry for entry in self._given_up if entry.due <= now]:
+            self._given_up.remove(entry)
+            if not entry.over():
+                entry.link.stalled = "transfers of a request that was given up do not end"
+                self.drive(entry.link, peers.Suspected(entry.link.stalled), now)
+        for link in list(self._links.values()):
+            if (due := link.machine.next_deadline()) is not None and due <= now:
+                self.drive(link, peers.PeerTick(), now)
+        self._drop_idle(now)
+
+    def next_deadline(self) -> float | None:
+        """When a `tick` is due, None if none is."""
+        moments = [due for link in self._links.values() if (due := link.machine.next_deadline()) is not None]
+        moments += [link.used_at + IDLE_LINK_S for link in self._links.values()]
+        moments += [entry.due for entry in self._given_up]
+        return min(moments, default=None)
+
+    def _doubt_others_at(self, newcomer: Link, now: float) -> None:
+        """Two incarnations of an engine at one address: one of them is over. The parameters of a request prove nothing,
+        so the older link is only asked to check."""
+        for link in list(self._links.values()):
+            if link is not newcomer and link.endpoint == newcomer.endpoint and newcomer.machine.key.incarnation:
+                self.drive(link, peers.Suspected("another incarnation is announced at its address"), now)
+
+    def _end_others_at(self, link: Link, incarnation: str, now: float) -> None:
+        """Every other incarnation at this address has ended: the one that runs there has answered."""
+        for other in list(self._links.values()):
+            known = other.machine.key.incarnation
+            if other is not link and other.endpoint == link.endpoint and known not in ("", incarnation):
+                self.drive(other, peers.Replaced(f"incarnation {incarnation[:8]} answers at its address"), now)
+
+    def _fetch(self, link: Link, attempt: int, now: float) -> None:
+        timeout = self._config.handshake_timeout / FETCH_ATTEMPTS
+        try:
+            self._calls.ask(
+                link.endpoint,
+                GetManifests(link.engine_id),
+                timeout,
+                lambda outcome, at: self._fetched(link, attempt, outcome, at),
+            )
+        except ProtocolError as error:
+            self.drive(link, peers.FetchFailed(attempt, str(error)), now)
+
+    def _fetched(self, link: Link, attempt: int, outcome: Outcome, now: float) -> None:
+        event: peers.Event
+        match outcome:
+            case Manifests(engine_id=_, incarnation=incarnation, manifests=manifests):
+                link.manifests = manifests
+                self._end_others_at(link, incarnation, now)
+                event = arrived = peers.ManifestsArrived(attempt, incarnation)
+                doubted = link.machine.state is peers.PeerState.SUSPECT  # else it is not connected and will be
+                if doubted and link.stalled and incarnation == link.machine.key.incarnation:
+                    event = self._relink(link, arrived, now)
+            case Failure(code=FailureCode.FOREIGN_ENGINE, message=message):
+                event = peers.Replaced(message)
+            case Failure(code=FailureCode.VERSION | FailureCode.MALFORMED, message=message):
+                event = peers.Refused(message)
+            case _:
+                event = peers.FetchFailed(attempt, str(outcome))
+        self.drive(link, event, now)
+
+    def _relink(self, link: Link, answer: peers.ManifestsArrived, now: float) -> peers.Event:
+        """A peer in doubt lives, but what it was asked for stands still: use another endpoint of the library for it.
+        Without one it is used as it is, and what stands still ends by its deadline."""
+        reason = f"{link.stalled}, though {self._noun} {link.engine_id} answers: it is linked anew"
+        link.stalled = ""
+        try:
+            for rank in link.ranks.values():
+                self._transport.replace_endpoint(rank)
+        except TransferError as error:
+            logger.warning("%s; not possible: %s", reason, error)
+            return answer
+        if link.ranks:  # else an attempt to link it anew has failed before
+            self._user.stalled(link, reason, now)
+        link.disconnect(self._transport)
+        self._forget_given_up(link)
+        match self._connect(link):
+            case peers.Connected():
+                return answer
+            case peers.ConnectFailed(text):
+                link.stalled = "it could not be linked anew"
+                return peers.FetchFailed(answer.attempt, text)
+            case refusal:
+                return refusal
+
+    def _connect(self, link: Link) -> peers.Event:
+        began = time.monotonic()
+        try:
+            verdict = link.connect(self._manifest, self._transport, self._chunk_bytes)
+        except Exception as error:
+            link.disconnect(self._transport)
+            return self._not_connected(link, error)
+        finally:
+            link.manifests = ()
+        link.watch(self._processes, began)
+        seconds = time.monotonic() - began
+        self._observe(Phase.HANDSHAKE, seconds)
+        logger.info(
+            "linked to %s %s at %s in %.1f ms: %s",
+            self._noun,
+            link.engine_id,
+            link.machine.key,
+            1e3 * seconds,
+            verdict,
+        )
+        if self._connected is not None:
+            self._connected(link)
+        return peers.Connected()
+
+    def _not_connected(self, link: Link, error: Exception) -> peers.Event:
+        if isinstance(error, IncompatiblePeer):
+            logger.error("%s", error)
+            return peers.Refused(str(error))
+        if isinstance(error, PDConnectorError):
+            return peers.ConnectFailed(str(error))
+        # A defect of ours that one peer's manifests met must not reach the requests of others.
+        logger.exception("%s %s at %s cannot be linked", self._noun, link.engine_id, link.machine.key)
+        return peers.ConnectFailed(f"unexpected {type(error).__name__}: {error}")
+
+    def _disconnect(self, link: Link, reason: str, now: float) -> None:
+        logger.warning("disconnecting %s %s at %s: %s", self._noun, link.engine_id, link.machine.key, reason)
+        link.disconnect(self._transport)
+        self._user.lost(link, reason, now)
+        self._forget_given_up(link)
+
+    def _forget_given_up(self, link: Link) -> None:
+        """What was begun before says nothing of the connection that comes next."""
+        self._given_up = [entry for entry in self._given_up if entry.link is not link]
+
+    def _drop_idle(self, now: float, *, oldest: bool = False) -> None:
+        """Let go of the links that nobody has used for long; `oldest`: of the one that was not used for longest."""
+        for key, link in sorted(self._links.items(), key=lambda entry: entry[1].used_at):
+            if not oldest and link.used_at + IDLE_LINK_S > now:
+                return
+            if self._user.uses(link):
+                link.used_at = now if not oldest else link.used_at
+                continue
+            self.drive(link, peers.Dismissed("not used for long"), now)
+            del self._links[key]
+            if oldest:
+                return

@@ -1,0 +1,178 @@
+"""Whether the processes of other workers are there: what ends the quarantine of what they may still write.
+
+A write that was begun is carried by the writer's library, its threads or its network card, and only the writer's own
+process can say that it is over, or that process's end. The side channel says nothing of that end: it is another
+process wherever an instance has several workers, and a port that refuses, or that somebody else answers, may be a
+packet filter's or a proxy's doing while the workers write on.
+
+So every worker listens for liveness links (`transport.liveness`), which move nothing, and whoever depends on a worker's
+writes holds one to it from before the first of them. It is the worker's kernel that closes an open link when the
+process ends, whatever it died of; a stopped process keeps its links, and a packet filter cannot close one in good
+order. A reset, a refusal and silence prove nothing. A proxy in between may close a link too, so what was closed is
+dialled again and again; only when the process does not answer SETTLE_S later is it over. What it had sent has arrived
+by then: a network that was silent for longer would have cost the link its life by silence, which is no proof.
+
+    DIALLING --answered--> HERE --closed in good order--> CLOSED --not answered again, SETTLE_S later--> OVER
+        |  ^                |                               |
+        |  +----------------+------ answered again ---------+
+        +--refused, silence--> LOST <--reset, silence-- HERE        and LOST --dialled again--> DIALLING
+
+vLLM ends a worker that outlives its engine core when its step is over, and its links with it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+from collections.abc import Callable
+from math import inf
+
+from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.geometry.manifest import LivenessAddress
+from vllm_pd_connector.transport.addresses import Address, local_address, source_address
+from vllm_pd_connector.transport.liveness import SILENCE_S, LivenessHub, LivenessLink, LivenessState
+
+SETTLE_S = float(SILENCE_S)
+AGAIN_S = 5.0
+DIAL_S = 10.0
+LOOK_S = 0.25
+"""How often one looks who waits for an end."""
+MAX_WATCHES = 4096
+IDLE_S = 3600.0
+
+
+class ProcessWatch:
+    """What is known of one worker's process. Lives in the transfer thread; `look` is called by who wants to know."""
+
+    def __init__(self, life: LivenessAddress, dial: Callable[[LivenessAddress], LivenessLink]) -> None:
+        self.life = life
+        self.used_at = -inf
+        self._dial = dial
+        self._link: LivenessLink | None = None
+        self._closed_at: float | None = None
+        self._dialled_at = -inf
+        self._over = False
+        self._reason = ""
+
+    @property
+    def here(self) -> bool:
+        """Whether there is an open link: the end of the process will be noticed."""
+        return self._link is not None and self._link.state is LivenessState.OPEN
+
+    @property
+    def lost(self) -> bool:
+        """Whether the latest link was lost or could not be had."""
+        return self._link is None or self._link.state is LivenessState.LOST
+
+    @property
+    def closed(self) -> bool:
+        """Whether an open link was closed from there: in all likelihood the process has ended."""
+        told = self._link is not None and self._link.closed_at is not None
+        return self._over or told or self._closed_at is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing that the process had begun can arrive any more; for ever."""
+        return self._over
+
+    def __str__(self) -> str:
+        if self._over:
+            state = "has ended"
+        elif self.closed:
+            state = "closed its line and is dialled again"
+        else:
+            state = "is there" if self.here else self._reason or "has not answered yet"
+        return f"worker at {self.life.address} port {self.life.port}: {state}"
+
+    def look(self, now: float) -> None:
+        """See what became of the link; dial where there is none."""
+        self.used_at = now
+        link = self._link
+        if self._over or (link is not None and link.state is LivenessState.DIALLING):
+            return
+        if link is not None and link.state is LivenessState.OPEN:
+            self._closed_at = None
+            return
+        if link is not None:
+            self._reason = link.reason
+            if link.closed_at is not None:
+                self._closed_at = link.closed_at
+            elif self._closed_at is not None and self._dialled_at >= self._closed_at + SETTLE_S:
+                self._over = True
+                return
+        if now >= self._dialled_at + AGAIN_S:
+            self._dialled_at = now
+            try:
+                self._link = self._dial(self.life)
+            except TransferError as error:  # ours to mend, and no word of that process
+                self._reason = str(error)
+
+    def let_go(self) -> None:
+        """End the link until somebody looks again."""
+        if self._link is not None and self._closed_at is None:
+            self._link.hang_up()
+            self._link = None
+
+
+class ProcessWatches:
+    """This worker's own life, and the watches of others. Lives in the transfer thread.
+
+    Args:
+        address: where to listen, and so be dialled.
+        wake: called from another thread when a link was lost.
+
+    Raises:
+        TransferError: nothing can listen at the address.
+    """
+
+    def __init__(self, address: Address, wake: Callable[[], None]) -> None:
+        self._address = address
+        name = f"pd-life-{secrets.token_hex(16)}"
+        self._hub = LivenessHub(str(address), name, listens=False, lost=wake)
+        self.own = LivenessAddress(str(address), self._hub.port, name)
+        self._watches: dict[str, ProcessWatch] = {}
+
+    def watch(self, life: LivenessAddress, now: float) -> ProcessWatch:
+        """The watch of a worker, begun if there is none."""
+        watch = self._watches.get(life.name)
+        if watch is None or watch.life != life:
+            if len(self._watches) >= MAX_WATCHES:
+                oldest = min(self._watches.values(), key=lambda w: w.used_at)
+                oldest.let_go()
+                del self._watches[oldest.life.name]
+            watch = self._watches[life.name] = ProcessWatch(life, self._dial)
+        watch.look(now)
+        return watch
+
+    def tick(self, now: float) -> None:
+        """Let go of links that nobody has looked at for long."""
+        for watch in self._watches.values():
+            if watch.used_at + IDLE_S <= now:
+                watch.let_go()
+
+    def close(self) -> None:
+        """End all links: who watches this worker takes it for ended."""
+        self._hub.close()
+
+    def _dial(self, life: LivenessAddress) -> LivenessLink:
+        try:
+            address = ipaddress.ip_address(life.address)
+        except ValueError:
+            raise TransferError(f"{life.address[:80]!r} is no IP address") from None
+        if address.version != self._address.version:
+            raise TransferError(f"address: {self._address} here, {address} there, of another version of IP")
+        return self._hub.dial(str(address), life.port, life.name, DIAL_S, wait_ms=0)
+
+
+def address_towards(host: str) -> Address:
+    """The address at which this worker is seen from `host`, its instance's side channel: on the same machine that one.
+
+    A host that is a name is looked up. Without a route to it, the address on the default route.
+    """
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_DGRAM)[0][4][0]
+        source = source_address(ipaddress.ip_address(str(found).partition("%")[0]))
+    except OSError:
+        source = None
+    return source or local_address("", "")

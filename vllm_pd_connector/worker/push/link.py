@@ -1,0 +1,139 @@
+"""The links of a pushing pair: a decode worker that asks, a prefill worker that writes.
+
+The one that asks checks the pair, so that a request fails with the reason before anything moves, and plans, so that
+it knows what nobody will write; its transport is not touched. The one that writes checks the pair too, plans for every
+rank of the decode instance with the manifests of all ranks of its own, and takes what the plan gives to itself: every
+rank comes to the same plan, so they need not talk.
+
+A push is bound in parts. Groups of full attention follow a cursor: only whole pages of both sides go out before the
+end, so that no byte is written twice and none of a page that is still being filled. The rest (the last partial block,
+windows, recurrent states) is bound once, at the end. Where runs into the other side's pages would be short, a part goes
+by way of this side's staging buffer, by the rule of reads (`geometry.staging.chunks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import lcm
+
+import numpy as np
+
+from vllm_pd_connector.errors import BindError
+from vllm_pd_connector.geometry.bind import BlockTable, Tail, first_valid_tokens, pair, runs_of
+from vllm_pd_connector.geometry.manifest import GroupKind, Manifest
+from vllm_pd_connector.geometry.plan import Edge, PagePairing, Rank, make_plan
+from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.staging.chunks import Chunk, chunks, split
+from vllm_pd_connector.protocol.wire.fields import Table
+from vllm_pd_connector.protocol.wire.push_messages import PushInto
+from vllm_pd_connector.transport.base import Transport
+from vllm_pd_connector.worker.peers.link import Link, decode
+
+
+@dataclass(frozen=True, slots=True)
+class _Edges:
+    """What this rank gives to one rank of the decode instance: by cursor, and at the end; each directly and by way of
+    the staging buffer. `step` is in tokens."""
+
+    growing: tuple[Edge, Edge]
+    ending: tuple[Edge, Edge]
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a push: `runs` to write directly, chunks to write by way of the staging buffer (None for nothing), and
+    `geometry.bind.first_valid_tokens`."""
+
+    runs: Runs
+    staged: Iterator[Chunk] | None
+    first_valid_tokens: dict[int, int]
+
+
+@dataclass(eq=False, slots=True)
+class WriteLink(Link):
+    """To a decode instance that is written into. `own` are the encoded manifests of all ranks of this instance;
+    `outgoing` has every rank there while connected, None for one that this rank has nothing for."""
+
+    own: Sequence[bytes] = ()
+    outgoing: dict[Rank, _Edges | None] = field(default_factory=dict)
+
+    def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
+        """Check, plan for all ranks there, connect to those that this rank writes into. Raises as `Link.connect`."""
+        ours = [decode(encoded) for encoded in self.own]
+        remote, check = self._accept(local, ours, "prefill engine {} cannot write into decode engine {}")
+        mine = local.parallel.pp_rank, local.parallel.tp_rank
+        for destination in remote:
+            edge = make_plan(destination, ours).edge(mine)
+            rank = destination.parallel.pp_rank, destination.parallel.tp_rank
+            if edge is not None:
+                self.ranks[rank] = transport.connect(destination.endpoint, destination.segments)
+            self.outgoing[rank] = _edges(edge, chunk_bytes) if edge is not None else None
+        self.chunk_bytes = chunk_bytes
+        converted = sum(
+            any(staged.pairings for _, staged in (edges.growing, edges.ending))
+            for edges in filter(None, self.outgoing.values())
+        )
+        return f"{check.status}, writes into {len(self.ranks)} of {len(remote)} ranks, converts for {converted}"
+
+    def disconnect(self, transport: Transport) -> None:
+        Link.disconnect(self, transport)
+        self.outgoing = {}
+
+    def reach(self, into: PushInto, ready: int, cursor: int, final: bool) -> int:
+        """How far the cursor of a push may go: to the last page boundary of both sides before `ready`, or the end.
+
+        Raises:
+            BindError: that rank is not connected.
+        """
+        edges = self._edges_to(into)
+        if final or edges is None:
+            return into.stop
+        return max(cursor, ready // edges.step * edges.step)
+
+    def bind_push(self, into: PushInto, source: Sequence[Table], cursor: int, reach: int, final: bool) -> Part:
+        """What this rank must write of tokens [cursor, reach), and at the end of everything else.
+
+        Raises:
+            BindError: the request's block ids do not fit the manifests, or that rank is not connected.
+        """
+        edges = self._edges_to(into)
+        if edges is None:
+            return Part(Runs.empty(), None, {})
+        tables = [_table(table) for table in source], [_table(table) for table in into.blocks]
+        tail = Tail.PAGE if final else Tail.EXACT
+        direct, staged = (pair(edge, *tables, cursor, reach, tail=tail, states=False) for edge in edges.growing)
+        if final:
+            for paired, edge in zip((direct, staged), edges.ending, strict=True):
+                paired += pair(edge, *tables, into.start, into.stop, tail=tail, late=True)
+        any_staged = any(len(spans.tokens) for _, spans in staged)
+        return Part(
+            runs_of(direct),
+            chunks(staged, self.chunk_bytes, writes=True) if any_staged else None,
+            first_valid_tokens([*direct, *staged]),
+        )
+
+    def _edges_to(self, into: PushInto) -> _Edges | None:
+        """None: nothing is written into that rank. What is not connected must not pass for that."""
+        rank = into.pp_rank, into.tp_rank
+        if rank not in self.outgoing:
+            raise BindError(f"rank {rank}: asked to be written into, connected are {sorted(self.outgoing)}")
+        return self.outgoing[rank]
+
+
+def _edges(edge: Edge, chunk_bytes: int) -> _Edges:
+    growing = tuple(pairing for pairing in edge.pairings if pairing.kind is GroupKind.FULL)
+    ending = tuple(pairing for pairing in edge.pairings if pairing.kind is not GroupKind.FULL)
+    step = lcm(*(tokens for f in growing for tokens in (f.source.page_tokens, f.destination.page_tokens)))
+
+    def both(pairings: tuple[PagePairing, ...]) -> tuple[Edge, Edge]:
+        return split(replace(edge, pairings=pairings), chunk_bytes, writes=True)
+
+    return _Edges(both(growing), both(ending), step)
+
+
+def _table(table: Table) -> BlockTable:
+    if len(table.ids) % 4:
+        raise BindError(f"block ids: {len(table.ids)} bytes are no sequence of 32-bit numbers")
+    return BlockTable(table.first_block, np.frombuffer(table.ids, dtype="<i4").astype(np.int64))

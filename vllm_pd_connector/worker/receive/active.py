@@ -1,0 +1,84 @@
+"""One receive under way, as the transfer thread knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from vllm_pd_connector.geometry.plan import Plan
+from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.staging.chunks import Chunk
+from vllm_pd_connector.metadata import ReceiveRequest
+from vllm_pd_connector.observability.stats import FailureKind
+from vllm_pd_connector.protocol import receive as receives
+from vllm_pd_connector.protocol.receive import Receive
+from vllm_pd_connector.protocol.wire.fields import LeaseRef
+from vllm_pd_connector.protocol.wire.push_messages import Moved
+from vllm_pd_connector.transport.base import Transfer, TransportPeer
+from vllm_pd_connector.worker.peers.link import Link
+from vllm_pd_connector.worker.peers.pool import Links
+from vllm_pd_connector.worker.peers.process_watch import ProcessWatch
+
+
+@dataclass(eq=False, slots=True)
+class ActiveReceive:
+    """What was ordered, its machine, and the transport's handles by transfer index.
+
+    `plan` is the link's when it was ready; it tells what is written here, also by the prefill side. `prefill` names the
+    request there; a push learns its id in the end, and in `compared` the lease of the blocks with which what was
+    written is compared, if it is to be and can be. `connection` is the link's when the reads began; `stuck` are indices
+    whose transfers failed but may still write, `sources` the watches of the workers that are read from, by index,
+    `watches` those of all workers that may write; `progress` is how far the reads were when their deadline was set.
+    `question` numbers what a prefill side that writes was asked, `life` is whom, `retry_at` is when it is asked again,
+    `tell_at` when a long quarantine is told.
+    """
+
+    request: ReceiveRequest
+    links: Links
+    link: Link
+    machine: Receive
+    attempt: bytes
+    prefill: str
+    began: float
+    phase_began: float
+    plan: Plan | None = None
+    reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = field(default_factory=list)
+    first_valid_tokens: dict[int, int] = field(default_factory=dict)
+    connection: object = None
+    transfers: dict[int, Transfer] = field(default_factory=dict)
+    stuck: set[int] = field(default_factory=set)
+    progress: object = None
+    moved: Moved = Moved()
+    kind: FailureKind = FailureKind.INTERNAL
+    reported: bool = False
+    verified: bool = False
+    compared: LeaseRef | None = None
+    question: int = 0
+    retry_at: float | None = None
+    life: str = ""
+    watches: tuple[ProcessWatch, ...] = ()
+    sources: tuple[ProcessWatch | None, ...] = ()
+    tell_at: float = 0.0
+
+    @property
+    def lease(self) -> LeaseRef | None:
+        """What is compared with, confirmed or given back; None if the prefill side sees to its lease itself."""
+        if self.question:
+            return self.compared
+        return self.request.remote.lease if self.request.remote is not None else None
+
+    @property
+    def asks(self) -> bool:
+        """Whether the prefill side is asked to write; known once the link is ready."""
+        if self.request.either:
+            return self.link.bandwidth is not None and self.link.bandwidth.prefers_push
+        return self.request.push is not None
+
+
+class Drive(Protocol):
+    """Gives a receive's machine an event; `kind` labels a failure that it may lead to."""
+
+    def __call__(
+        self, active: ActiveReceive, event: receives.Event, now: float, kind: FailureKind | None = None
+    ) -> None: ...

@@ -1,0 +1,79 @@
+"""Verification on the decode side: the prefill side's checksums over a receive are asked for, ours made, both compared.
+
+Sums are made and compared in a thread of their own, beside the transfers; what was found comes back to the transfer
+thread as an event of the receive. The checksums themselves are `worker.checksums`'s.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.geometry.checksums.sums import difference
+from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.observability.stats import FailureKind
+from vllm_pd_connector.protocol import receive as receives
+from vllm_pd_connector.protocol.wire.messages import Failure, GetChecksums, LeaseChecksums
+from vllm_pd_connector.sidechannel.client import Outcome
+from vllm_pd_connector.sidechannel.waiting import Wake
+from vllm_pd_connector.worker.checksums import memory_of, of_pieces, received_checksums, starts_of
+from vllm_pd_connector.worker.receive.active import ActiveReceive, Drive
+from vllm_pd_connector.worker.rpc import PendingCalls
+
+
+class ChecksumComparison:
+    """See the module. Lives in the transfer thread, but for `close`; `wake` ends that thread's sleep."""
+
+    def __init__(self, config: Config, manifest: Manifest, wake: Wake) -> None:
+        self._timeout_s = config.transfer_timeout
+        self._manifest = manifest
+        self._memory = memory_of(manifest.segments) if config.verify != "off" else []
+        self._wake = wake
+        self._summing = ThreadPoolExecutor(1, "pd-sums")
+        self._results: deque[Callable[[float], None]] = deque()
+
+    def begin(self, active: ActiveReceive, calls: PendingCalls, drive: Drive, now: float) -> None:
+        """Ask for the prefill side's checksums and make ours; what they say comes back to this thread."""
+        request, lease = active.request, active.lease
+        assert lease is not None
+        active.verified = True
+        starts = starts_of(request, self._manifest, active.first_valid_tokens)
+        mine = self._summing.submit(received_checksums, self._manifest, self._memory, request, starts)
+
+        def compare(outcome: Outcome) -> str:
+            match outcome:
+                case LeaseChecksums(pieces):
+                    return difference(mine.result(), of_pieces(pieces))
+                case Failure(message=reason):
+                    return reason
+                case _:
+                    return str(outcome)
+
+        def compared(problem: Future[str]) -> None:
+            if problem.cancelled():  # this instance ends
+                return
+            error = problem.exception()
+            text = problem.result() if error is None else f"{type(error).__name__}: {error}"
+            self._results.append(lambda at: drive(active, receives.Compared(text), at, FailureKind.VERIFICATION))
+            self._wake.set()
+
+        def answered(outcome: Outcome, _: float) -> None:
+            self._summing.submit(compare, outcome).add_done_callback(compared)
+
+        try:
+            message = GetChecksums(lease, starts, request.stop)
+            calls.ask(active.link.endpoint, message, self._timeout_s, answered)
+        except ProtocolError as error:
+            drive(active, receives.Compared(str(error)), now, FailureKind.VERIFICATION)
+
+    def turn(self, now: float) -> None:
+        """Give the receives what was found since."""
+        while self._results:
+            self._results.popleft()(now)
+
+    def close(self) -> None:
+        """End: what waits to be summed is not summed any more."""
+        self._summing.shutdown(cancel_futures=True)

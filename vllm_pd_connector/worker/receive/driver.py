@@ -1,0 +1,468 @@
+"""A decode worker's receives: from the request to the one report, in the transfer thread.
+
+Everything that decides is a state machine without I/O (`protocol.receive`); `Receives` brings it events and carries out
+its actions. What needs questions and answers of its own stands beside it: `push_request` (the prefill side is to
+write), `compare` (its sums are to equal ours).
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import BindError, ProtocolError, TransferError
+from vllm_pd_connector.geometry.bind import require_filled
+from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.staging.blanks import blanks
+from vllm_pd_connector.metadata import ReceiveRequest, block_tables
+from vllm_pd_connector.observability.stats import FailureKind, Phase
+from vllm_pd_connector.protocol import peer as peers
+from vllm_pd_connector.protocol import receive as receives
+from vllm_pd_connector.protocol.push.table import ANSWER_S
+from vllm_pd_connector.protocol.receive import Receive
+from vllm_pd_connector.protocol.wire.fields import Reading
+from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, ReadDone, ReadVerdict, Release
+from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, Moved
+from vllm_pd_connector.sidechannel.client import Outcome
+from vllm_pd_connector.transport.base import TransferStatus, Transport
+from vllm_pd_connector.worker.checksums import is_chosen
+from vllm_pd_connector.worker.outbox import Outbox
+from vllm_pd_connector.worker.peers.link import Link
+from vllm_pd_connector.worker.peers.pool import FETCH_ATTEMPTS, Links
+from vllm_pd_connector.worker.peers.process_watch import LOOK_S, ProcessWatches
+from vllm_pd_connector.worker.poll_interval import pause
+from vllm_pd_connector.worker.receive.active import ActiveReceive
+from vllm_pd_connector.worker.receive.compare import ChecksumComparison
+from vllm_pd_connector.worker.receive.push_link import AskLink
+from vllm_pd_connector.worker.receive.push_request import PushRequester
+from vllm_pd_connector.worker.rpc import PendingCalls
+from vllm_pd_connector.worker.staging.stager import Stager, Stream
+
+logger = init_logger(__name__)
+
+POLL_DRAINING_S = 0.05
+CONFIRM_ATTEMPTS = 3
+RELEASE_TIMEOUT_S = 5.0
+
+
+class Receives:
+    """See the module. Lives in the transfer thread; it is the `peers.pool.User` of the links to prefill instances.
+
+    Args:
+        manifest: this worker's, without the endpoint.
+        stager: carries out what goes by way of the staging buffer; whoever polls it brings its results to `staged`.
+        reader: this worker's number among the `readers` workers of its instance.
+        stats: what is counted now.
+        connected: called with every link to a prefill instance that is read from, before it is used, or None.
+        received: called before a good receive is reported, or None; see `TransferLoop`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        manifest: Manifest,
+        transport: Transport,
+        stager: Stager,
+        calls: PendingCalls,
+        processes: ProcessWatches,
+        comparison: ChecksumComparison,
+        outbox: Outbox,
+        reader: int,
+        readers: int,
+        connected: Callable[[Link], None] | None,
+        received: Callable[[ReceiveRequest, str, Mapping[int, int]], None] | None,
+    ) -> None:
+        self._config = config
+        self._manifest = manifest
+        self._transport = transport
+        self._stager = stager
+        self._calls = calls
+        self._comparison = comparison
+        self._outbox = outbox
+        self._reader, self._readers = reader, readers
+        self._stats = outbox.counting
+        self._received = received
+        silent = config.handshake_timeout + ANSWER_S
+        self._limits = receives.PhaseLimits(
+            config.handshake_timeout, config.transfer_timeout, config.confirm_timeout, silent
+        )
+        shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, self, self._observe)
+        self._links = Links(*shared, connected=connected)
+        self._asked = Links(*shared, AskLink)
+        place = manifest.parallel
+        per_question = ANSWER_S + config.handshake_timeout / FETCH_ATTEMPTS
+        reader_rank = (place.pp_rank, place.tp_rank, reader, readers)
+        self._push_requester = PushRequester(
+            calls, reader_rank, per_question, config.transfer_timeout, self._drive, manifest.groups
+        )
+        self._active: dict[str, ActiveReceive] = {}
+
+    def begin(self, request: ReceiveRequest, now: float) -> None:
+        """Begin a receive: its peer is wanted."""
+        remote, push = request.remote, request.push
+        if remote is None and push is None:
+            logger.debug(
+                "request %s: receive failed: %s", request.request_id, request.error
+            )  # the scheduler half said it
+            self._stats.fail(FailureKind.BAD_PARAMETERS)
+            self._outbox.finished(request.request_id, ok=False, quarantined=False)
+            return
+        if push is not None and not request.either:
+            links, key, engine_id, prefill = self._asked, push.peer, push.engine_id, push.prefill.name
+        else:
+            assert remote is not None
+            links, key, engine_id, prefill = self._links, remote.peer, remote.remote_engine_id, remote.remote_request_id
+        link = links.get(key, engine_id, now)
+        verify = is_chosen(request, self._config.verify)
+        machine, attempt = Receive(self._limits, now, verify), secrets.token_bytes(16)
+        self._active[request.request_id] = ActiveReceive(request, links, link, machine, attempt, prefill, now, now)
+        links.drive(link, peers.Wanted(request.request_id), now)
+
+    def abort(self, request_id: str, now: float) -> None:
+        """Give up a receive, if it is not over."""
+        active = self._active.get(request_id)
+        if active is not None and not active.reported:
+            active.links.drive(active.link, peers.Unwanted(request_id), now)
+            self._drive(active, receives.Abort(), now, FailureKind.ABORTED)
+
+    def departed(self, endpoint: str, now: float) -> None:
+        """The instance at this endpoint says that it ends."""
+        self._links.departed(endpoint, now)
+        self._asked.departed(endpoint, now)
+
+    def poll(self, now: float) -> None:
+        """Look at all direct transfers that run."""
+        for active in list(self._active.values()):
+            for index, transfer in list(active.transfers.items()):
+                try:
+                    if self._transport.poll(transfer) is TransferStatus.RUNNING:
+                        continue
+                except TransferError as error:
+                    del active.transfers[index]
+                    self._transfer_failed(active, index, error, now)
+                else:
+                    del active.transfers[index]
+                    self._transfer_done(active, index, now)
+
+    def staged(self, active: ActiveReceive, stream: Stream, failure: TransferError | None, now: float) -> None:
+        """A transfer by way of the staging buffer has ended."""
+        active.moved += Moved(stream.bytes, stream.runs, stream.descriptors)
+        if failure is not None:
+            self._transfer_failed(active, stream.index, failure, now)
+        else:
+            self._transfer_done(active, stream.index, now)
+
+    def tick(self, now: float) -> None:
+        """What is due: deadlines, questions to be asked again, what the links have to do."""
+        for active in list(self._active.values()):
+            if (due := active.machine.next_deadline()) is not None and due <= now:
+                waited = active.machine.state is receives.ReceiveState.WAITING
+                if self._goes_on(active, now):
+                    continue
+                active.links.drive(active.link, peers.Unwanted(active.request.request_id), now)
+                if waited:
+                    self._drive(active, receives.PeerFailed(self._in_vain(active)), now, FailureKind.PEER_UNREACHABLE)
+                else:
+                    self._drive(active, receives.ReceiveTick(missing=self._missing(active)), now, FailureKind.DEADLINE)
+                if self._moves(active):  # else it waited for room or for our own copies, or did not read
+                    active.link.stalled = "a read took too long"
+                if not waited:
+                    active.links.drive(active.link, peers.Suspected("a receive exceeded its deadline"), now)
+            if active.retry_at is not None and active.retry_at <= now:
+                active.retry_at = None
+                self._push_requester.again(active, now)
+            self._push_requester.look(active, now)
+            self._bury(active, now)
+        self._links.tick(now)
+        self._asked.tick(now)
+
+    def _bury(self, active: ActiveReceive, now: float) -> None:
+        """End what may still write of reads from workers that have ended."""
+        for index in sorted(active.stuck):
+            if (source := active.sources[index]) is None:
+                continue
+            source.look(now)
+            if source.over:
+                active.stuck.discard(index)
+                self._drive(active, receives.TransferFailed(index, str(source), terminal=True), now)
+
+    def next_deadline(self, now: float) -> float | None:
+        """When a `poll` or a `tick` is due, None if none is."""
+        moments = [m for active in self._active.values() if (m := active.machine.next_deadline()) is not None]
+        moments += [active.retry_at for active in self._active.values() if active.retry_at is not None]
+        moments += [m for links in (self._links, self._asked) if (m := links.next_deadline()) is not None]
+        for active in self._active.values():
+            if active.stuck or (active.question and active.reported):
+                moments.append(now + LOOK_S)
+            if active.transfers:
+                moments.append(now + (POLL_DRAINING_S if active.reported else pause(now - active.phase_began)))
+        return min(moments, default=None)
+
+    def fail(self, request_id: str, reason: str, now: float) -> None:
+        """End a receive that could not begin."""
+        active = self._active.get(request_id)
+        if active is None:
+            self._stats.fail(FailureKind.INTERNAL)
+            self._outbox.finished(request_id, ok=False, quarantined=False)
+        elif not active.reported:
+            self._drive(active, receives.PeerFailed(reason), now, FailureKind.INTERNAL)
+
+    def fail_all(self, reason: str, now: float) -> None:
+        """End every receive that was not reported."""
+        for active in list(self._active.values()):
+            if not active.reported:
+                active.links.drive(active.link, peers.Unwanted(active.request.request_id), now)
+                self._drive(active, receives.PeerFailed(reason), now, FailureKind.INTERNAL)
+
+    # What becomes of links (`peers.pool.User`)
+
+    def ready(self, request_id: str, now: float) -> None:
+        """Its peer is ready: bind the request and start its reads, or ask for it to be written."""
+        active = self._active[request_id]
+        active.plan = active.link.plan
+        try:
+            require_filled(self._manifest.groups, block_tables(active.request.blocks), active.request.start)
+            bound = None if active.asks else active.link.bind(active.request)
+        except BindError as error:
+            self._drive(active, receives.PeerFailed(str(error)), now, FailureKind.BAD_PARAMETERS)
+            return
+        except Exception as error:  # a defect of ours that one request met must not reach the others
+            logger.exception("request %s: binding failed", active.request.request_id)
+            self._drive(active, receives.PeerFailed(f"{type(error).__name__}: {error}"), now, FailureKind.INTERNAL)
+            return
+        self._phase(active, Phase.QUEUE, now)
+        if bound is None:
+            self._drive(active, receives.PushReady(), now)
+            return
+        active.reads, active.first_valid_tokens = bound.reads, bound.first_valid_tokens
+        staged = frozenset(i for i, (_, work) in enumerate(active.reads) if not isinstance(work, Runs))
+        self._drive(active, receives.PeerReady(len(active.reads), staged), now)
+
+    def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
+        """Its peer cannot be had."""
+        self._drive(self._active[request_id], receives.PeerFailed(reason), now, kind)
+
+    def lost(self, link: Link, reason: str, now: float) -> None:
+        """A peer is lost: what was read from it fails, and what it was asked to write."""
+        waiting = receives.ReceiveState.WAITING
+        for active in [a for a in self._active.values() if a.link is link and a.machine.state is not waiting]:
+            self._drive(active, receives.PeerFailed(reason), now, FailureKind.PEER_UNREACHABLE)
+
+    def stalled(self, link: Link, reason: str, now: float) -> None:
+        """What is read on this link stands still: it fails now, and its blocks come back when it has ended. What the
+        prefill side was asked to write does not go this way."""
+        self._stats.count("relinked")
+        for active in [a for a in self._active.values() if a.link is link and a.machine.writing and not a.question]:
+            self._drive(active, receives.PeerFailed(reason), now, FailureKind.TRANSFER_FAILED)
+
+    def uses(self, link: Link) -> bool:
+        """Whether a receive holds this link, or one that was given up still holds slots."""
+        return any(active.link is link for active in self._active.values()) or self._stager.involves(link)
+
+    # One receive
+
+    def _drive(self, active: ActiveReceive, event: receives.Event, now: float, kind: FailureKind | None = None) -> None:
+        """Give a receive's machine an event and carry out what it asks for. `kind` labels a failure it may lead to."""
+        if kind is not None:
+            active.kind = kind
+        for action in active.machine.handle(event, now):
+            match action:
+                case receives.StartReads():
+                    self._read(active, now)
+                case receives.Compare():
+                    self._comparison.begin(active, self._calls, self._drive, now)
+                case receives.Confirm():
+                    self._confirm(active, now)
+                case receives.AskPush():
+                    self._push_requester.ask(active, now)
+                case receives.Withdraw():
+                    self._push_requester.withdraw(active, now)
+                case receives.Report(ok, reason, quarantined):
+                    self._report(active, ok, reason, quarantined, now)
+                case receives.Drained():
+                    self._outbox.drained(active.request.request_id)
+        if active.reported and not active.machine.writing:
+            self._active.pop(active.request.request_id, None)
+
+    def _read(self, active: ActiveReceive, now: float) -> None:
+        began = time.monotonic()
+        failed: list[tuple[int, TransferError]] = []
+        active.connection = active.link.connection
+        active.sources = tuple(active.link.watch_of(peer) for peer, _ in active.reads)
+        for index, (peer, runs) in enumerate(active.reads):
+            if not isinstance(runs, Runs):
+                self._stager.start(active, index, active.link, peer, runs, active.sources[index])
+                continue
+            try:
+                transfer = self._transport.read(peer, runs)
+            except TransferError as error:
+                failed.append((index, error))
+                continue
+            active.transfers[index] = transfer
+            active.moved += Moved(runs.total_bytes, len(runs), transfer.descriptors)
+        self._stats.observe_phase(Phase.POST, time.monotonic() - began)
+        active.progress = self._progress(active)
+        active.reads = []
+        for index, failure in failed:
+            self._transfer_failed(active, index, failure, now)
+
+    def _transfer_done(self, active: ActiveReceive, index: int, now: float) -> None:
+        if active.machine.writing == {index} and not active.reported:
+            self._phase(active, Phase.TRANSFER, time.monotonic())
+        self._drive(active, receives.TransferDone(index), now)
+
+    def _transfer_failed(self, active: ActiveReceive, index: int, error: TransferError, now: float) -> None:
+        if not error.terminal:
+            active.stuck.add(index)  # nothing more will be heard of it before that worker is known to have ended
+        event = receives.TransferFailed(index, str(error), error.terminal)
+        self._drive(active, event, now, FailureKind.TRANSFER_FAILED)
+        active.links.failed(active.link, active.connection, error, "a read failed and may still write", now)
+
+    def _confirm(self, active: ActiveReceive, now: float) -> None:
+        assert active.lease is not None
+        request = active.request
+        message = ReadDone(active.lease, self._reader, self._readers, request.attempt, request.shared)
+        try:
+            self._calls.ask(
+                active.link.endpoint,
+                message,
+                self._config.confirm_timeout / CONFIRM_ATTEMPTS,
+                lambda outcome, at: self._confirmed(active, outcome, at),
+            )
+        except ProtocolError as error:
+            self._drive(active, receives.Verdict(False, str(error)), now, FailureKind.INTERNAL)
+
+    def _confirmed(self, active: ActiveReceive, outcome: Outcome, now: float) -> None:
+        match outcome:
+            case ReadVerdict(held=held, reason=reason):
+                self._drive(active, receives.Verdict(held, reason), now, FailureKind.LEASE_LOST)
+            case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY):
+                self._drive(active, receives.VerdictTimeout(), now)
+            case Failure(message=message):
+                self._drive(active, receives.Verdict(False, message), now, FailureKind.LEASE_LOST)
+            case _:
+                active.links.drive(active.link, peers.Suspected(str(outcome)), now)
+                self._drive(active, receives.VerdictTimeout(), now)
+
+    def _in_vain(self, active: ActiveReceive) -> str:
+        """Why a receive that waited for its peer waits no longer."""
+        last = f": {active.link.machine.reason}" if active.link.machine.reason else ""
+        return f"the prefill instance gave no usable answer within {self._limits.wait_s:g} s{last}"
+
+    def _report(self, active: ActiveReceive, ok: bool, reason: str, quarantined: bool, now: float) -> None:
+        request = active.request
+        active.reported = True
+        active.reads = []
+        account = self._stager.account(active)
+        self._stager.cancel(active)
+        if ok and (reason := self._blank(active)):
+            ok, active.kind = False, FailureKind.INTERNAL
+        stats = self._stats
+        if ok:
+            self._phase(active, Phase.CONFIRM, now)
+            stats.observe_phase(Phase.TOTAL, now - active.began)
+            stats.count("receives")
+            stats.count("bytes", active.moved.bytes)
+            stats.count("runs", active.moved.runs)
+            stats.count("descriptors", active.moved.descriptors)
+            stats.count("verified", int(active.verified))
+            self._trace(active)
+        else:
+            stats.fail(active.kind)
+            log = logger.info if active.kind is FailureKind.ABORTED else logger.error
+            log(
+                "request %s: receive of tokens [%d, %d) of prefill request %s%s failed: %s%s%s",
+                request.request_id,
+                request.start,
+                request.stop,
+                active.prefill,
+                "" if str(active.link.machine.key) in reason else f" at {active.link.endpoint}",
+                reason,
+                f" ({account})" if account else "",
+                "; its blocks stay in quarantine until no transfer can write into them" if quarantined else "",
+            )
+            self._give_back(active)
+            if self._moves(active):
+                active.links.give_up(active.link, lambda: not self._moves(active), now)
+        groups = self._manifest.groups
+        unshareable = {group: token // groups[group].block_tokens for group, token in active.first_valid_tokens.items()}
+        self._outbox.finished(request.request_id, ok=ok, quarantined=quarantined, unshareable=unshareable)
+
+    def _blank(self, active: ActiveReceive) -> str:
+        """Zero what nobody wrote of a receive's blocks; returns why that failed, empty if it did not."""
+        assert active.plan is not None
+        request, copier = active.request, self._stager.copier
+        try:
+            tables = block_tables(request.blocks)
+            for place in blanks(active.plan, tables, request.start, request.stop, active.first_valid_tokens):
+                copier.blank(place)
+            copier.finish()
+        except Exception as error:  # what is left there may be anything
+            logger.exception("request %s: zeroing what was not written", request.request_id)
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _trace(self, active: ActiveReceive) -> None:
+        try:
+            if self._received is not None:
+                self._received(active.request, active.prefill, active.first_valid_tokens)
+        except Exception:  # a full disk, say: a request must be reported in any case
+            logger.exception("request %s: the trace of its receive", active.request.request_id)
+
+    def _progress(self, active: ActiveReceive) -> object:
+        """How far its reads are, in some measure: it changes when a part of them has ended, and only then."""
+        running = {index: transfer.left for index, transfer in active.transfers.items()}
+        return running, active.moved, self._stager.landed(active)
+
+    def _goes_on(self, active: ActiveReceive, now: float) -> bool:
+        """Give a receive whose reading takes long more time, if part of it has ended since it got the last."""
+        progress = self._progress(active)
+        if active.machine.state is not receives.ReceiveState.READING or progress == active.progress:
+            return False
+        active.progress = progress
+        self._drive(active, receives.ReceiveTick(moved=True), now)
+        return True
+
+    def _missing(self, active: ActiveReceive) -> str:
+        """What a receive waits for, for whoever reads that it took too long."""
+        match active.machine.state:
+            case receives.ReceiveState.READING:
+                return f"{len(active.machine.writing)} transfers have not ended, and no part of one has since"
+            case receives.ReceiveState.VERIFYING:
+                return "the prefill side's sums did not come"
+            case receives.ReceiveState.CONFIRMING:
+                return "the prefill side did not say whether it held the blocks"
+        return ""
+
+    def _moves(self, active: ActiveReceive) -> bool:
+        """Whether the transport still works on a receive's reads."""
+        return bool(active.transfers) or self._stager.holds(active)
+
+    def _give_back(self, active: ActiveReceive) -> None:
+        """Tell the prefill side that this lease needs no keeping; nobody waits for the answer."""
+        push = active.request.push
+        if active.lease is not None:
+            lease, request = active.lease, active.request
+            message: Release | DeclinePush = Release(
+                (Reading(lease.request_id, lease.nonce, request.attempt, request.shared),)
+            )
+        elif active.question:
+            return  # whom we asked to write has failed the push itself, or learns it by the withdrawal
+        else:
+            assert push is not None
+            message = DeclinePush(push.prefill, push.waited_s + max(time.monotonic() - active.began, 0.0))
+        try:
+            self._calls.ask(active.link.endpoint, message, RELEASE_TIMEOUT_S)
+        except ProtocolError as error:
+            logger.debug("giving back prefill %s: %s", active.prefill, error)
+
+    def _observe(self, phase: Phase, seconds: float) -> None:
+        self._stats.observe_phase(phase, seconds)
+
+    def _phase(self, active: ActiveReceive, phase: Phase, now: float) -> None:
+        self._stats.observe_phase(phase, now - active.phase_began)
+        active.phase_began = now

@@ -1,0 +1,37 @@
+"""The link of a decode worker to a prefill instance that it asks to write.
+
+It only checks the pair, so that a request fails with the reason before anything moves; its transport is not touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.geometry.plan import make_plan
+from vllm_pd_connector.transport.base import Transport
+from vllm_pd_connector.worker.peers.link import Link
+
+
+@dataclass(eq=False, slots=True)
+class AskLink(Link):
+    """To a prefill instance that is asked to write."""
+
+    def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
+        """Check the pair, and plan.
+
+        Raises:
+            IncompatiblePeer: this pair can never work.
+        """
+        remote, check = self._accept(local, local, "decode engine {} cannot be written into by prefill engine {}")
+        self.plan = make_plan(local, remote)  # as each rank there makes it: it tells what is written here
+        return f"{check.status}, writes here"
+
+    def deserted(self, now: float) -> str:
+        """A rank that is not watched any more may be another's by now."""
+        for watch in self.watches.values():
+            if watch is not None:
+                watch.look(now)
+                if watch.lost:
+                    return str(watch)
+        return ""

@@ -1,0 +1,229 @@
+"""How a decode worker asks a prefill instance to write, and takes it back.
+
+Both messages are repeated until they are answered: `PushInto` until the push is done or has failed, `WithdrawPush`
+until nothing of it can land. The receive's machine decides; this module sends and reads the answers.
+
+Only two things prove that nothing lands any more: the word of the life that was asked, and the end of the processes of
+all its workers (`peers.process_watch`), each of which may write. So nothing is asked before all of them are watched,
+each message says which incarnation it is for, and nobody else's answer counts: the core of an instance may end, be
+replaced or be out of reach while its workers write on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
+from vllm_pd_connector.geometry.bind import window_start
+from vllm_pd_connector.geometry.manifest import Group
+from vllm_pd_connector.metadata import PushTerms, encode_tables
+from vllm_pd_connector.observability.stats import FailureKind
+from vllm_pd_connector.protocol import peer as peers
+from vllm_pd_connector.protocol import receive as receives
+from vllm_pd_connector.protocol.wire.fields import MAX_COMPARE_S
+from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode
+from vllm_pd_connector.protocol.wire.push_messages import Pushed, PushInto, PushState, WithdrawPush
+from vllm_pd_connector.sidechannel.client import Outcome
+from vllm_pd_connector.worker.receive.active import ActiveReceive, Drive
+from vllm_pd_connector.worker.rpc import PendingCalls
+
+logger = init_logger(__name__)
+
+RETRY_S = 0.5
+OPENING_S = 0.005
+STILL_S = 60.0
+_NOT_UNDERSTOOD = (FailureCode.MALFORMED, FailureCode.VERSION)
+
+ReaderRank = tuple[int, int, int, int]
+"""Pipeline rank, tensor rank, number among the readers, how many readers there are."""
+
+
+class PushRequester:
+    """See the module. `timeout_s` is for one message and its answer, `compare_s` for the comparison of what was written
+    with what the prefill side holds, in receives that are verified; `groups` are this side's."""
+
+    def __init__(
+        self,
+        calls: PendingCalls,
+        reader_rank: ReaderRank,
+        timeout_s: float,
+        compare_s: float,
+        drive: Drive,
+        groups: Sequence[Group],
+    ) -> None:
+        self._calls = calls
+        self._reader_rank = reader_rank
+        self._timeout_s = timeout_s
+        self._compare_s = min(compare_s, MAX_COMPARE_S)
+        self._drive = drive
+        self._groups = groups
+        self._windowed = frozenset(i for i, group in enumerate(groups) if group.window)
+
+    def ask(self, active: ActiveReceive, now: float) -> None:
+        """Ask for the push, or how far it is. Nothing is asked before every worker that may write is watched."""
+        if not active.question:
+            if not self._all_here(active, now):
+                return
+            active.life = active.link.machine.key.incarnation
+        request, terms = active.request, _terms(active)
+        message = PushInto(
+            terms.prefill,
+            terms.home,
+            *self._reader_rank,
+            active.attempt,
+            encode_tables(request.blocks),
+            request.start,
+            request.stop,
+            terms.prompt_digest,
+            self._compare_s if active.machine.verifies else 0.0,
+            reading=request.attempt,
+            waited_s=max(terms.waited_s + now - active.began, 0.0),
+            incarnation=active.life,
+        )
+        try:
+            self._send(active, message, self._asked)
+        except ProtocolError as error:
+            never = active.question == 1  # what was asked before goes on
+            self._drive(active, receives.PushFailed(str(error), terminal=never), now, FailureKind.INTERNAL)
+
+    def withdraw(self, active: ActiveReceive, now: float) -> None:
+        """Ask for the end of the push."""
+        if not active.question:
+            self._drive(active, receives.PushFailed("it was not asked for", terminal=True), now)
+            return
+        message = WithdrawPush(_terms(active).prefill, active.attempt, active.life)
+        try:
+            self._send(active, message, self._withdrawn)
+        except ProtocolError:
+            active.retry_at = now + RETRY_S
+
+    def again(self, active: ActiveReceive, now: float) -> None:
+        """The pause after an answer that did not help is over."""
+        self._drive(active, receives.PushSilent(), now)
+
+    def look(self, active: ActiveReceive, now: float) -> None:
+        """Fail or end a push by what is known of the processes that may write."""
+        if not active.question or not active.machine.writing:
+            return
+        for watch in active.watches:
+            watch.look(now)
+        if all(watch.over for watch in active.watches):
+            reason = f"all workers of the prefill instance at {active.link.machine.key} have ended"
+            self._drive(active, receives.PushFailed(reason, terminal=True), now, FailureKind.PEER_UNREACHABLE)
+        elif active.reported:
+            self._tell(active, now)
+        elif (ended := next((watch for watch in active.watches if watch.closed), None)) is not None:
+            failed = receives.PushFailed(f"a {ended}", terminal=False)
+            self._drive(active, failed, now, FailureKind.PEER_UNREACHABLE)
+
+    def _tell(self, active: ActiveReceive, now: float) -> None:
+        """Say now and then whose word a quarantine waits for."""
+        if now < active.tell_at:
+            return
+        if active.tell_at:
+            logger.warning(
+                "request %s: its blocks stay in quarantine until the prefill instance at %s says that nothing is "
+                "written into them any more, or all its workers have ended: %s",
+                active.request.request_id,
+                active.link.machine.key,
+                "; ".join(map(str, active.watches)),
+            )
+        active.tell_at = now + max(STILL_S, now - active.began)
+
+    def _all_here(self, active: ActiveReceive, now: float) -> bool:
+        """Whether all workers there are watched; else it is looked again soon, or the push fails."""
+        watches = active.link.watches.values()
+        active.watches = tuple(watch for watch in watches if watch is not None)
+        for watch in active.watches:
+            watch.look(now)
+        if len(active.watches) < len(watches):
+            self._unwatched(active, "one does not say where it listens; run the same release on both sides", now)
+        elif (bad := next((watch for watch in active.watches if watch.lost), None)) is not None:
+            self._unwatched(active, f"{bad}; let decode workers reach the ports of prefill workers", now)
+        elif all(watch.here for watch in active.watches):
+            return True
+        else:
+            active.retry_at = now + OPENING_S
+        return False
+
+    def _unwatched(self, active: ActiveReceive, why: str, now: float) -> None:
+        reason = f"the end of its writes could not be noticed, because a worker there cannot be watched: {why}"
+        self._drive(active, receives.PushFailed(reason, terminal=True), now, FailureKind.PEER_UNREACHABLE)
+
+    def _send(
+        self,
+        active: ActiveReceive,
+        message: PushInto | WithdrawPush,
+        handler: Callable[[ActiveReceive, Outcome, float], None],
+    ) -> None:
+        active.question += 1
+        question, active.retry_at = active.question, None
+
+        def answered(outcome: Outcome, now: float) -> None:
+            if active.question == question:  # else another was sent since
+                handler(active, outcome, now)
+
+        self._calls.ask(active.link.endpoint, message, self._timeout_s, answered)
+
+    def _asked(self, active: ActiveReceive, outcome: Outcome, now: float) -> None:
+        match outcome:
+            case Pushed(state=PushState.DONE, late_starts=late) if unknown := late.keys() - self._windowed:
+                reason = (
+                    f"late_starts names group {min(unknown)}, groups with a window are {sorted(self._windowed)} here: "
+                    "what was written cannot be told; run the same release on both sides"
+                )
+                self._drive(active, receives.PushFailed(reason, terminal=True), now, FailureKind.TRANSFER_FAILED)
+            case Pushed(state=PushState.DONE, late_starts=late) if beyond := self._beyond_windows(active, late):
+                self._drive(active, receives.PushFailed(beyond, terminal=True), now, FailureKind.TRANSFER_FAILED)
+            case Pushed(state=PushState.DONE) as done:
+                active.first_valid_tokens, active.moved = done.late_starts, done.moved
+                active.prefill, active.compared = done.request_id, done.lease
+                self._drive(active, receives.PushDone(comparable=done.lease is not None), now)
+            case Pushed(state=PushState.FAILED, reason=reason, terminal=terminal):
+                self._drive(active, receives.PushFailed(reason, terminal), now, FailureKind.TRANSFER_FAILED)
+            case Pushed(state=state):
+                self._drive(active, receives.PushAlive(state is PushState.WRITING), now)
+            case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY):
+                active.retry_at = now + RETRY_S
+            case Failure(code=FailureCode.FOREIGN_ENGINE, message=message):
+                # Whoever it is has not taken this message in; who did take in those before it may still write.
+                failed = receives.PushFailed(message, terminal=active.question == 1)
+                self._drive(active, failed, now, FailureKind.PEER_UNREACHABLE)
+                active.links.drive(active.link, peers.Suspected(message), now)
+            case Failure(code=code, message=message):
+                # A message that was never taken in has no effect there; those before it may have been. Of all else
+                # nobody knows.
+                never = code in _NOT_UNDERSTOOD and active.question == 1
+                self._drive(active, receives.PushFailed(message, terminal=never), now, FailureKind.TRANSFER_FAILED)
+            case _:
+                self._unheard(active, outcome, now)
+
+    def _beyond_windows(self, active: ActiveReceive, first_valid_tokens: Mapping[int, int]) -> str:
+        """What tokens were not written that the next position looks at, in words; empty if none."""
+        for group, late in first_valid_tokens.items():
+            if late > (needed := window_start(self._groups[group], active.request.stop)):
+                return (
+                    f"late_starts: group {group} was written from token {late} on, but position {active.request.stop} "
+                    f"looks at those from {needed} on; run the same release on both sides"
+                )
+        return ""
+
+    def _withdrawn(self, active: ActiveReceive, outcome: Outcome, now: float) -> None:
+        match outcome:
+            case Pushed(terminal=True, reason=reason):
+                self._drive(active, receives.PushFailed(reason, terminal=True), now)
+            case Pushed() | Failure():  # also of a life that was not asked: it knows nothing of the one that was
+                active.retry_at = now + RETRY_S
+            case _:
+                self._unheard(active, outcome, now)
+
+    def _unheard(self, active: ActiveReceive, outcome: Outcome, now: float) -> None:
+        active.links.drive(active.link, peers.Suspected(str(outcome)), now)
+        # A timeout already cost its wait: retry now. A wrong answer may repeat at once: pause first.
+        active.retry_at = now if isinstance(outcome, DeadlineExceeded) else now + RETRY_S
+
+
+def _terms(active: ActiveReceive) -> PushTerms:
+    assert active.request.push is not None
+    return active.request.push

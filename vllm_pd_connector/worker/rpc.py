@@ -1,0 +1,52 @@
+"""Requests on the side channel and what is done with their answers, in the thread that owns the client."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from vllm_pd_connector.protocol.wire.messages import Request
+from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
+from vllm_pd_connector.sidechannel.net.keys import Keys
+from vllm_pd_connector.sidechannel.waiting import Wake, wait
+
+Handler = Callable[[Outcome, float], None]
+"""Called with what became of a request and the time; once, in the thread that owns the `PendingCalls`."""
+
+
+class PendingCalls:
+    """A side-channel client whose requests carry their continuation."""
+
+    def __init__(self, keys: Keys | None) -> None:
+        self._client = SideChannelClient(keys=keys)
+        self._handlers: dict[int, Handler] = {}
+        self._due: deque[tuple[Handler, Outcome]] = deque()  # queued, so one failing handler loses no other outcome
+
+    def ask(self, endpoint: str, request: Request, timeout_s: float, handler: Handler | None = None) -> None:
+        """Send a request; `handler` gets the outcome in a later `deliver`. Without one nobody waits for it.
+
+        Raises:
+            ProtocolError: it cannot be sent; see `SideChannelClient.send`.
+        """
+        token = self._client.send(endpoint, request, timeout_s)
+        if handler is not None:
+            self._handlers[token] = handler
+
+    def wait(self, wake: Wake, deadline: float | None) -> None:
+        """Sleep until there is input, `wake` is set or the time is `deadline`; not if `deliver` was cut short."""
+        wait(self._client, wake, time.monotonic() if self._due else deadline)
+
+    def deliver(self, now: float) -> list[str]:
+        """Hand every outcome that has come to its handler; returns the endpoints that have said that they end."""
+        for token, outcome in self._client.receive():
+            if (handler := self._handlers.pop(token, None)) is not None:
+                self._due.append((handler, outcome))
+        while self._due:
+            handler, outcome = self._due.popleft()
+            handler(outcome, now)
+        return self._client.take_departed()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Forget all requests; see `SideChannelClient.close`."""
+        self._client.close(linger_s)

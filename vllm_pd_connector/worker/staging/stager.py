@@ -1,0 +1,388 @@
+"""Staged transfers: by way of the staging buffer, with strided copies between it and the caches.
+
+The *staging buffer* is memory of this worker that the transport registered beside the caches; no peer is told of it. A
+staged transfer is a `Stream` of chunks (`geometry.staging.chunks`): each takes a slot of the staging buffer and gives
+it back in the end. Between, a chunk that reads is read into its slot and copied to where its bytes belong; one that
+writes is copied out of the cache into its slot and written from there. A stream has at most four chunks under way, so
+that some are moved while another is copied, and streams with fewer go first. When the staging buffer is full, streams
+wait; the deadlines of what they are for run on. One instance never holds more than half of the staging buffer, so that
+a frozen one does not stop the others.
+
+Nothing but our own copies writes to the destination of a staged read, so giving it up (`cancel`) takes effect at once.
+What may still be written to is the slot: it stays out until its read is terminal, or, if the transport cannot tell,
+until that worker has ended (`peers.process_watch`). A staged write that was given up may still write to the peer, out
+of its slots: until the last of them is back, `holds` says so.
+
+A cache is read by a chunk that writes when its turn comes, and not before its stream is started: who starts it knows
+that the bytes are final and stay so until the stream has ended.
+
+All of it runs in the transfer thread, in slices of a few milliseconds. Figures: docs/design/conversion.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.geometry.manifest import Segment
+from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.staging.chunks import CHUNKS_PER_BUFFER, Chunk
+from vllm_pd_connector.geometry.staging.strided_copy import Copy
+from vllm_pd_connector.transport.base import Transfer, TransferStatus, Transport, TransportPeer
+from vllm_pd_connector.worker.peers.process_watch import LOOK_S, ProcessWatch
+from vllm_pd_connector.worker.poll_interval import pause
+from vllm_pd_connector.worker.staging.copiers import Copier, copier_for
+
+logger = init_logger(__name__)
+
+SLICE_S = 0.005
+POLL_DRAINING_S = 0.05
+CHUNKS_UNDER_WAY = 4
+_ALIGNMENT = 64
+
+
+class StagingBuffer:
+    """Slots of one stretch of memory of `length` bytes: first fit, in bytes from its start."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._slots: dict[int, int] = {}
+
+    @property
+    def free(self) -> int:
+        """Bytes that no slot holds, not necessarily in one piece."""
+        return self.length - sum(self._slots.values())
+
+    def take(self, size: int) -> int | None:
+        """A slot of at least `size` bytes, or None while there is no room for it."""
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        start = 0
+        for slot, length in sorted(self._slots.items()):
+            if slot - start >= size:
+                break
+            start = slot + length
+        if start + size > self.length:
+            return None
+        self._slots[start] = size
+        return start
+
+    def give(self, slot: int) -> None:
+        del self._slots[slot]
+
+    def size_of(self, slot: int) -> int:
+        return self._slots[slot]
+
+
+@dataclass(eq=False, slots=True)
+class _InFlightChunk:
+    """A chunk in its slot: while `transfer` is set it is read or written, else `copiers` are to do."""
+
+    stream: Stream
+    chunk: Chunk
+    slot: int
+    copies: Iterator[Copy]
+    transfer: Transfer | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    """One staged transfer of `owner` (whoever asked for it) from or to a rank of `instance`, whose process is known by
+    `watch`; counts are of what the transport was given so far, and in `landed` of the chunks that are where they
+    belong."""
+
+    owner: object
+    index: int
+    instance: object
+    peer: TransportPeer
+    rest: Iterator[Chunk]
+    watch: ProcessWatch | None = None
+    waiting: Chunk | None = None
+    in_flight: list[_InFlightChunk] = field(default_factory=list)
+    bytes: int = 0
+    runs: int = 0
+    descriptors: int = 0
+    landed: int = 0
+
+
+class Stager:
+    """See the module.
+
+    Args:
+        segments: of the caches; the staging buffer lies on their device.
+        length: bytes of the staging buffer, 0 for none.
+
+    `copier` is for the caches' device.
+
+    Raises:
+        TransferError: the device has no memory for the staging buffer.
+    """
+
+    def __init__(self, transport: Transport, segments: Sequence[Segment], length: int) -> None:
+        self._transport = transport
+        self.copier: Copier = copier_for(segments)
+        # A chunk of the largest size must fit beside the gaps that smaller ones leave.
+        self.chunk_bytes = length // CHUNKS_PER_BUFFER // _ALIGNMENT * _ALIGNMENT
+        self._memory = self.copier.allocate(length) if self.chunk_bytes else None
+        self.staging = StagingBuffer(length if self._memory else 0)
+        self._streams: list[Stream] = []
+        self._orphans: list[_InFlightChunk] = []
+        self._stuck: list[_InFlightChunk] = []
+        self._posted = False
+        self._posted_at = 0.0
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """What to register with the transport."""
+        return (self._memory.segment,) if self._memory else ()
+
+    @property
+    def converting(self) -> bool:
+        """Whether there may be work that does not wait for anything."""
+        return self._posted or any(flight.transfer is None for stream in self._streams for flight in stream.in_flight)
+
+    @property
+    def active(self) -> bool:
+        """Whether there are streams."""
+        return bool(self._streams)
+
+    def pause(self) -> float | None:
+        """Seconds until a `poll` is due; None if there is nothing to look at."""
+        if self.converting:
+            return 0.0
+        if self._streams:
+            return pause(time.monotonic() - self._posted_at)
+        if self._orphans:
+            return POLL_DRAINING_S
+        return LOOK_S if self._stuck else None
+
+    def start(
+        self,
+        owner: object,
+        index: int,
+        instance: object,
+        peer: TransportPeer,
+        chunks: Iterable[Chunk],
+        watch: ProcessWatch | None = None,
+    ) -> None:
+        """Begin a staged transfer from or to `peer`, a rank of `instance`; `poll` names it when it has ended."""
+        self._streams.append(Stream(owner, index, instance, peer, iter(chunks), watch))
+        self._posted = True
+
+    def poll(self) -> list[tuple[Stream, TransferError | None]]:
+        """Go on for a few milliseconds. Returns the streams that ended, with what failed them.
+
+        The destinations of reads are not written to any more, so their errors are `terminal`, whatever the transport
+        said. Of a stream that writes, every error is told, also after its end.
+        """
+        ended: list[tuple[Stream, TransferError | None]] = list(self._poll_orphans())
+        self._bury(time.monotonic())
+        failed: dict[Stream, TransferError] = {}
+        until = time.monotonic() + SLICE_S
+        while True:
+            for stream in self._streams:
+                self._look(stream, failed)
+            self._convert(until, failed)
+            # On one host a read is often over when it was posted: what it brought is then copied before the next is
+            # started, while it is still in the processor's cache.
+            self._posted = self._refill(failed)
+            if not self._posted or time.monotonic() >= until:
+                break
+        for stream in [s for s in self._streams if s not in failed and not s.in_flight and not self._next(s, failed)]:
+            if stream not in failed:
+                self._streams.remove(stream)
+                ended.append((stream, None))
+        for stream in failed:
+            self._abandon(stream)
+        return [*ended, *failed.items()]
+
+    def cancel(self, owner: object) -> None:
+        """Give up the streams of `owner`: when this returns nothing is written to the destinations of those that read,
+        and nothing is copied any more for those that write; see `holds`."""
+        for stream in [s for s in self._streams if s.owner == owner]:
+            self._abandon(stream)
+
+    def holds(self, owner: object) -> bool:
+        """Whether `owner` has streams, or slots that the transport may still use."""
+        lost = (flight.stream for flight in (*self._orphans, *self._stuck))
+        return any(stream.owner == owner for stream in (*self._streams, *lost))
+
+    def involves(self, instance: object) -> bool:
+        """Whether slots are out for this instance: only by it is known when they come back."""
+        return any(flight.stream.instance is instance for flight in (*self._orphans, *self._stuck))
+
+    def landed(self, owner: object) -> int:
+        """Chunks that have arrived of the streams of `owner` that run."""
+        return sum(stream.landed for stream in self._streams if stream.owner == owner)
+
+    def account(self, owner: object) -> str:
+        """How far the streams of `owner` are, in words for a log; empty if there are none."""
+        streams = [stream for stream in self._streams if stream.owner == owner]
+        if not streams:
+            return ""
+        flights = [flight for stream in streams for flight in stream.in_flight]
+        moving = sum(flight.transfer is not None for flight in flights)
+        waiting = sum(stream.waiting is not None for stream in streams)
+        return (
+            f"{sum(stream.bytes for stream in streams)} bytes were posted; {moving} chunks being moved, "
+            f"{len(flights) - moving} being copied, {waiting} waiting for room; {self.staging.free} of "
+            f"{self.staging.length} bytes of the slab are free"
+        )
+
+    def _bury(self, now: float) -> None:
+        """Take back slots under transfers of which nothing is heard any more, when the worker there has ended."""
+        for flight in [f for f in self._stuck if f.stream.watch is not None]:
+            assert flight.stream.watch is not None
+            flight.stream.watch.look(now)
+            if flight.stream.watch.over:
+                self._stuck.remove(flight)
+                self.staging.give(flight.slot)
+
+    def _abandon(self, stream: Stream) -> None:
+        self._streams.remove(stream)
+        for flight in stream.in_flight:
+            if flight.transfer is None:
+                self.staging.give(flight.slot)
+            else:
+                self._orphans.append(flight)
+        stream.in_flight = []
+
+    def _poll_orphans(self) -> Iterator[tuple[Stream, TransferError]]:
+        """Look at what was given up; yields what failed of streams that write."""
+        for flight in list(self._orphans):
+            try:
+                if self._is_over(flight):
+                    self._orphans.remove(flight)
+                    self.staging.give(flight.slot)
+            except TransferError as error:
+                self._orphans.remove(flight)
+                self._slot_after(flight, error)
+                if flight.chunk.writes:
+                    yield flight.stream, error
+
+    def _look(self, stream: Stream, failed: dict[Stream, TransferError]) -> None:
+        for flight in [f for f in stream.in_flight if f.transfer is not None]:
+            try:
+                if not self._is_over(flight):
+                    continue
+                flight.transfer = None
+                if flight.chunk.writes:
+                    self._land(flight)
+            except TransferError as error:
+                stream.in_flight.remove(flight)
+                self._slot_after(flight, error)
+                failed[stream] = _seen_by_owner(flight.chunk, error)
+
+    def _is_over(self, flight: _InFlightChunk) -> bool:
+        assert flight.transfer is not None
+        return self._transport.poll(flight.transfer) is TransferStatus.DONE
+
+    def _slot_after(self, flight: _InFlightChunk, error: TransferError) -> None:
+        if error.terminal:
+            self.staging.give(flight.slot)
+        else:
+            self._stuck.append(flight)
+
+    def _land(self, flight: _InFlightChunk) -> None:
+        """A chunk is where it belongs."""
+        flight.stream.in_flight.remove(flight)
+        flight.stream.landed += 1
+        self.staging.give(flight.slot)
+
+    def _convert(self, until: float, failed: dict[Stream, TransferError]) -> None:
+        """Copy what is to be copied, stream by stream, while there is time, and write what was copied to be written."""
+        for stream in self._streams:
+            for flight in [f for f in stream.in_flight if f.transfer is None]:
+                if stream in failed:
+                    break
+                try:
+                    if not self._copy(flight, until):
+                        return
+                    if flight.chunk.writes:
+                        self._post(flight)
+                    else:
+                        self._land(flight)
+                except TransferError as error:
+                    failed[stream] = _seen_by_owner(flight.chunk, error)
+                except Exception as error:  # a defect of ours that one stream met must not reach the others
+                    failed[stream] = _defect(error)
+
+    def _copy(self, flight: _InFlightChunk, until: float) -> bool:
+        """Go on with a chunk's copies; whether all are done."""
+        assert self._memory is not None
+        base = self._memory.segment.address + flight.slot
+        for copy in flight.copies:
+            self.copier.copy(base, copy, gather=flight.chunk.writes)
+            if time.monotonic() >= until:
+                self.copier.finish()
+                return False
+        self.copier.finish()
+        return True
+
+    def _refill(self, failed: dict[Stream, TransferError]) -> bool:
+        """Start one chunk if there is room; whether it did. The first that does not fit keeps its turn."""
+        ready = [
+            s
+            for s in self._streams
+            if len(s.in_flight) < CHUNKS_UNDER_WAY and s not in failed and self._next(s, failed) and self._may_take(s)
+        ]
+        stream = min(ready, key=lambda s: len(s.in_flight), default=None)
+        if stream is None or stream.waiting is None or (slot := self.staging.take(stream.waiting.size)) is None:
+            return False
+        chunk, stream.waiting = stream.waiting, None
+        flight = _InFlightChunk(stream, chunk, slot, iter(chunk.copies))
+        stream.in_flight.append(flight)
+        if not chunk.writes:
+            try:
+                self._post(flight)
+            except TransferError as error:
+                failed[stream] = _seen_by_owner(chunk, error)
+        return True
+
+    def _post(self, flight: _InFlightChunk) -> None:
+        """Give a chunk's runs to the transport.
+
+        Raises:
+            TransferError: nothing moves; the slot is given back when the stream is abandoned.
+        """
+        assert self._memory is not None
+        stream, runs, base = flight.stream, flight.chunk.runs, self._memory.segment.address + flight.slot
+        if flight.chunk.writes:
+            runs = Runs(runs.source + base, runs.destination, runs.length)
+            flight.transfer = self._transport.write(stream.peer, runs)
+        else:
+            runs = Runs(runs.source, runs.destination + base, runs.length)
+            flight.transfer = self._transport.read(stream.peer, runs)
+        self._posted_at = time.monotonic()
+        stream.bytes += runs.total_bytes
+        stream.runs += len(runs)
+        stream.descriptors += flight.transfer.descriptors
+
+    def _next(self, stream: Stream, failed: dict[Stream, TransferError]) -> bool:
+        """Whether a stream has a chunk to start; it is then in `waiting`."""
+        if stream.waiting is None:
+            try:
+                stream.waiting = next(stream.rest, None)
+            except Exception as error:  # a defect of ours that one stream met must not reach the others
+                failed[stream] = _defect(error)
+        return stream.waiting is not None
+
+    def _may_take(self, stream: Stream) -> bool:
+        flights = [*self._orphans, *self._stuck, *(f for s in self._streams for f in s.in_flight)]
+        held = sum(self.staging.size_of(flight.slot) for flight in flights if flight.stream.instance is stream.instance)
+        assert stream.waiting is not None
+        return held + stream.waiting.size <= self.staging.length // 2
+
+
+def _seen_by_owner(chunk: Chunk, error: TransferError) -> TransferError:
+    """The same failure as the owner sees it: the destination of a read is not written to."""
+    if error.terminal or chunk.writes:
+        return error
+    return TransferError(str(error), retryable=error.retryable)
+
+
+def _defect(error: Exception) -> TransferError:
+    logger.error("a staged transfer", exc_info=error)
+    return TransferError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,218 @@
+"""The transfer thread of one worker: it owns the transport, the side-channel client, the receives and the pushes.
+
+Other threads only put orders in (`submit`) and take results out of the outbox. The thread sleeps until the side
+channel has input, a request came or a deadline is due; only while a transfer runs does it look every few milliseconds,
+because transports are polled. What it does then is in `receive.driver` and, on a prefill instance that writes,
+`push.driver`.
+
+A request's way: request -> its peer is wanted -> (handshake, once per incarnation) -> bind -> reads -> the prefill side
+confirms that it held the blocks -> report. Whatever goes wrong on the way ends in one failed report with the reason.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Segment
+from vllm_pd_connector.metadata import ReceiveRequest
+from vllm_pd_connector.sidechannel.net.keys import keys_of
+from vllm_pd_connector.sidechannel.waiting import Wake
+from vllm_pd_connector.transport.addresses import Address
+from vllm_pd_connector.transport.base import Transport
+from vllm_pd_connector.worker.outbox import Outbox
+from vllm_pd_connector.worker.peers.auto_mode import AutoMode
+from vllm_pd_connector.worker.peers.bandwidth_test import SCRATCH_BYTES
+from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
+from vllm_pd_connector.worker.push.driver import Push, Pushes, PushSetup
+from vllm_pd_connector.worker.receive.active import ActiveReceive
+from vllm_pd_connector.worker.receive.compare import ChecksumComparison
+from vllm_pd_connector.worker.receive.driver import Receives
+from vllm_pd_connector.worker.rpc import PendingCalls
+from vllm_pd_connector.worker.staging.copiers import Memory, copier_for
+from vllm_pd_connector.worker.staging.stager import Stager
+
+logger = init_logger(__name__)
+
+SHUTDOWN_S = 10.0
+GOODBYE_S = 0.5
+_LOOPBACK = ipaddress.ip_address("127.0.0.1")
+
+
+class TransferLoop:
+    """See the module.
+
+    Args:
+        manifest: this worker's, without the endpoint, which the transport gives when the thread has started.
+        reader: this worker's number among the `readers` workers of its instance.
+        push: for a worker of a prefill instance that writes; else None.
+        received: called in the thread before a good receive is reported (the digest trace), or None; its other
+            arguments are the prefill's request id and `Bound.first_valid_tokens`.
+        address: where this worker is dialled by who watches it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        manifest: Manifest,
+        make_transport: Callable[[], Transport],
+        outbox: Outbox,
+        reader: int,
+        readers: int,
+        push: PushSetup | None = None,
+        received: Callable[[ReceiveRequest, str, Mapping[int, int]], None] | None = None,
+        address: Address = _LOOPBACK,
+    ) -> None:
+        self._config = config
+        self._manifest = manifest
+        self._make_transport = make_transport
+        self._outbox = outbox
+        self._reader, self._readers = reader, readers
+        self._received = received
+        self._address = address
+        self._keys = keys_of(config)
+        self._push = push
+        self._pushes: Pushes | None = None
+        self._scratch: Memory | None = None
+        self._inbox: deque[tuple[Sequence[ReceiveRequest], Sequence[str]]] = deque()
+        self._wake = Wake()
+        self._comparison = ChecksumComparison(config, manifest, self._wake)
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="pd-transfer", daemon=True)
+        self._started: Future[bytes] = Future()
+
+    def start(self) -> bytes:
+        """Start the thread, create the transport in it and register the memory; returns the transport's endpoint.
+
+        Raises:
+            PDConnectorError: the transport cannot be created, or refuses the memory.
+        """
+        self._thread.start()
+        return self._started.result()
+
+    @property
+    def life(self) -> LivenessAddress:
+        """Where this worker is watched, once the thread has started."""
+        return self._processes.own
+
+    @property
+    def scratch(self) -> Segment | None:
+        """Memory for self-tests, once the thread has started."""
+        return self._scratch.segment if self._scratch is not None else None
+
+    def submit(self, requests: Sequence[ReceiveRequest], aborts: Sequence[str]) -> None:
+        """Begin and give up receives; callable from any thread, returns at once."""
+        self._inbox.append((requests, aborts))
+        self._wake.set()
+
+    def step_launched(self, step: int, is_done: Callable[[], bool]) -> None:
+        """A forward was launched in the calling thread; see `StepClock`. Returns at once."""
+        assert self._push is not None
+        self._push.clock.launched(step, is_done)
+        if self._pushes is not None and self._pushes.waiting:
+            self._wake.set()
+
+    def close(self) -> None:
+        """End the thread: receives under way fail and their leases are given back, but nobody takes their reports any
+        more. Nothing is written to memory after this returns."""
+        self._stop = True
+        self._wake.set()
+        self._thread.join(timeout=SHUTDOWN_S)
+        self._comparison.close()
+
+    # Everything below runs in the thread.
+
+    def _run(self) -> None:
+        try:
+            self._transport = self._make_transport()
+            self._stager = Stager(self._transport, self._manifest.segments, self._config.staging_bytes)
+            if self._config.mode == "auto" or self._push is not None:
+                self._scratch = copier_for(self._manifest.segments).allocate(SCRATCH_BYTES)
+            scratch = () if self.scratch is None else (self.scratch,)
+            self._transport.register((*self._manifest.segments, *self._stager.segments, *scratch))
+            self._calls = PendingCalls(self._keys)
+            self._processes = ProcessWatches(self._address, self._wake.set)
+            self._auto_mode = AutoMode(
+                self._transport, self.scratch, self._config.handshake_timeout, self._outbox.counting
+            )
+            common = (self._config, self._manifest, self._transport, self._stager, self._calls, self._processes)
+            self._receives = Receives(
+                *common,
+                self._comparison,
+                self._outbox,
+                self._reader,
+                self._readers,
+                connected=self._auto_mode.begin if self._config.mode == "auto" else None,
+                received=self._received,
+            )
+            if self._push is not None:
+                self._pushes = Pushes(*common, self._push, self._reader, self._outbox.counting)
+            self._started.set_result(self._transport.describe())
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        try:
+            while not self._stop:
+                self._calls.wait(self._wake, self._next_deadline())
+                self._turn(time.monotonic())
+            self._receives.fail_all("this instance is shutting down", time.monotonic())
+        finally:
+            self._calls.close(linger_s=GOODBYE_S)
+            self._transport.close()
+            self._processes.close()  # nothing lands any more
+
+    def _turn(self, now: float) -> None:
+        """One round: replies, orders, transfers, deadlines. An unexpected error fails the receives, not the thread."""
+        try:
+            # Replies first: the goodbye of a process must not meet the links of orders that name the next one there.
+            for endpoint in self._calls.deliver(now):
+                self._receives.departed(endpoint, now)
+                if self._pushes is not None:
+                    self._pushes.departed(endpoint, now)
+            while self._inbox:
+                requests, aborts = self._inbox.popleft()
+                for request in requests:
+                    self._begin(request, now)
+                for request_id in aborts:
+                    self._receives.abort(request_id, now)
+            self._comparison.turn(now)
+            self._receives.poll(now)
+            self._poll_staged(now)
+            self._auto_mode.turn()
+            self._receives.tick(now)
+            if self._pushes is not None:
+                self._pushes.turn(now)
+            self._processes.tick(now)
+        except Exception as error:
+            logger.exception("the transfer thread met an unexpected error")
+            self._receives.fail_all(f"unexpected {type(error).__name__}: {error}", now)
+        self._outbox.flush()
+
+    def _begin(self, request: ReceiveRequest, now: float) -> None:
+        try:
+            self._receives.begin(request, now)
+        except Exception as error:  # a defect of ours that one request met must not reach the others
+            logger.exception("request %s: its receive could not begin", request.request_id)
+            self._receives.fail(request.request_id, f"unexpected {type(error).__name__}: {error}", now)
+
+    def _poll_staged(self, now: float) -> None:
+        for stream, failure in self._stager.poll():
+            match stream.owner:
+                case ActiveReceive() as active:
+                    self._receives.staged(active, stream, failure, now)
+                case Push() as push:
+                    assert self._pushes is not None
+                    self._pushes.staged(push, stream, failure, now)
+
+    def _next_deadline(self) -> float | None:
+        now = time.monotonic()
+        due = [self._receives.next_deadline(now)]
+        due += [now + pause for pause in (self._stager.pause(), self._auto_mode.pause()) if pause is not None]
+        due += [self._pushes.next_deadline(now)] if self._pushes is not None else []
+        return min((moment for moment in due if moment is not None), default=None)
