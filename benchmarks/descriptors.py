@@ -75,7 +75,7 @@ def main(tls: str) -> None:
         process = multiprocessing.get_context("spawn").Process(target=serve, args=(there, tls, total))
         process.start()
         nixl, made = agent("bench-local", tls)
-        memory, local = registered(nixl, made, total)
+        _memory, local = registered(nixl, made, total)
         metadata, remote = here.recv()
         made.loadRemoteMD(metadata)
 

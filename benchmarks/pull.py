@@ -18,6 +18,7 @@ what the others are compared with.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -231,7 +232,7 @@ def measure(variant: Variant, model: str, requests: int, seed: int, logs: Path) 
 
         [first] = first_tokens([decoded(prefilled(prompt)) for prompt in prompts(1, seed)]) or [float("nan")]
         answers = [decoded(prefilled(prompt)) for prompt in prompts(requests, seed + 1)]
-        steps = [b - a for times in answers if times for a, b in zip(times, times[1:], strict=False)]
+        steps = [b - a for times in answers if times for a, b in itertools.pairwise(times)]
         at_once: list[float] = []
         with ThreadPoolExecutor(AT_ONCE) as pool:
             # In waves: the two instances share the cores here, and the prefill legs are not what is measured.

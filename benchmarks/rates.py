@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import sys
@@ -100,7 +101,7 @@ async def ask(client: aiohttp.ClientSession, url: str, model: str, request: Requ
         return None
     if not moments:
         return None
-    gaps = tuple(1e3 * (after - before) for before, after in zip(moments, moments[1:], strict=False))
+    gaps = tuple(1e3 * (after - before) for before, after in itertools.pairwise(moments))
     return Timing(1e3 * (moments[0] - sent), gaps)
 
 

@@ -90,7 +90,7 @@ def test_where_no_weights_are_nothing_is_told(tmp_path: Path) -> None:
 )
 def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, damaged: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(damaged)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="safetensors"):
         checkpoint_digest(tmp_path)
 
 

@@ -18,10 +18,9 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -36,6 +35,9 @@ from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
 from vllm_pd_connector.sidechannel.net.keys import Keys, create_keys, create_secret, load_keys, public_key
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.sidechannel.waiting import Wake, ask
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ALLOWED, REFUSED, UNANSWERED = 0, 1, 2
 

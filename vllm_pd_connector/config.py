@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 from vllm_pd_connector.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 DEFAULT_SIDE_CHANNEL_HOST = "127.0.0.1"
 DEFAULT_SIDE_CHANNEL_PORT = 5600

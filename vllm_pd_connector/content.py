@@ -13,9 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 SAMPLE_BYTES = 4096
 MAX_SAMPLES = 8192
@@ -94,15 +97,13 @@ def _pieces(file: Path, number: int) -> list[tuple[str, int, int]]:
     header = int.from_bytes(os.pread(number, 8, 0), "little")
     if header > min(size, MAX_HEADER):
         raise ValueError(f"{file}: a header of {header} bytes in a file of {size}")
-    described = json.loads(os.pread(number, header, 8))
-    if not isinstance(described, dict):
-        raise ValueError(f"{file}: no header")
-    described.pop("__metadata__", None)
     try:
+        described = json.loads(os.pread(number, header, 8))
+        described.pop("__metadata__", None)
         found = []
         for name, one in described.items():
             start, stop = (8 + header + int(offset) for offset in one["data_offsets"])
             found.append((f"{name} {one['dtype']} {one['shape']}", start, stop))
         return found
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{file}: a tensor is not described: {error}") from error
+    except (ValueError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{file}: its header describes no tensors: {error}") from error

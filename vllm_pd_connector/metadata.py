@@ -7,17 +7,21 @@ empty most of the time); `WorkerReport` comes back, aggregated over the ranks. B
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_pd_connector.compat.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm_pd_connector.geometry.bind import BlockTable, latest
-from vllm_pd_connector.protocol.params.parse import RemotePrefill
-from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.wire.fields import NONCE_BYTES, Table
-from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm_pd_connector.protocol.params.parse import RemotePrefill
+    from vllm_pd_connector.protocol.peer import PeerKey
+    from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
 
 
 @dataclass(frozen=True, slots=True)

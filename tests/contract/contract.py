@@ -161,8 +161,14 @@ ORDERS = (
     ),
     Order(
         f"{MIXIN}._get_kv_connector_output",
-        ("bind_connector_metadata", "start_load_kv", "wait_for_save", "get_transfer_results")
-        + ("build_connector_worker_meta", "clear_connector_metadata"),
+        (
+            "bind_connector_metadata",
+            "start_load_kv",
+            "wait_for_save",
+            "get_transfer_results",
+            "build_connector_worker_meta",
+            "clear_connector_metadata",
+        ),
         "the order of a step's calls on a worker (runner V1)",
     ),
 )

@@ -93,6 +93,6 @@ def exposition_of(rows: Any) -> bytes:
     for row in rows if isinstance(rows, list) else [rows]:
         name, labels = (*row, {}, {})[:2] if isinstance(row, list) else (row, {})
         pairs = labels.items() if isinstance(labels, dict) else [("le", labels)]
-        inside = ",".join(f'{key}="{str(value)}"' for key, value in pairs)
+        inside = ",".join(f'{key}="{value!s}"' for key, value in pairs)
         lines.append(f"{name}{{{inside}}} 1.0\n")
     return "".join(lines).encode(errors="surrogatepass")

@@ -204,7 +204,7 @@ def test_a_half_filled_block_of_a_window_is_an_error(source: BlockTable, destina
 
 def test_a_larger_destination_block_must_be_covered_whole() -> None:
     larger = edge(WINDOW, {}, {"block_tokens": 8})
-    with pytest.raises(BindError, match="source group 0: token 8 needs logical block 2, .*filled completely"):
+    with pytest.raises(BindError, match=r"source group 0: token 8 needs logical block 2, .*filled completely"):
         bind(larger, [table(0, 0, 0, 4)], [table(0, 2)], 0, 16)
     # what was there before `start` is the destination's own
     assert offsets(bind(larger, [table(0, 0, 0, 4)], [table(0, 2)], 12, 16)) == [(64, 80, 16)]

@@ -1,7 +1,7 @@
 """Whatever the two sides look like, exactly the asked bytes arrive: real bytes, an oracle without strides."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ def test_a_range_bound_in_steps_is_the_range_bound_at_once(move: Move, cuts: lis
     for edge in make_plan(destination, source).edges:
         args = move.source_tables, move.destination_tables
         once = bind(edge, *args, move.start, move.stop)
-        parts = [bind(edge, *args, a, b, states=b == move.stop) for a, b in zip(steps, steps[1:], strict=False)]
+        parts = [bind(edge, *args, a, b, states=b == move.stop) for a, b in pairwise(steps)]
         moved = np.sort(np.concatenate([expand(r.source, r.destination, r.length) for r in parts]))
         assert (moved == np.sort(expand(once.source, once.destination, once.length))).all()
 

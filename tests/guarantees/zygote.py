@@ -58,8 +58,8 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def preload() -> None:
     import nixl  # noqa: F401
     import numpy  # noqa: F401
-    import vllm.distributed.kv_transfer.kv_connector.v1.base  # noqa: F401
-    import vllm.distributed.kv_transfer.kv_connector.v1.multi_connector  # noqa: F401
+    import vllm.distributed.kv_transfer.kv_connector.v1.base
+    import vllm.distributed.kv_transfer.kv_connector.v1.multi_connector
     import vllm.v1.core.kv_cache_manager
     import vllm.v1.core.sched.scheduler
     import vllm.v1.outputs

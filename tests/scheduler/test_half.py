@@ -110,7 +110,7 @@ def test_a_prefill_that_stopped_at_its_first_token_is_handed_over(producer):
 
 
 def test_an_ordinary_request_is_none_of_our_business(producer, consumer):
-    half, pool = consumer
+    half, _pool = consumer
     request = make_request("x", None)
     half.on_new_request(request)
     assert half.num_matched_tokens(request, 0) == (0, False)
@@ -128,7 +128,7 @@ def test_a_lease_that_nobody_renews_ends_and_is_reported_once(producer):
 
 
 def test_a_lease_lives_as_long_as_the_request_queues_and_ends_when_it_leaves(producer, consumer):
-    half, pool = consumer
+    half, _pool = consumer
     request = make_request("d-1", hand_over(producer))
     half.on_new_request(request)
     queued = time.monotonic()

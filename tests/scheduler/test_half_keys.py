@@ -25,7 +25,7 @@ def refusal(half: SchedulerHalf, pool: BlockPool, params: Any) -> str:
 
 
 def test_a_producer_without_keys_does_not_listen_where_others_reach_it():
-    with pytest.raises(InvalidConfig, match="side_channel_host 0.0.0.0"):
+    with pytest.raises(InvalidConfig, match=r"side_channel_host 0\.0\.0\.0"):
         make_half("kv_producer", side_channel_host="0.0.0.0")
     make_half("kv_consumer", side_channel_host="0.0.0.0")[0].shutdown()
     make_half("kv_producer", side_channel_host="0.0.0.0", allow_unauthenticated_peers=True)[0].shutdown()

@@ -176,7 +176,7 @@ def test_manifests_of_the_workers_are_served(by_stage: bool) -> None:
 def test_another_connectors_handshake_metadata_is_refused(role: str, by_stage: bool) -> None:
     half, _ = make_half(role)
     multi, foreign = together(connector(half)), {"agent": b""}
-    with pytest.raises(InvalidConfig, match="dict where EncodedManifest of PDConnector .* name PDConnector first"):
+    with pytest.raises(InvalidConfig, match=r"dict where EncodedManifest of PDConnector .* name PDConnector first"):
         if by_stage:
             multi.set_xfer_handshake_metadata_pp_aware({(0, 0): foreign})
         else:

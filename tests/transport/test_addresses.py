@@ -86,7 +86,7 @@ def test_an_address_that_cannot_be_advertised_is_a_configuration_error(
 
 def test_no_route_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "source_address", lambda destination: None)
-    with pytest.raises(InvalidConfig, match="no route from this machine to 10.9.9.9"):
+    with pytest.raises(InvalidConfig, match=r"no route from this machine to 10\.9\.9\.9"):
         local_address("", "10.9.9.9")
 
 

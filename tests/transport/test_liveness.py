@@ -340,7 +340,7 @@ def test_an_idle_exchange_burns_no_cpu(exchange: Callable[..., LivenessHub]) -> 
 
 
 def test_nothing_listens_at_an_address_of_another_machine() -> None:
-    with pytest.raises(TransferError, match="cannot listen at 198.51.100.7"):
+    with pytest.raises(TransferError, match=r"cannot listen at 198\.51\.100\.7"):
         LivenessHub("198.51.100.7", "nowhere")
 
 

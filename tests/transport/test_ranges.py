@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -22,7 +24,7 @@ def segment(address: int, length: int, device: str = "cpu") -> Segment:
 def ranges(cuts: set[int], base: int, device: str = "cpu") -> Ranges:
     """Adjacent segments that cover [base, base + SPACE)."""
     edges = sorted({0, SPACE} | cuts)
-    return Ranges.of([segment(base + a, b - a, device) for a, b in zip(edges, edges[1:], strict=False)], "this worker")
+    return Ranges.of([segment(base + a, b - a, device) for a, b in itertools.pairwise(edges)], "this worker")
 
 
 def pairs(work: Descriptors) -> list[tuple[int, int]]:

@@ -12,13 +12,15 @@ Source: vLLM 0.32 and 0.33, `v1/engine/core.py` (`EngineCoreProc._process_input_
 
 from __future__ import annotations
 
-import queue
 import sys
 import time
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.base import init_logger
+
+if TYPE_CHECKING:
+    import queue
+    from types import FrameType
 
 logger = init_logger(__name__)
 

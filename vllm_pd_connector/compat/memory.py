@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from vllm_pd_connector.geometry.manifest import Segment
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
 
 

@@ -23,14 +23,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.manifest import Group, GroupKind
 from vllm_pd_connector.geometry.plan import MAX_RUNS, Edge, PagePairing, Paging, concatenate, join, pattern, row_count
 from vllm_pd_connector.geometry.runs import Addresses, Runs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 NULL_BLOCK = 0
 """vLLM's placeholder block: its bytes belong to nobody (BlockPool.null_block is the first block)."""

@@ -6,17 +6,21 @@ what a cache looks like after some hours of service; with consecutive blocks dir
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_pd_connector.errors import BindError, IncompatiblePeer
 from vllm_pd_connector.geometry.bind import BlockTable, bind, pair
-from vllm_pd_connector.geometry.manifest import Group, Manifest
 from vllm_pd_connector.geometry.plan import Edge, PagePairing, make_plan
 from vllm_pd_connector.geometry.staging.chunks import chunks, run_count, split
 from vllm_pd_connector.geometry.topology import TopologyCheck, TopologyStatus, check_pd_topology
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_pd_connector.geometry.manifest import Group, Manifest
 
 
 @dataclass(frozen=True, slots=True)

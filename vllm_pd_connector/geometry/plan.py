@@ -18,10 +18,10 @@ The manifests must have passed `check_pd_topology`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from vllm_pd_connector.geometry.manifest import Axis, AxisName, Coordinates, Gro
 from vllm_pd_connector.geometry.runs import Addresses, Runs
 from vllm_pd_connector.geometry.sharding import Box, Interval, intersect, require_one_writer
 from vllm_pd_connector.geometry.topology import box_of, logical_axes, pair_differences
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 Rank = tuple[int, int]
 """(pipeline rank, tensor rank) inside one instance."""

@@ -8,11 +8,14 @@ planner only intersects the intervals that manifests declare, as boxes (one inte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import IncompatiblePeer, InvalidTopology
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from vllm_pd_connector.errors import InvalidManifest
 from vllm_pd_connector.geometry.manifest import (
@@ -36,6 +35,9 @@ from vllm_pd_connector.geometry.manifest import (
     Segment,
     Tensor,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 MAX_SEGMENTS = 4096
 MAX_GROUPS = 256

@@ -12,16 +12,21 @@ caches only.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.geometry.checksums.digest import digests
-from vllm_pd_connector.geometry.manifest import Manifest, Segment
 from vllm_pd_connector.metadata import GroupBlocks, HeldRequest, ReceiveRequest, block_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from vllm_pd_connector.geometry.manifest import Manifest, Segment
 
 
 class DigestTrace:

@@ -12,12 +12,15 @@ an HTTP library is imported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_pd_connector.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 INFO_SERIES = "vllm:pd_instance_info"
 INFO_TEXT = "What routers need to know of this instance; always 1."

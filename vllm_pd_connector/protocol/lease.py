@@ -27,15 +27,17 @@ Source: architecture.md, "Pull"; peers-and-demands.md §1, ranks 1, 4 and 16; vL
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading, Table
 from vllm_pd_connector.protocol.wire.messages import ReadDone, ReadVerdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 SHARED_S = 2.0
 MAX_ATTEMPTS = 4096  # of one lease; vLLM allows `n` up to 16384, of which as many at a time are served

@@ -17,10 +17,13 @@ See docs/design/protocol.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 REFUSAL_S = 10.0
 """Seconds for which a refusal stands for requests that name no incarnation; for those that do, it stands for ever."""

@@ -8,9 +8,8 @@ is bounded by the frame that must bring it to the readers. The caller has authen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.protocol.wire.fields import MAX_REPLY_FRAME, LeaseRef, Table
@@ -26,6 +25,9 @@ from vllm_pd_connector.protocol.wire.messages import (
     Reply,
     body_size,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 B = TypeVar("B")
 

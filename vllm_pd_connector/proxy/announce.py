@@ -20,8 +20,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import msgspec
@@ -29,6 +29,9 @@ import zmq
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.observability.instance import MAX_PAGE_BYTES, EngineInfo, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger(__name__)
 

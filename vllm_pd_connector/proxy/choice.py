@@ -14,11 +14,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.bounded import Bounded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 PIECE_TOKENS = 64
 PIECE_CHARACTERS = 256

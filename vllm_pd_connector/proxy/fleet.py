@@ -22,18 +22,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.observability.instance import MAX_PAGE_BYTES, EngineInfo, parse
 from vllm_pd_connector.proxy.choice import Candidate, Chooser
-from vllm_pd_connector.proxy.metrics import ProxyMetrics
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    from vllm_pd_connector.proxy.metrics import ProxyMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,14 @@ connectors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.observability.instance import EngineInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm_pd_connector.observability.instance import EngineInfo
 
 Body = dict[str, Any]
 

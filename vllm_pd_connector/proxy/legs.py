@@ -13,14 +13,17 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from vllm_pd_connector.proxy.fleet import Fleet, Instance, InstanceRole
 from vllm_pd_connector.proxy.handoff import Body
-from vllm_pd_connector.proxy.metrics import ProxyMetrics
+
+if TYPE_CHECKING:
+    from types import SimpleNamespace
+
+    from vllm_pd_connector.proxy.metrics import ProxyMetrics
 
 logger = logging.getLogger(__name__)
 

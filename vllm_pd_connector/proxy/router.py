@@ -20,15 +20,13 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
 from aiohttp import web
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.observability.instance import EngineInfo
 from vllm_pd_connector.proxy.exchange import (
     Exchange,
     InstanceRefusal,
@@ -45,6 +43,11 @@ from vllm_pd_connector.proxy.fleet import Fleet, Instance, InstanceRole
 from vllm_pd_connector.proxy.handoff import Body, decode_body, decode_body_beside, prefill_body
 from vllm_pd_connector.proxy.legs import Headers, LegError, Legs, Limits, make_session
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Sequence
+
+    from vllm_pd_connector.observability.instance import EngineInfo
 
 logger = logging.getLogger(__name__)
 

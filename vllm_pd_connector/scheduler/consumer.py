@@ -15,8 +15,6 @@ Whoever untrusted parameters name is not spoken to.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -32,7 +30,6 @@ from vllm_pd_connector.compat.blocks import (
 )
 from vllm_pd_connector.compat.model.caches import group_block_tokens, prefill_backoff
 from vllm_pd_connector.compat.model.recurrent import state_groups
-from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.metadata import GroupBlocks, PushTerms, ReceiveRequest, draw_attempt
 from vllm_pd_connector.protocol.params.answer import require_signature
@@ -57,7 +54,11 @@ from vllm_pd_connector.sidechannel.net.keys import keys_of, require_known_server
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from concurrent.futures import Future
+
     from vllm_pd_connector.compat.types import KVCacheBlock, KVCacheBlocks, KVCacheConfig, Request, VllmConfig
+    from vllm_pd_connector.config import Config
 
 logger = init_logger(__name__)
 

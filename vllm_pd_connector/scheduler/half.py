@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import Quarantine, before_reset, finished_normally, keep_unshared, transfer_params
 from vllm_pd_connector.compat.engine import calling_loop
-from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.metadata import StepMetadata, WorkerReport
 from vllm_pd_connector.observability.stats import PDStats
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
         SchedulerOutput,
         VllmConfig,
     )
+    from vllm_pd_connector.config import Config
 
 logger = init_logger(__name__)
 

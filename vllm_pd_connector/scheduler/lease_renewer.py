@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.wire.fields import Reading
 from vllm_pd_connector.protocol.wire.messages import Release, Renew, Renewed, Request, lease_batches
 from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, KeepPrefills, PrefillRef
 from vllm_pd_connector.sidechannel.client import SideChannelClient
@@ -26,6 +25,7 @@ from vllm_pd_connector.sidechannel.waiting import Wake, wait
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm_pd_connector.protocol.wire.fields import Reading
     from vllm_pd_connector.sidechannel.net.keys import Keys
 
 logger = init_logger(__name__)

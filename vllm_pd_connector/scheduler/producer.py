@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from vllm_pd_connector.compat.blocks import HeldBlocks, computed_after, prompt_d
 from vllm_pd_connector.compat.model import facts
 from vllm_pd_connector.compat.model.caches import prefill_backoff
 from vllm_pd_connector.compat.model.recurrent import state_groups
-from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.bind import NULL_BLOCK
 from vllm_pd_connector.metadata import GroupBlocks, HeldRequest, encode_tables
@@ -34,7 +32,10 @@ from vllm_pd_connector.sidechannel.net.keys import keys_of, require_private_addr
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
     from vllm_pd_connector.compat.types import BlockPool, KVCacheConfig, Request, SchedulerOutput, VllmConfig
+    from vllm_pd_connector.config import Config
 
 logger = init_logger(__name__)
 

@@ -15,10 +15,14 @@ back and told: `ask` makes it take one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from vllm_pd_connector.compat.engine import EngineLoop
 from vllm_pd_connector.sidechannel.bell import Bell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm_pd_connector.compat.engine import EngineLoop
 
 LONGEST_S = 1.0
 """vLLM tells its own figures of an instance (requests waiting, cache in use) with its steps."""

@@ -14,7 +14,10 @@ import contextlib
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _LONGEST = 64
 

@@ -18,10 +18,9 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
 from vllm_pd_connector.protocol.params.bootstrap import (
@@ -34,6 +33,9 @@ from vllm_pd_connector.protocol.params.bootstrap import (
     parse_answer,
 )
 from vllm_pd_connector.sidechannel.net.deadline import DeadlineSocket
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -15,14 +15,13 @@ from __future__ import annotations
 import itertools
 import select
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
+from typing import TYPE_CHECKING
 
 import zmq
 
 from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError, Unreachable
-from vllm_pd_connector.protocol.wire.fields import Message
 from vllm_pd_connector.protocol.wire.messages import (
     REPLY_OF,
     Failure,
@@ -34,10 +33,15 @@ from vllm_pd_connector.protocol.wire.messages import (
     sequence_of,
 )
 from vllm_pd_connector.sidechannel.net.dial import Dial
-from vllm_pd_connector.sidechannel.net.keys import Keys
 from vllm_pd_connector.sidechannel.net.sockets import MAX_PENDING, connect, dealer, place_of, take
 from vllm_pd_connector.sidechannel.net.wake import Wake
 from vllm_pd_connector.sidechannel.net.watch import Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_pd_connector.protocol.wire.fields import Message
+    from vllm_pd_connector.sidechannel.net.keys import Keys
 
 Outcome = Reply | ProtocolError | DeadlineExceeded
 

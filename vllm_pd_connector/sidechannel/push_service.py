@@ -6,13 +6,10 @@ the other, so that blocks are given back when both are done with them.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
 from math import inf
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.protocol.lease import End, Freed, LeaseTable
-from vllm_pd_connector.protocol.push.command_queue import Ticket
-from vllm_pd_connector.protocol.push.registrations import Tables
 from vllm_pd_connector.protocol.push.table import ANSWER_S, PushTable
 from vllm_pd_connector.protocol.wire.messages import Ack, Failure, FailureCode, Reply
 from vllm_pd_connector.protocol.wire.push_messages import (
@@ -26,6 +23,13 @@ from vllm_pd_connector.protocol.wire.push_messages import (
     WithdrawPush,
 )
 from vllm_pd_connector.sidechannel.worker_auth import refusal
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Sequence
+
+    from vllm_pd_connector.protocol.push.command_queue import Ticket
+    from vllm_pd_connector.protocol.push.registrations import Tables
 
 
 class PushService:

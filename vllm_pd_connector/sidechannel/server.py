@@ -18,8 +18,7 @@ import socket as _socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -27,7 +26,6 @@ from zmq.auth.thread import ThreadAuthenticator
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.lease import Freed, LeaseTable
-from vllm_pd_connector.protocol.push.command_queue import Ticket
 from vllm_pd_connector.protocol.verification import Verification
 from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, Table
 from vllm_pd_connector.protocol.wire.messages import (
@@ -68,6 +66,11 @@ from vllm_pd_connector.sidechannel.net.sockets import bound_router, take
 from vllm_pd_connector.sidechannel.net.watch import Watch
 from vllm_pd_connector.sidechannel.push_service import PushService
 from vllm_pd_connector.sidechannel.worker_auth import refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vllm_pd_connector.protocol.push.command_queue import Ticket
 
 logger = logging.getLogger(__name__)
 

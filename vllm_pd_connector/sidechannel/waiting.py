@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 import time
+from typing import TYPE_CHECKING
 
 import zmq
 
-from vllm_pd_connector.protocol.wire.messages import Request
-from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
 from vllm_pd_connector.sidechannel.net.wake import Wake
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.protocol.wire.messages import Request
+    from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
 
 __all__ = ["Wake", "ask", "wait"]
 

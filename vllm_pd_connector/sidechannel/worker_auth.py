@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, JobChecksums, NextChecksumJob
-from vllm_pd_connector.protocol.wire.push_messages import AwaitCommands, PushEnded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_pd_connector.protocol.wire.push_messages import AwaitCommands, PushEnded
 
 
 def refusal(

@@ -15,13 +15,16 @@ Errors are `TransferError` (`PeerLost` when the peer is gone); a transport trans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from vllm_pd_connector.errors import TransferError
-from vllm_pd_connector.geometry.manifest import Segment
-from vllm_pd_connector.geometry.runs import Runs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vllm_pd_connector.geometry.manifest import Segment
+    from vllm_pd_connector.geometry.runs import Runs
 
 
 class TransferStatus(Enum):

@@ -11,17 +11,21 @@ import ctypes
 import threading
 import uuid
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from vllm_pd_connector.errors import PeerLost, TransferError
-from vllm_pd_connector.geometry.manifest import Segment
-from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, cut
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_pd_connector.geometry.manifest import Segment
+    from vllm_pd_connector.geometry.runs import Runs
 
 NAME = "loopback"
 _UNLIMITED = 1 << 62

@@ -8,15 +8,21 @@ such runs are cut at the segment's end, in the same pass that cuts runs longer t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_pd_connector.errors import TransferError
-from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Addresses, Runs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from vllm_pd_connector.geometry.manifest import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ class Ranges:
                 raise TransferError(f"{owner}: segment at {segment.address:#x} of {segment.length} bytes is not memory")
             if segment.device not in ("cpu", "cuda"):
                 raise TransferError(f"{owner}: segment device {segment.device!r}, only cpu and cuda can be registered")
-        for before, after in zip(ordered, ordered[1:], strict=False):
+        for before, after in itertools.pairwise(ordered):
             if before.address + before.length > after.address:
                 raise TransferError(
                     f"{owner}: segment at {before.address:#x} of {before.length} bytes overlaps the one at "
@@ -166,4 +172,4 @@ def _bounded(descriptors: Descriptors, limit: int, per_descriptor: int) -> list[
         return [descriptors]
     begins = cost.searchsorted(np.arange(limit, int(cost[-2]) + 1, limit)) + 1
     bounds = [0, *sorted(set(begins.tolist())), len(length)]
-    return [descriptors.take(slice(first, stop)) for first, stop in zip(bounds, bounds[1:], strict=False)]
+    return [descriptors.take(slice(first, stop)) for first, stop in itertools.pairwise(bounds)]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from vllm_pd_connector.errors import InvalidConfig
-from vllm_pd_connector.transport.base import Transport
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm_pd_connector.transport.base import Transport
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 

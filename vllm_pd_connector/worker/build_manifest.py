@@ -21,7 +21,6 @@ from vllm_pd_connector.compat.model.caches import (
     layer_states,
     transfer_groups,
 )
-from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import UnsupportedCache
 from vllm_pd_connector.geometry.layouts import attention
 from vllm_pd_connector.geometry.layouts.attention import PageView
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_pd_connector.compat.types import KVCacheConfig, VllmConfig
+    from vllm_pd_connector.config import Config
 
 logger = init_logger(__name__)
 

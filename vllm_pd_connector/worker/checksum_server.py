@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.checksums.sums import checksums
-from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.protocol.wire.messages import ChecksumJob, Failure, JobChecksums, NextChecksumJob, Request
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
-from vllm_pd_connector.sidechannel.net.keys import Keys
 from vllm_pd_connector.sidechannel.waiting import Wake, wait
 from vllm_pd_connector.worker.checksums import _table, memory_of, to_messages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm_pd_connector.geometry.manifest import Manifest
+    from vllm_pd_connector.sidechannel.net.keys import Keys
 
 logger = init_logger(__name__)
 _JOB_WAIT_S = 30.0

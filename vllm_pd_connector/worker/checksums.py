@@ -10,23 +10,28 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.bind import BlockTable
-from vllm_pd_connector.geometry.checksums.digest import Memory
 from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest, Segment
-from vllm_pd_connector.metadata import ReceiveRequest
 from vllm_pd_connector.protocol.wire.fields import MAX_PIECE_BYTES, MAX_PIECES_BYTES
 from vllm_pd_connector.protocol.wire.messages import (
     ChecksumPart,
     JobChecksums,
 )
 from vllm_pd_connector.worker.staging.copiers import device_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from vllm_pd_connector.geometry.checksums.digest import Memory
+    from vllm_pd_connector.metadata import ReceiveRequest
 
 ONE_IN = 16
 _NAMES_BYTES = 128  # of a piece, beside its layer's name

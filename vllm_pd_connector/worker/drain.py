@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import time
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.wire.messages import GetLeaseCount, LeaseCount
 from vllm_pd_connector.sidechannel.client import SideChannelClient
-from vllm_pd_connector.sidechannel.net.keys import Keys
 from vllm_pd_connector.sidechannel.waiting import Wake, ask, wait
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.sidechannel.net.keys import Keys
 
 logger = init_logger(__name__)
 

@@ -13,7 +13,6 @@ there the report that ends the step marks it, if nothing did before.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,17 +23,12 @@ from vllm_pd_connector.compat.base import KVConnectorTransferResults, init_logge
 from vllm_pd_connector.compat.memory import Mark, make_device_current, marker
 from vllm_pd_connector.compat.model import facts
 from vllm_pd_connector.compat.queues import rest_until_next_message
-from vllm_pd_connector.config import Config
-from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.validate import validate
-from vllm_pd_connector.metadata import StepMetadata, WorkerReport
 from vllm_pd_connector.observability.digest_trace import DigestTrace
-from vllm_pd_connector.observability.stats import PDStats
 from vllm_pd_connector.sidechannel.bell import ring
 from vllm_pd_connector.sidechannel.net.keys import Keys, keys_of
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.transport import registry
-from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.worker import hugepages
 from vllm_pd_connector.worker.build_manifest import build_manifest
 from vllm_pd_connector.worker.checksum_server import ChecksumServer
@@ -46,9 +40,16 @@ from vllm_pd_connector.worker.push.step_clock import StepClock
 from vllm_pd_connector.worker.transfer_loop import TransferLoop
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from vllm_pd_connector.compat.types import KVCacheConfig, VllmConfig
+    from vllm_pd_connector.config import Config
+    from vllm_pd_connector.geometry.manifest import Manifest
+    from vllm_pd_connector.metadata import StepMetadata, WorkerReport
+    from vllm_pd_connector.observability.stats import PDStats
+    from vllm_pd_connector.transport.base import Transport
 
 logger = init_logger(__name__)
 

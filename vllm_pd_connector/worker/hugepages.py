@@ -15,9 +15,12 @@ import errno
 import logging
 import sys
 import threading
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from vllm_pd_connector.geometry.manifest import Segment
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_pd_connector.geometry.manifest import Segment
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,14 @@ end hears of what it counted too. An instance may take no step after it for hour
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import KVConnectorTransferResults
 from vllm_pd_connector.metadata import WorkerReport
 from vllm_pd_connector.observability.stats import PDStats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 
 class Outbox:

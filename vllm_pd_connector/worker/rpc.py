@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from vllm_pd_connector.protocol.wire.messages import Request
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
-from vllm_pd_connector.sidechannel.net.keys import Keys
 from vllm_pd_connector.sidechannel.waiting import Wake, wait
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.protocol.wire.messages import Request
+    from vllm_pd_connector.sidechannel.net.keys import Keys
 
 Handler = Callable[[Outcome, float], None]
 """Called with what became of a request and the time; once, in the thread that owns the `PendingCalls`."""

@@ -15,18 +15,12 @@ import ipaddress
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.config import Config
-from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Segment
-from vllm_pd_connector.metadata import ReceiveRequest
 from vllm_pd_connector.sidechannel.net.keys import keys_of
 from vllm_pd_connector.sidechannel.waiting import Wake
-from vllm_pd_connector.transport.addresses import Address
-from vllm_pd_connector.transport.base import Transport
-from vllm_pd_connector.worker.outbox import Outbox
 from vllm_pd_connector.worker.peers.auto_mode import AutoMode
 from vllm_pd_connector.worker.peers.bandwidth_test import SCRATCH_BYTES
 from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
@@ -37,6 +31,16 @@ from vllm_pd_connector.worker.receive.driver import Receives
 from vllm_pd_connector.worker.rpc import PendingCalls
 from vllm_pd_connector.worker.staging.copiers import Memory, copier_for
 from vllm_pd_connector.worker.staging.stager import Stager
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vllm_pd_connector.config import Config
+    from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Segment
+    from vllm_pd_connector.metadata import ReceiveRequest
+    from vllm_pd_connector.transport.addresses import Address
+    from vllm_pd_connector.transport.base import Transport
+    from vllm_pd_connector.worker.outbox import Outbox
 
 logger = init_logger(__name__)
 

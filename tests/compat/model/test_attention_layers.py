@@ -51,11 +51,8 @@ def instance(spec: MLAAttentionSpec, tp_size: int, monkeypatch: pytest.MonkeyPat
     for rank in range(tp_size):
         monkeypatch.setattr(facts, "coordinates", lambda _, rank=rank: Coordinates(rank, tp_size, 0, 1, 0, 1, 1, 1))
         cache = torch.zeros((4, 1, 64, content), dtype=spec.dtype)
-        found.append(
-            build_manifest(
-                None, config, {LAYER: cache}, incarnation="0" * 32, config=Config(), software="test", transport="nixl"
-            )  # fmt: skip
-        )
+        described = {"incarnation": "0" * 32, "config": Config(), "software": "test", "transport": "nixl"}
+        found.append(build_manifest(None, config, {LAYER: cache}, **described))
         validate(found[-1])
     return found
 

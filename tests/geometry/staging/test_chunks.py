@@ -109,7 +109,7 @@ def run(move: Move, limit: int = PLENTY, *, forced: bool = True, writes: bool = 
 @pytest.fixture(params=[0, 1 << 20], ids=["gaps are not read", "gaps are read"])
 def run_cost(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(chunking, "RUN_COST_BYTES", request.param)
-    yield request.param
+    return request.param
 
 
 @pytest.mark.parametrize("source", [*LAYOUTS, "CPU"])

@@ -15,6 +15,7 @@ Source: vLLM 0.32, `vllm/models/kimi_k3/nvidia/ops/third_party/kda/` (names, sha
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def chunk_kda_with_fused_gate(
     output = torch.empty_like(values)
     states = initial_state.clone()
     starts = cu_seqlens.tolist()
-    for request, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+    for request, (start, stop) in enumerate(itertools.pairwise(starts)):
         for t in range(start, stop):
             output[t] = _step(states[request], query[t], keys[t], values[t], gate[t], beta[t])
     return output.to(v.dtype).unsqueeze(0), states

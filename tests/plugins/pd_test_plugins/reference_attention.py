@@ -8,6 +8,7 @@ token's numbers do not depend on how many others are computed with it. Clear, no
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,7 +96,7 @@ class ReferenceAttention(CPUAttentionBackendImpl):
             return output
         starts: Sequence[int] = attn_metadata.query_start_loc.tolist()
         lengths: Sequence[int] = attn_metadata.seq_lens.tolist()
-        for request, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+        for request, (start, stop) in enumerate(itertools.pairwise(starts)):
             if start == stop:
                 continue
             attended = self._attended(query[start:stop], kv_cache, attn_metadata.block_table[request], lengths[request])

@@ -70,7 +70,7 @@ def test_cpu_memory_moves_over_tcp_unless_rdma_is_asked_for(tmp_path: Path) -> N
     two = devices(tmp_path, "mlx5_0", "mlx5_1")
     assert choose_protocol(MooncakeOptions(), two, "cpu") == "tcp"
     assert choose_protocol(MooncakeOptions(protocol="rdma", device="mlx5_1"), two, "cpu") == "rdma"
-    with pytest.raises(InvalidConfig, match="protocol: auto, caches in cpu memory.*give protocol rdma.*mlx5_0, mlx5_1"):
+    with pytest.raises(InvalidConfig, match=r"protocol: auto, caches in cpu.*give protocol rdma.*mlx5_0, mlx5_1"):
         choose_protocol(MooncakeOptions(device="mlx5_0"), two, "cpu")
 
 
@@ -240,7 +240,7 @@ def test_a_lost_line_that_somebody_still_holds_keeps_nobody_from_the_next_one(en
 
 def test_a_peer_that_tells_of_other_memory_under_one_name_is_refused(end: End, peer: ProcessPeer) -> None:
     connection = end.connect(peer.endpoint, peer.segments)
-    with pytest.raises(TransferError, match="tells of other memory than when it was connected first: .* overlaps"):
+    with pytest.raises(TransferError, match=r"tells of other memory than when it was connected first: .* overlaps"):
         end.connect(peer.endpoint, lying_about_memory(peer))
     end.finish(end.transport.read(connection, whole(peer.address, end.address, SIZE)))
 

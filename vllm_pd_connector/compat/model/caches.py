@@ -9,7 +9,6 @@ Source: vLLM 0.32, `vllm/v1/kv_cache_interface.py`, `vllm/v1/worker/utils.py` (a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -27,13 +26,16 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_pd_connector.compat.model.recurrent import representative, state_block_tokens, states_of
 from vllm_pd_connector.errors import UnsupportedCache
-from vllm_pd_connector.geometry.layouts.recurrent import Convolution, Recurrent
 from vllm_pd_connector.geometry.manifest import Coordinates, Group, GroupKind
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+    from vllm_pd_connector.geometry.layouts.recurrent import Convolution, Recurrent
 
 
 class Content(Enum):

@@ -170,7 +170,7 @@ def require_lasting_memory(config: VllmConfig) -> None:
 
 
 def world_size(config: VllmConfig) -> int:
-    """Workers of one instance: tensor × pipeline × prefill-context parallel ranks."""
+    """Workers of one instance: tensor by pipeline by prefill-context parallel ranks."""
     return int(config.parallel_config.world_size)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs
 
 from vllm_pd_connector.errors import UnsupportedCache
@@ -21,6 +20,7 @@ from vllm_pd_connector.geometry.manifest import AxisName, Coordinates, Role
 from vllm_pd_connector.geometry.sharding import Interval, shard
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 

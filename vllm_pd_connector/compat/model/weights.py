@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,8 @@ from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.content import adapter_digest, adapter_files, checkpoint_digest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)

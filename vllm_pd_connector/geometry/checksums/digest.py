@@ -11,9 +11,8 @@ not meant to resist anybody.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
@@ -23,6 +22,9 @@ from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.bind import NULL_BLOCK, BlockTables
 from vllm_pd_connector.geometry.manifest import AxisName, GroupKind, Manifest, Role, Tensor
 from vllm_pd_connector.geometry.topology import logical_axes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 Values = NDArray[np.uint64]
 PAGES_AT_ONCE = 64

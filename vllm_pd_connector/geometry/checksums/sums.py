@@ -9,15 +9,19 @@ nobody.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_pd_connector.errors import BindError
-from vllm_pd_connector.geometry.bind import BlockTables
 from vllm_pd_connector.geometry.checksums.digest import Memory, Values, digests, mix
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from vllm_pd_connector.geometry.bind import BlockTables
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,10 +16,13 @@ Source: vLLM 0.32 `v1/kv_cache_interface.py` (`compute_layout_strides`), `v1/att
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import UnsupportedCache
 from vllm_pd_connector.geometry.manifest import Axis, AxisName, Role, Tensor
-from vllm_pd_connector.geometry.sharding import Interval
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.geometry.sharding import Interval
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import UnsupportedCache
 from vllm_pd_connector.geometry.manifest import Axis, AxisName, Role, Tensor
-from vllm_pd_connector.geometry.sharding import Interval
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.geometry.sharding import Interval
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ Source: vLLM 0.32, `KVCacheConfig.needs_kv_cache_zeroing`, `KVCacheCoordinator.a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,9 +29,13 @@ from vllm_pd_connector.geometry.bind import (
     range_end,
 )
 from vllm_pd_connector.geometry.manifest import GroupKind
-from vllm_pd_connector.geometry.plan import PagePairing, Plan
-from vllm_pd_connector.geometry.runs import Addresses
 from vllm_pd_connector.geometry.staging.strided_copy import Copy, fold, strided_copies
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from vllm_pd_connector.geometry.plan import PagePairing, Plan
+    from vllm_pd_connector.geometry.runs import Addresses
 
 
 def blanks(

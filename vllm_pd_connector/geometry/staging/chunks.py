@@ -22,12 +22,12 @@ Figures: docs/design/conversion.md, `benchmarks/convert.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
 from dataclasses import dataclass, replace
 from math import lcm, prod
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_pd_connector.geometry.bind import Spans
 from vllm_pd_connector.geometry.manifest import GroupKind
@@ -45,6 +45,11 @@ from vllm_pd_connector.geometry.staging.page_extents import (
     token_steps,
 )
 from vllm_pd_connector.geometry.staging.strided_copy import Copy, CopyAxis, fold, strided_copies
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from numpy.typing import NDArray
 
 # The price of one more run, in bytes that could be read and converted instead. Staging pays where the average run
 # is shorter than this. Measured; see docs/design/conversion.md.
@@ -202,7 +207,7 @@ def chunks(paired: Iterable[tuple[PagePairing, Spans]], limit: int, *, writes: b
         change = np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != 0)) + 1
         bounds = np.append(first, len(spans.tokens))
         edges = [0, *change.tolist(), len(first)]
-        for i, j in zip(edges, edges[1:], strict=False):
+        for i, j in itertools.pairwise(edges):
             alike = _alike_chunks(pairing, spans, bounds[i : j + 1], int(low[i]), int(high[i]), gap, limit)
             yield from map(_written, alike) if writes else alike
 

@@ -9,11 +9,14 @@ consecutive pages are still one run. Here `source` is the peer's side of a pairi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_pd_connector.geometry.plan import LayerBatch, PagePairing, StridedAxis, TensorSlice
-from vllm_pd_connector.geometry.runs import Addresses
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.geometry.runs import Addresses
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,16 @@ for equal steps. What is contiguous on both sides becomes part of the item.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
 
 # A single copy moves at most this much, so that whoever carries it out can look up in between (about 1 ms).
 COPY_BYTES = 4 << 20

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.params.parse import RemotePrefill, parse_remote_prefill
 from vllm_pd_connector.protocol.wire.messages import PROTOCOL_VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def remote_prefill_params(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
+from typing import TYPE_CHECKING
 
-from vllm_pd_connector.protocol.push.command_queue import Ticket
 from vllm_pd_connector.protocol.wire.fields import LeaseRef, Table
 from vllm_pd_connector.protocol.wire.push_messages import Moved, PushInto, PushState
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.protocol.push.command_queue import Ticket
 
 Tables = tuple[Table, ...]
 

@@ -13,11 +13,13 @@ arrived before that is told why it ended, and what it declines is that prefill.
 from __future__ import annotations
 
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_pd_connector.bounded import Bounded
-from vllm_pd_connector.protocol.push.registrations import Prefill, PushRegistration
-from vllm_pd_connector.protocol.wire.push_messages import PrefillRef
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.protocol.push.registrations import Prefill, PushRegistration
+    from vllm_pd_connector.protocol.wire.push_messages import PrefillRef
 
 MAX_DECLINED = 4096
 MAX_OVER = 4096

@@ -27,8 +27,8 @@ See docs/design/push.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import inf
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import ProtocolError
@@ -50,6 +50,9 @@ from vllm_pd_connector.protocol.wire.push_messages import (
     WithdrawPush,
     WriteCommand,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 MAX_WAITING = 4096
 REMEMBER = 4096

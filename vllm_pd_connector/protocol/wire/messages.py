@@ -15,9 +15,8 @@ See docs/design/protocol.md.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -54,6 +53,9 @@ from vllm_pd_connector.protocol.wire.push_messages import (
     PushInto,
     WithdrawPush,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 MAGIC: Final = b"VPDC"
 PROTOCOL_VERSION: Final = 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from vllm_pd_connector.geometry.validate import MAX_GROUPS
 from vllm_pd_connector.protocol.wire.fields import (
@@ -145,7 +145,7 @@ class Pushed(Message, frozen=True, tag="pushed"):
     state: PushState
     reason: Text
     terminal: bool
-    late_starts: FirstValidTokens = {}
+    late_starts: FirstValidTokens = field(default_factory=dict)
     moved: Moved = Moved()
     request_id: Text = ""
     lease: LeaseRef | None = None
@@ -204,5 +204,5 @@ class PushEnded(Message, frozen=True, tag="push_ended"):
     ok: bool
     reason: Text
     terminal: bool
-    late_starts: FirstValidTokens = {}
+    late_starts: FirstValidTokens = field(default_factory=dict)
     moved: Moved = Moved()

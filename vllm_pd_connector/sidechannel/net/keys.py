@@ -16,7 +16,6 @@ import contextlib
 import ipaddress
 import os
 import secrets
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,8 @@ import zmq.auth
 from vllm_pd_connector.errors import InvalidConfig, UnauthenticatedPeer
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm_pd_connector.config import Config
 
 ZAP_DOMAIN = "pd"  # under which a server's socket asks its context's authenticator

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from vllm_pd_connector.errors import InvalidConfig, TransferError
-from vllm_pd_connector.transport.addresses import Address
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from vllm_pd_connector.transport.addresses import Address
 
 INSTALL_HINT = (
     "install one of mooncake-transfer-engine (CUDA 12), mooncake-transfer-engine-cuda13 and "

@@ -24,12 +24,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.errors import TransferError
-from vllm_pd_connector.transport.addresses import Address
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_pd_connector.transport.addresses import Address
 
 logger = logging.getLogger(__name__)
 

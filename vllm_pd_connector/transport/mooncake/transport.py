@@ -26,15 +26,12 @@ import os
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vllm_pd_connector.errors import PeerLost, TransferError
-from vllm_pd_connector.geometry.manifest import Segment
-from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.transport.addresses import Address, check_reachable, host_identity, local_address
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, follow
 from vllm_pd_connector.transport.endpoint import Endpoint, seal, unseal
@@ -51,6 +48,12 @@ from vllm_pd_connector.transport.mooncake.engine import (
 )
 from vllm_pd_connector.transport.mooncake.opening import Opening, Openings
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, cut
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm_pd_connector.geometry.manifest import Segment
+    from vllm_pd_connector.geometry.runs import Runs
 
 logger = logging.getLogger(__name__)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 INSTALL_HINT = "install it with `pip install nixl`, or choose another transport"
 

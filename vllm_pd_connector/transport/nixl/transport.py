@@ -30,21 +30,25 @@ import os
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_pd_connector.errors import InvalidConfig, TransferError
-from vllm_pd_connector.geometry.manifest import Segment
-from vllm_pd_connector.geometry.runs import Addresses, Runs
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, follow
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, bindings, translate
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, batches, cut
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from vllm_pd_connector.geometry.manifest import Segment
+    from vllm_pd_connector.geometry.runs import Addresses, Runs
 
 logger = logging.getLogger(__name__)
 

@@ -8,16 +8,20 @@ if anything stands against a try.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import TransferError
-from vllm_pd_connector.geometry.manifest import Segment
-from vllm_pd_connector.observability.stats import PDStats
-from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth, measure_bandwidth
-from vllm_pd_connector.worker.peers.link import Link
 from vllm_pd_connector.worker.poll_interval import pause
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from vllm_pd_connector.geometry.manifest import Segment
+    from vllm_pd_connector.observability.stats import PDStats
+    from vllm_pd_connector.transport.base import Transport
+    from vllm_pd_connector.worker.peers.link import Link
 
 logger = init_logger(__name__)
 

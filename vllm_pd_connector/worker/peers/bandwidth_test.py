@@ -13,15 +13,19 @@ operation that makes the difference, not the direction of the cable.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_pd_connector.errors import TransferError
-from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, Transport, TransportPeer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from vllm_pd_connector.geometry.manifest import Segment
 
 SCRATCH_BYTES = 8 << 20
 WARM_BYTES = 64 << 10

@@ -7,9 +7,9 @@ This is the link of a decode worker that reads; `push.link` has those of a pushi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,14 +17,18 @@ from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError
 from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pair, runs_of
 from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Segment
 from vllm_pd_connector.geometry.plan import Edge, Plan, Rank, make_plan
-from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.staging.chunks import Chunk, chunks, split
 from vllm_pd_connector.geometry.topology import TopologyCheck, check_pd_topology
 from vllm_pd_connector.metadata import GroupBlocks, ReceiveRequest, block_tables
-from vllm_pd_connector.protocol.peer import Peer
-from vllm_pd_connector.transport.base import Transport, TransportPeer
-from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth
-from vllm_pd_connector.worker.peers.process_watch import ProcessWatch, ProcessWatches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from vllm_pd_connector.geometry.runs import Runs
+    from vllm_pd_connector.protocol.peer import Peer
+    from vllm_pd_connector.transport.base import Transport, TransportPeer
+    from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth
+    from vllm_pd_connector.worker.peers.process_watch import ProcessWatch, ProcessWatches
 
 _decoder = msgspec.msgpack.Decoder(Manifest)
 

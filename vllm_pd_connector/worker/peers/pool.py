@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, PeerLost, ProtocolError, TransferError
-from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.observability.stats import FailureKind, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.peer import Peer, PeerKey, PeerState
 from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, GetManifests, Manifests
-from vllm_pd_connector.sidechannel.client import Outcome
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
-from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.worker.peers.link import Link
-from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
-from vllm_pd_connector.worker.rpc import PendingCalls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_pd_connector.config import Config
+    from vllm_pd_connector.geometry.manifest import Manifest
+    from vllm_pd_connector.sidechannel.client import Outcome
+    from vllm_pd_connector.transport.base import Transport
+    from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
+    from vllm_pd_connector.worker.rpc import PendingCalls
 
 logger = init_logger(__name__)
 

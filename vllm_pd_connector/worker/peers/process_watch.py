@@ -25,13 +25,16 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import socket
-from collections.abc import Callable
 from math import inf
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import LivenessAddress
 from vllm_pd_connector.transport.addresses import Address, local_address, source_address
 from vllm_pd_connector.transport.liveness import SILENCE_S, LivenessHub, LivenessLink, LivenessState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SETTLE_S = float(SILENCE_S)
 AGAIN_S = 5.0

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import time
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.wire.messages import Ack
-from vllm_pd_connector.protocol.wire.push_messages import PushEnded
-from vllm_pd_connector.sidechannel.client import Outcome
-from vllm_pd_connector.worker.rpc import PendingCalls
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.protocol.wire.push_messages import PushEnded
+    from vllm_pd_connector.sidechannel.client import Outcome
+    from vllm_pd_connector.worker.rpc import PendingCalls
 
 logger = init_logger(__name__)
 

@@ -20,13 +20,11 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from math import inf
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import BindError, ProtocolError, TransferError, UnauthenticatedPeer
-from vllm_pd_connector.geometry.manifest import Manifest
-from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.peer import PeerKey
@@ -42,18 +40,23 @@ from vllm_pd_connector.protocol.wire.push_messages import (
     PushInto,
     WriteCommand,
 )
-from vllm_pd_connector.sidechannel.client import Outcome
 from vllm_pd_connector.sidechannel.net.keys import keys_of, require_known_server
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, Transport, TransportPeer
-from vllm_pd_connector.worker.peers.link import Link
 from vllm_pd_connector.worker.peers.pool import Links
 from vllm_pd_connector.worker.peers.process_watch import LOOK_S, ProcessWatch, ProcessWatches
 from vllm_pd_connector.worker.poll_interval import pause
 from vllm_pd_connector.worker.push.completion import HOME_TIMEOUT_S, RETRY_S, CompletionReports
 from vllm_pd_connector.worker.push.link import WriteLink
-from vllm_pd_connector.worker.push.step_clock import StepClock
-from vllm_pd_connector.worker.rpc import PendingCalls
-from vllm_pd_connector.worker.staging.stager import Stager, Stream
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.config import Config
+    from vllm_pd_connector.geometry.manifest import Manifest
+    from vllm_pd_connector.geometry.runs import Runs
+    from vllm_pd_connector.sidechannel.client import Outcome
+    from vllm_pd_connector.worker.peers.link import Link
+    from vllm_pd_connector.worker.push.step_clock import StepClock
+    from vllm_pd_connector.worker.rpc import PendingCalls
+    from vllm_pd_connector.worker.staging.stager import Stager, Stream
 
 logger = init_logger(__name__)
 

@@ -13,9 +13,9 @@ by way of this side's staging buffer, by the rule of reads (`geometry.staging.ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,10 +25,14 @@ from vllm_pd_connector.geometry.manifest import GroupKind, Manifest
 from vllm_pd_connector.geometry.plan import Edge, PagePairing, Rank, make_plan
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.staging.chunks import Chunk, chunks, split
-from vllm_pd_connector.protocol.wire.fields import Table
-from vllm_pd_connector.protocol.wire.push_messages import PushInto
-from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.worker.peers.link import Link, decode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from vllm_pd_connector.protocol.wire.fields import Table
+    from vllm_pd_connector.protocol.wire.push_messages import PushInto
+    from vllm_pd_connector.transport.base import Transport
 
 
 @dataclass(frozen=True, slots=True)

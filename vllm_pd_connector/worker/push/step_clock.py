@@ -10,9 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.worker.poll_interval import pause
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class StepClock:

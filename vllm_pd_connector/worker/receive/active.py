@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from vllm_pd_connector.geometry.plan import Plan
-from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.geometry.staging.chunks import Chunk
-from vllm_pd_connector.metadata import ReceiveRequest
 from vllm_pd_connector.observability.stats import FailureKind
-from vllm_pd_connector.protocol import receive as receives
-from vllm_pd_connector.protocol.receive import Receive
-from vllm_pd_connector.protocol.wire.fields import LeaseRef
 from vllm_pd_connector.protocol.wire.push_messages import Moved
-from vllm_pd_connector.transport.base import Transfer, TransportPeer
-from vllm_pd_connector.worker.peers.link import Link
-from vllm_pd_connector.worker.peers.pool import Links
-from vllm_pd_connector.worker.peers.process_watch import ProcessWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm_pd_connector.geometry.plan import Plan
+    from vllm_pd_connector.geometry.runs import Runs
+    from vllm_pd_connector.geometry.staging.chunks import Chunk
+    from vllm_pd_connector.metadata import ReceiveRequest
+    from vllm_pd_connector.protocol import receive as receives
+    from vllm_pd_connector.protocol.receive import Receive
+    from vllm_pd_connector.protocol.wire.fields import LeaseRef
+    from vllm_pd_connector.transport.base import Transfer, TransportPeer
+    from vllm_pd_connector.worker.peers.link import Link
+    from vllm_pd_connector.worker.peers.pool import Links
+    from vllm_pd_connector.worker.peers.process_watch import ProcessWatch
 
 
 @dataclass(eq=False, slots=True)

@@ -7,21 +7,25 @@ thread as an event of the receive. The checksums themselves are `worker.checksum
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
-from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.checksums.sums import difference
-from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.wire.messages import Failure, GetChecksums, LeaseChecksums
-from vllm_pd_connector.sidechannel.client import Outcome
-from vllm_pd_connector.sidechannel.waiting import Wake
 from vllm_pd_connector.worker.checksums import memory_of, of_pieces, received_checksums, starts_of
-from vllm_pd_connector.worker.receive.active import ActiveReceive, Drive
-from vllm_pd_connector.worker.rpc import PendingCalls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_pd_connector.config import Config
+    from vllm_pd_connector.geometry.manifest import Manifest
+    from vllm_pd_connector.sidechannel.client import Outcome
+    from vllm_pd_connector.sidechannel.waiting import Wake
+    from vllm_pd_connector.worker.receive.active import ActiveReceive, Drive
+    from vllm_pd_connector.worker.rpc import PendingCalls
 
 
 class ChecksumComparison:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import BindError, ProtocolError, TransferError
 from vllm_pd_connector.geometry.bind import require_filled
-from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.staging.blanks import blanks
 from vllm_pd_connector.metadata import ReceiveRequest, block_tables
@@ -27,20 +25,26 @@ from vllm_pd_connector.protocol.receive import Receive
 from vllm_pd_connector.protocol.wire.fields import Reading
 from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, ReadDone, ReadVerdict, Release
 from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, Moved
-from vllm_pd_connector.sidechannel.client import Outcome
 from vllm_pd_connector.transport.base import TransferStatus, Transport
 from vllm_pd_connector.worker.checksums import is_chosen
-from vllm_pd_connector.worker.outbox import Outbox
-from vllm_pd_connector.worker.peers.link import Link
 from vllm_pd_connector.worker.peers.pool import FETCH_ATTEMPTS, Links
 from vllm_pd_connector.worker.peers.process_watch import LOOK_S, ProcessWatches
 from vllm_pd_connector.worker.poll_interval import pause
 from vllm_pd_connector.worker.receive.active import ActiveReceive
-from vllm_pd_connector.worker.receive.compare import ChecksumComparison
 from vllm_pd_connector.worker.receive.push_link import AskLink
 from vllm_pd_connector.worker.receive.push_request import PushRequester
-from vllm_pd_connector.worker.rpc import PendingCalls
-from vllm_pd_connector.worker.staging.stager import Stager, Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vllm_pd_connector.config import Config
+    from vllm_pd_connector.geometry.manifest import Manifest
+    from vllm_pd_connector.sidechannel.client import Outcome
+    from vllm_pd_connector.worker.outbox import Outbox
+    from vllm_pd_connector.worker.peers.link import Link
+    from vllm_pd_connector.worker.receive.compare import ChecksumComparison
+    from vllm_pd_connector.worker.rpc import PendingCalls
+    from vllm_pd_connector.worker.staging.stager import Stager, Stream
 
 logger = init_logger(__name__)
 

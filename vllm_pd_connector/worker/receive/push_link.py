@@ -6,11 +6,14 @@ It only checks the pair, so that a request fails with the reason before anything
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.plan import make_plan
-from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.worker.peers.link import Link
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.geometry.manifest import Manifest
+    from vllm_pd_connector.transport.base import Transport
 
 
 @dataclass(eq=False, slots=True)

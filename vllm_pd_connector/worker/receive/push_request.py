@@ -11,12 +11,11 @@ replaced or be out of reach while its workers write on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
 from vllm_pd_connector.geometry.bind import window_start
-from vllm_pd_connector.geometry.manifest import Group
 from vllm_pd_connector.metadata import PushTerms, encode_tables
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import peer as peers
@@ -24,9 +23,14 @@ from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.wire.fields import MAX_COMPARE_S
 from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode
 from vllm_pd_connector.protocol.wire.push_messages import Pushed, PushInto, PushState, WithdrawPush
-from vllm_pd_connector.sidechannel.client import Outcome
-from vllm_pd_connector.worker.receive.active import ActiveReceive, Drive
-from vllm_pd_connector.worker.rpc import PendingCalls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vllm_pd_connector.geometry.manifest import Group
+    from vllm_pd_connector.sidechannel.client import Outcome
+    from vllm_pd_connector.worker.receive.active import ActiveReceive, Drive
+    from vllm_pd_connector.worker.rpc import PendingCalls
 
 logger = init_logger(__name__)
 

@@ -22,19 +22,23 @@ All of it runs in the transfer thread, in slices of a few milliseconds. Figures:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import TransferError
-from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.staging.chunks import CHUNKS_PER_BUFFER, Chunk
-from vllm_pd_connector.geometry.staging.strided_copy import Copy
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, Transport, TransportPeer
 from vllm_pd_connector.worker.peers.process_watch import LOOK_S, ProcessWatch
 from vllm_pd_connector.worker.poll_interval import pause
 from vllm_pd_connector.worker.staging.copiers import Copier, copier_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from vllm_pd_connector.geometry.manifest import Segment
+    from vllm_pd_connector.geometry.staging.strided_copy import Copy
 
 logger = init_logger(__name__)
 
