@@ -29,7 +29,7 @@ from tests.support.sidechannel.ends import (
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
 from vllm_pd_connector.protocol.lease import End, Freed
 from vllm_pd_connector.protocol.wire import messages as m
-from vllm_pd_connector.protocol.wire.fields import MAX_LEASES, LeaseRef, Reading, Table
+from vllm_pd_connector.protocol.wire.fields import MAX_LEASES, MAX_REQUEST_FRAME, LeaseRef, Reading, Table
 from vllm_pd_connector.protocol.wire.push_messages import AwaitCommands, Commands, InstanceAddress, PrefillRef, PushInto
 from vllm_pd_connector.sidechannel import server as server_module
 from vllm_pd_connector.sidechannel.client import SideChannelClient
@@ -213,9 +213,14 @@ def test_a_message_of_several_parts_is_answered_and_survived(server, client, raw
     assert_serves(client, server)
 
 
-def test_ten_megabytes_of_junk_never_reach_the_server(server, client, raw):
+@pytest.mark.parametrize(
+    "size",
+    # Of the larger one, whoever watches the connections may be the first who is alarmed.
+    [pytest.param(MAX_REQUEST_FRAME + 1, id="a byte"), pytest.param(10 << 20, id="megabytes")],
+)
+def test_a_message_above_the_limit_never_reaches_the_server(server, client, raw, size: int):
     with raw.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
-        raw.send(b"\xff" * (10 << 20))
+        raw.send(b"\xff" * size)
         assert monitor.poll(PATIENCE_S * 1000), "the connection was not cut"
         raw.disable_monitor()
     assert_serves(client, server)
