@@ -271,7 +271,7 @@ class Cluster:
     def settle(self) -> None:
         """Wait until every block of both instances is free again."""
         for server in (self.prefill, self.decode):
-            until(lambda server=server: self.is_settled(server), f"every block of {server.spec.name} is free")
+            until(functools.partial(self.is_settled, server), f"every block of {server.spec.name} is free")
 
     def forget_prefixes(self, server: Server | None = None) -> None:
         """Empty a server's prefix cache, by default the decode side's, so that the same prompt is fetched again."""
