@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from vllm_pd_connector.protocol.lease import SHARED_S, LeaseTable
 from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
+from vllm_pd_connector.protocol.wire.messages import ReadDone
 
 A, B = b"a" * 16, b"b" * 16
 
@@ -111,7 +112,7 @@ class Leases(RuleBasedStateMachine):
     def read_done(self, one, reader, readers):
         ref = ref_of(one)
         key = ref, one.attempt
-        verdict = self.table.read_done(report(ref, reader, readers, one.attempt, one.shared), self.now)
+        verdict = self.table.read_done(ReadDone(ref, reader, readers, one.attempt, one.shared), self.now)
         if self.is_held(ref):
             if reader < readers:
                 self.know(ref, one.attempt, False)
