@@ -18,7 +18,7 @@ from tests.support.servers.cluster import Cluster, extras, until
 from tests.support.servers.matrix import ORDER_ROWS, PLAIN_ROWS, PLAINEST
 from tests.support.servers.over import over
 from tests.support.servers.workload import AT_ONCE_S, SCENARIOS, Answer, Prompt, Refused, ask, ask_for_choices
-from vllm_pd_connector.observability.instance import parse
+from vllm_pd_connector.instance_info import parse
 from vllm_pd_connector.protocol.wire.messages import GetLeaseCount, LeaseCount
 from vllm_pd_connector.proxy.handoff import decode_body_beside, prefill_body
 from vllm_pd_connector.sidechannel.client import SideChannelClient

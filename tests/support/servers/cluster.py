@@ -24,7 +24,7 @@ from tests.support.servers.agreement import disagreement, parting_step, rest_of
 from tests.support.servers.engine import rounds_to_bfloat16
 from tests.support.servers.matrix import BESIDE_ROWS, DRAFT_ROWS, ORDER_ROWS, OTHER_WAY_ROWS, PLAIN_ROWS, Row
 from tests.support.servers.workload import LOGPROBS, OUTPUT_TOKENS, SCENARIOS, Answer, Prompt, ask, ask_many, completion
-from vllm_pd_connector.observability.instance import parse
+from vllm_pd_connector.instance_info import parse
 
 SHORT_LEASE_S = 8.0
 """How long prefill instances of the plain rows, and of those tested like them, keep blocks that nobody fetches; some
