@@ -64,7 +64,7 @@ def leaves_some(pair: Cluster, asked_of_prefill: int) -> bool:
     return asked_of_prefill > 1 and pair.row.mode != "pull"
 
 
-@over([*PLAIN_ROWS, *ORDER_ROWS], quick=[*PLAINEST, *ORDER_ROWS])
+@over([*PLAIN_ROWS, *ORDER_ROWS], quick=PLAINEST)
 @pytest.mark.parametrize("asked_of_prefill", [1, CHOICES])
 def test_every_choice_of_a_request_is_right_and_leaves_nothing_behind(pair: Cluster, asked_of_prefill: int) -> None:
     said = Said(pair.prefill)
