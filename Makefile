@@ -63,12 +63,12 @@ test-kernels: setup
 
 test: lint
 	$(PYTEST) $(PARALLEL)
-	$(PYTEST) -m guarantees
-	$(PYTEST) -m "e2e and not matrix"
+	$(PYTEST) -m guarantees tests/guarantees
+	$(PYTEST) -m "e2e and not matrix" tests/e2e tests/faults
 
 test-full: lint
 	PD_TEST_EFFORT=full $(PYTEST) $(PARALLEL)
-	$(PYTEST) -m guarantees
+	$(PYTEST) -m guarantees tests/guarantees
 	$(PYTEST) -m e2e
 	$(RUN) tools/compat_table.py
 
