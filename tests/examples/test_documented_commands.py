@@ -13,7 +13,7 @@ import pytest
 
 from vllm_pd_connector.cli import _parser
 from vllm_pd_connector.config import parse_config
-from vllm_pd_connector.observability.instance import ROLES
+from vllm_pd_connector.instance_info import ROLES
 from vllm_pd_connector.proxy.serve import add_arguments, options_of
 
 ROOT = Path(__file__).resolve().parents[2]

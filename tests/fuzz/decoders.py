@@ -40,7 +40,7 @@ from vllm_pd_connector.errors import (
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.plan import make_plan
 from vllm_pd_connector.geometry.topology import check_pd_topology
-from vllm_pd_connector.observability.instance import INFO_SERIES, EngineInfo, parse
+from vllm_pd_connector.instance_info import INFO_SERIES, EngineInfo, parse
 from vllm_pd_connector.protocol.params import bootstrap
 from vllm_pd_connector.protocol.params import parse as p
 from vllm_pd_connector.protocol.params.answer import remote_prefill_params, require_signature

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.guarantees.table import GUARANTEES, Guarantee
+from tests.guarantees.guarantee import Guarantee
+from tests.guarantees.table import GUARANTEES
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS, PACKAGE = ROOT / "tests", ROOT / "vllm_pd_connector"

@@ -20,7 +20,7 @@ all that are known are over, it waits for another for `SHARED_S`.
 No clock, no thread and no socket in here; `now` is seconds of any monotonic clock, and each event first expires what is
 due.
 
-Source: architecture.md, "Pull"; peers-and-demands.md §1, ranks 1, 4 and 16; vLLM 0.32,
+Source: vLLM 0.32, `nixl/pull_scheduler.py` (leases and heartbeats of the in-tree connector),
 `v1/engine/parallel_sampling.py`.
 """
 

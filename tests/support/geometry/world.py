@@ -214,7 +214,7 @@ def _states(
             else:
                 index = conv_flat.reshape(side.num_blocks, TAPS, 3, n * PER_HEAD, ITEM)[:, :, j].transpose(0, 2, 1, 3)
                 offset, channel, tap = j * n * PER_HEAD * ITEM, ITEM, 3 * n * PER_HEAD * ITEM
-            axes = (
+            axes: tuple[Axis, ...] = (
                 Axis(AxisName.CHANNEL, n * PER_HEAD, channel, heads.start * PER_HEAD, h * PER_HEAD),
                 Axis(AxisName.TAP, TAPS, tap, 0, TAPS),
             )
@@ -380,6 +380,6 @@ def make_move(
         # The source forgot blocks that lie wholly before the window; the destination has none that it cannot fill.
         kept = max(0, stop - model.window) // source.block_tokens * source.block_tokens
         for side, mine in zip(sides, tables, strict=True):
-            first = np.arange(len(mine[0].ids)) * side.block_tokens
-            mine[0].ids[(np.maximum(first, start) if mine is tables[1] else first) < kept] = 0
+            starts = np.arange(len(mine[0].ids)) * side.block_tokens
+            mine[0].ids[(np.maximum(starts, start) if mine is tables[1] else starts) < kept] = 0
     return Move(model, sides[0], sides[1], start, stop, tables[0], tables[1], tail)

@@ -83,7 +83,7 @@ class End:
         return self.memory[offset : offset + length].tobytes()
 
     def digest(self) -> bytes:
-        return hashlib.blake2b(memoryview(self.memory)).digest()
+        return hashlib.blake2b(self.memory.data).digest()
 
     def connect(self, endpoint: bytes, segments: tuple[Segment, ...]) -> Any:
         self._connected.append(self.transport.connect(endpoint, segments))

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.support.geometry.world import blank
-from tests.support.worker.prefill_instance import MODEL, TOKENS, PrefillInstance, Side, instance, real, table, write
+from tests.support.geometry.world import Side, blank, instance, table, write
+from tests.support.worker.prefill_instance import MODEL, TOKENS, PrefillInstance, real
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.metadata import GroupBlocks, ReceiveRequest
 from vllm_pd_connector.protocol.params.parse import RemotePrefill
