@@ -10,36 +10,15 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from vllm_pd_connector.compat.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-from vllm_pd_connector.geometry.bind import BlockTable, latest
-from vllm_pd_connector.protocol.wire.fields import NONCE_BYTES, Table
+from vllm_pd_connector.geometry.bind import latest
+from vllm_pd_connector.protocol.wire.fields import NONCE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
+    from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.params.parse import RemotePrefill
     from vllm_pd_connector.protocol.peer import PeerKey
     from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBlocks:
-    """Logical block ids of one group: entry i is logical block `first_block + i`, id 0 is vLLM's null block."""
-
-    first_block: int
-    ids: tuple[int, ...]
-
-
-def encode_tables(tables: Iterable[GroupBlocks]) -> tuple[Table, ...]:
-    """Block tables as they travel."""
-    return tuple(Table(table.first_block, np.asarray(table.ids, dtype="<i4").tobytes()) for table in tables)
-
-
-def block_tables(tables: Iterable[GroupBlocks]) -> list[BlockTable]:
-    """Block tables as they are bound."""
-    return [BlockTable(table.first_block, np.asarray(table.ids, dtype=np.int64)) for table in tables]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +54,7 @@ class ReceiveRequest:
     request_id: str
     remote: RemotePrefill | None
     error: str
-    blocks: tuple[GroupBlocks, ...]
+    blocks: tuple[BlockTable, ...]
     start: int
     stop: int
     push: PushTerms | None = None
@@ -89,7 +68,7 @@ class HeldRequest:
     """A finished prefill whose blocks are held; sent to the workers only for the digest trace."""
 
     request_id: str
-    blocks: tuple[GroupBlocks, ...]
+    blocks: tuple[BlockTable, ...]
     num_tokens: int
 
 

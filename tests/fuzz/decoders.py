@@ -37,6 +37,7 @@ from vllm_pd_connector.errors import (
     ProtocolError,
     TransferError,
 )
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.plan import make_plan
 from vllm_pd_connector.geometry.topology import check_pd_topology
@@ -46,7 +47,7 @@ from vllm_pd_connector.protocol.params import parse as p
 from vllm_pd_connector.protocol.params.answer import remote_prefill_params, require_signature
 from vllm_pd_connector.protocol.peer import Peer, PeerKey
 from vllm_pd_connector.protocol.wire import messages as m
-from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading, Table
+from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
     CancelCommand,
@@ -81,7 +82,7 @@ OWN = tuple(map(msgspec.msgpack.encode, REMOTE))
 LEASE = LeaseRef("cmpl-1", bytes(range(16)))
 READING = Reading("cmpl-1", bytes(range(16)), bytes(16))
 PREFILL = PrefillRef("cmpl-1", None)
-TABLES = (Table(0, b"\1\0\0\0\2\0\0\0"),)
+TABLES = (BlockTable(0, b"\1\0\0\0\2\0\0\0"),)
 INTO = PushInto(
     PREFILL,
     InstanceAddress("decode-0", "ab" * 16, "10.0.0.2", 5600, "k" * 40),
@@ -221,7 +222,7 @@ DECODERS: dict[str, Decoder] = {
         m.Renewed(("cmpl-1",)),
         m.ReadVerdict(False, "expired"),
         m.LeaseCount(3),
-        m.ChecksumJob(7, (Table(0, bytes(8)),), (0, 16), 33),
+        m.ChecksumJob(7, (BlockTable(0, bytes(8)),), (0, 16), 33),
         m.LeaseChecksums((m.ChecksumPart("layer", "key", 0, bytes(8)),)),
         m.Failure(m.FailureCode.BUSY, "later"),
         m.Released(),

@@ -31,7 +31,8 @@ from tests.support.scheduler.halves import (
     new_prompt,
     until,
 )
-from vllm_pd_connector.metadata import GroupBlocks, WorkerReport
+from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.metadata import WorkerReport
 from vllm_pd_connector.scheduler.half import SchedulerHalf
 
 
@@ -59,7 +60,7 @@ def test_a_finished_prefill_is_held_and_its_parameters_lead_to_an_order(producer
     assert count == 24
     [receive] = half.build_metadata(EMPTY_STEP).receives
     assert (receive.start, receive.stop, receive.error) == (16, 40, "")
-    assert receive.blocks == (GroupBlocks(1, tuple(block.block_id for block in blocks[1:])),), "what is to be filled"
+    assert receive.blocks == (BlockTable.of(1, tuple(block.block_id for block in blocks[1:])),), "what is to be filled"
     assert receive.remote is not None and receive.remote.remote_block_ids == ((5, 6, 7),)
     assert half.build_metadata(EMPTY_STEP).receives == [], "an order is given once"
     assert half.num_matched_tokens(request, 0) == (0, False), "a loading request has nothing more to load"

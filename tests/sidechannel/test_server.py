@@ -27,9 +27,10 @@ from tests.support.sidechannel.ends import (
     wait_for,
 )
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.lease import End, Freed
 from vllm_pd_connector.protocol.wire import messages as m
-from vllm_pd_connector.protocol.wire.fields import MAX_LEASES, MAX_REQUEST_FRAME, LeaseRef, Reading, Table
+from vllm_pd_connector.protocol.wire.fields import MAX_LEASES, MAX_REQUEST_FRAME, LeaseRef, Reading
 from vllm_pd_connector.protocol.wire.push_messages import AwaitCommands, Commands, InstanceAddress, PrefillRef, PushInto
 from vllm_pd_connector.sidechannel import server as server_module
 from vllm_pd_connector.sidechannel.client import SideChannelClient
@@ -268,7 +269,7 @@ def test_an_answer_that_cannot_be_sent_is_a_failure_for_its_client_and_the_other
         return m.encode(seq, message)
 
     monkeypatch.setattr(server_module, "encode", encode)
-    blocks = (Table(0, b"\1\0\0\0"),)
+    blocks = (BlockTable(0, b"\1\0\0\0"),)
     home = InstanceAddress("decode-0", INCARNATION, "127.0.0.1", 5600)
     assert server.pushes.started("req", "name", 16, "0" * 16)
     client.send(address(server), PushInto(PrefillRef("name", None), home, 0, 0, 0, 1, A, blocks, 0, 16, "0" * 16), 60.0)
@@ -282,7 +283,7 @@ def test_an_answer_that_cannot_be_sent_is_a_failure_for_its_client_and_the_other
 
 def test_a_server_remembers_no_large_answers_that_were_taken(server, client):
     server.pushes.enable([A], 30.0)
-    blocks = (Table(0, bytes(4 * 65536)),)
+    blocks = (BlockTable(0, bytes(4 * 65536)),)
     home = InstanceAddress("decode-0", INCARNATION, "127.0.0.1", 5600)
     tokens = 1 << 20
     into = PushInto(PrefillRef("name", None), home, 0, 0, 0, 1, A, blocks, 0, tokens, "0" * 16)

@@ -15,8 +15,9 @@ import pytest
 from tests.support.worker.decode_instance import Decode, Prefill
 from tests.support.worker.prefill_instance import P_BLOCKS, real
 from vllm_pd_connector.config import Config
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.checksums.sums import Checksum, difference
-from vllm_pd_connector.metadata import GroupBlocks, PushTerms, ReceiveRequest, encode_tables
+from vllm_pd_connector.metadata import PushTerms, ReceiveRequest
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
@@ -51,7 +52,7 @@ class Verifying(Prefill):
     def held(self, request_id: str) -> ReceiveRequest:
         request = self.request(request_id, hold=False)
         lease = request.remote.lease
-        self.server.hold(lease.request_id, lease.nonce, 60.0, encode_tables([GroupBlocks(0, P_BLOCKS)]))
+        self.server.hold(lease.request_id, lease.nonce, 60.0, (BlockTable.of(0, P_BLOCKS),))
         return request
 
     def close(self) -> None:

@@ -31,7 +31,8 @@ from vllm_pd_connector.compat.blocks import (
 from vllm_pd_connector.compat.model.caches import group_block_tokens, prefill_backoff
 from vllm_pd_connector.compat.model.recurrent import state_groups
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.metadata import GroupBlocks, PushTerms, ReceiveRequest, draw_attempt
+from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.metadata import PushTerms, ReceiveRequest, draw_attempt
 from vllm_pd_connector.protocol.params.answer import require_signature
 from vllm_pd_connector.protocol.params.bootstrap import HostPort, parse_bootstrap_address
 from vllm_pd_connector.protocol.params.parse import (
@@ -351,15 +352,15 @@ class Consumer:
             )
         )
 
-    def _table(self, group: int, blocks: Sequence[KVCacheBlock], hit: int, stop: int) -> GroupBlocks:
+    def _table(self, group: int, blocks: Sequence[KVCacheBlock], hit: int, stop: int) -> BlockTable:
         """The blocks of a group that are to be filled."""
         state = self._states.get(group)
         if state is not None:
-            return GroupBlocks(0, (state.state_block([block.block_id for block in blocks], stop),))
+            return BlockTable.of(0, (state.state_block([block.block_id for block in blocks], stop),))
         first = first_lacking(blocks, hit // self._block_tokens[group])
-        return GroupBlocks(first, tuple(block.block_id for block in blocks[first:]))
+        return BlockTable.of(first, [block.block_id for block in blocks[first:]])
 
-    def _start(self, tables: Sequence[GroupBlocks], hit: int) -> int:
+    def _start(self, tables: Sequence[BlockTable], hit: int) -> int:
         """Where the range of a request begins: behind the prefix hit, or before, where a group lacks a part of that."""
         lacking = (
             table.first_block * self._block_tokens[group]

@@ -27,7 +27,7 @@ from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.lease import Freed, LeaseTable
 from vllm_pd_connector.protocol.verification import Verification
-from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, Table
+from vllm_pd_connector.protocol.wire.fields import MAX_TEXT
 from vllm_pd_connector.protocol.wire.messages import (
     Describe,
     Failure,
@@ -70,6 +70,7 @@ from vllm_pd_connector.sidechannel.worker_auth import refusal
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.push.command_queue import Ticket
 
 logger = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ class SideChannelServer:
             self._manifests, self._tokens = message, tuple(tokens)
             self._verification.workers = len(manifests)
 
-    def hold(self, request_id: str, nonce: bytes, duration: float, tables: Sequence[Table] = ()) -> None:
+    def hold(self, request_id: str, nonce: bytes, duration: float, tables: Sequence[BlockTable] = ()) -> None:
         """Keep a finished request's blocks for `duration` seconds, and again from each renewal.
 
         `tables` are needed where checksums are made of them.

@@ -62,6 +62,11 @@ GUARANTEES = [
         "_check_ids", "(ids < NULL_BLOCK) | (ids >= group.num_blocks)", "ids < NULL_BLOCK",
         "test_bounds_are_those_of_each_side",
     ),
+    Guarantee(
+        "bytes that are no block ids are refused where they are decoded",
+        "BlockTable", "if self.first_block < 0 or len(self.packed) % _ID.itemsize:", "if False:",
+        "test_what_is_no_table_is_refused_when_it_is_decoded",
+    ),
     # Blocks that are whole
     Guarantee(
         "each group gets what it has lost of a prefix",

@@ -1,7 +1,7 @@
 """Workers whose caches hold what a move has written."""
 
 from tests.support.geometry.world import Move, Side, Worker, instance, write
-from vllm_pd_connector.geometry.bind import BlockTable
+from vllm_pd_connector.geometry.blocks import BlockTable
 
 
 def written(move: Move, side: Side, tables: list[BlockTable], engine: str) -> list[Worker]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.push.table import PushTable
 from vllm_pd_connector.protocol.wire import messages as m
-from vllm_pd_connector.protocol.wire.fields import Table
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
     Commands,
@@ -27,7 +27,7 @@ from vllm_pd_connector.protocol.wire.push_messages import (
 
 HOME = InstanceAddress("decode-0", "ab" * 16, "127.0.0.1", 5600)
 NONCE, DIGEST, STOP = b"n" * 16, "0" * 16, 40
-TABLES = (Table(0, b"\1\0\0\0"),)
+TABLES = (BlockTable(0, b"\1\0\0\0"),)
 WORKERS, PATIENCE = 2, 30.0
 NAME, REQUEST = "cmpl-1", "cmpl-1-0123abcd"
 

@@ -10,7 +10,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from tests.support.scheduler.halves import FULL, PROMPT, TOKEN, allocate, make_half, until
 from vllm_pd_connector.compat.blocks import prompt_digest
-from vllm_pd_connector.protocol.wire.fields import Table
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.wire.messages import Ack, Request
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
@@ -71,7 +71,7 @@ class Prefill:
 
     def register(self, digest: str, stop: int = len(PROMPT)) -> Callable[[], Any]:
         before = self.count("PushInto")
-        blocks = (Table(0, b"\1\0\0\0"),)
+        blocks = (BlockTable(0, b"\1\0\0\0"),)
         answer = self.send(PushInto(PrefillRef("t-1", None), HOME, 0, 0, 0, 1, ATTEMPT, blocks, 0, stop, digest))
         until(lambda: self.count("PushInto") > before, "the registration")
         return answer

@@ -14,7 +14,8 @@ from tests.support.geometry.world import instance, table, write
 from tests.support.worker.decode_instance import D_BLOCKS, START, Decode, lacking, until
 from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKENS, real
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.metadata import GroupBlocks, PushTerms, ReceiveRequest, encode_tables
+from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.metadata import PushTerms, ReceiveRequest
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
@@ -27,7 +28,7 @@ from vllm_pd_connector.worker.push.step_clock import StepClock
 from vllm_pd_connector.worker.transfer_loop import TransferLoop
 
 DIGEST = "0" * 16
-SOURCE = encode_tables([GroupBlocks(0, P_BLOCKS)])
+SOURCE = (BlockTable.of(0, P_BLOCKS),)
 
 
 class Writer:

@@ -14,7 +14,8 @@ from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKEN
 from tests.support.worker.writer import CONFIG, SOURCE, TINY, Target, Writer, freed, whole, writes
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, ProtocolError, TransferError
-from vllm_pd_connector.metadata import GroupBlocks, PushTerms, encode_tables
+from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.metadata import PushTerms
 from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, PrefillRef, PushEnded
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
@@ -68,7 +69,7 @@ def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
     writer.begin()
     until(lambda: writer.server.pushes.wanted("p-a"), "the registration")
     writer.compute(0, 6)
-    writer.server.pushes.progressed("p-a", encode_tables([GroupBlocks(0, P_BLOCKS[:2])]), 6, 1)
+    writer.server.pushes.progressed("p-a", (BlockTable.of(0, P_BLOCKS[:2]),), 6, 1)
     assert whole(target.worker.memory, target.before), "its own forward of step 1 is not done"
     writer.step_done(1)
     partly = target.before.copy()

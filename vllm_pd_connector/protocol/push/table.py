@@ -36,7 +36,7 @@ from vllm_pd_connector.geometry.bind import latest
 from vllm_pd_connector.protocol.push.command_queue import CommandQueue, Ticket
 from vllm_pd_connector.protocol.push.registrations import Prefill, PushRegistration, contradiction, progress
 from vllm_pd_connector.protocol.push.rendezvous import Rendezvous
-from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef, Table
+from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef
 from vllm_pd_connector.protocol.wire.messages import ReadDone, Reply
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
@@ -53,6 +53,8 @@ from vllm_pd_connector.protocol.wire.push_messages import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from vllm_pd_connector.geometry.blocks import BlockTable
 
 MAX_WAITING = 4096
 REMEMBER = 4096
@@ -181,7 +183,7 @@ class PushTable:
         prefill = self._rendezvous.get(request_id)
         return prefill is not None and bool(prefill.failure) and not prefill.finished and not prefill.registrations
 
-    def progressed(self, request_id: str, source: Iterable[Table], ready: int, step: int) -> None:
+    def progressed(self, request_id: str, source: Iterable[BlockTable], ready: int, step: int) -> None:
         """Tokens below `ready` are in the blocks of `source` when the forward of `step` is done."""
         prefill = self._rendezvous.get(request_id)
         if prefill is None or prefill.finished or prefill.failure or ready <= prefill.ready:
@@ -190,7 +192,7 @@ class PushTable:
         for registration in list(prefill.registrations.values()):
             self._command(registration, prefill)
 
-    def finished(self, request_id: str, nonce: bytes, source: Iterable[Table], step: int) -> bool:
+    def finished(self, request_id: str, nonce: bytes, source: Iterable[BlockTable], step: int) -> bool:
         """The whole prompt is in `source`, under a lease with `nonce`. Returns whether the lease has a use."""
         prefill = self._rendezvous.get(request_id)
         if prefill is None:

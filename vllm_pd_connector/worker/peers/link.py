@@ -8,7 +8,6 @@ This is the link of a decode worker that reads; `push.link` has those of a pushi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import starmap
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,12 +18,12 @@ from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Segme
 from vllm_pd_connector.geometry.plan import Edge, Plan, Rank, make_plan
 from vllm_pd_connector.geometry.staging.chunks import Chunk, chunks, split
 from vllm_pd_connector.geometry.topology import TopologyCheck, check_pd_topology
-from vllm_pd_connector.metadata import GroupBlocks, ReceiveRequest, block_tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from vllm_pd_connector.geometry.runs import Runs
+    from vllm_pd_connector.metadata import ReceiveRequest
     from vllm_pd_connector.protocol.peer import Peer
     from vllm_pd_connector.transport.base import Transport, TransportPeer
     from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth
@@ -154,10 +153,7 @@ class Link:
             BindError: the request's block ids do not fit the manifests.
         """
         assert self.plan is not None and request.remote is not None
-        remote = request.remote
-        firsts = remote.pd_connector.first_blocks
-        source = block_tables(starmap(GroupBlocks, zip(firsts, remote.remote_block_ids, strict=True)))
-        destination = block_tables(request.blocks)
+        source, destination = request.remote.tables, request.blocks
         reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = []
         late = []
         for edges in self.edges:

@@ -17,10 +17,8 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from vllm_pd_connector.errors import BindError
-from vllm_pd_connector.geometry.bind import BlockTable, Tail, first_valid_tokens, pair, runs_of
+from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, pair, runs_of
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest
 from vllm_pd_connector.geometry.plan import Edge, PagePairing, Rank, make_plan
 from vllm_pd_connector.geometry.runs import Runs
@@ -30,7 +28,7 @@ from vllm_pd_connector.worker.peers.link import Link, decode
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vllm_pd_connector.protocol.wire.fields import Table
+    from vllm_pd_connector.geometry.blocks import BlockTables
     from vllm_pd_connector.protocol.wire.push_messages import PushInto
     from vllm_pd_connector.transport.base import Transport
 
@@ -96,7 +94,7 @@ class WriteLink(Link):
             return into.stop
         return max(cursor, ready // edges.step * edges.step)
 
-    def bind_push(self, into: PushInto, source: Sequence[Table], cursor: int, reach: int, final: bool) -> Part:
+    def bind_push(self, into: PushInto, source: BlockTables, cursor: int, reach: int, final: bool) -> Part:
         """What this rank must write of tokens [cursor, reach), and at the end of everything else.
 
         Raises:
@@ -105,7 +103,7 @@ class WriteLink(Link):
         edges = self._edges_to(into)
         if edges is None:
             return Part(Runs.empty(), None, {})
-        tables = [_table(table) for table in source], [_table(table) for table in into.blocks]
+        tables = source, into.blocks
         tail = Tail.PAGE if final else Tail.EXACT
         direct, staged = (pair(edge, *tables, cursor, reach, tail=tail, states=False) for edge in edges.growing)
         if final:
@@ -135,9 +133,3 @@ def _edges(edge: Edge, chunk_bytes: int) -> _Edges:
         return split(replace(edge, pairings=pairings), chunk_bytes, writes=True)
 
     return _Edges(both(growing), both(ending), step)
-
-
-def _table(table: Table) -> BlockTable:
-    if len(table.ids) % 4:
-        raise BindError(f"block ids: {len(table.ids)} bytes are no sequence of 32-bit numbers")
-    return BlockTable(table.first_block, np.frombuffer(table.ids, dtype="<i4").astype(np.int64))

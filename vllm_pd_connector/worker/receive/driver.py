@@ -16,7 +16,6 @@ from vllm_pd_connector.errors import BindError, ProtocolError, TransferError
 from vllm_pd_connector.geometry.bind import require_filled
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.staging.blanks import blanks
-from vllm_pd_connector.metadata import ReceiveRequest, block_tables
 from vllm_pd_connector.observability.stats import FailureKind, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.config import Config
     from vllm_pd_connector.geometry.manifest import Manifest
+    from vllm_pd_connector.metadata import ReceiveRequest
     from vllm_pd_connector.sidechannel.client import Outcome
     from vllm_pd_connector.worker.outbox import Outbox
     from vllm_pd_connector.worker.peers.link import Link
@@ -229,7 +229,7 @@ class Receives:
         active = self._active[request_id]
         active.plan = active.link.plan
         try:
-            require_filled(self._manifest.groups, block_tables(active.request.blocks), active.request.start)
+            require_filled(self._manifest.groups, active.request.blocks, active.request.start)
             bound = None if active.asks else active.link.bind(active.request)
         except BindError as error:
             self._drive(active, receives.PeerFailed(str(error)), now, FailureKind.BAD_PARAMETERS)
@@ -401,8 +401,7 @@ class Receives:
         assert active.plan is not None
         request, copier = active.request, self._stager.copier
         try:
-            tables = block_tables(request.blocks)
-            for place in blanks(active.plan, tables, request.start, request.stop, active.first_valid_tokens):
+            for place in blanks(active.plan, request.blocks, request.start, request.stop, active.first_valid_tokens):
                 copier.blank(place)
             copier.finish()
         except Exception as error:  # what is left there may be anything

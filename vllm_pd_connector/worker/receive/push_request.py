@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
 from vllm_pd_connector.geometry.bind import window_start
-from vllm_pd_connector.metadata import PushTerms, encode_tables
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vllm_pd_connector.geometry.manifest import Group
+    from vllm_pd_connector.metadata import PushTerms
     from vllm_pd_connector.sidechannel.client import Outcome
     from vllm_pd_connector.worker.receive.active import ActiveReceive, Drive
     from vllm_pd_connector.worker.rpc import PendingCalls
@@ -76,7 +76,7 @@ class PushRequester:
             terms.home,
             *self._reader_rank,
             active.attempt,
-            encode_tables(request.blocks),
+            request.blocks,
             request.start,
             request.stop,
             terms.prompt_digest,
