@@ -251,7 +251,7 @@ def test_a_concurrent_router_s_request_is_registered_under_the_name_of_both_legs
     half, pool = consumer
     request = make_request("cmpl-7-0-0123abcd", params)
     receive = receive_of(half, pool, request, computed=16)
-    assert (receive.start, receive.stop, receive.error, receive.remote) == (16, 40, "", None)
+    assert (receive.start, receive.stop, receive.read) == (16, 40, None)
     assert receive.push.prefill == PrefillRef(name, None) and receive.push.peer.incarnation == ""
     assert receive.push.home == half.producer.home and receive.push.prompt_digest == digest_of(request)
 
@@ -322,4 +322,4 @@ def test_a_full_hit_releases_a_prefill_that_has_finished_already(consumer, prefi
 def test_parameters_of_another_shape_are_refused(consumer):
     half, pool = consumer
     receive = receive_of(half, pool, make_request("d-1", concurrent(remote_port=0)))
-    assert "remote_port" in receive.error and receive.push is None
+    assert "remote_port" in receive.source.reason

@@ -38,8 +38,8 @@ _NAMES_BYTES = 128  # of a piece, beside its layer's name
 
 def is_chosen(request: ReceiveRequest, how: str) -> bool:
     """Whether a request is verified; all ranks choose alike."""
-    if request.remote is not None:
-        drawn = request.remote.lease.nonce[0]
+    if request.lease is not None:
+        drawn = request.lease.nonce[0]
     else:
         drawn = zlib.crc32(request.push.prefill.name.encode()) if request.push is not None else 0
     return how == "all" or (how == "sample" and drawn % ONE_IN == 0)

@@ -28,7 +28,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "without keys, no instance on another host is asked",
-        "Consumer", "        require_known_server(\n", "        (lambda *_: None)(\n",
+        "Sources", "require_known_server(host, server_key", "(lambda *_: None)(host, server_key",
         "test_a_consumer_without_keys_asks_nobody_on_another_host",
     ),
     Guarantee(

@@ -40,7 +40,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "the choices of a request are read, for only one of them could be written for",
-        "Consumer", "if self._config.pushes and not reading.shared else None", "if self._config.pushes else None",
+        "Sources", "if shared or not self._config.pushes:", "if not self._config.pushes:",
         "test_the_choices_of_a_request_are_read_also_where_its_prefill_would_be_asked_to_write",
     ),
     Guarantee(
@@ -56,17 +56,17 @@ GUARANTEES = [
     # Blocks that nobody will read
     Guarantee(
         "what a request came for that vLLM refused is given back",
-        "Consumer", "self._renewer.drop(_address(remote), _reading(remote, refused), release=True)", "pass",
+        "Consumer", "self._renewer.drop(*_reading(remote, refused), release=True)", "pass",
         "test_the_lease_of_a_request_that_vllm_refused_is_given_back_and_one_line_says_so",
     ),
     Guarantee(
         "a stranger is told nothing of a request that vLLM refused",
-        "Consumer", "self._require_trusted(remote)\n            if self._known", "if self._known",
+        "Sources", "self._require_known(remote.remote_host, remote.pd_connector.server_key)", "pass",
         "test_a_stranger_is_not_told_of_a_request_that_vllm_refused",
     ),
     Guarantee(
         "a request that is refused here gives its lease back",
-        "Consumer", "self._renewer.drop(_address(remote), reading, release=True)\n                raise", "raise",
+        "Consumer", "self._renewer.drop(address, reading, release=True)\n                raise", "raise",
         "test_a_refused_request_gives_its_lease_back_in_one_line",
     ),
     Guarantee(

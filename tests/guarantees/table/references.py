@@ -39,7 +39,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a cache is read for the prompt that it was computed for",
-        "Consumer", "or digest != remote.pd_connector.prompt_digest", "or False",
+        "Sources", "or digest != remote.pd_connector.prompt_digest", "or False",
         "test_parameters_of_another_prompt_are_refused",
     ),
     Guarantee(

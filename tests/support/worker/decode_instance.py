@@ -17,7 +17,7 @@ from tests.support.geometry.world import Side, blank, instance, table, write
 from tests.support.worker.prefill_instance import MODEL, TOKENS, PrefillInstance, real
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.blocks import BlockTable
-from vllm_pd_connector.metadata import ReceiveRequest
+from vllm_pd_connector.metadata import ReadFrom, ReceiveRequest
 from vllm_pd_connector.protocol.params.parse import RemotePrefill
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.loopback import LoopbackTransport
@@ -57,7 +57,8 @@ def lacking(blocks: tuple[int, ...], start: int = START) -> BlockTable:
 
 def request_of(request_id: str, remote: RemotePrefill) -> ReceiveRequest:
     """What the decode instance's scheduler half would order for these parameters."""
-    return ReceiveRequest(request_id, remote, "", (lacking(D_BLOCKS),), START, TOKENS)
+    source = ReadFrom(remote.peer, remote.remote_engine_id, remote.lease, remote.tables)
+    return ReceiveRequest(request_id, source, (lacking(D_BLOCKS),), START, TOKENS)
 
 
 class Prefill(PrefillInstance):

@@ -15,7 +15,7 @@ from tests.support.worker.decode_instance import D_BLOCKS, START, Decode, lackin
 from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKENS, real
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.blocks import BlockTable
-from vllm_pd_connector.metadata import PushTerms, ReceiveRequest
+from vllm_pd_connector.metadata import PushFrom, ReceiveRequest
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
@@ -102,15 +102,15 @@ class Target(Decode):
         request_id: str = "d",
         name: str = "a",
         nonce: bytes | None = None,
-        waited_s: float = 0.0,
         **changes: Any,
     ) -> ReceiveRequest:
         ref = PrefillRef(name if nonce is None else f"p-{name}", nonce)
         peer = PeerKey("127.0.0.1", writer.server.port, "" if nonce is None else writer.incarnation)
-        terms = PushTerms(peer, "p-0", ref, self.home, DIGEST, waited_s)
+        terms = PushFrom(peer, "p-0", ref, self.home, DIGEST)
         start = changes.get("start", START)
-        fields: dict[str, Any] = {"blocks": (lacking(D_BLOCKS, start),), "start": start, "stop": TOKENS, "push": terms}
-        return ReceiveRequest(request_id, None, "", **(fields | changes))
+        blocks = (lacking(D_BLOCKS, start),)
+        fields: dict[str, Any] = {"source": terms, "blocks": blocks, "start": start, "stop": TOKENS}
+        return ReceiveRequest(request_id, **(fields | changes))
 
     def close(self) -> None:
         self.loop.close()

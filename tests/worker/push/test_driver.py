@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -15,7 +16,6 @@ from tests.support.worker.writer import CONFIG, SOURCE, TINY, Target, Writer, fr
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, ProtocolError, TransferError
 from vllm_pd_connector.geometry.blocks import BlockTable
-from vllm_pd_connector.metadata import PushTerms
 from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, PrefillRef, PushEnded
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
@@ -196,8 +196,8 @@ def test_a_prefill_that_never_comes_fails_the_request_with_the_reason(writer, ta
 def test_another_prompt_is_not_written(writer, target):
     writer.whole()
     terms = target.request(writer).push
-    other = PushTerms(terms.peer, terms.engine_id, terms.prefill, terms.home, "f" * 16)
-    target.loop.submit([target.request(writer, push=other)], [])
+    other = replace(terms, prompt_digest="f" * 16)
+    target.loop.submit([target.request(writer, source=other)], [])
     assert target.wait_for("d") == [False]
     assert whole(target.worker.memory, target.before)
 

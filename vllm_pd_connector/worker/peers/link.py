@@ -152,8 +152,8 @@ class Link:
         Raises:
             BindError: the request's block ids do not fit the manifests.
         """
-        assert self.plan is not None and request.remote is not None
-        source, destination = request.remote.tables, request.blocks
+        assert self.plan is not None and request.read is not None
+        source, destination = request.read.blocks, request.blocks
         reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = []
         late = []
         for edges in self.edges:

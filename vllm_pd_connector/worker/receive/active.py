@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from vllm_pd_connector.metadata import Either, PushFrom
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol.wire.push_messages import Moved
 
@@ -69,14 +70,14 @@ class ActiveReceive:
         """What is compared with, confirmed or given back; None if the prefill side sees to its lease itself."""
         if self.question:
             return self.compared
-        return self.request.remote.lease if self.request.remote is not None else None
+        return self.request.lease
 
     @property
     def asks(self) -> bool:
         """Whether the prefill side is asked to write; known once the link is ready."""
-        if self.request.either:
+        if isinstance(self.request.source, Either):
             return self.link.bandwidth is not None and self.link.bandwidth.prefers_push
-        return self.request.push is not None
+        return isinstance(self.request.source, PushFrom)
 
 
 class Drive(Protocol):

@@ -16,6 +16,7 @@ from vllm_pd_connector.errors import BindError, ProtocolError, TransferError
 from vllm_pd_connector.geometry.bind import require_filled
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.staging.blanks import blanks
+from vllm_pd_connector.metadata import BadParameters, Either, PushFrom, ReadFrom
 from vllm_pd_connector.observability.stats import FailureKind, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
@@ -107,20 +108,18 @@ class Receives:
 
     def begin(self, request: ReceiveRequest, now: float) -> None:
         """Begin a receive: its peer is wanted."""
-        remote, push = request.remote, request.push
-        if remote is None and push is None:
-            logger.debug(
-                "request %s: receive failed: %s", request.request_id, request.error
-            )  # the scheduler half said it
-            self._stats.fail(FailureKind.BAD_PARAMETERS)
-            self._outbox.finished(request.request_id, ok=False, quarantined=False)
-            return
-        if push is not None and not request.either:
-            links, key, engine_id, prefill = self._asked, push.peer, push.engine_id, push.prefill.name
-        else:
-            assert remote is not None
-            links, key, engine_id, prefill = self._links, remote.peer, remote.remote_engine_id, remote.remote_request_id
-        link = links.get(key, engine_id, now)
+        match request.source:
+            case BadParameters(reason):
+                logger.debug("request %s: receive failed: %s", request.request_id, reason)  # the scheduler half said it
+                self._stats.fail(FailureKind.BAD_PARAMETERS)
+                self._outbox.finished(request.request_id, ok=False, quarantined=False)
+                return
+            case PushFrom() as push:
+                links, prefill = self._asked, push.prefill.name
+                link = links.get(push.peer, push.engine_id, now)
+            case (ReadFrom() as read) | Either(read=read):
+                links, prefill = self._links, read.lease.request_id
+                link = links.get(read.peer, read.engine_id, now)
         verify = is_chosen(request, self._config.verify)
         machine, attempt = Receive(self._limits, now, verify), secrets.token_bytes(16)
         self._active[request.request_id] = ActiveReceive(request, links, link, machine, attempt, prefill, now, now)
@@ -457,7 +456,7 @@ class Receives:
             return  # whom we asked to write has failed the push itself, or learns it by the withdrawal
         else:
             assert push is not None
-            message = DeclinePush(push.prefill, push.waited_s + max(time.monotonic() - active.began, 0.0))
+            message = DeclinePush(push.prefill, active.request.waited_s + max(time.monotonic() - active.began, 0.0))
         try:
             self._calls.ask(active.link.endpoint, message, RELEASE_TIMEOUT_S)
         except ProtocolError as error:
