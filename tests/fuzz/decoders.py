@@ -27,6 +27,7 @@ from tests.fuzz.forms import (
     of_json,
 )
 from tests.support.geometry.world import Model, Side, instance
+from tests.support.handed_over import answer_of
 from vllm_pd_connector import cli
 from vllm_pd_connector.errors import (
     BindError,
@@ -44,7 +45,7 @@ from vllm_pd_connector.geometry.topology import check_pd_topology
 from vllm_pd_connector.instance_info import INFO_SERIES, EngineInfo, parse
 from vllm_pd_connector.protocol.params import bootstrap
 from vllm_pd_connector.protocol.params import parse as p
-from vllm_pd_connector.protocol.params.answer import remote_prefill_params, require_signature
+from vllm_pd_connector.protocol.params.answer import encode_params, require_signature
 from vllm_pd_connector.protocol.peer import Peer, PeerKey
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
@@ -97,11 +98,11 @@ INTO = PushInto(
     "0" * 16,
     2.5,
 )
-PARAMS = remote_prefill_params(
-    block_ids=([3, 4, 5], [9]), first_blocks=(0, 2), request_id="cmpl-1", nonce=bytes(16), lease_seconds=30.0,
-    prompt_digest="0123456789abcdef", engine_id="p-0", incarnation="ab" * 16, host="10.0.0.1", port=5600,
-    tp_size=2, dcp_size=1, pp_size=1, num_tokens=33, server_key="k" * 40, secret=b"s" * 32,
+ANSWER = answer_of(
+    remote_block_ids=((3, 4, 5), (9,)), remote_request_id="cmpl-1", nonce=bytes(16).hex(), incarnation="ab" * 16,
+    remote_host="10.0.0.1", server_key="k" * 40,
 )  # fmt: skip
+PARAMS = encode_params(ANSWER, b"s" * 32)
 
 
 def use_params(value: Any) -> object:

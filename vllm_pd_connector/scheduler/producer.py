@@ -22,9 +22,10 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable
 from vllm_pd_connector.metadata import HeldRequest
 from vllm_pd_connector.protocol.lease import End, Freed
-from vllm_pd_connector.protocol.params.answer import remote_prefill_params
+from vllm_pd_connector.protocol.params.answer import encode_params
 from vllm_pd_connector.protocol.params.bootstrap import EngineRegistry, HostPort, encode_answer
-from vllm_pd_connector.protocol.params.parse import choice_of, pairing_name, parse_remote_prefill
+from vllm_pd_connector.protocol.params.parse import Extension, RemotePrefill, choice_of, pairing_name
+from vllm_pd_connector.protocol.wire.messages import PROTOCOL_VERSION
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress
 from vllm_pd_connector.scheduler.prefill_progress import PrefillProgress, TablesOf
 from vllm_pd_connector.sidechannel.bootstrap_http import BootstrapServer, EngineRegistration, is_own_address
@@ -198,25 +199,8 @@ class Producer:
             return None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         tables = tuple(self._table(group, ids, num_tokens) for group, ids in enumerate(block_ids))
-        params = remote_prefill_params(
-            block_ids=[table.ids.tolist() for table in tables],
-            first_blocks=[table.first_block for table in tables],
-            request_id=request.request_id,
-            nonce=secrets.token_bytes(16),
-            lease_seconds=self._config.kv_lease_duration,
-            prompt_digest=prompt_digest(request, num_tokens, self._config.adapter_ids),
-            engine_id=self._engine_id,
-            incarnation=self._incarnation,
-            host=self._host,
-            port=self._port,
-            tp_size=self._parallel.tensor_parallel_size,
-            dcp_size=self._parallel.decode_context_parallel_size,
-            pp_size=self._parallel.pipeline_parallel_size,
-            num_tokens=num_tokens,
-            server_key=self._keys.public if self._keys is not None else None,
-            secret=self._secret,
-            transfer_mode="push" if self._config.pushes else "pull",
-        )
+        answer = self._answer(request, tables, num_tokens)
+        params = encode_params(answer, self._secret)
         if request.request_id in self._leased:  # a client that uses a request id again gives up the older lease
             self._server.drop(request.request_id)
             self.drain()
@@ -226,19 +210,41 @@ class Producer:
         self._leased.add(request.request_id)
         self._partial.discard(request.request_id)
         self._blocks.hold(request.request_id, tables)
-        lease = parse_remote_prefill(params).lease
-        self._server.hold(
-            lease.request_id,
-            lease.nonce,
-            self._config.kv_lease_duration,
-            tables,
-        )
+        lease = answer.lease
+        self._server.hold(lease.request_id, lease.nonce, self._config.kv_lease_duration, tables)
         self._progress.discard(request.request_id)
         if not self._server.pushes.finished(request.request_id, lease.nonce, tables, self._progress.number):
             self._server.drop(request.request_id)
         if self._config.digest_dir is not None:
             self._held.append(HeldRequest(request.request_id, tables, num_tokens))
         return params
+
+    def _answer(self, request: Request, tables: tuple[BlockTable, ...], num_tokens: int) -> RemotePrefill:
+        return RemotePrefill(
+            do_remote_prefill=True,
+            do_remote_decode=False,
+            remote_block_ids=tuple(tuple(table.ids.tolist()) for table in tables),
+            remote_engine_id=self._engine_id,
+            remote_request_id=request.request_id,
+            remote_host=self._host,
+            remote_port=self._port,
+            tp_size=self._parallel.tensor_parallel_size,
+            dcp_size=self._parallel.decode_context_parallel_size,
+            pp_size=self._parallel.pipeline_parallel_size,
+            remote_num_tokens=num_tokens,
+            # A moment of this host's clock means nothing on another; the lease protocol replaces it.
+            remote_blocks_expiry_time=None,
+            transfer_mode="push" if self._config.pushes else "pull",
+            pd_connector=Extension(
+                version=PROTOCOL_VERSION,
+                incarnation=self._incarnation,
+                nonce=secrets.token_hex(16),
+                lease_seconds=self._config.kv_lease_duration,
+                prompt_digest=prompt_digest(request, num_tokens, self._config.adapter_ids),
+                first_blocks=tuple(table.first_block for table in tables),
+                server_key=self._keys.public if self._keys is not None else None,
+            ),
+        )
 
     def ended(self, request_id: str) -> None:
         """A request ended, however."""

@@ -28,4 +28,5 @@ def both_ways(writer: Writer, target: Target) -> ReceiveRequest:
     writer.begin()
     request = target.request(writer, nonce=writer.finish(nonce=secrets.token_bytes(16)))
     push = request.push
+    assert push is not None and push.lease is not None
     return replace(request, source=Either(ReadFrom(push.peer, "p-0", push.lease, SOURCE), push))
