@@ -123,6 +123,7 @@ def run(changes: Sequence[dict[str, Any]]) -> list[int]:
 
 def main() -> None:
     changes = json.load(sys.stdin)
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = tempfile.mkdtemp()  # hypothesis is imported here, run in the children
     preload()
     print(json.dumps(run(changes)))
 
