@@ -309,7 +309,7 @@ DECODERS: dict[str, Decoder] = {
     "stranger": Decoder(
         use_stranger,
         ProtocolError,
-        (b"\xff" + frame(b"pd-0") + frame(b"message") + frame(b""), b"\x00" + frame(b"pd-0") + frame(bytes(300))),
+        (b"\xff" + frame(b"pd-0"), b"\x00" + frame(b"pd-0")),
         frames_of,
         frames_from,
     ),

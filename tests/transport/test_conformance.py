@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.transport.ends import End, pattern, runs, until, whole
+from tests.support.transport.ends import End, pattern, runs, whole
 from tests.support.transport.variants import MIB, SIZE, VARIANTS, AnyPeer, Variant, marked, scattered
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.base import TransferStatus
@@ -130,12 +130,11 @@ def test_scattered_write_puts_each_run_where_it_belongs_and_nothing_elsewhere(en
     assert living.call("content", 0, SIZE) == bytes(expected)
 
 
-def test_transfers_of_no_bytes_end_and_still_notify(end: End, living: AnyPeer) -> None:
+def test_transfers_of_no_bytes_end(end: End, living: AnyPeer) -> None:
     peer = connected(end, living)
     end.finish(end.transport.read(peer, runs([])))
     end.finish(end.transport.read(peer, runs([(living.address, end.address, 0)])))
-    end.finish(end.transport.write(peer, runs([]), b"nothing came"))
-    assert until(lambda: living.call("notifications"), "a notification") == [b"nothing came"]
+    end.finish(end.transport.write(peer, runs([])))
     assert end.content(0, SIZE) == bytes(SIZE)
 
 
@@ -146,31 +145,13 @@ def test_a_transfer_larger_than_one_post_is_whole(ends: Callable[..., End], spaw
     assert end.digest() == peer.call("digest")
 
 
-def test_the_notification_comes_after_the_bytes(ends: Callable[..., End], spawn: Callable[..., AnyPeer]) -> None:
-    """The peer looks at the last bytes of a long write the moment it is told, whatever the writer knows by then."""
+def test_a_long_write_is_whole_when_it_is_done(ends: Callable[..., End], spawn: Callable[..., AnyPeer]) -> None:
+    """The peer looks the moment it is told, as who waits for a push does."""
     end, peer = ends(LONG), spawn(LONG)
     end.fill(6)
-    peer.ask("content_when_told", LONG - MIB, MIB)
-    end.finish(end.transport.write(connected(end, peer), whole(end.address, peer.address, LONG), b"all there"))
-    assert peer.answer() == ([b"all there"], end.content(LONG - MIB, MIB))
+    end.finish(end.transport.write(connected(end, peer), whole(end.address, peer.address, LONG)))
+    assert peer.call("content", LONG - MIB, MIB) == end.content(LONG - MIB, MIB)
     assert peer.call("digest") == end.digest()
-
-
-def test_notifications_arrive_in_order_with_any_bytes(end: End, living: AnyPeer) -> None:
-    peer = connected(end, living)
-    sent = [bytes([i]) * (1 + i * 100) for i in range(20)] + [b"\x00\xff" * 5000]
-    for payload in sent:
-        end.transport.notify(peer, payload)
-    received: list[bytes] = []
-    while len(received) < len(sent):
-        received += until(lambda: living.call("notifications"), "a notification")
-    assert received == sent
-
-
-def test_a_peer_that_we_never_connected_to_can_notify_us(ends: Callable[..., End], living: AnyPeer) -> None:
-    end = ends()
-    living.call("notify", *end.hello()[:2], b"from afar")
-    assert until(end.transport.notifications, "a notification") == [b"from afar"]
 
 
 def test_transfers_to_two_peers_run_at_once_and_do_not_mix(
@@ -326,7 +307,7 @@ def test_a_frozen_peer_delays_transfers_and_fails_none(end: End, spawn: Callable
         transfer = end.transport.read(peer, whole(frozen.address, end.address, SIZE))
     else:
         end.fill(13)
-        transfer = end.transport.write(peer, whole(end.address, frozen.address, SIZE), b"written")
+        transfer = end.transport.write(peer, whole(end.address, frozen.address, SIZE))
     states = []
     while len(states) < 1000 and TransferStatus.DONE not in states:
         states.append(end.transport.poll(transfer))
@@ -336,7 +317,6 @@ def test_a_frozen_peer_delays_transfers_and_fails_none(end: End, spawn: Callable
     if operation == "read":
         assert end.content(0, SIZE) == pattern(12, SIZE)
     else:
-        assert until(lambda: frozen.call("notifications"), "a notification") == [b"written"]
         assert frozen.call("content", 0, SIZE) == pattern(13, SIZE)
 
 
@@ -371,7 +351,7 @@ def test_close_with_transfers_in_flight_ends_them(
     if operation == "read":
         end.transport.read(peer, whole(other.address, end.address, LONG))
     else:
-        end.transport.write(peer, whole(end.address, other.address, LONG), b"never")
+        end.transport.write(peer, whole(end.address, other.address, LONG))
     end.transport.close()
     other.thaw()
     end.zero()

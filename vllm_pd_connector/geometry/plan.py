@@ -400,22 +400,3 @@ def join(parts: Iterable[Runs]) -> Runs:
     apart = (source[1:] - source[:-1] != reach) | (destination[1:] - destination[:-1] != reach)
     first = np.concatenate(([0], np.flatnonzero(apart) + 1))
     return Runs(source[first], destination[first], np.add.reduceat(length, first))
-
-
-def explain(plan: Plan) -> str:
-    """The plan in words: one line per source rank, group pair and kind of layer."""
-    lines = [f"destination pp{plan.destination[0]} tp{plan.destination[1]}"]
-    for edge in plan.edges:
-        lines.append(f"  from pp{edge.source[0]} tp{edge.source[1]}")
-        for pairing in edge.pairings:
-            a, b = pairing.source, pairing.destination
-            cut = "whole pages" if pairing.whole else f"{a.page_tokens} to {b.page_tokens} tokens per page"
-            lines.append(f"    {pairing.kind} group {a.group} to {b.group}, {cut}")
-            for batch in pairing.batches:
-                tokens = () if pairing.whole else (min(a.page_tokens, b.page_tokens),)
-                runs = join([batch_runs(batch, 0, 0, *(tokens or (1,)))])
-                lines.append(
-                    f"      {len(batch.layers)} layers from {batch.layers[0]}: {len(batch.slices)} tensors, "
-                    f"{runs.total_bytes} bytes in {len(runs)} runs per page"
-                )
-    return "\n".join(lines)

@@ -89,11 +89,10 @@ class Transport(Protocol):
             TransferError: not started; nothing moves.
         """
 
-    def write(self, peer: TransportPeer, runs: Runs, notification: bytes = b"") -> Transfer:
+    def write(self, peer: TransportPeer, runs: Runs) -> Transfer:
         """Start copying `runs` from this process (source) to the peer (destination).
 
-        The notification reaches the peer after all bytes of this transfer are in its memory. DONE does not say that
-        it was delivered: a peer that died meanwhile never sees it.
+        DONE says that all bytes are in the peer's memory, so who is told so afterwards may use them.
 
         Raises:
             TransferError: not started; nothing moves.
@@ -105,16 +104,6 @@ class Transport(Protocol):
         Raises:
             TransferError: it failed. When it is not `terminal`, bytes may move until `close` and nothing will tell.
         """
-
-    def notify(self, peer: TransportPeer, payload: bytes) -> None:
-        """Send a message on its own. Delivery is not acknowledged.
-
-        Raises:
-            TransferError: the library refuses to send.
-        """
-
-    def notifications(self) -> list[bytes]:
-        """Messages that arrived since the last call, oldest first, from any peer."""
 
     def replace_endpoint(self, peer: TransportPeer) -> None:
         """Connect peers from now on by another endpoint of the library than the one of `peer`.

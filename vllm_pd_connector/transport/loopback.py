@@ -40,7 +40,7 @@ class Faults:
     """What is wrong with an endpoint.
 
     `lost`: its process is gone; every operation of a peer with it is `PeerLost`. `frozen`: it answers nothing;
-    transfers of peers with it stay RUNNING and their notifications wait. `held`: transfers that this endpoint itself
+    transfers of peers with it stay RUNNING. `held`: transfers that this endpoint itself
     started stay RUNNING. `stalled`: the same for peers that were connected before this many `replace_endpoint`s.
     `failures`: raised by the next polls of transfers that this endpoint started, one each.
     """
@@ -64,7 +64,6 @@ class _Peer:
 class _Transfer:
     peer: _Peer
     work: Descriptors
-    notification: bytes
     finished: bool = False
 
     @property
@@ -91,7 +90,6 @@ class LoopbackTransport:
         self._incarnation = 0
         self._name = uuid.uuid4().hex
         self._ranges = Ranges.of((), "this worker")
-        self._inbox: deque[bytes] = deque()
         with _lock:
             _endpoints[self._name] = self
 
@@ -114,11 +112,11 @@ class LoopbackTransport:
 
     def read(self, peer: TransportPeer, runs: Runs) -> Transfer:
         assert isinstance(peer, _Peer) and peer.connected
-        return _Transfer(peer, cut(runs, peer.ranges, self._ranges, _UNLIMITED), b"")
+        return _Transfer(peer, cut(runs, peer.ranges, self._ranges, _UNLIMITED))
 
-    def write(self, peer: TransportPeer, runs: Runs, notification: bytes = b"") -> Transfer:
+    def write(self, peer: TransportPeer, runs: Runs) -> Transfer:
         assert isinstance(peer, _Peer) and peer.connected
-        return _Transfer(peer, cut(runs, self._ranges, peer.ranges, _UNLIMITED), notification)
+        return _Transfer(peer, cut(runs, self._ranges, peer.ranges, _UNLIMITED))
 
     def poll(self, transfer: Transfer) -> TransferStatus:
         assert isinstance(transfer, _Transfer) and not transfer.finished, "polled after its end"
@@ -136,19 +134,8 @@ class LoopbackTransport:
             runs.source.tolist(), runs.destination.tolist(), runs.length.tolist(), strict=True
         ):
             ctypes.memmove(destination, source, length)
-        if transfer.notification:
-            target._inbox.append(transfer.notification)
         transfer.finished = True
         return TransferStatus.DONE
-
-    def notify(self, peer: TransportPeer, payload: bytes) -> None:
-        assert isinstance(peer, _Peer) and peer.connected
-        _reach(peer)._inbox.append(payload)
-
-    def notifications(self) -> list[bytes]:
-        if self.faults.frozen:
-            return []
-        return [self._inbox.popleft() for _ in range(len(self._inbox))]
 
     def replace_endpoint(self, peer: TransportPeer) -> None:
         assert isinstance(peer, _Peer)
