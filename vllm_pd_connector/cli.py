@@ -34,7 +34,8 @@ from vllm_pd_connector.protocol.wire.messages import Describe, Failure, GetManif
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
 from vllm_pd_connector.sidechannel.net.keys import Keys, create_keys, create_secret, load_keys, public_key
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
-from vllm_pd_connector.sidechannel.waiting import Wake, ask
+from vllm_pd_connector.sidechannel.waiting import ask
+from vllm_pd_connector.wake import Wake
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -33,6 +33,7 @@ from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.fields import MAX_LEASES, MAX_REQUEST_FRAME, LeaseRef, Reading
 from vllm_pd_connector.protocol.wire.push_messages import AwaitCommands, Commands, InstanceAddress, PrefillRef, PushInto
 from vllm_pd_connector.sidechannel import server as server_module
+from vllm_pd_connector.sidechannel import unsent
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.sidechannel.server import SideChannelServer
@@ -238,7 +239,7 @@ def test_junk_on_the_bare_tcp_port_is_survived(server, client):
 
 def test_a_client_that_takes_no_replies_cannot_make_the_server_hoard_them(server, client, monkeypatch):
     server.set_manifests([bytes(8 << 20)])
-    monkeypatch.setattr(server_module, "MAX_UNSENT_REPLIES_PER_CLIENT", 2)
+    monkeypatch.setattr(unsent, "MAX_PER_CLIENT", 2)
     context = zmq.Context()
     greedy = context.socket(zmq.DEALER)
     greedy.linger = 0
@@ -250,7 +251,7 @@ def test_a_client_that_takes_no_replies_cannot_make_the_server_hoard_them(server
         wait_for(lambda: server.counts().get("GetManifests", 0) == 12)
         wait_for(lambda: server.counts().get("failure:busy", 0) > 0)
         assert_serves(client, server)
-        assert len(server._unsent) <= 3
+        assert len(server._unsent._replies) <= 3
     finally:
         context.destroy(linger=0)
 
@@ -302,7 +303,9 @@ def test_a_server_remembers_no_large_answers_that_were_taken(server, client):
 
     for _ in range(30):
         take_order()
-    wait_for(lambda: take_order() or len(server._unsent) <= 2)  # zmq tells some time later that an answer is sent
+    wait_for(
+        lambda: take_order() or len(server._unsent._replies) <= 2
+    )  # zmq tells some time later that an answer is sent
     decode.close()
 
 

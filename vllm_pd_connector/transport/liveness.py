@@ -36,6 +36,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import ProtocolError, TransferError
+from vllm_pd_connector.wake import Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -199,9 +200,9 @@ class LivenessHub:
         self._paused_until = 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._event, selectors.EVENT_READ, self._woken)
-        self._event_lock = threading.Lock()
+        self._wake = Wake()
+        self._selector.register(self._wake, selectors.EVENT_READ, lambda ready: self._wake.clear())
+        self._lock = threading.Lock()  # of `_new` and `_ended`
         self._closing = self._ended = False
         self._thread = threading.Thread(target=self._run, name="pd-lines", daemon=True)
         self._thread.start()
@@ -224,7 +225,7 @@ class LivenessHub:
         made.setblocking(False)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _notice_silence(made)
-        link = LivenessLink(peer, time.monotonic() + timeout, self._wake, made)
+        link = LivenessLink(peer, time.monotonic() + timeout, self._wake.set, made)
         failure = made.connect_ex((address, port))
         if failure == errno.EINPROGRESS and not wait_ms:
             failure = 0
@@ -235,24 +236,19 @@ class LivenessHub:
             failure = made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if failure:
             link.lose(f"{peer} cannot be reached at {address} port {port}: {os.strerror(failure)}")
-        with self._event_lock:
+        with self._lock:
             if self._ended:  # nobody would close it
                 made.close()
                 raise TransferError(f"no connection to {peer} can be made: this worker's links have ended")
             self._new.append(link)
-        self._wake()
+        self._wake.set()
         return link
 
     def close(self) -> None:
         """End all links. Returns when the thread has ended."""
         self._closing = True
-        self._wake()
+        self._wake.set()
         self._thread.join()
-
-    def _wake(self) -> None:
-        with self._event_lock:
-            if not self._ended:
-                os.eventfd_write(self._event, 1)
 
     def _run(self) -> None:
         while not self._closing:
@@ -272,9 +268,6 @@ class LivenessHub:
         deadlines += [incoming.deadline for incoming in itertools.islice(self._unauthenticated.values(), 1)]
         deadlines += [self._paused_until] * bool(self._paused_until)
         return max(min(deadlines) - time.monotonic(), 0.0) if deadlines else None
-
-    def _woken(self, ready: int) -> None:
-        os.eventfd_read(self._event)
 
     @staticmethod
     def _serve(link: LivenessLink, ready: int) -> None:
@@ -354,9 +347,9 @@ class LivenessHub:
             self._hang_up_on(arrived)
 
     def _end(self) -> None:
-        with self._event_lock:  # the event's number may be another's from here on, and no link comes any more
+        with self._lock:  # no link comes any more
             self._ended = True
-            os.close(self._event)
+        self._wake.close()
         for link in (*self._lines, *self._new):
             link.lose("the transport was closed here")
             link.socket.close()

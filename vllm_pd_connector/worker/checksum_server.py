@@ -14,7 +14,8 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.checksums.sums import checksums
 from vllm_pd_connector.protocol.wire.messages import ChecksumJob, Failure, JobChecksums, NextChecksumJob, Request
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
-from vllm_pd_connector.sidechannel.waiting import Wake, wait
+from vllm_pd_connector.sidechannel.waiting import wait
+from vllm_pd_connector.wake import Wake
 from vllm_pd_connector.worker.checksums import memory_of, to_messages
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from vllm_pd_connector.protocol.wire.messages import GetLeaseCount, LeaseCount
 from vllm_pd_connector.proxy.handoff import decode_body_beside, prefill_body
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
-from vllm_pd_connector.sidechannel.waiting import Wake
 from vllm_pd_connector.sidechannel.waiting import ask as ask_side_channel
+from vllm_pd_connector.wake import Wake
 
 CHOICES = 4
 ASK = {"do_remote_decode": True, "do_remote_prefill": False}
