@@ -1,78 +1,24 @@
-"""What every transport must do, over each of them (`transport_variants`)."""
+"""What every transport must do, over each of ours, or over another: `pytest --transport NAME`.
+
+How another package runs this: docs/design/transports.md.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.support.transport.ends import End, pattern, runs, whole
-from tests.support.transport.variants import MIB, SIZE, VARIANTS, AnyPeer, Variant, marked, scattered
+from tests.support.transport.variants import MIB, SIZE, VARIANTS, AnyPeer, Variant, scattered
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.base import TransferStatus
 
 LARGE = 256 * MIB
 LONG = 96 * MIB  # more than one call of any transport copies
-
-
-@pytest.fixture(scope="module", params=marked(VARIANTS))
-def variant(request: pytest.FixtureRequest) -> Variant:
-    return VARIANTS[request.param]
-
-
-@pytest.fixture(scope="module")
-def living(variant: Variant) -> Iterator[AnyPeer]:
-    """A peer that no test may harm; its memory holds pattern 1 unless a test writes to it."""
-    peer = variant.peer(variant.transport, variant.options, SIZE)
-    yield peer
-    peer.stop()
-
-
-@pytest.fixture
-def spawn(variant: Variant) -> Iterator[Callable[..., AnyPeer]]:
-    """Makes peers that a test may kill."""
-    made: list[AnyPeer] = []
-
-    def make(length: int = SIZE) -> AnyPeer:
-        made.append(variant.peer(variant.transport, variant.options, length))
-        return made[-1]
-
-    yield make
-    for peer in made:
-        peer.tell_to_stop()
-    for peer in made:
-        peer.stop()
-
-
-@pytest.fixture
-def ends(variant: Variant) -> Iterator[Callable[..., End]]:
-    """Makes the local side."""
-    made: list[End] = []
-
-    def make(length: int = SIZE, **options: Any) -> End:
-        made.append(End(variant.transport, variant.options | options, length))
-        return made[-1]
-
-    yield make
-    for end in made:
-        end.transport.close()
-
-
-@pytest.fixture(scope="module")
-def standing(variant: Variant) -> Iterator[End]:
-    made = End(variant.transport, variant.options, SIZE)
-    yield made
-    made.transport.close()
-
-
-@pytest.fixture
-def end(standing: End) -> End:
-    """The local side for tests that end what they begin there; `ends` makes one for a test that does not."""
-    standing.renew()
-    return standing
 
 
 def connected(end: End, peer: AnyPeer) -> Any:

@@ -18,10 +18,12 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from vllm_pd_connector.errors import TransferError
+import msgspec
+
+from vllm_pd_connector.errors import InvalidConfig, TransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from vllm_pd_connector.geometry.manifest import Segment
     from vllm_pd_connector.geometry.runs import Runs
@@ -133,6 +135,20 @@ class Followed(Protocol):
 
 
 FollowedTransfer = TypeVar("FollowedTransfer", bound=Followed)
+Options = TypeVar("Options", bound=msgspec.Struct)
+
+
+def options_of(name: str, given: Mapping[str, object], form: type[Options]) -> Options:
+    """`transport_options` as a transport's struct of options.
+
+    Raises:
+        InvalidConfig: an unknown or mistyped option.
+    """
+    try:
+        return msgspec.convert(given, type=form)
+    except msgspec.ValidationError as error:
+        known = ", ".join(form.__struct_fields__) or "none"
+        raise InvalidConfig(f"transport_options of {name}: {error}; known options: {known}") from error
 
 
 def follow(transfer: FollowedTransfer, advance: Callable[[FollowedTransfer], None]) -> TransferStatus:

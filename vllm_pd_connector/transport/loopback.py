@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_pd_connector.errors import PeerLost, TransferError
-from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer
+from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, options_of
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, cut
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm_pd_connector.geometry.manifest import Segment
     from vllm_pd_connector.geometry.runs import Runs
@@ -147,6 +147,11 @@ class LoopbackTransport:
     def close(self) -> None:
         with _lock:
             _endpoints.pop(self._name, None)
+
+
+def create(options: Mapping[str, object], *, serves: bool, memory: str) -> LoopbackTransport:
+    """Entry point; see `registry`."""
+    return LoopbackTransport(options_of(NAME, options, LoopbackOptions), serves=serves)
 
 
 def _reach(peer: _Peer) -> LoopbackTransport:

@@ -135,5 +135,20 @@ GUARANTEES = [
         "LeaseRenewer", "                self._send(address, Release(batch))", "                pass",
         "test_a_decode_instance_that_ends_gives_back_what_queues_there",
     ),
+    Guarantee(
+        "a transport is not taken from whichever of two packages is found first",
+        "find", "    if len(found) > 1:", "    if False:",
+        "test_a_name_that_two_distributions_bring_is_refused_with_both",
+    ),
+    Guarantee(
+        "an engine with an unknown transport does not start",
+        "parse_config", "    registry.find(config.transport)\n", "",
+        "test_an_unknown_name_is_refused_with_those_that_are_known",
+    ),
+    Guarantee(
+        "no descriptor of another is written to by who wakes a thread that has ended",
+        "Wake", "            if not self._closed:\n                os.eventfd_write", "            if True:\n                os.eventfd_write",
+        "test_who_sets_it_after_its_end_writes_to_no_descriptor_of_others",
+    ),
 ]
 # fmt: on

@@ -121,5 +121,10 @@ GUARANTEES = [
         "ProcessWatch", "            self._closed_at = None\n            return", "            return",
         "test_a_closed_line_that_is_answered_again_was_closed_by_somebody_in_between",
     ),
+    Guarantee(
+        "who sends more than a name on a liveness link is hung up on",
+        "IncomingLink", "        if len(said) > length:", "        if False:",
+        "test_who_sends_more_than_the_name_is_hung_up_on_and_others_stay",
+    ),
 ]
 # fmt: on

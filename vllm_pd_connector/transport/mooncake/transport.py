@@ -32,7 +32,7 @@ import msgspec
 
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.addresses import Address, check_reachable, host_identity, local_address
-from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, follow
+from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, follow, options_of
 from vllm_pd_connector.transport.endpoint import Endpoint, seal, unseal
 from vllm_pd_connector.transport.liveness import LivenessHub, LivenessLink, LivenessState
 from vllm_pd_connector.transport.mooncake.engine import (
@@ -49,7 +49,7 @@ from vllm_pd_connector.transport.mooncake.opening import Opening, Openings
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, cut
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm_pd_connector.geometry.manifest import Segment
     from vllm_pd_connector.geometry.runs import Runs
@@ -386,3 +386,8 @@ class MooncakeTransport:
         if peer.leaving and not peer.running and self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
             peer.liveness.hang_up()
+
+
+def create(options: Mapping[str, object], *, serves: bool, memory: str) -> MooncakeTransport:
+    """Entry point; see `registry`."""
+    return MooncakeTransport(options_of(NAME, options, MooncakeOptions), memory=memory)

@@ -37,13 +37,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_pd_connector.errors import InvalidConfig, TransferError
-from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, follow
+from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, follow, options_of
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, bindings, translate
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, batches, cut
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -343,6 +343,11 @@ class NixlTransport:
             yield
         except self._errors as error:
             raise _ours(error, action) from error
+
+
+def create(options: Mapping[str, object], *, serves: bool, memory: str) -> NixlTransport:
+    """Entry point; see `registry`."""
+    return NixlTransport(options_of(NAME, options, NixlOptions), serves=serves)
 
 
 def _ours(error: Exception, action: str, *, started: bool = False) -> TransferError:
