@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pd_test_plugins
 import pytest
@@ -13,9 +12,8 @@ from vllm_pd_connector.compat.model import backends
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_plain", set(backends._plain))
-    yield
 
 
 def test_a_backend_is_plain_once_it_is_registered() -> None:

@@ -353,5 +353,5 @@ def create(options: Mapping[str, object], *, serves: bool, memory: str) -> NixlT
 def _ours(error: Exception, action: str, *, started: bool = False) -> TransferError:
     """The library's exception as ours. `started`: bytes may be moving when it comes."""
     ours = translate(type(error).__name__, f"{action}: {error}", started)
-    ours.__cause__ = error
+    ours.__cause__ = error.with_traceback(None)  # its frames hold the library's agent, which `close` must end
     return ours
