@@ -74,7 +74,8 @@ def answer(**changes):
 def test_the_answer_has_the_in_tree_fields_and_one_of_ours_and_survives_json():
     made = answer()
     assert set(made) == IN_TREE_ANSWER | {"pd_connector"}
-    parsed = parse_remote_prefill(json.loads(json.dumps(made)))
+    assert made == json.loads(json.dumps(made)), "as routers get it"
+    parsed = parse_remote_prefill(made)
     assert parsed.remote_block_ids == ((3, 4, 5), (9,))
     assert parsed.lease == parse_remote_prefill(make()).lease
     assert parsed.lease.request_id == "cmpl-1" and len(parsed.lease.nonce) == 16
@@ -148,6 +149,8 @@ def test_the_answer_of_another_connector_is_refused_with_what_to_do():
 def test_a_prefill_instance_cannot_make_an_answer_that_would_be_refused():
     with pytest.raises(ProtocolError, match="remote_request_id"):
         make(remote_request_id="r" * 513)
+    with pytest.raises(ProtocolError, match="surrogates not allowed"):
+        make(remote_request_id="\ud800")
 
 
 def test_what_routers_send_to_a_prefill_instance_is_understood():

@@ -22,7 +22,10 @@ def encode_params(answer: RemotePrefill, secret: bytes | None) -> dict[str, Any]
     Raises:
         ProtocolError: a value that no decode instance would accept, so that the failure shows where it is made.
     """
-    params: dict[str, Any] = msgspec.to_builtins(answer)
+    try:
+        params: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(answer))
+    except UnicodeEncodeError as error:
+        raise ProtocolError(f"kv_transfer_params: {error}") from error
     params["pd_connector"] = {key: value for key, value in params["pd_connector"].items() if value is not None}
     accepted = parse_remote_prefill(params)
     if secret is not None:
