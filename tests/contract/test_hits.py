@@ -53,6 +53,7 @@ def test_a_group_that_has_lost_a_part_of_a_hit_gets_it_again(engine: Any, groups
     prefill, decode = engine("kv_producer", groups=groups), engine("kv_consumer", groups=groups)
     lost = min(lost, len(groups) - 1)
     loading(decode, "d-0", PROMPT, prefilled(prefill, "p-0", PROMPT))
+    assert read(decode.receive_of("d-0"))
     decode.step()
     decode.step(received={"d-0"})
     decode.step()
