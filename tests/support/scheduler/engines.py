@@ -108,7 +108,7 @@ class Engine:
             log_stats=True,
         )
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.free_at_start = self.pool.get_num_free_blocks()
+        self.free_at_start = int(self.pool.get_num_free_blocks())
         self.told: list[StepMetadata] = []
         self.said: list[EngineCoreOutput] = []
         self._launched: deque[tuple[SchedulerOutput, list[str]]] = deque()
@@ -183,7 +183,7 @@ class Engine:
 
     def held(self) -> int:
         """Blocks that are not free."""
-        return self.free_at_start - self.pool.get_num_free_blocks()
+        return self.free_at_start - int(self.pool.get_num_free_blocks())
 
     def shared(self, prompt: Sequence[int]) -> int:
         """How many tokens of a prompt the prefix cache has, found as vLLM finds them."""
@@ -246,10 +246,15 @@ def read(receive: ReceiveRequest) -> bool:
     """Have the one worker of a decode instance say that it has read what it was ordered to; whether that was held."""
     assert receive.remote is not None, receive.error
     client, verdicts = SideChannelClient(), list[Any]()
+
+    def heard() -> list[Any]:
+        verdicts.extend(said for _, said in client.receive())
+        return verdicts
+
     try:
         where = endpoint(receive.remote.remote_host, receive.remote.remote_port)
         client.send(where, ReadDone(receive.remote.lease, 0, 1, receive.attempt, receive.shared), 20.0)
-        until(lambda: bool(verdicts.extend(said for _, said in client.receive()) or verdicts), "a verdict")
+        until(lambda: bool(heard()), "a verdict")
     finally:
         client.close()
     [verdict] = verdicts
