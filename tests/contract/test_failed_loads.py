@@ -14,7 +14,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from tests.support.scheduler.engines import BLOCK, FULL, STATES, WINDOWED, given_back, loading, prefilled, read
-from vllm_pd_connector.metadata import WorkerReport
+from vllm_pd_connector.metadata import BadParameters, WorkerReport
 
 PROMPT = list(range(40))
 GROUPS = pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_with_the_policy_recompute_nothing_is_computed_into_blocks_that_may_stil
 def test_parameters_that_lead_nowhere_fail_the_request_and_not_the_engine(engine: Any, params: Any) -> None:
     decode = engine("kv_consumer")
     loading(decode, "d-1", PROMPT, params)
-    assert decode.receive_of("d-1").error
+    assert isinstance(decode.receive_of("d-1").source, BadParameters)
     decode.step(failed={"d-1"})
     assert decode.ended("d-1").finish_reason is FinishReason.ERROR
     decode.check_empty()

@@ -64,7 +64,7 @@ def test_a_group_that_has_lost_a_part_of_a_hit_gets_it_again(engine: Any, groups
     receive = received(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
     assert receive.stop >= len(PROMPT) - 1
     tables = receive.blocks[lost]
-    assert tables.ids and 0 not in tables.ids, "real blocks, from the first that is missing on"
+    assert len(tables.ids) and 0 not in tables.ids, "real blocks, from the first that is missing on"
     if groups[lost] is STATES:
         assert len(tables.ids) == 1, "the state at the end"
     else:

@@ -45,7 +45,7 @@ def test_a_prompt_is_computed_there_and_continued_here(engine: Any, length: int)
 
     loading(decode, "d-1", prompt, params)
     receive = decode.receive_of("d-1")
-    assert (receive.start, receive.stop, receive.error) == (0, length, "")
+    assert (receive.start, receive.stop) == (0, length)
     own = decode.blocks_of("d-1")
     assert [block.block_id for block in own] == list(receive.blocks[0].ids) and len(own) == blocks
     assert all(block.ref_cnt == 1 and block.block_hash is None for block in own)
@@ -172,6 +172,19 @@ def test_more_requests_load_than_may_run_at_once(engine: Any) -> None:
     decode.run(*prompts)
     decode.check_empty()
     given_back(prefill)
+
+
+def test_what_a_step_says_to_the_workers_does_not_change_later(engine: Any) -> None:
+    """vLLM pickles it for other processes; a worker in the engine core's own gets the object."""
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    before = decode.step().kv_connector_metadata
+    loading(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
+    assert not before.receives
+    before = decode.step().kv_connector_metadata
+    decode.scheduler.finish_requests("d-1", RequestStatus.FINISHED_ABORTED)
+    assert not before.aborts
+    decode.step()
+    decode.step(failed={"d-1"})
 
 
 @pytest.mark.parametrize("groups", [(FULL, WINDOWED), (FULL, STATES)], ids=["window", "states"])

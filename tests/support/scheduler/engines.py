@@ -244,7 +244,7 @@ def prefilled(engine: Engine, name: str, prompt: Sequence[int]) -> dict[str, Any
 
 def read(receive: ReceiveRequest) -> bool:
     """Have the one worker of a decode instance say that it has read what it was ordered to; whether that was held."""
-    assert receive.remote is not None, receive.error
+    assert receive.read is not None, receive.source
     client, verdicts = SideChannelClient(), list[Any]()
 
     def heard() -> list[Any]:
@@ -252,8 +252,8 @@ def read(receive: ReceiveRequest) -> bool:
         return verdicts
 
     try:
-        where = endpoint(receive.remote.remote_host, receive.remote.remote_port)
-        client.send(where, ReadDone(receive.remote.lease, 0, 1, receive.attempt, receive.shared), 20.0)
+        where = endpoint(receive.read.peer.host, receive.read.peer.port)
+        client.send(where, ReadDone(receive.read.lease, 0, 1, receive.attempt, receive.shared), 20.0)
         until(lambda: bool(heard()), "a verdict")
     finally:
         client.close()
