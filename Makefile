@@ -8,7 +8,8 @@ SETUP := $(firstword $(PYTHON) $(shell command -v python3.11 python3 2>/dev/null
 RUN := .venv/bin/python
 # VLLM=0.33 runs the tests on that release in place of the installed one: see tools/vllm_overlay.py.
 VLLM ?=
-PYTEST := $(if $(VLLM),PD_TEST_VLLM=$(VLLM) PYTHONPATH="$$($(RUN) tools/vllm_overlay.py $(VLLM))" ,).venv/bin/pytest
+OVERLAY := $(RUN) tools/vllm_overlay.py
+PYTEST := $(if $(VLLM),PD_TEST_VLLM=$(VLLM) PYTHONPATH="$$($(OVERLAY) $(VLLM))" ,).venv/bin/pytest
 # Processes for the tests without servers, which wait as much as they compute.
 JOBS ?= 3
 PARALLEL := -n $(JOBS) --dist worksteal
@@ -17,7 +18,7 @@ PARALLEL := -n $(JOBS) --dist worksteal
 # bytes with it on a CPU.
 COMPUTING := tests/models
 
-.PHONY: help setup setup-light test-light demo lint test test-unit test-kernels test-full faults fuzz contract bench clean
+.PHONY: help setup setup-light test-light demo lint test test-unit test-kernels test-full test-next faults fuzz contract bench clean
 
 help:
 	@echo "make demo       P, D and a router on the CPU; compares every answer with a plain run"
@@ -26,6 +27,7 @@ help:
 	@echo "make test-light geometry, protocol, side channel, transports: in an environment without vLLM and torch"
 	@echo "make test-kernels  what computes, with torch's kernels for AVX2 and for any processor"
 	@echo "make test-full  lint and every test, the whole end-to-end matrix included"
+	@echo "make test-next  what touches vLLM on its next release, and pairs of both (a sample; VLLM=… for all)"
 	@echo "make faults     at least 300 faults against real servers (30 minutes; the network part needs root)"
 	@echo "make fuzz       coverage-guided fuzzing of every decoder of bytes from the network (FUZZ_SECONDS each)"
 	@echo "make contract   WHEEL=…: what the package relies on in vLLM, looked up in that release's wheel"
@@ -35,6 +37,7 @@ help:
 
 setup:
 	@$(SETUP)
+	@$(if $(VLLM),$(OVERLAY) $(VLLM))
 
 demo:
 	@$(SETUP) --plain
@@ -71,6 +74,14 @@ test-full: lint
 	$(PYTEST) -m guarantees tests/guarantees
 	$(PYTEST) -m e2e
 	$(RUN) tools/compat_table.py
+
+# What touches vLLM, on the release after the installed one; and servers of both, each in one role.
+NEXT := 0.33
+TOUCHING := tests/compat tests/contract tests/models tests/scheduler tests/test_connector.py tests/test_content.py
+test-next: setup
+	$(OVERLAY) $(NEXT)
+	PD_TEST_VLLM=$(NEXT) PYTHONPATH="$$($(OVERLAY) $(NEXT))" .venv/bin/pytest $(PARALLEL) $(TOUCHING)
+	.venv/bin/pytest -m e2e --row vllm -k gqa --results out/e2e-next.json tests/e2e/matrix/test_tokens.py
 
 FAULTS_SEED ?= 1
 faults: setup

@@ -1,7 +1,8 @@
 """Render docs/compatibility.md from the results of the end-to-end matrix.
 
-The end-to-end tests write one record per test and row; a cell of the table counts those that passed. Nothing here is
-written by hand, so the page never promises more than what ran. Run after `make test-full` (which does it).
+The end-to-end tests write one record per test and row; a cell of a table counts those that passed. Nothing here is
+written by hand, so the page never promises more than what ran. Run after `make test-full` (which does it). The page has
+a section for each vLLM that was run, and for each pair of two; a run renews its own and leaves the others.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,34 @@ transposed); others are those of GPU backends, served by a reference backend of 
 convolution states. Qwen3-Next runs in bfloat16, and its log-probabilities are compared too. See
 [CONTRIBUTING](../CONTRIBUTING.md#the-end-to-end-matrix) for how to run them.
 
+There is a section for each release of vLLM, and for prefill on one and decode on another. A release without a build for
+CPUs is its Python over the compiled operators of the one before (`tools/vllm_overlay.py`). What has no line was not run
+there.
+
 """
+
+SECTION = "## vLLM "
 
 Record = dict[str, Any]
 
 
-def versions(record: Record) -> str:
-    return ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+def release(version: str) -> str:
+    """ "0.32" of "0.32.0+cpu"."""
+    return ".".join(version.split(".")[:2])
+
+
+def title(row: Record, versions: Mapping[str, str]) -> str:
+    """The section that a row belongs to: "0.32", or "0.32 → 0.33" where the sides differ."""
+    tests = release(versions["vllm"])
+    p, d = row.get("p_vllm") or tests, row.get("d_vllm") or tests
+    return p if p == d else f"{p} → {d}"
+
+
+def ran_with(name: str, versions: Mapping[str, str]) -> str:
+    """The versions that a section's title does not tell: those of the tests' own vLLM say nothing of a mixed pair."""
+    return ", ".join(
+        f"{package} {version}" for package, version in versions.items() if package != "vllm" or "→" not in name
+    )
 
 
 def cells(row: Record) -> tuple[str, ...]:
@@ -57,16 +80,37 @@ def cells(row: Record) -> tuple[str, ...]:
     )
 
 
-def render(results: dict[str, Any]) -> str:
-    """The page for one run of the matrix."""
+def table(records: Sequence[Record]) -> str:
     outcomes: defaultdict[tuple[str, ...], list[bool]] = defaultdict(list)
-    for record in results["records"]:
+    for record in records:
         outcomes[cells(record["row"])].append(record["passed"])
     head = ("model", "transport, mode", "TP, P → D", "PP, P → D", "block size", "layout", "states")
     head = (*head, "chunked prefill", "prefix caching", "passed")
     lines = [head, tuple("---" for _ in head)]
     lines += [(*pair, f"{sum(passed)} of {len(passed)}") for pair, passed in outcomes.items()]
-    return HEAD + f"Run with {versions(results)}.\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def sections_of(page: str) -> dict[str, str]:
+    """The text of each section of a page, by what follows "vLLM" in its title."""
+    parts = (part.partition("\n") for part in page.split(f"\n{SECTION}")[1:])
+    return {name.strip(): text.strip() for name, _, text in parts}
+
+
+def render(runs: Sequence[dict[str, Any]], page: str = "") -> str:
+    """A page with the sections that these runs of the matrix make, and the others that it had."""
+    records: defaultdict[str, list[Record]] = defaultdict(list)
+    said: dict[str, str] = {}
+    for run in runs:
+        for record in run["records"]:
+            name = title(record["row"], run["versions"])
+            said.setdefault(name, ran_with(name, run["versions"]))
+            assert said[name] == ran_with(name, run["versions"]), f"runs of different versions make section {name}"
+            records[name].append(record)
+    made = {name: f"Run with {said[name]}.\n\n{table(found)}" for name, found in records.items()}
+    whole = sections_of(page) | made
+    order = sorted(whole, key=lambda name: ("→" in name, [int(part) for part in name.split(" → ")[0].split(".")]))
+    return HEAD + "\n\n".join(f"{SECTION}{name}\n\n{whole[name]}" for name in order) + "\n"
 
 
 def main() -> None:
@@ -75,9 +119,8 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args()
     runs = [json.loads(path.read_text()) for path in options.results]
-    assert all(run["versions"] == runs[0]["versions"] for run in runs), "these are runs of different versions"
-    whole = runs[0] | {"records": [record for run in runs for record in run["records"]]}
-    options.page.write_text(render(whole), encoding="utf-8")
+    before = options.page.read_text(encoding="utf-8") if options.page.exists() else ""
+    options.page.write_text(render(runs, before), encoding="utf-8")
     print(f"wrote {options.page}")
 
 

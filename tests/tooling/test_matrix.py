@@ -20,6 +20,7 @@ def values(row: Row) -> list[tuple[str, object]]:
         ("mode", row.mode),
         ("transport", row.transport),
         ("kernels", row.kernels),
+        ("releases", (row.p_vllm, row.d_vllm)),
     ]
 
 

@@ -50,15 +50,29 @@ def record(passed: bool, **row: Any) -> dict[str, Any]:
 
 def test_the_page_counts_what_passed_per_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = [record(True), record(False), record(True, family="mla", p_block=16, d_block=64, p_layout="NHD")]
-    results = {"versions": {"vllm": "1.2"}, "records": records}
+    results = {"versions": {"vllm": "1.2.0+cpu", "torch": "3"}, "records": records}
     source, page = tmp_path / "results.json", tmp_path / "page.md"
     source.write_text(json.dumps(results))
     monkeypatch.setattr(sys, "argv", ["compat_table", str(source), "--page", str(page)])
     compat_table.main()
     text = page.read_text()
-    assert "Run with vllm 1.2." in text
+    assert "## vLLM 1.2\n\nRun with vllm 1.2.0+cpu, torch 3." in text
     assert "| gqa | nixl, pull | 1 → 2 | 2 → 1 | equal | equal | default | no | yes | 1 of 2 |" in text
     assert "| mla | nixl, pull | 1 → 2 | 2 → 1 | 16 → 64 | NHD → CPU | default | no | yes | 1 of 1 |" in text
+
+
+def test_a_run_renews_the_section_of_its_vllm_and_no_other() -> None:
+    def run(vllm: str, *records: dict[str, Any]) -> dict[str, Any]:
+        return {"versions": {"vllm": vllm, "torch": "3"}, "records": records}
+
+    first = compat_table.render([run("1.10.0", record(True), record(True, p_vllm="1.9", d_vllm="1.10"))])
+    both = compat_table.render([run("1.9.0+cpu", record(False), record(True))], first)
+    assert list(compat_table.sections_of(both)) == ["1.9", "1.10", "1.9 → 1.10"]
+    texts = compat_table.sections_of(both)
+    assert [texts[name].splitlines()[-1][-9:-2] for name in texts] == [" 1 of 2", " 1 of 1", " 1 of 1"]
+    assert texts["1.9 → 1.10"].startswith("Run with torch 3."), "the tests' own vLLM says nothing of such a pair"
+    again = compat_table.render([run("1.9.0+cpu", record(True))], both)
+    assert compat_table.sections_of(again) == texts | {"1.9": texts["1.9"].replace("1 of 2", "1 of 1")}
 
 
 def test_the_wheel_that_names_vllm_installs_and_holds_no_modules(tmp_path: Path) -> None:

@@ -316,8 +316,7 @@ class Consumer:
     def take(self) -> tuple[list[ReceiveRequest], list[str]]:
         """What the workers must begin and what they must give up."""
         orders, aborts = self._orders, self._aborts
-        if orders or aborts:
-            self._orders, self._aborts = [], []
+        self._orders, self._aborts = [], []
         return orders, aborts
 
     def _forget(self, request_id: str, *, release: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.support.servers.cluster import Cluster
 from tests.support.servers.digests import received
-from tests.support.servers.matrix import PLAIN_ROWS, ROWS
+from tests.support.servers.matrix import MIXED_ROWS, PLAIN_ROWS, ROWS
 from tests.support.servers.over import over
 from tests.support.servers.workload import SCENARIOS, Answer, Stream
 
@@ -38,3 +38,10 @@ def test_every_prompt_moves_bytes(pair: Cluster) -> None:
     stops = sorted(record.stop for record in records)
     assert all(length - stop in (0, 1) for length, stop in zip(sorted(map(len, prompts)), stops, strict=True))
     assert not any(record.start for record in records)
+
+
+@over(MIXED_ROWS)
+def test_each_side_runs_the_release_that_its_row_names(pair: Cluster) -> None:
+    """Both could be the installed one, and every other test of the row would pass."""
+    ran = [pair.release_of(server) for server in (pair.prefill, pair.decode)]
+    assert ran == [pair.row.p_vllm, pair.row.d_vllm]

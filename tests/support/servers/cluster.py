@@ -250,6 +250,11 @@ class Cluster:
             page: str = answer.read().decode()
         return page
 
+    def release_of(self, server: Server) -> str:
+        """The release of vLLM that an instance runs, as rows name it ("0.33")."""
+        with urllib.request.urlopen(f"{server.url}/version", timeout=30) as answer:
+            return ".".join(json.load(answer)["version"].split(".")[:2])
+
     def holds_blocks(self, server: Server) -> bool:
         """Whether a request holds blocks now; asks for nothing, so the figure is that of the last step."""
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 from examples.make_models import MODELS, make
+from tests.support.servers.releases import python_path
 
 CHUNK_TOKENS = 128
 """Tokens per prefill step in rows that chunk; most prompts of the workload are longer."""
@@ -42,6 +43,7 @@ class Row:
     `beside` is a connector that both sides have beside this project's, in a MultiConnector. With `drafts` both
     sides speculate with a draft model, which has caches of its own.
     `kernels` "avx2": both sides compute as on a processor that has nothing newer, vLLM's kernels and torch's.
+    `p_vllm` and `d_vllm` are releases of vLLM ("0.33"); empty is the one that the tests run on.
     """
 
     family: str
@@ -62,6 +64,8 @@ class Row:
     beside: str = ""
     drafts: bool = False
     kernels: str = ""
+    p_vllm: str = ""
+    d_vllm: str = ""
 
     @property
     def id(self) -> str:
@@ -75,6 +79,7 @@ class Row:
         parts += [f"beside{self.beside}"] if self.beside else []
         parts += ["drafts"] if self.drafts else []
         parts += [self.kernels] if self.kernels else []
+        parts += [f"vllm{self.p_vllm}to{self.d_vllm}"] if self.p_vllm or self.d_vllm else []
         parts += ["chunked"] if self.chunked else []
         parts += [] if self.prefix_caching else ["nocache"]
         return "-".join(parts)
@@ -99,9 +104,11 @@ class Row:
     def environment(self, side: str) -> dict[str, str]:
         """Variables of side "p" or "d", beyond those of the model."""
         conv, layout = (self.p_conv, self.p_layout) if side == "p" else (self.d_conv, self.d_layout)
+        release = self.p_vllm if side == "p" else self.d_vllm
         reference = {"PD_TEST_REFERENCE_ATTENTION": "1", "VLLM_KV_CACHE_LAYOUT": layout} if layout else {}
         kernels = {"ATEN_CPU_CAPABILITY": "avx2", "PD_TEST_AVX2": "1"} if self.kernels else {}
-        return reference | kernels | ({"VLLM_SSM_CONV_STATE_LAYOUT": conv} if conv else {})
+        path = {"PYTHONPATH": python_path(release)} if release else {}
+        return reference | kernels | path | ({"VLLM_SSM_CONV_STATE_LAYOUT": conv} if conv else {})
 
     @property
     def unequal(self) -> bool:
@@ -279,7 +286,14 @@ AVX2_ROWS: list[Row] = [
 AUTO_ROW = Row("gqa", chunked=True, mode="auto")
 """Where the decode side finds the faster way itself."""
 
-ROWS: list[Row] = [*_rows(), *UNEQUAL_ROWS, *MOONCAKE_ROWS, *PUSH_ROWS, *AVX2_ROWS, AUTO_ROW]
+MIXED_ROWS: list[Row] = [
+    Row("gqa", p_vllm="0.32", d_vllm="0.33"),
+    Row("gqa", chunked=True, mode="push", p_vllm="0.33", d_vllm="0.32"),
+    Row("kimi", prefix_caching=MODELS["kimi"].prefix_caching, p_vllm="0.32", d_vllm="0.33"),
+]
+"""A fleet that goes from one release of vLLM to the next, which of its roles first is its operator's choice."""
+
+ROWS: list[Row] = [*_rows(), *UNEQUAL_ROWS, *MOONCAKE_ROWS, *PUSH_ROWS, *AVX2_ROWS, AUTO_ROW, *MIXED_ROWS]
 
 UNEQUAL_HYBRID_ROWS = [row for row in ROWS if row.family in HYBRIDS and row.prefix_caching and row.p_tp != row.d_tp]
 """Hybrids whose logical blocks differ because their states do, with prefix caching on."""
@@ -317,7 +331,7 @@ def _values(row: Row) -> tuple[object, ...]:
     )
     return (
         row.family, *geometry, row.chunked, row.prefix_caching, row.mode, row.transport, row.beside, row.drafts,
-        row.kernels,
+        row.kernels, (row.p_vllm, row.d_vllm),
     )  # fmt: skip
 
 

@@ -1,0 +1,126 @@
+"""Loads that fail, through vLLM's own scheduler: who asked hears of it once, and nobody gets what did not come.
+
+What vLLM's tests of failed loads intend (`test_kv_load_failure_recovery.py`, `test_error_propagation.py`,
+`test_invalid_blocks_correctness.py`, `test_cache_pollution_prevention.py`), for a connector that loads asynchronously
+and reports failures per request, as it must where caches have several groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
+
+from tests.support.scheduler.engines import BLOCK, FULL, STATES, WINDOWED, given_back, loading, prefilled, read
+from vllm_pd_connector.metadata import BadParameters, WorkerReport
+
+PROMPT = list(range(40))
+GROUPS = pytest.mark.parametrize(
+    "groups", [(FULL,), (FULL, WINDOWED), (FULL, STATES)], ids=["full", "window", "states"]
+)
+
+
+@GROUPS
+def test_the_client_of_a_failed_load_hears_of_an_error_and_others_go_on(engine: Any, groups: Any) -> None:
+    prefill, decode = engine("kv_producer", groups=groups), engine("kv_consumer", groups=groups)
+    other = [*PROMPT[::-1], 3]
+    loading(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
+    loading(decode, "d-2", other, prefilled(prefill, "p-2", other))
+    decode.add("plain", PROMPT[::-2], max_tokens=20)
+    decode.step()
+    decode.step(received={"d-2"}, failed={"d-1"})
+    assert decode.ended("d-1").finish_reason is FinishReason.ERROR
+    decode.run("d-2", "plain")
+    assert decode.ended("d-2").finish_reason is decode.ended("plain").finish_reason is FinishReason.LENGTH
+    decode.check_empty()
+
+
+@GROUPS
+def test_nothing_of_a_failed_load_is_found_by_the_next_request(engine: Any, groups: Any) -> None:
+    prefill, decode = engine("kv_producer", groups=groups), engine("kv_consumer", groups=groups)
+    loading(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
+    decode.step(failed={"d-1"})
+    decode.check_empty()
+    assert decode.shared([*PROMPT, 0]) == 0
+    assert all(block.block_hash is None for block in decode.pool.blocks)
+
+
+def test_blocks_that_a_failed_load_may_still_write_are_given_to_nobody(engine: Any) -> None:
+    """The failure comes first, the end of the last transfer later; vLLM frees the request at the first."""
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", blocks=9)
+    loading(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
+    suspect = {block.block_id for block in decode.blocks_of("d-1")}
+    decode.step(failed={"d-1"}, report=WorkerReport(quarantined={"d-1": 1}))
+    decode.rest()
+    assert not decode.scheduler.requests and decode.held() == len(suspect)
+    decode.add("plain", PROMPT[::-1], max_tokens=30)
+    decode.step()
+    assert not suspect & {block.block_id for block in decode.blocks_of("plain")}
+    decode.run("plain")
+    decode.step(report=WorkerReport(drained={"d-1": 1}))
+    decode.check_empty()
+
+
+def test_a_failed_load_whose_client_left_meanwhile_is_freed_once(engine: Any) -> None:
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    loading(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
+    decode.step()
+    decode.scheduler.finish_requests("d-1", RequestStatus.FINISHED_ABORTED)
+    decode.step(failed={"d-1"}, report=WorkerReport(quarantined={"d-1": 1}))
+    decode.rest()
+    assert decode.held() == 3
+    decode.step(report=WorkerReport(drained={"d-1": 1}))
+    decode.check_empty()
+
+
+@GROUPS
+def test_with_the_policy_recompute_a_failed_load_is_computed_here(engine: Any, groups: Any) -> None:
+    prefill = engine("kv_producer", groups=groups)
+    decode = engine("kv_consumer", groups=groups, policy="recompute")
+    loading(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
+    decode.step()
+    decode.step(failed={"d-1"})
+    assert decode.step().num_scheduled_tokens == {"d-1": len(PROMPT)}
+    decode.run("d-1")
+    assert decode.ended("d-1").finish_reason is FinishReason.LENGTH
+    assert sum(len(told.receives) for told in decode.told) == 1, "it is not loaded again"
+    if STATES not in groups:  # of states vLLM keeps those at the ends of steps
+        assert decode.shared([*PROMPT, 0]) == 2 * BLOCK, "and shared as what was computed here"
+    decode.check_empty()
+
+
+def test_with_the_policy_recompute_nothing_is_computed_into_blocks_that_may_still_be_written(engine: Any) -> None:
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", policy="recompute")
+    loading(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
+    suspect = {block.block_id for block in decode.blocks_of("d-1")}
+    decode.step()
+    decode.step(failed={"d-1"}, report=WorkerReport(quarantined={"d-1": 1}))
+    assert decode.step().num_scheduled_tokens == {"d-1": len(PROMPT)}
+    assert not suspect & {block.block_id for block in decode.blocks_of("d-1")}
+    decode.run("d-1")
+    decode.step(report=WorkerReport(drained={"d-1": 1}))
+    decode.check_empty()
+
+
+@pytest.mark.parametrize("params", [{"do_remote_prefill": True}, {"do_remote_prefill": True, "remote_block_ids": "x"}])
+def test_parameters_that_lead_nowhere_fail_the_request_and_not_the_engine(engine: Any, params: Any) -> None:
+    decode = engine("kv_consumer")
+    loading(decode, "d-1", PROMPT, params)
+    assert isinstance(decode.receive_of("d-1").source, BadParameters)
+    decode.step(failed={"d-1"})
+    assert decode.ended("d-1").finish_reason is FinishReason.ERROR
+    decode.check_empty()
+
+
+def test_a_read_after_the_lease_has_ended_is_told_so(engine: Any) -> None:
+    """The verdict is what the decode worker makes a failure of."""
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    loading(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
+    prefill.connector.scheduler.producer._server.drop("p-1")
+    assert not read(decode.receive_of("d-1"))
+    decode.step()
+    decode.step(failed={"d-1"})
+    decode.check_empty()
+    given_back(prefill)

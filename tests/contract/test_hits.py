@@ -1,0 +1,94 @@
+"""What is shared of received caches, and what is fetched behind prefix hits, through vLLM's own scheduler.
+
+What vLLM's tests of hybrid hits and of pollution intend: after hits of any length, of groups that have lost different
+parts of a prefix, the request is scheduled with a cache that is whole for every group, and nobody finds a block that is
+not. `tests/scheduler/test_unequal_hits.py` has every case of a hit; here vLLM schedules around it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.v1.engine import FinishReason
+
+from tests.support.scheduler.engines import BLOCK, FULL, STATES, WINDOWED, given_back, loading, prefilled, read
+from vllm_pd_connector.metadata import WorkerReport
+
+PROMPT = list(range(200))
+GROUPS = pytest.mark.parametrize(
+    "groups", [(FULL,), (FULL, WINDOWED), (FULL, STATES)], ids=["full", "window", "states"]
+)
+
+
+def received(decode: Any, name: str, prompt: list[int], params: Any, report: WorkerReport | None = None) -> Any:
+    """Load a prompt and answer it; what the workers were told to receive."""
+    loading(decode, name, prompt, params)
+    receive = decode.receive_of(name)
+    assert read(receive)
+    decode.step()
+    decode.step(received={name}, report=report)
+    decode.run(name)
+    assert decode.ended(name).finish_reason is FinishReason.LENGTH
+    return receive
+
+
+@GROUPS
+@pytest.mark.parametrize("hit", [1, 3, 12])
+def test_only_what_lies_behind_a_hit_is_received(engine: Any, groups: Any, hit: int) -> None:
+    """A request with the first blocks of the prompt went before."""
+    prefill, decode = engine("kv_producer", groups=groups), engine("kv_consumer", groups=groups)
+    before = [*PROMPT[: hit * BLOCK], 999]
+    received(decode, "d-0", before, prefilled(prefill, "p-0", before))
+    found = decode.shared(PROMPT)
+    receive = received(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
+    assert receive.start == found and (found == hit * BLOCK or groups != (FULL,))
+    decode.check_empty()
+    given_back(prefill)
+
+
+@GROUPS
+@pytest.mark.parametrize("lost", [0, 1], ids=["the first group's", "the second group's"])
+def test_a_group_that_has_lost_a_part_of_a_hit_gets_it_again(engine: Any, groups: Any, lost: int) -> None:
+    prefill, decode = engine("kv_producer", groups=groups), engine("kv_consumer", groups=groups)
+    lost = min(lost, len(groups) - 1)
+    loading(decode, "d-0", PROMPT, prefilled(prefill, "p-0", PROMPT))
+    assert read(decode.receive_of("d-0"))
+    decode.step()
+    decode.step(received={"d-0"})
+    decode.step()
+    kept = [block for block in decode.blocks_of("d-0", lost) if not block.is_null and block.block_hash is not None]
+    decode.run("d-0")
+    decode.rest()
+    decode.pool.evict_blocks({block.block_id for block in kept[len(kept) // 2 :]})
+    receive = received(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
+    assert receive.stop >= len(PROMPT) - 1
+    tables = receive.blocks[lost]
+    assert len(tables.ids) and 0 not in tables.ids, "real blocks, from the first that is missing on"
+    if groups[lost] is STATES:
+        assert len(tables.ids) == 1, "the state at the end"
+    else:
+        assert tables.first_block + len(tables.ids) == -(-receive.stop // BLOCK)
+    decode.check_empty()
+    given_back(prefill)
+
+
+def test_a_prompt_that_is_all_there_is_not_received_and_its_prefill_is_given_back(engine: Any) -> None:
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    prompt = PROMPT[: 2 * BLOCK + 1]
+    received(decode, "d-0", prompt, prefilled(prefill, "p-0", prompt))
+    decode.add("d-1", prompt, prefilled(prefill, "p-1", prompt))
+    assert decode.step().num_scheduled_tokens == {"d-1": 1}
+    decode.run("d-1")
+    decode.check_empty()
+    given_back(prefill)
+
+
+@pytest.mark.parametrize("last", [0, 4])
+def test_blocks_that_came_in_part_are_found_by_nobody(engine: Any, last: int) -> None:
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    params = prefilled(prefill, "p-1", PROMPT)
+    received(decode, "d-1", PROMPT, params, WorkerReport(unshareable={"d-1": {0: last}}))
+    assert decode.shared([*PROMPT, 0]) == 0, "a prefix begins with its first block"
+    assert sum(block.block_hash is not None for block in decode.pool.blocks) == len(PROMPT) // BLOCK - last - 1
+    decode.check_empty()
