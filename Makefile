@@ -75,6 +75,7 @@ test-full: lint
 FAULTS_SEED ?= 1
 faults: setup
 	$(RUN) tests/faults/lines.py --seed $(FAULTS_SEED)
+	$(RUN) tests/faults/two_hosts.py
 
 # What the package relies on in vLLM, checked in a wheel (or an unpacked one) that need not be installed.
 contract: setup
