@@ -86,6 +86,7 @@ test-next: setup
 FAULTS_SEED ?= 1
 faults: setup
 	$(RUN) tests/faults/lines.py --seed $(FAULTS_SEED)
+	$(RUN) tests/faults/two_hosts.py
 
 # What the package relies on in vLLM, checked in a wheel (or an unpacked one) that need not be installed.
 contract: setup

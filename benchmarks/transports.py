@@ -32,7 +32,7 @@ import numpy as np
 
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.transport.base import TransferStatus, Transport, TransportPeer
+from vllm_pd_connector.transport.base import TransferStatus, Transport, TransportPeer, Use
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters
 from vllm_pd_connector.transport.registry import create
 from vllm_pd_connector.worker.hugepages import collapse
@@ -196,7 +196,7 @@ class Pair:
                 self.bare[operation].meet(hello)
         self.ends: dict[str, tuple[Transport, TransportPeer]] = {}
         for operation, serves in SERVES.items():
-            transport = create(transport_name, options, serves=serves)
+            transport = create(transport_name, options, Use(serves=serves))
             transport.register((self.memory.segment,))
             self.ends[operation] = transport, transport.connect(endpoint, (self.theirs,))
 

@@ -17,6 +17,7 @@ from vllm_pd_connector import cli
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.sidechannel.net.keys import load_keys
 from vllm_pd_connector.sidechannel.server import SideChannelServer
+from vllm_pd_connector.transport.endpoint import seal
 
 # A token of one layer has 4 KiB: 8 heads, K and V of 128 channels, two bytes each.
 MODEL = Model(layers=3, heads=8, key=128, value=128)
@@ -61,6 +62,21 @@ def test_an_equal_pair_is_allowed_and_moves_directly(files, capsys):
     assert not movement["converted"] and movement["copies"] == 0
     assert movement["bytes"] == movement["read_bytes"] == 176 * 4096 * 3
     assert movement["runs"] == 11 * 3, "one per page and layer"
+
+
+def test_what_a_transport_speaks_is_told_where_it_says_so(files, capsys):
+    def over(protocol):
+        return [
+            msgspec.structs.replace(manifest, transport="mooncake", endpoint=seal("mooncake", "pd-1", b"", protocol))
+            for manifest in manifests()
+        ]
+
+    paths = files("p", over("rdma")), files("d", over(""))
+    code, found = explain(capsys, *paths)
+    assert code == 0 and (found["prefill"]["protocol"], found["decode"]["protocol"]) == ("rdma", "")
+    cli.main(["explain", *paths])
+    text = capsys.readouterr().out
+    assert "mooncake over rdma, " in text and "mooncake, " in text
 
 
 def test_a_pair_of_other_layouts_names_what_is_converted(files, capsys):

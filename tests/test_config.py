@@ -85,7 +85,11 @@ assert not heavy, heavy
         ({"side_channel_host": "0.0.0.0"}, {}),
         ({"transport_options": {"address": "10.0.0.8"}}, {"address": "10.0.0.8"}),
         ({"transport_options": {"route_to": "10.0.0.9", "in_flight": 8}}, {"route_to": "10.0.0.9", "in_flight": 8}),
-        ({"transport": "nixl"}, {}),
+        ({"transport": "nixl", "allow_unauthenticated_peers": True}, {}),
+        (
+            {"side_channel_host": "10.0.0.7", "allow_unauthenticated_peers": True},
+            {"route_to": "10.0.0.7", "allow_unauthenticated_peers": True},
+        ),
     ],
 )
 def test_mooncake_is_reached_like_the_side_channel_unless_an_address_is_given(monkeypatch, given, settings):
@@ -100,6 +104,17 @@ def test_an_instance_that_only_decodes_is_at_the_default_route_unless_a_host_is_
     assert alone.transport_settings(prefills=False, environ={}) == {}
     assert alone.transport_settings(prefills=False, environ=environment) == {"route_to": "10.0.0.6"}
     assert hosted.transport_settings(prefills=False, environ={}) == {"route_to": "::1"}
+
+
+def test_an_instance_that_only_decodes_and_is_written_into_is_at_loopback_unless_others_may_reach_it():
+    def settings(**given):
+        return parse_config({"transport": "mooncake", "mode": "push", **given}).transport_settings(
+            prefills=False, environ={}
+        )
+
+    assert settings() == {"address": "127.0.0.1"}
+    assert settings(allow_unauthenticated_peers=True) == {"allow_unauthenticated_peers": True}
+    assert settings(transport_options={"route_to": "10.0.0.9"}) == {"route_to": "10.0.0.9"}
 
 
 @pytest.mark.parametrize(("mode", "decode"), [("pull", False), ("push", True), ("auto", True)])

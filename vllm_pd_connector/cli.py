@@ -26,7 +26,7 @@ import msgspec
 
 from vllm_pd_connector.arguments import base_url, host_and_port, seconds
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.errors import InvalidConfig, PDConnectorError, ProtocolError
+from vllm_pd_connector.errors import InvalidConfig, PDConnectorError, ProtocolError, TransferError
 from vllm_pd_connector.geometry.explain import Explanation, Movement, explain_pair
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.staging.chunks import CHUNKS_PER_BUFFER
@@ -35,6 +35,7 @@ from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
 from vllm_pd_connector.sidechannel.net.keys import Keys, create_keys, create_secret, load_keys, public_key
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.sidechannel.waiting import ask
+from vllm_pd_connector.transport.endpoint import unseal
 from vllm_pd_connector.wake import Wake
 
 if TYPE_CHECKING:
@@ -269,6 +270,7 @@ def _facts(manifests: Sequence[Manifest]) -> dict[str, Any]:
         "engine_id": first.engine_id,
         "software": first.software,
         "transport": first.transport,
+        "protocol": _protocol(first),
         "model": first.model.model,
         "workers": len(manifests),
         "tensor_parallel": first.parallel.tp_size,
@@ -276,13 +278,23 @@ def _facts(manifests: Sequence[Manifest]) -> dict[str, Any]:
     }
 
 
+def _protocol(manifest: Manifest) -> str:
+    """What the transport speaks; "" if it does not say."""
+    try:
+        return unseal(manifest.transport, manifest.endpoint).protocol[:20]
+    except TransferError:
+        return ""
+
+
 def _instance(manifests: Sequence[Manifest]) -> str:
     if not manifests:
         return "no workers"
     facts = _facts(manifests)
+    speaks = f" over {facts['protocol']}" if facts["protocol"] else ""
     return (
         f"engine {facts['engine_id']} ({facts['model']}, {facts['workers']} workers, tensor parallel "
-        f"{facts['tensor_parallel']}, pipeline parallel {facts['pipeline_parallel']}, {facts['software']})"
+        f"{facts['tensor_parallel']}, pipeline parallel {facts['pipeline_parallel']}, {facts['transport']}{speaks}, "
+        f"{facts['software']})"
     )
 
 

@@ -143,10 +143,19 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """`transport_options`, with what other keys decide: Mooncake advertises an address, by default the one on the
         route to the side channel's, so that a worker is reached like its instance is, or from this host alone. An
         instance that only decodes has no side channel of its own: without a host it is at the default route's address,
-        from where it reaches prefill instances of this host and of others."""
+        from where it reaches prefill instances of this host and of others; if it is written into, that needs
+        `allow_unauthenticated_peers`, and it is at loopback else."""
         settings = dict(self.transport_options)
+        if self.transport != "mooncake":
+            return settings
+        if self.allow_unauthenticated_peers:
+            settings.setdefault("allow_unauthenticated_peers", True)
         told = self.side_channel_host or environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST")
-        if self.transport == "mooncake" and not settings.keys() & {"address", "route_to"} and (told or prefills):
+        if settings.keys() & {"address", "route_to"}:
+            return settings
+        if not told and self.pushes and not settings.get("allow_unauthenticated_peers"):
+            settings["address"] = DEFAULT_SIDE_CHANNEL_HOST
+        elif told or prefills:
             host, _ = self.side_channel(0, environ)
             with contextlib.suppress(ValueError):  # a name: the default route decides
                 if not ipaddress.ip_address(host).is_unspecified:

@@ -158,6 +158,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--only", default="", help="kinds whose name contains this text")
     made.add_argument("--family", default="gqa")
+    made.add_argument("--ipv6", action="store_true", help="the two hosts of world network speak it")
     made.add_argument("--seconds", type=float, default=1800.0, help="begin no further fault after this time")
     made.add_argument("--into", type=Path, help="directory for what is written down (default: one under out/faults)")
     return made
@@ -179,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         servers = stack.enter_context(Servers(directory / "logs"))
         network = None
         if options.world == "network":
-            network = stack.enter_context(Network(options.seed))
+            network = stack.enter_context(Network(options.seed, 6 if options.ipv6 else 4))
             if options.mode == "push":
                 extra["allow_unauthenticated_peers"] = True
             else:

@@ -105,7 +105,9 @@ def spec_of(
     if host is not None:
         place = {"host": host.control, "prefix": host.command()}
         environment |= {"VLLM_HOST_IP": host.control, "GLOO_SOCKET_IFNAME": "ctl"}
-        options = {"address": host.address} if own.get("transport") == "mooncake" else {"ucx": UCX_OVER_NETWORK}
+        options: dict[str, Any] = {"ucx": UCX_OVER_NETWORK}
+        if own.get("transport") == "mooncake":
+            options = {"address": host.address, "allow_unauthenticated_peers": True}
         own |= {"side_channel_host": host.address, "transport_options": options}
     transfer = {
         "kv_connector": "PDConnector",

@@ -53,14 +53,19 @@ LANES: tuple[tuple[Line, ...], ...] = (
         Line("both roles", 100, "--world both --faults 2"),
     ),
     (
-        Line("pair", 330, "--world pair --faults 80"),
-        Line("pair, push", 335, "--world pair --mode push --verify sample --faults 75"),
+        Line("pair", 300, "--world pair --faults 80"),
+        Line("pair, push", 310, "--world pair --mode push --verify sample --faults 75"),
         Line("pair, Mooncake", 200, "--world pair --transport mooncake --faults 35"),
         Line("pair, Mooncake, push", 190, "--world pair --transport mooncake --mode push --faults 25"),
         Line("pair, several groups", 150, "--world pair --family swa --faults 20"),
-        Line("network", 190, "--world network --faults 14"),
-        Line("network, push", 140, "--world network --mode push --skip 14 --faults 21"),
-        Line("network, Mooncake", 140, "--world network --transport mooncake --skip 21 --faults 28"),
+        Line("network", 150, "--world network --faults 9"),
+        Line("network, push, IPv6", 140, "--world network --mode push --ipv6 --skip 9 --faults 18"),
+        Line("network, Mooncake", 140, "--world network --transport mooncake --skip 18 --faults 27"),
+        Line(
+            "network, Mooncake, push, IPv6",
+            100,
+            "--world network --transport mooncake --mode push --ipv6 --skip 27 --faults 33",
+        ),
     ),
 )
 

@@ -131,6 +131,8 @@ WORKERS_PUSH: tuple[Kind, ...] = (
 
 NETWORK: tuple[Kind, ...] = (
     # Everything in every phase, within three rounds.
+    Kind("killed", ("prefill engine", "decode engine"), ("decode",)),
+    Kind("large lost", ("both",), PHASES),
     Kind("link down", ("prefill", "decode"), PHASES, 2),
     Kind("blackout", ("both",), PHASES),
     Kind("loss", ("both",), PHASES),

@@ -6,15 +6,18 @@ import contextlib
 import errno
 import os
 import resource
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.descriptors import no_descriptor_left
+from tests.support.forked import PROCESSES
 from tests.support.transport.ends import until
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.transport import liveness
@@ -105,7 +108,9 @@ def test_who_dials_after_the_end_is_told_so_and_leaves_no_socket(
     here, there = exchange("here"), exchange("there")
     here.close()
     made: list[socket.socket] = []
-    monkeypatch.setattr(liveness, "_notice_silence", made.append)  # which the other end calls, too, for what arrived
+    monkeypatch.setattr(
+        liveness, "_notice_silence", lambda one, seconds: made.append(one)
+    )  # which the other end calls, too, for what arrived
     with pytest.raises(TransferError, match="this worker's links have ended"):
         here.dial(HOST, there.port, "there", 5.0)
     assert made[0].fileno() < 0
@@ -260,6 +265,29 @@ def test_the_kernel_is_told_to_notice_a_silent_machine(exchange: Callable[..., L
         count = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
         assert idle + interval * count <= liveness.SILENCE_S
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == liveness.SILENCE_S * 1000
+
+
+def listen(pipe: Connection) -> None:
+    hub = LivenessHub(HOST, "there")
+    pipe.send(hub.port)
+    pipe.recv()
+
+
+def test_a_stopped_process_keeps_its_links_beyond_the_silence_that_ends_them() -> None:
+    ours, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=listen, args=(theirs,), daemon=True)
+    process.start()
+    with contextlib.closing(LivenessHub(HOST, "here", silence_s=3)) as here:
+        line = here.dial(HOST, ours.recv(), "there", 10.0)
+        until(lambda: line.state is LivenessState.OPEN, "an answer")
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        until(lambda: line.state is LivenessState.LOST or time.monotonic() > stopped + 7, "twice that silence")
+        assert line.state is LivenessState.OPEN, line.reason
+        process.kill()
+        assert "closed the connection" in lost(line) or line.ended
+        process.join()
 
 
 def test_an_idle_exchange_burns_no_cpu(exchange: Callable[..., LivenessHub]) -> None:

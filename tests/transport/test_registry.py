@@ -15,6 +15,7 @@ from tests.support.transport.ends import End, pattern, whole
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import InvalidConfig, TransferError
 from vllm_pd_connector.transport import registry
+from vllm_pd_connector.transport.base import Use
 
 SIZE = 4096
 PIGEON = """
@@ -23,21 +24,21 @@ from vllm_pd_connector.transport.loopback import LoopbackTransport
 class Pigeon(LoopbackTransport):
     name = "pigeon"
 
-def create(options, *, serves, memory):
-    pigeon = Pigeon(serves=serves)
-    pigeon.told = options, serves, memory
+def create(options, use):
+    pigeon = Pigeon(serves=use.serves)
+    pigeon.told = options, use
     return pigeon
 
-def named_otherwise(options, *, serves, memory):
+def named_otherwise(options, use):
     return LoopbackTransport()
 
 def of_another_version(options):
     raise AssertionError
 
-def without_its_library(options, *, serves, memory):
+def without_its_library(options, use):
     import pigeonhole_driver
 
-def grounded(options, *, serves, memory):
+def grounded(options, use):
     from vllm_pd_connector.errors import TransferError
     raise TransferError("no wind")
 """
@@ -66,7 +67,7 @@ def test_a_transport_of_another_distribution_is_found_and_moves_bytes(distributi
     distribution("carrier-pigeons", pigeon="pigeon_transport:create")
     assert parse_config({"transport": "pigeon"}).transport == "pigeon"
     here, there = End("pigeon", {"height": 3}, SIZE, serves=False), End("pigeon", {}, SIZE)
-    assert here.transport.told == ({"height": 3}, False, "cpu")
+    assert here.transport.told == ({"height": 3}, Use(serves=False))
     there.fill(1)
     peer = here.connect(there.endpoint, there.segments)
     here.finish(here.transport.read(peer, whole(there.address, here.address, SIZE)))
@@ -129,9 +130,9 @@ def test_another_distribution_runs_the_conformance_suite(tmp_path: Path) -> None
         "from vllm_pd_connector.transport.nixl.transport import NixlTransport\n"
         "class Pigeon(NixlTransport):\n"
         '    name = "pigeon"\n'
-        "def create(options, *, serves, memory):\n"
+        "def create(options, use):\n"
         '    assert options == {"height": 3}\n'
-        "    return Pigeon(serves=serves)\n"
+        "    return Pigeon(use=use)\n"
     )
     write_distribution(tmp_path, "carrier-pigeons", {registry.GROUP: {"pigeon": "pigeon_transport:create"}})
     command = f"{sys.executable} -m pytest -q -n 0 -p no:cacheprovider tests/transport/test_conformance.py".split()

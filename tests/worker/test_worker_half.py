@@ -12,44 +12,52 @@ from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.metadata import StepMetadata
 from vllm_pd_connector.sidechannel.bell import Bell
 from vllm_pd_connector.transport import registry
+from vllm_pd_connector.transport.base import Use
 from vllm_pd_connector.worker import half as half_module
 from vllm_pd_connector.worker.half import WorkerHalf
 
 
 @pytest.mark.parametrize(
-    ("mode", "role", "serves"),
+    ("mode", "role", "serves", "posts"),
     [
-        ("pull", "kv_producer", True),
-        ("pull", "kv_consumer", False),
-        ("pull", "kv_both", True),
-        ("push", "kv_consumer", True),
-        ("auto", "kv_consumer", True),
+        ("pull", "kv_producer", True, False),
+        ("pull", "kv_consumer", False, True),
+        ("pull", "kv_both", True, True),
+        ("push", "kv_producer", True, True),
+        ("push", "kv_consumer", True, False),
+        ("auto", "kv_consumer", True, True),
     ],
 )
-def test_only_a_worker_that_nobody_reads_or_writes_says_so(
-    monkeypatch: pytest.MonkeyPatch, mode: str, role: str, serves: bool
+def test_the_transport_is_told_whether_others_move_its_memory_and_whether_it_moves_theirs(
+    monkeypatch: pytest.MonkeyPatch, mode: str, role: str, serves: bool, posts: bool
 ) -> None:
-    told: list[dict[str, Any]] = []
-    monkeypatch.setattr(registry, "create", lambda *_, **named: told.append(named))
+    told: list[Use] = []
+    monkeypatch.setattr(registry, "create", lambda name, options, use: told.append(use))
     roles = SimpleNamespace(is_kv_producer=role != "kv_consumer", is_kv_consumer=role != "kv_producer")
     half = WorkerHalf(parse_config({"mode": mode}), SimpleNamespace(kv_transfer_config=roles), None)
-    half._make_transport(SimpleNamespace(segments=()))
-    assert told == [{"serves": serves, "memory": "cpu"}]
+    half._make_transport(SimpleNamespace(segments=[SimpleNamespace(device="cpu", device_id=0)]))
+    assert [(use.serves, use.posts, use.memory) for use in told] == [(serves, posts, "cpu")]
 
 
-@pytest.mark.parametrize(("devices", "memory"), [(("cpu", "cpu"), "cpu"), (("cpu", "cuda"), "cuda")])
+@pytest.mark.parametrize(("devices", "memory"), [(("cpu", "cpu"), ("cpu", 0)), (("cpu", "cuda"), ("cuda", 1))])
 @pytest.mark.parametrize(("role", "settings"), [("kv_producer", {"route_to": "127.0.0.1"}), ("kv_consumer", {})])
 def test_the_transport_is_told_where_the_caches_are_and_where_the_instance_is(
-    monkeypatch: pytest.MonkeyPatch, devices: tuple[str, ...], memory: str, role: str, settings: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch,
+    devices: tuple[str, ...],
+    memory: tuple[str, int],
+    role: str,
+    settings: dict[str, str],
 ) -> None:
     told: list[Any] = []
     monkeypatch.delenv("VLLM_NIXL_SIDE_CHANNEL_HOST", raising=False)
     monkeypatch.setattr(half_module, "make_device_current", lambda segments: None)
-    monkeypatch.setattr(registry, "create", lambda name, options, **named: told.append((options, named["memory"])))
+    monkeypatch.setattr(registry, "create", lambda name, options, use: told.append((options, use)))
     roles = SimpleNamespace(is_kv_producer=role != "kv_consumer", is_kv_consumer=role != "kv_producer")
     half = WorkerHalf(parse_config({"transport": "mooncake"}), SimpleNamespace(kv_transfer_config=roles), None)
-    half._make_transport(SimpleNamespace(segments=[SimpleNamespace(device=device) for device in devices]))
-    assert told == [(settings, memory)]
+    segments = [SimpleNamespace(device=device, device_id=number) for number, device in enumerate(devices)]
+    half._make_transport(SimpleNamespace(segments=segments))
+    [(options, use)] = told
+    assert options == settings and (use.memory, use.device_id) == memory
 
 
 def test_a_worker_says_that_it_hears_and_rings_at_every_end() -> None:

@@ -15,6 +15,7 @@ Errors are `TransferError` (`PeerLost` when the peer is gone); a transport trans
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -27,6 +28,24 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.geometry.manifest import Segment
     from vllm_pd_connector.geometry.runs import Runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """What a worker will do with its transport.
+
+    `serves`: peers may read or write memory that is registered here; without that, nothing moves between calls, only
+    what is polled to its end is sure to happen, and `replace_endpoint` can work. `posts`: this side will start
+    transfers. `memory` and `device_id`: of the segments that will be registered, for transports that choose a protocol
+    and network devices by them. `prepare_thread` is called first in each thread of the transport's own that registers
+    memory.
+    """
+
+    serves: bool = True
+    posts: bool = True
+    memory: str = "cpu"
+    device_id: int = 0
+    prepare_thread: Callable[[], None] = lambda: None
 
 
 class TransferStatus(Enum):
@@ -108,7 +127,8 @@ class Transport(Protocol):
         """
 
     def replace_endpoint(self, peer: TransportPeer) -> None:
-        """Connect peers from now on by another endpoint of the library than the one of `peer`.
+        """Connect peers from now on by another endpoint of the library than the one of `peer`. It may take a while to
+        make: until it is there this raises a retryable error.
 
         The way out when transfers stand still though their peer is well, and later ones would too. Those that run go
         on and are polled as ever, and peers that are connected stay so; no library can end its transfers without

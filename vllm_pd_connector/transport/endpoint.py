@@ -17,17 +17,20 @@ MAX_ENDPOINT_BYTES = 16 << 20
 
 
 class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """`transport` is the port's name, `name` is unique per process start, `metadata` belongs to the library."""
+    """`transport` is the port's name, `name` is unique per process start, `metadata` belongs to the library. `protocol`
+    is what the library speaks, for people; "" where that differs by peer."""
 
     transport: str
     name: str
     metadata: bytes
     digest: bytes
+    protocol: str = ""
 
 
-def seal(transport: str, name: str, metadata: bytes) -> bytes:
+def seal(transport: str, name: str, metadata: bytes, protocol: str = "") -> bytes:
     """Bytes for a manifest's `endpoint`."""
-    return msgspec.msgpack.encode(Endpoint(transport, name, metadata, _digest(transport, name, metadata)))
+    digest = _digest(transport, name, metadata, protocol)
+    return msgspec.msgpack.encode(Endpoint(transport, name, metadata, digest, protocol))
 
 
 def unseal(transport: str, endpoint: bytes) -> Endpoint:
@@ -49,7 +52,7 @@ def unseal(transport: str, endpoint: bytes) -> Endpoint:
         raise TransferError(
             f"transport: {transport} here, {made.transport} there; start both sides with the same transport"
         )
-    expected = _digest(made.transport, made.name, made.metadata)
+    expected = _digest(made.transport, made.name, made.metadata, made.protocol)
     if made.digest != expected:
         raise TransferError(
             f"endpoint {made.name!r} is damaged: digest {made.digest.hex()} received, {expected.hex()} computed; "
@@ -58,5 +61,5 @@ def unseal(transport: str, endpoint: bytes) -> Endpoint:
     return made
 
 
-def _digest(transport: str, name: str, metadata: bytes) -> bytes:
-    return hashlib.sha256(b"\0".join((transport.encode(), name.encode(), metadata))).digest()
+def _digest(transport: str, name: str, metadata: bytes, protocol: str) -> bytes:
+    return hashlib.sha256(b"\0".join((transport.encode(), name.encode(), protocol.encode(), metadata))).digest()

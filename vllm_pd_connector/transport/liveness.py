@@ -12,8 +12,10 @@ has been silent longest when more than `MAX_UNAUTHENTICATED` have not said it. W
 for who dials next, nobody is taken for `PAUSE_S`: they wait in the kernel's queue.
 
 A link is lost when the other process ends or closes (at once), or when its machine does not acknowledge for
-`SILENCE_S` (the kernel's keep-alive, so a half-open connection is found without traffic of ours). A process that
-is merely stopped keeps its links: its kernel answers.
+`silence_s` (the kernel's keep-alive, so a half-open connection is found without traffic of ours). A process that
+is merely stopped keeps its links: its kernel answers, and since nothing is sent after the greeting, none of it waits
+for room there. A network that is away for less than that loses nobody; one that is away for longer loses peers whose
+data network may be well, but most of their requests would fail all the same, because leases are renewed over it.
 """
 
 from __future__ import annotations
@@ -180,8 +182,11 @@ class LivenessHub:
         TransferError: nothing can listen at the address.
     """
 
-    def __init__(self, address: str, name: str, *, lost: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, address: str, name: str, *, lost: Callable[[], None] = lambda: None, silence_s: int = SILENCE_S
+    ) -> None:
         self._name = name
+        self._silence_s = silence_s
         self._lost = lost
         self._family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.socket(self._family, socket.SOCK_STREAM)
@@ -224,7 +229,7 @@ class LivenessHub:
             raise TransferError(f"no connection to {peer} can be made: {error.strerror}", retryable=True) from error
         made.setblocking(False)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _notice_silence(made)
+        _notice_silence(made, self._silence_s)
         link = LivenessLink(peer, time.monotonic() + timeout, self._wake.set, made)
         failure = made.connect_ex((address, port))
         if failure == errno.EINPROGRESS and not wait_ms:
@@ -306,7 +311,7 @@ class LivenessHub:
             self._paused_until = time.monotonic() + PAUSE_S
             return
         arrived.setblocking(False)
-        _notice_silence(arrived)
+        _notice_silence(arrived, self._silence_s)
         incoming = IncomingLink(self._name.encode(), time.monotonic() + GREETING_S)
         self._arriving[arrived] = self._unauthenticated[arrived] = incoming
         self._selector.register(arrived, selectors.EVENT_READ, partial(self._receive, arrived))
@@ -363,10 +368,10 @@ def _greeting(name: bytes) -> bytes:
     return len(name).to_bytes(4, "big") + name
 
 
-def _notice_silence(connection: socket.socket) -> None:
-    """Let the kernel end a connection whose other machine does not acknowledge for `SILENCE_S`."""
+def _notice_silence(connection: socket.socket, seconds: int) -> None:
+    """Let the kernel end a connection whose other machine does not acknowledge for that long."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S // 3)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_S // 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds // 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, seconds // 3)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_pd_connector.errors import PeerLost, TransferError
-from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, options_of
+from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, Use, options_of
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, cut
 
@@ -149,9 +149,9 @@ class LoopbackTransport:
             _endpoints.pop(self._name, None)
 
 
-def create(options: Mapping[str, object], *, serves: bool, memory: str) -> LoopbackTransport:
+def create(options: Mapping[str, object], use: Use) -> LoopbackTransport:
     """Entry point; see `registry`."""
-    return LoopbackTransport(options_of(NAME, options, LoopbackOptions), serves=serves)
+    return LoopbackTransport(options_of(NAME, options, LoopbackOptions), serves=use.serves)
 
 
 def _reach(peer: _Peer) -> LoopbackTransport:

@@ -1,8 +1,8 @@
 """Transports by name: what the installed distributions list in the entry-point group `vllm_pd_connector.transports`.
 
-An entry names a callable `(options, *, serves, memory) -> Transport`, the arguments as `create` has them. This
-package's own transports are entries like those of others. One is imported when it is created, so that an unused one, or
-its library, need not be there. How another package brings one: docs/design/transports.md.
+An entry names a callable `(options, use) -> Transport`, the arguments as `create` has them. This package's own
+transports are entries like those of others. One is imported when it is created, so that an unused one, or its library,
+need not be there. How another package brings one: docs/design/transports.md.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
+from vllm_pd_connector.transport.base import Use
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,15 +48,11 @@ def find(name: str) -> EntryPoint:
     return found[0]
 
 
-def create(
-    name: str, options: Mapping[str, object] | None = None, *, serves: bool = True, memory: str = "cpu"
-) -> Transport:
+def create(name: str, options: Mapping[str, object] | None = None, use: Use | None = None) -> Transport:
     """A new endpoint of transport `name`.
 
     `options` are the fields of the transport's options struct (`NixlOptions`, `MooncakeOptions`, `LoopbackOptions`, or
-    another's). `serves`: whether peers may read or write memory that is registered here; without that, nothing moves
-    between calls, only what is polled to its end is sure to happen, and `replace_endpoint` can work. `memory`: the
-    `Segment.device` of what will be registered, for transports that choose a protocol by it.
+    another's); `use` what its worker will do with it.
 
     Raises:
         InvalidConfig: unknown name, unknown or mistyped option, the transport's library is not installed, or the
@@ -64,7 +61,7 @@ def create(
     """
     entry = find(name)
     try:
-        transport: Transport = entry.load()(dict(options or {}), serves=serves, memory=memory)
+        transport: Transport = entry.load()(dict(options or {}), use or Use())
         if transport.name != name:
             raise TypeError(f"it calls itself {transport.name!r}")
     except PDConnectorError:

@@ -29,6 +29,7 @@ from vllm_pd_connector.sidechannel.bell import ring
 from vllm_pd_connector.sidechannel.net.keys import Keys, keys_of
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.transport import registry
+from vllm_pd_connector.transport.base import Use
 from vllm_pd_connector.worker import hugepages
 from vllm_pd_connector.worker.build_manifest import build_manifest
 from vllm_pd_connector.worker.checksum_server import ChecksumServer
@@ -152,12 +153,25 @@ class WorkerHalf:
 
     def _make_transport(self, manifest: Manifest) -> Transport:
         """Called in the transfer thread."""
-        make_device_current(manifest.segments)
+
+        def prepare_thread() -> None:
+            make_device_current(manifest.segments)
+
+        prepare_thread()
         role = self._vllm_config.kv_transfer_config
-        serves = self._config.is_target(prefills=role.is_kv_producer, decodes=role.is_kv_consumer)
-        settings = self._config.transport_settings(prefills=role.is_kv_producer)
-        memory = next((segment.device for segment in manifest.segments if segment.device != "cpu"), "cpu")
-        return registry.create(self._config.transport, settings, serves=serves, memory=memory)
+        prefills, decodes = role.is_kv_producer, role.is_kv_consumer
+        device = next((segment for segment in manifest.segments if segment.device != "cpu"), manifest.segments[0])
+        return registry.create(
+            self._config.transport,
+            self._config.transport_settings(prefills=prefills),
+            Use(
+                serves=self._config.is_target(prefills=prefills, decodes=decodes),
+                posts=self._config.starts_transfers(prefills=prefills, decodes=decodes),
+                memory=device.device,
+                device_id=device.device_id,
+                prepare_thread=prepare_thread,
+            ),
+        )
 
     def encoded_manifest(self) -> bytes:
         assert self._manifest is not None, "vLLM asks for it after register_kv_caches"

@@ -44,6 +44,8 @@ DECODE_MOMENTS_S = 0.08
 
 CONFIRMED_S = 10.0
 LOSS, DELAY_S = 0.3, 0.5
+LONGEST = 600
+"""Bytes of a packet that passes a link with a smaller MTU of which nobody is told; ours are up to `network.MTU`."""
 
 
 def victims(p: Instance, d: Instance, where: str, rng: random.Random) -> list[processes.Process]:
@@ -151,7 +153,8 @@ def bad_network(world: World, p: Instance, d: Instance, fault: Fault) -> Struck:
         if links:
             network.link(fault.where, False)
         for way in ways:
-            way.open = fault.kind in ("loss", "delay")
+            way.open = fault.kind in ("loss", "delay", "large lost")
+            way.longest = LONGEST if fault.kind == "large lost" else None
             way.loss = LOSS if fault.kind == "loss" else 0.0
             way.delay_s = DELAY_S if fault.kind == "delay" else 0.0
 
@@ -185,6 +188,7 @@ STRIKES: dict[str, Strike] = {
     "link down": bad_network,
     "blackout": bad_network,
     "loss": bad_network,
+    "large lost": bad_network,
     "delay": bad_network,
     "half-open": bad_network,
 }

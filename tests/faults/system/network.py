@@ -27,7 +27,7 @@ from pathlib import Path
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 MTU = 1400
-NETWORK = "10.77.0"
+NETWORK = {4: ("10.77.0.{}", 24), 6: ("fd77::{}", 64)}
 CONTROL = "10.78"
 LISTED = {"link": ("-brief", "link"), "netns": ("netns", "list")}
 
@@ -38,7 +38,8 @@ class NotPossible(Exception):
 
 @dataclass(slots=True)
 class Way:
-    """What happens to packets in one direction: lost with a probability, late by some seconds, or all lost.
+    """What happens to packets in one direction: lost with a probability, late by some seconds, those longer than some
+    bytes lost, or all.
 
     `touched` counts those to which something happened.
     """
@@ -46,6 +47,7 @@ class Way:
     loss: float = 0.0
     delay_s: float = 0.0
     open: bool = True
+    longest: int | None = None
     touched: int = 0
 
 
@@ -63,9 +65,10 @@ class Host:
 
 @dataclass(eq=False)
 class Network:
-    """Two hosts, "prefill" and "decode", and the packets between them; a context."""
+    """Two hosts, "prefill" and "decode", and the packets between them, of this version of IP; a context."""
 
     seed: int
+    version: int = 4
     hosts: dict[str, Host] = field(default_factory=dict)
     ways: Mapping[str, Way] = field(default_factory=lambda: {"to decode": Way(), "to prefill": Way()})
 
@@ -96,7 +99,7 @@ class Network:
     def mend(self) -> None:
         """Carry every packet again, at once."""
         for way in self.ways.values():
-            way.loss, way.delay_s, way.open = 0.0, 0.0, True
+            way.loss, way.delay_s, way.open, way.longest = 0.0, 0.0, True, None
         for side in sorted(self._down):
             self.link(side, True)
 
@@ -112,7 +115,8 @@ class Network:
 
     def _make(self, side: str, number: int) -> None:
         name, ctl = f"pd-{os.getpid()}-{side[0]}", _control(side)
-        host = Host(name, f"{NETWORK}.{number}", f"{CONTROL}.{number}.2")
+        form, prefix = NETWORK[self.version]
+        host = Host(name, form.format(number), f"{CONTROL}.{number}.2")
         _ip("netns", "add", name)
         self.hosts[side] = host
         _ip("link", "add", ctl, "type", "veth", "peer", "name", "ctl", "netns", name)
@@ -124,7 +128,7 @@ class Network:
             ("link", "set", "lo", "up"),
             ("addr", "add", f"{host.control}/24", "dev", "ctl"),
             ("link", "set", "ctl", "up"),
-            ("addr", "add", f"{host.address}/24", "dev", "net"),
+            ("addr", "add", f"{host.address}/{prefix}", "dev", "net"),
             ("link", "set", "net", "mtu", str(MTU), "up"),
         ):
             _ip("-n", name, *words)
@@ -156,6 +160,7 @@ class Network:
                     name, target = ends[key.fd]
                     way = self.ways[name]
                     lost = not way.open or self._random.random() < way.loss
+                    lost |= way.longest is not None and len(packet) > way.longest
                     way.touched += lost or way.delay_s > 0
                     if lost:
                         continue

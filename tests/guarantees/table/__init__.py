@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.guarantees.table import access, engine, leases, peers, pushes, references, waiting
+from tests.guarantees.table import access, engine, leases, peers, pushes, references, transports, waiting
 
-SUBJECTS = (references, leases, peers, engine, access, pushes, waiting)
+SUBJECTS = (references, leases, peers, engine, access, pushes, waiting, transports)
 GUARANTEES = [guarantee for subject in SUBJECTS for guarantee in subject.GUARANTEES]

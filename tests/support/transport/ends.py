@@ -20,7 +20,7 @@ import numpy as np
 from tests.support.forked import PROCESSES
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.transport.base import Transfer, TransferStatus
+from vllm_pd_connector.transport.base import Transfer, TransferStatus, Use
 from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.transport.registry import create
 
@@ -59,7 +59,7 @@ class End:
             Segment(address=self.address, length=half, device=self.device, device_id=0),
             Segment(address=self.address + half, length=length - half, device=self.device, device_id=0),
         )
-        self.transport: Any = create(transport, options, serves=serves, memory=self.device)
+        self.transport: Any = create(transport, options, Use(serves=serves, memory=self.device))
         self.transport.register(self.segments)
         self.endpoint: bytes = self.transport.describe()
         self._peers: dict[bytes, Any] = {}

@@ -32,7 +32,7 @@ VARIANTS = {
     "loopback": Variant("loopback", {}, InProcessPeer),
     "nixl": Variant("nixl", {}, ProcessPeer),
     "nixl-tcp": Variant("nixl", {"ucx": {"TLS": "tcp"}}, ProcessPeer),
-    "mooncake": Variant("mooncake", {"protocol": "tcp"}, ProcessPeer),
+    "mooncake": Variant("mooncake", {"protocol": "tcp", "allow_unauthenticated_peers": True}, ProcessPeer),
 }
 
 

@@ -23,7 +23,7 @@ from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.liveness import LivenessState
 from vllm_pd_connector.transport.mooncake import opening as mooncake_opening
 from vllm_pd_connector.transport.mooncake.engine import MooncakeOptions, check_options, choose_protocol
-from vllm_pd_connector.transport.mooncake.transport import Whereabouts
+from vllm_pd_connector.transport.mooncake.whereabouts import Whereabouts
 from vllm_pd_connector.transport.registry import create
 
 pytestmark = pytest.mark.libraries
@@ -100,6 +100,7 @@ def test_a_protocol_or_device_that_is_not_there_is_refused(
         ("in_flight", 1025),
         ("in_flight_bytes", 0),
         ("connect_timeout", 0.0),
+        ("silence_timeout", 2),
     ],
 )
 def test_numbers_out_of_range_are_refused_with_the_range(key: str, value: float) -> None:
@@ -116,7 +117,7 @@ def test_unacknowledged_writes_are_refused() -> None:
 def test_a_missing_library_is_a_configuration_error_with_an_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
     with pytest.raises(InvalidConfig, match="mooncake-transfer-engine-non-cuda"):
-        create("mooncake")
+        create("mooncake", LOCAL)
 
 
 def test_the_environment_is_as_before_after_a_start() -> None:

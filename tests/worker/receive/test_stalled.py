@@ -257,6 +257,29 @@ def test_a_peer_that_cannot_be_linked_anew_is_used_as_it_is_or_tried_again(prefi
     let_go(reader)
 
 
+def test_an_endpoint_that_is_being_made_is_asked_for_again(prefill, reader, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.worker.peers.pool._REMAKE_S", 0.05)
+    reader.transport.faults.stalled = 1
+    reader.loop.submit([prefill.request("a")], [])
+    link = begin_reads(reader, "a")
+    refused: list[str] = []
+    real = reader.transport.replace_endpoint
+
+    def is_being_made(peer: Any) -> None:
+        if len(refused) < 8:  # more often than a peer may fail to answer
+            refused.append("a")
+            raise TransferError("it is being made", retryable=True)
+        real(peer)
+
+    monkeypatch.setattr(reader.transport, "replace_endpoint", is_being_made)
+    assert reader.wait_for("a") == [False]
+    reader.until(lambda: reader.relinked == 1 and link.machine.state is PeerState.READY, "the new link")
+    reader.transport.faults.stalled = 0
+    reader.loop.submit([prefill.request("b")], [])
+    assert reader.wait_for("b") == [True]
+    let_go(reader)
+
+
 def test_a_transport_that_peers_write_into_is_never_replaced(prefill):
     decode = Decode(Config(transport="loopback", transfer_timeout=0.5, staging_bytes=0))
     with contextlib.closing(decode.loop):

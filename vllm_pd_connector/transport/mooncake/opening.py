@@ -8,26 +8,25 @@ set. Hence:
   Whoever is frozen, or whose port is filtered, is found here while the others go on.
 - **It is opened when it has answered**, again in a thread, and nothing is submitted while that runs: milliseconds,
   unless the peer stops just then.
-- **What is overdue is ended.** The library has no call for that, but a connection can be shut down under it. It is
-  found among the descriptors of this process by the address and port that it leads to, which are those of one engine.
-  The exchange then fails as if the peer had gone.
+- **What is overdue is ended.** The library has no call for that, but a connection can be shut down under it
+  (`sockets`). The exchange then fails as if the peer had gone.
+- **An open peer is asked again**, over RDMA: for its queue pairs with the first descriptor, and for its memory after an
+  error, in threads that serve all peers. So exchanges with a peer that is lost, or of whose descriptors none has ended
+  for long, are ended too.
 
 Source of the library's behaviour: mooncake-transfer-engine 0.3.13.post1, observed and read.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import logging
-import os
-import socket
 import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.transport.mooncake.sockets import hang_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +55,7 @@ class Opening:
     result: int = -1
     deadline: float = 0.0
     overdue: bool = False
+    hung_up_at: float = 0.0
 
     def runs(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
@@ -92,12 +92,20 @@ class Openings:
             return False
         return True
 
+    def end_exchanges(self, opening: Opening, now: float) -> None:
+        """End whatever the library asks this engine, which is open; called as long as that is wanted. It is done beside
+        the caller: a process with thousands of peers has many descriptors to look at."""
+        if now >= opening.hung_up_at + _AGAIN_S:
+            opening.hung_up_at = now
+            at = opening.address, opening.port
+            threading.Thread(target=hang_up, args=at, name="pd-mooncake-hang-up", daemon=True).start()
+
     def close(self) -> None:
         """End what runs, and let go of the engine."""
         until = time.monotonic() + CLOSE_S
         while self._running and time.monotonic() < until:
             for opening in self._running:
-                _hang_up(opening.address, opening.port)
+                hang_up(opening.address, opening.port)
                 assert opening.thread is not None
                 opening.thread.join(_AGAIN_S)
             self._look_after(time.monotonic())
@@ -128,24 +136,4 @@ class Openings:
         for opening in self._running:
             if now >= opening.deadline:
                 opening.overdue, opening.deadline = True, now + _AGAIN_S
-                _hang_up(opening.address, opening.port)
-
-
-def _hang_up(address: Address, port: int) -> None:
-    """Shut down this process's connections to there. A descriptor is duplicated first, so that it is looked at and shut
-    down as the same connection even when another thread closes it meanwhile."""
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            descriptor = os.dup(int(name))
-        except OSError:  # closed meanwhile, as the directory's own is
-            continue
-        try:
-            connection = socket.socket(fileno=descriptor)
-        except OSError:  # no socket
-            os.close(descriptor)
-            continue
-        with connection, contextlib.suppress(OSError):  # not connected, or not any more
-            if connection.family in (socket.AF_INET, socket.AF_INET6):
-                host, at, *_ = connection.getpeername()
-                if at == port and ipaddress.ip_address(host.partition("%")[0]) == address:
-                    connection.shutdown(socket.SHUT_RDWR)
+                hang_up(opening.address, opening.port)

@@ -31,21 +31,24 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_pd_connector.errors import PeerLost, TransferError
-from vllm_pd_connector.transport.addresses import Address, check_reachable, host_identity, local_address
-from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, follow, options_of
-from vllm_pd_connector.transport.endpoint import Endpoint, seal, unseal
+from vllm_pd_connector.transport.addresses import Address, host_identity, local_address
+from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, Use, follow, options_of
+from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.liveness import LivenessHub, LivenessLink, LivenessState
 from vllm_pd_connector.transport.mooncake.engine import (
     MAX_IN_FLIGHT,
     RDMA_DEVICES,
     MooncakeOptions,
     check_options,
+    check_reachability,
     choose_protocol,
     load_module,
+    own_devices,
     segment_name,
     start_engine,
 )
 from vllm_pd_connector.transport.mooncake.opening import Opening, Openings
+from vllm_pd_connector.transport.mooncake.whereabouts import Whereabouts, locate
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, cut
 
 if TYPE_CHECKING:
@@ -64,44 +67,18 @@ _SUBMIT_S = 0.005
 # Descriptors end roughly in the order of their submission (four connections): behind this many that run, none is done.
 _LOOK_AHEAD = 8
 
+# Over RDMA a descriptor ends within milliseconds, and an exchange that is longer under way holds up other peers. (Over
+# TCP there are no exchanges with an open peer, and ending none does nothing.)
+STILL_S = 3.0
+
 # A dying process closes its sockets one after another; a failed descriptor may be known before the lost line.
 _GRACE_S = 0.25
 
 
-class Whereabouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The metadata of an endpoint: where the engine and the liveness hub listen, and on which host (see
-    `addresses`)."""
-
-    address: str
-    engine_port: int
-    line_port: int
-    protocol: str
-    host: str
-
-
-def locate(endpoint: Endpoint, protocol: str, ours: Address) -> tuple[Whereabouts, Address]:
-    """Where a peer is, for a worker with `protocol` at address `ours`.
-
-    Raises:
-        TransferError: malformed, or not to be reached from here.
-    """
-    try:
-        where = msgspec.msgpack.decode(endpoint.metadata, type=Whereabouts)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TransferError(f"endpoint of {endpoint.name} is malformed: {error}; fetch the manifest again") from error
-    if where.protocol != protocol:
-        raise TransferError(
-            f"protocol: {protocol} here, {where.protocol[:20]} there; set transport_options.protocol alike"
-        )
-    if not (0 < where.engine_port < 65536 and 0 < where.line_port < 65536):
-        raise TransferError(f"ports of {endpoint.name}: {where.engine_port} and {where.line_port} are not ports")
-    return where, check_reachable(where.address, where.host, ours)
-
-
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """`queued` counts the peer's descriptors in the library, `connections` those that were not disconnected; `segments`
-    are all that these were made with."""
+    """`queued` counts the peer's descriptors in the library; one of them ended, or the first was submitted, at
+    `moved_at`. `connections` counts those that were not disconnected; `segments` are all that these were made with."""
 
     name: str
     opening: Opening
@@ -110,6 +87,7 @@ class _Peer:
     liveness: LivenessLink
     running: int = 0
     queued: int = 0
+    moved_at: float = 0.0
     connections: int = 1
     leaving: bool = False
 
@@ -152,19 +130,23 @@ class MooncakeTransport:
 
     name = NAME
 
-    def __init__(self, options: MooncakeOptions | None = None, *, memory: str = "cpu") -> None:
-        self._options = options or MooncakeOptions()
+    def __init__(self, options: MooncakeOptions | None = None, use: Use | None = None) -> None:
+        use = use or Use()
+        self._options = own_devices(options or MooncakeOptions(), use.device_id)
         check_options(self._options, os.environ)
-        self._protocol = choose_protocol(self._options, RDMA_DEVICES, memory)
+        protocol = choose_protocol(self._options, RDMA_DEVICES, use.memory)
         self._address = local_address(self._options.address, self._options.route_to)
-        self._module = load_module(self._protocol, self._address)
+        check_reachability(self._options, self._address, use.serves)
+        self._module = load_module(protocol, self._address)
         self._name = f"pd-{uuid.uuid4().hex}"
         self._ranges = Ranges.of((), "this worker")
         self._peers: dict[str, _Peer] = {}
         self._segments: dict[str, list[str]] = {}
-        self._liveness = LivenessHub(str(self._address), self._name)
+        self._liveness = LivenessHub(str(self._address), self._name, silence_s=self._options.silence_timeout)
         try:
-            self._engine = start_engine(self._module, self._options, self._protocol, self._address)
+            self._engine, self._protocol = start_engine(
+                self._module, self._options, protocol, self._address, serves=use.serves
+            )
         except Exception:
             self._liveness.close()
             raise
@@ -188,14 +170,18 @@ class MooncakeTransport:
                 [segment.address for segment in here], [segment.length for segment in here], location
             )
             if status:
-                raise TransferError(f"Mooncake refuses {len(here)} segments of {place[0]} memory (status {status})")
+                hint = "; RDMA devices reach it with the kernel module nvidia-peermem" if place[0] == "cuda" else ""
+                raise TransferError(
+                    f"Mooncake refuses {len(here)} segments of {place[0]} memory (status {status}){hint}; locked "
+                    "memory must be unlimited (ulimit -l)"
+                )
         self._ranges = ranges
 
     def describe(self) -> bytes:
         where = Whereabouts(
             str(self._address), self._engine.get_rpc_port(), self._liveness.port, self._protocol, host_identity()
         )
-        return seal(NAME, self._name, msgspec.msgpack.encode(where))
+        return seal(NAME, self._name, msgspec.msgpack.encode(where), self._protocol)
 
     def connect(self, endpoint: bytes, segments: Sequence[Segment]) -> TransportPeer:
         made = unseal(NAME, endpoint)
@@ -295,12 +281,13 @@ class MooncakeTransport:
         if not transfer.failed and not peer.leaving and self._is_open(peer):
             self._submit(transfer)
         if transfer.in_flight:
-            return
+            return self._end_exchanges(peer)
         rest = transfer.next < len(transfer.length)
         if transfer.failed:
             self._fail(transfer)
-        elif rest and peer.liveness.state is LivenessState.LOST:
-            transfer.outcome = PeerLost(f"{peer.liveness.reason}; connect to its new incarnation")
+        elif peer.liveness.state is LivenessState.LOST:
+            # What ended after the line did may have been answered by another process at that port.
+            transfer.outcome = self._lost(peer, writes=transfer.writes and transfer.next > 0)
         elif rest and peer.leaving:
             transfer.outcome = TransferError(f"{peer.name} was disconnected before the whole transfer was submitted")
         elif not rest:
@@ -320,6 +307,7 @@ class MooncakeTransport:
                 continue
             transfer.in_flight_bytes -= length
             transfer.peer.queued -= 1
+            transfer.peer.moved_at = time.monotonic()
             if status != 1:
                 self._note_failure(transfer, f"Mooncake gave up a descriptor of {length} bytes (status {status})")
                 # -2: the library's own timeout, which leaves the descriptor running and out of reach.
@@ -347,6 +335,7 @@ class MooncakeTransport:
             transfer.next += 1
             transfer.in_flight.append((batch, length))
             transfer.in_flight_bytes += length
+            peer.moved_at = peer.moved_at if peer.queued else time.monotonic()
             peer.queued += 1
 
     def _is_open(self, peer: _Peer) -> bool:
@@ -366,14 +355,8 @@ class MooncakeTransport:
     def _fail(self, transfer: _Transfer) -> None:
         """The outcome of a failed transfer of which nothing runs any more."""
         peer = transfer.peer
-        if peer.liveness.state is LivenessState.LOST and (peer.liveness.ended or not transfer.writes):
-            transfer.outcome = PeerLost(f"{peer.liveness.reason}; connect to its new incarnation")
-        elif peer.liveness.state is LivenessState.LOST:
-            # The kernel goes on for minutes to send what a closed connection held, also when the network is back.
-            reason = (
-                f"{peer.liveness.reason}; what was written may still arrive there until one of the two processes ends"
-            )
-            transfer.outcome = TransferError(reason, retryable=True, terminal=False)
+        if peer.liveness.state is LivenessState.LOST:
+            transfer.outcome = self._lost(peer, writes=transfer.writes)
         elif time.monotonic() >= transfer.failed_at + _GRACE_S:
             transfer.outcome = TransferError(
                 f"{transfer.failed} with {peer.name}, which is alive: its memory is not registered any more, or the "
@@ -382,12 +365,27 @@ class MooncakeTransport:
                 terminal=not (transfer.writes or transfer.unsettled),
             )
 
+    def _lost(self, peer: _Peer, *, writes: bool) -> TransferError:
+        """The outcome of a transfer that ended after its peer was lost. The kernel goes on for minutes to send what a
+        closed connection held, also when the network is back."""
+        if peer.liveness.ended or not writes:
+            return PeerLost(f"{peer.liveness.reason}; connect to its new incarnation")
+        reason = f"{peer.liveness.reason}; what was written may still arrive there until one of the two processes ends"
+        return TransferError(reason, retryable=True, terminal=False)
+
+    def _end_exchanges(self, peer: _Peer) -> None:
+        """Keep a peer that is lost, or of which nothing has ended for long, from holding up the others."""
+        now = time.monotonic()
+        lost = peer.liveness.state is LivenessState.LOST
+        if lost or now >= peer.moved_at + min(self._options.connect_timeout, STILL_S):
+            self._openings.end_exchanges(peer.opening, now)
+
     def _forget_when_idle(self, peer: _Peer) -> None:
         if peer.leaving and not peer.running and self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
             peer.liveness.hang_up()
 
 
-def create(options: Mapping[str, object], *, serves: bool, memory: str) -> MooncakeTransport:
+def create(options: Mapping[str, object], use: Use) -> MooncakeTransport:
     """Entry point; see `registry`."""
-    return MooncakeTransport(options_of(NAME, options, MooncakeOptions), memory=memory)
+    return MooncakeTransport(options_of(NAME, options, MooncakeOptions), use)

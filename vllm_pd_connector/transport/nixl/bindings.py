@@ -14,11 +14,6 @@ if TYPE_CHECKING:
 
 INSTALL_HINT = "install it with `pip install nixl`, or choose another transport"
 
-_REFUSALS = frozenset(
-    f"nixl{name}Error"
-    for name in ("NotFound", "InvalidParam", "NotAllowed", "Mismatch", "NotSupported", "NotPosted", "RepostActive")
-)
-
 
 class NixlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options of one agent; the defaults suit one host, TCP and RDMA.
@@ -39,15 +34,14 @@ class NixlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def translate(kind: str, message: str, started: bool) -> TransferError:
-    """The error to raise for a NIXL exception of type name `kind`.
+    """The error to raise for a NIXL exception of type name `kind`; `started`: it came from a call that posts or polls.
 
-    A lost connection ends every operation on it. Refusals (not found, invalid, not allowed …) come before anything
-    moves. Any other failure of a started transfer may leave parts of it running.
+    A disconnect ends every operation on the connection, soon. The first transfer that sees it makes the library forget
+    the peer, and the others hear that it is not found. Any other failure may be that of one part of a request whose
+    other parts run on (`nixlUcxBackendReqH::status`), or come after some were posted (`sendXferRange`).
     """
-    if kind == "nixlRemoteDisconnectError":
+    if kind == "nixlRemoteDisconnectError" or (started and kind == "nixlNotFoundError"):
         return PeerLost(f"{message}; the peer's process ended or the network broke, connect to its new incarnation")
-    if kind in _REFUSALS:
-        return TransferError(message)
     return TransferError(message, terminal=not started)
 
 

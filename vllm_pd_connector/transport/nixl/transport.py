@@ -17,33 +17,36 @@ What the library does not do, and this module does:
   that failed in an unknown way live until `close`, which ends all by destroying the agent.
 - **There is a way out.** When transfers with a healthy peer stand still all the same, another agent takes the place of
   the one that posts, for new connections (`replace_endpoint`). The old one ends when its last transfer has: ended
-  earlier, over TCP, it kills a peer that still answers it.
+  earlier, over TCP, it kills a peer that still answers it. Both happen in threads of their own: registering the memory
+  of a device takes seconds.
+- **A failure tells little.** A request is many operations, posted one after the other, over several devices where there
+  are several. The call that posts raises when some have begun, and the one that looks when the last of them failed.
+  Only a disconnect ends them all, when UCX has been polled for a while (`_SETTLE_S`).
 - **Peers are removed.** After a death NIXL still believes in a peer and refuses it for ever; `disconnect` removes it.
 
-Source of the library's behaviour: NIXL 1.5.1 with UCX 1.23.0, observed (docs/design/transports.md).
+Source of the library's behaviour: NIXL 1.5.1 with UCX 1.23.0, observed and read (docs/design/transports.md).
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
-import uuid
-from collections import Counter, deque
-from contextlib import contextmanager
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_pd_connector.errors import InvalidConfig, TransferError
-from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, follow, options_of
+from vllm_pd_connector.errors import PeerLost, TransferError
+from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, Use, follow, options_of
 from vllm_pd_connector.transport.endpoint import seal, unseal
-from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, bindings, translate
+from vllm_pd_connector.transport.nixl.agents import Agent, Library, Preparation, ours
+from vllm_pd_connector.transport.nixl.bindings import NixlOptions
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, batches, cut
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -60,24 +63,18 @@ _DESCRIPTOR_COST_BYTES = 16 << 10
 # No new batch is posted in a call that took this long.
 _POST_S = 0.005
 
+# After a disconnect UCX ends the endpoint's other lanes while it is polled; what they had begun lands before that.
+_SETTLE_S = 0.5
+
 # Agents that were replaced and still run transfers; each holds the registrations of all memory.
 _MAX_OLDER = 3
-
-
-@dataclass(eq=False, slots=True)
-class _Agent:
-    """An agent of ours: the library's object, and how often each peer is connected."""
-
-    name: str
-    library: Any
-    peers: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(eq=False, slots=True)
 class _Peer:
     """`agent` is ours that posts to it."""
 
-    agent: _Agent
+    agent: Agent
     name: str
     ranges: Ranges
     running: int = 0
@@ -86,7 +83,8 @@ class _Peer:
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
-    """`waiting` batches are not posted yet, `posted` are the handles of those that run; `outcome` is set at the end."""
+    """`waiting` batches are not posted yet, `posted` are the handles of those that run; `outcome` is set at the end.
+    `settled_at`: when nothing lands any more of a transfer whose peer is lost; 0.0 while it is not."""
 
     peer: _Peer
     operation: Any
@@ -94,6 +92,7 @@ class _Transfer:
     descriptors: int
     posted: list[int] = field(default_factory=list)
     failure: TransferError | None = None
+    settled_at: float = 0.0
     outcome: TransferStatus | TransferError | None = None
     reported: bool = False
 
@@ -103,7 +102,8 @@ class _Transfer:
 
 
 class NixlTransport:
-    """See `base.Transport`. `serves`: whether peers may read or write what is registered here.
+    """See `base.Transport`. Memory that is to be moved from here is registered for that at once, which takes seconds on
+    a device.
 
     Raises:
         InvalidConfig: NIXL is not installed, or an option is out of range.
@@ -112,58 +112,34 @@ class NixlTransport:
 
     name = NAME
 
-    def __init__(self, options: NixlOptions | None = None, *, serves: bool = True) -> None:
+    def __init__(self, options: NixlOptions | None = None, use: Use | None = None) -> None:
+        use = use or Use()
         self._options = options or NixlOptions()
-        self._nixl = bindings()
-        self._errors = tuple(
-            kind
-            for kind in vars(self._nixl).values()
-            if isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception
-        )
+        self._library = Library(self._options, use.prepare_thread)
+        self._nixl, self._errors = self._library.nixl, self._library.errors
         self._ranges = Ranges.of((), "this worker")
-        if self._options.progress_interval_us < 1 or self._options.batch_bytes < 1:
-            raise InvalidConfig("progress_interval_us and batch_bytes must be at least 1")
-        self._target = self._start_agent(threaded=True) if serves else None
-        self._poster = None if serves else self._start_agent(threaded=False)
-        self._older: list[_Agent] = []
-
-    def _start_agent(self, *, threaded: bool) -> _Agent:
-        name = f"pd-{uuid.uuid4().hex}"
-        config = self._nixl.nixlAgentConfig()
-        config.useProgThread = threaded
-        config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
-        config.pthrDelay = self._options.progress_interval_us
-        with self._translated(f"starting NIXL with backend {self._options.backend}"):
-            agent = self._nixl.nixlAgent(name, config)
-            agent.createBackend(self._options.backend, backend_parameters(self._options, os.environ))
-        return _Agent(name, agent)
+        self._target = self._library.start(threaded=True) if use.serves else None
+        self._poster = self._library.start(threaded=False) if use.posts or not use.serves else None
+        self._next: Preparation | None = None
+        self._older: list[Agent] = []
 
     def register(self, segments: Sequence[Segment]) -> None:
         ranges = Ranges.of(segments, "this worker")
         for agent in (self._target, self._poster):
             if agent is not None:
-                self._register(agent, ranges)
+                self._library.register(agent, ranges)
         self._ranges = ranges
-
-    def _register(self, agent: _Agent, ranges: Ranges) -> None:
-        for kind, cuda in ((self._nixl.DRAM_SEG, False), (self._nixl.VRAM_SEG, True)):
-            index = np.flatnonzero(ranges.cuda == cuda)
-            columns = (ranges.start[index], (ranges.stop - ranges.start)[index], ranges.device[index])
-            described = [(*row, b"") for row in zip(*(column.tolist() for column in columns), strict=True)]
-            if described:
-                with self._translated(f"registering {len(described)} segments of {'cuda' if cuda else 'cpu'} memory"):
-                    agent.library.registerMem(self._nixl.nixlRegDList(kind, described), [])
 
     def describe(self) -> bytes:
         agent = self._target or self._posting()
-        with self._translated("describing this agent"):
+        with self._library.translated("describing this agent"):
             return seal(NAME, agent.name, agent.library.getLocalMD())
 
-    def _posting(self) -> _Agent:
-        """The agent that posts; one that is a target besides is joined by it when it first connects."""
+    def _posting(self) -> Agent:
+        """The agent that posts; one that was not to post is joined by it when it first connects."""
         if self._poster is None:
-            agent = self._start_agent(threaded=False)
-            self._register(agent, self._ranges)
+            agent = self._library.start(threaded=False)
+            self._library.register(agent, self._ranges)
             self._poster = agent
         return self._poster
 
@@ -179,7 +155,7 @@ class NixlTransport:
         self._meet(agent, made.name, made.metadata)
         return _Peer(agent, made.name, ranges)
 
-    def _meet(self, agent: _Agent, name: str, metadata: bytes) -> None:
+    def _meet(self, agent: Agent, name: str, metadata: bytes) -> None:
         """Load a peer into an agent of ours, if it is not there yet, and count the connection."""
         if not agent.peers[name]:
             try:
@@ -216,16 +192,27 @@ class NixlTransport:
             return
         if len(self._older) >= _MAX_OLDER:
             raise TransferError(f"{len(self._older)} replaced agents still run transfers, no other starts")
-        agent = self._start_agent(threaded=False)
-        self._register(agent, self._ranges)
+        if self._next is None:
+            self._next = self._library.prepare(self._ranges)
+        try:
+            agent = self._next.agent()
+        except TransferError:
+            self._next = None
+            raise
+        if agent is None:
+            raise TransferError("another NIXL agent is being made: its memory is registered", retryable=True)
+        self._next = None
         self._older.append(self._poster)
         self._poster = agent
 
     def close(self) -> None:
         """Destroys all agents, which ends running transfers: nothing lands after this returns."""
+        if self._next is not None:
+            self._next.close()
         for agent in (*self._older, self._poster, self._target):
             if agent is not None:
                 agent.library = None
+        self._library.close()
 
     def _start(self, peer: _Peer, operation: Any, runs: Runs, source: Ranges, destination: Ranges) -> _Transfer:
         limit = self._options.batch_bytes
@@ -239,6 +226,8 @@ class NixlTransport:
     def _advance(self, transfer: _Transfer) -> None:
         """Look at what was posted, post more for a short while, and set the outcome at the end."""
         peer = transfer.peer
+        if transfer.settled_at:
+            return self._settle(transfer)
         transfer.posted = [handle for handle in transfer.posted if self._runs_on(transfer, handle)]
         if transfer.waiting and peer.leaving and transfer.failure is None:
             transfer.failure = TransferError(f"agent {peer.name} was disconnected before the whole transfer was posted")
@@ -250,19 +239,37 @@ class NixlTransport:
             if not transfer.failure.terminal:
                 transfer.outcome = transfer.failure
                 return  # bytes may still move: the handles and the peer's metadata stay until `close`
+            if isinstance(transfer.failure, PeerLost) and transfer.posted:
+                transfer.settled_at = time.monotonic() + _SETTLE_S
+                return
         if not transfer.posted and not transfer.waiting:
             transfer.outcome = transfer.failure or TransferStatus.DONE
             peer.running -= 1
             self._forget_when_idle(peer)
 
+    def _settle(self, transfer: _Transfer) -> None:
+        """Let the library end what a lost peer's connection left, and give the handles back when that is over."""
+        with suppress(*self._errors):
+            transfer.peer.agent.library.getNotifs({}, [])  # polls an agent without a thread
+        if time.monotonic() >= transfer.settled_at:
+            for handle in transfer.posted:
+                self._release(transfer.peer, handle)
+            transfer.posted.clear()
+            transfer.outcome = transfer.failure
+            transfer.peer.running -= 1
+            self._forget_when_idle(transfer.peer)
+
     def _runs_on(self, transfer: _Transfer, handle: int) -> bool:
-        """Whether a posted batch has not ended. Its failure is kept in the transfer, its handle given back."""
+        """Whether a posted batch may move bytes. Its failure is kept in the transfer, its handle given back when it
+        arrived: a failure of one of its parts says nothing of the others."""
+        if isinstance(transfer.failure, PeerLost):
+            return True
         try:
             if transfer.peer.agent.library.getXferStatus(handle) == self._nixl.NIXL_IN_PROG:
                 return True
         except self._errors as error:
-            what = f"transfer with agent {transfer.peer.name}"
-            return self._failed(transfer, _ours(error, what, started=True), handle)
+            self._failed(transfer, ours(error, f"transfer with agent {transfer.peer.name}", started=True))
+            return True
         self._release(transfer.peer, handle)
         return False
 
@@ -273,26 +280,23 @@ class NixlTransport:
         try:
             handle = agent.createXferReq(transfer.operation, *self._lists(transfer, batch), name, b"", [])
         except self._errors as error:
-            self._failed(transfer, _ours(error, f"preparing a transfer with agent {name}"), None)
-            return
+            return self._failed(transfer, ours(error, f"preparing a transfer with agent {name}"))
         try:
             status = agent.postXferReq(handle, b"")
         except self._errors as error:
-            if self._failed(transfer, _ours(error, f"posting a transfer with agent {name}", started=True), handle):
-                transfer.posted.append(handle)
+            self._failed(transfer, ours(error, f"posting a transfer with agent {name}", started=True))
+            transfer.posted.append(handle)  # the library posts one descriptor after the other: some may have begun
             return
         if status == self._nixl.NIXL_IN_PROG:
             transfer.posted.append(handle)
         else:
             self._release(peer, handle)
 
-    def _failed(self, transfer: _Transfer, error: TransferError, handle: int | None) -> bool:
-        """Keep the failure of a batch, the worst if there are several; whether the batch may still move bytes."""
-        if transfer.failure is None or not error.terminal:
+    def _failed(self, transfer: _Transfer, error: TransferError) -> None:
+        """Keep the failure of a batch, the worst if there are several: one of unknown extent, then a lost peer."""
+        before = transfer.failure
+        if before is None or not error.terminal or (before.terminal and isinstance(error, PeerLost)):
             transfer.failure = error
-        if error.terminal and handle is not None:
-            self._release(transfer.peer, handle)
-        return not error.terminal
 
     def _lists(self, transfer: _Transfer, batch: Descriptors) -> tuple[Any, Any]:
         """NIXL's local and remote descriptor list of a batch."""
@@ -323,7 +327,7 @@ class NixlTransport:
         if peer.leaving and not peer.running:
             self._forget(peer.agent, peer.name)
 
-    def _forget(self, agent: _Agent, name: str) -> None:
+    def _forget(self, agent: Agent, name: str) -> None:
         agent.peers[name] -= 1
         if agent.peers[name] > 0:
             return  # it is known under another address too
@@ -334,24 +338,9 @@ class NixlTransport:
             logger.debug("NIXL forgot agent %s before: %s", name, error)
         if agent in self._older and not agent.peers:
             self._older.remove(agent)
-            agent.library = None
-
-    @contextmanager
-    def _translated(self, action: str) -> Iterator[None]:
-        """Raise the library's exceptions as ours; for calls that move nothing."""
-        try:
-            yield
-        except self._errors as error:
-            raise _ours(error, action) from error
+            self._library.end_in_background(agent)
 
 
-def create(options: Mapping[str, object], *, serves: bool, memory: str) -> NixlTransport:
+def create(options: Mapping[str, object], use: Use) -> NixlTransport:
     """Entry point; see `registry`."""
-    return NixlTransport(options_of(NAME, options, NixlOptions), serves=serves)
-
-
-def _ours(error: Exception, action: str, *, started: bool = False) -> TransferError:
-    """The library's exception as ours. `started`: bytes may be moving when it comes."""
-    ours = translate(type(error).__name__, f"{action}: {error}", started)
-    ours.__cause__ = error.with_traceback(None)  # its frames hold the library's agent, which `close` must end
-    return ours
+    return NixlTransport(options_of(NAME, options, NixlOptions), use)

@@ -37,6 +37,9 @@ FETCH_ATTEMPTS = 4
 IDLE_LINK_S = 3600.0
 MAX_LINKS = 1024
 
+# An endpoint of the library that is being made is asked for again after this time.
+_REMAKE_S = 0.5
+
 
 class User(Protocol):
     """The owner of the requests that need links."""
@@ -231,13 +234,17 @@ class Links:
 
     def _relink(self, link: Link, answer: peers.ManifestsArrived, now: float) -> peers.Event:
         """A peer in doubt lives, but what it was asked for stands still: use another endpoint of the library for it.
-        Without one it is used as it is, and what stands still ends by its deadline."""
+        Without one it is used as it is, and what stands still ends by its deadline. One that is being made is
+        asked for again."""
         reason = f"{link.stalled}, though {self._noun} {link.engine_id} answers: it is linked anew"
         link.stalled = ""
         try:
             for rank in link.ranks.values():
                 self._transport.replace_endpoint(rank)
         except TransferError as error:
+            if error.retryable:
+                self._given_up.append(_GivenUp(link, now + _REMAKE_S, lambda: False))
+                return answer
             logger.warning("%s; not possible: %s", reason, error)
             return answer
         if link.ranks:  # else an attempt to link it anew has failed before

@@ -1,0 +1,45 @@
+"""What the transports' libraries leave running, and who reaches them."""
+
+from __future__ import annotations
+
+from tests.guarantees.guarantee import Guarantee
+
+# fmt: off
+GUARANTEES = [
+    Guarantee(
+        "a lost peer's transfer is reported when nothing of it lands any more",
+        "NixlTransport", "if time.monotonic() >= transfer.settled_at:", "if True:",
+        "test_a_disconnect_is_reported_when_nothing_lands_any_more",
+    ),
+    Guarantee(
+        "a post that failed in the middle is not over",
+        "translate", "terminal=not started", "terminal=True",
+        "test_a_post_that_failed_in_the_middle_may_still_write",
+    ),
+    Guarantee(
+        "what ended after its peer was lost is not believed",
+        "MooncakeTransport", "elif peer.liveness.state is LivenessState.LOST:", "elif rest and peer.liveness.state is LivenessState.LOST:",
+        "test_what_ended_after_the_line_did_is_not_believed",
+    ),
+    Guarantee(
+        "a peer that does not answer the library is torn from it",
+        "MooncakeTransport", "self._openings.end_exchanges(peer.opening, now)", "pass",
+        "test_a_peer_that_does_not_answer_for_its_queue_pairs_does_not_hold_up_the_others",
+    ),
+    Guarantee(
+        "the library uses the protocol that was asked for",
+        "start_engine", "used = check_started(found, options, protocol)", "used = protocol",
+        "test_an_engine_that_fell_back_to_tcp_is_refused_where_rdma_was_asked_for",
+    ),
+    Guarantee(
+        "Mooncake's ports are reached at the advertised address alone",
+        "start_engine", "restrict_listeners({port, found.tcp_data_port} - {0}, address if serves else None)", "pass",
+        "test_the_librarys_ports_are_reached_at_the_advertised_address_alone",
+    ),
+    Guarantee(
+        "nobody serves other hosts without authentication unless it is allowed",
+        "check_reachability", "if serves and not address.is_loopback and not options.allow_unauthenticated_peers:", "if False:",
+        "test_the_library_is_not_reached_from_other_hosts_unless_that_is_allowed",
+    ),
+]
+# fmt: on

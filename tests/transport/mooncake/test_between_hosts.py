@@ -1,0 +1,316 @@
+"""What Mooncake's library does between hosts and over RDMA, on one host: engines that a test has answer, wait or fall
+back, listeners asked from elsewhere, peers that stop in the middle of an exchange."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.transport.ends import End, ProcessPeer, until, whole
+from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
+from vllm_pd_connector.transport.base import TransferStatus
+from vllm_pd_connector.transport.mooncake import engine as mooncake_engine
+from vllm_pd_connector.transport.mooncake import transport as mooncake_transport
+from vllm_pd_connector.transport.mooncake.descriptor import Device, SegmentDescriptor, fetch_descriptor
+from vllm_pd_connector.transport.mooncake.engine import (
+    DEFAULTS,
+    MooncakeOptions,
+    check_reachability,
+    check_started,
+    load_module,
+    own_devices,
+    start_engine,
+)
+from vllm_pd_connector.transport.mooncake.sockets import restrict_listeners
+
+pytestmark = pytest.mark.libraries
+
+SIZE = 1 << 20
+LOCAL = {"protocol": "tcp", "address": "127.0.0.1"}
+HERE = ipaddress.ip_address("127.0.0.1")
+
+
+@pytest.fixture
+def end() -> Iterator[End]:
+    made = End("mooncake", LOCAL, SIZE)
+    yield made
+    made.transport.close()
+
+
+@pytest.fixture
+def peer() -> Iterator[ProcessPeer]:
+    made = ProcessPeer("mooncake", LOCAL, SIZE)
+    yield made
+    made.stop()
+
+
+def found(protocol: str, *devices: str) -> SegmentDescriptor:
+    return SegmentDescriptor(protocol, tuple(map(Device, devices)))
+
+
+def test_an_engine_that_fell_back_to_tcp_is_refused_where_rdma_was_asked_for() -> None:
+    """The library's own way: there is no RDMA device here, and it says nothing."""
+    module = load_module("rdma", HERE)
+    with pytest.raises(TransferError, match=r"was to use rdma .* and uses tcp with none: a device cannot be opened"):
+        start_engine(module, MooncakeOptions(protocol="rdma"), "rdma", HERE, serves=True)
+    engine, used = start_engine(module, MooncakeOptions(), "rdma", HERE, serves=True)
+    assert used == "tcp"
+    assert fetch_descriptor(HERE, engine.get_rpc_port(), 10).protocol == "tcp"
+
+
+def test_a_fall_back_that_nobody_forbade_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert check_started(found("tcp"), MooncakeOptions(), "rdma") == "tcp"
+    assert "was to use rdma with the devices that there are and uses tcp" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("descriptor", "options"),
+    [
+        (found("tcp"), MooncakeOptions(protocol="rdma")),
+        (found("tcp"), MooncakeOptions(device="mlx5_0")),
+        (found("rdma", "mlx5_0"), MooncakeOptions(device="mlx5_0,mlx5_1")),
+        (found("rdma", "mlx5_0"), MooncakeOptions(protocol="rdma", device="mlx5_1")),
+    ],
+)
+def test_a_protocol_or_a_device_that_is_not_used_is_refused(
+    descriptor: SegmentDescriptor, options: MooncakeOptions
+) -> None:
+    with pytest.raises(TransferError, match=r"was to use rdma .*unlimited locked memory"):
+        check_started(descriptor, options, "rdma")
+    assert check_started(found("rdma", "mlx5_0", "mlx5_1"), options, "rdma") == "rdma"
+
+
+def test_what_forces_tcp_and_meets_rdma_is_refused() -> None:
+    with pytest.raises(TransferError, match="was to use tcp"):
+        check_started(found("rdma", "mlx5_0"), MooncakeOptions(protocol="tcp"), "tcp")
+
+
+def test_each_gpu_may_have_devices_of_its_own() -> None:
+    options = MooncakeOptions(protocol="rdma", device="mlx5_0,mlx5_1;mlx5_2")
+    assert [own_devices(options, number).device for number in (0, 1)] == ["mlx5_0,mlx5_1", "mlx5_2"]
+    assert own_devices(MooncakeOptions(device="mlx5_0"), 7).device == "mlx5_0"
+    with pytest.raises(InvalidConfig, match=r"device has 2 lists.* on GPU 2"):
+        own_devices(options, 2)
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "rdma"])
+def test_the_library_tries_once_and_not_for_long_unless_the_environment_says_otherwise(
+    protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in DEFAULTS:
+        monkeypatch.delenv(key, raising=False)
+    with mooncake_engine._environment(protocol, HERE):
+        assert {key: os.environ[key] for key in DEFAULTS} == DEFAULTS
+    assert not DEFAULTS.keys() & os.environ.keys()
+    monkeypatch.setenv("MC_RETRY_CNT", "9")
+    with mooncake_engine._environment(protocol, HERE):
+        assert os.environ["MC_RETRY_CNT"] == "9"
+
+
+def test_the_library_is_not_reached_from_other_hosts_unless_that_is_allowed() -> None:
+    elsewhere = ipaddress.ip_address("192.0.2.2")
+    with pytest.raises(InvalidConfig, match=r"serve at 192\.0\.2\.2, .*allow_unauthenticated_peers to true"):
+        check_reachability(MooncakeOptions(), elsewhere, serves=True)
+    check_reachability(MooncakeOptions(), elsewhere, serves=False)
+    check_reachability(MooncakeOptions(), HERE, serves=True)
+    check_reachability(MooncakeOptions(allow_unauthenticated_peers=True), elsewhere, serves=True)
+
+
+def reached(host: str, port: int) -> bool:
+    """Whether something answers there. What a filter drops never does."""
+    try:
+        socket.create_connection((host, port), 0.3).close()
+    except TimeoutError:
+        return False
+    return True
+
+
+def ports(end: End) -> list[int]:
+    port = end.transport._engine.get_rpc_port()
+    return [port, fetch_descriptor(HERE, port, 10).tcp_data_port]
+
+
+def test_the_librarys_ports_are_reached_at_the_advertised_address_alone(end: End) -> None:
+    """It listens on every interface; 127.0.0.2 is another address of this machine."""
+    assert [reached("127.0.0.1", port) for port in ports(end)] == [True, True]
+    assert [reached("127.0.0.2", port) for port in ports(end)] == [False, False]
+
+
+def test_nobody_reaches_the_ports_of_a_worker_that_only_reads(peer: ProcessPeer) -> None:
+    peer.call("fill", 3)
+    with contextlib.closing(End("mooncake", LOCAL, SIZE, serves=False).transport) as transport:
+        assert not reached("127.0.0.1", transport._engine.get_rpc_port())
+    reader = End("mooncake", LOCAL, SIZE, serves=False)
+    reader.read_all(peer.endpoint, peer.segments, peer.address)
+    assert reader.digest() == peer.call("digest")
+    reader.transport.close()
+
+
+@pytest.mark.parametrize(("address", "other"), [("127.0.0.1", "127.0.0.2"), ("::1", "127.0.0.1")])
+def test_a_listener_on_all_interfaces_is_kept_to_one_address_of_either_version(address: str, other: str) -> None:
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listener:
+        port = listener.getsockname()[1]
+        assert reached(address, port) and reached(other, port)
+        restrict_listeners({port}, ipaddress.ip_address(address))
+        assert reached(address, port) and not reached(other, port)
+
+
+def test_listeners_that_are_not_there_are_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(TransferError, match=rf"ports \[{port}\] cannot be kept to nobody"):
+        restrict_listeners({port}, None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"", "closed after 0 of 9"),
+        (b"\x05" + bytes(7) + b"\x01nope", "another form"),
+        (b"\x03" + bytes(7) + b"\x01{}", "another form"),
+        (b"\x05" + bytes(7) + b"\x03null", "answers kind 3"),
+        (b"\xff" * 8 + b"\x01", "bytes; 1 was expected"),
+    ],
+)
+def test_an_engine_that_describes_itself_otherwise_is_an_error(answer: bytes, message: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(64)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(TransferError, match=message):
+            fetch_descriptor(HERE, listener.getsockname()[1], 10)
+        thread.join()
+
+
+def test_a_silent_stranger_at_the_handshake_port_delays_an_opening_and_nothing_that_is_open(
+    end: End, peer: ProcessPeer
+) -> None:
+    """The library serves one dialler after the other, each for 5 s."""
+    other = End("mooncake", LOCAL, SIZE)
+    opened = end.connect(peer.endpoint, peer.segments)
+    read = whole(peer.address, end.address, SIZE)
+    end.finish(end.transport.read(opened, read))
+    with socket.create_connection(("127.0.0.1", opened.opening.port)):
+        late = other.transport.read(
+            other.connect(peer.endpoint, peer.segments), whole(peer.address, other.address, SIZE)
+        )
+        for _ in range(20):
+            end.finish(end.transport.read(opened, read))
+        assert other.transport.poll(late) is TransferStatus.RUNNING
+        other.finish(late)
+    assert other.digest() == end.digest() == peer.call("digest")
+    other.transport.close()
+
+
+class HeldEngine:
+    """The engine, except that descriptors end when the test says so, and how."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.status = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def transfer_check_status(self, batch: int) -> int:
+        return self.status and self._engine.transfer_check_status(batch)
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("ended", [False, True], ids=["silent", "ended"])
+def test_what_ended_after_the_line_did_is_not_believed(
+    end: End, peer: ProcessPeer, operation: str, ended: bool
+) -> None:
+    """Another process may listen at that port by now, and have answered the library."""
+    connection = end.connect(peer.endpoint, peer.segments)
+    end.finish(end.transport.read(connection, whole(peer.address, end.address, SIZE)))
+    end.transport._engine = held = HeldEngine(end.transport._engine)
+    here, there = (peer.address, end.address) if operation == "read" else (end.address, peer.address)
+    transfer = getattr(end.transport, operation)(connection, whole(here, there, SIZE))
+    assert end.transport.poll(transfer) is TransferStatus.RUNNING
+    connection.liveness.lose("gone", ended=ended)
+    assert end.transport.poll(transfer) is TransferStatus.RUNNING, "the library may still move bytes"
+    held.status = 1
+    with pytest.raises(TransferError, match="gone") as failure:
+        end.finish(transfer)
+    assert failure.value.terminal is isinstance(failure.value, PeerLost) is (ended or operation == "read")
+    end.transport._engine = held._engine
+
+
+class RdmaEngine:
+    """An engine that works as Mooncake's does over RDMA: one thread posts, and with a first descriptor for a peer asks
+    the peer for its queue pairs, for up to 60 s."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._posted: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        self._status: dict[int, int] = {}
+        self.asked: list[str] = []
+        self._thread = threading.Thread(target=self._post)
+        self._thread.start()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def batch_transfer_async(self, segment: str, *descriptor: Any) -> int:
+        batch = len(self._status) + 1
+        self._status[batch] = 0
+        self._posted.put((batch, segment))
+        return batch
+
+    def transfer_check_status(self, batch: int) -> int:
+        return self._status[batch]
+
+    def _post(self) -> None:
+        while (work := self._posted.get()) is not None:
+            batch, segment = work
+            host, _, port = segment.rpartition(":")
+            self.asked.append(segment)
+            with socket.create_connection((host, int(port)), 1) as connection:
+                connection.settimeout(60)
+                connection.sendall((3).to_bytes(8, "little") + b"\x01{}")
+                self._status[batch] = 1 if connection.recv(8) else -1
+
+    def close(self) -> None:
+        self._posted.put(None)
+        self._thread.join()
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["stopped", "lost"])
+def test_a_peer_that_does_not_answer_for_its_queue_pairs_does_not_hold_up_the_others(
+    end: End, peer: ProcessPeer, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    monkeypatch.setattr(mooncake_transport, "STILL_S", 60.0 if lost else 0.2)
+    monkeypatch.setattr(end.transport, "_options", MooncakeOptions(connect_timeout=60.0))
+    stopped = ProcessPeer("mooncake", LOCAL, SIZE)
+    connections = [end.connect(one.endpoint, one.segments) for one in (stopped, peer)]
+    for one, connection in zip((stopped, peer), connections, strict=True):
+        end.finish(end.transport.read(connection, whole(one.address, end.address, SIZE)))
+    end.transport._engine = rdma = RdmaEngine(end.transport._engine)
+    stopped.freeze()
+    waiting = end.transport.read(connections[0], whole(stopped.address, end.address, SIZE))
+    until(lambda: rdma.asked, "the exchange")
+    behind = end.transport.read(connections[1], whole(peer.address, end.address, SIZE))
+    assert end.transport.poll(behind) is TransferStatus.RUNNING
+    if lost:
+        connections[0].liveness.lose("no answer of its machine")
+    with pytest.raises(TransferError, match="no answer" if lost else "gave up a descriptor"):
+        end.finish(waiting)
+    end.finish(behind)
+    rdma.close()
+    end.transport._engine = rdma._engine
+    stopped.stop()

@@ -1,0 +1,182 @@
+"""NIXL agents: how one is started with the memory that it moves, and how one ends.
+
+Registering the memory of a device with RDMA devices takes seconds, and so does giving it back. Both release the GIL, so
+what is not needed at the start runs in a thread of its own: transfers of the other agents go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import uuid
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vllm_pd_connector.errors import InvalidConfig, TransferError
+from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, bindings, translate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from vllm_pd_connector.transport.ranges import Ranges
+
+logger = logging.getLogger(__name__)
+
+# A call returns within milliseconds: so long it waits for a thread that may have little to do.
+_WAIT_S = 0.005
+
+
+@dataclass(eq=False, slots=True)
+class Agent:
+    """An agent of ours: the library's object, what is registered with it, and how often each peer is connected."""
+
+    name: str
+    library: Any
+    registered: list[Any] = field(default_factory=list)
+    peers: Counter[str] = field(default_factory=Counter)
+
+
+class Library:
+    """NIXL's bindings, and agents with one set of options. `prepare_thread` is called first in every thread that this
+    starts (a thread that registers device memory makes its device current).
+
+    Raises:
+        InvalidConfig: NIXL is not installed, or an option is out of range.
+    """
+
+    def __init__(self, options: NixlOptions, prepare_thread: Callable[[], None] = lambda: None) -> None:
+        self.options = options
+        self.nixl = bindings()
+        self.errors = tuple(
+            kind
+            for kind in vars(self.nixl).values()
+            if isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception
+        )
+        if options.progress_interval_us < 1 or options.batch_bytes < 1:
+            raise InvalidConfig("progress_interval_us and batch_bytes must be at least 1")
+        self._prepare_thread = prepare_thread
+        self._ending: list[threading.Thread] = []
+
+    def start(self, *, threaded: bool) -> Agent:
+        """An agent with no memory. `threaded`: it has a progress thread.
+
+        Raises:
+            TransferError: NIXL cannot start its backend.
+        """
+        name = f"pd-{uuid.uuid4().hex}"
+        config = self.nixl.nixlAgentConfig()
+        config.useProgThread = threaded
+        config.syncMode = self.nixl.NIXL_THREAD_SYNC_STRICT
+        config.pthrDelay = self.options.progress_interval_us
+        with self.translated(f"starting NIXL with backend {self.options.backend}"):
+            agent = self.nixl.nixlAgent(name, config)
+            agent.createBackend(self.options.backend, backend_parameters(self.options, os.environ))
+        return Agent(name, agent)
+
+    def register(self, agent: Agent, ranges: Ranges) -> None:
+        """Register memory with an agent.
+
+        Raises:
+            TransferError: the library refuses it.
+        """
+        for kind, cuda in ((self.nixl.DRAM_SEG, False), (self.nixl.VRAM_SEG, True)):
+            index = np.flatnonzero(ranges.cuda == cuda)
+            columns = (ranges.start[index], (ranges.stop - ranges.start)[index], ranges.device[index])
+            described = [(*row, b"") for row in zip(*(column.tolist() for column in columns), strict=True)]
+            if described:
+                hint = " (RDMA devices reach it with the kernel module nvidia-peermem or with DMA-BUF)" if cuda else ""
+                what = f"registering {len(described)} segments of {'cuda' if cuda else 'cpu'} memory{hint}"
+                with self.translated(what):
+                    descriptors = self.nixl.nixlRegDList(kind, described)
+                    agent.library.registerMem(descriptors, [])
+                agent.registered.append(descriptors)
+
+    def prepare(self, ranges: Ranges) -> Preparation:
+        """Start an agent without a progress thread and register memory with it, in a thread of its own."""
+
+        def make() -> Agent:
+            self._prepare_thread()
+            agent = self.start(threaded=False)
+            self.register(agent, ranges)
+            return agent
+
+        return Preparation(make)
+
+    def end_in_background(self, agent: Agent) -> None:
+        """End an agent that runs nothing any more. Its memory is given back first: the library's destructor, which does
+        that too, keeps the GIL."""
+        library, agent.library = agent.library, None
+        registered = agent.registered
+
+        def end() -> None:
+            nonlocal library
+            self._prepare_thread()
+            try:
+                for descriptors in registered:
+                    library.deregisterMem(descriptors, [])
+            except self.errors as error:
+                logger.warning("NIXL does not give memory back: %s", error)
+            library = None
+
+        thread = threading.Thread(target=end, name="pd-nixl-end", daemon=True)
+        thread.start()
+        self._ending = [*(one for one in self._ending if one.is_alive()), thread]
+
+    def close(self) -> None:
+        """Wait for the agents that are ending."""
+        for thread in self._ending:
+            thread.join()
+
+    @contextmanager
+    def translated(self, action: str) -> Iterator[None]:
+        """Raise the library's exceptions as ours; for calls that move nothing."""
+        try:
+            yield
+        except self.errors as error:
+            raise ours(error, action) from error
+
+
+class Preparation:
+    """An agent that is being made."""
+
+    def __init__(self, make: Callable[[], Agent]) -> None:
+        self._made: Agent | Exception | None = None
+
+        def run() -> None:
+            try:
+                self._made = make()
+            except Exception as error:
+                self._made = error
+
+        self._thread = threading.Thread(target=run, name="pd-nixl-agent", daemon=True)
+        self._thread.start()
+
+    def agent(self) -> Agent | None:
+        """The agent; None while it is not ready.
+
+        Raises:
+            TransferError: it could not be made.
+        """
+        self._thread.join(_WAIT_S)
+        if isinstance(self._made, TransferError):
+            raise self._made
+        if isinstance(self._made, Exception):
+            raise TransferError(f"another NIXL agent could not be made: {self._made}") from self._made
+        return self._made
+
+    def close(self) -> None:
+        """Wait for its end, and end what was made."""
+        self._thread.join()
+        self._made = None
+
+
+def ours(error: Exception, action: str, *, started: bool = False) -> TransferError:
+    """The library's exception as ours. `started`: bytes may be moving when it comes."""
+    made = translate(type(error).__name__, f"{action}: {error}", started)
+    made.__cause__ = error.with_traceback(None)  # its frames hold the library's agent, which `close` must end
+    return made
