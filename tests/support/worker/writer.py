@@ -121,7 +121,7 @@ def writes(loop: TransferLoop) -> bool:
     """Whether the loop's pushes are under way, and not only ordered."""
     pushes, streams = list(loop._pushes._pushes.values()), list(loop._pushes._stager._streams)
     staged = [stream.owner for stream in streams if any(flight.transfer is not None for flight in stream.in_flight)]
-    return bool(pushes) and all(push.transfers or push in staged for push in pushes)
+    return bool(pushes) and all(push.in_flight.transfers or push in staged for push in pushes)
 
 
 def freed(writer: Writer, *names: str) -> None:

@@ -16,7 +16,6 @@ forward is done, and the scheduler half keeps the blocks until this side has rep
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from math import inf
@@ -35,32 +34,33 @@ from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
     CancelCommand,
     Commands,
-    Moved,
     PushEnded,
     PushInto,
     WriteCommand,
 )
 from vllm_pd_connector.sidechannel.net.keys import keys_of, require_known_server
-from vllm_pd_connector.transport.base import Transfer, TransferStatus, Transport, TransportPeer
+from vllm_pd_connector.worker.in_flight import InFlight
 from vllm_pd_connector.worker.peers.pool import Links
-from vllm_pd_connector.worker.peers.process_watch import LOOK_S, ProcessWatch, ProcessWatches
-from vllm_pd_connector.worker.poll_interval import pause
 from vllm_pd_connector.worker.push.completion import HOME_TIMEOUT_S, RETRY_S, CompletionReports
 from vllm_pd_connector.worker.push.link import WriteLink
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm_pd_connector.config import Config
     from vllm_pd_connector.geometry.manifest import Manifest
     from vllm_pd_connector.geometry.runs import Runs
+    from vllm_pd_connector.geometry.staging.chunks import Chunk
     from vllm_pd_connector.sidechannel.client import Outcome
-    from vllm_pd_connector.worker.peers.link import Link
+    from vllm_pd_connector.transport.base import Transport
+    from vllm_pd_connector.worker.peers.link import PeerLink
+    from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
     from vllm_pd_connector.worker.push.step_clock import StepClock
     from vllm_pd_connector.worker.rpc import PendingCalls
     from vllm_pd_connector.worker.staging.stager import Stager, Stream
 
 logger = init_logger(__name__)
 
-POLL_DRAINING_S = 0.05
 REMEMBER = 4096  # attempts that failed, for commands to go on that were on their way
 
 
@@ -75,23 +75,18 @@ class PushSetup:
 
 @dataclass(eq=False, slots=True)
 class Push:
-    """One rank's part of a push under way. `posted_at` is when the latest direct write began, `connection` the
-    link's since it is linked; `watch` is of the rank that is written into."""
+    """One rank's part of a push under way."""
 
     into: PushInto
     link: WriteLink
     cursor: int
     commands: deque[WriteCommand] = field(default_factory=deque)  # not carried out yet, in the order of their steps
     linked: bool = False
-    connection: object = None
-    watch: ProcessWatch | None = None
     complete: bool = False  # everything was posted
     failure: str = ""
-    stuck: bool = False  # a transfer failed and may still write
-    transfers: list[Transfer] = field(default_factory=list)
-    posted_at: float = 0.0
+    in_flight: InFlight = field(init=False)
+    begun: int = 0  # transfers
     first_valid_tokens: dict[int, int] = field(default_factory=dict)
-    moved: Moved = Moved()
     deadline: float = inf
 
     @property
@@ -173,10 +168,7 @@ class Pushes:
         moments += [due for due in (self._links.next_deadline(), self._reports.next_deadline()) if due is not None]
         for push in self._pushes.values():
             moments.append(push.deadline)
-            if push.stuck:
-                moments.append(now + LOOK_S)
-            if push.transfers:
-                moments.append(now + (POLL_DRAINING_S if push.failure else pause(now - push.posted_at)))
+            moments += push.in_flight.next_look(now, draining=bool(push.failure))
             if (step := push.next_step) is not None and (until_look := self._clock.pause(step)) is not None:
                 moments.append(now + until_look)
         return min(moments, default=None)
@@ -248,8 +240,9 @@ class Pushes:
                 return
             key = PeerKey(home.host, home.port, home.incarnation, home.server_key)
             link = self._links.get(key, home.engine_id, now)
-            assert isinstance(link, WriteLink)
-            push = self._pushes[command.into.attempt.hex()] = Push(command.into, link, command.into.start)
+            push = Push(command.into, link, command.into.start)
+            push.in_flight = InFlight(push, self._links, link, self._transport, self._stager, writes=True)
+            self._pushes[push.key] = push
             self._links.drive(link, peers.Wanted(push.key), now)
         push.commands.append(command)
         if command.final and not push.failure:
@@ -267,21 +260,19 @@ class Pushes:
 
     def ready(self, request_id: str, now: float) -> None:
         """The decode instance is connected."""
-        push = self._pushes[request_id]
-        push.linked, push.connection = True, push.link.connection
-        push.watch = push.link.watches.get((push.into.pp_rank, push.into.tp_rank))
+        self._pushes[request_id].linked = True
 
     def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
         """The decode instance cannot be written into."""
         self._stats.fail(kind, "failed_pushes")
         self._fail(self._pushes[request_id], reason, now)
 
-    def lost(self, link: Link, reason: str, now: float) -> None:
+    def lost(self, link: PeerLink, reason: str, now: float) -> None:
         """The decode instance is lost."""
         for push in [p for p in self._pushes.values() if p.link is link and p.linked]:
             self._fail(push, reason, now)
 
-    def stalled(self, link: Link, reason: str, now: float) -> None:
+    def stalled(self, link: PeerLink, reason: str, now: float) -> None:
         """What is written on this link stands still: it fails now, and its blocks come back when it has ended. What
         waits for the end of a step waits for the new connection besides."""
         self._stats.count("relinked")
@@ -290,9 +281,9 @@ class Pushes:
                 self._fail(push, reason, now)
             elif not push.failure and not push.complete:
                 push.linked = False
-                self._links.drive(link, peers.Wanted(push.key), now)
+                self._links.drive(push.link, peers.Wanted(push.key), now)
 
-    def uses(self, link: Link) -> bool:
+    def uses(self, link: PeerLink) -> bool:
         return any(push.link is link for push in self._pushes.values())
 
     # Writing
@@ -305,48 +296,37 @@ class Pushes:
             part = push.link.bind_push(push.into, command.source, push.cursor, reach, command.final)
             push.first_valid_tokens |= part.first_valid_tokens
             if len(part.runs):
-                self._post(push, part.runs)
+                self._start(push, part.runs)
             if part.staged is not None:
-                self._stager.start(push, 0, push.link, self._peer(push), part.staged, push.watch)
+                self._start(push, part.staged)
             push.cursor, push.complete = reach, command.final
         except (BindError, TransferError) as error:
+            if isinstance(error, TransferError):
+                push.in_flight.ended(push.begun, error)
             self._transfer_failed(push, error, now)
         except Exception as error:  # a defect of ours that one push met must not reach the others
             logger.exception("push of prefill %s", push.into.prefill.name)
             self._fail(push, f"{type(error).__name__}: {error}", now)
 
-    def _peer(self, push: Push) -> TransportPeer:
-        return push.link.ranks[push.into.pp_rank, push.into.tp_rank]
-
-    def _post(self, push: Push, runs: Runs) -> None:
-        transfer = self._transport.write(self._peer(push), runs)
-        push.transfers.append(transfer)
-        push.posted_at = time.monotonic()
-        push.moved += Moved(runs.total_bytes, len(runs), transfer.descriptors)
+    def _start(self, push: Push, work: Runs | Iterator[Chunk]) -> None:
+        push.begun += 1
+        push.in_flight.start(push.begun, push.link.ranks[push.into.pp_rank, push.into.tp_rank], work)
 
     def staged(self, push: Push, stream: Stream, failure: TransferError | None, now: float) -> None:
         """A transfer by way of the staging buffer has ended, or a part of it failed."""
+        push.in_flight.staged_ended(stream, failure)
         if failure is not None:
             self._transfer_failed(push, failure, now)
-        else:
-            push.moved += Moved(stream.bytes, stream.runs, stream.descriptors)
 
     def _look(self, push: Push, now: float) -> None:
-        if push.stuck and push.watch is not None:
-            push.watch.look(now)
-            push.stuck = not push.watch.over
-        for transfer in list(push.transfers):
-            try:
-                if self._transport.poll(transfer) is TransferStatus.RUNNING:
-                    continue
-                push.transfers.remove(transfer)
-            except TransferError as error:
-                push.transfers.remove(transfer)
+        for _, error in push.in_flight.poll(now):
+            if error is not None:
                 self._transfer_failed(push, error, now)
         if push.deadline <= now:
-            missing = f": {len(push.transfers)} transfers have not ended" if push.transfers else ""
+            running = len(push.in_flight.transfers)
+            missing = f": {running} transfers have not ended" if running else ""
             self._fail(push, f"writing took longer than {self._config.transfer_timeout:g} s{missing}", now)
-            if self._writes(push):  # else it waited for room or for our own copies
+            if push.in_flight.moves:  # else it waited for room or for our own copies
                 push.link.stalled = "a write took too long"
             self._links.drive(push.link, peers.Suspected("a push exceeded its deadline"), now)
         if self._writes(push) or self._pushes.get(push.key) is not push:
@@ -357,15 +337,13 @@ class Pushes:
 
     def _writes(self, push: Push) -> bool:
         """Whether something of a push may still be written."""
-        return bool(push.transfers) or push.stuck or self._stager.holds(push)
+        return push.in_flight.moves or bool(push.in_flight.stuck)
 
     def _transfer_failed(self, push: Push, error: BindError | TransferError, now: float) -> None:
         self._stats.fail(FailureKind.TRANSFER_FAILED, "failed_pushes")
-        if isinstance(error, TransferError) and not error.terminal:
-            push.stuck = True
         self._fail(push, str(error), now)
         if isinstance(error, TransferError):
-            self._links.failed(push.link, push.connection, error, "a write failed and may still go on", now)
+            push.in_flight.blame(error, now)
 
     def _fail(self, push: Push, reason: str, now: float) -> None:
         push.deadline = inf
@@ -375,9 +353,9 @@ class Pushes:
         account = f" ({found})" if (found := self._stager.account(push)) else ""
         logger.error("push of prefill %s into %s: %s%s", push.into.prefill.name, push.link.machine.key, reason, account)
         self._links.drive(push.link, peers.Unwanted(push.key), now)
-        self._stager.cancel(push)
+        push.in_flight.cancel()
+        push.in_flight.give_up(now)
         if self._writes(push):
-            self._links.give_up(push.link, lambda: not self._writes(push), now)
             self._report(push.into.attempt, push.failure, terminal=False)
 
     # Reports
@@ -386,10 +364,9 @@ class Pushes:
         self._send(PushEnded(self._token, self._worker, attempt, not failure, failure[:MAX_TEXT], terminal))
 
     def _end(self, push: Push) -> PushEnded:
-        attempt, failure = push.into.attempt, push.failure[:MAX_TEXT]
-        return PushEnded(
-            self._token, self._worker, attempt, not failure, failure, True, push.first_valid_tokens, push.moved
-        )
+        attempt, failure, moved = push.into.attempt, push.failure[:MAX_TEXT], push.in_flight.moved
+        late = push.first_valid_tokens
+        return PushEnded(self._token, self._worker, attempt, not failure, failure, True, late, moved)
 
     def _send(self, report: PushEnded) -> None:
         if report.terminal and not report.ok:
