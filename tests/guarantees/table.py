@@ -534,6 +534,16 @@ GUARANTEES = [
         "test_without_failures_every_order_is_served",
     ),
     Guarantee(
+        "a worker's part of a push is over when none of its transfers may write any more",
+        "Push", "        if self._writing or self._phase not in", "        if self._phase not in",
+        "test_every_order_of_events_reports_the_end_once_and_truthfully",
+    ),
+    Guarantee(
+        "what comes of an event waits until it has been handled",
+        "EventQueue", "        if self._handling:\n            return\n", "",
+        "test_what_comes_of_an_event_waits_until_it_has_been_handled",
+    ),
+    Guarantee(
         "a cache is written for the prompt that it was computed for",
         "contradiction", " or into.prompt_digest != prefill.prompt_digest:", ":",
         "test_another_prompt_is_not_written",
@@ -545,8 +555,13 @@ GUARANTEES = [
     ),
     Guarantee(
         "a push is not over while its slots may still be written from",
-        "InFlight", "bool(self.transfers) or self.stager.holds(self.owner)", "bool(self.transfers)",
+        "InFlight", "if self.staged and not self.stager.holds(self.owner):", "if self.staged:",
         "test_after_a_push_was_given_up_its_slots_stay_out_until_nothing_is_written",
+    ),
+    Guarantee(
+        "a push that was cancelled is not over while its slots may still be written from",
+        "InFlight", "{*self.transfers, *self.staged, *self.stuck}", "{*self.transfers, *self.stuck}",
+        "test_a_worker_that_was_told_to_cancel_says_that_it_is_over_when_its_slots_are_back",
     ),
     Guarantee(
         "orders are given to the instance's own workers alone",

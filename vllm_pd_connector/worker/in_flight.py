@@ -118,13 +118,20 @@ class InFlight:
         self.links.failed(self.link, self.connection, error, what, now)
 
     def cancel(self) -> None:
-        """Nothing more is begun by way of the staging buffer; what is left of it shows in `poll`."""
+        """Nothing more is begun by way of the staging buffer; the end of what is left of it shows in `poll`."""
         self.stager.cancel(self.owner)
+        if not self.stager.holds(self.owner):
+            self.staged.clear()
 
     def give_up(self, now: float) -> None:
         """Whoever waited for this waits no longer: the link is told if it never ends."""
         if self.moves:
             self.links.give_up(self.link, lambda: not self.moves, now)
+
+    @property
+    def may_write(self) -> frozenset[int]:
+        """Indices of the transfers that were begun and have not ended."""
+        return frozenset({*self.transfers, *self.staged, *self.stuck})
 
     @property
     def moves(self) -> bool:

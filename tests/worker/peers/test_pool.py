@@ -13,6 +13,7 @@ from tests.support.worker.writer import CONFIG, Target, Writer, freed
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.protocol.peer import REFUSAL_S, PeerKey, PeerState
+from vllm_pd_connector.worker.peers.event_queue import EventQueue
 from vllm_pd_connector.worker.peers.pool import IDLE_LINK_S, Links
 from vllm_pd_connector.worker.receive.read_link import ReadLink
 
@@ -79,17 +80,9 @@ def test_a_refusal_of_whoever_is_there_is_asked_again_after_a_while(monkeypatch)
 def test_a_link_in_use_is_not_idle_however_long_nobody_asked_for_it():
     used = {"held": True}
     user = SimpleNamespace(uses=lambda link: used["held"], lost=lambda *_: None)
-    links = Links(
-        Config(),
-        SimpleNamespace(),
-        SimpleNamespace(),
-        0,
-        SimpleNamespace(),
-        SimpleNamespace(),
-        user,
-        lambda *_: None,
-        ReadLink,
-    )  # type: ignore[arg-type]
+    nothing: Any = SimpleNamespace()
+    shared: Any = Config(), nothing, nothing, 0, nothing, nothing, EventQueue(), user
+    links = Links(*shared, lambda *_: None, ReadLink)
     key = PeerKey("127.0.0.1", 5600, "a" * 32)
     link = links.get(key, "p-0", 0.0)
     late = IDLE_LINK_S + 1

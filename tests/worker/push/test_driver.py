@@ -93,9 +93,8 @@ def test_a_step_that_is_done_is_written_although_the_next_is_ordered_already(wri
     writer.compute(0, 6)
     writer.server.pushes.progressed("p-a", SOURCE, 6, 1)
     writer.server.pushes.progressed("p-a", SOURCE, 8, 2)
-    until(
-        lambda: all(sum(len(p.commands) for p in loop._pushes._pushes.values()) == 2 for loop in writer.loops), "both"
-    )
+    parts = [loop._pushes._pushes for loop in writer.loops]
+    until(lambda: all(sum(len(p.machine._commands) for p in part.values()) == 2 for part in parts), "both")
     writer.step_done(1)
     partly = target.before.copy()
     write(MODEL, D_SIDE, target.worker, [table(*D_BLOCKS)], partly, 0, 4)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from vllm_pd_connector.geometry.manifest import Manifest
     from vllm_pd_connector.sidechannel.client import Outcome
     from vllm_pd_connector.transport.base import Transport
+    from vllm_pd_connector.worker.peers.event_queue import EventQueue
     from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
     from vllm_pd_connector.worker.rpc import PendingCalls
 
@@ -41,7 +43,8 @@ LinkKind = TypeVar("LinkKind", bound=PeerLink)
 
 
 class User(Protocol):
-    """The owner of the requests that need links."""
+    """The owner of the requests that need links. All but `uses` are called as an event of the queue, so that no
+    machine is half way through its actions; what comes of it for a link goes to `Links.drive`."""
 
     def ready(self, request_id: str, now: float) -> None:
         """The link of this request, which was `Wanted`, is ready."""
@@ -79,6 +82,7 @@ class Links(Generic[LinkKind]):
         connected: called with every link that was connected, before it is used.
         chunk_bytes: what a staged transfer may take of the staging buffer at a time; 0 if there is no staging buffer.
         processes: watches the ranks of every instance that is linked.
+        events: everything for machines goes through it, and the user is called while one of its events is handled.
         observe: takes the seconds of a phase, for the statistics.
     """
 
@@ -90,6 +94,7 @@ class Links(Generic[LinkKind]):
         chunk_bytes: int,
         calls: PendingCalls,
         processes: ProcessWatches,
+        events: EventQueue,
         user: User,
         observe: Callable[[Phase, float], None],
         make: Callable[[Peer, str, str, float], LinkKind],
@@ -102,6 +107,7 @@ class Links(Generic[LinkKind]):
         self._chunk_bytes = chunk_bytes
         self._calls = calls
         self._processes = processes
+        self._events = events
         self._user = user
         self._observe = observe
         self._make = make
@@ -128,23 +134,29 @@ class Links(Generic[LinkKind]):
         return link
 
     def drive(self, link: LinkKind, event: peers.Event, now: float) -> None:
-        """Give a peer's machine an event and carry out what it asks for."""
-        for action in link.machine.handle(event, now):
-            match action:
-                case peers.FetchManifests(attempt):
-                    self._fetch(link, attempt, now)
-                case peers.Connect():
-                    self.drive(link, self._connect(link), now)
-                case peers.Disconnect(reason):
-                    self._disconnect(link, reason, now)
-                case peers.StartRequests(request_ids):
-                    for request_id in request_ids:
-                        self._user.ready(request_id, now)
-                case peers.FailRequests(request_ids, reason):
-                    refused = link.machine.state is peers.PeerState.REFUSED
-                    kind = FailureKind.INCOMPATIBLE_PEER if refused else FailureKind.PEER_UNREACHABLE
-                    for request_id in request_ids:
-                        self._user.refused(request_id, reason, kind, now)
+        """Give a peer's machine an event, in its turn."""
+        self._events.put(lambda: self._handle(link, event, now))
+
+    def _handle(self, link: LinkKind, event: peers.Event, now: float) -> None:
+        """Carry out what a peer's machine asks for."""
+        events: deque[peers.Event] = deque([event])
+        while events:
+            for action in link.machine.handle(events.popleft(), now):
+                match action:
+                    case peers.FetchManifests(attempt):
+                        self._fetch(link, attempt, now)
+                    case peers.Connect():
+                        events.append(self._connect(link))
+                    case peers.Disconnect(reason):
+                        self._disconnect(link, reason, now)
+                    case peers.StartRequests(request_ids):
+                        for request_id in request_ids:
+                            self._user.ready(request_id, now)
+                    case peers.FailRequests(request_ids, reason):
+                        refused = link.machine.state is peers.PeerState.REFUSED
+                        kind = FailureKind.INCOMPATIBLE_PEER if refused else FailureKind.PEER_UNREACHABLE
+                        for request_id in request_ids:
+                            self._user.refused(request_id, reason, kind, now)
 
     def departed(self, endpoint: str, now: float) -> None:
         """The instance at this endpoint says that it ends: let go of its memory at once."""
@@ -208,7 +220,7 @@ class Links(Generic[LinkKind]):
                 link.endpoint,
                 GetManifests(link.engine_id),
                 timeout,
-                lambda outcome, at: self._fetched(link, attempt, outcome, at),
+                lambda outcome, at: self._events.put(lambda: self._fetched(link, attempt, outcome, at)),
             )
         except ProtocolError as error:
             self.drive(link, peers.FetchFailed(attempt, str(error)), now)
@@ -229,7 +241,7 @@ class Links(Generic[LinkKind]):
                 event = peers.Refused(message)
             case _:
                 event = peers.FetchFailed(attempt, str(outcome))
-        self.drive(link, event, now)
+        self._handle(link, event, now)
 
     def _relink(self, link: LinkKind, answer: peers.ManifestsArrived, now: float) -> peers.Event:
         """A peer in doubt lives, but what it was asked for stands still: use another endpoint of the library for it.

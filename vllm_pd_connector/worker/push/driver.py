@@ -17,8 +17,7 @@ forward is done, and the scheduler half keeps the blocks until this side has rep
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.bounded import Bounded
@@ -27,6 +26,7 @@ from vllm_pd_connector.errors import BindError, ProtocolError, TransferError, Un
 from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.peer import PeerKey
+from vllm_pd_connector.protocol.push import push as machines
 from vllm_pd_connector.protocol.push.command_queue import IDLE_ANSWER_S
 from vllm_pd_connector.protocol.wire.fields import MAX_TEXT
 from vllm_pd_connector.protocol.wire.messages import Describe, Manifests
@@ -34,25 +34,24 @@ from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
     CancelCommand,
     Commands,
+    Moved,
     PushEnded,
-    PushInto,
     WriteCommand,
 )
 from vllm_pd_connector.sidechannel.net.keys import keys_of, require_known_server
 from vllm_pd_connector.worker.in_flight import InFlight
 from vllm_pd_connector.worker.peers.pool import Links
+from vllm_pd_connector.worker.push.active import ActivePush
 from vllm_pd_connector.worker.push.completion import HOME_TIMEOUT_S, RETRY_S, CompletionReports
 from vllm_pd_connector.worker.push.link import WriteLink
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from vllm_pd_connector.config import Config
     from vllm_pd_connector.geometry.manifest import Manifest
-    from vllm_pd_connector.geometry.runs import Runs
-    from vllm_pd_connector.geometry.staging.chunks import Chunk
+    from vllm_pd_connector.protocol.transfers import TransferEnd
     from vllm_pd_connector.sidechannel.client import Outcome
     from vllm_pd_connector.transport.base import Transport
+    from vllm_pd_connector.worker.peers.event_queue import EventQueue
     from vllm_pd_connector.worker.peers.link import PeerLink
     from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
     from vllm_pd_connector.worker.push.step_clock import StepClock
@@ -73,39 +72,6 @@ class PushSetup:
     clock: StepClock
 
 
-@dataclass(eq=False, slots=True)
-class Push:
-    """One rank's part of a push under way."""
-
-    into: PushInto
-    link: WriteLink
-    cursor: int
-    commands: deque[WriteCommand] = field(default_factory=deque)  # not carried out yet, in the order of their steps
-    linked: bool = False
-    complete: bool = False  # everything was posted
-    failure: str = ""
-    in_flight: InFlight = field(init=False)
-    begun: int = 0  # transfers
-    first_valid_tokens: dict[int, int] = field(default_factory=dict)
-    deadline: float = inf
-
-    @property
-    def key(self) -> str:
-        return self.into.attempt.hex()
-
-    @property
-    def next_step(self) -> int | None:
-        """The step whose end lets this push go on, None if nothing does."""
-        return self.commands[0].step if self.commands and self.linked and not self.failure else None
-
-    def take(self, step: int) -> WriteCommand | None:
-        """The latest command whose step is done; orders of several steps that ended together are one."""
-        command = None
-        while (waiting := self.next_step) is not None and waiting <= step:
-            command = self.commands.popleft()
-        return command
-
-
 class Pushes:
     """See the module. Lives in the transfer thread; it is the `peers.pool.User` of the links to decode instances.
 
@@ -123,6 +89,7 @@ class Pushes:
         stager: Stager,
         calls: PendingCalls,
         processes: ProcessWatches,
+        events: EventQueue,
         setup: PushSetup,
         worker: int,
         stats: PDStats,
@@ -137,9 +104,10 @@ class Pushes:
         self._keys = keys_of(config)
         self._own: tuple[bytes, ...] = ()
         self._stats = stats
-        shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, self, self._observe)
+        self._events = events
+        shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, events, self, self._observe)
         self._links = Links(*shared, self._make_link, "decode instance")
-        self._pushes: dict[str, Push] = {}
+        self._pushes: dict[str, ActivePush] = {}
         self._failed: Bounded[bytes, None] = Bounded(REMEMBER)
         self.waiting = False  # whether a push waits for the end of a step; read by other threads
         self._seen = 0
@@ -156,20 +124,20 @@ class Pushes:
         self._reports.turn(now)
         step = self._clock.done()
         for push in list(self._pushes.values()):
-            if (command := push.take(step)) is not None:
-                self._write(push, command, now)
+            self._drive(push, machines.StepsDone(step), now)
             self._look(push, now)
         self._links.tick(now)
-        self.waiting = any(push.next_step is not None for push in self._pushes.values())
+        self.waiting = any(push.machine.next_step is not None for push in self._pushes.values())
 
     def next_deadline(self, now: float) -> float | None:
         """When a turn is due at the latest."""
         moments = [] if self._push_requester else [self._ask_at]
         moments += [due for due in (self._links.next_deadline(), self._reports.next_deadline()) if due is not None]
         for push in self._pushes.values():
-            moments.append(push.deadline)
-            moments += push.in_flight.next_look(now, draining=bool(push.failure))
-            if (step := push.next_step) is not None and (until_look := self._clock.pause(step)) is not None:
+            moments += push.in_flight.next_look(now, draining=push.machine.failed)
+            if (deadline := push.machine.next_deadline()) is not None:
+                moments.append(deadline)
+            if (step := push.machine.next_step) is not None and (until_look := self._clock.pause(step)) is not None:
                 moments.append(now + until_look)
         return min(moments, default=None)
 
@@ -222,9 +190,9 @@ class Pushes:
         if isinstance(command, CancelCommand):
             push = self._pushes.get(command.attempt.hex())
             if push is not None:
-                self._fail(push, command.reason, now)
+                self._drive(push, machines.GivenUp(command.reason), now)
             else:
-                self._report(command.attempt, command.reason, terminal=True)
+                self._refuse(command.attempt, command.reason)
             return
         push = self._pushes.get(command.into.attempt.hex())
         if push is None and command.into.attempt in self._failed:
@@ -236,17 +204,16 @@ class Pushes:
                     home.host, home.server_key, self._keys, self._config.allow_unauthenticated_peers, "decode instance"
                 )
             except UnauthenticatedPeer as error:
-                self._report(command.into.attempt, str(error), terminal=True)
+                self._refuse(command.into.attempt, str(error))
                 return
             key = PeerKey(home.host, home.port, home.incarnation, home.server_key)
             link = self._links.get(key, home.engine_id, now)
-            push = Push(command.into, link, command.into.start)
+            machine = machines.Push(self._config.transfer_timeout)
+            push = ActivePush(command.into, link, machine, command.into.start)
             push.in_flight = InFlight(push, self._links, link, self._transport, self._stager, writes=True)
             self._pushes[push.key] = push
             self._links.drive(link, peers.Wanted(push.key), now)
-        push.commands.append(command)
-        if command.final and not push.failure:
-            push.deadline = now + self._config.transfer_timeout
+        self._drive(push, machines.Commanded(command), now)
 
     def _try(self, command: WriteCommand | CancelCommand, now: float) -> None:
         try:
@@ -256,122 +223,133 @@ class Pushes:
             attempt = command.attempt if isinstance(command, CancelCommand) else command.into.attempt
             self._obey(CancelCommand(attempt, f"unexpected {type(error).__name__}: {error}"[:MAX_TEXT]), now)
 
-    # Links
+    # What becomes of links (`peers.pool.User`)
 
     def ready(self, request_id: str, now: float) -> None:
         """The decode instance is connected."""
-        self._pushes[request_id].linked = True
+        if (push := self._pushes.get(request_id)) is not None:  # else it has failed since
+            self._handle(push, machines.Linked(), now)
 
     def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
         """The decode instance cannot be written into."""
-        self._stats.fail(kind, "failed_pushes")
-        self._fail(self._pushes[request_id], reason, now)
+        if (push := self._pushes.get(request_id)) is not None:
+            self._stats.fail(kind, "failed_pushes")
+            self._handle(push, machines.GivenUp(reason), now)
 
     def lost(self, link: PeerLink, reason: str, now: float) -> None:
         """The decode instance is lost."""
-        for push in [p for p in self._pushes.values() if p.link is link and p.linked]:
-            self._fail(push, reason, now)
+        for push in [push for push in self._pushes.values() if push.link is link]:
+            self._handle(push, machines.LinkLost(reason), now)
 
     def stalled(self, link: PeerLink, reason: str, now: float) -> None:
         """What is written on this link stands still: it fails now, and its blocks come back when it has ended. What
         waits for the end of a step waits for the new connection besides."""
         self._stats.count("relinked")
-        for push in [p for p in self._pushes.values() if p.link is link and p.linked]:
-            if self._writes(push):
-                self._fail(push, reason, now)
-            elif not push.failure and not push.complete:
-                push.linked = False
-                self._links.drive(push.link, peers.Wanted(push.key), now)
+        for push in [push for push in self._pushes.values() if push.link is link]:
+            self._handle(push, machines.LinkStalled(reason), now)
 
     def uses(self, link: PeerLink) -> bool:
         return any(push.link is link for push in self._pushes.values())
 
-    # Writing
+    # One push
 
-    def _write(self, push: Push, command: WriteCommand, now: float) -> None:
+    def _drive(self, push: ActivePush, event: machines.Event, now: float) -> None:
+        """Give a push's machine an event, in its turn."""
+        self._events.put(lambda: self._handle(push, event, now))
+
+    def _handle(self, push: ActivePush, event: machines.Event, now: float) -> None:
+        """Carry out what a push's machine asks for."""
+        events: deque[machines.Event] = deque([event])
+        while events:
+            for action in push.machine.handle(events.popleft(), now):
+                match action:
+                    case machines.Bind(command):
+                        events.append(self._bind(push, command))
+                    case machines.StartWrites():
+                        self._start(push, now)
+                    case machines.WantLink():
+                        self._links.drive(push.link, peers.Wanted(push.key), now)
+                    case machines.Stop(reason):
+                        events.append(self._stop(push, reason, now))
+                    case machines.Report(ok, reason, terminal):
+                        self._report(push, ok, reason, terminal)
+
+    def _bind(self, push: ActivePush, command: WriteCommand) -> machines.Event:
         try:
             reach = push.link.reach(push.into, command.ready, push.cursor, command.final)
             if reach == push.cursor and not command.final:
-                return
+                return machines.Bound(0)
             part = push.link.bind_push(push.into, command.source, push.cursor, reach, command.final)
-            push.first_valid_tokens |= part.first_valid_tokens
-            if len(part.runs):
-                self._start(push, part.runs)
-            if part.staged is not None:
-                self._start(push, part.staged)
-            push.cursor, push.complete = reach, command.final
-        except (BindError, TransferError) as error:
-            if isinstance(error, TransferError):
-                push.in_flight.ended(push.begun, error)
-            self._transfer_failed(push, error, now)
+        except BindError as error:
+            self._stats.fail(FailureKind.TRANSFER_FAILED, "failed_pushes")
+            return machines.GivenUp(str(error))
         except Exception as error:  # a defect of ours that one push met must not reach the others
-            logger.exception("push of prefill %s", push.into.prefill.name)
-            self._fail(push, f"{type(error).__name__}: {error}", now)
+            return self._defect(push, error)
+        push.cursor, push.work = reach, part.work
+        push.first_valid_tokens |= part.first_valid_tokens
+        return machines.Bound(len(part.work))
 
-    def _start(self, push: Push, work: Runs | Iterator[Chunk]) -> None:
-        push.begun += 1
-        push.in_flight.start(push.begun, push.link.ranks[push.into.pp_rank, push.into.tp_rank], work)
+    def _start(self, push: ActivePush, now: float) -> None:
+        peer = push.link.ranks[push.into.pp_rank, push.into.tp_rank]
+        for work in push.work:
+            index, push.begun = push.begun, push.begun + 1
+            try:
+                push.in_flight.start(index, peer, work)
+            except TransferError as error:
+                self._ended(push, push.in_flight.ended(index, error), error, now)
+                break  # what comes after it is not begun
+            except Exception as error:  # a defect of ours that one push met must not reach the others
+                self._drive(push, self._defect(push, error), now)
+                break
+        push.work = ()
 
-    def staged(self, push: Push, stream: Stream, failure: TransferError | None, now: float) -> None:
-        """A transfer by way of the staging buffer has ended, or a part of it failed."""
-        push.in_flight.staged_ended(stream, failure)
-        if failure is not None:
-            self._transfer_failed(push, failure, now)
+    def _defect(self, push: ActivePush, error: Exception) -> machines.GivenUp:
+        logger.error("push of prefill %s", push.into.prefill.name, exc_info=error)
+        return machines.GivenUp(f"{type(error).__name__}: {error}")
 
-    def _look(self, push: Push, now: float) -> None:
-        for _, error in push.in_flight.poll(now):
-            if error is not None:
-                self._transfer_failed(push, error, now)
-        if push.deadline <= now:
-            running = len(push.in_flight.transfers)
-            missing = f": {running} transfers have not ended" if running else ""
-            self._fail(push, f"writing took longer than {self._config.transfer_timeout:g} s{missing}", now)
-            if push.in_flight.moves:  # else it waited for room or for our own copies
-                push.link.stalled = "a write took too long"
-            self._links.drive(push.link, peers.Suspected("a push exceeded its deadline"), now)
-        if self._writes(push) or self._pushes.get(push.key) is not push:
-            return
-        if push.failure or push.complete:
-            del self._pushes[push.key]
-            self._send(self._end(push))
-
-    def _writes(self, push: Push) -> bool:
-        """Whether something of a push may still be written."""
-        return push.in_flight.moves or bool(push.in_flight.stuck)
-
-    def _transfer_failed(self, push: Push, error: BindError | TransferError, now: float) -> None:
-        self._stats.fail(FailureKind.TRANSFER_FAILED, "failed_pushes")
-        self._fail(push, str(error), now)
-        if isinstance(error, TransferError):
-            push.in_flight.blame(error, now)
-
-    def _fail(self, push: Push, reason: str, now: float) -> None:
-        push.deadline = inf
-        if push.failure:
-            return
-        push.failure = reason or "failed"
+    def _stop(self, push: ActivePush, reason: str, now: float) -> machines.Stopped:
         account = f" ({found})" if (found := self._stager.account(push)) else ""
         logger.error("push of prefill %s into %s: %s%s", push.into.prefill.name, push.link.machine.key, reason, account)
         self._links.drive(push.link, peers.Unwanted(push.key), now)
         push.in_flight.cancel()
         push.in_flight.give_up(now)
-        if self._writes(push):
-            self._report(push.into.attempt, push.failure, terminal=False)
+        return machines.Stopped(push.machine.writing - push.in_flight.may_write)
 
-    # Reports
+    def staged(self, push: ActivePush, stream: Stream, failure: TransferError | None, now: float) -> None:
+        """A transfer by way of the staging buffer has ended, or a part of it failed."""
+        self._ended(push, push.in_flight.staged_ended(stream, failure), failure, now)
 
-    def _report(self, attempt: bytes, failure: str, *, terminal: bool) -> None:
-        self._send(PushEnded(self._token, self._worker, attempt, not failure, failure[:MAX_TEXT], terminal))
+    def _ended(self, push: ActivePush, end: TransferEnd, error: TransferError | None, now: float) -> None:
+        self._drive(push, end, now)
+        if error is not None:
+            self._stats.fail(FailureKind.TRANSFER_FAILED, "failed_pushes")
+            push.in_flight.blame(error, now)
 
-    def _end(self, push: Push) -> PushEnded:
-        attempt, failure, moved = push.into.attempt, push.failure[:MAX_TEXT], push.in_flight.moved
-        late = push.first_valid_tokens
-        return PushEnded(self._token, self._worker, attempt, not failure, failure, True, late, moved)
+    def _look(self, push: ActivePush, now: float) -> None:
+        for end, error in push.in_flight.poll(now):
+            self._ended(push, end, error, now)
+        if (due := push.machine.next_deadline()) is None or due > now:
+            return
+        running = len(push.in_flight.transfers)
+        self._drive(push, machines.PushTick(f": {running} transfers have not ended" if running else ""), now)
+        if push.in_flight.moves:  # else it waited for room or for our own copies
+            push.link.stalled = "a write took too long"
+        self._links.drive(push.link, peers.Suspected("a push exceeded its deadline"), now)
 
-    def _send(self, report: PushEnded) -> None:
-        if report.terminal and not report.ok:
-            self._failed[report.attempt] = None
-        self._reports.send(report)
+    def _report(self, push: ActivePush, ok: bool, reason: str, terminal: bool) -> None:
+        if terminal:
+            del self._pushes[push.key]
+        late, moved = (push.first_valid_tokens, push.in_flight.moved) if terminal else ({}, Moved())
+        self._send(push.into.attempt, ok, reason, terminal, late, moved)
+
+    def _refuse(self, attempt: bytes, reason: str) -> None:
+        """Report a push that was not begun."""
+        self._send(attempt, False, reason, True, {}, Moved())
+
+    def _send(self, attempt: bytes, ok: bool, reason: str, terminal: bool, late: dict[int, int], moved: Moved) -> None:
+        if terminal and not ok:
+            self._failed[attempt] = None
+        self._reports.send(PushEnded(self._token, self._worker, attempt, ok, reason[:MAX_TEXT], terminal, late, moved))
 
     def _observe(self, phase: Phase, seconds: float) -> None:
         self._stats.observe_phase(phase, seconds)

@@ -53,6 +53,12 @@ class Part:
     staged: Iterator[Chunk] | None
     first_valid_tokens: dict[int, int]
 
+    @property
+    def work(self) -> tuple[Runs | Iterator[Chunk], ...]:
+        """What there is to be written, transfer by transfer."""
+        direct = (self.runs,) if len(self.runs) else ()
+        return direct if self.staged is None else (*direct, self.staged)
+
 
 @dataclass(eq=False, slots=True)
 class WriteLink(PeerLink):

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from vllm_pd_connector.sidechannel.client import Outcome
     from vllm_pd_connector.transport.base import Transport
     from vllm_pd_connector.worker.outbox import Outbox
+    from vllm_pd_connector.worker.peers.event_queue import EventQueue
     from vllm_pd_connector.worker.peers.link import PeerLink
     from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
     from vllm_pd_connector.worker.receive.compare import ChecksumComparison
@@ -76,6 +77,7 @@ class Receives:
         stager: Stager,
         calls: PendingCalls,
         processes: ProcessWatches,
+        events: EventQueue,
         comparison: ChecksumComparison,
         outbox: Outbox,
         reader: int,
@@ -97,7 +99,8 @@ class Receives:
         self._limits = receives.PhaseLimits(
             config.handshake_timeout, config.transfer_timeout, config.confirm_timeout, silent
         )
-        shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, self, self._observe)
+        self._events = events
+        shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, events, self, self._observe)
         self._links = Links(*shared, ReadLink, connected=connected)
         self._asked = Links(*shared, AskLink)
         place = manifest.parallel
@@ -208,43 +211,46 @@ class Receives:
 
     def ready(self, request_id: str, now: float) -> None:
         """Its peer is ready: bind the request and start its reads, or ask for it to be written."""
-        active = self._active[request_id]
+        active = self._active.get(request_id)
+        if active is None or active.reported:  # it has failed since
+            return
         active.plan = active.link.plan
         try:
             require_filled(self._manifest.groups, block_tables(active.request.blocks), active.request.start)
             link = active.link
             bound = link.bind(active.request) if isinstance(link, ReadLink) and not active.asks else None
         except BindError as error:
-            self._drive(active, receives.PeerFailed(str(error)), now, FailureKind.BAD_PARAMETERS)
+            self._handle(active, receives.PeerFailed(str(error)), now, FailureKind.BAD_PARAMETERS)
             return
         except Exception as error:  # a defect of ours that one request met must not reach the others
             logger.exception("request %s: binding failed", active.request.request_id)
-            self._drive(active, receives.PeerFailed(f"{type(error).__name__}: {error}"), now, FailureKind.INTERNAL)
+            self._handle(active, receives.PeerFailed(f"{type(error).__name__}: {error}"), now, FailureKind.INTERNAL)
             return
         self._phase(active, Phase.QUEUE, now)
         if bound is None:
-            self._drive(active, receives.PushReady(), now)
+            self._handle(active, receives.PushReady(), now)
             return
         active.reads, active.first_valid_tokens = bound.reads, bound.first_valid_tokens
         staged = frozenset(i for i, (_, work) in enumerate(active.reads) if not isinstance(work, Runs))
-        self._drive(active, receives.PeerReady(len(active.reads), staged), now)
+        self._handle(active, receives.PeerReady(len(active.reads), staged), now)
 
     def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
         """Its peer cannot be had."""
-        self._drive(self._active[request_id], receives.PeerFailed(reason), now, kind)
+        if (active := self._active.get(request_id)) is not None:
+            self._handle(active, receives.PeerFailed(reason), now, kind)
 
     def lost(self, link: PeerLink, reason: str, now: float) -> None:
         """A peer is lost: what was read from it fails, and what it was asked to write."""
         waiting = receives.ReceiveState.WAITING
         for active in [a for a in self._active.values() if a.link is link and a.machine.state is not waiting]:
-            self._drive(active, receives.PeerFailed(reason), now, FailureKind.PEER_UNREACHABLE)
+            self._handle(active, receives.PeerFailed(reason), now, FailureKind.PEER_UNREACHABLE)
 
     def stalled(self, link: PeerLink, reason: str, now: float) -> None:
         """What is read on this link stands still: it fails now, and its blocks come back when it has ended. What the
         prefill side was asked to write does not go this way."""
         self._stats.count("relinked")
         for active in [a for a in self._active.values() if a.link is link and a.machine.writing and not a.question]:
-            self._drive(active, receives.PeerFailed(reason), now, FailureKind.TRANSFER_FAILED)
+            self._handle(active, receives.PeerFailed(reason), now, FailureKind.TRANSFER_FAILED)
 
     def uses(self, link: PeerLink) -> bool:
         """Whether a receive holds this link, or one that was given up still holds slots."""
@@ -253,7 +259,13 @@ class Receives:
     # One receive
 
     def _drive(self, active: ActiveReceive, event: receives.Event, now: float, kind: FailureKind | None = None) -> None:
-        """Give a receive's machine an event and carry out what it asks for. `kind` labels a failure it may lead to."""
+        """Give a receive's machine an event, in its turn. `kind` labels a failure it may lead to."""
+        self._events.put(lambda: self._handle(active, event, now, kind))
+
+    def _handle(
+        self, active: ActiveReceive, event: receives.Event, now: float, kind: FailureKind | None = None
+    ) -> None:
+        """Carry out what a receive's machine asks for."""
         if kind is not None:
             active.kind = kind
         for action in active.machine.handle(event, now):
