@@ -9,13 +9,12 @@ import pytest
 
 from vllm_pd_connector.protocol.push import push as p
 from vllm_pd_connector.protocol.transfers import TransferDone, TransferFailed
-from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef, PushInto, WriteCommand
+from vllm_pd_connector.protocol.wire.push_messages import WriteCommand
 
 LIMIT, LATE = 20.0, 1000.0
-HOME = InstanceAddress("decode-0", "ab" * 16, "127.0.0.1", 5600)
-INTO = PushInto(PrefillRef("cmpl-1", None), HOME, 0, 0, 0, 1, b"a" * 16, (), 0, 40, "0" * 16)
-FIRST = WriteCommand(INTO, (), 16, 1, final=False)
-LAST = WriteCommand(INTO, (), 40, 2, final=True)
+ATTEMPT = b"a" * 16
+FIRST = WriteCommand(ATTEMPT, (), 16, 1, final=False)
+LAST = WriteCommand(ATTEMPT, (), 40, 2, final=True)
 
 EVENTS: list[tuple[p.Event, float]] = [
     (p.Linked(), 0.0),

@@ -15,7 +15,7 @@ from tests.support.worker.writer import CONFIG, SOURCE, TINY, Target, Writer, fr
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, ProtocolError, TransferError
 from vllm_pd_connector.metadata import GroupBlocks, PushTerms, encode_tables
-from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, PrefillRef, PushEnded
+from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, PrefillRef, PushEnded, WriteCommand
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.worker.push.completion import RETRY_S
@@ -229,8 +229,8 @@ def test_an_order_that_comes_after_its_push_has_failed_is_not_carried_out(writer
     target.loop.submit([target.request(writer)], [])
     assert target.wait_for("d") == [False]
     freed(writer, "a")
-    begun = []
-    in_its_thread(writer.loops[1], lambda now: begun.append((obey(commands[0], now), dict(pushes._pushes))))
+    begun, [write] = [], [command for command in commands if isinstance(command, WriteCommand)]
+    in_its_thread(writer.loops[1], lambda now: begun.append((obey(write, now), dict(pushes._pushes))))
     assert begun == [(None, {})], "blocks were written into that the decode instance has for others"
 
 

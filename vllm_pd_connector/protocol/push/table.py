@@ -40,6 +40,7 @@ from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef, Table
 from vllm_pd_connector.protocol.wire.messages import ReadDone, Reply
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
+    BeginCommand,
     CancelCommand,
     DeclinePush,
     PrefillRef,
@@ -321,9 +322,11 @@ class PushTable:
         reached = (prefill.ready, prefill.finished)
         if reached == registration.last or prefill.ready == 0 or prefill.failure:
             return
-        command = WriteCommand(registration.into, prefill.source, prefill.ready, prefill.step, prefill.finished)
+        into = registration.into
+        write = WriteCommand(into.attempt, prefill.source, prefill.ready, prefill.step, prefill.finished)
+        first = registration.last == (0, False)
         try:
-            self._replies += self._commands.add(command)
+            self._replies += self._commands.add(BeginCommand(into), write) if first else self._commands.add(write)
         except ProtocolError as error:
             self._fail_prefill(prefill, str(error))
             return

@@ -20,7 +20,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import BindError, ProtocolError, TransferError, UnauthenticatedPeer
 from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
@@ -32,6 +31,7 @@ from vllm_pd_connector.protocol.wire.fields import MAX_TEXT
 from vllm_pd_connector.protocol.wire.messages import Describe, Manifests
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
+    BeginCommand,
     CancelCommand,
     Commands,
     Moved,
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from vllm_pd_connector.config import Config
     from vllm_pd_connector.geometry.manifest import Manifest
     from vllm_pd_connector.protocol.transfers import TransferEnd
+    from vllm_pd_connector.protocol.wire.push_messages import Command, PushInto
     from vllm_pd_connector.sidechannel.client import Outcome
     from vllm_pd_connector.transport.base import Transport
     from vllm_pd_connector.worker.peers.event_queue import EventQueue
@@ -59,8 +60,6 @@ if TYPE_CHECKING:
     from vllm_pd_connector.worker.staging.stager import Stager, Stream
 
 logger = init_logger(__name__)
-
-REMEMBER = 4096  # attempts that failed, for commands to go on that were on their way
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +107,9 @@ class Pushes:
         shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, events, self, self._observe)
         self._links = Links(*shared, self._make_link, "decode instance")
         self._pushes: dict[str, ActivePush] = {}
-        self._failed: Bounded[bytes, None] = Bounded(REMEMBER)
         self.waiting = False  # whether a push waits for the end of a step; read by other threads
         self._seen = 0
-        self._push_requester = False
+        self._asking = False
         self._ask_at = 0.0
 
     def _make_link(self, machine: peers.Peer, engine_id: str, endpoint: str, now: float) -> WriteLink:
@@ -119,7 +117,7 @@ class Pushes:
 
     def turn(self, now: float) -> None:
         """One round: ask for commands, write what may be written, look at transfers and deadlines."""
-        if not self._push_requester and self._ask_at <= now:
+        if not self._asking and self._ask_at <= now:
             self._await_commands(now)
         self._reports.turn(now)
         step = self._clock.done()
@@ -131,7 +129,7 @@ class Pushes:
 
     def next_deadline(self, now: float) -> float | None:
         """When a turn is due at the latest."""
-        moments = [] if self._push_requester else [self._ask_at]
+        moments = [] if self._asking else [self._ask_at]
         moments += [due for due in (self._links.next_deadline(), self._reports.next_deadline()) if due is not None]
         for push in self._pushes.values():
             moments += push.in_flight.next_look(now, draining=push.machine.failed)
@@ -151,13 +149,13 @@ class Pushes:
         message = AwaitCommands(self._token, self._worker, self._seen)
         try:
             self._calls.ask(self._home, message, IDLE_ANSWER_S + HOME_TIMEOUT_S, self._ordered)
-            self._push_requester = True
+            self._asking = True
         except ProtocolError as error:
             logger.error("orders of the scheduler half: %s", error)
             self._ask_at = now + RETRY_S
 
     def _ordered(self, outcome: Outcome, now: float) -> None:
-        self._push_requester = False
+        self._asking = False
         match outcome:
             case Commands(last=last, orders=commands):
                 if commands and not self._own:
@@ -172,55 +170,53 @@ class Pushes:
 
     def _learn_own(self, now: float) -> None:
         """Fetch the manifests of this instance's ranks; the commands are handed out again afterwards."""
-        self._push_requester = True
+        self._asking = True
         try:
             self._calls.ask(self._home, Describe(), HOME_TIMEOUT_S, self._learned)
         except ProtocolError as error:
             self._learned(error, now)
 
     def _learned(self, outcome: Outcome, now: float) -> None:
-        self._push_requester = False
+        self._asking = False
         if isinstance(outcome, Manifests):
             self._own = outcome.manifests
         else:
             logger.warning("manifests of this instance: %s", outcome)
             self._ask_at = now + RETRY_S
 
-    def _obey(self, command: WriteCommand | CancelCommand, now: float) -> None:
-        if isinstance(command, CancelCommand):
-            push = self._pushes.get(command.attempt.hex())
-            if push is not None:
-                self._drive(push, machines.GivenUp(command.reason), now)
-            else:
-                self._refuse(command.attempt, command.reason)
-            return
-        push = self._pushes.get(command.into.attempt.hex())
-        if push is None and command.into.attempt in self._failed:
-            return  # the decode instance was told that nothing of it lands any more, and may use the blocks again
-        if push is None:
-            home = command.into.home
-            try:
-                require_known_server(
-                    home.host, home.server_key, self._keys, self._config.allow_unauthenticated_peers, "decode instance"
-                )
-            except UnauthenticatedPeer as error:
-                self._refuse(command.into.attempt, str(error))
-                return
-            key = PeerKey(home.host, home.port, home.incarnation, home.server_key)
-            link = self._links.get(key, home.engine_id, now)
-            machine = machines.Push(self._config.transfer_timeout)
-            push = ActivePush(command.into, link, machine, command.into.start)
-            push.in_flight = InFlight(push, self._links, link, self._transport, self._stager, writes=True)
-            self._pushes[push.key] = push
-            self._links.drive(link, peers.Wanted(push.key), now)
-        self._drive(push, machines.Commanded(command), now)
+    def _obey(self, command: Command, now: float) -> None:
+        match command:
+            case BeginCommand(into):
+                self._begin(into, now)
+            case WriteCommand(attempt):
+                if (push := self._pushes.get(attempt.hex())) is not None:  # else it has failed, and that was reported
+                    self._drive(push, machines.Commanded(command), now)
+            case CancelCommand(attempt, reason):
+                if (push := self._pushes.get(attempt.hex())) is not None:
+                    self._drive(push, machines.GivenUp(reason), now)
+                else:
+                    self._refuse(attempt, reason)
 
-    def _try(self, command: WriteCommand | CancelCommand, now: float) -> None:
+    def _begin(self, into: PushInto, now: float) -> None:
+        home, unkeyed = into.home, self._config.allow_unauthenticated_peers
+        try:
+            require_known_server(home.host, home.server_key, self._keys, unkeyed, "decode instance")
+        except UnauthenticatedPeer as error:
+            self._refuse(into.attempt, str(error))
+            return
+        key = PeerKey(home.host, home.port, home.incarnation, home.server_key)
+        link = self._links.get(key, home.engine_id, now)
+        push = ActivePush(into, link, machines.Push(self._config.transfer_timeout), into.start)
+        push.in_flight = InFlight(push, self._links, link, self._transport, self._stager, writes=True)
+        self._pushes[push.key] = push
+        self._links.drive(link, peers.Wanted(push.key), now)
+
+    def _try(self, command: Command, now: float) -> None:
         try:
             self._obey(command, now)
         except Exception as error:  # one order must not cost the others, which are not handed out again
             logger.exception("an order of the scheduler half failed")
-            attempt = command.attempt if isinstance(command, CancelCommand) else command.into.attempt
+            attempt = command.into.attempt if isinstance(command, BeginCommand) else command.attempt
             self._obey(CancelCommand(attempt, f"unexpected {type(error).__name__}: {error}"[:MAX_TEXT]), now)
 
     # What becomes of links (`peers.pool.User`)
@@ -340,16 +336,12 @@ class Pushes:
         if terminal:
             del self._pushes[push.key]
         late, moved = (push.first_valid_tokens, push.in_flight.moved) if terminal else ({}, Moved())
-        self._send(push.into.attempt, ok, reason, terminal, late, moved)
+        attempt, reason = push.into.attempt, reason[:MAX_TEXT]
+        self._reports.send(PushEnded(self._token, self._worker, attempt, ok, reason, terminal, late, moved))
 
     def _refuse(self, attempt: bytes, reason: str) -> None:
-        """Report a push that was not begun."""
-        self._send(attempt, False, reason, True, {}, Moved())
-
-    def _send(self, attempt: bytes, ok: bool, reason: str, terminal: bool, late: dict[int, int], moved: Moved) -> None:
-        if terminal and not ok:
-            self._failed[attempt] = None
-        self._reports.send(PushEnded(self._token, self._worker, attempt, ok, reason[:MAX_TEXT], terminal, late, moved))
+        """Report a push that was not begun, or is over."""
+        self._reports.send(PushEnded(self._token, self._worker, attempt, False, reason[:MAX_TEXT], True))
 
     def _observe(self, phase: Phase, seconds: float) -> None:
         self._stats.observe_phase(phase, seconds)
