@@ -90,7 +90,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "slots that nobody writes are zeroed before a receive is reported",
-        "Receives", "        if ok and (reason := self._blank(active)):", "        if False:",
+        "Receives", "        if ok and (reason := blank(active, self._stager.copier)):", "        if False:",
         "test_a_read_puts_the_logical_elements_in_place_and_ends_the_lease",
     ),
     Guarantee(
@@ -423,7 +423,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a failed receive gives its lease back",
-        "Receives", "            self._give_back(active)\n", "            pass\n",
+        "Receives", "            give_back(active, self._calls)\n", "            pass\n",
         "test_block_ids_that_do_not_fit_fail_that_request_alone",
     ),
     Guarantee(
@@ -494,7 +494,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "blocks that are compared with what was written are kept until then",
-        "PushTable", "            if lease is not None:\n", "            if False:\n",
+        "PushTable", "            if answer.lease is not None:\n", "            if False:\n",
         "test_a_reader_who_compares_is_given_the_lease_and_not_taken_for_served",
     ),
     Guarantee(

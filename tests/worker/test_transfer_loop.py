@@ -31,7 +31,7 @@ from vllm_pd_connector.geometry.staging.strided_copy import Copy
 from vllm_pd_connector.metadata import ReceiveRequest
 from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.outbox import Outbox
-from vllm_pd_connector.worker.receive import driver
+from vllm_pd_connector.worker.receive import ending
 from vllm_pd_connector.worker.receive.read_link import Bound, ReadLink
 from vllm_pd_connector.worker.transfer_loop import TransferLoop
 
@@ -206,7 +206,7 @@ def test_a_peer_that_does_not_answer_fails_the_request_in_time(decode):
 def test_a_peer_that_nobody_listens_for_fails_the_request_at_once_and_is_named_once(decode, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(
-        driver, "logger", SimpleNamespace(error=lambda text, *of: said.append(text % of), debug=lambda *_: None)
+        ending, "logger", SimpleNamespace(error=lambda text, *of: said.append(text % of), debug=lambda *_: None)
     )
     decode.loop.submit([announced_at(port := free_port())], [])
     assert decode.wait_for("a") == [False]

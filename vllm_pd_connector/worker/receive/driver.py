@@ -15,7 +15,6 @@ from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import BindError, ProtocolError, TransferError
 from vllm_pd_connector.geometry.bind import require_filled
 from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.geometry.staging.blanks import blanks
 from vllm_pd_connector.metadata import ReceiveRequest, block_tables
 from vllm_pd_connector.observability.stats import FailureKind, Phase
 from vllm_pd_connector.protocol import peer as peers
@@ -23,14 +22,13 @@ from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.push.table import ANSWER_S
 from vllm_pd_connector.protocol.receive import Receive
 from vllm_pd_connector.protocol.transfers import TransferDone
-from vllm_pd_connector.protocol.wire.fields import Reading
-from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, ReadDone, ReadVerdict, Release
-from vllm_pd_connector.protocol.wire.push_messages import DeclinePush
+from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, ReadDone, ReadVerdict
 from vllm_pd_connector.worker.checksums import is_chosen
 from vllm_pd_connector.worker.in_flight import InFlight
 from vllm_pd_connector.worker.peers.pool import FETCH_ATTEMPTS, Links
 from vllm_pd_connector.worker.peers.process_watch import LOOK_S
 from vllm_pd_connector.worker.receive.active import ActiveReceive
+from vllm_pd_connector.worker.receive.ending import blank, give_back, log_failure, missing
 from vllm_pd_connector.worker.receive.push_link import AskLink
 from vllm_pd_connector.worker.receive.push_request import PushRequester
 from vllm_pd_connector.worker.receive.read_link import ReadLink
@@ -54,7 +52,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 CONFIRM_ATTEMPTS = 3
-RELEASE_TIMEOUT_S = 5.0
 
 
 class Receives:
@@ -168,7 +165,7 @@ class Receives:
                 if waited:
                     self._drive(active, receives.PeerFailed(self._in_vain(active)), now, FailureKind.PEER_UNREACHABLE)
                 else:
-                    self._drive(active, receives.ReceiveTick(missing=self._missing(active)), now, FailureKind.DEADLINE)
+                    self._drive(active, receives.ReceiveTick(missing=missing(active)), now, FailureKind.DEADLINE)
                 if active.in_flight.moves:  # else it waited for room or for our own copies, or did not read
                     active.link.stalled = "a read took too long"
                 if not waited:
@@ -345,7 +342,7 @@ class Receives:
         active.reads = []
         account = self._stager.account(active)
         active.in_flight.cancel()
-        if ok and (reason := self._blank(active)):
+        if ok and (reason := blank(active, self._stager.copier)):
             ok, active.kind = False, FailureKind.INTERNAL
         stats = self._stats
         if ok:
@@ -360,37 +357,12 @@ class Receives:
             self._trace(active)
         else:
             stats.fail(active.kind)
-            log = logger.info if active.kind is FailureKind.ABORTED else logger.error
-            log(
-                "request %s: receive of tokens [%d, %d) of prefill request %s%s failed: %s%s%s",
-                request.request_id,
-                request.start,
-                request.stop,
-                active.prefill,
-                "" if str(active.link.machine.key) in reason else f" at {active.link.endpoint}",
-                reason,
-                f" ({account})" if account else "",
-                "; its blocks stay in quarantine until no transfer can write into them" if quarantined else "",
-            )
-            self._give_back(active)
+            log_failure(active, reason, account, quarantined)
+            give_back(active, self._calls)
             active.in_flight.give_up(now)
         groups = self._manifest.groups
         unshareable = {group: token // groups[group].block_tokens for group, token in active.first_valid_tokens.items()}
         self._outbox.finished(request.request_id, ok=ok, quarantined=quarantined, unshareable=unshareable)
-
-    def _blank(self, active: ActiveReceive) -> str:
-        """Zero what nobody wrote of a receive's blocks; returns why that failed, empty if it did not."""
-        assert active.plan is not None
-        request, copier = active.request, self._stager.copier
-        try:
-            tables = block_tables(request.blocks)
-            for place in blanks(active.plan, tables, request.start, request.stop, active.first_valid_tokens):
-                copier.blank(place)
-            copier.finish()
-        except Exception as error:  # what is left there may be anything
-            logger.exception("request %s: zeroing what was not written", request.request_id)
-            return f"{type(error).__name__}: {error}"
-        return ""
 
     def _trace(self, active: ActiveReceive) -> None:
         try:
@@ -407,35 +379,6 @@ class Receives:
         active.progress = progress
         self._drive(active, receives.ReceiveTick(moved=True), now)
         return True
-
-    def _missing(self, active: ActiveReceive) -> str:
-        """What a receive waits for, for whoever reads that it took too long."""
-        match active.machine.state:
-            case receives.ReceiveState.READING:
-                return f"{len(active.machine.writing)} transfers have not ended, and no part of one has since"
-            case receives.ReceiveState.VERIFYING:
-                return "the prefill side's sums did not come"
-            case receives.ReceiveState.CONFIRMING:
-                return "the prefill side did not say whether it held the blocks"
-        return ""
-
-    def _give_back(self, active: ActiveReceive) -> None:
-        """Tell the prefill side that this lease needs no keeping; nobody waits for the answer."""
-        push = active.request.push
-        if active.lease is not None:
-            lease, request = active.lease, active.request
-            message: Release | DeclinePush = Release(
-                (Reading(lease.request_id, lease.nonce, request.attempt, request.shared),)
-            )
-        elif active.question:
-            return  # whom we asked to write has failed the push itself, or learns it by the withdrawal
-        else:
-            assert push is not None
-            message = DeclinePush(push.prefill, push.waited_s + max(time.monotonic() - active.began, 0.0))
-        try:
-            self._calls.ask(active.link.endpoint, message, RELEASE_TIMEOUT_S)
-        except ProtocolError as error:
-            logger.debug("giving back prefill %s: %s", active.prefill, error)
 
     def _observe(self, phase: Phase, seconds: float) -> None:
         self._stats.observe_phase(phase, seconds)
