@@ -13,16 +13,15 @@ PYTEST := $(if $(VLLM),PD_TEST_VLLM=$(VLLM) PYTHONPATH="$$($(RUN) tools/vllm_ove
 JOBS ?= 3
 PARALLEL := -n $(JOBS) --dist worksteal
 
-# What computes with torch, whose kernels are those of the processor.
-COMPUTING := tests/models tests/compat tests/test_connector.py tests/test_content.py tests/worker/test_outbox_and_stats.py \
-	tests/scheduler/test_prompts.py tests/worker/staging/test_stager.py \
-	tests/worker/staging/test_stager_of_pushes.py tests/worker/staging/test_copiers.py tests/worker/test_checksums.py
+# What computes with torch, whose kernels are those of the processor: the reference attention. Nothing else moves or sums
+# bytes with it on a CPU.
+COMPUTING := tests/models
 
 .PHONY: help setup setup-light test-light demo lint test test-unit test-kernels test-full faults fuzz contract bench clean
 
 help:
 	@echo "make demo       P, D and a router on the CPU; compares every answer with a plain run"
-	@echo "make test       lint, all tests without servers, a pairwise choice of the end-to-end matrix"
+	@echo "make test       lint, all tests without servers, a choice of those with servers"
 	@echo "make test-unit  all tests without servers"
 	@echo "make test-light geometry, protocol, side channel, transports: in an environment without vLLM and torch"
 	@echo "make test-kernels  what computes, with torch's kernels for AVX2 and for any processor"
@@ -59,17 +58,17 @@ test-unit: setup
 	$(PYTEST) $(PARALLEL)
 
 test-kernels: setup
-	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) $(PARALLEL) $(COMPUTING)
-	ATEN_CPU_CAPABILITY=default $(PYTEST) $(PARALLEL) $(COMPUTING)
+	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) $(COMPUTING)
+	ATEN_CPU_CAPABILITY=default $(PYTEST) $(COMPUTING)
 
 test: lint
 	$(PYTEST) $(PARALLEL)
-	$(PYTEST) -m guarantees
-	$(PYTEST) -m "e2e and not matrix"
+	$(PYTEST) -m guarantees tests/guarantees
+	$(PYTEST) -m "e2e and not matrix" tests/e2e tests/faults
 
 test-full: lint
 	PD_TEST_EFFORT=full $(PYTEST) $(PARALLEL)
-	$(PYTEST) -m guarantees
+	$(PYTEST) -m guarantees tests/guarantees
 	$(PYTEST) -m e2e
 	$(RUN) tools/compat_table.py
 

@@ -19,7 +19,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from vllm_pd_connector.geometry.bind import BlockTable, Tail, bind
+from vllm_pd_connector.geometry.bind import Tail, bind
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.checksums.digest import digests
 from vllm_pd_connector.geometry.layouts.attention import PageView, cpu_attention, key_value
 from vllm_pd_connector.geometry.manifest import (
@@ -89,11 +90,11 @@ def make_worker(
 
 def scattered(blocks: int, seed: int) -> tuple[BlockTable]:
     ids = np.random.default_rng(seed).permutation(np.arange(1, 2048))[:blocks]
-    return (BlockTable(0, ids.astype(np.int64)),)
+    return (BlockTable.of(0, ids.tolist()),)
 
 
 def contiguous(blocks: int) -> tuple[BlockTable]:
-    return (BlockTable(0, np.arange(1, blocks + 1, dtype=np.int64)),)
+    return (BlockTable.of(0, range(1, blocks + 1)),)
 
 
 def measure(name: str, action: Callable[[], object], reps: int, **more: object) -> dict[str, object]:
@@ -159,7 +160,7 @@ def plan_cases(reps: int) -> list[dict[str, object]]:
 
 def blank_cases(reps: int) -> list[dict[str, object]]:
     rows = []
-    table = (BlockTable(0, np.array([1], dtype=np.int64)),)
+    table = (BlockTable.of(0, [1]),)
     for name, there, here in (
         ("like pages", "LBHNC", "LBHNC"),
         ("NHD to HND", "LBNHC", "LBHNC"),
@@ -184,7 +185,7 @@ def blank_cases(reps: int) -> list[dict[str, object]]:
 def digest_cases(reps: int) -> list[dict[str, object]]:
     worker = make_worker(0, 1, tokens=128, blocks=20, layers=2)
     memory = [np.random.default_rng(0).integers(0, 256, worker.segments[0].length, dtype=np.uint8)]
-    tables = (BlockTable(0, np.arange(1, 17, dtype=np.int64)),)
+    tables = (BlockTable.of(0, range(1, 17)),)
     size = 16 * 128 * HEADS * 2 * CHANNELS * ITEM * 2
     return [measure("digest, 2 layers", lambda: digests(worker, memory, tables, 0, 2048), reps, megabytes=size / 1e6)]
 

@@ -34,7 +34,8 @@ import bind as bench_bind
 import msgspec
 import numpy as np
 
-from vllm_pd_connector.geometry.bind import BlockTable, bind, pair
+from vllm_pd_connector.geometry.bind import bind, pair
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
 from vllm_pd_connector.geometry.plan import Edge, make_plan
 from vllm_pd_connector.geometry.staging import chunks as chunking
@@ -143,8 +144,7 @@ class Request:
         [edge] = make_plan(worker(destination, ours, tokens), [worker(source, theirs, tokens)]).edges
         random = np.random.default_rng(7)
         tables = [
-            [BlockTable(0, (random.permutation(tokens // page) + 1).astype(np.int64))]
-            for _, page in (source, destination)
+            [BlockTable.of(0, (random.permutation(tokens // page) + 1).tolist())] for _, page in (source, destination)
         ]
         return cls(edge, *tables, tokens)
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.distributions import use_checkout
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,9 +26,15 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = os.environ.get("PD_TEST_VLLM", "")
     if wanted and not (found := importlib.metadata.version("vllm")).startswith(f"{wanted}."):
         raise pytest.UsageError(f"PD_TEST_VLLM={wanted}, but the vllm in this environment is {found}")
+    metadata = tempfile.TemporaryDirectory()
+    config.add_cleanup(metadata.cleanup)
+    use_checkout(Path(metadata.name))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("transports")
+    group.addoption("--transport", default="", help="run the conformance suite over this transport alone")
+    group.addoption("--transport-options", default="{}", help="its transport_options, as JSON")
     group = parser.getgroup("end-to-end")
     group.addoption("--kv-connector", default="PDConnector", help="connector of the pairs (default: this project's)")
     group.addoption("--row", default="", help="run only rows of the matrix whose name contains this text")

@@ -3,7 +3,7 @@
     vllm-pd explain PREFILL DECODE   may this pair work, who moves what to whom, which layouts are converted
     vllm-pd manifest SOURCE -o FILE  save what an instance says of itself
     vllm-pd keygen DIRECTORY         make the keys with which instances authenticate each other
-    vllm-pd proxy --prefill URL …    a P/D router (docs/router.md)
+    vllm-pd proxy --prefill URL …    a P/D router (proxy/README.md)
     vllm-pd announce ROUTER URL …    tell vLLM's router, in its discovery mode, which instances there are
 
 An instance is a file of manifests (JSON or msgpack, as `manifest` writes them) or a live side channel,
@@ -24,17 +24,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm_pd_connector.arguments import base_url, host_and_port, seconds
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError, ProtocolError
 from vllm_pd_connector.geometry.explain import Explanation, Movement, explain_pair
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.staging.chunks import CHUNKS_PER_BUFFER
 from vllm_pd_connector.protocol.wire.messages import Describe, Failure, GetManifests, Manifests, Request
-from vllm_pd_connector.proxy.urls import base_url, host_and_port, seconds
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
 from vllm_pd_connector.sidechannel.net.keys import Keys, create_keys, create_secret, load_keys, public_key
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
-from vllm_pd_connector.sidechannel.waiting import Wake, ask
+from vllm_pd_connector.sidechannel.waiting import ask
+from vllm_pd_connector.wake import Wake
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,17 +116,9 @@ def _announce(options: argparse.Namespace) -> int:
 
 
 def _proxy(words: Sequence[str]) -> int:
-    """The router, whose options need aiohttp: the other commands do without."""
-    try:
-        from vllm_pd_connector.proxy import serve
-    except ModuleNotFoundError as error:
-        if error.name != "aiohttp":
-            raise
-        print("vllm-pd proxy: aiohttp is missing; pip install vllm-pd-connector[proxy]", file=sys.stderr)
-        return UNANSWERED
-    parser = argparse.ArgumentParser(prog="vllm-pd proxy", description="A P/D router; see docs/router.md.")
-    serve.add_arguments(parser)
-    return serve.run(parser.parse_args(words))
+    from vllm_pd_connector.proxy.__main__ import main as run_router
+
+    return run_router(words)
 
 
 def _positive(text: str) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from vllm_pd_connector.errors import InvalidConfig
+from vllm_pd_connector.transport import registry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,7 +32,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """What a user can set. See docs/configuration.md for the table that explains each key.
 
     Attributes:
-        transport: which library moves the bytes.
+        transport: which library moves the bytes: a name that `transport.registry` knows.
         mode: who moves the bytes: "pull" (the decode side reads when the prefill has finished), "push" (the prefill
             side writes, while it still computes) or "auto" (the decode side tries both when it first meets a prefill
             instance, and takes the faster). A prefill instance in mode push or auto serves all kinds.
@@ -67,7 +68,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         digest_dir: test switch; every worker writes layout-invariant digests of what it sent or received there.
     """
 
-    transport: Literal["nixl", "mooncake", "loopback"] = "nixl"
+    transport: str = "nixl"
     mode: Literal["pull", "push", "auto"] = "pull"
     push_when: Literal["steps", "end"] = "steps"
     side_channel_host: str | None = None
@@ -213,4 +214,5 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
             f"kv_connector_extra_config.staging_bytes is {config.staging_bytes}: it must be in "
             f"[0, {MAX_STAGING_BYTES}] bytes"
         )
+    registry.find(config.transport)
     return config

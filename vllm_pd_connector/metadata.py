@@ -10,50 +10,61 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from vllm_pd_connector.compat.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-from vllm_pd_connector.geometry.bind import BlockTable, latest
-from vllm_pd_connector.protocol.wire.fields import NONCE_BYTES, Table
+from vllm_pd_connector.geometry.bind import latest
+from vllm_pd_connector.protocol.wire.fields import NONCE_BYTES, LeaseRef
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from vllm_pd_connector.protocol.params.parse import RemotePrefill
+    from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.peer import PeerKey
     from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
 
 
 @dataclass(frozen=True, slots=True)
-class GroupBlocks:
-    """Logical block ids of one group: entry i is logical block `first_block + i`, id 0 is vLLM's null block."""
+class ReadFrom:
+    """A finished prefill that is read: its instance, the lease under which it is held, and its blocks there, one table
+    per transfer group."""
 
-    first_block: int
-    ids: tuple[int, ...]
-
-
-def encode_tables(tables: Iterable[GroupBlocks]) -> tuple[Table, ...]:
-    """Block tables as they travel."""
-    return tuple(Table(table.first_block, np.asarray(table.ids, dtype="<i4").tobytes()) for table in tables)
-
-
-def block_tables(tables: Iterable[GroupBlocks]) -> list[BlockTable]:
-    """Block tables as they are bound."""
-    return [BlockTable(table.first_block, np.asarray(table.ids, dtype=np.int64)) for table in tables]
+    peer: PeerKey
+    engine_id: str
+    lease: LeaseRef
+    blocks: tuple[BlockTable, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PushTerms:
-    """Whom a decode worker asks to write: the prefill instance, which prefill there, and where the decode instance's
-    own manifests are. The incarnation in `peer` is empty if the request does not tell it. `waited_s`: since the request
-    arrived here, when it was ordered."""
+class PushFrom:
+    """A prefill that its instance is asked to write, finished or not; `home` is where the decode instance's own
+    manifests are. The incarnation in `peer` is empty if the request does not tell it."""
 
     peer: PeerKey
     engine_id: str
     prefill: PrefillRef
     home: InstanceAddress
     prompt_digest: str
-    waited_s: float = 0.0
+
+    @property
+    def lease(self) -> LeaseRef | None:
+        """Under which it is held; None where that is not known, since nobody has computed it yet."""
+        return LeaseRef(self.prefill.name, self.prefill.nonce) if self.prefill.nonce is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    """A finished prefill that comes by whichever is the faster way to its instance."""
+
+    read: ReadFrom
+    push: PushFrom
+
+
+@dataclass(frozen=True, slots=True)
+class BadParameters:
+    """None: the request's parameters were refused. A worker reports it, in the way that vLLM's contract wants."""
+
+    reason: str
+
+
+Source = ReadFrom | PushFrom | Either | BadParameters
+"""Whose caches a request gets, and by which way."""
 
 
 def draw_attempt() -> bytes:
@@ -66,22 +77,39 @@ class ReceiveRequest:
     """Get tokens [start, stop) of a request into `blocks`: one entry per transfer group, which names the blocks that
     are to be filled. A group gets the tokens from its first block on; what a prefix hit holds is not named.
 
-    They are read from `remote`, or, if `push` is set, written by the prefill instance that it names; with `either`, by
-    whichever is the faster way to that instance. `error` is set instead of both when the request's parameters were
-    refused: the worker reports the failure in the way that vLLM's contract wants. `attempt` and `shared` are those of
-    `protocol.wire.fields.Reading`.
+    `attempt` and `shared` are those of `protocol.wire.fields.Reading`; `waited_s` is since the request arrived here.
     """
 
     request_id: str
-    remote: RemotePrefill | None
-    error: str
-    blocks: tuple[GroupBlocks, ...]
+    source: Source
+    blocks: tuple[BlockTable, ...]
     start: int
     stop: int
-    push: PushTerms | None = None
-    either: bool = False
     attempt: bytes = field(default_factory=draw_attempt)
     shared: bool = False
+    waited_s: float = 0.0
+
+    @property
+    def read(self) -> ReadFrom | None:
+        """What can be read; None if nothing can."""
+        match self.source:
+            case (ReadFrom() as read) | Either(read=read):
+                return read
+        return None
+
+    @property
+    def push(self) -> PushFrom | None:
+        """What can be written; None if nothing can."""
+        match self.source:
+            case (PushFrom() as push) | Either(push=push):
+                return push
+        return None
+
+    @property
+    def lease(self) -> LeaseRef | None:
+        """Under which the prefill is held; None if that is not known."""
+        prefill = self.read or self.push
+        return prefill.lease if prefill is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +117,7 @@ class HeldRequest:
     """A finished prefill whose blocks are held; sent to the workers only for the digest trace."""
 
     request_id: str
-    blocks: tuple[GroupBlocks, ...]
+    blocks: tuple[BlockTable, ...]
     num_tokens: int
 
 

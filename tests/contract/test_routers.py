@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.handed_over import handed_over
-from vllm_pd_connector.observability.instance import EngineInfo
+from vllm_pd_connector.instance_info import EngineInfo
 from vllm_pd_connector.protocol.params.answer import require_signature
 from vllm_pd_connector.protocol.params.bootstrap import HostPort, encode_answer, parse_answer, parse_bootstrap_address
 from vllm_pd_connector.protocol.params.parse import (

@@ -13,16 +13,14 @@ import pytest
 
 from vllm_pd_connector.cli import _parser
 from vllm_pd_connector.config import parse_config
-from vllm_pd_connector.observability.instance import ROLES
+from vllm_pd_connector.instance_info import ROLES
 from vllm_pd_connector.proxy.serve import add_arguments, options_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
-    *(
-        f"docs/{name}.md"
-        for name in ("quickstart", "containers", "router", "configuration", "multi-connector", "accuracy")
-    ),
+    "vllm_pd_connector/proxy/README.md",
+    *(f"docs/{name}.md" for name in ("quickstart", "containers", "configuration", "multi-connector", "accuracy")),
 )
 PROMPT = re.compile(r"^([0-9.]+\$|CUDA_VISIBLE_DEVICES=\S+) ")
 OURS = re.compile(r"examples/launch\S+|vllm serve |vllm-pd ")

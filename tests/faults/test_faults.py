@@ -11,9 +11,7 @@ from examples.launch import Servers
 from tests.faults.campaign import make_world, run
 from tests.faults.plan import ONE_PAIR, plan
 from tests.faults.results import by_kind, count
-from tests.faults.short_campaign import NUMBER, SECONDS
-
-SEED = 20261121
+from tests.faults.short_campaign import NUMBER, SECONDS, SEED
 
 
 @pytest.mark.e2e

@@ -22,7 +22,7 @@ from tests.faults.instances import LEASE_S, LIMITS, Instance, spec_of
 from tests.faults.system.network import Network
 from tests.faults.system.relay import Relay, forward
 from tests.support.servers.workload import Prompt, completion, prompts
-from vllm_pd_connector.observability.instance import parse
+from vllm_pd_connector.instance_info import parse
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 PATIENCE_S = sum(LIMITS.values()) + 6.0

@@ -27,6 +27,7 @@ from tests.fuzz.forms import (
     of_json,
 )
 from tests.support.geometry.world import Model, Side, instance
+from tests.support.handed_over import answer_of
 from vllm_pd_connector import cli
 from vllm_pd_connector.errors import (
     BindError,
@@ -37,16 +38,17 @@ from vllm_pd_connector.errors import (
     ProtocolError,
     TransferError,
 )
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.plan import make_plan
 from vllm_pd_connector.geometry.topology import check_pd_topology
-from vllm_pd_connector.observability.instance import INFO_SERIES, EngineInfo, parse
+from vllm_pd_connector.instance_info import INFO_SERIES, EngineInfo, parse
 from vllm_pd_connector.protocol.params import bootstrap
 from vllm_pd_connector.protocol.params import parse as p
-from vllm_pd_connector.protocol.params.answer import remote_prefill_params, require_signature
+from vllm_pd_connector.protocol.params.answer import encode_params, require_signature
 from vllm_pd_connector.protocol.peer import Peer, PeerKey
 from vllm_pd_connector.protocol.wire import messages as m
-from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading, Table
+from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
     BeginCommand,
@@ -82,7 +84,7 @@ OWN = tuple(map(msgspec.msgpack.encode, REMOTE))
 LEASE = LeaseRef("cmpl-1", bytes(range(16)))
 READING = Reading("cmpl-1", bytes(range(16)), bytes(16))
 PREFILL = PrefillRef("cmpl-1", None)
-TABLES = (Table(0, b"\1\0\0\0\2\0\0\0"),)
+TABLES = (BlockTable(0, b"\1\0\0\0\2\0\0\0"),)
 INTO = PushInto(
     PREFILL,
     InstanceAddress("decode-0", "ab" * 16, "10.0.0.2", 5600, "k" * 40),
@@ -97,11 +99,11 @@ INTO = PushInto(
     "0" * 16,
     2.5,
 )
-PARAMS = remote_prefill_params(
-    block_ids=([3, 4, 5], [9]), first_blocks=(0, 2), request_id="cmpl-1", nonce=bytes(16), lease_seconds=30.0,
-    prompt_digest="0123456789abcdef", engine_id="p-0", incarnation="ab" * 16, host="10.0.0.1", port=5600,
-    tp_size=2, dcp_size=1, pp_size=1, num_tokens=33, server_key="k" * 40, secret=b"s" * 32,
+ANSWER = answer_of(
+    remote_block_ids=((3, 4, 5), (9,)), remote_request_id="cmpl-1", nonce=bytes(16).hex(), incarnation="ab" * 16,
+    remote_host="10.0.0.1", server_key="k" * 40,
 )  # fmt: skip
+PARAMS = encode_params(ANSWER, b"s" * 32)
 
 
 def use_params(value: Any) -> object:
@@ -222,7 +224,7 @@ DECODERS: dict[str, Decoder] = {
         m.Renewed(("cmpl-1",)),
         m.ReadVerdict(False, "expired"),
         m.LeaseCount(3),
-        m.ChecksumJob(7, (Table(0, bytes(8)),), (0, 16), 33),
+        m.ChecksumJob(7, (BlockTable(0, bytes(8)),), (0, 16), 33),
         m.LeaseChecksums((m.ChecksumPart("layer", "key", 0, bytes(8)),)),
         m.Failure(m.FailureCode.BUSY, "later"),
         m.Released(),
@@ -310,7 +312,7 @@ DECODERS: dict[str, Decoder] = {
     "stranger": Decoder(
         use_stranger,
         ProtocolError,
-        (b"\xff" + frame(b"pd-0") + frame(b"message") + frame(b""), b"\x00" + frame(b"pd-0") + frame(bytes(300))),
+        (b"\xff" + frame(b"pd-0"), b"\x00" + frame(b"pd-0")),
         frames_of,
         frames_from,
     ),

@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.geometry.world import FACTS, Model, Side, instance, table
 from vllm_pd_connector.errors import BindError, IncompatiblePeer, InvalidManifest
-from vllm_pd_connector.geometry.bind import BlockTable, bind
+from vllm_pd_connector.geometry.bind import bind
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.manifest import (
     MANIFEST_VERSION,
     Axis,
@@ -189,7 +190,7 @@ def test_a_range_that_begins_inside_and_ends_outside_is_refused() -> None:
         rows(local, manifest(key("0", 0x5000)), table(1, 2), table(1, 2))
 
 
-@pytest.mark.parametrize("block", [-1, 16, 1 << 40, (1 << 63) - 1])
+@pytest.mark.parametrize("block", [-1, 16, (1 << 31) - 1])
 def test_a_block_id_that_would_overflow_is_refused_before_it_is_multiplied(block: int) -> None:
     local, remote = manifest(key("0", 0x1000), engine="d-1"), manifest(key("0", 0x5000))
     with pytest.raises(BindError, match=f"source group 0: block id {block}"):

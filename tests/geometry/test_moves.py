@@ -23,7 +23,8 @@ from tests.support.geometry.world import (
     table,
     write,
 )
-from vllm_pd_connector.geometry.bind import BlockTable, Tail, bind
+from vllm_pd_connector.geometry.bind import Tail, bind
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.plan import make_plan
 from vllm_pd_connector.geometry.topology import check_pd_topology
 from vllm_pd_connector.geometry.validate import validate
@@ -133,7 +134,7 @@ def test_prefix_hit_with_unequal_blocks_pairs_by_token_position() -> None:
     source, destination = Side(block_tokens=4, num_blocks=120), Side(block_tokens=16, num_blocks=12)
     theirs, ours = [table(*range(100, 110))], [table(4, 5, 6)]
     Move(model, source, destination, 16, 40, theirs, ours).run()
-    suffix = [BlockTable(1, np.array([5, 6], dtype=np.int64))]  # the table without the cached block says the same
+    suffix = [BlockTable.of(1, [5, 6])]  # the table without the cached block says the same
     Move(model, source, destination, 16, 40, theirs, suffix).run()
 
 

@@ -10,7 +10,7 @@ from tests.support.geometry.opaque import opaque_worker
 from tests.support.geometry.world import Model, Side, instance, legal
 from vllm_pd_connector.errors import IncompatiblePeer
 from vllm_pd_connector.geometry.manifest import Manifest, Role, Tensor
-from vllm_pd_connector.geometry.plan import Plan, explain, make_plan, pattern
+from vllm_pd_connector.geometry.plan import Plan, make_plan, pattern
 
 change = msgspec.structs.replace
 
@@ -193,9 +193,3 @@ def test_unused_replicas_have_no_edge() -> None:
     plan = plans(Model(layers=2, heads=2), {"tp": 8}, {"tp": 8})[5]
     assert sources_of(plan) == [5]
     assert plan.edge((0, 5)) is plan.edges[0] and plan.edge((0, 4)) is None
-
-
-def test_a_plan_can_be_read() -> None:
-    text = explain(plans(Model(layers=3, heads=0, key=64, states=3), {"tp": 4}, {"block_tokens": 6})[0])
-    assert "from pp0 tp3" in text and "full group 0 to 0, 4 to 6 tokens per page" in text
-    assert "state group 1 to 1, whole pages" in text and "3 layers from layers.0.state" in text

@@ -7,13 +7,13 @@ only the blocks behind it, of a window only where that side still has a block.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from tests.support.geometry.edges import ONE, edge, offsets
 from tests.support.geometry.world import Model, table
 from vllm_pd_connector.errors import BindError
-from vllm_pd_connector.geometry.bind import BlockTable, bind
+from vllm_pd_connector.geometry.bind import bind
+from vllm_pd_connector.geometry.blocks import BlockTable
 
 TOKEN_BYTES = 4
 WINDOWED = Model(layers=1, heads=1, key=1, value=1, window=32)
@@ -148,7 +148,7 @@ def test_too_few_blocks_move_nothing(
 @pytest.mark.parametrize("tables", [0, 2])
 def test_every_group_has_exactly_one_table(tables: int) -> None:
     plain = edge(ONE, {}, {})
-    given = [BlockTable(0, np.array([1, 2]))] * tables
+    given = [BlockTable.of(0, [1, 2])] * tables
     for source, destination in ((given, [table(1, 2)]), ([table(1, 2)], given)):
         with pytest.raises(BindError, match="group"):
             bind(plain, source, destination, 0, 8)

@@ -10,7 +10,9 @@ in place of its file's. Tests that wait for what does not come wait less long th
 
 from __future__ import annotations
 
+import gc
 import importlib.abc
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -26,8 +28,8 @@ from typing import Any
 import pytest
 
 AT_ONCE = 6
-# What the parent has imported, plugins of pytest among it, is not rewritten in the children, which is all right.
-OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "--assert=plain")
+"""Nobody reads what a test says, so its assertions need not be rewritten, which takes longer than most tests."""
 NOTICED = 100
 
 
@@ -56,6 +58,8 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def preload() -> None:
+    """Import what no change is in, and take it from the garbage collector, whom pytest calls often."""
+    import hypothesis.stateful  # noqa: F401
     import nixl  # noqa: F401
     import numpy  # noqa: F401
     import vllm.distributed.kv_transfer.kv_connector.v1.base
@@ -68,8 +72,13 @@ def preload() -> None:
     import vllm.v1.worker.kv_connector_model_runner_mixin  # noqa: F401
     import zmq.auth.thread  # noqa: F401
 
+    for plugin in importlib.metadata.entry_points(group="pytest11"):
+        plugin.load()
+
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm_pd_connector"]:
         del sys.modules[name]  # loaded as vLLM's plugin
+    gc.collect()
+    gc.freeze()
 
 
 def begin(change: dict[str, Any]) -> int:
@@ -114,6 +123,7 @@ def run(changes: Sequence[dict[str, Any]]) -> list[int]:
 
 def main() -> None:
     changes = json.load(sys.stdin)
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = tempfile.mkdtemp()  # hypothesis is imported here, run in the children
     preload()
     print(json.dumps(run(changes)))
 

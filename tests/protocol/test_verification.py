@@ -5,13 +5,14 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.verification import MAX_JOB_BYTES, MAX_JOBS, Verification
 from vllm_pd_connector.protocol.wire import messages as m
-from vllm_pd_connector.protocol.wire.fields import MAX_PIECE_BYTES, MAX_REPLY_FRAME, LeaseRef, Table
+from vllm_pd_connector.protocol.wire.fields import MAX_PIECE_BYTES, MAX_REPLY_FRAME, LeaseRef
 
 LEASES = [LeaseRef(f"r{i}", bytes(16)) for i in range(MAX_JOBS + 1)]
 TOKEN = b"t" * 16
-TABLES = (Table(0, bytes(8)),)
+TABLES = (BlockTable(0, bytes(8)),)
 
 
 def verify(lease: int = 0, start: int = 0) -> m.GetChecksums:

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import DONE, HANDS_OVER, info
-from vllm_pd_connector.observability.instance import MAX_PAGE_BYTES, EngineInfo, parse
+from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, EngineInfo, parse
 from vllm_pd_connector.proxy.fleet import InstanceRole
 from vllm_pd_connector.proxy.legs import LegError, encoded_body
 from vllm_pd_connector.proxy.serve import admin_application

@@ -21,8 +21,8 @@ from aiohttp import web
 from tests.support.ports import free_port
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import HANDS_OVER, LIMIT, streams
+from vllm_pd_connector.arguments import base_url
 from vllm_pd_connector.proxy.serve import _serve, add_arguments, options_of
-from vllm_pd_connector.proxy.urls import base_url
 
 STARTS_WITHIN = 60.0
 

@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 from tests.support.ports import free_port
 from tests.support.scheduler.halves import TOKEN, allocate, make_half, make_request, until
 from tests.support.scheduler.push_halves import digest_of, receive_of, step
+from vllm_pd_connector.metadata import PushFrom
 from vllm_pd_connector.protocol.params.bootstrap import EngineRegistry, HostPort, encode_answer
 from vllm_pd_connector.protocol.wire.push_messages import PrefillRef
 from vllm_pd_connector.scheduler.half import SchedulerHalf
@@ -59,7 +60,7 @@ def test_a_bootstrap_address_leads_to_the_side_channel(consumer, proxied):
     until(lambda: half.num_matched_tokens(request, 0) != (None, False), "the bootstrap answer")
     allocate(half, pool, request)
     [receive] = step(half).receives
-    assert receive.error == "" and receive.push.prefill == PrefillRef("t-1", None)
+    assert receive.push.prefill == PrefillRef("t-1", None)
     assert (receive.push.peer.host, receive.push.peer.port) == ("127.0.0.1", prefill.producer._port)
     assert receive.push.engine_id == "kv_producer-0" and receive.push.prompt_digest == digest_of(request)
 
@@ -83,7 +84,7 @@ def test_a_proxy_is_told_of_all_engines_of_a_server(consumer, balancing):
         def found(request=request) -> bool:
             half.on_new_request(request)
             until(lambda: half.num_matched_tokens(request, 0) != (None, False), "the bootstrap answer")
-            return half.consumer._receives[request.request_id].error == ""
+            return isinstance(half.consumer._receives[request.request_id].source, PushFrom)
 
         until(found, "the engine's registration")
         allocate(half, pool, request)
@@ -105,7 +106,7 @@ def test_while_the_answer_is_awaited_nothing_is_allocated_and_a_refusal_fails_th
     until(lambda: half.num_matched_tokens(request, 0) != (None, False), "the refusal")
     allocate(half, pool, request)
     [receive] = step(half).receives
-    assert "is not at bootstrap" in receive.error and "has kv_producer-0" in receive.error and receive.push is None
+    assert "is not at bootstrap" in receive.source.reason and "has kv_producer-0" in receive.source.reason
 
 
 def test_a_request_that_is_aborted_while_the_answer_is_awaited_is_forgotten(consumer):
@@ -164,7 +165,7 @@ def test_a_request_that_reads_no_cache_gives_up_its_prefill_before_that_is_found
 def test_an_instance_that_pulls_gives_up_the_prefill_of_what_it_refuses(proxied):
     half, pool = make_half("kv_consumer")
     prefill, port = proxied
-    assert receive_of(half, pool, make_request("d-1", bootstrapped(port))).error
+    assert receive_of(half, pool, make_request("d-1", bootstrapped(port))).source.reason
     until(lambda: declines(prefill) == 1, "the word that nothing is needed")
     half.shutdown()
 
@@ -196,13 +197,13 @@ def test_a_prefill_instance_that_is_found_at_a_stranger_s_is_told_nothing(consum
 def test_a_bootstrap_address_that_is_not_to_be_asked_is_not_asked(consumer, changes, message):
     half, pool = consumer
     receive = receive_of(half, pool, make_request("d-1", bootstrapped(1, **changes)))
-    assert message in receive.error and receive.push is None
+    assert message in receive.source.reason
 
 
 def test_an_instance_that_pulls_says_what_such_a_proxy_needs():
     half, pool = make_half("kv_consumer")
     receive = receive_of(half, pool, make_request("d-1", bootstrapped(1)))
-    assert "set mode to push on both sides" in receive.error
+    assert "set mode to push on both sides" in receive.source.reason
     half.shutdown()
 
 

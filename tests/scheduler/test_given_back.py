@@ -67,9 +67,8 @@ def reports(producer: SchedulerHalf, half: SchedulerHalf) -> list[Any]:
     client, verdicts = SideChannelClient(), []
     try:
         for receive in half.build_metadata(EMPTY_STEP).receives:
-            assert receive.remote is not None
-            where = endpoint(receive.remote.remote_host, receive.remote.remote_port)
-            client.send(where, ReadDone(receive.remote.lease, 0, 1, receive.attempt, receive.shared), 20.0)
+            where = endpoint(receive.read.peer.host, receive.read.peer.port)
+            client.send(where, ReadDone(receive.lease, 0, 1, receive.attempt, receive.shared), 20.0)
             until(lambda: bool(verdicts.extend(said for _, said in client.receive()) or verdicts), "a verdict")
     finally:
         client.close()
@@ -209,7 +208,7 @@ def test_the_choices_of_a_request_are_read_also_where_its_prefill_would_be_asked
             allocate(consumer, pool, request)
             [receives[request.request_id]] = consumer.build_metadata(EMPTY_STEP).receives
         assert receives["d-1"].push is not None and receives["0_d-2"].push is None
-        assert not receives["0_d-2"].either and receives["0_d-2"].remote is not None and receives["0_d-2"].shared
+        assert receives["0_d-2"].read is not None and receives["0_d-2"].shared
         consumer.shutdown()
     producer.shutdown()
 

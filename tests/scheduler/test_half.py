@@ -31,7 +31,8 @@ from tests.support.scheduler.halves import (
     new_prompt,
     until,
 )
-from vllm_pd_connector.metadata import GroupBlocks, WorkerReport
+from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.metadata import WorkerReport
 from vllm_pd_connector.scheduler.half import SchedulerHalf
 
 
@@ -58,9 +59,9 @@ def test_a_finished_prefill_is_held_and_its_parameters_lead_to_an_order(producer
     count, blocks = allocate(half, pool, request, computed=16)
     assert count == 24
     [receive] = half.build_metadata(EMPTY_STEP).receives
-    assert (receive.start, receive.stop, receive.error) == (16, 40, "")
-    assert receive.blocks == (GroupBlocks(1, tuple(block.block_id for block in blocks[1:])),), "what is to be filled"
-    assert receive.remote is not None and receive.remote.remote_block_ids == ((5, 6, 7),)
+    assert (receive.start, receive.stop) == (16, 40)
+    assert receive.blocks == (BlockTable.of(1, tuple(block.block_id for block in blocks[1:])),), "what is to be filled"
+    assert receive.read.blocks == (BlockTable.of(0, (5, 6, 7)),)
     assert half.build_metadata(EMPTY_STEP).receives == [], "an order is given once"
     assert half.num_matched_tokens(request, 0) == (0, False), "a loading request has nothing more to load"
     half.update_after_alloc(request, KVCacheBlocks((blocks,)), 0)
@@ -167,7 +168,7 @@ def test_refused_parameters_fail_a_request_whose_prompt_is_cached(producer, cons
     half.on_new_request(request)
     assert allocate(half, pool, request, computed=2 * BLOCK)[0] == 1
     [receive] = half.build_metadata(EMPTY_STEP).receives
-    assert "surprise" in receive.error
+    assert "surprise" in receive.source.reason
 
 
 def test_an_abort_while_loading_is_passed_to_the_workers_and_ends_with_their_report(producer, consumer):
@@ -198,7 +199,7 @@ def test_prefill_leaves_decode_what_decode_must_compute_itself(spec, left):
     consumer.on_new_request(decode)
     assert allocate(consumer, pool, decode)[0] == len(PROMPT) - left
     [receive] = consumer.build_metadata(EMPTY_STEP).receives
-    assert (receive.error, receive.stop) == ("", len(PROMPT) - left)
+    assert receive.read is not None and receive.stop == len(PROMPT) - left
     end(producer, consumer)
 
 
@@ -217,7 +218,7 @@ def test_refused_parameters_fail_a_prompt_of_one_token_too(producer):
     half.on_new_request(request)
     assert allocate(half, pool, request)[0] == 1
     [receive] = half.build_metadata(EMPTY_STEP).receives
-    assert "surprise" in receive.error
+    assert "surprise" in receive.source.reason
     half.shutdown()
 
 
@@ -227,7 +228,7 @@ def test_a_whole_prompt_offered_to_a_windowed_model_is_refused(producer):
     half.on_new_request(request)
     allocate(half, pool, request)
     [receive] = half.build_metadata(EMPTY_STEP).receives
-    assert receive.remote is None and "remote_num_tokens" in receive.error
+    assert "remote_num_tokens" in receive.source.reason
     half.shutdown()
 
 
@@ -265,7 +266,7 @@ def test_refused_parameters_become_a_failing_order_and_not_an_exception(producer
     half.on_new_request(request)
     assert allocate(half, pool, request)[0] == 40
     [receive] = half.build_metadata(EMPTY_STEP).receives
-    assert receive.remote is None and receive.error
+    assert receive.source.reason
     half.request_finished(request, ([1, 2, 3],))
 
 
@@ -275,7 +276,7 @@ def test_parameters_of_another_prompt_are_refused(producer, consumer):
     half.on_new_request(request)
     allocate(half, pool, request)
     [receive] = half.build_metadata(EMPTY_STEP).receives
-    assert receive.remote is None and "same prompt" in receive.error
+    assert "same prompt" in receive.source.reason
 
 
 def test_quarantined_blocks_stay_out_of_the_pool_until_every_rank_has_drained(producer, consumer):

@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.support.scheduler.halves import EMPTY_STEP, TOKEN, allocate, freed, hand_over, make_half, make_request, until
 from vllm_pd_connector.errors import InvalidConfig
+from vllm_pd_connector.metadata import BadParameters
 from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.sidechannel.net.keys import create_keys, create_secret
 
@@ -21,7 +22,7 @@ def refusal(half: SchedulerHalf, pool: BlockPool, params: Any) -> str:
     half.on_new_request(request)
     allocate(half, pool, request)
     [receive] = half.build_metadata(EMPTY_STEP).receives
-    return str(receive.error)
+    return receive.source.reason if isinstance(receive.source, BadParameters) else ""
 
 
 def test_a_producer_without_keys_does_not_listen_where_others_reach_it():

@@ -22,7 +22,7 @@ from tests.support.scheduler.halves import (
     until,
 )
 from tests.support.scheduler.push_halves import ASK, ATTEMPT, Prefill, digest_of, receive_of, step
-from vllm_pd_connector.metadata import GroupBlocks, encode_tables
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
     CancelCommand,
@@ -54,7 +54,7 @@ def test_each_step_orders_what_it_completes_and_holds_it_first(prefill):
     assert prefill.held() == 2
     [receive] = prefill.commands()
     assert (receive.ready, receive.step, receive.final) == (20, 1, False)
-    assert receive.source == encode_tables([GroupBlocks(0, (5, 6))])
+    assert receive.source == (BlockTable.of(0, (5, 6)),)
     prefill.tables["p-1"] = [[5, 6, 7]]
     assert step(prefill.half, p_1=(20, 20)).step == 2
     _, params = prefill.half.request_finished(request, ([5, 6, 7],))
@@ -108,7 +108,7 @@ def test_windows_are_not_ordered_before_the_end(prefill):
     prefill.tables["p-1"] = [[5, 6], [8, 9]]
     step(prefill.half, p_1=(0, 20))
     [receive] = prefill.commands()
-    assert receive.source == encode_tables([GroupBlocks(0, (5, 6)), GroupBlocks(0, ())])
+    assert receive.source == (BlockTable.of(0, (5, 6)), BlockTable.of(0, ()))
     assert prefill.held() == 2
 
 
@@ -251,7 +251,7 @@ def test_a_concurrent_router_s_request_is_registered_under_the_name_of_both_legs
     half, pool = consumer
     request = make_request("cmpl-7-0-0123abcd", params)
     receive = receive_of(half, pool, request, computed=16)
-    assert (receive.start, receive.stop, receive.error, receive.remote) == (16, 40, "", None)
+    assert (receive.start, receive.stop, receive.read) == (16, 40, None)
     assert receive.push.prefill == PrefillRef(name, None) and receive.push.peer.incarnation == ""
     assert receive.push.home == half.producer.home and receive.push.prompt_digest == digest_of(request)
 
@@ -322,4 +322,4 @@ def test_a_full_hit_releases_a_prefill_that_has_finished_already(consumer, prefi
 def test_parameters_of_another_shape_are_refused(consumer):
     half, pool = consumer
     receive = receive_of(half, pool, make_request("d-1", concurrent(remote_port=0)))
-    assert "remote_port" in receive.error and receive.push is None
+    assert "remote_port" in receive.source.reason

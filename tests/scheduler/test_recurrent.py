@@ -23,7 +23,7 @@ from tests.support.scheduler.halves import (
     make_request,
     new_prompt,
 )
-from vllm_pd_connector.metadata import GroupBlocks
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.scheduler.half import SchedulerHalf
 
 STATE_BLOCK = 32
@@ -106,9 +106,9 @@ def test_decode_loads_all_but_the_last_token_into_the_block_that_its_own_mode_na
     [receive] = consumer.build_metadata(EMPTY_STEP).receives
     assert (receive.start, receive.stop) == (cached, COMPUTED)
     assert receive.blocks == (
-        GroupBlocks(cached // BLOCK, tuple(block.block_id for block in attention[cached // BLOCK :])),
-        GroupBlocks(0, (first[0].block_id,)),
-        GroupBlocks(0, (second[0].block_id,)),
+        BlockTable.of(cached // BLOCK, tuple(block.block_id for block in attention[cached // BLOCK :])),
+        BlockTable.of(0, (first[0].block_id,)),
+        BlockTable.of(0, (second[0].block_id,)),
     )
     assert consumer.group_ids == (0, 1, 2), "a group that is not named is wiped while its state arrives"
     end(producer, consumer)

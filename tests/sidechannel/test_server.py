@@ -27,9 +27,10 @@ from tests.support.sidechannel.ends import (
     wait_for,
 )
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.lease import End, Freed
 from vllm_pd_connector.protocol.wire import messages as m
-from vllm_pd_connector.protocol.wire.fields import MAX_LEASES, LeaseRef, Reading, Table
+from vllm_pd_connector.protocol.wire.fields import MAX_LEASES, MAX_REQUEST_FRAME, LeaseRef, Reading
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
     BeginCommand,
@@ -40,6 +41,7 @@ from vllm_pd_connector.protocol.wire.push_messages import (
     WriteCommand,
 )
 from vllm_pd_connector.sidechannel import server as server_module
+from vllm_pd_connector.sidechannel import unsent
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.sidechannel.server import SideChannelServer
@@ -221,9 +223,14 @@ def test_a_message_of_several_parts_is_answered_and_survived(server, client, raw
     assert_serves(client, server)
 
 
-def test_ten_megabytes_of_junk_never_reach_the_server(server, client, raw):
+@pytest.mark.parametrize(
+    "size",
+    # Of the larger one, whoever watches the connections may be the first who is alarmed.
+    [pytest.param(MAX_REQUEST_FRAME + 1, id="a byte"), pytest.param(10 << 20, id="megabytes")],
+)
+def test_a_message_above_the_limit_never_reaches_the_server(server, client, raw, size: int):
     with raw.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
-        raw.send(b"\xff" * (10 << 20))
+        raw.send(b"\xff" * size)
         assert monitor.poll(PATIENCE_S * 1000), "the connection was not cut"
         raw.disable_monitor()
     assert_serves(client, server)
@@ -240,7 +247,7 @@ def test_junk_on_the_bare_tcp_port_is_survived(server, client):
 
 def test_a_client_that_takes_no_replies_cannot_make_the_server_hoard_them(server, client, monkeypatch):
     server.set_manifests([bytes(8 << 20)])
-    monkeypatch.setattr(server_module, "MAX_UNSENT_REPLIES_PER_CLIENT", 2)
+    monkeypatch.setattr(unsent, "MAX_PER_CLIENT", 2)
     context = zmq.Context()
     greedy = context.socket(zmq.DEALER)
     greedy.linger = 0
@@ -252,7 +259,7 @@ def test_a_client_that_takes_no_replies_cannot_make_the_server_hoard_them(server
         wait_for(lambda: server.counts().get("GetManifests", 0) == 12)
         wait_for(lambda: server.counts().get("failure:busy", 0) > 0)
         assert_serves(client, server)
-        assert len(server._unsent) <= 3
+        assert len(server._unsent._replies) <= 3
     finally:
         context.destroy(linger=0)
 
@@ -271,7 +278,7 @@ def test_an_answer_that_cannot_be_sent_is_a_failure_for_its_client_and_the_other
         return m.encode(seq, message)
 
     monkeypatch.setattr(server_module, "encode", encode)
-    blocks = (Table(0, b"\1\0\0\0"),)
+    blocks = (BlockTable(0, b"\1\0\0\0"),)
     home = InstanceAddress("decode-0", INCARNATION, "127.0.0.1", 5600)
     assert server.pushes.started("req", "name", 16, "0" * 16)
     client.send(address(server), PushInto(PrefillRef("name", None), home, 0, 0, 0, 1, A, blocks, 0, 16, "0" * 16), 60.0)
@@ -285,7 +292,7 @@ def test_an_answer_that_cannot_be_sent_is_a_failure_for_its_client_and_the_other
 
 def test_a_server_remembers_no_large_answers_that_were_taken(server, client):
     server.pushes.enable([A], 30.0)
-    blocks = (Table(0, bytes(4 * 65536)),)
+    blocks = (BlockTable(0, bytes(4 * 65536)),)
     home = InstanceAddress("decode-0", INCARNATION, "127.0.0.1", 5600)
     tokens = 1 << 20
     into = PushInto(PrefillRef("name", None), home, 0, 0, 0, 1, A, blocks, 0, tokens, "0" * 16)
@@ -305,7 +312,9 @@ def test_a_server_remembers_no_large_answers_that_were_taken(server, client):
 
     for _ in range(30):
         take_order()
-    wait_for(lambda: take_order() or len(server._unsent) <= 2)  # zmq tells some time later that an answer is sent
+    wait_for(
+        lambda: take_order() or len(server._unsent._replies) <= 2
+    )  # zmq tells some time later that an answer is sent
     decode.close()
 
 

@@ -12,7 +12,8 @@ import pytest
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.sidechannel.server import SideChannelServer
-from vllm_pd_connector.sidechannel.waiting import Wake, wait
+from vllm_pd_connector.sidechannel.waiting import wait
+from vllm_pd_connector.wake import Wake
 
 
 @pytest.fixture

@@ -1,78 +1,24 @@
-"""What every transport must do, over each of them (`transport_variants`)."""
+"""What every transport must do, over each of ours, or over another: `pytest --transport NAME`.
+
+How another package runs this: docs/design/transports.md.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.support.transport.ends import End, pattern, runs, until, whole
-from tests.support.transport.variants import MIB, SIZE, VARIANTS, AnyPeer, Variant, marked, scattered
+from tests.support.transport.ends import End, pattern, runs, whole
+from tests.support.transport.variants import MIB, SIZE, VARIANTS, AnyPeer, Variant, scattered
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.base import TransferStatus
 
 LARGE = 256 * MIB
 LONG = 96 * MIB  # more than one call of any transport copies
-
-
-@pytest.fixture(scope="module", params=marked(VARIANTS))
-def variant(request: pytest.FixtureRequest) -> Variant:
-    return VARIANTS[request.param]
-
-
-@pytest.fixture(scope="module")
-def living(variant: Variant) -> Iterator[AnyPeer]:
-    """A peer that no test may harm; its memory holds pattern 1 unless a test writes to it."""
-    peer = variant.peer(variant.transport, variant.options, SIZE)
-    yield peer
-    peer.stop()
-
-
-@pytest.fixture
-def spawn(variant: Variant) -> Iterator[Callable[..., AnyPeer]]:
-    """Makes peers that a test may kill."""
-    made: list[AnyPeer] = []
-
-    def make(length: int = SIZE) -> AnyPeer:
-        made.append(variant.peer(variant.transport, variant.options, length))
-        return made[-1]
-
-    yield make
-    for peer in made:
-        peer.tell_to_stop()
-    for peer in made:
-        peer.stop()
-
-
-@pytest.fixture
-def ends(variant: Variant) -> Iterator[Callable[..., End]]:
-    """Makes the local side."""
-    made: list[End] = []
-
-    def make(length: int = SIZE, **options: Any) -> End:
-        made.append(End(variant.transport, variant.options | options, length))
-        return made[-1]
-
-    yield make
-    for end in made:
-        end.transport.close()
-
-
-@pytest.fixture(scope="module")
-def standing(variant: Variant) -> Iterator[End]:
-    made = End(variant.transport, variant.options, SIZE)
-    yield made
-    made.transport.close()
-
-
-@pytest.fixture
-def end(standing: End) -> End:
-    """The local side for tests that end what they begin there; `ends` makes one for a test that does not."""
-    standing.renew()
-    return standing
 
 
 def connected(end: End, peer: AnyPeer) -> Any:
@@ -130,12 +76,11 @@ def test_scattered_write_puts_each_run_where_it_belongs_and_nothing_elsewhere(en
     assert living.call("content", 0, SIZE) == bytes(expected)
 
 
-def test_transfers_of_no_bytes_end_and_still_notify(end: End, living: AnyPeer) -> None:
+def test_transfers_of_no_bytes_end(end: End, living: AnyPeer) -> None:
     peer = connected(end, living)
     end.finish(end.transport.read(peer, runs([])))
     end.finish(end.transport.read(peer, runs([(living.address, end.address, 0)])))
-    end.finish(end.transport.write(peer, runs([]), b"nothing came"))
-    assert until(lambda: living.call("notifications"), "a notification") == [b"nothing came"]
+    end.finish(end.transport.write(peer, runs([])))
     assert end.content(0, SIZE) == bytes(SIZE)
 
 
@@ -146,31 +91,13 @@ def test_a_transfer_larger_than_one_post_is_whole(ends: Callable[..., End], spaw
     assert end.digest() == peer.call("digest")
 
 
-def test_the_notification_comes_after_the_bytes(ends: Callable[..., End], spawn: Callable[..., AnyPeer]) -> None:
-    """The peer looks at the last bytes of a long write the moment it is told, whatever the writer knows by then."""
+def test_a_long_write_is_whole_when_it_is_done(ends: Callable[..., End], spawn: Callable[..., AnyPeer]) -> None:
+    """The peer looks the moment it is told, as who waits for a push does."""
     end, peer = ends(LONG), spawn(LONG)
     end.fill(6)
-    peer.ask("content_when_told", LONG - MIB, MIB)
-    end.finish(end.transport.write(connected(end, peer), whole(end.address, peer.address, LONG), b"all there"))
-    assert peer.answer() == ([b"all there"], end.content(LONG - MIB, MIB))
+    end.finish(end.transport.write(connected(end, peer), whole(end.address, peer.address, LONG)))
+    assert peer.call("content", LONG - MIB, MIB) == end.content(LONG - MIB, MIB)
     assert peer.call("digest") == end.digest()
-
-
-def test_notifications_arrive_in_order_with_any_bytes(end: End, living: AnyPeer) -> None:
-    peer = connected(end, living)
-    sent = [bytes([i]) * (1 + i * 100) for i in range(20)] + [b"\x00\xff" * 5000]
-    for payload in sent:
-        end.transport.notify(peer, payload)
-    received: list[bytes] = []
-    while len(received) < len(sent):
-        received += until(lambda: living.call("notifications"), "a notification")
-    assert received == sent
-
-
-def test_a_peer_that_we_never_connected_to_can_notify_us(ends: Callable[..., End], living: AnyPeer) -> None:
-    end = ends()
-    living.call("notify", *end.hello()[:2], b"from afar")
-    assert until(end.transport.notifications, "a notification") == [b"from afar"]
 
 
 def test_transfers_to_two_peers_run_at_once_and_do_not_mix(
@@ -326,7 +253,7 @@ def test_a_frozen_peer_delays_transfers_and_fails_none(end: End, spawn: Callable
         transfer = end.transport.read(peer, whole(frozen.address, end.address, SIZE))
     else:
         end.fill(13)
-        transfer = end.transport.write(peer, whole(end.address, frozen.address, SIZE), b"written")
+        transfer = end.transport.write(peer, whole(end.address, frozen.address, SIZE))
     states = []
     while len(states) < 1000 and TransferStatus.DONE not in states:
         states.append(end.transport.poll(transfer))
@@ -336,7 +263,6 @@ def test_a_frozen_peer_delays_transfers_and_fails_none(end: End, spawn: Callable
     if operation == "read":
         assert end.content(0, SIZE) == pattern(12, SIZE)
     else:
-        assert until(lambda: frozen.call("notifications"), "a notification") == [b"written"]
         assert frozen.call("content", 0, SIZE) == pattern(13, SIZE)
 
 
@@ -371,7 +297,7 @@ def test_close_with_transfers_in_flight_ends_them(
     if operation == "read":
         end.transport.read(peer, whole(other.address, end.address, LONG))
     else:
-        end.transport.write(peer, whole(end.address, other.address, LONG), b"never")
+        end.transport.write(peer, whole(end.address, other.address, LONG))
     end.transport.close()
     other.thaw()
     end.zero()

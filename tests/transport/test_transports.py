@@ -19,7 +19,8 @@ from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, translate
-from vllm_pd_connector.transport.registry import NAMES, create
+from vllm_pd_connector.transport.nixl.transport import _ours
+from vllm_pd_connector.transport.registry import create, names
 from vllm_pd_connector.worker import hugepages
 
 SIZE = 1 << 16
@@ -27,7 +28,7 @@ SIZE = 1 << 16
 
 @pytest.mark.libraries
 def test_every_known_name_can_be_created() -> None:
-    for name in NAMES:
+    for name in names():
         transport = create(name)
         assert transport.name == name
         transport.close()
@@ -36,7 +37,7 @@ def test_every_known_name_can_be_created() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("carrier-pigeon", {}, "'carrier-pigeon' is unknown, choose one of nixl, mooncake, loopback"),
+        ("carrier-pigeon", {}, "'carrier-pigeon' is unknown, choose one of loopback, mooncake, nixl"),
         ("nixl", {"tls": "tcp"}, "known options: backend"),
         ("nixl", {"batch_bytes": "many"}, "batch_bytes"),
         pytest.param("nixl", {"batch_bytes": 0}, "at least 1", marks=pytest.mark.libraries),
@@ -65,6 +66,16 @@ def test_nothing_of_nixl_is_replaced_for_its_other_users() -> None:
     transport = create("nixl")
     assert (dict(vars(nixl._bindings)), dict(vars(nixl._api))) == before
     transport.close()
+
+
+def test_an_error_of_nixl_holds_no_frame_and_so_no_agent() -> None:
+    """Agents must end when they are told to, not whenever Python collects what failed."""
+    try:
+        raise RuntimeError("no way")
+    except RuntimeError as error:
+        ours = _ours(error, "reading")
+    assert str(ours) == "reading: no way"
+    assert ours.__cause__ is not None and ours.__cause__.__traceback__ is None
 
 
 def test_tcp_segments_are_large_unless_someone_chose_otherwise() -> None:

@@ -15,8 +15,9 @@ import pytest
 from tests.support.worker.decode_instance import Decode, Prefill
 from tests.support.worker.prefill_instance import P_BLOCKS, real
 from vllm_pd_connector.config import Config
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.checksums.sums import Checksum, difference
-from vllm_pd_connector.metadata import GroupBlocks, PushTerms, ReceiveRequest, encode_tables
+from vllm_pd_connector.metadata import PushFrom, ReceiveRequest
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
@@ -50,8 +51,8 @@ class Verifying(Prefill):
 
     def held(self, request_id: str) -> ReceiveRequest:
         request = self.request(request_id, hold=False)
-        lease = request.remote.lease
-        self.server.hold(lease.request_id, lease.nonce, 60.0, encode_tables([GroupBlocks(0, P_BLOCKS)]))
+        lease = request.lease
+        self.server.hold(lease.request_id, lease.nonce, 60.0, (BlockTable.of(0, P_BLOCKS),))
         return request
 
     def close(self) -> None:
@@ -176,7 +177,7 @@ def test_sums_of_any_size_fit_their_messages():
 def test_a_sample_is_about_one_in_sixteen_and_the_same_for_all():
     with contextlib.closing(Prefill()) as prefill:
         read = [prefill.request(str(i), hold=False) for i in range(512)]
-    written = [replace(request, remote=None, push=terms(f"transfer {i}")) for i, request in enumerate(read)]
+    written = [replace(request, source=terms(f"transfer {i}")) for i, request in enumerate(read)]
     for requests in (read, written):
         assert 16 < sum(is_chosen(request, "sample") for request in requests) < 64
         assert [is_chosen(request, "sample") for request in requests] == [
@@ -186,6 +187,6 @@ def test_a_sample_is_about_one_in_sixteen_and_the_same_for_all():
         assert not any(is_chosen(request, "off") for request in requests)
 
 
-def terms(name: str) -> PushTerms:
+def terms(name: str) -> PushFrom:
     home = InstanceAddress("decode-1", "ab" * 16, "127.0.0.1", 5600)
-    return PushTerms(PeerKey("127.0.0.1", 5601, ""), "p-0", PrefillRef(name, None), home, "0" * 16)
+    return PushFrom(PeerKey("127.0.0.1", 5601, ""), "p-0", PrefillRef(name, None), home, "0" * 16)

@@ -13,7 +13,7 @@ from tests.support.worker.decode_instance import until
 from tests.support.worker.prefill_instance import P_BLOCKS, real
 from tests.support.worker.writer import SOURCE, Target, Writer, freed, whole
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.metadata import GroupBlocks, encode_tables
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.wire.fields import LeaseRef
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef, PushEnded, PushInto
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
@@ -22,7 +22,7 @@ from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.worker.checksum_server import ChecksumServer
 from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth
 
-OTHER_BLOCKS = encode_tables([GroupBlocks(0, (4, 1, 5))])
+OTHER_BLOCKS = (BlockTable.of(0, (4, 1, 5)),)
 CONFIG = Config(transport="loopback", mode="push", staging_bytes=0, verify="all", transfer_timeout=20.0)
 
 

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from vllm_pd_connector.connector import PDConnector
-from vllm_pd_connector.observability.instance import parse
+from vllm_pd_connector.instance_info import parse
 from vllm_pd_connector.observability.stats import FailureKind, PDPromMetrics, PDStats, Phase
 from vllm_pd_connector.worker.outbox import Outbox
 

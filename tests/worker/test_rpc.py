@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.worker.decode_instance import PATIENCE_S
 from vllm_pd_connector.protocol.wire.messages import LeaseCount
-from vllm_pd_connector.sidechannel.waiting import Wake
+from vllm_pd_connector.wake import Wake
 from vllm_pd_connector.worker.rpc import PendingCalls
 
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 
 from tests.support.ports import free_port
@@ -28,7 +27,7 @@ from tests.support.worker.prefill_instance import MODEL, instance, real
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.staging.strided_copy import Copy
-from vllm_pd_connector.metadata import ReceiveRequest
+from vllm_pd_connector.metadata import BadParameters, ReceiveRequest
 from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.outbox import Outbox
 from vllm_pd_connector.worker.receive import ending
@@ -127,9 +126,8 @@ def test_a_foreign_engine_at_the_address_fails_the_request(prefill, decode):
 
 def test_another_incarnation_than_announced_fails_the_request(prefill, decode):
     request = prefill.request("a")
-    other = msgspec.structs.replace(request.remote.pd_connector, incarnation="f" * 32)
-    forged = msgspec.structs.replace(request.remote, pd_connector=other)
-    decode.loop.submit([ReceiveRequest("a", forged, "", request.blocks, request.start, request.stop)], [])
+    forged = replace(request.read, peer=replace(request.read.peer, incarnation="f" * 32))
+    decode.loop.submit([replace(request, source=forged)], [])
     assert decode.wait_for("a") == [False]
 
 
@@ -149,7 +147,7 @@ def test_block_ids_that_do_not_fit_fail_that_request_alone(prefill, decode, ids)
 
 
 def test_refused_parameters_are_reported_as_a_failed_receive(decode):
-    decode.loop.submit([ReceiveRequest("a", None, "remote_port: Expected int", (), 0, 4)], [])
+    decode.loop.submit([ReceiveRequest("a", BadParameters("remote_port: Expected int"), (), 0, 4)], [])
     assert decode.wait_for("a") == [False]
     assert decode.failures == {"bad_parameters": 1}
 

@@ -17,10 +17,10 @@ from vllm.v1.request import RequestStatus
 
 from vllm_pd_connector.compat.model.weights import adapter_of
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.geometry.bind import NULL_BLOCK
+from vllm_pd_connector.geometry.blocks import NULL_BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.block_pool import BlockPool
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+    from vllm_pd_connector.geometry.blocks import BlockTables
 
 _NO_IDS: Mapping[str, str] = MappingProxyType({})
 
@@ -198,9 +200,10 @@ class HeldBlocks:
         """Whether one of these blocks is held for the request."""
         return any(block in ids for block in self._blocks.get(request_id, ()))
 
-    def hold(self, request_id: str, ids: Iterable[int]) -> None:
+    def hold(self, request_id: str, tables: BlockTables) -> None:
         """Reference these blocks, null blocks and those held for it already aside; the request still owns them."""
         held = self._blocks.setdefault(request_id, {})
+        ids = (i for table in tables for i in table.ids.tolist())
         blocks = {i: self._pool.blocks[i] for i in ids if i != NULL_BLOCK and i not in held}
         self._pool.touch(list(blocks.values()))
         held |= blocks

@@ -14,13 +14,11 @@ falls into it, or the request fails. One exception is for those who ask for it: 
 destination with larger blocks reaches back to tokens that the source has let go of and that the request itself never
 looks at. Such a block may start late (`first_valid_tokens`), and must then never be shared with other requests.
 
-Source: vLLM 0.32 `v1/core/block_pool.py` (block 0 is the null block),
-`v1/core/single_type_kv_cache_manager.py` (get_num_skipped_tokens).
+Source: vLLM 0.32 `v1/core/single_type_kv_cache_manager.py` (get_num_skipped_tokens).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -28,27 +26,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_pd_connector.errors import BindError
+from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable, BlockTables
 from vllm_pd_connector.geometry.manifest import Group, GroupKind
 from vllm_pd_connector.geometry.plan import MAX_RUNS, Edge, PagePairing, Paging, concatenate, join, pattern, row_count
 from vllm_pd_connector.geometry.runs import Addresses, Runs
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
     from numpy.typing import NDArray
-
-NULL_BLOCK = 0
-"""vLLM's placeholder block: its bytes belong to nobody (BlockPool.null_block is the first block)."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockTable:
-    """Block ids of one request in one group: entry i holds logical block `first_block` + i; id 0 means absent."""
-
-    first_block: int
-    ids: NDArray[np.int64]
-
-
-BlockTables = Sequence[BlockTable]
-"""One table per KV-cache group of a side, in the order of its manifest's groups."""
 
 
 class Tail(Enum):
@@ -134,10 +120,9 @@ def require_filled(groups: Sequence[Group], destination: BlockTables, start: int
         BindError: a group names a block with tokens before `start`, which nothing would be written into.
     """
     for number, (group, table) in enumerate(zip(groups, destination, strict=True)):
-        named = np.flatnonzero(table.ids != NULL_BLOCK)
-        if group.kind is GroupKind.STATE or not len(named):
+        if group.kind is GroupKind.STATE or table.begin == table.end:
             continue
-        begin = (table.first_block + int(named[0])) * group.block_tokens
+        begin = table.begin * group.block_tokens
         if begin < start:
             raise BindError(
                 f"destination group {number}: its first block that is to be filled begins with token {begin}, but the "
@@ -208,8 +193,6 @@ def _cuts(paging: Paging) -> tuple[int, int, int]:
 
 def _check_ids(name: str, table: BlockTable, group: Group, *, unique: bool) -> None:
     ids = table.ids
-    if ids.ndim != 1 or ids.dtype != np.int64 or table.first_block < 0:
-        raise BindError(f"{name}: block ids must be one array of int64 from a logical block >= 0")
     wrong = ids[(ids < NULL_BLOCK) | (ids >= group.num_blocks)]
     if len(wrong):
         raise BindError(f"{name}: block id {wrong[0]} is outside [1, {group.num_blocks}) of this side's cache")
@@ -232,9 +215,10 @@ def _state_spans(pairing: PagePairing, theirs: BlockTable, ours: BlockTable) -> 
         ("source", pairing.source.group, theirs),
         ("destination", pairing.destination.group, ours),
     ):
-        if not len(table.ids) or table.ids[-1] == NULL_BLOCK:
+        ids = table.ids
+        if not len(ids) or ids[-1] == NULL_BLOCK:
             raise BindError(f"{side} group {group}: no block holds the state; the last id of the table must be set")
-        pages.append(table.ids[-1:])
+        pages.append(ids[-1:])
     none, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
     return Spans(pages[0], pages[1], none, none, one)
 
@@ -290,7 +274,7 @@ def block_tokens(paging: Paging) -> int:
 
 def _refuse_beyond(side: str, paging: Paging, table: BlockTable, start: int, stop: int) -> None:
     """Every table, also a windowed one, reaches the last token of the range [start, stop)."""
-    end = (table.first_block + len(table.ids)) * block_tokens(paging)
+    end = table.end * block_tokens(paging)
     if stop > end:
         _refuse_any(side, paging, table, np.array([max(start, end)]), np.array([True]))
 
@@ -299,10 +283,11 @@ def pages_of(paging: Paging, table: BlockTable, tokens: Addresses) -> tuple[Addr
     """Pages that hold these token positions, and where there is none (the page is then meaningless)."""
     page = tokens // paging.page_tokens
     entry = page // paging.pages_per_block - table.first_block
-    outside = (entry < 0) | (entry >= len(table.ids))
+    ids = table.ids
+    outside = (entry < 0) | (entry >= len(ids))
     if outside.all():
         return np.zeros_like(page), outside
-    ids = table.ids[np.where(outside, 0, entry)] if outside.any() else table.ids[entry]
+    ids = ids[np.where(outside, 0, entry)] if outside.any() else ids[entry]
     return ids * paging.pages_per_block + page % paging.pages_per_block, outside | (ids == NULL_BLOCK)
 
 
@@ -311,11 +296,10 @@ def _refuse_any(side: str, paging: Paging, table: BlockTable, tokens: Addresses,
         return
     token = int(tokens[np.argmax(missing)])
     block = token // block_tokens(paging)
-    last = table.first_block + len(table.ids)
-    if table.first_block <= block < last:
+    if table.first_block <= block < table.end:
         problem = "is null there"
     else:
-        problem = f"is too short: it holds logical blocks [{table.first_block}, {last})"
+        problem = f"is too short: it holds logical blocks [{table.first_block}, {table.end})"
     raise BindError(
         f"{side} group {paging.group}: token {token} needs logical block {block}, but the table {problem}; a "
         "destination block must be filled completely or not at all"

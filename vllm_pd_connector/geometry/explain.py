@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_pd_connector.errors import BindError, IncompatiblePeer
-from vllm_pd_connector.geometry.bind import BlockTable, bind, pair
+from vllm_pd_connector.geometry.bind import bind, pair
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.plan import Edge, PagePairing, make_plan
 from vllm_pd_connector.geometry.staging.chunks import chunks, run_count, split
 from vllm_pd_connector.geometry.topology import TopologyCheck, TopologyStatus, check_pd_topology
@@ -157,4 +158,4 @@ def _table(group: Group, tokens: int, *, descending: bool) -> BlockTable:
         if group.window:
             ends = (np.arange(blocks) + 1) * group.block_tokens
             ids[ends <= tokens - group.window] = 0
-    return BlockTable(0, ids)
+    return BlockTable.of(0, ids.tolist())

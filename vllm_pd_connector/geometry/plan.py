@@ -9,9 +9,8 @@ tokens), so that a pair of pages moves all of them. In a pairing, layers that lo
 slices of one layer, and for every layer where it starts. `pattern` turns a pairing and a pair of token offsets inside
 two pages into merged runs, valid for page 0 on both sides; every other pair of pages only adds page strides.
 
-Owners: the layers of the destinations that need the same replicated box are laid out on one line and the line is cut
-into equal parts, one per replica. So every replica serves the same share, with as few edges and as long stretches of
-neighbouring layers as possible.
+Owners: the layers of the destinations that need the same replicated box are laid out on one line, which is cut into
+equal parts, one per replica. So all replicas serve the same share, with few edges and long stretches of layers.
 
 The manifests must have passed `check_pd_topology`.
 """
@@ -156,8 +155,7 @@ def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
             a source rank given twice.
     """
     ranks = [_rank(source) for source in sources]
-    if len(set(ranks)) != len(ranks):
-        twice = next(rank for rank in ranks if ranks.count(rank) > 1)
+    if twice := next((rank for rank in ranks if ranks.count(rank) > 1), None):
         raise IncompatiblePeer(f"duplicate rank: pipeline {twice[0]} tensor {twice[1]} of the peer is given twice")
     holders: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
     for i, source in enumerate(sources):
@@ -400,22 +398,3 @@ def join(parts: Iterable[Runs]) -> Runs:
     apart = (source[1:] - source[:-1] != reach) | (destination[1:] - destination[:-1] != reach)
     first = np.concatenate(([0], np.flatnonzero(apart) + 1))
     return Runs(source[first], destination[first], np.add.reduceat(length, first))
-
-
-def explain(plan: Plan) -> str:
-    """The plan in words: one line per source rank, group pair and kind of layer."""
-    lines = [f"destination pp{plan.destination[0]} tp{plan.destination[1]}"]
-    for edge in plan.edges:
-        lines.append(f"  from pp{edge.source[0]} tp{edge.source[1]}")
-        for pairing in edge.pairings:
-            a, b = pairing.source, pairing.destination
-            cut = "whole pages" if pairing.whole else f"{a.page_tokens} to {b.page_tokens} tokens per page"
-            lines.append(f"    {pairing.kind} group {a.group} to {b.group}, {cut}")
-            for batch in pairing.batches:
-                tokens = () if pairing.whole else (min(a.page_tokens, b.page_tokens),)
-                runs = join([batch_runs(batch, 0, 0, *(tokens or (1,)))])
-                lines.append(
-                    f"      {len(batch.layers)} layers from {batch.layers[0]}: {len(batch.slices)} tensors, "
-                    f"{runs.total_bytes} bytes in {len(runs)} runs per page"
-                )
-    return "\n".join(lines)

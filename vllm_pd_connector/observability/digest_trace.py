@@ -18,15 +18,16 @@ import numpy as np
 
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.geometry.checksums.digest import digests
-from vllm_pd_connector.metadata import GroupBlocks, HeldRequest, ReceiveRequest, block_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from vllm_pd_connector.geometry.blocks import BlockTables
     from vllm_pd_connector.geometry.manifest import Manifest, Segment
+    from vllm_pd_connector.metadata import HeldRequest, ReceiveRequest
 
 
 class DigestTrace:
@@ -61,7 +62,7 @@ class DigestTrace:
         self,
         side: str,
         request_id: str,
-        blocks: Sequence[GroupBlocks],
+        tables: BlockTables,
         start: int,
         stop: int,
         extra: dict[str, NDArray[np.str_]] | None = None,
@@ -72,7 +73,6 @@ class DigestTrace:
             for t in self._manifest.tensors
             if first_valid_tokens and t.group in first_valid_tokens
         }
-        tables = block_tables(blocks)
         arrays: dict[str, NDArray[np.generic]] = {"start": np.array(start), "stop": np.array(stop), **(extra or {})}
         for digest in digests(self._manifest, self._memory, tables, start, stop).values():
             positions, indices = digest.values.shape

@@ -22,7 +22,7 @@ from vllm_pd_connector.compat.base import (
     PromMetricT,
 )
 from vllm_pd_connector.compat.model.facts import engine_info
-from vllm_pd_connector.observability.instance import INFO_SERIES, INFO_TEXT, LABELS
+from vllm_pd_connector.instance_info import INFO_SERIES, INFO_TEXT, LABELS
 
 
 class Phase(StrEnum):

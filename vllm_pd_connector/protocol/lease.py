@@ -20,7 +20,7 @@ all that are known are over, it waits for another for `SHARED_S`.
 No clock, no thread and no socket in here; `now` is seconds of any monotonic clock, and each event first expires what is
 due.
 
-Source: architecture.md, "Pull"; peers-and-demands.md §1, ranks 1, 4 and 16; vLLM 0.32,
+Source: vLLM 0.32, `nixl/pull_scheduler.py` (leases and heartbeats of the in-tree connector),
 `v1/engine/parallel_sampling.py`.
 """
 
@@ -33,11 +33,13 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_pd_connector.bounded import Bounded
-from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading, Table
+from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
 from vllm_pd_connector.protocol.wire.messages import ReadDone, ReadVerdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from vllm_pd_connector.geometry.blocks import BlockTable
 
 SHARED_S = 2.0
 MAX_ATTEMPTS = 4096  # of one lease; vLLM allows `n` up to 16384, of which as many at a time are served
@@ -74,7 +76,7 @@ class _Lease:
     duration: float
     deadline: float
     limit: float
-    tables: tuple[Table, ...]
+    tables: tuple[BlockTable, ...]
     attempts: dict[bytes, _Attempt] = field(default_factory=dict)
     claimed: bool = False  # a decode instance has asked for it
     shared: bool = False
@@ -127,7 +129,9 @@ class LeaseTable:
         """How many leases are held."""
         return len(self._held)
 
-    def hold(self, request_id: str, nonce: bytes, now: float, duration: float, tables: tuple[Table, ...] = ()) -> None:
+    def hold(
+        self, request_id: str, nonce: bytes, now: float, duration: float, tables: tuple[BlockTable, ...] = ()
+    ) -> None:
         """Begin a lease of `duration` seconds; `request_id` must not be held already. `tables` are its blocks."""
         assert request_id not in self._held, f"request {request_id} is already under a lease"
         limit = now + max(self._limit_s, duration)
@@ -138,7 +142,7 @@ class LeaseTable:
         else:
             heapq.heappush(self._timers, (now + duration, request_id, nonce))
 
-    def tables_of(self, ref: LeaseRef, now: float) -> tuple[Table, ...] | None:
+    def tables_of(self, ref: LeaseRef, now: float) -> tuple[BlockTable, ...] | None:
         """The blocks of a held lease, None if it is not held."""
         self.tick(now)
         lease = self._find(ref)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from vllm_pd_connector.bounded import Bounded
-from vllm_pd_connector.protocol.wire.fields import MAX_REPLY_FRAME, LeaseRef, Table
+from vllm_pd_connector.protocol.wire.fields import MAX_REPLY_FRAME, LeaseRef
 from vllm_pd_connector.protocol.wire.messages import (
     Accepted,
     ChecksumJob,
@@ -28,6 +28,8 @@ from vllm_pd_connector.protocol.wire.messages import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from vllm_pd_connector.geometry.blocks import BlockTable
 
 B = TypeVar("B")
 
@@ -75,7 +77,7 @@ class Verification(Generic[B]):
         self._idle: dict[int, B] = {}
         self._number = 0
 
-    def ask(self, back: B, request: GetChecksums, tables: Sequence[Table]) -> list[tuple[B, Reply]]:
+    def ask(self, back: B, request: GetChecksums, tables: Sequence[BlockTable]) -> list[tuple[B, Reply]]:
         """A reader of a held lease wants its checksums. Readers with the same range share a job."""
         key = (request.lease, request.starts, request.stop)
         if (work := self._work.get(key)) is None:

@@ -28,7 +28,7 @@ import msgspec
 import zmq
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.observability.instance import MAX_PAGE_BYTES, EngineInfo, parse
+from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, EngineInfo, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """The instances behind a router: which there are, what they are, which are usable, and how busy each is.
 
 An instance is added by its URL, with a role or without one. Whatever it says of itself on `/metrics`
-(`observability.instance`) is learned: its role where none was given, and the engine id, address and parallel sizes
+(`instance_info`) is learned: its role where none was given, and the engine id, address and parallel sizes
 that a concurrent hand-off needs. An instance that says another role than it was added with is never used.
 
     state      is chosen   becomes
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.observability.instance import MAX_PAGE_BYTES, EngineInfo, parse
+from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, EngineInfo, parse
 from vllm_pd_connector.proxy.choice import Candidate, Chooser
 
 if TYPE_CHECKING:

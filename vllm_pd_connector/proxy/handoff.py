@@ -29,7 +29,7 @@ from vllm_pd_connector.errors import ProtocolError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vllm_pd_connector.observability.instance import EngineInfo
+    from vllm_pd_connector.instance_info import EngineInfo
 
 Body = dict[str, Any]
 

@@ -8,7 +8,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 class ProxyMetrics:
-    """One object per router; docs/router.md explains the series."""
+    """One object per router; README.md explains the series."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -47,7 +47,7 @@ from vllm_pd_connector.proxy.metrics import ProxyMetrics
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
-    from vllm_pd_connector.observability.instance import EngineInfo
+    from vllm_pd_connector.instance_info import EngineInfo
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ import signal
 
 from aiohttp import web
 
+from vllm_pd_connector.arguments import base_url, listening_port, seconds
 from vllm_pd_connector.proxy.exchange import error_object
 from vllm_pd_connector.proxy.fleet import InstanceRole
 from vllm_pd_connector.proxy.legs import Limits
 from vllm_pd_connector.proxy.router import Options, Router
-from vllm_pd_connector.proxy.urls import base_url, listening_port, seconds
 
 logger = logging.getLogger(__name__)
 

@@ -7,32 +7,25 @@ States of a request here, in the scheduler's thread:
 
 A request leaves PENDING without loading when its prompt is already cached here or when it is aborted; its lease is
 then released at once, or its prefill declined as soon as it is known where that runs. It leaves LOADING when vLLM has
-every rank's report, also when it was aborted meanwhile. A request with refused parameters takes the same way with an
-error in place of the remote, because a report from the workers is the only way in which vLLM fails one request.
-Whoever untrusted parameters name is not spoken to.
+every rank's report, also when it was aborted meanwhile. A request with refused parameters takes the same way without a
+source, because a report from the workers is the only way in which vLLM fails one request. Whoever untrusted parameters
+name (`sources`) is not spoken to.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import (
-    computes_itself,
-    first_lacking,
-    owned_blocks,
-    prompt_digest,
-    transfer_params,
-    was_refused,
-)
-from vllm_pd_connector.compat.model.caches import group_block_tokens, prefill_backoff
+from vllm_pd_connector.compat.blocks import first_lacking, owned_blocks, transfer_params, was_refused
+from vllm_pd_connector.compat.model.caches import group_block_tokens
 from vllm_pd_connector.compat.model.recurrent import state_groups
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.metadata import GroupBlocks, PushTerms, ReceiveRequest, draw_attempt
-from vllm_pd_connector.protocol.params.answer import require_signature
+from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.metadata import BadParameters, PushFrom, ReceiveRequest, draw_attempt
 from vllm_pd_connector.protocol.params.bootstrap import HostPort, parse_bootstrap_address
 from vllm_pd_connector.protocol.params.parse import (
     RemoteBootstrap,
@@ -40,17 +33,14 @@ from vllm_pd_connector.protocol.params.parse import (
     choice_of,
     is_answer,
     names_bootstrap,
-    pairing_name,
     parse_remote_bootstrap,
-    parse_remote_prefill,
     parse_remote_push,
 )
-from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
-from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
 from vllm_pd_connector.scheduler.lease_renewer import LeaseRenewer
+from vllm_pd_connector.scheduler.sources import Sources, named
 from vllm_pd_connector.sidechannel.bootstrap_http import EngineDirectory
-from vllm_pd_connector.sidechannel.net.keys import keys_of, require_known_server
+from vllm_pd_connector.sidechannel.net.keys import keys_of
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 if TYPE_CHECKING:
@@ -59,6 +49,8 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.compat.types import KVCacheBlock, KVCacheBlocks, KVCacheConfig, Request, VllmConfig
     from vllm_pd_connector.config import Config
+    from vllm_pd_connector.metadata import Source
+    from vllm_pd_connector.protocol.wire.push_messages import PrefillRef
 
 logger = init_logger(__name__)
 
@@ -67,40 +59,31 @@ REMEMBER = 4096
 
 @dataclass(slots=True)
 class _Receive:
-    remote: RemotePrefill | None
-    push: PushTerms | None = None
-    reading: Reading | None = None  # the request's use of the remote's lease
+    source: Source | None  # None until it is known where the prefill runs
     num_tokens: int = 0
-    error: str = ""
+    address: str = ""  # of the prefill instance whose lease is kept
+    reading: Reading | None = None  # the request's use of that lease
     found: Future[HostPort] | None = None  # until it is known where the prefill runs
     loading: bool = False
     began: float = field(default_factory=time.monotonic)
     blocks: list[KVCacheBlock] = field(default_factory=list)
-
-    @property
-    def waited_s(self) -> float:
-        return time.monotonic() - self.began
 
 
 class Consumer:
     """Requests that read their prompt's caches from a prefill instance."""
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
-        self.home: InstanceAddress | None = None
-        self._config = config
+        self.sources = Sources(config, vllm_config, kv_cache_config)
+        self._pushes = config.pushes
         self._groups = tuple(kv_cache_config.transfer_group_ids)
         self._block_tokens = group_block_tokens(kv_cache_config)
         self._receives: dict[str, _Receive] = {}
         self._orders: list[ReceiveRequest] = []
         self._aborts: list[str] = []
         self._ended: Bounded[str, None] = Bounded(REMEMBER)
-        self._keys = keys_of(config)
-        self._secret = config.secret()
-        self._allow_unauthenticated = config.allow_unauthenticated_peers
-        self._renewer = LeaseRenewer(self._keys, config.kv_lease_duration)
+        self._renewer = LeaseRenewer(keys_of(config), config.kv_lease_duration)
         self._directory = EngineDirectory(config.handshake_timeout)
         self._states = state_groups(kv_cache_config)
-        self._backoff = prefill_backoff(vllm_config, kv_cache_config)
         self._known: Bounded[LeaseRef | PrefillRef, None] = Bounded(REMEMBER)  # what requests came for
 
     def add(self, request: Request) -> None:
@@ -113,33 +96,29 @@ class Consumer:
             if names_bootstrap(params):
                 self._look_up(request, parse_remote_bootstrap(params))
                 return
-            if self._config.pushes and not is_answer(params):
-                named = parse_remote_push(params)
-                place = HostPort(named.remote_host, named.remote_port)
-                push = self._concurrent(request, named.remote_engine_id, place)
-                self._receives[request.request_id] = _Receive(
-                    None, push, num_tokens=request.num_prompt_tokens - self._backoff
-                )
+            if self._pushes and not is_answer(params):
+                told = parse_remote_push(params)
+                place = HostPort(told.remote_host, told.remote_port)
+                push = self.sources.concurrent(request, told.remote_engine_id, place)
+                self._receives[request.request_id] = _Receive(push, self.sources.prefilled_tokens(request))
                 address = endpoint(place.host, place.port)
                 self._known[push.prefill] = None
                 self._renewer.keep_prefill(request.request_id, lambda: address, push.prefill)
                 return
-            remote = parse_remote_prefill(params)
-            self._require_trusted(remote)
-            reading = _reading(remote, request)
+            remote = self.sources.answer(request)
+            address, reading = _reading(remote, request)
             self._known[remote.lease] = None
             try:
-                self._check(request, remote)
+                self.sources.require_fit(request, remote)
             except ProtocolError:
-                self._renewer.drop(_address(remote), reading, release=True)
+                self._renewer.drop(address, reading, release=True)
                 raise
         except ProtocolError as error:
             self.refuse(request, str(error))
             return
-        # The choices of a request with `n` > 1 share one prefill, and only one of them could be written for.
-        terms = self._serial(remote) if self._config.pushes and not reading.shared else None
-        self._receives[request.request_id] = _Receive(remote, terms, reading, remote.remote_num_tokens)
-        self._renewer.keep(_address(remote), reading, remote.pd_connector.lease_seconds)
+        source = self.sources.finished(remote, shared=reading.shared)
+        self._receives[request.request_id] = _Receive(source, remote.remote_num_tokens, address, reading)
+        self._renewer.keep(address, reading, remote.pd_connector.lease_seconds)
 
     def _give_back(self, refused: Request) -> None:
         """vLLM's API server refused a request, or tells that one failed: what its prefill holds is not needed. Of
@@ -150,33 +129,26 @@ class Consumer:
         """
         params = transfer_params(refused)
         if is_answer(params):
-            remote = parse_remote_prefill(params)
-            self._require_trusted(remote)
+            remote = self.sources.answer(refused)
             if self._known.pop(remote.lease, False) is None:
                 return
             prefill = remote.remote_request_id
-            self._renewer.drop(_address(remote), _reading(remote, refused), release=True)
+            self._renewer.drop(*_reading(remote, refused), release=True)
         else:
-            named = _named(refused)
-            if self._known.pop(named, False) is None:
+            ref = named(refused)
+            if self._known.pop(ref, False) is None:
                 return
-            prefill = named.name
+            prefill = ref.name
             if names_bootstrap(params):
                 self._decline_found(refused, self._find(parse_remote_bootstrap(params)), time.monotonic())
             else:
                 push = parse_remote_push(params)
-                self._require_concurrent(push.remote_host)
-                self._renewer.decline(endpoint(push.remote_host, push.remote_port), named, time.monotonic())
+                self.sources.require_concurrent(push.remote_host)
+                self._renewer.decline(endpoint(push.remote_host, push.remote_port), ref, time.monotonic())
         logger.info(
             "request %s: vLLM refused its decode request, or could not finish it: what its prefill holds is given back",
             prefill,
         )
-
-    def _serial(self, remote: RemotePrefill) -> PushTerms:
-        """Whom to ask for a prefill that has finished."""
-        assert self.home is not None
-        prefill = PrefillRef(remote.lease.request_id, remote.lease.nonce)
-        return PushTerms(remote.peer, remote.remote_engine_id, prefill, self.home, remote.pd_connector.prompt_digest)
 
     def _look_up(self, request: Request, remote: RemoteBootstrap) -> None:
         """Find the prefill instance by its bootstrap address; the request waits for the answer before it allocates.
@@ -185,20 +157,19 @@ class Consumer:
             ProtocolError: this instance pulls, the parameters cannot be trusted, or the address is none.
         """
         found = self._find(remote)
-        self._known[_named(request)] = None
-        if not self._config.pushes:
+        self._known[named(request)] = None
+        if not self._pushes:
             self._decline_found(request, found, time.monotonic())
             raise ProtocolError(
                 "kv_transfer_params: remote_bootstrap_addr: the router sends both legs at once, which a pull cannot "
                 "serve: set mode to push on both sides"
             )
-        tokens = request.num_prompt_tokens - self._backoff
-        self._receives[request.request_id] = _Receive(None, num_tokens=tokens, found=found)
-        self._renewer.keep_prefill(request.request_id, lambda: self._address(found), _named(request))
+        self._receives[request.request_id] = _Receive(None, self.sources.prefilled_tokens(request), found=found)
+        self._renewer.keep_prefill(request.request_id, lambda: self._address(found), named(request))
 
     def _find(self, remote: RemoteBootstrap) -> Future[HostPort]:
         bootstrap = parse_bootstrap_address(remote.remote_bootstrap_addr)
-        self._require_concurrent(bootstrap.host)
+        self.sources.require_concurrent(bootstrap.host)
         return self._directory.find(bootstrap, remote.remote_engine_id)
 
     def _address(self, found: Future[HostPort]) -> str | None:
@@ -208,14 +179,14 @@ class Consumer:
             return None
         place = found.result()
         try:
-            self._require_concurrent(place.host)
+            self.sources.require_concurrent(place.host)
         except ProtocolError:
             return None
         return endpoint(place.host, place.port)
 
     def _decline_found(self, request: Request, found: Future[HostPort], began: float) -> None:
         """Tell the prefill side that nothing is needed by a request that `began` then, once it is known where it is."""
-        prefill = _named(request)
+        prefill = named(request)
 
         def decline(found: Future[HostPort]) -> None:  # in the thread that found it
             if (address := self._address(found)) is not None:
@@ -232,67 +203,11 @@ class Consumer:
         found, receive.found = receive.found, None
         try:
             remote = parse_remote_bootstrap(transfer_params(request))
-            receive.push = self._concurrent(request, remote.remote_engine_id, found.result())
+            receive.source = self.sources.concurrent(request, remote.remote_engine_id, found.result())
         except ProtocolError as error:
             logger.error("request %s: kv_transfer_params refused: %s", request.request_id, error)
-            receive.error = str(error)
+            receive.source = BadParameters(str(error))
         return True
-
-    def _require_concurrent(self, host: str) -> None:
-        """Refuse what a concurrent router cannot do: have parameters signed, or name a key.
-
-        Raises:
-            ProtocolError: a secret or keys are configured, or the host is an unauthenticated peer.
-        """
-        if self._secret is not None:
-            raise ProtocolError(
-                "kv_transfer_params: a concurrent hand-off is not signed by the prefill instance, and params_secret is "
-                "set here: use a router that waits for the prefill's answer"
-            )
-        require_known_server(host, None, self._keys, self._allow_unauthenticated)
-
-    def _concurrent(self, request: Request, engine_id: str, place: HostPort) -> PushTerms:
-        """Whom to ask for a prefill that the router sends at the same time.
-
-        Raises:
-            ProtocolError: the parameters would have to be signed or name a key, which a concurrent router cannot do.
-        """
-        assert self.home is not None
-        self._require_concurrent(place.host)
-        tokens = max(request.num_prompt_tokens - self._backoff, 0)
-        digest = prompt_digest(request, tokens, self._config.adapter_ids)
-        return PushTerms(PeerKey(place.host, place.port, ""), engine_id, _named(request), self.home, digest)
-
-    def _require_trusted(self, remote: RemotePrefill) -> None:
-        """Parameters that an unauthenticated peer made, or that name a prefill instance of an unauthenticated peer, are
-        refused before any traffic."""
-        require_signature(remote, self._secret)
-        require_known_server(
-            remote.remote_host, remote.pd_connector.server_key, self._keys, self._allow_unauthenticated
-        )
-
-    def _check(self, request: Request, remote: RemotePrefill) -> None:
-        """Parameters that fit another prompt or another number of groups are refused here; their blocks are given
-        back."""
-        if len(remote.remote_block_ids) != len(self._groups):
-            raise ProtocolError(
-                f"remote_block_ids has {len(remote.remote_block_ids)} KV-cache groups, this instance transfers "
-                f"{len(self._groups)}: serve the same model with the same cache flags on both sides"
-            )
-        most = request.num_prompt_tokens - self._backoff
-        if self._backoff and remote.remote_num_tokens > most > 0 and not computes_itself(request):
-            raise ProtocolError(
-                f"remote_num_tokens: {remote.remote_num_tokens} there, at most {most} here: this model's decode "
-                f"computes the last {self._backoff} prompt token(s); run the same release on the prefill instance"
-            )
-        digest = prompt_digest(request, remote.remote_num_tokens, self._config.adapter_ids)
-        if remote.remote_num_tokens > request.num_prompt_tokens or digest != remote.pd_connector.prompt_digest:
-            raise ProtocolError(
-                f"the prefilled prompt ({remote.remote_num_tokens} tokens, digest {remote.pd_connector.prompt_digest}) "
-                f"is not this request's ({request.num_prompt_tokens} tokens, digest {digest}): send the decode request "
-                "with the same prompt, the kv_transfer_params that its own prefill returned, and "
-                "the same LoRA adapter, if any: equal files on both sides, or one id for it in adapter_ids"
-            )
 
     def refuse(self, request: Request, reason: str) -> None:
         """Remember that the request must fail, and why."""
@@ -300,7 +215,7 @@ class Consumer:
             logger.debug("request %s: nothing is given back: %s", request.request_id, reason)
             return
         logger.error("request %s: kv_transfer_params refused: %s", request.request_id, reason)
-        self._receives[request.request_id] = _Receive(None, error=reason)
+        self._receives[request.request_id] = _Receive(BadParameters(reason))
 
     def num_remote_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Tokens to load beyond the local prefix hit, None if that is not known yet; vLLM may ask again.
@@ -313,9 +228,9 @@ class Consumer:
             return 0
         if not self._found(request, receive):
             return None
-        if receive.error:
+        if isinstance(receive.source, BadParameters):
             return int(max(request.num_prompt_tokens - num_computed_tokens, 0))
-        if request.num_prompt_tokens <= self._backoff:
+        if self.sources.prefilled_tokens(request) <= 0:
             return 0  # all of it is ours to compute
         if num_computed_tokens >= request.num_prompt_tokens - 1:
             return 0
@@ -331,35 +246,34 @@ class Consumer:
                 self._decline_found(request, receive.found, receive.began)
             self._forget(request.request_id, release=True)
             return
+        assert receive.source is not None
         receive.loading = True
         receive.blocks = owned_blocks(blocks, self._groups)
-        stop = num_external_tokens if receive.error else receive.num_tokens
+        stop = num_external_tokens if isinstance(receive.source, BadParameters) else receive.num_tokens
         hit = stop - num_external_tokens
         tables = tuple(self._table(i, blocks.blocks[group], hit, stop) for i, group in enumerate(self._groups))
         self._orders.append(
             ReceiveRequest(
                 request_id=request.request_id,
-                remote=receive.remote,
-                error=receive.error,
+                source=receive.source,
                 blocks=tables,
                 start=self._start(tables, hit),
                 stop=stop,
-                push=replace(receive.push, waited_s=receive.waited_s) if receive.push is not None else None,
-                either=self._config.mode == "auto" and receive.remote is not None and receive.push is not None,
                 attempt=receive.reading.attempt if receive.reading is not None else draw_attempt(),
                 shared=receive.reading is not None and receive.reading.shared,
+                waited_s=time.monotonic() - receive.began,
             )
         )
 
-    def _table(self, group: int, blocks: Sequence[KVCacheBlock], hit: int, stop: int) -> GroupBlocks:
+    def _table(self, group: int, blocks: Sequence[KVCacheBlock], hit: int, stop: int) -> BlockTable:
         """The blocks of a group that are to be filled."""
         state = self._states.get(group)
         if state is not None:
-            return GroupBlocks(0, (state.state_block([block.block_id for block in blocks], stop),))
+            return BlockTable.of(0, (state.state_block([block.block_id for block in blocks], stop),))
         first = first_lacking(blocks, hit // self._block_tokens[group])
-        return GroupBlocks(first, tuple(block.block_id for block in blocks[first:]))
+        return BlockTable.of(first, [block.block_id for block in blocks[first:]])
 
-    def _start(self, tables: Sequence[GroupBlocks], hit: int) -> int:
+    def _start(self, tables: Sequence[BlockTable], hit: int) -> int:
         """Where the range of a request begins: behind the prefix hit, or before, where a group lacks a part of that."""
         lacking = (
             table.first_block * self._block_tokens[group]
@@ -410,28 +324,20 @@ class Consumer:
         receive = self._receives.pop(request_id, None)
         if receive is None:
             return
-        if receive.remote is not None and receive.reading is not None:
-            self._renewer.drop(_address(receive.remote), receive.reading, release=release)
+        if receive.reading is not None:
+            self._renewer.drop(receive.address, receive.reading, release=release)
             return
         self._renewer.drop_prefill(request_id)
-        if receive.push is not None and release:
-            peer = receive.push.peer
-            self._renewer.decline(endpoint(peer.host, peer.port), receive.push.prefill, receive.began)
+        if isinstance(receive.source, PushFrom) and release:
+            peer = receive.source.peer
+            self._renewer.decline(endpoint(peer.host, peer.port), receive.source.prefill, receive.began)
 
     def close(self) -> None:
         self._directory.close()
         self._renewer.close()
 
 
-def _address(remote: RemotePrefill) -> str:
-    return endpoint(remote.remote_host, remote.remote_port, remote.pd_connector.server_key)
-
-
-def _reading(remote: RemotePrefill, request: Request) -> Reading:
-    lease = remote.lease
-    return Reading(lease.request_id, lease.nonce, draw_attempt(), bool(choice_of(request.request_id)))
-
-
-def _named(request: Request) -> PrefillRef:
-    """The prefill of a request whose two legs a router sends at once: by the name that both carry."""
-    return PrefillRef(pairing_name(transfer_params(request), request.request_id), None)
+def _reading(remote: RemotePrefill, request: Request) -> tuple[str, Reading]:
+    """Where a lease is held, and a request's use of it."""
+    lease, address = remote.lease, endpoint(remote.remote_host, remote.remote_port, remote.pd_connector.server_key)
+    return address, Reading(lease.request_id, lease.nonce, draw_attempt(), bool(choice_of(request.request_id)))

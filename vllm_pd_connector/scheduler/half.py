@@ -53,7 +53,7 @@ class SchedulerHalf:
         """The workers are ready: let peers fetch their manifests. `tokens` are the workers' secrets, in rank order."""
         self.hold.listen(tokens)
         self.producer.serve(manifests, tokens)
-        self.consumer.home = self.producer.home
+        self.consumer.sources.home = self.producer.home
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._quarantine = Quarantine(pool)

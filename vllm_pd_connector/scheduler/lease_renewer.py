@@ -20,7 +20,8 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.wire.messages import Release, Renew, Renewed, Request, lease_batches
 from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, KeepPrefills, PrefillRef
 from vllm_pd_connector.sidechannel.client import SideChannelClient
-from vllm_pd_connector.sidechannel.waiting import Wake, wait
+from vllm_pd_connector.sidechannel.waiting import wait
+from vllm_pd_connector.wake import Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable

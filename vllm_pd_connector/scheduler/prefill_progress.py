@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.blocks import computed_after
 from vllm_pd_connector.compat.model.caches import group_kinds
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.manifest import GroupKind
-from vllm_pd_connector.metadata import GroupBlocks
 
 if TYPE_CHECKING:
     from vllm_pd_connector.compat.types import KVCacheConfig, SchedulerOutput
@@ -44,7 +44,7 @@ class PrefillProgress:
 
     def advance(
         self, output: SchedulerOutput, wanted: Callable[[str], bool]
-    ) -> Iterator[tuple[str, tuple[GroupBlocks, ...], int]]:
+    ) -> Iterator[tuple[str, tuple[BlockTable, ...], int]]:
         """Begin the next step. For each prefill in it that is wanted: its id, its tables (empty for other groups than
         those of full attention), and how many tokens they hold when the step is done."""
         self.number += 1
@@ -55,5 +55,5 @@ class PrefillProgress:
             if num_tokens is None or not wanted(request_id):
                 continue
             ids = self.tables(request_id)
-            tables = tuple(GroupBlocks(0, tuple(ids[i]) if full else ()) for i, full in enumerate(self._full))
+            tables = tuple(BlockTable.of(0, ids[i] if full else ()) for i, full in enumerate(self._full))
             yield request_id, tables, min(computed, num_tokens)

@@ -19,12 +19,13 @@ from vllm_pd_connector.compat.model import facts
 from vllm_pd_connector.compat.model.caches import prefill_backoff
 from vllm_pd_connector.compat.model.recurrent import state_groups
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.geometry.bind import NULL_BLOCK
-from vllm_pd_connector.metadata import GroupBlocks, HeldRequest, encode_tables
+from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable
+from vllm_pd_connector.metadata import HeldRequest
 from vllm_pd_connector.protocol.lease import End, Freed
-from vllm_pd_connector.protocol.params.answer import remote_prefill_params
+from vllm_pd_connector.protocol.params.answer import encode_params
 from vllm_pd_connector.protocol.params.bootstrap import EngineRegistry, HostPort, encode_answer
-from vllm_pd_connector.protocol.params.parse import choice_of, pairing_name, parse_remote_prefill
+from vllm_pd_connector.protocol.params.parse import Extension, RemotePrefill, choice_of, pairing_name
+from vllm_pd_connector.protocol.wire.messages import PROTOCOL_VERSION
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress
 from vllm_pd_connector.scheduler.prefill_progress import PrefillProgress, TablesOf
 from vllm_pd_connector.sidechannel.bootstrap_http import BootstrapServer, EngineRegistration, is_own_address
@@ -198,25 +199,8 @@ class Producer:
             return None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         tables = tuple(self._table(group, ids, num_tokens) for group, ids in enumerate(block_ids))
-        params = remote_prefill_params(
-            block_ids=[table.ids for table in tables],
-            first_blocks=[table.first_block for table in tables],
-            request_id=request.request_id,
-            nonce=secrets.token_bytes(16),
-            lease_seconds=self._config.kv_lease_duration,
-            prompt_digest=prompt_digest(request, num_tokens, self._config.adapter_ids),
-            engine_id=self._engine_id,
-            incarnation=self._incarnation,
-            host=self._host,
-            port=self._port,
-            tp_size=self._parallel.tensor_parallel_size,
-            dcp_size=self._parallel.decode_context_parallel_size,
-            pp_size=self._parallel.pipeline_parallel_size,
-            num_tokens=num_tokens,
-            server_key=self._keys.public if self._keys is not None else None,
-            secret=self._secret,
-            transfer_mode="push" if self._config.pushes else "pull",
-        )
+        answer = self._answer(request, tables, num_tokens)
+        params = encode_params(answer, self._secret)
         if request.request_id in self._leased:  # a client that uses a request id again gives up the older lease
             self._server.drop(request.request_id)
             self.drain()
@@ -225,22 +209,42 @@ class Producer:
         self._drop_older_choice(request.request_id)
         self._leased.add(request.request_id)
         self._partial.discard(request.request_id)
-        self._blocks.hold(request.request_id, (block for table in tables for block in table.ids))
-        lease = parse_remote_prefill(params).lease
-        self._server.hold(
-            lease.request_id,
-            lease.nonce,
-            self._config.kv_lease_duration,
-            encode_tables(tables),
-        )
+        self._blocks.hold(request.request_id, tables)
+        lease = answer.lease
+        self._server.hold(lease.request_id, lease.nonce, self._config.kv_lease_duration, tables)
         self._progress.discard(request.request_id)
-        if not self._server.pushes.finished(
-            request.request_id, lease.nonce, encode_tables(tables), self._progress.number
-        ):
+        if not self._server.pushes.finished(request.request_id, lease.nonce, tables, self._progress.number):
             self._server.drop(request.request_id)
         if self._config.digest_dir is not None:
             self._held.append(HeldRequest(request.request_id, tables, num_tokens))
         return params
+
+    def _answer(self, request: Request, tables: tuple[BlockTable, ...], num_tokens: int) -> RemotePrefill:
+        return RemotePrefill(
+            do_remote_prefill=True,
+            do_remote_decode=False,
+            remote_block_ids=tuple(tuple(table.ids.tolist()) for table in tables),
+            remote_engine_id=self._engine_id,
+            remote_request_id=request.request_id,
+            remote_host=self._host,
+            remote_port=self._port,
+            tp_size=self._parallel.tensor_parallel_size,
+            dcp_size=self._parallel.decode_context_parallel_size,
+            pp_size=self._parallel.pipeline_parallel_size,
+            remote_num_tokens=num_tokens,
+            # A moment of this host's clock means nothing on another; the lease protocol replaces it.
+            remote_blocks_expiry_time=None,
+            transfer_mode="push" if self._config.pushes else "pull",
+            pd_connector=Extension(
+                version=PROTOCOL_VERSION,
+                incarnation=self._incarnation,
+                nonce=secrets.token_hex(16),
+                lease_seconds=self._config.kv_lease_duration,
+                prompt_digest=prompt_digest(request, num_tokens, self._config.adapter_ids),
+                first_blocks=tuple(table.first_block for table in tables),
+                server_key=self._keys.public if self._keys is not None else None,
+            ),
+        )
 
     def ended(self, request_id: str) -> None:
         """A request ended, however."""
@@ -267,14 +271,15 @@ class Producer:
             self._server.drop(older)
         self._choices[parent] = request_id
 
-    def _table(self, group: int, ids: list[int], num_tokens: int) -> GroupBlocks:
+    def _table(self, group: int, ids: list[int], num_tokens: int) -> BlockTable:
         state = self._states.get(group)
         if state is None:
-            return _trim(ids)
+            table = BlockTable.of(0, ids)
+            return BlockTable.of(table.begin, ids[table.begin :])  # a sliding window has passed what is null
         block = state.state_block(ids, num_tokens)
         if block == NULL_BLOCK:
             raise ProtocolError(f"group {group}: no block holds the state after {num_tokens} tokens")
-        return GroupBlocks(0, (block,))
+        return BlockTable.of(0, (block,))
 
     def advance(self, output: SchedulerOutput) -> int:
         """Begin an engine step: what it will complete goes to the workers as orders. Returns the step's number."""
@@ -284,9 +289,9 @@ class Producer:
             self._let_go(self._server, self._blocks)
             for request_id, tables, ready in self._progress.advance(output, self._server.pushes.wanted):
                 # Held before it is known to be there: from then on it may be written from at any time.
-                self._blocks.hold(request_id, (block for table in tables for block in table.ids))
+                self._blocks.hold(request_id, tables)
                 self._partial.add(request_id)
-                self._server.pushes.progressed(request_id, encode_tables(tables), ready, self._progress.number)
+                self._server.pushes.progressed(request_id, tables, ready, self._progress.number)
         return self._progress.number
 
     def _let_go(self, server: SideChannelServer, blocks: HeldBlocks) -> None:
@@ -355,9 +360,3 @@ class Producer:
 def _reachable(host: str) -> str:
     """Where this host finds what listens at `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-
-
-def _trim(ids: list[int]) -> GroupBlocks:
-    """Drop leading null blocks (out-of-window blocks of a sliding-window group), keeping absolute positions."""
-    first = next((i for i, block in enumerate(ids) if block != NULL_BLOCK), len(ids))
-    return GroupBlocks(first, tuple(ids[first:]))

@@ -34,8 +34,8 @@ from vllm_pd_connector.protocol.wire.messages import (
 )
 from vllm_pd_connector.sidechannel.net.dial import Dial
 from vllm_pd_connector.sidechannel.net.sockets import MAX_PENDING, connect, dealer, place_of, take
-from vllm_pd_connector.sidechannel.net.wake import Wake
 from vllm_pd_connector.sidechannel.net.watch import Watch
+from vllm_pd_connector.wake import Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable

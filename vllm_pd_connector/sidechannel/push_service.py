@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Sequence
 
+    from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.push.command_queue import Ticket
-    from vllm_pd_connector.protocol.push.registrations import Tables
 
 
 class PushService:
@@ -86,14 +86,14 @@ class PushService:
         with self._lock:
             return self._table is not None and self._table.given_up(request_id)
 
-    def progressed(self, request_id: str, source: Tables, ready: int, step: int) -> None:
+    def progressed(self, request_id: str, source: Sequence[BlockTable], ready: int, step: int) -> None:
         """See `PushTable.progressed`."""
         with self._lock:
             assert self._table is not None
             self._table.progressed(request_id, source, ready, step)
         self._wake()
 
-    def finished(self, request_id: str, nonce: bytes, source: Tables, step: int) -> bool:
+    def finished(self, request_id: str, nonce: bytes, source: Sequence[BlockTable], step: int) -> bool:
         """See `PushTable.finished`; called after `hold`."""
         with self._lock:
             useful = self._table is None or self._table.finished(request_id, nonce, source, step)

@@ -1,10 +1,10 @@
 """The prefill instance's end of the side channel: one thread, one ROUTER socket, the lease table.
 
-The thread sleeps until a frame comes, a lease is due or another thread wakes it through a socket pair, so an idle
+The thread sleeps until a frame comes, a lease is due or another thread wakes it, so an idle
 server costs nothing. It answers each frame where it stands; what is malformed gets a `Failure` that says why, what is
 too large is cut off by zmq (see `net.sockets`), and nothing that a client sends ends the thread. Frames that wait to be
 served are bounded per connection by zmq, and messages without end by `net.watch`; large replies that a slow client has
-not taken yet are counted here, because zmq counts only messages, and answered BUSY over the limit.
+not taken yet are counted (`unsent`), and answered BUSY over the limit.
 
 The scheduler's thread calls the public methods; a lock around the tables is all that the two share. What
 concerns pushes alone is in `push_service`.
@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import logging
 import math
-import socket as _socket
 import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -27,7 +26,7 @@ from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.lease import Freed, LeaseTable
 from vllm_pd_connector.protocol.verification import Verification
-from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, Table
+from vllm_pd_connector.protocol.wire.fields import MAX_TEXT
 from vllm_pd_connector.protocol.wire.messages import (
     Describe,
     Failure,
@@ -65,17 +64,18 @@ from vllm_pd_connector.sidechannel.net.keys import ZAP_DOMAIN, Keys
 from vllm_pd_connector.sidechannel.net.sockets import bound_router, take
 from vllm_pd_connector.sidechannel.net.watch import Watch
 from vllm_pd_connector.sidechannel.push_service import PushService
+from vllm_pd_connector.sidechannel.unsent import UnsentReplies
 from vllm_pd_connector.sidechannel.worker_auth import refusal
+from vllm_pd_connector.wake import Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.push.command_queue import Ticket
 
 logger = logging.getLogger(__name__)
 
-MAX_UNSENT_REPLIES_PER_CLIENT = 2
-MAX_UNSENT_BYTES = 256 * 1024 * 1024
 _BATCH = 256  # frames served before the leases are looked at again
 _LONGEST_SLEEP_S = 3600.0
 _LOG_EVERY_S = 10.0
@@ -96,12 +96,6 @@ def _not_home(named: str | None, asker: object) -> str:
         f"home.server_key: {named or 'none'} there, the key of who asks is {asker or 'none'}: an instance can have "
         "its own blocks written into and no other's"
     )
-
-
-class _Unsent(NamedTuple):
-    client: bytes
-    size: int
-    tracker: zmq.MessageTracker
 
 
 class SideChannelServer:
@@ -137,7 +131,8 @@ class SideChannelServer:
         self._clock = clock
         self._lock = threading.Lock()
         self._leases = LeaseTable(lease_limit_s)
-        self.pushes = PushService(self._leases, self._lock, self._wake, clock)
+        self._wake = Wake()
+        self.pushes = PushService(self._leases, self._lock, self._wake.set, clock)
         self._freed: list[Freed] = []
         self._manifests: Manifests | None = None
         self._tokens: tuple[bytes, ...] = ()
@@ -147,7 +142,7 @@ class SideChannelServer:
         self._verification: Verification[Ticket] = Verification(0)
         self._counts: Counter[str] = Counter()
         self._due: list[tuple[Ticket, Reply]] = []  # to others than the client that is being answered
-        self._unsent: list[_Unsent] = []
+        self._unsent = UnsentReplies()
         self._log_at = -math.inf
         self._closing = False
         self._clients: Bounded[bytes, None] = Bounded(_MAX_CLIENTS)
@@ -164,11 +159,9 @@ class SideChannelServer:
             self._stop_authenticator()
             self._watch.close()
             self._context.term()
+            self._wake.close()
             raise
         self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._wake_in, self._wake_out = _socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="pd-side-channel", daemon=True)
         self._thread.start()
 
@@ -185,27 +178,27 @@ class SideChannelServer:
             self._manifests, self._tokens = message, tuple(tokens)
             self._verification.workers = len(manifests)
 
-    def hold(self, request_id: str, nonce: bytes, duration: float, tables: Sequence[Table] = ()) -> None:
+    def hold(self, request_id: str, nonce: bytes, duration: float, tables: Sequence[BlockTable] = ()) -> None:
         """Keep a finished request's blocks for `duration` seconds, and again from each renewal.
 
         `tables` are needed where checksums are made of them.
         """
         with self._lock:
             self._leases.hold(request_id, nonce, self._clock(), duration, tuple(tables))
-        self._wake()
+        self._wake.set()
 
     def drop(self, request_id: str) -> None:
         """End a lease from this side; it comes out of `take_freed` like any other."""
         with self._lock:
             self._leases.drop(request_id, self._clock())
-        self._wake()
+        self._wake.set()
 
     def take_freed(self) -> list[Freed]:
         """(request id, reason) of the leases that have ended since the last call; each exactly once, and not before
         the last write from its blocks has ended."""
         with self._lock:
             freed, self._freed = self._freed + self.pushes.settle(self._clock()), []
-        self._wake()
+        self._wake.set()
         return freed
 
     def counts(self) -> dict[str, int]:
@@ -219,10 +212,9 @@ class SideChannelServer:
         Leases that are still held are dropped. May be called twice.
         """
         self._closing = True
-        self._wake()
+        self._wake.set()
         self._thread.join()
-        self._wake_in.close()
-        self._wake_out.close()
+        self._wake.close()
         self._stop_authenticator()
         self._watch.close()
         self._context.term()
@@ -232,21 +224,14 @@ class SideChannelServer:
             self._authenticator.stop()
             self._authenticator = None
 
-    def _wake(self) -> None:
-        try:
-            self._wake_in.send(b"\0")
-        except OSError:  # full: the thread is about to wake anyway; closed: it has ended
-            return
-
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
-        poller.register(self._wake_out.fileno(), zmq.POLLIN)
+        poller.register(self._wake.fileno(), zmq.POLLIN)
         while not self._closing:
             try:
                 ready = dict(poller.poll(self._sleep_ms()))
-                if self._wake_out.fileno() in ready:
-                    self._wake_out.recv(4096)
+                self._wake.clear()
                 if self._router in ready:
                     self._serve_batch()
                 with self._lock:
@@ -378,7 +363,7 @@ class SideChannelServer:
         return Failure(code, message[:MAX_TEXT])
 
     def _send(self, client: bytes, seq: int, reply: Reply) -> None:
-        if isinstance(reply, Manifests) and not self._has_room(client):
+        if isinstance(reply, Manifests) and not self._unsent.has_room(client):
             reply = Failure(FailureCode.BUSY, "earlier replies were not taken yet; ask again later")
         try:
             frame = encode(seq, reply)
@@ -392,18 +377,7 @@ class SideChannelServer:
             tracker = self._router.send_multipart([client, frame], zmq.NOBLOCK, copy=False, track=True)
         except zmq.ZMQError:  # the client has gone or reads nothing; it will ask again if it lives
             return
-        if tracker is not None and not tracker.done:
-            self._forget_sent()
-            self._unsent.append(_Unsent(client, len(frame), tracker))
-
-    def _forget_sent(self) -> None:
-        self._unsent = [unsent for unsent in self._unsent if not unsent.tracker.done]
-
-    def _has_room(self, client: bytes) -> bool:
-        self._forget_sent()
-        theirs = sum(unsent.client == client for unsent in self._unsent)
-        total = sum(unsent.size for unsent in self._unsent)
-        return theirs < MAX_UNSENT_REPLIES_PER_CLIENT and total < MAX_UNSENT_BYTES
+        self._unsent.add(client, len(frame), tracker)
 
     def _log(self, message: str) -> None:
         now = time.monotonic()

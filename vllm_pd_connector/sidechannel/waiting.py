@@ -11,18 +11,14 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from vllm_pd_connector.sidechannel.net.wake import Wake
-
 if TYPE_CHECKING:
     from vllm_pd_connector.protocol.wire.messages import Request
     from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
-
-__all__ = ["Wake", "ask", "wait"]
+    from vllm_pd_connector.wake import Wake
 
 
 def wait(client: SideChannelClient, wake: Wake, deadline: float | None) -> None:
-    """Return when the client has input, `net.wake` was set, or time.monotonic() reaches `net.deadline` (None:
-    never)."""
+    """Return when the client has input, `wake` was set, or time.monotonic() reaches `deadline` (None: never)."""
     moments = [moment for moment in (deadline, client.next_deadline()) if moment is not None]
     seconds = max(0.0, min(moments) - time.monotonic()) if moments else None
     poller = zmq.Poller()

@@ -18,10 +18,12 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from vllm_pd_connector.errors import TransferError
+import msgspec
+
+from vllm_pd_connector.errors import InvalidConfig, TransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from vllm_pd_connector.geometry.manifest import Segment
     from vllm_pd_connector.geometry.runs import Runs
@@ -89,11 +91,10 @@ class Transport(Protocol):
             TransferError: not started; nothing moves.
         """
 
-    def write(self, peer: TransportPeer, runs: Runs, notification: bytes = b"") -> Transfer:
+    def write(self, peer: TransportPeer, runs: Runs) -> Transfer:
         """Start copying `runs` from this process (source) to the peer (destination).
 
-        The notification reaches the peer after all bytes of this transfer are in its memory. DONE does not say that
-        it was delivered: a peer that died meanwhile never sees it.
+        DONE says that all bytes are in the peer's memory, so who is told so afterwards may use them.
 
         Raises:
             TransferError: not started; nothing moves.
@@ -105,16 +106,6 @@ class Transport(Protocol):
         Raises:
             TransferError: it failed. When it is not `terminal`, bytes may move until `close` and nothing will tell.
         """
-
-    def notify(self, peer: TransportPeer, payload: bytes) -> None:
-        """Send a message on its own. Delivery is not acknowledged.
-
-        Raises:
-            TransferError: the library refuses to send.
-        """
-
-    def notifications(self) -> list[bytes]:
-        """Messages that arrived since the last call, oldest first, from any peer."""
 
     def replace_endpoint(self, peer: TransportPeer) -> None:
         """Connect peers from now on by another endpoint of the library than the one of `peer`.
@@ -144,6 +135,20 @@ class Followed(Protocol):
 
 
 FollowedTransfer = TypeVar("FollowedTransfer", bound=Followed)
+Options = TypeVar("Options", bound=msgspec.Struct)
+
+
+def options_of(name: str, given: Mapping[str, object], form: type[Options]) -> Options:
+    """`transport_options` as a transport's struct of options.
+
+    Raises:
+        InvalidConfig: an unknown or mistyped option.
+    """
+    try:
+        return msgspec.convert(given, type=form)
+    except msgspec.ValidationError as error:
+        known = ", ".join(form.__struct_fields__) or "none"
+        raise InvalidConfig(f"transport_options of {name}: {error}; known options: {known}") from error
 
 
 def follow(transfer: FollowedTransfer, advance: Callable[[FollowedTransfer], None]) -> TransferStatus:

@@ -1,12 +1,11 @@
-"""Liveness links between workers: small ordered messages, and the knowledge that the other process is there.
+"""Liveness links between workers: each knows that the other process is there.
 
-For transports whose library moves bytes but cannot tell that a peer died before something was asked of it, nor send a
-message of any bytes without blocking. An `LivenessHub` listens at one address with one thread, which sleeps unless a
-socket has something to say. Whoever dials says the hub's name first and is answered with it, so that a link leads
-to that incarnation and not to what listens on its port today, and only who was given the name (it is random and travels
-in a manifest) can send. After that, messages flow from the dialler to the hub, in order.
+For libraries that move bytes but cannot tell that a peer died before something is asked of it. A `LivenessHub` listens
+at one address with one thread, which sleeps unless a socket has something to say. Whoever dials says the hub's name
+first and is answered with it, so that a link leads to that incarnation and not to what listens on its port today, and
+only who was given the name (it is random and travels in a manifest) stays. After that, neither side sends anything.
 
-    frame := length (4 bytes, big endian) payload           the hub's name is the only frame that it sends
+    greeting := length (4 bytes, big endian) name           the same from both sides
 
 Others may dial as well, unauthenticated. Who does not say the name within `GREETING_S` is hung up on, and the one that
 has been silent longest when more than `MAX_UNAUTHENTICATED` have not said it. When the process has no descriptor left
@@ -14,11 +13,12 @@ for who dials next, nobody is taken for `PAUSE_S`: they wait in the kernel's que
 
 A link is lost when the other process ends or closes (at once), or when its machine does not acknowledge for
 `SILENCE_S` (the kernel's keep-alive, so a half-open connection is found without traffic of ours). A process that
-is merely stopped keeps its links: its kernel answers. What a lost link had not delivered is gone.
+is merely stopped keeps its links: its kernel answers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import itertools
@@ -35,7 +35,8 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.errors import PeerLost, ProtocolError, TransferError
+from vllm_pd_connector.errors import ProtocolError, TransferError
+from vllm_pd_connector.wake import Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_NAME_BYTES = 256
-MAX_MESSAGE_BYTES = 16 << 20
-MAX_WAITING_BYTES = 64 << 20
 SILENCE_S = 15
 GREETING_S = 10.0
 MAX_UNAUTHENTICATED = 256
@@ -52,7 +51,7 @@ PAUSE_S = 1.0
 
 # Errors that the other end's kernel tells; others (ETIMEDOUT, EHOSTUNREACH …) are those of a network that fell silent.
 _TOLD = (errno.ECONNRESET, errno.ECONNREFUSED)
-_RECEIVE_BYTES = 256 << 10
+_RECEIVE_BYTES = 4096
 
 # A refusal of a machine nearby comes within this time; `dial` does not wait longer for one.
 _NEAR_MILLISECONDS = 3
@@ -81,39 +80,16 @@ class LivenessLink:
     reason: str = ""
     ended: bool = False
     closed_at: float | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _greeting: bytearray = field(init=False)
-    _waiting: bytearray = field(default_factory=bytearray)
+    leaving: bool = False
+    _unsent: bytes = field(init=False)
     _received: bytearray = field(default_factory=bytearray)
-    _leaving: bool = False
 
     def __post_init__(self) -> None:
-        self._greeting = bytearray(_frame(self.peer.encode()))
-
-    def send(self, payload: bytes) -> None:
-        """Queue a message; it leaves when the link is open and the peer has room.
-
-        Raises:
-            PeerLost: the link is lost.
-            TransferError: the message is too large, or too much waits for a peer that does not take it.
-        """
-        if len(payload) > MAX_MESSAGE_BYTES:
-            raise TransferError(f"message of {len(payload)} bytes to {self.peer}, at most {MAX_MESSAGE_BYTES} are sent")
-        if self.state is LivenessState.LOST:
-            raise PeerLost(self.reason)
-        with self._lock:
-            if len(self._waiting) + len(payload) > MAX_WAITING_BYTES:
-                raise TransferError(
-                    f"{len(self._waiting)} bytes wait for {self.peer}, which takes none; it is stopped or overloaded",
-                    retryable=True,
-                )
-            self._waiting += _frame(payload)
-        self.wake()
+        self._unsent = _greeting(self.peer.encode())
 
     def hang_up(self) -> None:
-        """End the link when what waits has been sent."""
-        with self._lock:
-            self._leaving = True
+        """End the link."""
+        self.leaving = True
         self.wake()
 
     def give_up(self, reason: str) -> None:
@@ -142,7 +118,7 @@ class LivenessLink:
                 ended=True,
             )
         self._received += received
-        answer = _frame(self.peer.encode())
+        answer = _greeting(self.peer.encode())
         if not answer.startswith(self._received):
             return self.lose(f"{self.peer} is gone: another process listens in its place", ended=True)
         if len(self._received) == len(answer):
@@ -151,27 +127,14 @@ class LivenessLink:
             self.state = LivenessState.OPEN
 
     def writable(self) -> None:
-        """Send what may go: the greeting, and what waits once the link is open."""
-        with self._lock:
-            outgoing = self._outgoing()
-            if not outgoing:
-                return
-            try:
-                sent = self.socket.send(memoryview(outgoing)[: 1 << 20])
-            except OSError:
-                return  # not connected yet, no room now, or a loss that reading will tell
-            del outgoing[:sent]
+        """Send what is left of the greeting."""
+        if self._unsent:
+            with contextlib.suppress(OSError):  # not connected yet, no room now, or a loss that reading will tell
+                self._unsent = self._unsent[self.socket.send(self._unsent) :]
 
-    def wants_to_write(self) -> bool:
-        return bool(self._outgoing())
-
-    def _outgoing(self) -> bytearray:
-        if self._greeting or self.state is not LivenessState.OPEN:
-            return self._greeting
-        return self._waiting
-
-    def finished(self) -> bool:
-        return self._leaving and not (self._waiting and self.state is not LivenessState.LOST)
+    def interest(self) -> int:
+        """What the selector is to wait for."""
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
 
     def lose(self, reason: str, ended: bool = False) -> None:
         if self.state is not LivenessState.LOST:
@@ -180,56 +143,46 @@ class LivenessLink:
 
 @dataclass(eq=False, slots=True)
 class IncomingLink:
-    """What came from a dialler: our `name`, for which it has until `deadline`, then messages, if `listens`."""
+    """What came from a dialler: our `name`, for which it has until `deadline`, and nothing else."""
 
     name: bytes
     deadline: float
-    listens: bool = True
     greeted: bool = False
-    _frames: bytearray = field(default_factory=bytearray)
+    _received: bytearray = field(default_factory=bytearray)
 
-    def take(self, received: bytes) -> list[bytes]:
-        """The messages that are complete now.
+    def take(self, received: bytes) -> None:
+        """Go on with the greeting; `greeted` is true when it is whole.
 
         Raises:
             ProtocolError: the dialler is to be hung up on.
         """
-        frames, messages = self._frames, []
-        frames += received
-        while len(frames) >= 4:
-            length = int.from_bytes(frames[:4], "big")
-            if length > (MAX_MESSAGE_BYTES if self.greeted else MAX_NAME_BYTES):
-                raise ProtocolError(f"it announced a frame of {length} bytes")
-            if self.greeted and not self.listens:
-                raise ProtocolError("it sent a message, and none is taken here")
-            if len(frames) < 4 + length:
-                break
-            payload = bytes(frames[4 : 4 + length])
-            del frames[: 4 + length]
-            if self.greeted:
-                messages.append(payload)
-            elif not hmac.compare_digest(payload, self.name):
+        self._received += received
+        if len(self._received) < 4:
+            return
+        length, said = int.from_bytes(self._received[:4], "big"), self._received[4:]
+        if length > MAX_NAME_BYTES:
+            raise ProtocolError(f"it announced a name of {length} bytes, at most {MAX_NAME_BYTES} are read")
+        if len(said) > length:
+            raise ProtocolError("it sent more than a name, and nothing is taken here")
+        if len(said) == length:
+            if not hmac.compare_digest(said, self.name):
                 raise ProtocolError("it asked for another process than this one")
             self.greeted = True
-        return messages
 
 
 class LivenessHub:
     """Listens at `address` under `name` and dials others; see the module.
 
     Args:
-        listens: whether messages are taken from who dials; else lines here only tell that this process is there.
         lost: called in the hub's thread when a link was lost.
 
     Raises:
         TransferError: nothing can listen at the address.
     """
 
-    def __init__(
-        self, address: str, name: str, *, listens: bool = True, lost: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, address: str, name: str, *, lost: Callable[[], None] = lambda: None) -> None:
         self._name = name
-        self._listens, self._lost = listens, lost
+        self._lost = lost
         self._family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.socket(self._family, socket.SOCK_STREAM)
         try:
@@ -240,7 +193,6 @@ class LivenessHub:
             raise TransferError(f"cannot listen at {address}: {error.strerror}; choose another address") from error
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        self._inbox: deque[bytes] = deque()
         self._new: deque[LivenessLink] = deque()
         self._lines: set[LivenessLink] = set()
         self._arriving: dict[socket.socket, IncomingLink] = {}
@@ -248,9 +200,9 @@ class LivenessHub:
         self._paused_until = 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._event, selectors.EVENT_READ, self._woken)
-        self._event_lock = threading.Lock()
+        self._wake = Wake()
+        self._selector.register(self._wake, selectors.EVENT_READ, lambda ready: self._wake.clear())
+        self._lock = threading.Lock()  # of `_new` and `_ended`
         self._closing = self._ended = False
         self._thread = threading.Thread(target=self._run, name="pd-lines", daemon=True)
         self._thread.start()
@@ -273,7 +225,7 @@ class LivenessHub:
         made.setblocking(False)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _notice_silence(made)
-        link = LivenessLink(peer, time.monotonic() + timeout, self._wake, made)
+        link = LivenessLink(peer, time.monotonic() + timeout, self._wake.set, made)
         failure = made.connect_ex((address, port))
         if failure == errno.EINPROGRESS and not wait_ms:
             failure = 0
@@ -284,28 +236,19 @@ class LivenessHub:
             failure = made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if failure:
             link.lose(f"{peer} cannot be reached at {address} port {port}: {os.strerror(failure)}")
-        with self._event_lock:
+        with self._lock:
             if self._ended:  # nobody would close it
                 made.close()
                 raise TransferError(f"no connection to {peer} can be made: this worker's links have ended")
             self._new.append(link)
-        self._wake()
+        self._wake.set()
         return link
-
-    def messages(self) -> list[bytes]:
-        """What arrived since the last call, oldest first."""
-        return [self._inbox.popleft() for _ in range(len(self._inbox))]
 
     def close(self) -> None:
         """End all links. Returns when the thread has ended."""
         self._closing = True
-        self._wake()
+        self._wake.set()
         self._thread.join()
-
-    def _wake(self) -> None:
-        with self._event_lock:
-            if not self._ended:
-                os.eventfd_write(self._event, 1)
 
     def _run(self) -> None:
         while not self._closing:
@@ -326,9 +269,6 @@ class LivenessHub:
         deadlines += [self._paused_until] * bool(self._paused_until)
         return max(min(deadlines) - time.monotonic(), 0.0) if deadlines else None
 
-    def _woken(self, ready: int) -> None:
-        os.eventfd_read(self._event)
-
     @staticmethod
     def _serve(link: LivenessLink, ready: int) -> None:
         if ready & selectors.EVENT_READ:
@@ -342,7 +282,7 @@ class LivenessHub:
         if link.state is LivenessState.DIALLING and now >= link.deadline:
             link.lose(f"{link.peer} did not answer in time; it is stopped, or its address leads elsewhere")
         registered = link.socket in self._selector.get_map()
-        if link.state is LivenessState.LOST or link.finished():
+        if link.state is LivenessState.LOST or link.leaving:
             if registered:
                 self._selector.unregister(link.socket)
             link.lose("the line was ended here")
@@ -350,11 +290,10 @@ class LivenessHub:
             self._lines.discard(link)
             self._lost()
             return
-        interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_to_write() else 0)
         if not registered:
-            self._selector.register(link.socket, interest, partial(self._serve, link))
-        elif (key := self._selector.get_key(link.socket)).events != interest:
-            self._selector.modify(link.socket, interest, key.data)
+            self._selector.register(link.socket, link.interest(), partial(self._serve, link))
+        elif (key := self._selector.get_key(link.socket)).events != link.interest():
+            self._selector.modify(link.socket, link.interest(), key.data)
 
     def _accept(self, ready: int) -> None:
         try:
@@ -368,7 +307,7 @@ class LivenessHub:
             return
         arrived.setblocking(False)
         _notice_silence(arrived)
-        incoming = IncomingLink(self._name.encode(), time.monotonic() + GREETING_S, self._listens)
+        incoming = IncomingLink(self._name.encode(), time.monotonic() + GREETING_S)
         self._arriving[arrived] = self._unauthenticated[arrived] = incoming
         self._selector.register(arrived, selectors.EVENT_READ, partial(self._receive, arrived))
 
@@ -395,9 +334,10 @@ class LivenessHub:
             if not received:
                 return self._hang_up_on(arrived)
             incoming = self._arriving[arrived]
-            self._inbox.extend(incoming.take(received))
-            if incoming.greeted and self._unauthenticated.pop(arrived, None) is not None:
-                arrived.send(_frame(incoming.name))
+            incoming.take(received)
+            if incoming.greeted:
+                del self._unauthenticated[arrived]
+                arrived.send(_greeting(incoming.name))
         except BlockingIOError:
             return
         except OSError:
@@ -407,11 +347,10 @@ class LivenessHub:
             self._hang_up_on(arrived)
 
     def _end(self) -> None:
-        with self._event_lock:  # the event's number may be another's from here on, and no link comes any more
+        with self._lock:  # no link comes any more
             self._ended = True
-            os.close(self._event)
+        self._wake.close()
         for link in (*self._lines, *self._new):
-            link.writable()
             link.lose("the transport was closed here")
             link.socket.close()
         for arrived in self._arriving:
@@ -420,8 +359,8 @@ class LivenessHub:
         self._selector.close()
 
 
-def _frame(payload: bytes) -> bytes:
-    return len(payload).to_bytes(4, "big") + payload
+def _greeting(name: bytes) -> bytes:
+    return len(name).to_bytes(4, "big") + name
 
 
 def _notice_silence(connection: socket.socket) -> None:

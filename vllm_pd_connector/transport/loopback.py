@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_pd_connector.errors import PeerLost, TransferError
-from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer
+from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, options_of
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, cut
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm_pd_connector.geometry.manifest import Segment
     from vllm_pd_connector.geometry.runs import Runs
@@ -40,7 +40,7 @@ class Faults:
     """What is wrong with an endpoint.
 
     `lost`: its process is gone; every operation of a peer with it is `PeerLost`. `frozen`: it answers nothing;
-    transfers of peers with it stay RUNNING and their notifications wait. `held`: transfers that this endpoint itself
+    transfers of peers with it stay RUNNING. `held`: transfers that this endpoint itself
     started stay RUNNING. `stalled`: the same for peers that were connected before this many `replace_endpoint`s.
     `failures`: raised by the next polls of transfers that this endpoint started, one each.
     """
@@ -64,7 +64,6 @@ class _Peer:
 class _Transfer:
     peer: _Peer
     work: Descriptors
-    notification: bytes
     finished: bool = False
 
     @property
@@ -91,7 +90,6 @@ class LoopbackTransport:
         self._incarnation = 0
         self._name = uuid.uuid4().hex
         self._ranges = Ranges.of((), "this worker")
-        self._inbox: deque[bytes] = deque()
         with _lock:
             _endpoints[self._name] = self
 
@@ -114,11 +112,11 @@ class LoopbackTransport:
 
     def read(self, peer: TransportPeer, runs: Runs) -> Transfer:
         assert isinstance(peer, _Peer) and peer.connected
-        return _Transfer(peer, cut(runs, peer.ranges, self._ranges, _UNLIMITED), b"")
+        return _Transfer(peer, cut(runs, peer.ranges, self._ranges, _UNLIMITED))
 
-    def write(self, peer: TransportPeer, runs: Runs, notification: bytes = b"") -> Transfer:
+    def write(self, peer: TransportPeer, runs: Runs) -> Transfer:
         assert isinstance(peer, _Peer) and peer.connected
-        return _Transfer(peer, cut(runs, self._ranges, peer.ranges, _UNLIMITED), notification)
+        return _Transfer(peer, cut(runs, self._ranges, peer.ranges, _UNLIMITED))
 
     def poll(self, transfer: Transfer) -> TransferStatus:
         assert isinstance(transfer, _Transfer) and not transfer.finished, "polled after its end"
@@ -136,19 +134,8 @@ class LoopbackTransport:
             runs.source.tolist(), runs.destination.tolist(), runs.length.tolist(), strict=True
         ):
             ctypes.memmove(destination, source, length)
-        if transfer.notification:
-            target._inbox.append(transfer.notification)
         transfer.finished = True
         return TransferStatus.DONE
-
-    def notify(self, peer: TransportPeer, payload: bytes) -> None:
-        assert isinstance(peer, _Peer) and peer.connected
-        _reach(peer)._inbox.append(payload)
-
-    def notifications(self) -> list[bytes]:
-        if self.faults.frozen:
-            return []
-        return [self._inbox.popleft() for _ in range(len(self._inbox))]
 
     def replace_endpoint(self, peer: TransportPeer) -> None:
         assert isinstance(peer, _Peer)
@@ -160,6 +147,11 @@ class LoopbackTransport:
     def close(self) -> None:
         with _lock:
             _endpoints.pop(self._name, None)
+
+
+def create(options: Mapping[str, object], *, serves: bool, memory: str) -> LoopbackTransport:
+    """Entry point; see `registry`."""
+    return LoopbackTransport(options_of(NAME, options, LoopbackOptions), serves=serves)
 
 
 def _reach(peer: _Peer) -> LoopbackTransport:

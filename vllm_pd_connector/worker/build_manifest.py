@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.memory import byte_strides, segment_of
-from vllm_pd_connector.compat.model import facts
+from vllm_pd_connector.compat.model import backends, facts
 from vllm_pd_connector.compat.model.caches import (
     Content,
     LayerCache,
@@ -43,11 +43,6 @@ if TYPE_CHECKING:
     from vllm_pd_connector.config import Config
 
 logger = init_logger(__name__)
-
-# Backends that keep K and V of a token side by side in the content dimension and nothing else in the page.
-# Source: vLLM 0.32, `do_kv_cache_update` of each backend under v1/attention/backends/.
-PLAIN_BACKENDS = frozenset({"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "CPU_ATTN_REFERENCE"})
-CPU_BACKEND = "CPU_ATTN"
 
 
 def build_manifest(
@@ -169,10 +164,10 @@ def _tensors(cache: LayerCache, view: PageView) -> tuple[Tensor, ...]:
     if cache.content is Content.LATENT:
         return attention.latent(view, cache.head_size)
     if cache.content is Content.KEY_VALUE:
-        if cache.backend in PLAIN_BACKENDS:
+        if backends.is_plain(cache.backend):
             return attention.key_value(view, cache.head_size, cache.head_size_v)
         if (
-            cache.backend == CPU_BACKEND
+            cache.backend == backends.CPU
             and cache.head_size == cache.head_size_v
             and cpu_attention_is_affine(cache.head_size, cache.tensor.dtype, view.shape[2])
         ):

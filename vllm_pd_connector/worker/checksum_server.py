@@ -9,15 +9,14 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.checksums.sums import checksums
 from vllm_pd_connector.protocol.wire.messages import ChecksumJob, Failure, JobChecksums, NextChecksumJob, Request
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
-from vllm_pd_connector.sidechannel.waiting import Wake, wait
-from vllm_pd_connector.worker.checksums import _table, memory_of, to_messages
+from vllm_pd_connector.sidechannel.waiting import wait
+from vllm_pd_connector.wake import Wake
+from vllm_pd_connector.worker.checksums import memory_of, to_messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,8 +80,7 @@ class ChecksumServer:
 
     def _make(self, job: ChecksumJob) -> Iterator[JobChecksums]:
         try:
-            tables = [_table(table.first_block, np.frombuffer(table.ids, dtype="<i4")) for table in job.tables]
-            found = checksums(self._manifest, self._memory, tables, job.starts, job.stop)
+            found = checksums(self._manifest, self._memory, job.tables, job.starts, job.stop)
         except Exception as error:  # nothing is vouched for: this reader's check fails, and no other's
             logger.error("sums of job %d: %s: %s", job.job, type(error).__name__, error)
             found = []

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.geometry.bind import BlockTable
 from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest, Segment
 from vllm_pd_connector.protocol.wire.fields import MAX_PIECE_BYTES, MAX_PIECES_BYTES
@@ -39,8 +38,8 @@ _NAMES_BYTES = 128  # of a piece, beside its layer's name
 
 def is_chosen(request: ReceiveRequest, how: str) -> bool:
     """Whether a request is verified; all ranks choose alike."""
-    if request.remote is not None:
-        drawn = request.remote.lease.nonce[0]
+    if request.lease is not None:
+        drawn = request.lease.nonce[0]
     else:
         drawn = zlib.crc32(request.push.prefill.name.encode()) if request.push is not None else 0
     return how == "all" or (how == "sample" and drawn % ONE_IN == 0)
@@ -70,8 +69,7 @@ def starts_of(request: ReceiveRequest, manifest: Manifest, first_valid_tokens: M
     """The first token of each group that a request was to bring: after the prefix hit, inside the window."""
     starts = []
     for number, (group, table) in enumerate(zip(manifest.groups, request.blocks, strict=True)):
-        first = next((i for i, block in enumerate(table.ids) if block), len(table.ids)) + table.first_block
-        start = request.start if group.kind is GroupKind.STATE else max(request.start, first * group.block_tokens)
+        start = request.start if group.kind is GroupKind.STATE else max(request.start, table.begin * group.block_tokens)
         starts.append(min(request.stop, first_valid_tokens.get(number, start)))
     return tuple(starts)
 
@@ -80,8 +78,7 @@ def received_checksums(
     manifest: Manifest, memory: Sequence[Memory], request: ReceiveRequest, starts: Sequence[int]
 ) -> list[Checksum]:
     """The decode side's checksums of a request."""
-    tables = [_table(blocks.first_block, blocks.ids) for blocks in request.blocks]
-    return checksums(manifest, memory, tables, starts, request.stop)
+    return checksums(manifest, memory, request.blocks, starts, request.stop)
 
 
 def of_pieces(pieces: Sequence[ChecksumPart]) -> list[Checksum]:
@@ -113,7 +110,3 @@ def to_messages(token: bytes, job: int, worker: int, found: Sequence[Checksum]) 
         batch.append(piece)
         size += length
     yield JobChecksums(token, job, worker, tuple(batch), True)
-
-
-def _table(first_block: int, ids: Sequence[int] | NDArray[np.int32]) -> BlockTable:
-    return BlockTable(first_block, np.asarray(ids, dtype=np.int64))

@@ -16,7 +16,8 @@ from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.wire.messages import GetLeaseCount, LeaseCount
 from vllm_pd_connector.sidechannel.client import SideChannelClient
-from vllm_pd_connector.sidechannel.waiting import Wake, ask, wait
+from vllm_pd_connector.sidechannel.waiting import ask, wait
+from vllm_pd_connector.wake import Wake
 
 if TYPE_CHECKING:
     from vllm_pd_connector.sidechannel.net.keys import Keys

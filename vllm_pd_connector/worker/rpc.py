@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
-from vllm_pd_connector.sidechannel.waiting import Wake, wait
+from vllm_pd_connector.sidechannel.waiting import wait
 
 if TYPE_CHECKING:
     from vllm_pd_connector.protocol.wire.messages import Request
     from vllm_pd_connector.sidechannel.net.keys import Keys
+    from vllm_pd_connector.wake import Wake
 
 Handler = Callable[[Outcome, float], None]
 """Called with what became of a request and the time; once, in the thread that owns the `PendingCalls`."""

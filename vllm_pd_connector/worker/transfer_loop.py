@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.sidechannel.net.keys import keys_of
-from vllm_pd_connector.sidechannel.waiting import Wake
+from vllm_pd_connector.wake import Wake
 from vllm_pd_connector.worker.peers.auto_mode import AutoMode
 from vllm_pd_connector.worker.peers.bandwidth_test import SCRATCH_BYTES
 from vllm_pd_connector.worker.peers.event_queue import EventQueue

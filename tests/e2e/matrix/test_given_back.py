@@ -18,13 +18,13 @@ from tests.support.servers.cluster import Cluster, extras, until
 from tests.support.servers.matrix import ORDER_ROWS, PLAIN_ROWS, PLAINEST
 from tests.support.servers.over import over
 from tests.support.servers.workload import AT_ONCE_S, SCENARIOS, Answer, Prompt, Refused, ask, ask_for_choices
-from vllm_pd_connector.observability.instance import parse
+from vllm_pd_connector.instance_info import parse
 from vllm_pd_connector.protocol.wire.messages import GetLeaseCount, LeaseCount
 from vllm_pd_connector.proxy.handoff import decode_body_beside, prefill_body
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
-from vllm_pd_connector.sidechannel.waiting import Wake
 from vllm_pd_connector.sidechannel.waiting import ask as ask_side_channel
+from vllm_pd_connector.wake import Wake
 
 CHOICES = 4
 ASK = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -64,7 +64,7 @@ def leaves_some(pair: Cluster, asked_of_prefill: int) -> bool:
     return asked_of_prefill > 1 and pair.row.mode != "pull"
 
 
-@over([*PLAIN_ROWS, *ORDER_ROWS], quick=[*PLAINEST, *ORDER_ROWS])
+@over([*PLAIN_ROWS, *ORDER_ROWS], quick=PLAINEST)
 @pytest.mark.parametrize("asked_of_prefill", [1, CHOICES])
 def test_every_choice_of_a_request_is_right_and_leaves_nothing_behind(pair: Cluster, asked_of_prefill: int) -> None:
     said = Said(pair.prefill)

@@ -25,7 +25,7 @@ ASKED = prompts("adapters", (20, 100, 300, 700))
 KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
 RECEIVES = re.compile(r"^vllm:pd_receives_total\{[^}]*\} (\S+)$", re.MULTILINE)
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
 
 @dataclass(frozen=True, slots=True)

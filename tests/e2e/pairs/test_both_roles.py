@@ -15,7 +15,7 @@ from tests.support.servers.cluster import until
 from tests.support.servers.pairs import Pairs
 from tests.support.servers.workload import SCENARIOS, Answer, Prompt, Refused, ask, completion
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
 FAMILY = "gqa"
 BLOCKS = 20

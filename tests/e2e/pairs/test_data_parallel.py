@@ -27,6 +27,8 @@ from tests.support.servers.cluster import until
 from tests.support.servers.pairs import Pairs
 from tests.support.servers.workload import SCENARIOS, Prompt, ask_many, completion
 
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
+
 FAMILY = "gqa"
 ENGINES = (0, 1)
 WAYS = tuple(product(ENGINES, ENGINES))
@@ -91,8 +93,7 @@ def sides(request: pytest.FixtureRequest, pairs: Pairs, tmp_path_factory: pytest
     pairs.servers.stop(prefill, decode)
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("sides", ["push", pytest.param("pull", marks=pytest.mark.matrix)], indirect=True)
+@pytest.mark.parametrize("sides", ["push", "pull"], indirect=True)
 def test_every_engine_hands_over_to_every_engine(sides: Sides) -> None:
     prompts = SCENARIOS["concurrent"][4:8]
     sides.forget_prefixes()
@@ -104,8 +105,7 @@ def test_every_engine_hands_over_to_every_engine(sides: Sides) -> None:
     sides.check_bytes(len(WAYS))
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("sides", ["push", pytest.param("pull", marks=pytest.mark.matrix)], indirect=True)
+@pytest.mark.parametrize("sides", ["push", "pull"], indirect=True)
 def test_the_router_sends_both_legs_to_the_right_engines(sides: Sides) -> None:
     """With a pushing pair both at once: the decode leg names one engine of the prefill server, the header pins it."""
     servers, prompts = sides.pairs.servers, SCENARIOS["concurrent"][4:12]
@@ -120,7 +120,6 @@ def test_the_router_sends_both_legs_to_the_right_engines(sides: Sides) -> None:
     sides.check_bytes(len(prompts))
 
 
-@pytest.mark.e2e
 @pytest.mark.parametrize("sides", ["push"], indirect=True)
 def test_a_proxy_of_the_in_tree_mooncake_connector_reaches_every_engine(sides: Sides) -> None:
     def told() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tests.support.servers.cluster import until
 from tests.support.servers.pairs import Pairs
 
 
-@pytest.fixture(params=["nixl", pytest.param("mooncake", marks=pytest.mark.matrix)])
+@pytest.fixture(params=["nixl", "mooncake"])
 def world(request: pytest.FixtureRequest, pairs: Pairs, tmp_path: Path) -> Iterator[World]:
     pairs.end()
     extra = {**LIMITS, "transfer_timeout": 60.0, "mode": "push", "transport": request.param}
@@ -29,6 +29,7 @@ def world(request: pytest.FixtureRequest, pairs: Pairs, tmp_path: Path) -> Itera
 
 
 @pytest.mark.e2e
+@pytest.mark.matrix
 def test_what_workers_without_a_core_may_write_into_is_nobody_elses(world: World) -> None:
     (p, d), prompt = world.pair(0), max(world.prompts, key=len)
 

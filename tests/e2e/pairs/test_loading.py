@@ -11,6 +11,7 @@ from tests.support.servers.workload import ask, completion
 
 
 @pytest.mark.e2e
+@pytest.mark.matrix
 def test_the_module_path_is_enough_without_the_plugin(pairs: Pairs) -> None:
     pairs.end()
     transfer = {

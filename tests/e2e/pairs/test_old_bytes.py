@@ -127,6 +127,7 @@ def test_a_block_s_old_bytes_reach_no_answer(pairs: Pairs, family: str, p: Side,
     assert not wrong, "answers differ from those of one instance:\n" + "\n".join(wrong)
 
 
+@pytest.mark.matrix
 def test_a_group_s_lost_part_of_a_prefix_is_fetched_again(pairs: Pairs, tmp_path: Path) -> None:
     """Requests share a prefix. Long ones keep its full-attention blocks in decode's cache, and do without those of the
     window, which go to others; a short one then looks at what was lost."""

@@ -20,7 +20,7 @@ import zmq
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.wire import messages
-from vllm_pd_connector.sidechannel.waiting import Wake
+from vllm_pd_connector.wake import Wake
 
 
 @dataclass(frozen=True, slots=True)

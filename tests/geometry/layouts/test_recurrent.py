@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.support.geometry.world import FACTS
 from vllm_pd_connector.errors import UnsupportedCache
-from vllm_pd_connector.geometry.bind import BlockTable, Tail, bind, pair
+from vllm_pd_connector.geometry.bind import Tail, bind, pair
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.checksums.digest import digests, mismatches
 from vllm_pd_connector.geometry.layouts.attention import PageView, key_value, latent
 from vllm_pd_connector.geometry.layouts.recurrent import Convolution, Projection, Recurrent, StatePage, state_tensors
@@ -185,8 +186,8 @@ def tables(model: Hybrid, tp: int, stop: int, shuffle: int) -> tuple[list[BlockT
     attention = -(-stop // model.block_tokens(tp))
     count = attention + len(model.state_groups)
     ids = np.random.default_rng(shuffle).permutation(count) + 1
-    found = [BlockTable(0, ids[:attention])]
-    found += [BlockTable(0, ids[attention + i :][:1]) for i in range(len(model.state_groups))]
+    found = [BlockTable.of(0, ids[:attention].tolist())]
+    found += [BlockTable.of(0, ids[attention + i :][:1].tolist()) for i in range(len(model.state_groups))]
     return found, count + 2
 
 

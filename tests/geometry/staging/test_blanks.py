@@ -13,7 +13,8 @@ from tests.support.effort import examples
 from tests.support.geometry.moves import moves, windows
 from tests.support.geometry.opaque import opaque_worker
 from tests.support.geometry.world import STATE_ROLES, Model, Move, Side, Worker, instance, make_move, table
-from vllm_pd_connector.geometry.bind import NULL_BLOCK, BlockTable, Tail, first_valid_tokens, latest, pair, runs_of
+from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pair, runs_of
+from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable
 from vllm_pd_connector.geometry.plan import make_plan
 from vllm_pd_connector.geometry.staging.blanks import blanks
 from vllm_pd_connector.geometry.staging.strided_copy import Copy
@@ -24,7 +25,7 @@ def as_ordered(move: Move) -> Move:
     tables, size = move.destination_tables, move.destination.block_tokens
     named = np.flatnonzero((tables[0].ids != NULL_BLOCK) & (np.arange(len(tables[0].ids)) >= move.start // size))
     first = int(named[0]) if len(named) else len(tables[0].ids)
-    trimmed = BlockTable(first, tables[0].ids[first:])
+    trimmed = BlockTable.of(first, tables[0].ids[first:].tolist())
     return replace(move, start=move.start // size * size, destination_tables=[trimmed, *tables[1:]])
 
 

@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 
 from tests.support.effort import examples
 from tests.support.geometry.moves import moves, windows
-from tests.support.geometry.world import LAYOUTS, Model, Move, Side, Worker, copy, instance, legal, make_move, write
+from tests.support.geometry.world import (
+    LAYOUTS,
+    Model,
+    Move,
+    Side,
+    Worker,
+    copy,
+    instance,
+    legal,
+    make_move,
+    table,
+    write,
+)
 from vllm_pd_connector.geometry.bind import Tail, bind, pair, runs_of
 from vllm_pd_connector.geometry.plan import Edge, LayerBatch, Paging, StridedAxis, TensorSlice, make_plan
 from vllm_pd_connector.geometry.staging import chunks as chunking
@@ -197,8 +209,7 @@ def test_pages_that_the_slab_cannot_take_move_directly() -> None:
 
 def test_a_page_of_all_layers_is_one_copy_and_consecutive_pages_are_one_read_per_layer() -> None:
     move = make_move(REAL, NHD, replace(NHD, layout="HND"), 0, 64)
-    for i, ids in enumerate(([1, 2, 3, 4], [5, 3, 1, 2])):
-        (move.source_tables, move.destination_tables)[i][0].ids[:] = ids
+    move.source_tables, move.destination_tables = [table(1, 2, 3, 4)], [table(5, 3, 1, 2)]
     edge = only_edge(REAL, move.source, move.destination)
     [chunk] = chunks(pair(edge, move.source_tables, move.destination_tables, 0, 64), PLENTY)
     assert len(chunk.runs) == 4 and chunk.size == chunk.runs.total_bytes == 64 * 4 * 8 * 512
@@ -210,7 +221,7 @@ def test_a_page_of_all_layers_is_one_copy_and_consecutive_pages_are_one_read_per
 def test_a_page_that_holds_all_layers_side_by_side_is_one_read() -> None:
     source = replace(NHD, layout="BLNHC")
     move = make_move(REAL, source, replace(NHD, layout="HND"), 0, 48)
-    move.source_tables[0].ids[:] = [1, 2, 4]
+    move.source_tables = [table(1, 2, 4)]
     edge = only_edge(REAL, move.source, move.destination)
     [chunk] = chunks(pair(edge, move.source_tables, move.destination_tables, 0, 48), PLENTY)
     assert (chunk.runs.length / (16 * 4 * 8 * 512)).tolist() == [2, 1]
@@ -229,7 +240,7 @@ def test_of_heads_that_are_not_needed_only_small_gaps_are_read(monkeypatch: pyte
     worker = instance(REAL, replace(NHD, tp=4, layout="HND"), "decode-1")[1]
     [edge] = make_plan(worker.manifest, [sources[0].manifest]).edges
     move = make_move(REAL, NHD, replace(NHD, layout="HND"), 0, 16)
-    move.source_tables[0].ids[:] = move.destination_tables[0].ids[:] = 1
+    move.source_tables = move.destination_tables = [table(1)]
     [chunk] = chunks(pair(edge, move.source_tables, move.destination_tables, 0, 16), PLENTY)
     assert len(chunk.runs) == 4
     assert sum(part.total_bytes for part in chunk.copies) == 4 * 16 * 2 * 512
@@ -262,7 +273,7 @@ def test_a_rank_that_writes_its_heads_between_others_writes_them_token_by_token(
     """Two of four heads into token-major pages: both in one run, and nothing of the other two."""
     sources, destination = instance(REAL, replace(NHD, tp=2, layout="HND")), instance(REAL, NHD, "decode-1")[0]
     move = make_move(REAL, replace(NHD, layout="HND"), NHD, 0, 16)
-    move.source_tables[0].ids[:] = move.destination_tables[0].ids[:] = 1
+    move.source_tables = move.destination_tables = [table(1)]
     edge = make_plan(destination.manifest, [s.manifest for s in sources]).edges[1]
     direct, staged = split(edge, PLENTY, writes=True)
     assert not direct.pairings

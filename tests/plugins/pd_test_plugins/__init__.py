@@ -94,12 +94,15 @@ def _wanted(variable: str) -> bool:
 def _register_reference_attention() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from vllm_pd_connector.compat.model.backends import register_plain_backend
+
     name, path = "CPU_ATTN_REFERENCE", "pd_test_plugins.reference_attention.ReferenceAttentionBackend"
     # An attention layer looks its backend up by `get_name()`, so the name has to be a member of its own; the platform
     # only ever asks for CPU_ATTN, so that has to lead to the same class.
     if name not in AttentionBackendEnum.__members__:
         AttentionBackendEnum.register(name, path)
     register_backend(AttentionBackendEnum.CPU_ATTN, path)
+    register_plain_backend(name)
 
 
 def _register_windowed_hybrid() -> None:

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.handed_over import answer_of
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.params import parse as p
-from vllm_pd_connector.protocol.params.answer import remote_prefill_params, require_signature
+from vllm_pd_connector.protocol.params.answer import encode_params, require_signature
 from vllm_pd_connector.protocol.params.parse import (
     IN_TREE_KEYS,
     Extension,
@@ -50,24 +51,15 @@ IN_TREE_ANSWER = {
 }
 
 
-def make(**changes):
+def make(secret=None, **changes):
     values = {
-        "block_ids": ([3, 4, 5], [9]),
-        "first_blocks": (0, 2),
-        "request_id": "cmpl-1",
-        "nonce": NONCE,
-        "lease_seconds": 30.0,
-        "prompt_digest": "0123456789abcdef",
-        "engine_id": "p-0",
+        "remote_block_ids": ((3, 4, 5), (9,)),
+        "remote_request_id": "cmpl-1",
+        "nonce": NONCE.hex(),
         "incarnation": "ab" * 16,
-        "host": "10.0.0.1",
-        "port": 5600,
-        "tp_size": 2,
-        "dcp_size": 1,
-        "pp_size": 1,
-        "num_tokens": 33,
+        "remote_host": "10.0.0.1",
     }
-    return remote_prefill_params(**(values | changes))
+    return encode_params(answer_of(**(values | changes)), secret)
 
 
 def answer(**changes):
@@ -82,7 +74,8 @@ def answer(**changes):
 def test_the_answer_has_the_in_tree_fields_and_one_of_ours_and_survives_json():
     made = answer()
     assert set(made) == IN_TREE_ANSWER | {"pd_connector"}
-    parsed = parse_remote_prefill(json.loads(json.dumps(made)))
+    assert made == json.loads(json.dumps(made)), "as routers get it"
+    parsed = parse_remote_prefill(made)
     assert parsed.remote_block_ids == ((3, 4, 5), (9,))
     assert parsed.lease == parse_remote_prefill(make()).lease
     assert parsed.lease.request_id == "cmpl-1" and len(parsed.lease.nonce) == 16
@@ -155,7 +148,9 @@ def test_the_answer_of_another_connector_is_refused_with_what_to_do():
 
 def test_a_prefill_instance_cannot_make_an_answer_that_would_be_refused():
     with pytest.raises(ProtocolError, match="remote_request_id"):
-        make(request_id="r" * 513)
+        make(remote_request_id="r" * 513)
+    with pytest.raises(ProtocolError, match="surrogates not allowed"):
+        make(remote_request_id="\ud800")
 
 
 def test_what_routers_send_to_a_prefill_instance_is_understood():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from vllm_pd_connector.geometry.blocks import MAX_TABLE_BYTES, BlockTable
 from vllm_pd_connector.protocol.push.command_queue import MAX_COMMANDS_BYTES, CommandQueue
 from vllm_pd_connector.protocol.push.table import PushTable
 from vllm_pd_connector.protocol.wire import messages as m
-from vllm_pd_connector.protocol.wire.fields import MAX_TABLE_BYTES, Table
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
     BeginCommand,
@@ -21,7 +21,7 @@ from vllm_pd_connector.protocol.wire.push_messages import (
 
 HOME = InstanceAddress("decode-0", "ab" * 16, "127.0.0.1", 5600)
 DIGEST, STOP = "0" * 16, 131072
-LONG = (Table(0, bytes(MAX_TABLE_BYTES)),)
+LONG = (BlockTable(0, bytes(MAX_TABLE_BYTES)),)
 WORKER = (b"w", 0)
 
 

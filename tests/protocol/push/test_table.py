@@ -7,9 +7,10 @@ from itertools import chain, permutations, product
 import pytest
 
 from tests.support.push.table_world import DIGEST, NAME, NONCE, PATIENCE, REQUEST, STOP, TABLES, WORKERS, World, into
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.push.command_queue import IDLE_ANSWER_S
 from vllm_pd_connector.protocol.push.table import ANSWER_S, PushTable
-from vllm_pd_connector.protocol.wire.fields import LeaseRef, Table
+from vllm_pd_connector.protocol.wire.fields import LeaseRef
 from vllm_pd_connector.protocol.wire.push_messages import (
     DeclinePush,
     PrefillRef,
@@ -320,7 +321,7 @@ def test_a_request_id_that_is_still_written_from_is_not_taken_again() -> None:
 COMPARE_S = 60.0
 
 
-def compared(world: World, *events: str, source: tuple[Table, ...] = TABLES) -> Pushed:
+def compared(world: World, *events: str, source: tuple[BlockTable, ...] = TABLES) -> Pushed:
     """The answer to the one reader of a prefill who compares what is written; `source` is that of the end."""
     message = into(readers=1, compare_s=COMPARE_S)
     for event in events:
@@ -347,7 +348,7 @@ def test_a_reader_who_compares_is_given_the_lease_and_not_taken_for_served(event
 def test_a_part_that_was_written_before_a_preemption_is_not_compared() -> None:
     """It was computed again, with other chunks: equal within rounding only."""
     world = World()
-    grown, other = (Table(0, TABLES[0].ids + b"\2\0\0\0"),), (Table(0, b"\3\0\0\0\2\0\0\0"),)
+    grown, other = (BlockTable(0, TABLES[0].packed + b"\2\0\0\0"),), (BlockTable(0, b"\3\0\0\0\2\0\0\0"),)
     assert compared(World(), "ask", "start", "progress", "finish", source=grown).lease is not None
     assert compared(world, "ask", "start", "progress", "finish", source=other).lease is None
     assert [report.reader for report in world.table.take_served()] == [0] and not world.table.take_kept()

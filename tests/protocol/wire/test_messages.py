@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.fields import (
     MAX_LEASES,
@@ -20,7 +21,6 @@ from vllm_pd_connector.protocol.wire.fields import (
     MAX_TEXT,
     LeaseRef,
     Reading,
-    Table,
 )
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
@@ -48,7 +48,7 @@ PUSH = PushInto(
     PrefillRef("cmpl-1", bytes(16)),
     InstanceAddress("decode-0", "ab" * 16, "10.0.0.1", 5600),
     pp_rank=0, tp_rank=1, reader=1, readers=2, attempt=b"a" * 16,
-    blocks=(Table(0, b"\1\0\0\0"), Table(3, b"")), start=16, stop=40, prompt_digest="0" * 16,
+    blocks=(BlockTable(0, b"\1\0\0\0"), BlockTable(3, b"")), start=16, stop=40, prompt_digest="0" * 16,
 )  # fmt: skip
 REQUESTS = [
     m.GetManifests("engine-0"),
@@ -73,7 +73,7 @@ REPLIES = [
     m.ReadVerdict(held=False, reason="the lease expired"),
     m.Released(),
     m.LeaseCount(3),
-    m.ChecksumJob(7, (Table(0, bytes(8)),), (0, 16), 33),
+    m.ChecksumJob(7, (BlockTable(0, bytes(8)),), (0, 16), 33),
     m.Accepted(),
     m.LeaseChecksums((m.ChecksumPart("layer", "key", 0, bytes(8)),)),
     m.Failure(m.FailureCode.NOT_READY, "later"),

@@ -19,7 +19,8 @@ from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
 from vllm_pd_connector.sidechannel.net import keys as k
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.sidechannel.server import SideChannelServer
-from vllm_pd_connector.sidechannel.waiting import Wake, wait
+from vllm_pd_connector.sidechannel.waiting import wait
+from vllm_pd_connector.wake import Wake
 
 PATIENCE_S = float(os.environ.get("PD_TEST_PATIENCE", "20"))
 SILENCE_S = 1.5

@@ -1,5 +1,7 @@
 """Edges and manifests of small models, and runs as offsets."""
 
+from typing import Any
+
 from tests.support.geometry.world import Model, Side, instance
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.plan import Edge, make_plan
@@ -8,11 +10,11 @@ from vllm_pd_connector.geometry.runs import Runs
 BASE = 1 << 40
 
 
-def manifest(model: Model, engine: str = "p-0", **side: object) -> Manifest:
+def manifest(model: Model, engine: str = "p-0", **side: Any) -> Manifest:
     return instance(model, Side(**side), engine)[0].manifest
 
 
-def edge(model: Model, source: dict, destination: dict) -> Edge:
+def edge(model: Model, source: dict[str, Any], destination: dict[str, Any]) -> Edge:
     return make_plan(manifest(model, "d-1", **destination), [manifest(model, **source)]).edges[0]
 
 

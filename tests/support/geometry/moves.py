@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from tests.support.geometry.world import CAN_PAD, LAYOUTS, Model, Move, Side, legal, make_move
+from tests.support.geometry.world import CAN_PAD, LAYOUTS, Model, Move, Side, legal, make_move, table
 
 
 def sides(layouts: tuple[str, ...], heads: int) -> st.SearchStrategy[Side]:
@@ -55,6 +55,8 @@ def windows(draw: st.DrawFn) -> Move:
     needed = max(0, stop + 1 - model.window)
     start = draw(st.integers(0, stop // destination.block_tokens)) * destination.block_tokens
     for side, tables in ((whole.source, whole.source_tables), (whole.destination, whole.destination_tables)):
-        tables[0].ids[: needed // side.block_tokens] = 0
+        ids = tables[0].ids
+        ids[: needed // side.block_tokens] = 0
+        tables[0] = table(*ids.tolist())
     held = needed // source.block_tokens * source.block_tokens
     return replace(whole, model=model, start=start, late_start=held)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_pd_connector.geometry.bind import BlockTable, Tail, first_valid_tokens, pair, runs_of
+from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, pair, runs_of
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.layouts import attention
 from vllm_pd_connector.geometry.manifest import (
     MANIFEST_VERSION,
@@ -214,7 +215,7 @@ def _states(
             else:
                 index = conv_flat.reshape(side.num_blocks, TAPS, 3, n * PER_HEAD, ITEM)[:, :, j].transpose(0, 2, 1, 3)
                 offset, channel, tap = j * n * PER_HEAD * ITEM, ITEM, 3 * n * PER_HEAD * ITEM
-            axes = (
+            axes: tuple[Axis, ...] = (
                 Axis(AxisName.CHANNEL, n * PER_HEAD, channel, heads.start * PER_HEAD, h * PER_HEAD),
                 Axis(AxisName.TAP, TAPS, tap, 0, TAPS),
             )
@@ -299,7 +300,7 @@ def _blocks_of(
 
 
 def table(*ids: int, first: int = 0) -> BlockTable:
-    return BlockTable(first, np.array(ids, dtype=np.int64))
+    return BlockTable.of(first, ids)
 
 
 def copy(runs: Runs, source: Worker, destination: Worker) -> None:
@@ -358,7 +359,7 @@ def blocks_for(tokens: int, block_tokens: int, num_blocks: int, seed: int, first
     """A scattered table that covers `tokens` tokens, of ids from `first` on."""
     needed = -(-tokens // block_tokens)
     ids = np.random.default_rng(seed).permutation(np.arange(first, num_blocks))[:needed]
-    return BlockTable(0, ids.astype(np.int64))
+    return BlockTable.of(0, ids.tolist())
 
 
 def make_move(
@@ -380,6 +381,8 @@ def make_move(
         # The source forgot blocks that lie wholly before the window; the destination has none that it cannot fill.
         kept = max(0, stop - model.window) // source.block_tokens * source.block_tokens
         for side, mine in zip(sides, tables, strict=True):
-            first = np.arange(len(mine[0].ids)) * side.block_tokens
-            mine[0].ids[(np.maximum(first, start) if mine is tables[1] else first) < kept] = 0
+            ids = mine[0].ids
+            starts = np.arange(len(ids)) * side.block_tokens
+            ids[(np.maximum(starts, start) if mine is tables[1] else starts) < kept] = 0
+            mine[0] = table(*ids.tolist())
     return Move(model, sides[0], sides[1], start, stop, tables[0], tables[1], tail)

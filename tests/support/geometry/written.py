@@ -1,9 +1,10 @@
 """Workers whose caches hold what a move has written."""
 
 from tests.support.geometry.world import Move, Side, Worker, instance, write
+from vllm_pd_connector.geometry.blocks import BlockTable
 
 
-def written(move: Move, side: Side, tables: list, engine: str) -> list[Worker]:
+def written(move: Move, side: Side, tables: list[BlockTable], engine: str) -> list[Worker]:
     workers = instance(move.model, side, engine)
     for worker in workers:
         write(move.model, side, worker, tables, worker.memory, 0, move.stop)

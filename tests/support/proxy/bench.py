@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from tests.support.proxy.stand_ins import LIMIT, Handler, Instance
-from vllm_pd_connector.observability.instance import EngineInfo
+from vllm_pd_connector.instance_info import EngineInfo
 from vllm_pd_connector.proxy.legs import Limits
 from vllm_pd_connector.proxy.router import Options, Router
 

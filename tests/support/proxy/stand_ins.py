@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from vllm_pd_connector.observability.instance import INFO_SERIES, EngineInfo
+from vllm_pd_connector.instance_info import INFO_SERIES, EngineInfo
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -20,11 +20,12 @@ from vllm.v1.request import RequestStatus
 from tests.support.scheduler.halves import FULL, PROMPT, TOKEN, make_half, make_request
 from tests.support.scheduler.push_halves import ASK, HOME, digest_of, step
 from vllm_pd_connector.compat.blocks import Quarantine
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol import receive as r
 from vllm_pd_connector.protocol.lease import LeaseTable
 from vllm_pd_connector.protocol.params.parse import parse_remote_prefill
 from vllm_pd_connector.protocol.push.table import ANSWER_S
-from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading, Table
+from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
 from vllm_pd_connector.protocol.wire.messages import Ack
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
@@ -129,7 +130,7 @@ class World:
 
     # The prefill side's server, as its scheduler half uses it
 
-    def hold(self, request_id: str, nonce: bytes, duration: float, tables: tuple[Table, ...]) -> None:
+    def hold(self, request_id: str, nonce: bytes, duration: float, tables: tuple[BlockTable, ...]) -> None:
         self.leases.hold(request_id, nonce, self.now, duration, tables)
 
     def drop(self, request_id: str) -> None:
@@ -267,7 +268,7 @@ class World:
             part = self.parts.get((worker, attempt))
             if isinstance(receive, WriteCommand) and not (worker == 0 and self.link_down):
                 part = self.parts.setdefault((worker, attempt), Part())
-                part.source |= {i for table in receive.source for i in memoryview(table.ids).cast("i")}
+                part.source |= {i for table in receive.source for i in table.ids.tolist()}
                 part.final |= receive.final
             elif part is not None:
                 part.failed = True
@@ -296,7 +297,7 @@ class World:
             match action:
                 case r.AskPush():
                     place = self.readers.index(reader)
-                    blocks = (Table(0, b"".join(block.block_id.to_bytes(4, "little") for block in self.theirs)),)
+                    blocks = (BlockTable(0, b"".join(block.block_id.to_bytes(4, "little") for block in self.theirs)),)
                     seat = 0, place, place, READERS, reader.attempt
                     stop, digest = len(PROMPT), digest_of(self.request)
                     self.ask(

@@ -7,10 +7,11 @@ hold whatever came before: whose answer may say what, and that no block is given
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.push.table import PushTable
 from vllm_pd_connector.protocol.wire import messages as m
-from vllm_pd_connector.protocol.wire.fields import Table
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
     BeginCommand,
@@ -27,13 +28,13 @@ from vllm_pd_connector.protocol.wire.push_messages import (
 
 HOME = InstanceAddress("decode-0", "ab" * 16, "127.0.0.1", 5600)
 NONCE, DIGEST, STOP = b"n" * 16, "0" * 16, 40
-TABLES = (Table(0, b"\1\0\0\0"),)
+TABLES = (BlockTable(0, b"\1\0\0\0"),)
 WORKERS, PATIENCE = 2, 30.0
 NAME, REQUEST = "cmpl-1", "cmpl-1-0123abcd"
 
 
-def into(reader: int = 0, *, nonce: bytes | None = None, readers: int = 2, **changes: object) -> PushInto:
-    fields = {"attempt": bytes([reader]) * 16, "start": 0, "stop": STOP, "prompt_digest": DIGEST}
+def into(reader: int = 0, *, nonce: bytes | None = None, readers: int = 2, **changes: Any) -> PushInto:
+    fields: dict[str, Any] = {"attempt": bytes([reader]) * 16, "start": 0, "stop": STOP, "prompt_digest": DIGEST}
     ref = PrefillRef(REQUEST if nonce else NAME, nonce)
     return PushInto(ref, HOME, 0, reader, reader, readers, blocks=TABLES, **(fields | changes))
 

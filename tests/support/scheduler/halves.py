@@ -102,7 +102,7 @@ def hand_over(producer: SchedulerHalf, request_id: str = "p-1", **changes: Any) 
 def allocate(half: SchedulerHalf, pool: BlockPool, request: Any, computed: int = 0) -> tuple[int, list[Any]]:
     """What vLLM's scheduler does with a waiting request: ask, allocate, tell."""
     count, is_async = half.num_matched_tokens(request, computed)
-    assert is_async == (count > 0)
+    assert count is not None and is_async == (count > 0)
     blocks = pool.get_new_blocks(3)
     found(blocks[: computed // BLOCK])
     half.update_after_alloc(request, KVCacheBlocks((blocks,)), count)

@@ -10,8 +10,8 @@ from vllm.v1.core.block_pool import BlockPool
 
 from tests.support.scheduler.halves import FULL, PROMPT, TOKEN, allocate, make_half, until
 from vllm_pd_connector.compat.blocks import prompt_digest
-from vllm_pd_connector.protocol.wire.fields import Table
-from vllm_pd_connector.protocol.wire.messages import Ack, Reply, Request
+from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.protocol.wire.messages import Ack, Request
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
     BeginCommand,
@@ -25,7 +25,7 @@ from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
-ASK = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t-1"}
+ASK: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t-1"}
 HOME = InstanceAddress("kv_consumer-0", "ab" * 16, "127.0.0.1", 5600)
 ATTEMPT = b"a" * 16
 
@@ -56,10 +56,11 @@ class Prefill:
         self.seen = 0
         self.come: dict[int, Any] = {}
 
-    def send(self, request: Request) -> Callable[[], Reply]:
+    def send(self, request: Request) -> Callable[[], Any]:
+        """Waits for the reply, or what took its place."""
         token = self.client.send(self.address, request, 20.0)
 
-        def outcome() -> Reply:
+        def outcome() -> Any:
             def there() -> bool:
                 self.come.update(self.client.receive())
                 return token in self.come
@@ -69,14 +70,15 @@ class Prefill:
 
         return outcome
 
-    def register(self, digest: str, stop: int = len(PROMPT)) -> Callable[[], Reply]:
+    def register(self, digest: str, stop: int = len(PROMPT)) -> Callable[[], Any]:
         before = self.count("PushInto")
-        blocks = (Table(0, b"\1\0\0\0"),)
+        blocks = (BlockTable(0, b"\1\0\0\0"),)
         answer = self.send(PushInto(PrefillRef("t-1", None), HOME, 0, 0, 0, 1, ATTEMPT, blocks, 0, stop, digest))
         until(lambda: self.count("PushInto") > before, "the registration")
         return answer
 
     def count(self, kind: str) -> int:
+        assert self.half.producer._server is not None
         return self.half.producer._server.counts().get(kind, 0)
 
     def commands(self) -> list[Any]:
@@ -91,7 +93,7 @@ class Prefill:
 
     def held(self) -> int:
         self.half.producer.drain()
-        return self.free - self.pool.get_num_free_blocks()
+        return int(self.free - self.pool.get_num_free_blocks())
 
     def close(self) -> None:
         self.client.close()

@@ -24,7 +24,7 @@ from tests.support.servers.agreement import disagreement, parting_step, rest_of
 from tests.support.servers.engine import rounds_to_bfloat16
 from tests.support.servers.matrix import BESIDE_ROWS, DRAFT_ROWS, ORDER_ROWS, OTHER_WAY_ROWS, PLAIN_ROWS, Row
 from tests.support.servers.workload import LOGPROBS, OUTPUT_TOKENS, SCENARIOS, Answer, Prompt, ask, ask_many, completion
-from vllm_pd_connector.observability.instance import parse
+from vllm_pd_connector.instance_info import parse
 
 SHORT_LEASE_S = 8.0
 """How long prefill instances of the plain rows, and of those tested like them, keep blocks that nobody fetches; some
@@ -271,7 +271,7 @@ class Cluster:
     def settle(self) -> None:
         """Wait until every block of both instances is free again."""
         for server in (self.prefill, self.decode):
-            until(lambda server=server: self.is_settled(server), f"every block of {server.spec.name} is free")
+            until(functools.partial(self.is_settled, server), f"every block of {server.spec.name} is free")
 
     def forget_prefixes(self, server: Server | None = None) -> None:
         """Empty a server's prefix cache, by default the decode side's, so that the same prompt is fetched again."""

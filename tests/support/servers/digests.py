@@ -93,4 +93,5 @@ def _vouched(
         has = theirs != 0
         seen |= has
         equal &= ~has | (theirs == here[held])
-    return seen & equal
+    both: npt.NDArray[np.bool_] = seen & equal
+    return both

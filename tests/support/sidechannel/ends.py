@@ -36,7 +36,7 @@ def collect(client: SideChannelClient, count: int) -> dict[int, object]:
         poller = zmq.Poller()
         for waited in client.sockets():
             poller.register(waited, zmq.POLLIN)
-        poller.poll(max(0.0, min(client.next_deadline() or limit, limit) - time.monotonic()) * 1000)
+        poller.poll(int(max(0.0, min(client.next_deadline() or limit, limit) - time.monotonic()) * 1000))
         for token, outcome in client.receive():
             assert token not in outcomes, "a token came back twice"
             outcomes[token] = outcome

@@ -83,7 +83,7 @@ class End:
         return self.memory[offset : offset + length].tobytes()
 
     def digest(self) -> bytes:
-        return hashlib.blake2b(memoryview(self.memory)).digest()
+        return hashlib.blake2b(self.memory.data).digest()
 
     def connect(self, endpoint: bytes, segments: tuple[Segment, ...]) -> Any:
         self._connected.append(self.transport.connect(endpoint, segments))
@@ -94,19 +94,15 @@ class End:
         self.transport.disconnect(peer)
 
     def renew(self) -> None:
-        """Zeros, no peer, no message; only for an end whose transfers have all ended."""
+        """Zeros and no peer; only for an end whose transfers have all ended."""
         for peer in tuple(self._connected):
             self.disconnect(peer)
-        self.transport.notifications()
         self.zero()
 
     def peer(self, endpoint: bytes, segments: tuple[Segment, ...]) -> Any:
         if endpoint not in self._peers:
             self._peers[endpoint] = self.transport.connect(endpoint, segments)
         return self._peers[endpoint]
-
-    def notify(self, endpoint: bytes, segments: tuple[Segment, ...], payload: bytes) -> None:
-        self.transport.notify(self.peer(endpoint, segments), payload)
 
     def read_all(self, endpoint: bytes, segments: tuple[Segment, ...], address: int) -> None:
         self.finish(self.transport.read(self.peer(endpoint, segments), whole(address, self.address, self.length)))
@@ -115,15 +111,6 @@ class End:
         """Fill the other end's memory with the beginning of ours."""
         length = sum(segment.length for segment in segments)
         self.finish(self.transport.write(self.peer(endpoint, segments), whole(self.address, address, length)))
-
-    def notifications(self) -> list[bytes]:
-        received: list[bytes] = self.transport.notifications()
-        return received
-
-    def content_when_told(self, offset: int, length: int) -> tuple[list[bytes], bytes]:
-        """The first notifications, and what lay in memory at that moment."""
-        told = until(self.notifications, "a notification")
-        return told, self.content(offset, length)
 
     def cpu_seconds(self) -> float:
         return time.process_time()

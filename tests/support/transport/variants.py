@@ -36,6 +36,11 @@ VARIANTS = {
 }
 
 
+def chosen(name: str) -> Variant:
+    """The variant of that name, or the transport of that name, between two processes."""
+    return VARIANTS.get(name) or Variant(name, {}, ProcessPeer)
+
+
 def marked(names: Iterable[str]) -> list[Any]:
     """Variants as parameters, those of a library marked so."""
     return [

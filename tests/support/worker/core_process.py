@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from vllm_pd_connector.protocol.wire.fields import Table
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 
 DIGEST = "0" * 16
@@ -31,7 +31,7 @@ def be_core(pipe: Connection, engine_id: str, transport: str, options: Mapping[s
         server.close()
 
 
-def finish(server: SideChannelServer, name: str, tables: tuple[Table, ...], length: int) -> None:
+def finish(server: SideChannelServer, name: str, tables: tuple[BlockTable, ...], length: int) -> None:
     """A prefill of this name comes, ends and is held."""
     request_id, nonce = f"p-{name}", secrets.token_bytes(16)
     assert server.pushes.started(request_id, name, length, DIGEST)

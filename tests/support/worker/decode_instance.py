@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.support.geometry.world import blank
-from tests.support.worker.prefill_instance import MODEL, TOKENS, PrefillInstance, Side, instance, real, table, write
+from tests.support.geometry.world import Side, blank, instance, table, write
+from tests.support.worker.prefill_instance import MODEL, TOKENS, PrefillInstance, real
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.metadata import GroupBlocks, ReceiveRequest
+from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.metadata import ReadFrom, ReceiveRequest
 from vllm_pd_connector.protocol.params.parse import RemotePrefill
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.loopback import LoopbackTransport
@@ -49,14 +50,15 @@ def in_its_thread(loop: TransferLoop, act: Callable[[float], None]) -> None:
     until(done.is_set, "the loop's next turn")
 
 
-def lacking(blocks: tuple[int, ...], start: int = START) -> GroupBlocks:
+def lacking(blocks: tuple[int, ...], start: int = START) -> BlockTable:
     """The table of a request with these blocks, of which the prefix cache found those before `start`."""
-    return GroupBlocks(start // D_SIDE.block_tokens, blocks[start // D_SIDE.block_tokens :])
+    return BlockTable.of(start // D_SIDE.block_tokens, blocks[start // D_SIDE.block_tokens :])
 
 
 def request_of(request_id: str, remote: RemotePrefill) -> ReceiveRequest:
     """What the decode instance's scheduler half would order for these parameters."""
-    return ReceiveRequest(request_id, remote, "", (lacking(D_BLOCKS),), START, TOKENS)
+    source = ReadFrom(remote.peer, remote.remote_engine_id, remote.lease, remote.tables)
+    return ReceiveRequest(request_id, source, (lacking(D_BLOCKS),), START, TOKENS)
 
 
 class Prefill(PrefillInstance):

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from tests.support.geometry.world import Model, Side, Worker, instance, table, write
+from tests.support.handed_over import answer_of
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
-from vllm_pd_connector.protocol.params.answer import remote_prefill_params
-from vllm_pd_connector.protocol.params.parse import RemotePrefill, parse_remote_prefill
+from vllm_pd_connector.protocol.params.parse import RemotePrefill
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.loopback import LoopbackTransport
@@ -64,16 +64,14 @@ class PrefillInstance:
         self, request_id: str, *, hold: bool = True, duration: float = 60.0, **changes: object
     ) -> RemotePrefill:
         """The parameters of a request whose prefill ran here and, with `hold`, is leased for `duration` seconds."""
-        params = remote_prefill_params(
-            block_ids=[P_BLOCKS], first_blocks=[0], request_id=f"p-{request_id}",
-            nonce=secrets.token_bytes(16), lease_seconds=60.0, prompt_digest="0" * 16,
-            engine_id=self.engine_id, incarnation=self.incarnation, host="127.0.0.1", port=self.server.port,
-            tp_size=2, dcp_size=1, pp_size=1, num_tokens=TOKENS,
+        answer = answer_of(
+            remote_block_ids=(P_BLOCKS,), first_blocks=(0,), remote_request_id=f"p-{request_id}",
+            nonce=secrets.token_hex(16), remote_engine_id=self.engine_id, incarnation=self.incarnation,
+            remote_host="127.0.0.1", remote_port=self.server.port, remote_num_tokens=TOKENS,
         )  # fmt: skip
         if hold:
-            lease = parse_remote_prefill(params).lease
-            self.server.hold(lease.request_id, lease.nonce, duration)
-        return parse_remote_prefill(params | changes)
+            self.server.hold(answer.lease.request_id, answer.lease.nonce, duration)
+        return msgspec.structs.replace(answer, **changes)
 
     def close(self) -> None:
         self.server.close()

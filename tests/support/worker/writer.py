@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from tests.support.geometry.world import instance, table, write
 from tests.support.worker.decode_instance import D_BLOCKS, START, Decode, lacking, until
-from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKENS, instance, real, table, write
+from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKENS, real
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.metadata import GroupBlocks, PushTerms, ReceiveRequest, encode_tables
+from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.metadata import PushFrom, ReceiveRequest
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
@@ -24,7 +28,7 @@ from vllm_pd_connector.worker.push.step_clock import StepClock
 from vllm_pd_connector.worker.transfer_loop import TransferLoop
 
 DIGEST = "0" * 16
-SOURCE = encode_tables([GroupBlocks(0, P_BLOCKS)])
+SOURCE = (BlockTable.of(0, P_BLOCKS),)
 
 
 class Writer:
@@ -40,7 +44,7 @@ class Writer:
         self.loops, manifests = [], []
         for i, worker in enumerate(self.workers):
             setup = PushSetup(endpoint("127.0.0.1", self.server.port), self.tokens[i], self.clocks[i])
-            transport = make or (lambda i=i: self.transports[i])
+            transport = make or partial(self.transports.__getitem__, i)
             loop = TransferLoop(config, real(worker), transport, Outbox(), i, len(self.workers), setup)
             manifest = real(worker, loop.start(), scratch=loop.scratch, life=loop.life)
             manifests.append(msgspec.msgpack.encode(manifest))
@@ -98,15 +102,15 @@ class Target(Decode):
         request_id: str = "d",
         name: str = "a",
         nonce: bytes | None = None,
-        waited_s: float = 0.0,
-        **changes: object,
+        **changes: Any,
     ) -> ReceiveRequest:
         ref = PrefillRef(name if nonce is None else f"p-{name}", nonce)
         peer = PeerKey("127.0.0.1", writer.server.port, "" if nonce is None else writer.incarnation)
-        terms = PushTerms(peer, "p-0", ref, self.home, DIGEST, waited_s)
+        terms = PushFrom(peer, "p-0", ref, self.home, DIGEST)
         start = changes.get("start", START)
-        fields = {"blocks": (lacking(D_BLOCKS, start),), "start": start, "stop": TOKENS, "push": terms}
-        return ReceiveRequest(request_id, None, "", **(fields | changes))
+        blocks = (lacking(D_BLOCKS, start),)
+        fields: dict[str, Any] = {"source": terms, "blocks": blocks, "start": start, "stop": TOKENS}
+        return ReceiveRequest(request_id, **(fields | changes))
 
     def close(self) -> None:
         self.loop.close()
@@ -119,6 +123,7 @@ TINY = 512  # chunks of 64 bytes: what a rank gives to one page of one layer
 
 def writes(loop: TransferLoop) -> bool:
     """Whether the loop's pushes are under way, and not only ordered."""
+    assert loop._pushes is not None
     pushes, streams = list(loop._pushes._pushes.values()), list(loop._pushes._stager._streams)
     staged = [stream.owner for stream in streams if any(flight.transfer is not None for flight in stream.in_flight)]
     return bool(pushes) and all(push.in_flight.transfers or push in staged for push in pushes)

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from tests.support.worker.prefill_instance import LOOPBACK, MODEL, Side, instance, real
+from tests.support.geometry.world import Side, instance
+from tests.support.worker.prefill_instance import LOOPBACK, MODEL, real
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.transport.registry import create

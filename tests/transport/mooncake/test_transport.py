@@ -165,8 +165,6 @@ def test_two_workers_speak_ipv6() -> None:
     second.call("fill", 1)
     first.call("read_all", second.endpoint, second.segments, second.address)
     assert first.call("digest") == second.call("digest")
-    first.call("notify", second.endpoint, second.segments, b"six")
-    assert until(lambda: second.call("notifications"), "a notification") == [b"six"]
     for one in (first, second):
         one.tell_to_stop()
     for one in (first, second):
@@ -233,7 +231,7 @@ def test_a_lost_line_that_somebody_still_holds_keeps_nobody_from_the_next_one(en
     again = end.connect(peer.endpoint, peer.segments)
     end.finish(end.transport.read(again, read))
     with pytest.raises(PeerLost):
-        end.finish(end.transport.write(idle, whole(end.address, peer.address, SIZE), b"done"))
+        end.finish(end.transport.write(idle, whole(end.address, peer.address, SIZE)))
     end.disconnect(idle)
     end.finish(end.transport.read(again, read))
 

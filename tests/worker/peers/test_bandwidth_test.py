@@ -35,7 +35,7 @@ class Timed:
     def read(self, peer: object, runs: Runs) -> float:
         return self._start("read", runs, self.read_cost)
 
-    def write(self, peer: object, runs: Runs, notification: bytes = b"") -> float:
+    def write(self, peer: object, runs: Runs) -> float:
         return self._start("write", runs, self.write_cost)
 
     def _start(self, kind: str, runs: Runs, cost: float) -> float:

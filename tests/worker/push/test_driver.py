@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKEN
 from tests.support.worker.writer import CONFIG, SOURCE, TINY, Target, Writer, freed, whole, writes
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, ProtocolError, TransferError
-from vllm_pd_connector.metadata import GroupBlocks, PushTerms, encode_tables
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, PrefillRef, PushEnded, WriteCommand
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
@@ -68,7 +69,7 @@ def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
     writer.begin()
     until(lambda: writer.server.pushes.wanted("p-a"), "the registration")
     writer.compute(0, 6)
-    writer.server.pushes.progressed("p-a", encode_tables([GroupBlocks(0, P_BLOCKS[:2])]), 6, 1)
+    writer.server.pushes.progressed("p-a", (BlockTable.of(0, P_BLOCKS[:2]),), 6, 1)
     assert whole(target.worker.memory, target.before), "its own forward of step 1 is not done"
     writer.step_done(1)
     partly = target.before.copy()
@@ -194,8 +195,8 @@ def test_a_prefill_that_never_comes_fails_the_request_with_the_reason(writer, ta
 def test_another_prompt_is_not_written(writer, target):
     writer.whole()
     terms = target.request(writer).push
-    other = PushTerms(terms.peer, terms.engine_id, terms.prefill, terms.home, "f" * 16)
-    target.loop.submit([target.request(writer, push=other)], [])
+    other = replace(terms, prompt_digest="f" * 16)
+    target.loop.submit([target.request(writer, source=other)], [])
     assert target.wait_for("d") == [False]
     assert whole(target.worker.memory, target.before)
 

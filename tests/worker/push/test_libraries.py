@@ -20,7 +20,7 @@ from tests.support.worker.prefill_instance import MODEL, TOKENS, table, write
 from tests.support.worker.writer import DIGEST, Writer, freed
 from tests.support.worker.written_instance import WRITTEN_SIDE, be_written
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.metadata import GroupBlocks, encode_tables
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.wire.push_messages import PrefillRef, Pushed, PushInto, PushState
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
@@ -35,7 +35,7 @@ class Wanted:
 
     def __init__(self, writer: Writer, instance: Instance, name: str):
         home, _ = instance.place
-        blocks = encode_tables([GroupBlocks(0, D_BLOCKS)])
+        blocks = (BlockTable.of(0, D_BLOCKS),)
         reader_rank = (0, 0, 0, 1)
         self._message = PushInto(
             PrefillRef(name, None), home, *reader_rank, secrets.token_bytes(16), blocks, 4, TOKENS, DIGEST

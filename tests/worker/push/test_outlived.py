@@ -17,7 +17,7 @@ from tests.support.worker.library_processes import VARIANTS, Instance, instances
 from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKENS, instance, real, table, write
 from tests.support.worker.writer import SOURCE, whole
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.metadata import PushTerms, ReceiveRequest
+from vllm_pd_connector.metadata import PushFrom, ReceiveRequest
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef, WithdrawPush
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
@@ -92,8 +92,8 @@ def test_what_workers_without_a_core_write_lands_in_blocks_that_are_nobody_elses
         try:
             assert core.ask(("a", SOURCE, TOKENS)) == "finished"
             peer = PeerKey("127.0.0.1", core.place, "")
-            terms = PushTerms(peer, "p-0", PrefillRef("a", None), home, DIGEST)
-            order = ReceiveRequest("d", None, "", (lacking(D_BLOCKS),), START, TOKENS, push=terms)
+            terms = PushFrom(peer, "p-0", PrefillRef("a", None), home, DIGEST)
+            order = ReceiveRequest("d", terms, (lacking(D_BLOCKS),), START, TOKENS)
             withdrawn: list[object] = []
             ask = decode.loop._calls.ask
 

@@ -16,8 +16,8 @@ from tests.support.worker.prefill_instance import MODEL, TOKENS, table, write
 from tests.support.worker.writer import CONFIG, SOURCE, Target, Writer, whole, writes
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import BindError, PeerLost, TransferError
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.peer import Peer, PeerKey, PeerState
-from vllm_pd_connector.protocol.wire.fields import Table
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef, PushInto
 from vllm_pd_connector.transport import loopback
 from vllm_pd_connector.transport.loopback import LoopbackTransport
@@ -329,7 +329,7 @@ def test_what_is_to_be_written_while_no_new_link_can_be_had_is_written_when_ther
 def test_a_rank_that_is_not_connected_does_not_pass_for_one_that_gets_nothing():
     link = WriteLink(Peer(PeerKey("h", 1, ""), lambda: 0.5), "decode-1", "", 0.0)
     home = InstanceAddress("decode-1", "0" * 32, "h", 1)
-    into = PushInto(PrefillRef("a", None), home, 0, 0, 0, 1, b"a" * 16, (Table(0, b""),), 0, TOKENS, "0" * 16)
+    into = PushInto(PrefillRef("a", None), home, 0, 0, 0, 1, b"a" * 16, (BlockTable(0, b""),), 0, TOKENS, "0" * 16)
     with pytest.raises(BindError, match=r"rank \(0, 0\).*connected are \[\]"):
         link.reach(into, TOKENS, 0, final=True)
     with pytest.raises(BindError, match="connected"):

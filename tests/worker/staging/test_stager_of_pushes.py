@@ -22,11 +22,9 @@ from tests.support.worker.prefill_instance import TOKENS, real
 from tests.support.worker.writer import CONFIG, TINY, Target, Writer, freed, whole
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import TransferError
-from vllm_pd_connector.geometry.bind import BlockTable
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.staging.chunks import Chunk
 from vllm_pd_connector.protocol.peer import Peer, PeerKey
-from vllm_pd_connector.protocol.wire.fields import Table
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef, PushInto
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.loopback import LoopbackTransport
@@ -39,10 +37,6 @@ A, B = (2, 6, 4), (1, 3, 7)
 # One push without threads: links, stagers and memory of all ranks
 
 
-def encoded(tables: list[BlockTable]) -> tuple[Table, ...]:
-    return tuple(Table(table.first_block, table.ids.astype("<i4").tobytes()) for table in tables)
-
-
 def carry_out(
     link: WriteLink, stager: Stager, transport: LoopbackTransport, move: Move, into: PushInto, cursor: int, ready: int
 ) -> int:
@@ -51,7 +45,7 @@ def carry_out(
     reach = link.reach(into, ready, cursor, final)
     if reach == cursor and not final:
         return reach
-    part = link.bind_push(into, encoded(move.source_tables), cursor, reach, final)
+    part = link.bind_push(into, move.source_tables, cursor, reach, final)
     peer = link.ranks.get((into.pp_rank, into.tp_rank))
     if len(part.runs):
         assert transport.poll(transport.write(peer, part.runs)) is TransferStatus.DONE
@@ -76,7 +70,7 @@ def pushed(move: Move, steps: list[int], staging: int) -> tuple[list[Worker], in
     ranks = [worker.manifest.parallel for worker in destinations]
     requests = [
         PushInto(PrefillRef("a", None), InstanceAddress("decode-1", "0" * 32, "h", 1), place.pp_rank, place.tp_rank,
-                 0, 1, secrets.token_bytes(16), encoded(move.destination_tables), move.start, move.stop, "0" * 16)
+                 0, 1, secrets.token_bytes(16), tuple(move.destination_tables), move.start, move.stop, "0" * 16)
         for place in ranks
     ]  # fmt: skip
     for worker in sources:

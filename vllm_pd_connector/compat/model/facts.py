@@ -9,7 +9,7 @@ from vllm_pd_connector.compat.model.weights import quantization_of, weights_of
 from vllm_pd_connector.config import Config, parse_config
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.geometry.manifest import Coordinates, ModelFacts
-from vllm_pd_connector.observability.instance import EngineInfo
+from vllm_pd_connector.instance_info import EngineInfo
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_pd_connector.errors import BindError
-from vllm_pd_connector.geometry.bind import NULL_BLOCK, BlockTables
+from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTables
 from vllm_pd_connector.geometry.manifest import AxisName, GroupKind, Manifest, Role, Tensor
 from vllm_pd_connector.geometry.topology import logical_axes
 
@@ -69,20 +69,21 @@ def digests(
         if tensor.opaque:
             continue
         group, table = manifest.groups[tensor.group], tables[tensor.group]
-        if len(table.ids) and not 0 <= table.ids.min() <= table.ids.max() < group.num_blocks:
+        blocks = table.ids
+        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < group.num_blocks:
             raise BindError(f"group {tensor.group}: block ids must lie in [1, {group.num_blocks})")
         if group.kind is GroupKind.STATE:
-            if not len(table.ids) or table.ids[-1] == NULL_BLOCK:
+            if not len(blocks) or blocks[-1] == NULL_BLOCK:
                 raise BindError(f"group {tensor.group}: no block holds the state")
-            values, first_index = _page_values(tensor, memory[tensor.segment], table.ids[-1:])
+            values, first_index = _page_values(tensor, memory[tensor.segment], blocks[-1:])
             values = values[0]
         else:
             positions = np.arange(start, stop)
             page = positions // tensor.page_tokens
             entry = page // tensor.pages_per_block - table.first_block
-            held = (entry >= 0) & (entry < len(table.ids))
+            held = (entry >= 0) & (entry < len(blocks))
             ids = np.zeros(len(positions), dtype=np.int64)
-            ids[held] = table.ids[entry[held]]
+            ids[held] = blocks[entry[held]]
             held = ids != NULL_BLOCK
             pages, where = np.unique(
                 (ids * tensor.pages_per_block + page % tensor.pages_per_block)[held], return_inverse=True

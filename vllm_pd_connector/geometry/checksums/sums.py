@@ -21,7 +21,7 @@ from vllm_pd_connector.geometry.manifest import GroupKind, Manifest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from vllm_pd_connector.geometry.bind import BlockTables
+    from vllm_pd_connector.geometry.blocks import BlockTables
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +44,7 @@ def checksums(
             every position takes memory.
     """
     ends = [
-        (table.first_block + len(table.ids)) * group.block_tokens
+        table.end * group.block_tokens
         for group, table in zip(manifest.groups, tables, strict=True)
         if group.kind is not GroupKind.STATE
     ]

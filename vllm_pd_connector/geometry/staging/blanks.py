@@ -19,21 +19,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_pd_connector.geometry.bind import (
-    BlockTable,
-    BlockTables,
-    Tail,
-    block_tokens,
-    cut_at_pages,
-    pages_of,
-    range_end,
-)
+from vllm_pd_connector.geometry.bind import Tail, block_tokens, cut_at_pages, pages_of, range_end
 from vllm_pd_connector.geometry.manifest import GroupKind
 from vllm_pd_connector.geometry.staging.strided_copy import Copy, fold, strided_copies
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from vllm_pd_connector.geometry.blocks import BlockTable, BlockTables
     from vllm_pd_connector.geometry.plan import PagePairing, Plan
     from vllm_pd_connector.geometry.runs import Addresses
 
@@ -58,7 +51,7 @@ def blanks(
 def _of_family(family: PagePairing, table: BlockTable, start: int, stop: int) -> Iterator[Copy]:
     paging = family.destination
     page, block = paging.page_tokens, block_tokens(paging)
-    begin, end = table.first_block * block, (table.first_block + len(table.ids)) * block
+    begin, end = table.first_block * block, table.end * block
     stop = range_end(family, stop, Tail.PAGE)
     if family.whole:  # pages move with all of their slots
         start, stop = start // page * page, -(-stop // page) * page

@@ -1,4 +1,4 @@
-"""The answer of a prefill instance: made, signed, and its signature checked.
+"""The answer of a prefill instance: encoded, signed, and its signature checked.
 
 With a secret that prefill and decode instances share, the answer is signed (HMAC-SHA256 over all of its fields), and
 parameters that a client made up or changed, block ids inside the cache included, are refused before any traffic.
@@ -8,74 +8,28 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import msgspec
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.params.parse import RemotePrefill, parse_remote_prefill
-from vllm_pd_connector.protocol.wire.messages import PROTOCOL_VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
-def remote_prefill_params(
-    *,
-    block_ids: Sequence[Sequence[int]],
-    first_blocks: Sequence[int],
-    request_id: str,
-    nonce: bytes,
-    lease_seconds: float,
-    prompt_digest: str,
-    engine_id: str,
-    incarnation: str,
-    host: str,
-    port: int,
-    tp_size: int,
-    dcp_size: int,
-    pp_size: int,
-    num_tokens: int,
-    transfer_mode: Literal["pull", "push"] = "pull",
-    server_key: str | None = None,
-    secret: bytes | None = None,
-) -> dict[str, Any]:
-    """The answer of a prefill instance, ready for JSON; `block_ids` per group, `num_tokens` of the prompt.
-
-    `nonce` is drawn for this answer; what is to be held is the `lease` of the parsed parameters. `server_key` is the
-    side channel's, None without CURVE; with a `secret` the answer is signed.
+def encode_params(answer: RemotePrefill, secret: bytes | None) -> dict[str, Any]:
+    """An answer as it is returned to the router, ready for JSON; with a `secret` it is signed.
 
     Raises:
         ProtocolError: a value that no decode instance would accept, so that the failure shows where it is made.
     """
-    params: dict[str, Any] = {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_block_ids": [list(group) for group in block_ids],
-        "remote_engine_id": engine_id,
-        "remote_request_id": request_id,
-        "remote_host": host,
-        "remote_port": port,
-        "tp_size": tp_size,
-        "dcp_size": dcp_size,
-        "pp_size": pp_size,
-        "remote_num_tokens": num_tokens,
-        # A moment of this host's clock means nothing on another; the lease protocol replaces it.
-        "remote_blocks_expiry_time": None,
-        "transfer_mode": transfer_mode,
-        "pd_connector": {
-            "version": PROTOCOL_VERSION,
-            "incarnation": incarnation,
-            "nonce": nonce.hex(),
-            "lease_seconds": lease_seconds,
-            "prompt_digest": prompt_digest,
-            "first_blocks": list(first_blocks),
-            **({"server_key": server_key} if server_key is not None else {}),
-        },
-    }
-    remote = parse_remote_prefill(params)
+    try:
+        params: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(answer))
+    except UnicodeEncodeError as error:
+        raise ProtocolError(f"kv_transfer_params: {error}") from error
+    params["pd_connector"] = {key: value for key, value in params["pd_connector"].items() if value is not None}
+    accepted = parse_remote_prefill(params)
     if secret is not None:
-        params["pd_connector"]["signature"] = sign(remote, secret)
+        params["pd_connector"]["signature"] = sign(accepted, secret)
     return params
 
 

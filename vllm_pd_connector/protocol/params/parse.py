@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.validate import MAX_GROUPS
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.wire.fields import (
@@ -117,6 +118,11 @@ class RemotePrefill(ParamsStruct, frozen=True):
     remote_blocks_expiry_time: float | None
     transfer_mode: Literal["pull", "push"]
     pd_connector: Extension
+
+    @property
+    def tables(self) -> tuple[BlockTable, ...]:
+        """The blocks, as everybody but routers knows them."""
+        return tuple(map(BlockTable.of, self.pd_connector.first_blocks, self.remote_block_ids))
 
     @property
     def peer(self) -> PeerKey:

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.protocol.wire.fields import LeaseRef, Table
+from vllm_pd_connector.protocol.wire.fields import LeaseRef
 from vllm_pd_connector.protocol.wire.push_messages import Moved, Pushed, PushInto, PushState
 
 if TYPE_CHECKING:
+    from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.push.command_queue import Ticket
-
-Tables = tuple[Table, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -34,13 +33,13 @@ class PushRegistration:
     first_valid_tokens: dict[int, int] = field(default_factory=dict)
     moved: Moved = Moved()
     prefill: Prefill | None = None
-    source: Tables = ()
+    source: tuple[BlockTable, ...] = ()
     mixed: bool = False
 
-    def write_from(self, source: Tables) -> None:
+    def write_from(self, source: tuple[BlockTable, ...]) -> None:
         """The next command is from these blocks. Tables of full attention only grow, unless the request was preempted;
         the others are empty before the end."""
-        self.mixed |= any(not now.ids.startswith(old.ids) for old, now in zip(self.source, source, strict=False))
+        self.mixed |= any(not now.packed.startswith(old.packed) for old, now in zip(self.source, source, strict=False))
         self.source = source
 
     def compared_with(self) -> LeaseRef | None:
@@ -68,7 +67,7 @@ class Prefill:
     prompt_digest: str
     began: float  # when it was accepted
     nonce: bytes | None = None  # of the lease, once finished
-    source: Tables = ()
+    source: tuple[BlockTable, ...] = ()
     ready: int = 0
     step: int = 0
     finished: bool = False

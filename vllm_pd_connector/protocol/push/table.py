@@ -34,7 +34,7 @@ from vllm_pd_connector.geometry.bind import latest
 from vllm_pd_connector.protocol.push.command_queue import CommandQueue, Ticket
 from vllm_pd_connector.protocol.push.registrations import Prefill, PushRegistration, contradiction, progress, standstill
 from vllm_pd_connector.protocol.push.rendezvous import Rendezvous
-from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef, Table
+from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef
 from vllm_pd_connector.protocol.wire.messages import ReadDone, Reply
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
@@ -52,6 +52,8 @@ from vllm_pd_connector.protocol.wire.push_messages import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from vllm_pd_connector.geometry.blocks import BlockTable
 
 MAX_WAITING = 4096
 REMEMBER = 4096
@@ -180,7 +182,7 @@ class PushTable:
         prefill = self._rendezvous.get(request_id)
         return prefill is not None and bool(prefill.failure) and not prefill.finished and not prefill.registrations
 
-    def progressed(self, request_id: str, source: Iterable[Table], ready: int, step: int) -> None:
+    def progressed(self, request_id: str, source: Iterable[BlockTable], ready: int, step: int) -> None:
         """Tokens below `ready` are in the blocks of `source` when the forward of `step` is done."""
         prefill = self._rendezvous.get(request_id)
         if prefill is None or prefill.finished or prefill.failure or ready <= prefill.ready:
@@ -189,7 +191,7 @@ class PushTable:
         for registration in list(prefill.registrations.values()):
             self._command(registration, prefill)
 
-    def finished(self, request_id: str, nonce: bytes, source: Iterable[Table], step: int) -> bool:
+    def finished(self, request_id: str, nonce: bytes, source: Iterable[BlockTable], step: int) -> bool:
         """The whole prompt is in `source`, under a lease with `nonce`. Returns whether the lease has a use."""
         prefill = self._rendezvous.get(request_id)
         if prefill is None:
@@ -317,11 +319,10 @@ class PushTable:
         reached = (prefill.ready, prefill.finished)
         if reached == registration.last or prefill.ready == 0 or prefill.failure:
             return
-        into = registration.into
-        write = WriteCommand(into.attempt, prefill.source, prefill.ready, prefill.step, prefill.finished)
+        write = WriteCommand(registration.into.attempt, prefill.source, prefill.ready, prefill.step, prefill.finished)
         first = registration.last == (0, False)
         try:
-            self._replies += self._commands.add(BeginCommand(into), write) if first else self._commands.add(write)
+            self._replies += self._commands.add(*([BeginCommand(registration.into)] if first else []), write)
         except ProtocolError as error:
             self._fail_prefill(prefill, str(error))
             return
@@ -376,14 +377,13 @@ class PushTable:
             return
         prefill.registrations.pop(registration.into.attempt, None)
         if registration.state is PushState.DONE:
-            assert prefill.nonce is not None
+            assert prefill.lease is not None
             into = registration.into
             prefill.served.add(into.reader)
             if answer.lease is not None:
                 self._kept.append((answer.lease, into.compare_s))
             else:
-                held = LeaseRef(prefill.request_id, prefill.nonce)
-                self._served.append(ReadDone(held, into.reader, into.readers, into.reading))
+                self._served.append(ReadDone(prefill.lease, into.reader, into.readers, into.reading))
         self._free(prefill)
 
     def _answer(self, registration: PushRegistration, answer: Pushed) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.validate import MAX_GROUPS
 
 MAX_REQUEST_FRAME: Final = 1024 * 1024
@@ -18,7 +19,6 @@ MAX_LEASES: Final = 24  # of the longest request ids, in UTF-8, still fit a requ
 MAX_READERS: Final = 4096
 MAX_TEXT: Final = 4096
 NONCE_BYTES: Final = 16
-MAX_TABLE_BYTES: Final = 512 * 1024
 MAX_COMPARE_S: Final = 3600.0
 MAX_WAITED_S: Final = 1e9
 MAX_PIECE_BYTES: Final = 16 * 1024
@@ -64,11 +64,5 @@ class Reading(LeaseRef, frozen=True):
 Readings = Annotated[tuple[Reading, ...], Meta(max_length=MAX_LEASES)]
 
 
-class Table(Message, frozen=True):
-    """Logical block ids of one KV-cache group, as little-endian int32: entry i is logical block `first_block` + i."""
-
-    first_block: Annotated[int, Meta(ge=0, lt=2**31)]
-    ids: Annotated[bytes, Meta(max_length=MAX_TABLE_BYTES)]
-
-
-Tables = Annotated[tuple[Table, ...], Meta(max_length=MAX_GROUPS)]
+Tables = Annotated[tuple[BlockTable, ...], Meta(max_length=MAX_GROUPS)]
+"""One per KV-cache group."""

@@ -17,6 +17,7 @@ import threading
 from errno import EINPROGRESS
 
 from vllm_pd_connector.errors import Unreachable
+from vllm_pd_connector.wake import Wake
 
 MAX_LOOKUPS = 64  # names that are looked up at a time in this process, a thread each; requests name them
 MAX_ADDRESSES = 8  # of one name
@@ -35,7 +36,7 @@ class Dial:
         self._reached: str | None = None
         self._failures: list[str] = []
         self._found: _Found | OSError | None = None
-        self._lookup: socket.socket | None = None
+        self._lookup: Wake | None = None
         try:
             self._try(_addresses(host, port, socket.AI_NUMERICHOST))
         except OSError:  # it is a name
@@ -47,7 +48,7 @@ class Dial:
         Raises:
             Unreachable: there is none.
         """
-        if self._lookup is not None and _readable(self._lookup):
+        if self._lookup is not None and self._lookup.clear():
             self._end_lookup()
         if self._trying:
             poll = select.poll()
@@ -73,18 +74,18 @@ class Dial:
         if not _lookups.acquire(blocking=False):
             self._failures.append(f"{MAX_LOOKUPS} other names are being looked up")
             return
-        self._lookup, done = socket.socketpair()
+        self._lookup = Wake()
         self._ready.register(self._lookup, select.EPOLLIN)
-        threading.Thread(target=self._wait_for_names, args=(done,), name="pd-lookup", daemon=True).start()
+        threading.Thread(target=self._wait_for_names, args=(self._lookup,), name="pd-lookup", daemon=True).start()
 
-    def _wait_for_names(self, done: socket.socket) -> None:
+    def _wait_for_names(self, done: Wake) -> None:
         try:
             self._found = _addresses(self._host, self._port, 0)
         except (OSError, UnicodeError) as error:
             self._found = error if isinstance(error, OSError) else OSError(0, str(error))
         finally:
             _lookups.release()
-            done.close()
+            done.set()
 
     def _end_lookup(self) -> None:
         assert self._lookup is not None
@@ -123,9 +124,3 @@ class Dial:
 
 def _addresses(host: str, port: int, flags: int) -> _Found:
     return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)  # type: ignore[return-value]
-
-
-def _readable(lookup: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(lookup, select.POLLIN)
-    return bool(poll.poll(0))

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from vllm_pd_connector.sidechannel.net.wake import Wake
+from vllm_pd_connector.wake import Wake
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,9 +10,8 @@ What the library does not do, and this module does:
   nothing of its neighbours, which may still run. An ended descriptor does not touch local memory any more, so failed
   reads are terminal. The peer of a failed write may still be taking bytes from its socket: not terminal, unless the
   peer is known to be dead, which one that fell silent is not.
-- **Peers that died are noticed, and messages sent**, by a line to each peer (`transport.liveness`): the library's own
-  notifications block, carry text, and cost a connection each. A write's message leaves when its last descriptor is
-  acknowledged, which the peer does after it has the bytes in its memory.
+- **Peers that died are noticed** by a line to each peer (`transport.liveness`); the library says nothing of it before
+  something is asked of the peer. A descriptor is acknowledged after the peer has its bytes in its memory.
 - **One stopped peer does not stop the others.** Opening a peer blocks inside the library and blocks every other submit;
   `opening` does it, after the peer has answered on its line.
 
@@ -33,7 +32,7 @@ import msgspec
 
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.addresses import Address, check_reachable, host_identity, local_address
-from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, follow
+from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, follow, options_of
 from vllm_pd_connector.transport.endpoint import Endpoint, seal, unseal
 from vllm_pd_connector.transport.liveness import LivenessHub, LivenessLink, LivenessState
 from vllm_pd_connector.transport.mooncake.engine import (
@@ -50,7 +49,7 @@ from vllm_pd_connector.transport.mooncake.opening import Opening, Openings
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, cut
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vllm_pd_connector.geometry.manifest import Segment
     from vllm_pd_connector.geometry.runs import Runs
@@ -125,7 +124,6 @@ class _Transfer:
     remote: list[int]
     length: list[int]
     writes: bool
-    notification: bytes
     next: int = 0
     in_flight: deque[tuple[int, int]] = field(default_factory=deque)
     in_flight_bytes: int = 0
@@ -243,23 +241,16 @@ class MooncakeTransport:
     def read(self, peer: TransportPeer, runs: Runs) -> Transfer:
         assert isinstance(peer, _Peer)
         work = cut(runs, peer.ranges, self._ranges, self._options.run_bytes)
-        return self._start(peer, self._module.TransferOpcode.Read, work, b"")
+        return self._start(peer, self._module.TransferOpcode.Read, work)
 
-    def write(self, peer: TransportPeer, runs: Runs, notification: bytes = b"") -> Transfer:
+    def write(self, peer: TransportPeer, runs: Runs) -> Transfer:
         assert isinstance(peer, _Peer)
         work = cut(runs, self._ranges, peer.ranges, self._options.run_bytes)
-        return self._start(peer, self._module.TransferOpcode.Write, work, notification)
+        return self._start(peer, self._module.TransferOpcode.Write, work)
 
     def poll(self, transfer: Transfer) -> TransferStatus:
         assert isinstance(transfer, _Transfer)
         return follow(transfer, self._advance)
-
-    def notify(self, peer: TransportPeer, payload: bytes) -> None:
-        assert isinstance(peer, _Peer) and not peer.leaving
-        peer.liveness.send(payload)
-
-    def notifications(self) -> list[bytes]:
-        return self._liveness.messages()
 
     def replace_endpoint(self, peer: TransportPeer) -> None:
         raise TransferError("Mooncake's engine is the target of its peers and is not replaced")
@@ -287,12 +278,12 @@ class MooncakeTransport:
         host, _, number = plain.rpartition(":")
         return f"{host}:{'0' * incarnations.index(peer)}{number}"
 
-    def _start(self, peer: _Peer, opcode: Any, work: Descriptors, notification: bytes) -> _Transfer:
+    def _start(self, peer: _Peer, opcode: Any, work: Descriptors) -> _Transfer:
         assert not peer.leaving
         reads = opcode == self._module.TransferOpcode.Read
         source, destination = work.runs.source.tolist(), work.runs.destination.tolist()
         local, remote = (destination, source) if reads else (source, destination)
-        transfer = _Transfer(peer, opcode, local, remote, work.runs.length.tolist(), not reads, notification)
+        transfer = _Transfer(peer, opcode, local, remote, work.runs.length.tolist(), not reads)
         peer.running += 1
         self._advance(transfer)
         return transfer
@@ -308,12 +299,12 @@ class MooncakeTransport:
         rest = transfer.next < len(transfer.length)
         if transfer.failed:
             self._fail(transfer)
-        elif peer.liveness.state is LivenessState.LOST and (rest or transfer.notification):
+        elif rest and peer.liveness.state is LivenessState.LOST:
             transfer.outcome = PeerLost(f"{peer.liveness.reason}; connect to its new incarnation")
         elif rest and peer.leaving:
             transfer.outcome = TransferError(f"{peer.name} was disconnected before the whole transfer was submitted")
         elif not rest:
-            self._complete(transfer)
+            transfer.outcome = TransferStatus.DONE
         if transfer.outcome is not None:
             peer.running -= 1
             self._forget_when_idle(peer)
@@ -391,21 +382,12 @@ class MooncakeTransport:
                 terminal=not (transfer.writes or transfer.unsettled),
             )
 
-    def _complete(self, transfer: _Transfer) -> None:
-        """The outcome of a transfer whose descriptors all arrived; its message may have to wait for the line."""
-        peer = transfer.peer
-        if transfer.notification or not transfer.length:
-            if peer.liveness.state is LivenessState.DIALLING and not peer.leaving:
-                return
-            if transfer.notification:
-                try:
-                    peer.liveness.send(transfer.notification)
-                except TransferError as error:
-                    transfer.outcome = error
-                    return
-        transfer.outcome = TransferStatus.DONE
-
     def _forget_when_idle(self, peer: _Peer) -> None:
         if peer.leaving and not peer.running and self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
             peer.liveness.hang_up()
+
+
+def create(options: Mapping[str, object], *, serves: bool, memory: str) -> MooncakeTransport:
+    """Entry point; see `registry`."""
+    return MooncakeTransport(options_of(NAME, options, MooncakeOptions), memory=memory)

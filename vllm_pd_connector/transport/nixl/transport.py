@@ -37,13 +37,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vllm_pd_connector.errors import InvalidConfig, TransferError
-from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, follow
+from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, follow, options_of
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, bindings, translate
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, batches, cut
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -79,7 +79,6 @@ class _Peer:
 
     agent: _Agent
     name: str
-    metadata: bytes
     ranges: Ranges
     running: int = 0
     leaving: bool = False
@@ -92,7 +91,6 @@ class _Transfer:
     peer: _Peer
     operation: Any
     waiting: deque[Descriptors]
-    notification: bytes
     descriptors: int
     posted: list[int] = field(default_factory=list)
     failure: TransferError | None = None
@@ -179,7 +177,7 @@ class NixlTransport:
             raise TransferError(f"endpoint says agent {made.name}, its metadata another; fetch the manifest again")
         agent = self._posting()
         self._meet(agent, made.name, made.metadata)
-        return _Peer(agent, made.name, made.metadata, ranges)
+        return _Peer(agent, made.name, ranges)
 
     def _meet(self, agent: _Agent, name: str, metadata: bytes) -> None:
         """Load a peer into an agent of ours, if it is not there yet, and count the connection."""
@@ -202,28 +200,15 @@ class NixlTransport:
 
     def read(self, peer: TransportPeer, runs: Runs) -> Transfer:
         assert isinstance(peer, _Peer) and not peer.leaving
-        return self._start(peer, self._nixl.NIXL_READ, runs, peer.ranges, self._ranges, b"")
+        return self._start(peer, self._nixl.NIXL_READ, runs, peer.ranges, self._ranges)
 
-    def write(self, peer: TransportPeer, runs: Runs, notification: bytes = b"") -> Transfer:
+    def write(self, peer: TransportPeer, runs: Runs) -> Transfer:
         assert isinstance(peer, _Peer) and not peer.leaving
-        return self._start(peer, self._nixl.NIXL_WRITE, runs, self._ranges, peer.ranges, notification)
+        return self._start(peer, self._nixl.NIXL_WRITE, runs, self._ranges, peer.ranges)
 
     def poll(self, transfer: Transfer) -> TransferStatus:
         assert isinstance(transfer, _Transfer)
         return follow(transfer, self._advance)
-
-    def notify(self, peer: TransportPeer, payload: bytes) -> None:
-        assert isinstance(peer, _Peer) and not peer.leaving
-        agent = self._target or peer.agent
-        if not agent.peers[peer.name]:
-            self._meet(agent, peer.name, peer.metadata)
-        with self._translated(f"notifying agent {peer.name}"):
-            agent.library.genNotif(peer.name, payload, [])
-
-    def notifications(self) -> list[bytes]:
-        with self._translated("fetching notifications"):
-            by_agent: dict[str, list[bytes]] = (self._target or self._posting()).library.getNotifs({}, [])
-        return [payload for payloads in by_agent.values() for payload in payloads]
 
     def replace_endpoint(self, peer: TransportPeer) -> None:
         assert isinstance(peer, _Peer)
@@ -242,15 +227,11 @@ class NixlTransport:
             if agent is not None:
                 agent.library = None
 
-    def _start(
-        self, peer: _Peer, operation: Any, runs: Runs, source: Ranges, destination: Ranges, notification: bytes
-    ) -> _Transfer:
+    def _start(self, peer: _Peer, operation: Any, runs: Runs, source: Ranges, destination: Ranges) -> _Transfer:
         limit = self._options.batch_bytes
         work = cut(runs, source, destination, limit)
         waiting = deque(batches(work, source, destination, limit, _DESCRIPTOR_COST_BYTES))
-        if notification and not waiting:
-            self.notify(peer, notification)
-        transfer = _Transfer(peer, operation, waiting, notification, len(work.runs))
+        transfer = _Transfer(peer, operation, waiting, len(work.runs))
         peer.running += 1
         self._advance(transfer)
         return transfer
@@ -263,8 +244,6 @@ class NixlTransport:
             transfer.failure = TransferError(f"agent {peer.name} was disconnected before the whole transfer was posted")
         until = time.monotonic() + _POST_S
         while transfer.waiting and transfer.failure is None and time.monotonic() < until:
-            if len(transfer.waiting) == 1 and transfer.notification and transfer.posted:
-                break  # the batch that carries the notification starts when all others have arrived
             self._post(transfer)
         if transfer.failure is not None:
             transfer.waiting.clear()
@@ -288,17 +267,16 @@ class NixlTransport:
         return False
 
     def _post(self, transfer: _Transfer) -> None:
-        """Post the next batch, the last one with the notification."""
+        """Post the next batch."""
         batch, peer = transfer.waiting.popleft(), transfer.peer
         agent, name = peer.agent.library, peer.name
-        notification = b"" if transfer.waiting else transfer.notification
         try:
             handle = agent.createXferReq(transfer.operation, *self._lists(transfer, batch), name, b"", [])
         except self._errors as error:
             self._failed(transfer, _ours(error, f"preparing a transfer with agent {name}"), None)
             return
         try:
-            status = agent.postXferReq(handle, notification)
+            status = agent.postXferReq(handle, b"")
         except self._errors as error:
             if self._failed(transfer, _ours(error, f"posting a transfer with agent {name}", started=True), handle):
                 transfer.posted.append(handle)
@@ -357,8 +335,6 @@ class NixlTransport:
         if agent in self._older and not agent.peers:
             self._older.remove(agent)
             agent.library = None
-        if self._target is not None and self._target.peers[name] and agent is not self._target:
-            self._forget(self._target, name)  # it was notified
 
     @contextmanager
     def _translated(self, action: str) -> Iterator[None]:
@@ -369,8 +345,13 @@ class NixlTransport:
             raise _ours(error, action) from error
 
 
+def create(options: Mapping[str, object], *, serves: bool, memory: str) -> NixlTransport:
+    """Entry point; see `registry`."""
+    return NixlTransport(options_of(NAME, options, NixlOptions), serves=serves)
+
+
 def _ours(error: Exception, action: str, *, started: bool = False) -> TransferError:
     """The library's exception as ours. `started`: bytes may be moving when it comes."""
     ours = translate(type(error).__name__, f"{action}: {error}", started)
-    ours.__cause__ = error
+    ours.__cause__ = error.with_traceback(None)  # its frames hold the library's agent, which `close` must end
     return ours

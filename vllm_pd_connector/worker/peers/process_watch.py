@@ -132,7 +132,7 @@ class ProcessWatches:
     def __init__(self, address: Address, wake: Callable[[], None]) -> None:
         self._address = address
         name = f"pd-life-{secrets.token_hex(16)}"
-        self._hub = LivenessHub(str(address), name, listens=False, lost=wake)
+        self._hub = LivenessHub(str(address), name, lost=wake)
         self.own = LivenessAddress(str(address), self._hub.port, name)
         self._watches: dict[str, ProcessWatch] = {}
 

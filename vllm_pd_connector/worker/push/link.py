@@ -16,10 +16,8 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from vllm_pd_connector.errors import BindError
-from vllm_pd_connector.geometry.bind import BlockTable, Tail, first_valid_tokens, pair, runs_of
+from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, pair, runs_of
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest
 from vllm_pd_connector.geometry.plan import Edge, PagePairing, Rank, make_plan
 from vllm_pd_connector.geometry.runs import Runs
@@ -29,7 +27,7 @@ from vllm_pd_connector.worker.peers.link import PeerLink, decode
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vllm_pd_connector.protocol.wire.fields import Table
+    from vllm_pd_connector.geometry.blocks import BlockTables
     from vllm_pd_connector.protocol.wire.push_messages import PushInto
     from vllm_pd_connector.transport.base import Transport
 
@@ -104,7 +102,7 @@ class WriteLink(PeerLink):
             return into.stop
         return max(cursor, ready // edges.step * edges.step)
 
-    def bind_push(self, into: PushInto, source: Sequence[Table], cursor: int, reach: int, final: bool) -> Part:
+    def bind_push(self, into: PushInto, source: BlockTables, cursor: int, reach: int, final: bool) -> Part:
         """What this rank must write of tokens [cursor, reach), and at the end of everything else.
 
         Raises:
@@ -113,7 +111,7 @@ class WriteLink(PeerLink):
         edges = self._edges_to(into)
         if edges is None:
             return Part(Runs.empty(), None, {})
-        tables = [_table(table) for table in source], [_table(table) for table in into.blocks]
+        tables = source, into.blocks
         tail = Tail.PAGE if final else Tail.EXACT
         direct, staged = (pair(edge, *tables, cursor, reach, tail=tail, states=False) for edge in edges.growing)
         if final:
@@ -143,9 +141,3 @@ def _edges(edge: Edge, chunk_bytes: int) -> _Edges:
         return split(replace(edge, pairings=pairings), chunk_bytes, writes=True)
 
     return _Edges(both(growing), both(ending), step)
-
-
-def _table(table: Table) -> BlockTable:
-    if len(table.ids) % 4:
-        raise BindError(f"block ids: {len(table.ids)} bytes are no sequence of 32-bit numbers")
-    return BlockTable(table.first_block, np.frombuffer(table.ids, dtype="<i4").astype(np.int64))

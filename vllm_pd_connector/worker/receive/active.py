@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from vllm_pd_connector.metadata import Either
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol.wire.push_messages import Moved
 from vllm_pd_connector.worker.receive.read_link import ReadLink
@@ -67,13 +68,14 @@ class ActiveReceive:
         """What is compared with, confirmed or given back; None if the prefill side sees to its lease itself."""
         if self.question:
             return self.compared
-        return self.request.remote.lease if self.request.remote is not None else None
+        return self.request.lease
 
     @property
     def asks(self) -> bool:
         """Whether the prefill side is asked to write; known once the link is ready."""
         if isinstance(self.link, ReadLink):
-            return self.request.either and self.link.bandwidth is not None and self.link.bandwidth.prefers_push
+            either = isinstance(self.request.source, Either)
+            return either and self.link.bandwidth is not None and self.link.bandwidth.prefers_push
         return True
 
 

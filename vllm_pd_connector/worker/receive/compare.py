@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm_pd_connector.config import Config
     from vllm_pd_connector.geometry.manifest import Manifest
     from vllm_pd_connector.sidechannel.client import Outcome
-    from vllm_pd_connector.sidechannel.waiting import Wake
+    from vllm_pd_connector.wake import Wake
     from vllm_pd_connector.worker.receive.active import ActiveReceive, Drive
     from vllm_pd_connector.worker.rpc import PendingCalls
 

@@ -15,7 +15,7 @@ from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import BindError, ProtocolError, TransferError
 from vllm_pd_connector.geometry.bind import require_filled
 from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.metadata import ReceiveRequest, block_tables
+from vllm_pd_connector.metadata import BadParameters, Either, PushFrom, ReadFrom
 from vllm_pd_connector.observability.stats import FailureKind, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.config import Config
     from vllm_pd_connector.geometry.manifest import Manifest
+    from vllm_pd_connector.metadata import ReceiveRequest
     from vllm_pd_connector.protocol.transfers import TransferEnd
     from vllm_pd_connector.sidechannel.client import Outcome
     from vllm_pd_connector.transport.base import Transport
@@ -110,21 +111,20 @@ class Receives:
 
     def begin(self, request: ReceiveRequest, now: float) -> None:
         """Begin a receive: its peer is wanted."""
-        remote, push = request.remote, request.push
-        if remote is None and push is None:
-            logger.debug(
-                "request %s: receive failed: %s", request.request_id, request.error
-            )  # the scheduler half said it
-            self._stats.fail(FailureKind.BAD_PARAMETERS)
-            self._outbox.finished(request.request_id, ok=False, quarantined=False)
-            return
         links: Links[ReadLink] | Links[AskLink]
-        if push is not None and not request.either:
-            links, key, engine_id, prefill = self._asked, push.peer, push.engine_id, push.prefill.name
-        else:
-            assert remote is not None
-            links, key, engine_id, prefill = self._links, remote.peer, remote.remote_engine_id, remote.remote_request_id
-        link = links.get(key, engine_id, now)
+        link: ReadLink | AskLink
+        match request.source:
+            case BadParameters(reason):
+                logger.debug("request %s: receive failed: %s", request.request_id, reason)  # the scheduler half said it
+                self._stats.fail(FailureKind.BAD_PARAMETERS)
+                self._outbox.finished(request.request_id, ok=False, quarantined=False)
+                return
+            case PushFrom() as push:
+                links, prefill = self._asked, push.prefill.name
+                link = links.get(push.peer, push.engine_id, now)
+            case (ReadFrom() as read) | Either(read=read):
+                links, prefill = self._links, read.lease.request_id
+                link = links.get(read.peer, read.engine_id, now)
         verify = is_chosen(request, self._config.verify)
         machine, attempt = Receive(self._limits, now, verify), secrets.token_bytes(16)
         active = ActiveReceive(request, links, link, machine, attempt, prefill, now, now)
@@ -213,7 +213,7 @@ class Receives:
             return
         active.plan = active.link.plan
         try:
-            require_filled(self._manifest.groups, block_tables(active.request.blocks), active.request.start)
+            require_filled(self._manifest.groups, active.request.blocks, active.request.start)
             link = active.link
             bound = link.bind(active.request) if isinstance(link, ReadLink) and not active.asks else None
         except BindError as error:

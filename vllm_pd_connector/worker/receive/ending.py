@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.staging.blanks import blanks
-from vllm_pd_connector.metadata import block_tables
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol.receive import ReceiveState
 from vllm_pd_connector.protocol.wire.fields import Reading
@@ -47,8 +46,7 @@ def blank(active: ActiveReceive, copier: Copier) -> str:
     assert active.plan is not None
     request = active.request
     try:
-        tables = block_tables(request.blocks)
-        for place in blanks(active.plan, tables, request.start, request.stop, active.first_valid_tokens):
+        for place in blanks(active.plan, request.blocks, request.start, request.stop, active.first_valid_tokens):
             copier.blank(place)
         copier.finish()
     except Exception as error:  # what is left there may be anything
@@ -69,7 +67,7 @@ def give_back(active: ActiveReceive, calls: PendingCalls) -> None:
         return  # whom we asked to write has failed the push itself, or learns it by the withdrawal
     else:
         assert push is not None
-        message = DeclinePush(push.prefill, push.waited_s + max(time.monotonic() - active.began, 0.0))
+        message = DeclinePush(push.prefill, active.request.waited_s + max(time.monotonic() - active.began, 0.0))
     try:
         calls.ask(active.link.endpoint, message, RELEASE_TIMEOUT_S)
     except ProtocolError as error:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
 from vllm_pd_connector.geometry.bind import window_start
-from vllm_pd_connector.metadata import PushTerms, encode_tables
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vllm_pd_connector.geometry.manifest import Group
+    from vllm_pd_connector.metadata import PushFrom
     from vllm_pd_connector.sidechannel.client import Outcome
     from vllm_pd_connector.worker.receive.active import ActiveReceive, Drive
     from vllm_pd_connector.worker.rpc import PendingCalls
@@ -76,13 +76,13 @@ class PushRequester:
             terms.home,
             *self._reader_rank,
             active.attempt,
-            encode_tables(request.blocks),
+            request.blocks,
             request.start,
             request.stop,
             terms.prompt_digest,
             self._compare_s if active.machine.verifies else 0.0,
             reading=request.attempt,
-            waited_s=max(terms.waited_s + now - active.began, 0.0),
+            waited_s=max(request.waited_s + now - active.began, 0.0),
             incarnation=active.life,
         )
         try:
@@ -228,6 +228,6 @@ class PushRequester:
         active.retry_at = now if isinstance(outcome, DeadlineExceeded) else now + RETRY_S
 
 
-def _terms(active: ActiveReceive) -> PushTerms:
+def _terms(active: ActiveReceive) -> PushFrom:
     assert active.request.push is not None
     return active.request.push

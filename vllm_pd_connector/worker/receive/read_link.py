@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import starmap
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pair, runs_of
 from vllm_pd_connector.geometry.plan import Edge, Plan, make_plan
 from vllm_pd_connector.geometry.staging.chunks import Chunk, chunks, split
-from vllm_pd_connector.metadata import GroupBlocks, ReceiveRequest, block_tables
 from vllm_pd_connector.worker.peers.link import PeerLink
 
 if TYPE_CHECKING:
@@ -17,6 +15,7 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.geometry.manifest import Manifest, Segment
     from vllm_pd_connector.geometry.runs import Runs
+    from vllm_pd_connector.metadata import ReceiveRequest
     from vllm_pd_connector.transport.base import Transport, TransportPeer
     from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth
 
@@ -70,11 +69,8 @@ class ReadLink(PeerLink):
         Raises:
             BindError: the request's block ids do not fit the manifests.
         """
-        assert self.plan is not None and request.remote is not None
-        remote = request.remote
-        firsts = remote.pd_connector.first_blocks
-        source = block_tables(starmap(GroupBlocks, zip(firsts, remote.remote_block_ids, strict=True)))
-        destination = block_tables(request.blocks)
+        assert self.plan is not None and request.read is not None
+        source, destination = request.read.blocks, request.blocks
         reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = []
         late = []
         for edges in self.edges:

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.observability.instance import INFO_SERIES, INFO_TEXT, LABELS, EngineInfo, parse
+from vllm_pd_connector.instance_info import INFO_SERIES, INFO_TEXT, LABELS, EngineInfo, parse
 
 INFO = EngineInfo("kv_producer", "push", "concurrent", "nixl", 'a"\\\n', "fe80::1%eth0", 5601, 2, 3, 1, 2)
 

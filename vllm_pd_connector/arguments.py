@@ -1,4 +1,4 @@
-"""Addresses and times as users give them on command lines and to the operators' routes; no HTTP library is imported."""
+"""Addresses and times as users give them on command lines and to the router's operators."""
 
 from __future__ import annotations
 

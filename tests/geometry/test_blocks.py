@@ -1,0 +1,57 @@
+"""A block table is its own wire form, and holds nothing that is no table."""
+
+from __future__ import annotations
+
+import pickle
+
+import msgspec
+import numpy as np
+import pytest
+
+from vllm_pd_connector.geometry.blocks import MAX_TABLE_BYTES, BlockTable
+
+TABLE = BlockTable.of(3, [0, 0, 7, 0, 2**31 - 1])
+WIRE = {"first_block": 3, "ids": b"\0\0\0\0\0\0\0\0\7\0\0\0\0\0\0\0\xff\xff\xff\x7f"}
+
+
+def decoded(**changes: object) -> BlockTable:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(WIRE | changes), type=BlockTable)
+
+
+def test_a_table_travels_as_it_is() -> None:
+    assert msgspec.msgpack.encode(TABLE) == msgspec.msgpack.encode(WIRE)
+    assert decoded() == TABLE == pickle.loads(pickle.dumps(TABLE))
+
+
+def test_ids_are_wide_enough_for_addresses() -> None:
+    assert TABLE.ids.dtype == np.int64
+    assert (TABLE.ids * 2**20).tolist() == [0, 0, 7 * 2**20, 0, (2**31 - 1) * 2**20]
+
+
+@pytest.mark.parametrize(("ids", "begin", "end"), [([0, 0, 7, 0, 9], 5, 8), ([7, 9], 3, 5), ([0, 0], 5, 5), ([], 3, 3)])
+def test_begin_and_end_are_logical_blocks(ids: list[int], begin: int, end: int) -> None:
+    table = BlockTable.of(3, ids)
+    assert (table.begin, table.end) == (begin, end)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"ids": bytes(7)}, "7 bytes of ids"),
+        ({"ids": bytes(MAX_TABLE_BYTES + 4)}, "ids"),
+        ({"ids": [1, 2]}, "ids"),
+        ({"first_block": -1}, "first_block"),
+        ({"first_block": 2**31}, "first_block"),
+        ({"packed": b""}, "packed"),
+    ],
+)
+def test_what_is_no_table_is_refused_when_it_is_decoded(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=named):
+        decoded(**changes)
+
+
+def test_a_table_of_our_own_is_one_too() -> None:
+    with pytest.raises(ValueError, match="first_block -1"):
+        BlockTable.of(-1, [1])
+    with pytest.raises(OverflowError):
+        BlockTable.of(0, [2**31])

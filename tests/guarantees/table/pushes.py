@@ -1,0 +1,55 @@
+"""What the prefill side writes."""
+
+from __future__ import annotations
+
+from tests.guarantees.guarantee import Guarantee
+
+# fmt: off
+GUARANTEES = [
+    Guarantee(
+        "blocks that may still be written from are not given back",
+        "PushTable", "        if not prefill.closed or prefill.registrations or ", "        if not prefill.closed or ",
+        "test_every_order_of_events_ends_with_every_answer_given_and_every_block_free",
+    ),
+    Guarantee(
+        "a push is done when every worker of the prefill instance has written its part",
+        "PushTable", "        if registration.ordered:\n            return\n        self._settle", "        self._settle",
+        "test_without_failures_every_order_is_served",
+    ),
+    Guarantee(
+        "a cache is written for the prompt that it was computed for",
+        "contradiction", " or into.prompt_digest != prefill.prompt_digest:", ":",
+        "test_another_prompt_is_not_written",
+    ),
+    Guarantee(
+        "a write by way of the slab touches nothing but what was asked for",
+        "_gap", "return 0 if writes or pairing.kind is", "return 0 if pairing.kind is",
+        "test_a_rank_that_writes_its_heads_between_others_writes_them_token_by_token",
+    ),
+    Guarantee(
+        "a push is not over while its slots may still be written from",
+        "InFlight", "if self.staged and not self.stager.holds(self.owner):", "if self.staged:",
+        "test_after_a_push_was_given_up_its_slots_stay_out_until_nothing_is_written",
+    ),
+    Guarantee(
+        "a push that was cancelled is not over while its slots may still be written from",
+        "InFlight", "{*self.transfers, *self.staged, *self.stuck}", "{*self.transfers, *self.stuck}",
+        "test_a_worker_that_was_told_to_cancel_says_that_it_is_over_when_its_slots_are_back",
+    ),
+    Guarantee(
+        "a worker's part of a push is over when none of its transfers may write any more",
+        "Push", "        if self._writing or self._phase not in", "        if self._phase not in",
+        "test_every_order_of_events_reports_the_end_once_and_truthfully",
+    ),
+    Guarantee(
+        "what comes of an event waits until it has been handled",
+        "EventQueue", "        if self._handling:\n            return\n", "",
+        "test_what_comes_of_an_event_waits_until_it_has_been_handled",
+    ),
+    Guarantee(
+        "orders are given to the instance's own workers alone",
+        "refusal", "if not known or not hmac.compare_digest(", "if not known and not hmac.compare_digest(",
+        "test_orders_are_only_for_who_knows_the_workers_secret",
+    ),
+]
+# fmt: on

@@ -1,0 +1,102 @@
+"""What a reference to a cache may be used for, and blocks that are whole."""
+
+from __future__ import annotations
+
+from tests.guarantees.guarantee import Guarantee
+
+# fmt: off
+GUARANTEES = [
+    # Stale references
+    Guarantee(
+        "a stale nonce is not vouched for",
+        "LeaseTable", "lease is not None and lease.nonce == ref.nonce else None", "lease is not None else None",
+        "test_a_stale_nonce_is_refused_while_the_request_is_held_again",
+    ),
+    Guarantee(
+        "bytes are used only after the prefill side's verdict",
+        "Receive", "        if not held:\n", "        if False:\n",
+        "test_a_read_that_the_prefill_side_does_not_vouch_for_fails",
+    ),
+    Guarantee(
+        "an expired lease is not vouched for",
+        "LeaseTable", "deadline <= now:\n            request_id = ", "False:\n            request_id = ",
+        "test_a_lease_that_was_read_in_part_still_expires",
+    ),
+    Guarantee(
+        "a lease past its deadline is not revived by a late renewal",
+        "LeaseTable", "        self.tick(now)\n        gone = []", "        gone = []",
+        "test_a_lease_past_its_deadline_is_not_revived_by_whatever_comes_first",
+    ),
+    Guarantee(
+        "an ended lease is vouched for to nobody but the reader that was told so",
+        "LeaseTable", "if (attempt := ended.attempts.get(report.attempt)) is not None and report.reader in attempt.reported:", "if any(report.reader in attempt.reported for attempt in ended.attempts.values()):",
+        "test_another_instance_that_reads_an_ended_lease_is_told_so",
+    ),
+    Guarantee(
+        "other blocks than those handed over are not vouched for",
+        "RemotePrefill", "encode((read, whose))", "encode(whose)",
+        "test_other_blocks_than_those_that_were_handed_over_are_not_vouched_for",
+    ),
+    Guarantee(
+        "a cache is read for the prompt that it was computed for",
+        "Sources", "or digest != remote.pd_connector.prompt_digest", "or False",
+        "test_parameters_of_another_prompt_are_refused",
+    ),
+    Guarantee(
+        "a cache is read for the weights that it was computed with",
+        "model_facts", "weights=weights_of(model, config.load_config) if version is None", 'weights="" if version is None',
+        "test_weights_are_told_by_their_content_wherever_they_lie",
+    ),
+    Guarantee(
+        "a cache is read for the quantization that it was computed with",
+        "model_facts", '"mixed" if own.allow_mixed_quantization else quantization_of(model)', '"mixed"',
+        "test_a_quantization_is_its_method_and_its_settings",
+    ),
+    Guarantee(
+        "a cache is read for the adapter that it was computed with",
+        "prompt_digest", "adapter_of(request, adapter_ids)", '""',
+        "test_adapters_of_one_name_are_told_apart_by_their_files",
+    ),
+    Guarantee(
+        "block ids outside the cache reach no transport",
+        "_check_ids", "(ids < NULL_BLOCK) | (ids >= group.num_blocks)", "ids < NULL_BLOCK",
+        "test_bounds_are_those_of_each_side",
+    ),
+    Guarantee(
+        "bytes that are no block ids are refused where they are decoded",
+        "BlockTable", "if self.first_block < 0 or len(self.packed) % _ID.itemsize:", "if False:",
+        "test_what_is_no_table_is_refused_when_it_is_decoded",
+    ),
+    # Blocks that are whole
+    Guarantee(
+        "each group gets what it has lost of a prefix",
+        "first_lacking", "(i < hit_blocks and block.block_hash is not None)", "i < hit_blocks",
+        "test_each_group_gets_what_it_has_lost_of_a_prefix",
+    ),
+    Guarantee(
+        "a block that nothing is written into is not taken for received",
+        "require_filled", "        if begin < start:\n", "        if False:\n",
+        "test_blocks_that_a_group_names_before_the_range_are_not_reported_as_received",
+    ),
+    Guarantee(
+        "slots that nobody writes are zeroed before a receive is reported",
+        "Receives", "        if ok and (reason := blank(active, self._stager.copier)):", "        if False:",
+        "test_a_read_puts_the_logical_elements_in_place_and_ends_the_lease",
+    ),
+    Guarantee(
+        "slots that nobody writes are zeroed in what the prefill side wrote, too",
+        "AskLink", "        self.plan = make_plan(local, remote)", "        self.plan = replace(make_plan(local, remote), edges=())",
+        "test_a_decode_instance_that_asks_first_is_served_when_the_prefill_comes",
+    ),
+    Guarantee(
+        "slots before what came of a window are zeroed",
+        "blanks", "max(start, late), stop)", "start, stop)",
+        "test_every_slot_of_a_request_s_blocks_is_written_or_blank",
+    ),
+    Guarantee(
+        "what was written of a window is all that is looked at",
+        "PushRequester", "            if late > (needed := window_start(", "            if 0 > (needed := window_start(",
+        "test_a_window_of_which_too_little_was_written_fails_the_request",
+    ),
+]
+# fmt: on

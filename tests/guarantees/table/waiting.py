@@ -1,0 +1,50 @@
+"""Steps that wait, and what ends the wait."""
+
+from __future__ import annotations
+
+from tests.guarantees.guarantee import Guarantee
+
+# fmt: off
+GUARANTEES = [
+    Guarantee(
+        "a step that is held goes on when a receive has ended",
+        "StepHold", "            self._heard.add(token)\n            self.ask()", "            self._heard.add(token)",
+        "test_a_bell_ends_the_wait",
+    ),
+    Guarantee(
+        "no step is held while a request is computed",
+        "StepHold", "or computes or self._loop.computes():", "or computes:",
+        "test_no_step_is_held_while_a_request_is_computed",
+    ),
+    Guarantee(
+        "no step is held before the results of an end were looked at",
+        "StepHold", "not ended and not self._due:", "not ended:",
+        "test_nothing_is_held_until_the_results_of_an_end_were_looked_at",
+    ),
+    Guarantee(
+        "a step is held long only if all that could end it shows itself",
+        "StepHold", "LONGEST_S if self._sees_all(loading) else SHORT_S", "LONGEST_S",
+        "test_what_shows_no_sign_is_looked_at_soon",
+    ),
+    Guarantee(
+        "strangers do not wake the engine",
+        "StepHold", "        if token in self._workers:", "        if True:",
+        "test_a_stranger_rings_in_vain",
+    ),
+    Guarantee(
+        "a worker rings when a receive has ended",
+        "Outbox", "            self._hand_over()\n        self._ring()", "            self._hand_over()",
+        "test_a_worker_says_that_it_hears_and_rings_at_every_end",
+    ),
+    Guarantee(
+        "an idle engine gives back the blocks of leases that ended",
+        "SideChannelServer", "                    self._tell_freed()", "                    pass",
+        "test_an_idle_engine_is_asked_to_give_back_what_was_read",
+    ),
+    Guarantee(
+        "no deadline ends a read of which parts still arrive",
+        "Receive", "if moved and self._state is ReceiveState.READING:", "if False:",
+        "test_a_read_of_which_something_has_moved_gets_more_time_and_no_other_phase_does",
+    ),
+]
+# fmt: on

@@ -1,0 +1,75 @@
+"""The block table of a request in one KV-cache group, in the one form that it has from end to end.
+
+The scheduler halves make it of vLLM's lists, leases and pushes keep it, messages and engine steps carry it, and `bind`
+reads it: it is the wire form itself, so nothing is converted on the way. Only `kv_transfer_params` have lists of
+numbers instead, as routers know them from vLLM's connectors (`protocol.params`).
+
+Source: vLLM 0.32 `v1/core/block_pool.py` (block 0 is the null block).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Final
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+NULL_BLOCK: Final = 0
+"""vLLM's placeholder block: its bytes belong to nobody (BlockPool.null_block is the first block)."""
+MAX_TABLE_BYTES: Final = 512 * 1024
+_ID: Final = np.dtype("<i4")
+
+
+class BlockTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Logical block ids of one request in one group: entry i is logical block `first_block` + i, id 0 means absent.
+
+    Strict, immutable, comparable by value. On the wire the ids are little-endian int32 under the name "ids"; a peer's
+    are only numbers until `bind` has compared them with a cache.
+
+    Raises:
+        ValueError: a first block below 0, or bytes that are no whole ids. A decoder makes its own error of it.
+    """
+
+    first_block: Annotated[int, Meta(ge=0, lt=2**31)]
+    packed: Annotated[bytes, Meta(max_length=MAX_TABLE_BYTES)] = msgspec.field(name="ids")
+
+    def __post_init__(self) -> None:
+        if self.first_block < 0 or len(self.packed) % _ID.itemsize:
+            raise ValueError(
+                f"first_block {self.first_block} and {len(self.packed)} bytes of ids: expected a block from 0 on, and "
+                f"{_ID.itemsize} bytes for each id"
+            )
+
+    @classmethod
+    def of(cls, first_block: int, ids: Sequence[int]) -> BlockTable:
+        """A table of these ids.
+
+        Raises:
+            OverflowError: an id of vLLM's list has more than 32 bits.
+        """
+        return cls(first_block, np.asarray(ids, dtype=_ID).tobytes())
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """Shape (n,), one id per entry; wide enough for addresses to be made of them."""
+        return np.frombuffer(self.packed, dtype=_ID).astype(np.int64)
+
+    @property
+    def end(self) -> int:
+        """The logical block behind the last entry."""
+        return self.first_block + len(self.packed) // _ID.itemsize
+
+    @property
+    def begin(self) -> int:
+        """The first logical block that is not absent; `end` if all are."""
+        present = np.flatnonzero(self.ids != NULL_BLOCK)
+        return self.first_block + int(present[0]) if len(present) else self.end
+
+
+BlockTables = Sequence[BlockTable]
+"""One table per KV-cache group of a side, in the order of its manifest's groups."""

@@ -1,0 +1,121 @@
+"""Whose caches a decode request may load: from its parameters, which a user can write, to the source of its receive.
+
+Parameters are refused that are not signed where they must be, that name an instance which must not be spoken to, or
+that fit another prompt or model than the request's. Nothing here speaks to anybody.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_pd_connector.compat.blocks import computes_itself, prompt_digest, transfer_params
+from vllm_pd_connector.compat.model.caches import prefill_backoff
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.metadata import Either, PushFrom, ReadFrom
+from vllm_pd_connector.protocol.params.answer import require_signature
+from vllm_pd_connector.protocol.params.parse import RemotePrefill, pairing_name, parse_remote_prefill
+from vllm_pd_connector.protocol.peer import PeerKey
+from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
+from vllm_pd_connector.sidechannel.net.keys import keys_of, require_known_server
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.compat.types import KVCacheConfig, Request, VllmConfig
+    from vllm_pd_connector.config import Config
+    from vllm_pd_connector.protocol.params.bootstrap import HostPort
+
+
+class Sources:
+    """See the module. `home` is where this instance's manifests are, None before they are served."""
+
+    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
+        self.home: InstanceAddress | None = None
+        self._config = config
+        self._groups = len(kv_cache_config.transfer_group_ids)
+        self._keys = keys_of(config)
+        self._secret = config.secret()
+        self._backoff = prefill_backoff(vllm_config, kv_cache_config)
+
+    def prefilled_tokens(self, request: Request) -> int:
+        """How much of a request's prompt a prefill instance computes; the rest is for decode, 0 or less is nothing."""
+        return int(request.num_prompt_tokens - self._backoff)
+
+    def answer(self, request: Request) -> RemotePrefill:
+        """The prefill instance's answer that a request brings.
+
+        Raises:
+            ProtocolError: it is none, an unauthenticated peer made it, or names an instance of an unauthenticated peer.
+        """
+        remote = parse_remote_prefill(transfer_params(request))
+        require_signature(remote, self._secret)
+        self._require_known(remote.remote_host, remote.pd_connector.server_key)
+        return remote
+
+    def require_fit(self, request: Request, remote: RemotePrefill) -> None:
+        """Refuse the answer for another prompt, or of another number of groups.
+
+        Raises:
+            ProtocolError: what differs.
+        """
+        if len(remote.remote_block_ids) != self._groups:
+            raise ProtocolError(
+                f"remote_block_ids has {len(remote.remote_block_ids)} KV-cache groups, this instance transfers "
+                f"{self._groups}: serve the same model with the same cache flags on both sides"
+            )
+        most = self.prefilled_tokens(request)
+        if self._backoff and remote.remote_num_tokens > most > 0 and not computes_itself(request):
+            raise ProtocolError(
+                f"remote_num_tokens: {remote.remote_num_tokens} there, at most {most} here: this model's decode "
+                f"computes the last {self._backoff} prompt token(s); run the same release on the prefill instance"
+            )
+        digest = prompt_digest(request, remote.remote_num_tokens, self._config.adapter_ids)
+        if remote.remote_num_tokens > request.num_prompt_tokens or digest != remote.pd_connector.prompt_digest:
+            raise ProtocolError(
+                f"the prefilled prompt ({remote.remote_num_tokens} tokens, digest {remote.pd_connector.prompt_digest}) "
+                f"is not this request's ({request.num_prompt_tokens} tokens, digest {digest}): send the decode request "
+                "with the same prompt, the kv_transfer_params that its own prefill returned, and "
+                "the same LoRA adapter, if any: equal files on both sides, or one id for it in adapter_ids"
+            )
+
+    def finished(self, remote: RemotePrefill, *, shared: bool) -> ReadFrom | PushFrom | Either:
+        """A prefill that has finished. The choices of a request with `n` > 1 share one (`shared`), and only one of them
+        could be written for."""
+        lease = remote.lease
+        read = ReadFrom(remote.peer, remote.remote_engine_id, lease, remote.tables)
+        if shared or not self._config.pushes:
+            return read
+        assert self.home is not None
+        prefill = PrefillRef(lease.request_id, lease.nonce)
+        push = PushFrom(read.peer, read.engine_id, prefill, self.home, remote.pd_connector.prompt_digest)
+        return Either(read, push) if self._config.mode == "auto" else push
+
+    def concurrent(self, request: Request, engine_id: str, place: HostPort) -> PushFrom:
+        """A prefill that the router sends at the same time.
+
+        Raises:
+            ProtocolError: as `require_concurrent`.
+        """
+        assert self.home is not None
+        self.require_concurrent(place.host)
+        digest = prompt_digest(request, max(self.prefilled_tokens(request), 0), self._config.adapter_ids)
+        return PushFrom(PeerKey(place.host, place.port, ""), engine_id, named(request), self.home, digest)
+
+    def require_concurrent(self, host: str) -> None:
+        """Refuse what a concurrent router cannot do: have parameters signed, or name a key.
+
+        Raises:
+            ProtocolError: a secret or keys are configured, or the host is an unauthenticated peer.
+        """
+        if self._secret is not None:
+            raise ProtocolError(
+                "kv_transfer_params: a concurrent hand-off is not signed by the prefill instance, and params_secret is "
+                "set here: use a router that waits for the prefill's answer"
+            )
+        self._require_known(host, None)
+
+    def _require_known(self, host: str, server_key: str | None) -> None:
+        require_known_server(host, server_key, self._keys, self._config.allow_unauthenticated_peers)
+
+
+def named(request: Request) -> PrefillRef:
+    """The prefill of a request whose two legs a router sends at once: by the name that both carry."""
+    return PrefillRef(pairing_name(transfer_params(request), request.request_id), None)
