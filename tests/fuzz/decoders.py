@@ -51,6 +51,7 @@ from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
+    BeginCommand,
     CancelCommand,
     Commands,
     DeclinePush,
@@ -230,7 +231,9 @@ DECODERS: dict[str, Decoder] = {
         m.Ack(),
         m.Accepted(),
         Pushed(PushState.DONE, "", True, {0: 5}, Moved(64, 2, 3), "cmpl-1", LEASE),
-        Commands(7, (WriteCommand(INTO, TABLES, 7, 3, True), CancelCommand(bytes(16), "gone"))),
+        Commands(
+            7, (BeginCommand(INTO), WriteCommand(bytes(16), TABLES, 7, 3, True), CancelCommand(bytes(16), "gone"))
+        ),
     ),
     "parameters": of_json(
         use_params,

@@ -194,7 +194,7 @@ def test_who_waits_for_a_prefill_hears_whether_the_engine_goes_on(prefill):
         if moment == 50.0:
             step(prefill.half, p_1=(0, 10))
         step(prefill.half)  # nothing could be scheduled: that is no step
-        server._wake()
+        server._wake.set()
         states.append(answer().state)
     assert states == [PushState.COMPUTING, PushState.COMPUTING, PushState.FAILED]
 

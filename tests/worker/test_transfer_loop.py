@@ -30,8 +30,8 @@ from vllm_pd_connector.geometry.staging.strided_copy import Copy
 from vllm_pd_connector.metadata import BadParameters, ReceiveRequest
 from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.outbox import Outbox
-from vllm_pd_connector.worker.peers.link import Bound, Link
-from vllm_pd_connector.worker.receive import driver
+from vllm_pd_connector.worker.receive import ending
+from vllm_pd_connector.worker.receive.read_link import Bound, ReadLink
 from vllm_pd_connector.worker.transfer_loop import TransferLoop
 
 __all__ = ["decode", "prefill"]
@@ -204,7 +204,7 @@ def test_a_peer_that_does_not_answer_fails_the_request_in_time(decode):
 def test_a_peer_that_nobody_listens_for_fails_the_request_at_once_and_is_named_once(decode, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(
-        driver, "logger", SimpleNamespace(error=lambda text, *of: said.append(text % of), debug=lambda *_: None)
+        ending, "logger", SimpleNamespace(error=lambda text, *of: said.append(text % of), debug=lambda *_: None)
     )
     decode.loop.submit([announced_at(port := free_port())], [])
     assert decode.wait_for("a") == [False]
@@ -228,9 +228,9 @@ def test_a_transfer_that_may_still_write_keeps_its_blocks_until_the_worker_has_e
     assert decode.wait_for("a") == [False]
     assert decode.quarantined == {"a"} and not decode.drained
     active = decode.loop._receives._active["a"]
-    until(lambda: not active.transfers, "the read from the other rank to end")
+    until(lambda: not active.in_flight.transfers, "the read from the other rank to end")
     until(
-        lambda: all(source is not None and source.here for source in active.sources),
+        lambda: all(watch is not None and watch.here for watch in active.in_flight.watches.values()),
         "a line to the worker that was read from",
     )
     prefill.end_workers()
@@ -251,14 +251,14 @@ def test_a_restarted_peer_at_the_same_address_works(prefill, decode):
 
 
 def test_an_unexpected_error_fails_requests_and_not_the_thread(prefill, decode, monkeypatch):
-    bind = Link.bind
+    bind = ReadLink.bind
 
-    def broken(link: Link, request: ReceiveRequest) -> Bound:
+    def broken(link: ReadLink, request: ReceiveRequest) -> Bound:
         if request.request_id == "a":
             raise RuntimeError("a defect")
         return bind(link, request)
 
-    monkeypatch.setattr(Link, "bind", broken)
+    monkeypatch.setattr(ReadLink, "bind", broken)
     decode.loop.submit([prefill.request("before"), prefill.request("a"), prefill.request("b")], [])
     assert decode.wait_for("before", "a", "b") == [True, False, True]
     assert decode.failures == {"internal": 1}

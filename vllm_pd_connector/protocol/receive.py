@@ -27,6 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from vllm_pd_connector.protocol.transfers import TransferDone, TransferFailed
+
 
 class ReceiveState(Enum):
     WAITING = "waiting for the peer"
@@ -70,22 +72,6 @@ class PeerFailed:
     transfers that were started; each of those ends by an event of its own."""
 
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class TransferDone:
-    """Transfer `index` has written its last byte to its destination, conversion included."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class TransferFailed:
-    """Transfer `index` failed or was not started; if not `terminal`, it may still write, until a later event."""
-
-    index: int
-    reason: str
-    terminal: bool
 
 
 @dataclass(frozen=True, slots=True)

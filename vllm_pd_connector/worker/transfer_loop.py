@@ -23,8 +23,10 @@ from vllm_pd_connector.sidechannel.net.keys import keys_of
 from vllm_pd_connector.wake import Wake
 from vllm_pd_connector.worker.peers.auto_mode import AutoMode
 from vllm_pd_connector.worker.peers.bandwidth_test import SCRATCH_BYTES
+from vllm_pd_connector.worker.peers.event_queue import EventQueue
 from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
-from vllm_pd_connector.worker.push.driver import Push, Pushes, PushSetup
+from vllm_pd_connector.worker.push.active import ActivePush
+from vllm_pd_connector.worker.push.driver import Pushes, PushSetup
 from vllm_pd_connector.worker.receive.active import ActiveReceive
 from vllm_pd_connector.worker.receive.compare import ChecksumComparison
 from vllm_pd_connector.worker.receive.driver import Receives
@@ -145,7 +147,11 @@ class TransferLoop:
             self._auto_mode = AutoMode(
                 self._transport, self.scratch, self._config.handshake_timeout, self._outbox.counting
             )
-            common = (self._config, self._manifest, self._transport, self._stager, self._calls, self._processes)
+            self._events = EventQueue()
+            common = (
+                *(self._config, self._manifest, self._transport),
+                *(self._stager, self._calls, self._processes, self._events),
+            )
             self._receives = Receives(
                 *common,
                 self._comparison,
@@ -174,6 +180,7 @@ class TransferLoop:
     def _turn(self, now: float) -> None:
         """One round: replies, orders, transfers, deadlines. An unexpected error fails the receives, not the thread."""
         try:
+            self._events.drain()  # what an error in the last turn has left
             # Replies first: the goodbye of a process must not meet the links of orders that name the next one there.
             for endpoint in self._calls.deliver(now):
                 self._receives.departed(endpoint, now)
@@ -196,6 +203,7 @@ class TransferLoop:
         except Exception as error:
             logger.exception("the transfer thread met an unexpected error")
             self._receives.fail_all(f"unexpected {type(error).__name__}: {error}", now)
+            self._wake.set()
         self._outbox.flush()
 
     def _begin(self, request: ReceiveRequest, now: float) -> None:
@@ -210,7 +218,7 @@ class TransferLoop:
             match stream.owner:
                 case ActiveReceive() as active:
                     self._receives.staged(active, stream, failure, now)
-                case Push() as push:
+                case ActivePush() as push:
                     assert self._pushes is not None
                     self._pushes.staged(push, stream, failure, now)
 

@@ -53,7 +53,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "blocks that are compared with what was written are kept until then",
-        "PushTable", "            if lease is not None:\n", "            if False:\n",
+        "PushTable", "            if answer.lease is not None:\n", "            if False:\n",
         "test_a_reader_who_compares_is_given_the_lease_and_not_taken_for_served",
     ),
     Guarantee(

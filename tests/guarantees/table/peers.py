@@ -83,12 +83,12 @@ GUARANTEES = [
     ),
     Guarantee(
         "what may still be written ends with the worker's process",
-        "Receives", "            if source.over:", "            if False:",
+        "InFlight", "            if watch.over:", "            if False:",
         "test_a_transfer_that_may_still_write_keeps_its_blocks_until_the_worker_has_ended",
     ),
     Guarantee(
         "another life at a peer's address does not end what its workers write",
-        "Receives", "            if source.over:", "            if active.link.machine.over or not active.link.ranks:",
+        "InFlight", "            if watch.over:", "            if self.link.machine.over or not self.link.ranks:",
         "test_another_life_at_its_address_says_nothing_of_the_workers_of_the_last",
     ),
     Guarantee(

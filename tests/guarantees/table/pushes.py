@@ -28,8 +28,23 @@ GUARANTEES = [
     ),
     Guarantee(
         "a push is not over while its slots may still be written from",
-        "Pushes", "or push.stuck or self._stager.holds(push)", "or push.stuck",
+        "InFlight", "if self.staged and not self.stager.holds(self.owner):", "if self.staged:",
         "test_after_a_push_was_given_up_its_slots_stay_out_until_nothing_is_written",
+    ),
+    Guarantee(
+        "a push that was cancelled is not over while its slots may still be written from",
+        "InFlight", "{*self.transfers, *self.staged, *self.stuck}", "{*self.transfers, *self.stuck}",
+        "test_a_worker_that_was_told_to_cancel_says_that_it_is_over_when_its_slots_are_back",
+    ),
+    Guarantee(
+        "a worker's part of a push is over when none of its transfers may write any more",
+        "Push", "        if self._writing or self._phase not in", "        if self._phase not in",
+        "test_every_order_of_events_reports_the_end_once_and_truthfully",
+    ),
+    Guarantee(
+        "what comes of an event waits until it has been handled",
+        "EventQueue", "        if self._handling:\n            return\n", "",
+        "test_what_comes_of_an_event_waits_until_it_has_been_handled",
     ),
     Guarantee(
         "orders are given to the instance's own workers alone",

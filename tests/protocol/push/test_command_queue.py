@@ -8,7 +8,8 @@ from vllm_pd_connector.protocol.push.table import PushTable
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
-    CancelCommand,
+    BeginCommand,
+    Command,
     Commands,
     InstanceAddress,
     PrefillRef,
@@ -29,7 +30,7 @@ def into(reader: int = 0, readers: int = 1, name: str = "t-1") -> PushInto:
     return PushInto(PrefillRef(name, None), HOME, 0, reader, reader, readers, attempt, LONG, 0, STOP, DIGEST)
 
 
-def taken(book: CommandQueue) -> list[list[WriteCommand | CancelCommand]]:
+def taken(book: CommandQueue) -> list[list[Command]]:
     """What a worker without any order gets, answer by answer."""
     seen, answers = 0, []
     while replies := book.await_commands(AwaitCommands(b"t" * 16, 0, seen), WORKER, 0.0):
@@ -43,7 +44,7 @@ def taken(book: CommandQueue) -> list[list[WriteCommand | CancelCommand]]:
 
 def test_orders_that_do_not_fit_one_answer_come_in_several() -> None:
     book = CommandQueue(1)
-    added = [WriteCommand(into(reader), LONG, STOP, 1, final=True) for reader in range(40)]
+    added = [WriteCommand(into(reader).attempt, LONG, STOP, 1, final=True) for reader in range(40)]
     for command in added:
         assert book.add(command) == []
     answers = taken(book)
@@ -64,7 +65,25 @@ def test_an_order_that_no_answer_could_hold_fails_its_prefill_and_stands_in_nobo
         assert isinstance(reply, Pushed) and ticket == (b"d", reader)
         assert reply.state is PushState.FAILED and reply.terminal and "too many blocks" in reply.reason
     table.await_commands(AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
-    assert table.take_replies() == [(WORKER, Commands(1, (WriteCommand(into(2, 3, "t-2"), LONG, 16, 1, final=False),)))]
+    begun = into(2, 3, "t-2")
+    write = WriteCommand(begun.attempt, LONG, 16, 1, final=False)
+    assert table.take_replies() == [(WORKER, Commands(2, (BeginCommand(begun), write)))]
+
+
+def test_the_blocks_that_are_written_into_are_told_once() -> None:
+    table = PushTable(1, 30.0)
+    table.started("p-1", "t-1", STOP, DIGEST, 0.0)
+    table.register(into(), (b"d", 0), 0.0)
+    for ready in (16, 32, 48):
+        table.progressed("p-1", (), ready, ready)
+    table.finished("p-1", b"n" * 16, (), 64)
+    table.await_commands(AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
+    [(_, reply)] = table.take_replies()
+    assert isinstance(reply, Commands)
+    first, *writes = reply.orders
+    assert first == BeginCommand(into())
+    assert [write.ready for write in writes] == [16, 32, 48, STOP]
+    assert m.body_size(reply) < 1.1 * MAX_TABLE_BYTES
 
 
 def test_what_a_client_wrote_into_the_reason_of_a_failure_can_be_sent() -> None:

@@ -24,6 +24,7 @@ from vllm_pd_connector.protocol.wire.fields import (
 )
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
+    BeginCommand,
     CancelCommand,
     Commands,
     DeclinePush,
@@ -77,7 +78,8 @@ REPLIES = [
     m.LeaseChecksums((m.ChecksumPart("layer", "key", 0, bytes(8)),)),
     m.Failure(m.FailureCode.NOT_READY, "later"),
     Pushed(PushState.WRITING, "", terminal=False),
-    Commands(2, (WriteCommand(PUSH, PUSH.blocks, ready=32, step=5, final=False), CancelCommand(b"a" * 16, "aborted"))),
+    Commands(2, (BeginCommand(PUSH), WriteCommand(PUSH.attempt, PUSH.blocks, ready=32, step=5, final=False))),
+    Commands(3, (CancelCommand(b"a" * 16, "aborted"),)),
     m.Ack(),
 ]
 ids = {"ids": lambda message: type(message).__name__}

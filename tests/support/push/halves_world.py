@@ -29,6 +29,7 @@ from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
 from vllm_pd_connector.protocol.wire.messages import Ack
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
+    BeginCommand,
     Commands,
     DeclinePush,
     PrefillRef,
@@ -261,7 +262,9 @@ class World:
     def obey(self, worker: int, receives: Commands) -> None:
         self.seen[worker] = max(self.seen[worker], receives.last)
         for receive in receives.orders:
-            attempt = receive.into.attempt if isinstance(receive, WriteCommand) else receive.attempt
+            if isinstance(receive, BeginCommand):
+                continue
+            attempt = receive.attempt
             part = self.parts.get((worker, attempt))
             if isinstance(receive, WriteCommand) and not (worker == 0 and self.link_down):
                 part = self.parts.setdefault((worker, attempt), Part())

@@ -14,6 +14,7 @@ from vllm_pd_connector.protocol.push.table import PushTable
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
+    BeginCommand,
     Commands,
     InstanceAddress,
     PrefillRef,
@@ -43,6 +44,7 @@ class World:
     """See the module; `settle` checks what must hold.
 
     Attributes:
+        begun: worker and attempt of every push that a worker was told the blocks of.
         owed: for every attempt, the workers that were ordered to write and have not reported the end.
         asked: tickets that wait for an answer; a withdrawal takes the place of its registration.
     """
@@ -51,6 +53,7 @@ class World:
     table: PushTable = field(default_factory=lambda: PushTable(WORKERS, PATIENCE))
     now: float = 0.0
     seen: list[int] = field(default_factory=lambda: [0] * WORKERS)
+    begun: set[tuple[int, bytes]] = field(default_factory=set)
     owed: dict[bytes, set[int]] = field(default_factory=dict)
     ordered_final: set[bytes] = field(default_factory=set)
     failed: set[bytes] = field(default_factory=set)
@@ -89,11 +92,13 @@ class World:
         assert all(number > 0 for number in (reply.last,)) or not reply.orders
         self.seen[worker] = max(self.seen[worker], reply.last)
         for command in reply.orders:
+            if isinstance(command, BeginCommand):
+                self.begun.add((worker, command.into.attempt))
             if isinstance(command, WriteCommand):
-                assert not self.freed
-                self.owed.setdefault(command.into.attempt, set()).add(worker)
+                assert not self.freed and (worker, command.attempt) in self.begun
+                self.owed.setdefault(command.attempt, set()).add(worker)
                 if command.final:
-                    self.ordered_final.add(command.into.attempt)
+                    self.ordered_final.add(command.attempt)
 
     def answered(self, attempt: bytes, reply: m.Reply) -> None:
         assert isinstance(reply, Pushed)

@@ -14,6 +14,7 @@ from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.wire.messages import Ack, Request
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
+    BeginCommand,
     Commands,
     InstanceAddress,
     PrefillRef,
@@ -81,10 +82,11 @@ class Prefill:
         return self.half.producer._server.counts().get(kind, 0)
 
     def commands(self) -> list[Any]:
+        """What the worker is told to write or to cancel since the last call."""
         answer = self.send(AwaitCommands(TOKEN, 0, self.seen))()
         assert isinstance(answer, Commands)
         self.seen = answer.last
-        return list(answer.orders)
+        return [order for order in answer.orders if not isinstance(order, BeginCommand)]
 
     def ended(self, ok: bool = True, reason: str = "", terminal: bool = True) -> None:
         assert self.send(PushEnded(TOKEN, 0, ATTEMPT, ok, reason, terminal))() == Ack()

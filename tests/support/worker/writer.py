@@ -126,7 +126,7 @@ def writes(loop: TransferLoop) -> bool:
     assert loop._pushes is not None
     pushes, streams = list(loop._pushes._pushes.values()), list(loop._pushes._stager._streams)
     staged = [stream.owner for stream in streams if any(flight.transfer is not None for flight in stream.in_flight)]
-    return bool(pushes) and all(push.transfers or push in staged for push in pushes)
+    return bool(pushes) and all(push.in_flight.transfers or push in staged for push in pushes)
 
 
 def freed(writer: Writer, *names: str) -> None:

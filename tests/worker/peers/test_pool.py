@@ -13,8 +13,9 @@ from tests.support.worker.writer import CONFIG, Target, Writer, freed
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.protocol.peer import REFUSAL_S, PeerKey, PeerState
-from vllm_pd_connector.worker.peers.link import Link
+from vllm_pd_connector.worker.peers.event_queue import EventQueue
 from vllm_pd_connector.worker.peers.pool import IDLE_LINK_S, Links
+from vllm_pd_connector.worker.receive.read_link import ReadLink
 
 __all__ = ["decode", "prefill"]
 
@@ -24,7 +25,7 @@ def leave_a_read_that_may_still_write(decode: Decode, prefill: Prefill) -> None:
     decode.loop.submit([prefill.request("a")], [])
     assert decode.wait_for("a") == [False]
     assert decode.quarantined == {"a"} and not decode.drained
-    until(lambda: not decode.loop._receives._active["a"].transfers, "the read from the other rank to end")
+    until(lambda: not decode.loop._receives._active["a"].in_flight.transfers, "the read from the other rank to end")
 
 
 def test_another_life_at_its_address_says_nothing_of_the_workers_of_the_last(prefill, decode):
@@ -34,7 +35,7 @@ def test_another_life_at_its_address_says_nothing_of_the_workers_of_the_last(pre
     with contextlib.closing(Prefill(port=port)) as again:
         decode.loop.submit([again.request("b")], [])
         assert decode.wait_for("b") == [True]
-        assert decode.loop._receives._active["a"].sources[0].here
+        assert decode.loop._receives._active["a"].in_flight.watches[0].here
         decode.collect()
         assert not decode.drained, "nothing proved that the worker ended"
         prefill.end_workers()
@@ -79,9 +80,9 @@ def test_a_refusal_of_whoever_is_there_is_asked_again_after_a_while(monkeypatch)
 def test_a_link_in_use_is_not_idle_however_long_nobody_asked_for_it():
     used = {"held": True}
     user = SimpleNamespace(uses=lambda link: used["held"], lost=lambda *_: None)
-    links = Links(
-        Config(), SimpleNamespace(), SimpleNamespace(), 0, SimpleNamespace(), SimpleNamespace(), user, lambda *_: None
-    )  # type: ignore[arg-type]
+    nothing: Any = SimpleNamespace()
+    shared: Any = Config(), nothing, nothing, 0, nothing, nothing, EventQueue(), user
+    links = Links(*shared, lambda *_: None, ReadLink)
     key = PeerKey("127.0.0.1", 5600, "a" * 32)
     link = links.get(key, "p-0", 0.0)
     late = IDLE_LINK_S + 1
@@ -113,15 +114,15 @@ def test_an_order_that_cannot_begin_costs_no_other(prefill, decode, monkeypatch)
 
 @pytest.mark.parametrize("decode", [{"handshake_timeout": 5.0}], indirect=True)
 def test_a_peer_that_meets_a_defect_when_it_is_linked_costs_no_other(prefill, decode, monkeypatch):
-    connect = Link.connect
+    connect = ReadLink.connect
 
-    def broken(link: Link, *args: Any) -> str:
+    def broken(link: ReadLink, *args: Any) -> str:
         verdict = connect(link, *args)
         if link.engine_id == "p-1":
             raise RuntimeError("a defect")
         return verdict
 
-    monkeypatch.setattr(Link, "connect", broken)
+    monkeypatch.setattr(ReadLink, "connect", broken)
     with contextlib.closing(Prefill("p-1")) as other:
         decode.loop.submit([other.request("a", remote_engine_id="p-1"), prefill.request("b")], [])
         assert decode.wait_for("a", "b") == [False, True]

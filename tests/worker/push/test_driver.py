@@ -16,7 +16,7 @@ from tests.support.worker.writer import CONFIG, SOURCE, TINY, Target, Writer, fr
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, ProtocolError, TransferError
 from vllm_pd_connector.geometry.blocks import BlockTable
-from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, PrefillRef, PushEnded
+from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, PrefillRef, PushEnded, WriteCommand
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.worker.push.completion import RETRY_S
@@ -94,9 +94,8 @@ def test_a_step_that_is_done_is_written_although_the_next_is_ordered_already(wri
     writer.compute(0, 6)
     writer.server.pushes.progressed("p-a", SOURCE, 6, 1)
     writer.server.pushes.progressed("p-a", SOURCE, 8, 2)
-    until(
-        lambda: all(sum(len(p.commands) for p in loop._pushes._pushes.values()) == 2 for loop in writer.loops), "both"
-    )
+    parts = [loop._pushes._pushes for loop in writer.loops]
+    until(lambda: all(sum(len(p.machine._commands) for p in part.values()) == 2 for part in parts), "both")
     writer.step_done(1)
     partly = target.before.copy()
     write(MODEL, D_SIDE, target.worker, [table(*D_BLOCKS)], partly, 0, 4)
@@ -231,8 +230,8 @@ def test_an_order_that_comes_after_its_push_has_failed_is_not_carried_out(writer
     target.loop.submit([target.request(writer)], [])
     assert target.wait_for("d") == [False]
     freed(writer, "a")
-    begun = []
-    in_its_thread(writer.loops[1], lambda now: begun.append((obey(commands[0], now), dict(pushes._pushes))))
+    begun, [write] = [], [command for command in commands if isinstance(command, WriteCommand)]
+    in_its_thread(writer.loops[1], lambda now: begun.append((obey(write, now), dict(pushes._pushes))))
     assert begun == [(None, {})], "blocks were written into that the decode instance has for others"
 
 

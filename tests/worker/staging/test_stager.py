@@ -116,7 +116,7 @@ def test_a_frozen_peer_keeps_its_slots_but_not_the_blocks_nor_the_others(prefill
 @pytest.mark.parametrize("decode", [{"transfer_timeout": 0.5}], indirect=True)
 def test_a_receive_that_is_given_up_says_how_far_it_was(prefill, decode, monkeypatch):
     said: list[str] = []
-    log = "vllm_pd_connector.worker.receive.driver.logger.error"
+    log = "vllm_pd_connector.worker.receive.ending.logger.error"
     monkeypatch.setattr(log, lambda text, *values: said.append(text % values))
     for transport in prefill.transports:
         transport.faults.frozen = True

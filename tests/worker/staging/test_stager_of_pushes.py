@@ -280,6 +280,20 @@ def test_after_a_push_was_given_up_its_slots_stay_out_until_nothing_is_written(w
     assert free(writer) == [TINY, TINY]
 
 
+def test_a_worker_that_was_told_to_cancel_says_that_it_is_over_when_its_slots_are_back(writer, target):
+    hold(writer, True)
+    writer.whole()
+    target.loop.submit([into(target, writer, "a")], [])
+    until(lambda: all(room < TINY for room in free(writer)), "the writes")
+    target.loop.submit([], ["d-a"])
+    parts = [loop._pushes._pushes for loop in writer.loops]
+    until(lambda: all(push.machine.failed for part in parts for push in list(part.values())), "the word to cancel")
+    assert all(parts), "a push is over that is being written"
+    hold(writer, False)
+    assert target.wait_for("d-a") == [False]
+    freed(writer, "a")
+
+
 def test_a_failed_write_of_a_chunk_fails_the_push_and_frees_the_slab(writer, target, caplog):
     writer.transports[0].faults.failures.append(TransferError("a cable was pulled"))
     writer.whole()

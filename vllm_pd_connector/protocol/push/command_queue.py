@@ -13,7 +13,7 @@ from typing import NamedTuple
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.wire.fields import MAX_REPLY_FRAME
 from vllm_pd_connector.protocol.wire.messages import Reply, body_size
-from vllm_pd_connector.protocol.wire.push_messages import AwaitCommands, CancelCommand, Commands, WriteCommand
+from vllm_pd_connector.protocol.wire.push_messages import AwaitCommands, Command, Commands
 
 Ticket = tuple[bytes, int]
 
@@ -23,7 +23,7 @@ MAX_COMMANDS_BYTES = MAX_REPLY_FRAME // 2  # of one answer's commands, and so of
 
 class _Numbered(NamedTuple):
     number: int
-    command: WriteCommand | CancelCommand
+    command: Command
     size: int
 
 
@@ -35,17 +35,19 @@ class CommandQueue:
         self._number = 0
         self._awaiting: dict[int, tuple[Ticket, int, float]] = {}
 
-    def add(self, command: WriteCommand | CancelCommand) -> list[tuple[Ticket, Reply]]:
-        """A new command.
+    def add(self, *commands: Command) -> list[tuple[Ticket, Reply]]:
+        """New commands, in their order.
 
         Raises:
-            ProtocolError: it is too large to be handed out.
+            ProtocolError: one is too large to be handed out; none is then.
         """
-        if (size := body_size(command)) > MAX_COMMANDS_BYTES:
+        sizes = [body_size(command) for command in commands]
+        if (size := max(sizes)) > MAX_COMMANDS_BYTES:
             raise ProtocolError(f"an order of {size} bytes, the limit is {MAX_COMMANDS_BYTES}: it has too many blocks")
-        self._number += 1
-        for commands in self._commands:
-            commands.append(_Numbered(self._number, command, size))
+        for command, size in zip(commands, sizes, strict=True):
+            self._number += 1
+            for queue in self._commands:
+                queue.append(_Numbered(self._number, command, size))
         return [answer for worker in range(len(self._commands)) for answer in self._hand_out(worker)]
 
     def await_commands(self, message: AwaitCommands, ticket: Ticket, now: float) -> list[tuple[Ticket, Reply]]:

@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.protocol.wire.fields import LeaseRef
-from vllm_pd_connector.protocol.wire.push_messages import Moved, PushInto, PushState
+from vllm_pd_connector.protocol.wire.push_messages import Moved, Pushed, PushInto, PushState
 
 if TYPE_CHECKING:
     from vllm_pd_connector.geometry.blocks import BlockTable
@@ -46,9 +46,15 @@ class PushRegistration:
         """The lease of the blocks that the decode side compares with what they brought; None if it does not, or if it
         cannot."""
         prefill = self.prefill
-        if self.state is not PushState.DONE or prefill is None or prefill.nonce is None or self.mixed:
+        if self.state is not PushState.DONE or prefill is None or self.mixed or not self.into.compare_s:
             return None
-        return LeaseRef(prefill.request_id, prefill.nonce) if self.into.compare_s > 0 else None
+        return prefill.lease
+
+    def last_answer(self) -> Pushed:
+        """What the decode side is told when no worker writes for it any more."""
+        request_id = self.prefill.request_id if self.prefill is not None else ""
+        found = self.first_valid_tokens, self.moved
+        return Pushed(self.state, self.reason, True, *found, request_id, self.compared_with())
 
 
 @dataclass(eq=False, slots=True)
@@ -72,6 +78,11 @@ class Prefill:
     registrations: dict[bytes, PushRegistration] = field(default_factory=dict)
     served: set[int] = field(default_factory=set)  # readers that have all their bytes
     closed: bool = False  # its scheduler half wants the blocks back
+
+    @property
+    def lease(self) -> LeaseRef | None:
+        """What its blocks are held under, once it has finished."""
+        return LeaseRef(self.request_id, self.nonce) if self.nonce else None
 
 
 def contradiction(registration: PushRegistration, prefill: Prefill) -> str:
@@ -98,4 +109,14 @@ def progress(registration: PushRegistration) -> PushState:
         PushState.COMPUTING
         if registration.state is PushState.WRITING and not registration.last[1]
         else registration.state
+    )
+
+
+def standstill(prefill: Prefill, stepped: float, step_s: float, now: float) -> str:
+    """Why a prefill does not go on: its engine began its latest step at `stepped`, too long ago; empty if it does."""
+    if prefill.finished or prefill.failure or now - max(stepped, prefill.began) <= step_s:
+        return ""
+    return (
+        f"the prefill instance has begun no engine step for {step_s:g} s: one of its workers hangs, "
+        "a step takes longer than its step_timeout, or it has too few blocks for its prefills"
     )

@@ -37,7 +37,7 @@ class Rendezvous:
     """See the module.
 
     Args:
-        patience_s: how long a registration waits for its prefill to arrive.
+        wait_timeout_s: how long a registration waits for its prefill to arrive.
     """
 
     def __init__(self, wait_timeout_s: float) -> None:

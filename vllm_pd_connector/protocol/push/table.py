@@ -20,9 +20,7 @@ part was written computed that part again into other blocks, to the same within 
 and the answer names no lease.
 
 The decode side repeats its messages until it has an answer, so answers are remembered by attempt. No clock, thread or
-socket in here; a `ticket` is a client's identity and sequence number, and never looked into.
-
-See docs/design/push.md.
+socket in here; a `ticket` is a client's identity and sequence number. See docs/design/push.md.
 """
 
 from __future__ import annotations
@@ -34,12 +32,13 @@ from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.bind import latest
 from vllm_pd_connector.protocol.push.command_queue import CommandQueue, Ticket
-from vllm_pd_connector.protocol.push.registrations import Prefill, PushRegistration, contradiction, progress
+from vllm_pd_connector.protocol.push.registrations import Prefill, PushRegistration, contradiction, progress, standstill
 from vllm_pd_connector.protocol.push.rendezvous import Rendezvous
 from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef
 from vllm_pd_connector.protocol.wire.messages import ReadDone, Reply
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
+    BeginCommand,
     CancelCommand,
     DeclinePush,
     PrefillRef,
@@ -66,7 +65,7 @@ class PushTable:
 
     Args:
         workers: of this instance; each must report the end of every push.
-        patience_s: see `Rendezvous`.
+        wait_timeout_s: see `Rendezvous`.
         step_s: how long a registration waits for the engine to begin another step; this instance answers for an engine
             that may hang, and who asks cannot tell.
     """
@@ -109,7 +108,7 @@ class PushTable:
             self._replies.append((ticket, Pushed(registration.state, registration.reason, False)))
         else:
             registration.tickets = {ticket: now + ANSWER_S}
-        return _lease(registration.prefill)
+        return registration.prefill.lease if registration.prefill is not None else None
 
     def withdraw(self, message: WithdrawPush, ticket: Ticket, now: float) -> None:
         """A decode worker has given up; the answer waits until nothing of this attempt can land.
@@ -152,7 +151,7 @@ class PushTable:
         prefill = self._rendezvous.find(ref)
         if prefill is not None:
             prefill.declined = False
-        return _lease(prefill)
+        return prefill.lease if prefill is not None else None
 
     # From the scheduler half of this instance
 
@@ -255,12 +254,9 @@ class PushTable:
             self._fail(registration, reason)
         for registration in list(self._registrations.values()):
             late = [t for t, due in registration.tickets.items() if due <= now]
-            if late and registration.prefill is not None and self._stands(registration.prefill, now):
-                self._fail_prefill(
-                    registration.prefill,
-                    f"the prefill instance has begun no engine step for {self._step_s:g} s: one of its workers hangs, "
-                    "a step takes longer than its step_timeout, or it has too few blocks for its prefills",
-                )
+            prefill = registration.prefill
+            if late and prefill is not None and (reason := standstill(prefill, self._stepped, self._step_s, now)):
+                self._fail_prefill(prefill, reason)
                 continue
             for ticket in late:
                 del registration.tickets[ticket]
@@ -323,9 +319,10 @@ class PushTable:
         reached = (prefill.ready, prefill.finished)
         if reached == registration.last or prefill.ready == 0 or prefill.failure:
             return
-        command = WriteCommand(registration.into, prefill.source, prefill.ready, prefill.step, prefill.finished)
+        write = WriteCommand(registration.into.attempt, prefill.source, prefill.ready, prefill.step, prefill.finished)
+        first = registration.last == (0, False)
         try:
-            self._replies += self._commands.add(command)
+            self._replies += self._commands.add(*([BeginCommand(registration.into)] if first else []), write)
         except ProtocolError as error:
             self._fail_prefill(prefill, str(error))
             return
@@ -343,10 +340,6 @@ class PushTable:
             prefill.declined = True
             if prefill.finished:
                 self._unneeded.append(prefill.request_id)
-
-    def _stands(self, prefill: Prefill, now: float) -> bool:
-        on = not prefill.finished and not prefill.failure
-        return on and now - max(self._stepped, prefill.began) > self._step_s
 
     def _fail_prefill(self, prefill: Prefill, reason: str) -> None:
         """All ranks of the decode instance fail together: none of them can use its part alone."""
@@ -375,52 +368,32 @@ class PushTable:
             if not registration.last[1]:
                 return
             registration.state = PushState.DONE
-        request_id = prefill.request_id if prefill is not None else ""
-        lease = registration.compared_with()
-        answer = Pushed(
-            registration.state,
-            registration.reason,
-            True,
-            registration.first_valid_tokens,
-            registration.moved,
-            request_id,
-            lease,
-        )
+        answer = registration.last_answer()
         self._answers[registration.into.attempt] = answer
         self._answer(registration, answer)
-        self._forget(registration)
+        del self._registrations[registration.into.attempt]
         if prefill is None:
+            self._rendezvous.leave(registration)
             return
+        prefill.registrations.pop(registration.into.attempt, None)
         if registration.state is PushState.DONE:
-            assert prefill.nonce is not None
+            assert prefill.lease is not None
             into = registration.into
             prefill.served.add(into.reader)
-            if lease is not None:
-                self._kept.append((lease, into.compare_s))
+            if answer.lease is not None:
+                self._kept.append((answer.lease, into.compare_s))
             else:
-                held = LeaseRef(prefill.request_id, prefill.nonce)
-                self._served.append(ReadDone(held, into.reader, into.readers, into.reading))
+                self._served.append(ReadDone(prefill.lease, into.reader, into.readers, into.reading))
         self._free(prefill)
 
     def _answer(self, registration: PushRegistration, answer: Pushed) -> None:
         self._replies += [(ticket, answer) for ticket in registration.tickets]
         registration.tickets.clear()
 
-    def _forget(self, registration: PushRegistration) -> None:
-        del self._registrations[registration.into.attempt]
-        if registration.prefill is not None:
-            registration.prefill.registrations.pop(registration.into.attempt, None)
-        else:
-            self._rendezvous.leave(registration)
-
     def _free(self, prefill: Prefill) -> None:
         if not prefill.closed or prefill.registrations or not self._rendezvous.remove(prefill):
             return
         self._freed.append(prefill.request_id)
-
-
-def _lease(prefill: Prefill | None) -> LeaseRef | None:
-    return LeaseRef(prefill.request_id, prefill.nonce) if prefill is not None and prefill.nonce else None
 
 
 def _failed(reason: str) -> Pushed:

@@ -162,6 +162,13 @@ class AwaitCommands(Message, frozen=True, tag="await_orders"):
     seen: Annotated[int, Meta(ge=0)]
 
 
+class BeginCommand(Message, frozen=True, tag="begin"):
+    """Command to a worker: a push begins, of which other commands tell by its attempt. It comes before all of them, so
+    that the destination's blocks are told once and not with every step."""
+
+    into: PushInto
+
+
 class WriteCommand(Message, frozen=True, tag="write"):
     """Command to a worker: write what is missing of tokens below `ready`, when its forward of `step` is done.
 
@@ -169,7 +176,7 @@ class WriteCommand(Message, frozen=True, tag="write"):
     written; before, only blocks that are complete.
     """
 
-    into: PushInto
+    attempt: Nonce
     source: Tables
     ready: Tokens
     step: Annotated[int, Meta(ge=0)]
@@ -183,11 +190,14 @@ class CancelCommand(Message, frozen=True, tag="give_up"):
     reason: Text
 
 
+Command = BeginCommand | WriteCommand | CancelCommand
+
+
 class Commands(Message, frozen=True, tag="orders"):
     """The commands up to number `last`, oldest first; none if nothing came for a while."""
 
     last: Annotated[int, Meta(ge=0)]
-    orders: tuple[WriteCommand | CancelCommand, ...]
+    orders: tuple[Command, ...]
 
 
 class PushEnded(Message, frozen=True, tag="push_ended"):

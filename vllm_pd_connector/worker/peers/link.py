@@ -1,54 +1,40 @@
-"""Another instance as this worker is linked to it: the peer's state machine, the plan, the connected ranks.
+"""Another instance as this worker is linked to it: the peer's state machine, its processes, the connected ranks.
 
-Everything about a peer is in this one object. The handshake is `connect`: decode the manifests, check the pair, plan,
-and only then touch the transport, for the ranks that the plan reads from; a refusal leaves no trace in the transport.
-This is the link of a decode worker that reads; `push.link` has those of a pushing pair.
+Everything about a peer is in one object. The handshake is `connect`: decode the manifests, check the pair, plan, and
+only then touch the transport; a refusal leaves no trace there. What the plan is for differs by who moves the bytes:
+`receive.read_link`, `receive.push_link` and `push.link` are the kinds of links.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError
-from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pair, runs_of
-from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Segment
-from vllm_pd_connector.geometry.plan import Edge, Plan, Rank, make_plan
-from vllm_pd_connector.geometry.staging.chunks import Chunk, chunks, split
+from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest
 from vllm_pd_connector.geometry.topology import TopologyCheck, check_pd_topology
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from vllm_pd_connector.geometry.runs import Runs
-    from vllm_pd_connector.metadata import ReceiveRequest
+    from vllm_pd_connector.geometry.plan import Rank
     from vllm_pd_connector.protocol.peer import Peer
     from vllm_pd_connector.transport.base import Transport, TransportPeer
-    from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth
     from vllm_pd_connector.worker.peers.process_watch import ProcessWatch, ProcessWatches
 
 _decoder = msgspec.msgpack.Decoder(Manifest)
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A request's reads per connected rank, straight or by way of the staging buffer, and the groups (of this side)
-    whose first
-    block in the window holds tokens only from a position on: `geometry.bind.first_valid_tokens`."""
-
-    reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]]
-    first_valid_tokens: dict[int, int]
-
-
 @dataclass(eq=False, slots=True)
-class Link:
+class PeerLink(ABC):
     """See the module. `manifests` is the latest answer of the side channel, not yet trusted.
 
-    `scratch` is memory of one connected rank for a self-test, `bandwidth` what the latest one found. `stalled` says
-    what has not ended in time though it was started, empty if nothing. `watches` has every rank of the peer, since it
-    was connected first, None for one that cannot be watched.
+    `ranks` are those that the transport is connected to. `stalled` says what has not ended in time though it was
+    started, empty if nothing. `watches` has every rank of the peer, since it was connected first, None for one that
+    cannot be watched.
     """
 
     machine: Peer
@@ -56,12 +42,7 @@ class Link:
     endpoint: str
     used_at: float
     manifests: Sequence[bytes] = ()
-    plan: Plan | None = None
     ranks: dict[Rank, TransportPeer] = field(default_factory=dict)
-    edges: tuple[tuple[Edge, Edge], ...] = ()
-    chunk_bytes: int = 0
-    scratch: tuple[TransportPeer, Segment] | None = None
-    bandwidth: Bandwidth | None = None
     stalled: str = ""
     watches: dict[Rank, ProcessWatch | None] = field(default_factory=dict)
     _liveness: dict[Rank, LivenessAddress | None] = field(default_factory=dict)
@@ -71,6 +52,7 @@ class Link:
         """The same object until the link is disconnected."""
         return self.ranks
 
+    @abstractmethod
     def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
         """Check, plan, connect. Returns the verdict for the log.
 
@@ -84,18 +66,12 @@ class Link:
 
         Whatever is raised, ranks may be connected: `disconnect` then.
         """
-        remote, check = self._accept(local, local, "decode engine {} cannot read from prefill engine {}")
-        plan = make_plan(local, remote)
-        by_rank = {(m.parallel.pp_rank, m.parallel.tp_rank): m for m in remote}
-        for edge in plan.edges:
-            source = by_rank[edge.source]
-            scratch = (source.scratch,) if source.scratch is not None else ()
-            peer = self.ranks[edge.source] = transport.connect(source.endpoint, (*source.segments, *scratch))
-            self.scratch = self.scratch or ((peer, *scratch) if scratch else None)
-        self.plan, self.chunk_bytes = plan, chunk_bytes
-        self.edges = tuple(split(edge, chunk_bytes) for edge in plan.edges)
-        converted = sum(bool(staged.pairings) for _, staged in self.edges)
-        return f"{check.status}, reads from {len(plan.edges)} of {len(remote)} ranks, converts from {converted}"
+
+    def disconnect(self, transport: Transport) -> None:
+        """Let go of the peer's memory, and of what was planned."""
+        for peer in self.ranks.values():
+            transport.disconnect(peer)
+        self.ranks, self.stalled = {}, ""
 
     def _accept(
         self, local: Manifest, ours: Manifest | Sequence[Manifest], cannot: str
@@ -138,37 +114,6 @@ class Link:
                     f"engine {self.engine_id} serves a manifest of engine {manifest.engine_id}: two instances share "
                     "an address, or that instance is broken"
                 )
-
-    def disconnect(self, transport: Transport) -> None:
-        for peer in self.ranks.values():
-            transport.disconnect(peer)
-        self.ranks = {}
-        self.plan, self.scratch, self.stalled = None, None, ""
-        self.edges = ()
-
-    def bind(self, request: ReceiveRequest) -> Bound:
-        """What must be read for a request; no reads when nothing is missing.
-
-        Raises:
-            BindError: the request's block ids do not fit the manifests.
-        """
-        assert self.plan is not None and request.read is not None
-        source, destination = request.read.blocks, request.blocks
-        reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = []
-        late = []
-        for edges in self.edges:
-            peer = self.ranks[edges[0].source]
-            # Slots after the last prompt token hold nothing yet, so a whole page may take the place of its tail.
-            direct, staged = (
-                pair(edge, source, destination, request.start, request.stop, tail=Tail.PAGE, late=True)
-                for edge in edges
-            )
-            if len(runs := runs_of(direct)):
-                reads.append((peer, runs))
-            if any(len(spans.tokens) for _, spans in staged):
-                reads.append((peer, chunks(staged, self.chunk_bytes)))
-            late.append(first_valid_tokens([*direct, *staged]))
-        return Bound(reads, latest(late))
 
 
 def decode(encoded: bytes) -> Manifest:

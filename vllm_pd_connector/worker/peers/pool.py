@@ -1,16 +1,17 @@
 """All instances that a worker is or was linked to: their handshakes, doubts, deaths and removal.
 
-A peer's state machine decides (`protocol.peer`), its `Link` holds the plan and the connected ranks; this class brings
-the machines their events and carries out what they ask for. What it means for requests goes to the `User`, who owns
-them: start these, fail those, all that reads from this link is over.
+A peer's state machine decides (`protocol.peer`), its `PeerLink` holds the plan and the connected ranks; this class
+brings the machines their events and carries out what they ask for. What it means for requests goes to the `User`, who
+owns them: start these, fail those, all that reads from this link is over.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, PeerLost, ProtocolError, TransferError
@@ -19,7 +20,7 @@ from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.peer import Peer, PeerKey, PeerState
 from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, GetManifests, Manifests
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
-from vllm_pd_connector.worker.peers.link import Link
+from vllm_pd_connector.worker.peers.link import PeerLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from vllm_pd_connector.geometry.manifest import Manifest
     from vllm_pd_connector.sidechannel.client import Outcome
     from vllm_pd_connector.transport.base import Transport
+    from vllm_pd_connector.worker.peers.event_queue import EventQueue
     from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
     from vllm_pd_connector.worker.rpc import PendingCalls
 
@@ -40,9 +42,12 @@ MAX_LINKS = 1024
 # An endpoint of the library that is being made is asked for again after this time.
 _REMAKE_S = 0.5
 
+LinkKind = TypeVar("LinkKind", bound=PeerLink)
+
 
 class User(Protocol):
-    """The owner of the requests that need links."""
+    """The owner of the requests that need links. All but `uses` are called as an event of the queue, so that no
+    machine is half way through its actions; what comes of it for a link goes to `Links.drive`."""
 
     def ready(self, request_id: str, now: float) -> None:
         """The link of this request, which was `Wanted`, is ready."""
@@ -50,27 +55,27 @@ class User(Protocol):
     def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
         """The link of this request, which was `Wanted`, cannot be had."""
 
-    def lost(self, link: Link, reason: str, now: float) -> None:
+    def lost(self, link: PeerLink, reason: str, now: float) -> None:
         """A link was cut; what may still write does. Requests that still wait for the link are not concerned; they are
         started or refused."""
 
-    def stalled(self, link: Link, reason: str, now: float) -> None:
+    def stalled(self, link: PeerLink, reason: str, now: float) -> None:
         """The peer of this link is well and is linked anew, because what was begun on it stands still."""
 
-    def uses(self, link: Link) -> bool:
+    def uses(self, link: PeerLink) -> bool:
         """Whether a request holds this link."""
 
 
 @dataclass(frozen=True, slots=True)
-class _GivenUp:
+class _GivenUp(Generic[LinkKind]):
     """Something that was begun on a link and then given up, and when it should have ended."""
 
-    link: Link
+    link: LinkKind
     due: float
     over: Callable[[], bool]
 
 
-class Links:
+class Links(Generic[LinkKind]):
     """See the module. Lives in the transfer thread.
 
     Args:
@@ -80,6 +85,7 @@ class Links:
         connected: called with every link that was connected, before it is used.
         chunk_bytes: what a staged transfer may take of the staging buffer at a time; 0 if there is no staging buffer.
         processes: watches the ranks of every instance that is linked.
+        events: everything for machines goes through it, and the user is called while one of its events is handled.
         observe: takes the seconds of a phase, for the statistics.
     """
 
@@ -91,11 +97,12 @@ class Links:
         chunk_bytes: int,
         calls: PendingCalls,
         processes: ProcessWatches,
+        events: EventQueue,
         user: User,
         observe: Callable[[Phase, float], None],
-        make: Callable[[Peer, str, str, float], Link] = Link,
+        make: Callable[[Peer, str, str, float], LinkKind],
         noun: str = "prefill instance",
-        connected: Callable[[Link], None] | None = None,
+        connected: Callable[[LinkKind], None] | None = None,
     ) -> None:
         self._config = config
         self._manifest = manifest
@@ -103,15 +110,16 @@ class Links:
         self._chunk_bytes = chunk_bytes
         self._calls = calls
         self._processes = processes
+        self._events = events
         self._user = user
         self._observe = observe
         self._make = make
         self._noun = noun
         self._connected = connected
-        self._links: dict[tuple[PeerKey, str], Link] = {}
-        self._given_up: list[_GivenUp] = []
+        self._links: dict[tuple[PeerKey, str], LinkKind] = {}
+        self._given_up: list[_GivenUp[LinkKind]] = []
 
-    def get(self, key: PeerKey, engine_id: str, now: float) -> Link:
+    def get(self, key: PeerKey, engine_id: str, now: float) -> LinkKind:
         """The link to this incarnation of this engine, made if there is none."""
         link = self._links.get((key, engine_id))
         if link is not None and not key.incarnation and link.machine.outdated(now):
@@ -128,31 +136,37 @@ class Links:
         link.used_at = now
         return link
 
-    def drive(self, link: Link, event: peers.Event, now: float) -> None:
-        """Give a peer's machine an event and carry out what it asks for."""
-        for action in link.machine.handle(event, now):
-            match action:
-                case peers.FetchManifests(attempt):
-                    self._fetch(link, attempt, now)
-                case peers.Connect():
-                    self.drive(link, self._connect(link), now)
-                case peers.Disconnect(reason):
-                    self._disconnect(link, reason, now)
-                case peers.StartRequests(request_ids):
-                    for request_id in request_ids:
-                        self._user.ready(request_id, now)
-                case peers.FailRequests(request_ids, reason):
-                    refused = link.machine.state is peers.PeerState.REFUSED
-                    kind = FailureKind.INCOMPATIBLE_PEER if refused else FailureKind.PEER_UNREACHABLE
-                    for request_id in request_ids:
-                        self._user.refused(request_id, reason, kind, now)
+    def drive(self, link: LinkKind, event: peers.Event, now: float) -> None:
+        """Give a peer's machine an event, in its turn."""
+        self._events.put(lambda: self._handle(link, event, now))
+
+    def _handle(self, link: LinkKind, event: peers.Event, now: float) -> None:
+        """Carry out what a peer's machine asks for."""
+        events: deque[peers.Event] = deque([event])
+        while events:
+            for action in link.machine.handle(events.popleft(), now):
+                match action:
+                    case peers.FetchManifests(attempt):
+                        self._fetch(link, attempt, now)
+                    case peers.Connect():
+                        events.append(self._connect(link))
+                    case peers.Disconnect(reason):
+                        self._disconnect(link, reason, now)
+                    case peers.StartRequests(request_ids):
+                        for request_id in request_ids:
+                            self._user.ready(request_id, now)
+                    case peers.FailRequests(request_ids, reason):
+                        refused = link.machine.state is peers.PeerState.REFUSED
+                        kind = FailureKind.INCOMPATIBLE_PEER if refused else FailureKind.PEER_UNREACHABLE
+                        for request_id in request_ids:
+                            self._user.refused(request_id, reason, kind, now)
 
     def departed(self, endpoint: str, now: float) -> None:
         """The instance at this endpoint says that it ends: let go of its memory at once."""
         for link in [link for link in self._links.values() if link.endpoint == endpoint]:
             self.drive(link, peers.Dismissed(f"the {self._noun} is shutting down"), now)
 
-    def failed(self, link: Link, connection: object, error: TransferError, what: str, now: float) -> None:
+    def failed(self, link: LinkKind, connection: object, error: TransferError, what: str, now: float) -> None:
         """A transfer failed that was begun when `connection` was the link's: doubt its peer, or take it for lost.
 
         `what` says what may still run. A connection that was cut says nothing of the one that others use now.
@@ -164,7 +178,7 @@ class Links:
             link.stalled = what
         self.drive(link, (peers.Lost if isinstance(error, PeerLost) else peers.Suspected)(str(error)), now)
 
-    def give_up(self, link: Link, over: Callable[[], bool], now: float) -> None:
+    def give_up(self, link: LinkKind, over: Callable[[], bool], now: float) -> None:
         """A request was given up while transfers of its run on this link. If they are not `over` when they should be,
         they stand still; no request with a deadline is left that would notice."""
         self._given_up.append(_GivenUp(link, now + self._config.transfer_timeout, over))
@@ -188,33 +202,33 @@ class Links:
         moments += [entry.due for entry in self._given_up]
         return min(moments, default=None)
 
-    def _doubt_others_at(self, newcomer: Link, now: float) -> None:
+    def _doubt_others_at(self, newcomer: LinkKind, now: float) -> None:
         """Two incarnations of an engine at one address: one of them is over. The parameters of a request prove nothing,
         so the older link is only asked to check."""
         for link in list(self._links.values()):
             if link is not newcomer and link.endpoint == newcomer.endpoint and newcomer.machine.key.incarnation:
                 self.drive(link, peers.Suspected("another incarnation is announced at its address"), now)
 
-    def _end_others_at(self, link: Link, incarnation: str, now: float) -> None:
+    def _end_others_at(self, link: LinkKind, incarnation: str, now: float) -> None:
         """Every other incarnation at this address has ended: the one that runs there has answered."""
         for other in list(self._links.values()):
             known = other.machine.key.incarnation
             if other is not link and other.endpoint == link.endpoint and known not in ("", incarnation):
                 self.drive(other, peers.Replaced(f"incarnation {incarnation[:8]} answers at its address"), now)
 
-    def _fetch(self, link: Link, attempt: int, now: float) -> None:
+    def _fetch(self, link: LinkKind, attempt: int, now: float) -> None:
         timeout = self._config.handshake_timeout / FETCH_ATTEMPTS
         try:
             self._calls.ask(
                 link.endpoint,
                 GetManifests(link.engine_id),
                 timeout,
-                lambda outcome, at: self._fetched(link, attempt, outcome, at),
+                lambda outcome, at: self._events.put(lambda: self._fetched(link, attempt, outcome, at)),
             )
         except ProtocolError as error:
             self.drive(link, peers.FetchFailed(attempt, str(error)), now)
 
-    def _fetched(self, link: Link, attempt: int, outcome: Outcome, now: float) -> None:
+    def _fetched(self, link: LinkKind, attempt: int, outcome: Outcome, now: float) -> None:
         event: peers.Event
         match outcome:
             case Manifests(engine_id=_, incarnation=incarnation, manifests=manifests):
@@ -230,9 +244,9 @@ class Links:
                 event = peers.Refused(message)
             case _:
                 event = peers.FetchFailed(attempt, str(outcome))
-        self.drive(link, event, now)
+        self._handle(link, event, now)
 
-    def _relink(self, link: Link, answer: peers.ManifestsArrived, now: float) -> peers.Event:
+    def _relink(self, link: LinkKind, answer: peers.ManifestsArrived, now: float) -> peers.Event:
         """A peer in doubt lives, but what it was asked for stands still: use another endpoint of the library for it.
         Without one it is used as it is, and what stands still ends by its deadline. One that is being made is
         asked for again."""
@@ -260,7 +274,7 @@ class Links:
             case refusal:
                 return refusal
 
-    def _connect(self, link: Link) -> peers.Event:
+    def _connect(self, link: LinkKind) -> peers.Event:
         began = time.monotonic()
         try:
             verdict = link.connect(self._manifest, self._transport, self._chunk_bytes)
@@ -284,7 +298,7 @@ class Links:
             self._connected(link)
         return peers.Connected()
 
-    def _not_connected(self, link: Link, error: Exception) -> peers.Event:
+    def _not_connected(self, link: LinkKind, error: Exception) -> peers.Event:
         if isinstance(error, IncompatiblePeer):
             logger.error("%s", error)
             return peers.Refused(str(error))
@@ -294,13 +308,13 @@ class Links:
         logger.exception("%s %s at %s cannot be linked", self._noun, link.engine_id, link.machine.key)
         return peers.ConnectFailed(f"unexpected {type(error).__name__}: {error}")
 
-    def _disconnect(self, link: Link, reason: str, now: float) -> None:
+    def _disconnect(self, link: LinkKind, reason: str, now: float) -> None:
         logger.warning("disconnecting %s %s at %s: %s", self._noun, link.engine_id, link.machine.key, reason)
         link.disconnect(self._transport)
         self._user.lost(link, reason, now)
         self._forget_given_up(link)
 
-    def _forget_given_up(self, link: Link) -> None:
+    def _forget_given_up(self, link: LinkKind) -> None:
         """What was begun before says nothing of the connection that comes next."""
         self._given_up = [entry for entry in self._given_up if entry.link is not link]
 

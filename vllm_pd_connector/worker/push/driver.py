@@ -16,52 +16,50 @@ forward is done, and the scheduler half keeps the blocks until this side has rep
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import BindError, ProtocolError, TransferError, UnauthenticatedPeer
 from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.peer import PeerKey
+from vllm_pd_connector.protocol.push import push as machines
 from vllm_pd_connector.protocol.push.command_queue import IDLE_ANSWER_S
 from vllm_pd_connector.protocol.wire.fields import MAX_TEXT
 from vllm_pd_connector.protocol.wire.messages import Describe, Manifests
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
+    BeginCommand,
     CancelCommand,
     Commands,
     Moved,
     PushEnded,
-    PushInto,
     WriteCommand,
 )
 from vllm_pd_connector.sidechannel.net.keys import keys_of, require_known_server
-from vllm_pd_connector.transport.base import Transfer, TransferStatus, Transport, TransportPeer
+from vllm_pd_connector.worker.in_flight import InFlight
 from vllm_pd_connector.worker.peers.pool import Links
-from vllm_pd_connector.worker.peers.process_watch import LOOK_S, ProcessWatch, ProcessWatches
-from vllm_pd_connector.worker.poll_interval import pause
+from vllm_pd_connector.worker.push.active import ActivePush
 from vllm_pd_connector.worker.push.completion import HOME_TIMEOUT_S, RETRY_S, CompletionReports
 from vllm_pd_connector.worker.push.link import WriteLink
 
 if TYPE_CHECKING:
     from vllm_pd_connector.config import Config
     from vllm_pd_connector.geometry.manifest import Manifest
-    from vllm_pd_connector.geometry.runs import Runs
+    from vllm_pd_connector.protocol.transfers import TransferEnd
+    from vllm_pd_connector.protocol.wire.push_messages import Command, PushInto
     from vllm_pd_connector.sidechannel.client import Outcome
-    from vllm_pd_connector.worker.peers.link import Link
+    from vllm_pd_connector.transport.base import Transport
+    from vllm_pd_connector.worker.peers.event_queue import EventQueue
+    from vllm_pd_connector.worker.peers.link import PeerLink
+    from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
     from vllm_pd_connector.worker.push.step_clock import StepClock
     from vllm_pd_connector.worker.rpc import PendingCalls
     from vllm_pd_connector.worker.staging.stager import Stager, Stream
 
 logger = init_logger(__name__)
-
-POLL_DRAINING_S = 0.05
-REMEMBER = 4096  # attempts that failed, for commands to go on that were on their way
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,44 +69,6 @@ class PushSetup:
     home: str
     token: bytes
     clock: StepClock
-
-
-@dataclass(eq=False, slots=True)
-class Push:
-    """One rank's part of a push under way. `posted_at` is when the latest direct write began, `connection` the
-    link's since it is linked; `watch` is of the rank that is written into."""
-
-    into: PushInto
-    link: WriteLink
-    cursor: int
-    commands: deque[WriteCommand] = field(default_factory=deque)  # not carried out yet, in the order of their steps
-    linked: bool = False
-    connection: object = None
-    watch: ProcessWatch | None = None
-    complete: bool = False  # everything was posted
-    failure: str = ""
-    stuck: bool = False  # a transfer failed and may still write
-    transfers: list[Transfer] = field(default_factory=list)
-    posted_at: float = 0.0
-    first_valid_tokens: dict[int, int] = field(default_factory=dict)
-    moved: Moved = Moved()
-    deadline: float = inf
-
-    @property
-    def key(self) -> str:
-        return self.into.attempt.hex()
-
-    @property
-    def next_step(self) -> int | None:
-        """The step whose end lets this push go on, None if nothing does."""
-        return self.commands[0].step if self.commands and self.linked and not self.failure else None
-
-    def take(self, step: int) -> WriteCommand | None:
-        """The latest command whose step is done; orders of several steps that ended together are one."""
-        command = None
-        while (waiting := self.next_step) is not None and waiting <= step:
-            command = self.commands.popleft()
-        return command
 
 
 class Pushes:
@@ -128,6 +88,7 @@ class Pushes:
         stager: Stager,
         calls: PendingCalls,
         processes: ProcessWatches,
+        events: EventQueue,
         setup: PushSetup,
         worker: int,
         stats: PDStats,
@@ -142,13 +103,13 @@ class Pushes:
         self._keys = keys_of(config)
         self._own: tuple[bytes, ...] = ()
         self._stats = stats
-        shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, self, self._observe)
+        self._events = events
+        shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, events, self, self._observe)
         self._links = Links(*shared, self._make_link, "decode instance")
-        self._pushes: dict[str, Push] = {}
-        self._failed: Bounded[bytes, None] = Bounded(REMEMBER)
+        self._pushes: dict[str, ActivePush] = {}
         self.waiting = False  # whether a push waits for the end of a step; read by other threads
         self._seen = 0
-        self._push_requester = False
+        self._asking = False
         self._ask_at = 0.0
 
     def _make_link(self, machine: peers.Peer, engine_id: str, endpoint: str, now: float) -> WriteLink:
@@ -156,28 +117,25 @@ class Pushes:
 
     def turn(self, now: float) -> None:
         """One round: ask for commands, write what may be written, look at transfers and deadlines."""
-        if not self._push_requester and self._ask_at <= now:
+        if not self._asking and self._ask_at <= now:
             self._await_commands(now)
         self._reports.turn(now)
         step = self._clock.done()
         for push in list(self._pushes.values()):
-            if (command := push.take(step)) is not None:
-                self._write(push, command, now)
+            self._drive(push, machines.StepsDone(step), now)
             self._look(push, now)
         self._links.tick(now)
-        self.waiting = any(push.next_step is not None for push in self._pushes.values())
+        self.waiting = any(push.machine.next_step is not None for push in self._pushes.values())
 
     def next_deadline(self, now: float) -> float | None:
         """When a turn is due at the latest."""
-        moments = [] if self._push_requester else [self._ask_at]
+        moments = [] if self._asking else [self._ask_at]
         moments += [due for due in (self._links.next_deadline(), self._reports.next_deadline()) if due is not None]
         for push in self._pushes.values():
-            moments.append(push.deadline)
-            if push.stuck:
-                moments.append(now + LOOK_S)
-            if push.transfers:
-                moments.append(now + (POLL_DRAINING_S if push.failure else pause(now - push.posted_at)))
-            if (step := push.next_step) is not None and (until_look := self._clock.pause(step)) is not None:
+            moments += push.in_flight.next_look(now, draining=push.machine.failed)
+            if (deadline := push.machine.next_deadline()) is not None:
+                moments.append(deadline)
+            if (step := push.machine.next_step) is not None and (until_look := self._clock.pause(step)) is not None:
                 moments.append(now + until_look)
         return min(moments, default=None)
 
@@ -191,13 +149,13 @@ class Pushes:
         message = AwaitCommands(self._token, self._worker, self._seen)
         try:
             self._calls.ask(self._home, message, IDLE_ANSWER_S + HOME_TIMEOUT_S, self._ordered)
-            self._push_requester = True
+            self._asking = True
         except ProtocolError as error:
             logger.error("orders of the scheduler half: %s", error)
             self._ask_at = now + RETRY_S
 
     def _ordered(self, outcome: Outcome, now: float) -> None:
-        self._push_requester = False
+        self._asking = False
         match outcome:
             case Commands(last=last, orders=commands):
                 if commands and not self._own:
@@ -212,189 +170,178 @@ class Pushes:
 
     def _learn_own(self, now: float) -> None:
         """Fetch the manifests of this instance's ranks; the commands are handed out again afterwards."""
-        self._push_requester = True
+        self._asking = True
         try:
             self._calls.ask(self._home, Describe(), HOME_TIMEOUT_S, self._learned)
         except ProtocolError as error:
             self._learned(error, now)
 
     def _learned(self, outcome: Outcome, now: float) -> None:
-        self._push_requester = False
+        self._asking = False
         if isinstance(outcome, Manifests):
             self._own = outcome.manifests
         else:
             logger.warning("manifests of this instance: %s", outcome)
             self._ask_at = now + RETRY_S
 
-    def _obey(self, command: WriteCommand | CancelCommand, now: float) -> None:
-        if isinstance(command, CancelCommand):
-            push = self._pushes.get(command.attempt.hex())
-            if push is not None:
-                self._fail(push, command.reason, now)
-            else:
-                self._report(command.attempt, command.reason, terminal=True)
-            return
-        push = self._pushes.get(command.into.attempt.hex())
-        if push is None and command.into.attempt in self._failed:
-            return  # the decode instance was told that nothing of it lands any more, and may use the blocks again
-        if push is None:
-            home = command.into.home
-            try:
-                require_known_server(
-                    home.host, home.server_key, self._keys, self._config.allow_unauthenticated_peers, "decode instance"
-                )
-            except UnauthenticatedPeer as error:
-                self._report(command.into.attempt, str(error), terminal=True)
-                return
-            key = PeerKey(home.host, home.port, home.incarnation, home.server_key)
-            link = self._links.get(key, home.engine_id, now)
-            assert isinstance(link, WriteLink)
-            push = self._pushes[command.into.attempt.hex()] = Push(command.into, link, command.into.start)
-            self._links.drive(link, peers.Wanted(push.key), now)
-        push.commands.append(command)
-        if command.final and not push.failure:
-            push.deadline = now + self._config.transfer_timeout
+    def _obey(self, command: Command, now: float) -> None:
+        match command:
+            case BeginCommand(into):
+                self._begin(into, now)
+            case WriteCommand(attempt):
+                if (push := self._pushes.get(attempt.hex())) is not None:  # else it has failed, and that was reported
+                    self._drive(push, machines.Commanded(command), now)
+            case CancelCommand(attempt, reason):
+                if (push := self._pushes.get(attempt.hex())) is not None:
+                    self._drive(push, machines.GivenUp(reason), now)
+                else:
+                    self._refuse(attempt, reason)
 
-    def _try(self, command: WriteCommand | CancelCommand, now: float) -> None:
+    def _begin(self, into: PushInto, now: float) -> None:
+        home, unkeyed = into.home, self._config.allow_unauthenticated_peers
+        try:
+            require_known_server(home.host, home.server_key, self._keys, unkeyed, "decode instance")
+        except UnauthenticatedPeer as error:
+            self._refuse(into.attempt, str(error))
+            return
+        key = PeerKey(home.host, home.port, home.incarnation, home.server_key)
+        link = self._links.get(key, home.engine_id, now)
+        push = ActivePush(into, link, machines.Push(self._config.transfer_timeout), into.start)
+        push.in_flight = InFlight(push, self._links, link, self._transport, self._stager, writes=True)
+        self._pushes[push.key] = push
+        self._links.drive(link, peers.Wanted(push.key), now)
+
+    def _try(self, command: Command, now: float) -> None:
         try:
             self._obey(command, now)
         except Exception as error:  # one order must not cost the others, which are not handed out again
             logger.exception("an order of the scheduler half failed")
-            attempt = command.attempt if isinstance(command, CancelCommand) else command.into.attempt
+            attempt = command.into.attempt if isinstance(command, BeginCommand) else command.attempt
             self._obey(CancelCommand(attempt, f"unexpected {type(error).__name__}: {error}"[:MAX_TEXT]), now)
 
-    # Links
+    # What becomes of links (`peers.pool.User`)
 
     def ready(self, request_id: str, now: float) -> None:
         """The decode instance is connected."""
-        push = self._pushes[request_id]
-        push.linked, push.connection = True, push.link.connection
-        push.watch = push.link.watches.get((push.into.pp_rank, push.into.tp_rank))
+        if (push := self._pushes.get(request_id)) is not None:  # else it has failed since
+            self._handle(push, machines.Linked(), now)
 
     def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
         """The decode instance cannot be written into."""
-        self._stats.fail(kind, "failed_pushes")
-        self._fail(self._pushes[request_id], reason, now)
+        if (push := self._pushes.get(request_id)) is not None:
+            self._stats.fail(kind, "failed_pushes")
+            self._handle(push, machines.GivenUp(reason), now)
 
-    def lost(self, link: Link, reason: str, now: float) -> None:
+    def lost(self, link: PeerLink, reason: str, now: float) -> None:
         """The decode instance is lost."""
-        for push in [p for p in self._pushes.values() if p.link is link and p.linked]:
-            self._fail(push, reason, now)
+        for push in [push for push in self._pushes.values() if push.link is link]:
+            self._handle(push, machines.LinkLost(reason), now)
 
-    def stalled(self, link: Link, reason: str, now: float) -> None:
+    def stalled(self, link: PeerLink, reason: str, now: float) -> None:
         """What is written on this link stands still: it fails now, and its blocks come back when it has ended. What
         waits for the end of a step waits for the new connection besides."""
         self._stats.count("relinked")
-        for push in [p for p in self._pushes.values() if p.link is link and p.linked]:
-            if self._writes(push):
-                self._fail(push, reason, now)
-            elif not push.failure and not push.complete:
-                push.linked = False
-                self._links.drive(link, peers.Wanted(push.key), now)
+        for push in [push for push in self._pushes.values() if push.link is link]:
+            self._handle(push, machines.LinkStalled(reason), now)
 
-    def uses(self, link: Link) -> bool:
+    def uses(self, link: PeerLink) -> bool:
         return any(push.link is link for push in self._pushes.values())
 
-    # Writing
+    # One push
 
-    def _write(self, push: Push, command: WriteCommand, now: float) -> None:
+    def _drive(self, push: ActivePush, event: machines.Event, now: float) -> None:
+        """Give a push's machine an event, in its turn."""
+        self._events.put(lambda: self._handle(push, event, now))
+
+    def _handle(self, push: ActivePush, event: machines.Event, now: float) -> None:
+        """Carry out what a push's machine asks for."""
+        events: deque[machines.Event] = deque([event])
+        while events:
+            for action in push.machine.handle(events.popleft(), now):
+                match action:
+                    case machines.Bind(command):
+                        events.append(self._bind(push, command))
+                    case machines.StartWrites():
+                        self._start(push, now)
+                    case machines.WantLink():
+                        self._links.drive(push.link, peers.Wanted(push.key), now)
+                    case machines.Stop(reason):
+                        events.append(self._stop(push, reason, now))
+                    case machines.Report(ok, reason, terminal):
+                        self._report(push, ok, reason, terminal)
+
+    def _bind(self, push: ActivePush, command: WriteCommand) -> machines.Event:
         try:
             reach = push.link.reach(push.into, command.ready, push.cursor, command.final)
             if reach == push.cursor and not command.final:
-                return
+                return machines.Bound(0)
             part = push.link.bind_push(push.into, command.source, push.cursor, reach, command.final)
-            push.first_valid_tokens |= part.first_valid_tokens
-            if len(part.runs):
-                self._post(push, part.runs)
-            if part.staged is not None:
-                self._stager.start(push, 0, push.link, self._peer(push), part.staged, push.watch)
-            push.cursor, push.complete = reach, command.final
-        except (BindError, TransferError) as error:
-            self._transfer_failed(push, error, now)
+        except BindError as error:
+            self._stats.fail(FailureKind.TRANSFER_FAILED, "failed_pushes")
+            return machines.GivenUp(str(error))
         except Exception as error:  # a defect of ours that one push met must not reach the others
-            logger.exception("push of prefill %s", push.into.prefill.name)
-            self._fail(push, f"{type(error).__name__}: {error}", now)
+            return self._defect(push, error)
+        push.cursor, push.work = reach, part.work
+        push.first_valid_tokens |= part.first_valid_tokens
+        return machines.Bound(len(part.work))
 
-    def _peer(self, push: Push) -> TransportPeer:
-        return push.link.ranks[push.into.pp_rank, push.into.tp_rank]
-
-    def _post(self, push: Push, runs: Runs) -> None:
-        transfer = self._transport.write(self._peer(push), runs)
-        push.transfers.append(transfer)
-        push.posted_at = time.monotonic()
-        push.moved += Moved(runs.total_bytes, len(runs), transfer.descriptors)
-
-    def staged(self, push: Push, stream: Stream, failure: TransferError | None, now: float) -> None:
-        """A transfer by way of the staging buffer has ended, or a part of it failed."""
-        if failure is not None:
-            self._transfer_failed(push, failure, now)
-        else:
-            push.moved += Moved(stream.bytes, stream.runs, stream.descriptors)
-
-    def _look(self, push: Push, now: float) -> None:
-        if push.stuck and push.watch is not None:
-            push.watch.look(now)
-            push.stuck = not push.watch.over
-        for transfer in list(push.transfers):
+    def _start(self, push: ActivePush, now: float) -> None:
+        peer = push.link.ranks[push.into.pp_rank, push.into.tp_rank]
+        for work in push.work:
+            index, push.begun = push.begun, push.begun + 1
             try:
-                if self._transport.poll(transfer) is TransferStatus.RUNNING:
-                    continue
-                push.transfers.remove(transfer)
+                push.in_flight.start(index, peer, work)
             except TransferError as error:
-                push.transfers.remove(transfer)
-                self._transfer_failed(push, error, now)
-        if push.deadline <= now:
-            missing = f": {len(push.transfers)} transfers have not ended" if push.transfers else ""
-            self._fail(push, f"writing took longer than {self._config.transfer_timeout:g} s{missing}", now)
-            if self._writes(push):  # else it waited for room or for our own copies
-                push.link.stalled = "a write took too long"
-            self._links.drive(push.link, peers.Suspected("a push exceeded its deadline"), now)
-        if self._writes(push) or self._pushes.get(push.key) is not push:
-            return
-        if push.failure or push.complete:
-            del self._pushes[push.key]
-            self._send(self._end(push))
+                self._ended(push, push.in_flight.ended(index, error), error, now)
+                break  # what comes after it is not begun
+            except Exception as error:  # a defect of ours that one push met must not reach the others
+                self._drive(push, self._defect(push, error), now)
+                break
+        push.work = ()
 
-    def _writes(self, push: Push) -> bool:
-        """Whether something of a push may still be written."""
-        return bool(push.transfers) or push.stuck or self._stager.holds(push)
+    def _defect(self, push: ActivePush, error: Exception) -> machines.GivenUp:
+        logger.error("push of prefill %s", push.into.prefill.name, exc_info=error)
+        return machines.GivenUp(f"{type(error).__name__}: {error}")
 
-    def _transfer_failed(self, push: Push, error: BindError | TransferError, now: float) -> None:
-        self._stats.fail(FailureKind.TRANSFER_FAILED, "failed_pushes")
-        if isinstance(error, TransferError) and not error.terminal:
-            push.stuck = True
-        self._fail(push, str(error), now)
-        if isinstance(error, TransferError):
-            self._links.failed(push.link, push.connection, error, "a write failed and may still go on", now)
-
-    def _fail(self, push: Push, reason: str, now: float) -> None:
-        push.deadline = inf
-        if push.failure:
-            return
-        push.failure = reason or "failed"
+    def _stop(self, push: ActivePush, reason: str, now: float) -> machines.Stopped:
         account = f" ({found})" if (found := self._stager.account(push)) else ""
         logger.error("push of prefill %s into %s: %s%s", push.into.prefill.name, push.link.machine.key, reason, account)
         self._links.drive(push.link, peers.Unwanted(push.key), now)
-        self._stager.cancel(push)
-        if self._writes(push):
-            self._links.give_up(push.link, lambda: not self._writes(push), now)
-            self._report(push.into.attempt, push.failure, terminal=False)
+        push.in_flight.cancel()
+        push.in_flight.give_up(now)
+        return machines.Stopped(push.machine.writing - push.in_flight.may_write)
 
-    # Reports
+    def staged(self, push: ActivePush, stream: Stream, failure: TransferError | None, now: float) -> None:
+        """A transfer by way of the staging buffer has ended, or a part of it failed."""
+        self._ended(push, push.in_flight.staged_ended(stream, failure), failure, now)
 
-    def _report(self, attempt: bytes, failure: str, *, terminal: bool) -> None:
-        self._send(PushEnded(self._token, self._worker, attempt, not failure, failure[:MAX_TEXT], terminal))
+    def _ended(self, push: ActivePush, end: TransferEnd, error: TransferError | None, now: float) -> None:
+        self._drive(push, end, now)
+        if error is not None:
+            self._stats.fail(FailureKind.TRANSFER_FAILED, "failed_pushes")
+            push.in_flight.blame(error, now)
 
-    def _end(self, push: Push) -> PushEnded:
-        attempt, failure = push.into.attempt, push.failure[:MAX_TEXT]
-        return PushEnded(
-            self._token, self._worker, attempt, not failure, failure, True, push.first_valid_tokens, push.moved
-        )
+    def _look(self, push: ActivePush, now: float) -> None:
+        for end, error in push.in_flight.poll(now):
+            self._ended(push, end, error, now)
+        if (due := push.machine.next_deadline()) is None or due > now:
+            return
+        running = len(push.in_flight.transfers)
+        self._drive(push, machines.PushTick(f": {running} transfers have not ended" if running else ""), now)
+        if push.in_flight.moves:  # else it waited for room or for our own copies
+            push.link.stalled = "a write took too long"
+        self._links.drive(push.link, peers.Suspected("a push exceeded its deadline"), now)
 
-    def _send(self, report: PushEnded) -> None:
-        if report.terminal and not report.ok:
-            self._failed[report.attempt] = None
-        self._reports.send(report)
+    def _report(self, push: ActivePush, ok: bool, reason: str, terminal: bool) -> None:
+        if terminal:
+            del self._pushes[push.key]
+        late, moved = (push.first_valid_tokens, push.in_flight.moved) if terminal else ({}, Moved())
+        attempt, reason = push.into.attempt, reason[:MAX_TEXT]
+        self._reports.send(PushEnded(self._token, self._worker, attempt, ok, reason, terminal, late, moved))
+
+    def _refuse(self, attempt: bytes, reason: str) -> None:
+        """Report a push that was not begun, or is over."""
+        self._reports.send(PushEnded(self._token, self._worker, attempt, False, reason[:MAX_TEXT], True))
 
     def _observe(self, phase: Phase, seconds: float) -> None:
         self._stats.observe_phase(phase, seconds)

@@ -1,9 +1,8 @@
-"""The links of a pushing pair: a decode worker that asks, a prefill worker that writes.
+"""The link of a prefill worker to a decode instance that it writes into.
 
-The one that asks checks the pair, so that a request fails with the reason before anything moves, and plans, so that
-it knows what nobody will write; its transport is not touched. The one that writes checks the pair too, plans for every
-rank of the decode instance with the manifests of all ranks of its own, and takes what the plan gives to itself: every
-rank comes to the same plan, so they need not talk.
+It checks the pair, plans for every rank of the decode instance with the manifests of all ranks of its own, and takes
+what the plan gives to itself: every rank comes to the same plan, so they need not talk. The decode side's link of a
+push is in `receive.push_link`.
 
 A push is bound in parts. Groups of full attention follow a cursor: only whole pages of both sides go out before the
 end, so that no byte is written twice and none of a page that is still being filled. The rest (the last partial block,
@@ -23,7 +22,7 @@ from vllm_pd_connector.geometry.manifest import GroupKind, Manifest
 from vllm_pd_connector.geometry.plan import Edge, PagePairing, Rank, make_plan
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.staging.chunks import Chunk, chunks, split
-from vllm_pd_connector.worker.peers.link import Link, decode
+from vllm_pd_connector.worker.peers.link import PeerLink, decode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,17 +51,25 @@ class Part:
     staged: Iterator[Chunk] | None
     first_valid_tokens: dict[int, int]
 
+    @property
+    def work(self) -> tuple[Runs | Iterator[Chunk], ...]:
+        """What there is to be written, transfer by transfer."""
+        direct = (self.runs,) if len(self.runs) else ()
+        return direct if self.staged is None else (*direct, self.staged)
+
 
 @dataclass(eq=False, slots=True)
-class WriteLink(Link):
+class WriteLink(PeerLink):
     """To a decode instance that is written into. `own` are the encoded manifests of all ranks of this instance;
     `outgoing` has every rank there while connected, None for one that this rank has nothing for."""
 
     own: Sequence[bytes] = ()
     outgoing: dict[Rank, _Edges | None] = field(default_factory=dict)
+    chunk_bytes: int = 0
 
     def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
-        """Check, plan for all ranks there, connect to those that this rank writes into. Raises as `Link.connect`."""
+        """Check, plan for all ranks there, connect to those that this rank writes into. Raises as
+        `PeerLink.connect`."""
         ours = [decode(encoded) for encoded in self.own]
         remote, check = self._accept(local, ours, "prefill engine {} cannot write into decode engine {}")
         mine = local.parallel.pp_rank, local.parallel.tp_rank
@@ -80,7 +87,8 @@ class WriteLink(Link):
         return f"{check.status}, writes into {len(self.ranks)} of {len(remote)} ranks, converts for {converted}"
 
     def disconnect(self, transport: Transport) -> None:
-        Link.disconnect(self, transport)
+        """See `PeerLink`."""
+        PeerLink.disconnect(self, transport)
         self.outgoing = {}
 
     def reach(self, into: PushInto, ready: int, cursor: int, final: bool) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from vllm_pd_connector.metadata import Either, PushFrom
+from vllm_pd_connector.metadata import Either
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol.wire.push_messages import Moved
+from vllm_pd_connector.worker.receive.read_link import ReadLink
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
     from vllm_pd_connector.protocol import receive as receives
     from vllm_pd_connector.protocol.receive import Receive
     from vllm_pd_connector.protocol.wire.fields import LeaseRef
-    from vllm_pd_connector.transport.base import Transfer, TransportPeer
-    from vllm_pd_connector.worker.peers.link import Link
+    from vllm_pd_connector.transport.base import TransportPeer
+    from vllm_pd_connector.worker.in_flight import InFlight
     from vllm_pd_connector.worker.peers.pool import Links
     from vllm_pd_connector.worker.peers.process_watch import ProcessWatch
+    from vllm_pd_connector.worker.receive.push_link import AskLink
 
 
 @dataclass(eq=False, slots=True)
@@ -31,16 +33,15 @@ class ActiveReceive:
 
     `plan` is the link's when it was ready; it tells what is written here, also by the prefill side. `prefill` names the
     request there; a push learns its id in the end, and in `compared` the lease of the blocks with which what was
-    written is compared, if it is to be and can be. `connection` is the link's when the reads began; `stuck` are indices
-    whose transfers failed but may still write, `sources` the watches of the workers that are read from, by index,
-    `watches` those of all workers that may write; `progress` is how far the reads were when their deadline was set.
+    written is compared, if it is to be and can be, and what was moved. `in_flight` are its reads, `progress` is how far
+    they were when their deadline was set. `watches` are those of all workers that may write.
     `question` numbers what a prefill side that writes was asked, `life` is whom, `retry_at` is when it is asked again,
     `tell_at` when a long quarantine is told.
     """
 
     request: ReceiveRequest
-    links: Links
-    link: Link
+    links: Links[Any]
+    link: ReadLink | AskLink
     machine: Receive
     attempt: bytes
     prefill: str
@@ -49,9 +50,7 @@ class ActiveReceive:
     plan: Plan | None = None
     reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = field(default_factory=list)
     first_valid_tokens: dict[int, int] = field(default_factory=dict)
-    connection: object = None
-    transfers: dict[int, Transfer] = field(default_factory=dict)
-    stuck: set[int] = field(default_factory=set)
+    in_flight: InFlight = field(init=False)
     progress: object = None
     moved: Moved = Moved()
     kind: FailureKind = FailureKind.INTERNAL
@@ -62,7 +61,6 @@ class ActiveReceive:
     retry_at: float | None = None
     life: str = ""
     watches: tuple[ProcessWatch, ...] = ()
-    sources: tuple[ProcessWatch | None, ...] = ()
     tell_at: float = 0.0
 
     @property
@@ -75,9 +73,10 @@ class ActiveReceive:
     @property
     def asks(self) -> bool:
         """Whether the prefill side is asked to write; known once the link is ready."""
-        if isinstance(self.request.source, Either):
-            return self.link.bandwidth is not None and self.link.bandwidth.prefers_push
-        return isinstance(self.request.source, PushFrom)
+        if isinstance(self.link, ReadLink):
+            either = isinstance(self.request.source, Either)
+            return either and self.link.bandwidth is not None and self.link.bandwidth.prefers_push
+        return True
 
 
 class Drive(Protocol):

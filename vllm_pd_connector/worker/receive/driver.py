@@ -15,24 +15,23 @@ from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import BindError, ProtocolError, TransferError
 from vllm_pd_connector.geometry.bind import require_filled
 from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.geometry.staging.blanks import blanks
 from vllm_pd_connector.metadata import BadParameters, Either, PushFrom, ReadFrom
 from vllm_pd_connector.observability.stats import FailureKind, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.push.table import ANSWER_S
 from vllm_pd_connector.protocol.receive import Receive
-from vllm_pd_connector.protocol.wire.fields import Reading
-from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, ReadDone, ReadVerdict, Release
-from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, Moved
-from vllm_pd_connector.transport.base import TransferStatus, Transport
+from vllm_pd_connector.protocol.transfers import TransferDone
+from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, ReadDone, ReadVerdict
 from vllm_pd_connector.worker.checksums import is_chosen
+from vllm_pd_connector.worker.in_flight import InFlight
 from vllm_pd_connector.worker.peers.pool import FETCH_ATTEMPTS, Links
-from vllm_pd_connector.worker.peers.process_watch import LOOK_S, ProcessWatches
-from vllm_pd_connector.worker.poll_interval import pause
+from vllm_pd_connector.worker.peers.process_watch import LOOK_S
 from vllm_pd_connector.worker.receive.active import ActiveReceive
+from vllm_pd_connector.worker.receive.ending import blank, give_back, log_failure, missing
 from vllm_pd_connector.worker.receive.push_link import AskLink
 from vllm_pd_connector.worker.receive.push_request import PushRequester
+from vllm_pd_connector.worker.receive.read_link import ReadLink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -40,18 +39,20 @@ if TYPE_CHECKING:
     from vllm_pd_connector.config import Config
     from vllm_pd_connector.geometry.manifest import Manifest
     from vllm_pd_connector.metadata import ReceiveRequest
+    from vllm_pd_connector.protocol.transfers import TransferEnd
     from vllm_pd_connector.sidechannel.client import Outcome
+    from vllm_pd_connector.transport.base import Transport
     from vllm_pd_connector.worker.outbox import Outbox
-    from vllm_pd_connector.worker.peers.link import Link
+    from vllm_pd_connector.worker.peers.event_queue import EventQueue
+    from vllm_pd_connector.worker.peers.link import PeerLink
+    from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
     from vllm_pd_connector.worker.receive.compare import ChecksumComparison
     from vllm_pd_connector.worker.rpc import PendingCalls
     from vllm_pd_connector.worker.staging.stager import Stager, Stream
 
 logger = init_logger(__name__)
 
-POLL_DRAINING_S = 0.05
 CONFIRM_ATTEMPTS = 3
-RELEASE_TIMEOUT_S = 5.0
 
 
 class Receives:
@@ -74,11 +75,12 @@ class Receives:
         stager: Stager,
         calls: PendingCalls,
         processes: ProcessWatches,
+        events: EventQueue,
         comparison: ChecksumComparison,
         outbox: Outbox,
         reader: int,
         readers: int,
-        connected: Callable[[Link], None] | None,
+        connected: Callable[[ReadLink], None] | None,
         received: Callable[[ReceiveRequest, str, Mapping[int, int]], None] | None,
     ) -> None:
         self._config = config
@@ -95,8 +97,9 @@ class Receives:
         self._limits = receives.PhaseLimits(
             config.handshake_timeout, config.transfer_timeout, config.confirm_timeout, silent
         )
-        shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, self, self._observe)
-        self._links = Links(*shared, connected=connected)
+        self._events = events
+        shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, events, self, self._observe)
+        self._links = Links(*shared, ReadLink, connected=connected)
         self._asked = Links(*shared, AskLink)
         place = manifest.parallel
         per_question = ANSWER_S + config.handshake_timeout / FETCH_ATTEMPTS
@@ -108,6 +111,8 @@ class Receives:
 
     def begin(self, request: ReceiveRequest, now: float) -> None:
         """Begin a receive: its peer is wanted."""
+        links: Links[ReadLink] | Links[AskLink]
+        link: ReadLink | AskLink
         match request.source:
             case BadParameters(reason):
                 logger.debug("request %s: receive failed: %s", request.request_id, reason)  # the scheduler half said it
@@ -122,8 +127,10 @@ class Receives:
                 link = links.get(read.peer, read.engine_id, now)
         verify = is_chosen(request, self._config.verify)
         machine, attempt = Receive(self._limits, now, verify), secrets.token_bytes(16)
-        self._active[request.request_id] = ActiveReceive(request, links, link, machine, attempt, prefill, now, now)
-        links.drive(link, peers.Wanted(request.request_id), now)
+        active = ActiveReceive(request, links, link, machine, attempt, prefill, now, now)
+        active.in_flight = InFlight(active, links, link, self._transport, self._stager, writes=False)
+        self._active[request.request_id] = active
+        active.links.drive(link, peers.Wanted(request.request_id), now)
 
     def abort(self, request_id: str, now: float) -> None:
         """Give up a receive, if it is not over."""
@@ -138,26 +145,14 @@ class Receives:
         self._asked.departed(endpoint, now)
 
     def poll(self, now: float) -> None:
-        """Look at all direct transfers that run."""
+        """Look at all transfers that run, and at those that may still write."""
         for active in list(self._active.values()):
-            for index, transfer in list(active.transfers.items()):
-                try:
-                    if self._transport.poll(transfer) is TransferStatus.RUNNING:
-                        continue
-                except TransferError as error:
-                    del active.transfers[index]
-                    self._transfer_failed(active, index, error, now)
-                else:
-                    del active.transfers[index]
-                    self._transfer_done(active, index, now)
+            for end, error in active.in_flight.poll(now):
+                self._transfer_ended(active, end, error, now)
 
     def staged(self, active: ActiveReceive, stream: Stream, failure: TransferError | None, now: float) -> None:
         """A transfer by way of the staging buffer has ended."""
-        active.moved += Moved(stream.bytes, stream.runs, stream.descriptors)
-        if failure is not None:
-            self._transfer_failed(active, stream.index, failure, now)
-        else:
-            self._transfer_done(active, stream.index, now)
+        self._transfer_ended(active, active.in_flight.staged_ended(stream, failure), failure, now)
 
     def tick(self, now: float) -> None:
         """What is due: deadlines, questions to be asked again, what the links have to do."""
@@ -170,8 +165,8 @@ class Receives:
                 if waited:
                     self._drive(active, receives.PeerFailed(self._in_vain(active)), now, FailureKind.PEER_UNREACHABLE)
                 else:
-                    self._drive(active, receives.ReceiveTick(missing=self._missing(active)), now, FailureKind.DEADLINE)
-                if self._moves(active):  # else it waited for room or for our own copies, or did not read
+                    self._drive(active, receives.ReceiveTick(missing=missing(active)), now, FailureKind.DEADLINE)
+                if active.in_flight.moves:  # else it waited for room or for our own copies, or did not read
                     active.link.stalled = "a read took too long"
                 if not waited:
                     active.links.drive(active.link, peers.Suspected("a receive exceeded its deadline"), now)
@@ -179,19 +174,8 @@ class Receives:
                 active.retry_at = None
                 self._push_requester.again(active, now)
             self._push_requester.look(active, now)
-            self._bury(active, now)
         self._links.tick(now)
         self._asked.tick(now)
-
-    def _bury(self, active: ActiveReceive, now: float) -> None:
-        """End what may still write of reads from workers that have ended."""
-        for index in sorted(active.stuck):
-            if (source := active.sources[index]) is None:
-                continue
-            source.look(now)
-            if source.over:
-                active.stuck.discard(index)
-                self._drive(active, receives.TransferFailed(index, str(source), terminal=True), now)
 
     def next_deadline(self, now: float) -> float | None:
         """When a `poll` or a `tick` is due, None if none is."""
@@ -199,10 +183,9 @@ class Receives:
         moments += [active.retry_at for active in self._active.values() if active.retry_at is not None]
         moments += [m for links in (self._links, self._asked) if (m := links.next_deadline()) is not None]
         for active in self._active.values():
-            if active.stuck or (active.question and active.reported):
+            moments += active.in_flight.next_look(now, draining=active.reported)
+            if active.question and active.reported:
                 moments.append(now + LOOK_S)
-            if active.transfers:
-                moments.append(now + (POLL_DRAINING_S if active.reported else pause(now - active.phase_began)))
         return min(moments, default=None)
 
     def fail(self, request_id: str, reason: str, now: float) -> None:
@@ -225,51 +208,61 @@ class Receives:
 
     def ready(self, request_id: str, now: float) -> None:
         """Its peer is ready: bind the request and start its reads, or ask for it to be written."""
-        active = self._active[request_id]
+        active = self._active.get(request_id)
+        if active is None or active.reported:  # it has failed since
+            return
         active.plan = active.link.plan
         try:
             require_filled(self._manifest.groups, active.request.blocks, active.request.start)
-            bound = None if active.asks else active.link.bind(active.request)
+            link = active.link
+            bound = link.bind(active.request) if isinstance(link, ReadLink) and not active.asks else None
         except BindError as error:
-            self._drive(active, receives.PeerFailed(str(error)), now, FailureKind.BAD_PARAMETERS)
+            self._handle(active, receives.PeerFailed(str(error)), now, FailureKind.BAD_PARAMETERS)
             return
         except Exception as error:  # a defect of ours that one request met must not reach the others
             logger.exception("request %s: binding failed", active.request.request_id)
-            self._drive(active, receives.PeerFailed(f"{type(error).__name__}: {error}"), now, FailureKind.INTERNAL)
+            self._handle(active, receives.PeerFailed(f"{type(error).__name__}: {error}"), now, FailureKind.INTERNAL)
             return
         self._phase(active, Phase.QUEUE, now)
         if bound is None:
-            self._drive(active, receives.PushReady(), now)
+            self._handle(active, receives.PushReady(), now)
             return
         active.reads, active.first_valid_tokens = bound.reads, bound.first_valid_tokens
         staged = frozenset(i for i, (_, work) in enumerate(active.reads) if not isinstance(work, Runs))
-        self._drive(active, receives.PeerReady(len(active.reads), staged), now)
+        self._handle(active, receives.PeerReady(len(active.reads), staged), now)
 
     def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
         """Its peer cannot be had."""
-        self._drive(self._active[request_id], receives.PeerFailed(reason), now, kind)
+        if (active := self._active.get(request_id)) is not None:
+            self._handle(active, receives.PeerFailed(reason), now, kind)
 
-    def lost(self, link: Link, reason: str, now: float) -> None:
+    def lost(self, link: PeerLink, reason: str, now: float) -> None:
         """A peer is lost: what was read from it fails, and what it was asked to write."""
         waiting = receives.ReceiveState.WAITING
         for active in [a for a in self._active.values() if a.link is link and a.machine.state is not waiting]:
-            self._drive(active, receives.PeerFailed(reason), now, FailureKind.PEER_UNREACHABLE)
+            self._handle(active, receives.PeerFailed(reason), now, FailureKind.PEER_UNREACHABLE)
 
-    def stalled(self, link: Link, reason: str, now: float) -> None:
+    def stalled(self, link: PeerLink, reason: str, now: float) -> None:
         """What is read on this link stands still: it fails now, and its blocks come back when it has ended. What the
         prefill side was asked to write does not go this way."""
         self._stats.count("relinked")
         for active in [a for a in self._active.values() if a.link is link and a.machine.writing and not a.question]:
-            self._drive(active, receives.PeerFailed(reason), now, FailureKind.TRANSFER_FAILED)
+            self._handle(active, receives.PeerFailed(reason), now, FailureKind.TRANSFER_FAILED)
 
-    def uses(self, link: Link) -> bool:
+    def uses(self, link: PeerLink) -> bool:
         """Whether a receive holds this link, or one that was given up still holds slots."""
         return any(active.link is link for active in self._active.values()) or self._stager.involves(link)
 
     # One receive
 
     def _drive(self, active: ActiveReceive, event: receives.Event, now: float, kind: FailureKind | None = None) -> None:
-        """Give a receive's machine an event and carry out what it asks for. `kind` labels a failure it may lead to."""
+        """Give a receive's machine an event, in its turn. `kind` labels a failure it may lead to."""
+        self._events.put(lambda: self._handle(active, event, now, kind))
+
+    def _handle(
+        self, active: ActiveReceive, event: receives.Event, now: float, kind: FailureKind | None = None
+    ) -> None:
+        """Carry out what a receive's machine asks for."""
         if kind is not None:
             active.kind = kind
         for action in active.machine.handle(event, now):
@@ -294,36 +287,23 @@ class Receives:
     def _read(self, active: ActiveReceive, now: float) -> None:
         began = time.monotonic()
         failed: list[tuple[int, TransferError]] = []
-        active.connection = active.link.connection
-        active.sources = tuple(active.link.watch_of(peer) for peer, _ in active.reads)
-        for index, (peer, runs) in enumerate(active.reads):
-            if not isinstance(runs, Runs):
-                self._stager.start(active, index, active.link, peer, runs, active.sources[index])
-                continue
+        for index, (peer, work) in enumerate(active.reads):
             try:
-                transfer = self._transport.read(peer, runs)
+                active.in_flight.start(index, peer, work)
             except TransferError as error:
                 failed.append((index, error))
-                continue
-            active.transfers[index] = transfer
-            active.moved += Moved(runs.total_bytes, len(runs), transfer.descriptors)
         self._stats.observe_phase(Phase.POST, time.monotonic() - began)
-        active.progress = self._progress(active)
+        active.progress = active.in_flight.progress
         active.reads = []
         for index, failure in failed:
-            self._transfer_failed(active, index, failure, now)
+            self._transfer_ended(active, active.in_flight.ended(index, failure), failure, now)
 
-    def _transfer_done(self, active: ActiveReceive, index: int, now: float) -> None:
-        if active.machine.writing == {index} and not active.reported:
+    def _transfer_ended(self, active: ActiveReceive, end: TransferEnd, error: TransferError | None, now: float) -> None:
+        if isinstance(end, TransferDone) and active.machine.writing == {end.index} and not active.reported:
             self._phase(active, Phase.TRANSFER, time.monotonic())
-        self._drive(active, receives.TransferDone(index), now)
-
-    def _transfer_failed(self, active: ActiveReceive, index: int, error: TransferError, now: float) -> None:
-        if not error.terminal:
-            active.stuck.add(index)  # nothing more will be heard of it before that worker is known to have ended
-        event = receives.TransferFailed(index, str(error), error.terminal)
-        self._drive(active, event, now, FailureKind.TRANSFER_FAILED)
-        active.links.failed(active.link, active.connection, error, "a read failed and may still write", now)
+        self._drive(active, end, now, None if error is None else FailureKind.TRANSFER_FAILED)
+        if error is not None:
+            active.in_flight.blame(error, now)
 
     def _confirm(self, active: ActiveReceive, now: float) -> None:
         assert active.lease is not None
@@ -361,52 +341,28 @@ class Receives:
         active.reported = True
         active.reads = []
         account = self._stager.account(active)
-        self._stager.cancel(active)
-        if ok and (reason := self._blank(active)):
+        active.in_flight.cancel()
+        if ok and (reason := blank(active, self._stager.copier)):
             ok, active.kind = False, FailureKind.INTERNAL
         stats = self._stats
         if ok:
             self._phase(active, Phase.CONFIRM, now)
             stats.observe_phase(Phase.TOTAL, now - active.began)
             stats.count("receives")
-            stats.count("bytes", active.moved.bytes)
-            stats.count("runs", active.moved.runs)
-            stats.count("descriptors", active.moved.descriptors)
+            moved = active.moved + active.in_flight.moved
+            stats.count("bytes", moved.bytes)
+            stats.count("runs", moved.runs)
+            stats.count("descriptors", moved.descriptors)
             stats.count("verified", int(active.verified))
             self._trace(active)
         else:
             stats.fail(active.kind)
-            log = logger.info if active.kind is FailureKind.ABORTED else logger.error
-            log(
-                "request %s: receive of tokens [%d, %d) of prefill request %s%s failed: %s%s%s",
-                request.request_id,
-                request.start,
-                request.stop,
-                active.prefill,
-                "" if str(active.link.machine.key) in reason else f" at {active.link.endpoint}",
-                reason,
-                f" ({account})" if account else "",
-                "; its blocks stay in quarantine until no transfer can write into them" if quarantined else "",
-            )
-            self._give_back(active)
-            if self._moves(active):
-                active.links.give_up(active.link, lambda: not self._moves(active), now)
+            log_failure(active, reason, account, quarantined)
+            give_back(active, self._calls)
+            active.in_flight.give_up(now)
         groups = self._manifest.groups
         unshareable = {group: token // groups[group].block_tokens for group, token in active.first_valid_tokens.items()}
         self._outbox.finished(request.request_id, ok=ok, quarantined=quarantined, unshareable=unshareable)
-
-    def _blank(self, active: ActiveReceive) -> str:
-        """Zero what nobody wrote of a receive's blocks; returns why that failed, empty if it did not."""
-        assert active.plan is not None
-        request, copier = active.request, self._stager.copier
-        try:
-            for place in blanks(active.plan, request.blocks, request.start, request.stop, active.first_valid_tokens):
-                copier.blank(place)
-            copier.finish()
-        except Exception as error:  # what is left there may be anything
-            logger.exception("request %s: zeroing what was not written", request.request_id)
-            return f"{type(error).__name__}: {error}"
-        return ""
 
     def _trace(self, active: ActiveReceive) -> None:
         try:
@@ -415,52 +371,14 @@ class Receives:
         except Exception:  # a full disk, say: a request must be reported in any case
             logger.exception("request %s: the trace of its receive", active.request.request_id)
 
-    def _progress(self, active: ActiveReceive) -> object:
-        """How far its reads are, in some measure: it changes when a part of them has ended, and only then."""
-        running = {index: transfer.left for index, transfer in active.transfers.items()}
-        return running, active.moved, self._stager.landed(active)
-
     def _goes_on(self, active: ActiveReceive, now: float) -> bool:
         """Give a receive whose reading takes long more time, if part of it has ended since it got the last."""
-        progress = self._progress(active)
+        progress = active.in_flight.progress
         if active.machine.state is not receives.ReceiveState.READING or progress == active.progress:
             return False
         active.progress = progress
         self._drive(active, receives.ReceiveTick(moved=True), now)
         return True
-
-    def _missing(self, active: ActiveReceive) -> str:
-        """What a receive waits for, for whoever reads that it took too long."""
-        match active.machine.state:
-            case receives.ReceiveState.READING:
-                return f"{len(active.machine.writing)} transfers have not ended, and no part of one has since"
-            case receives.ReceiveState.VERIFYING:
-                return "the prefill side's sums did not come"
-            case receives.ReceiveState.CONFIRMING:
-                return "the prefill side did not say whether it held the blocks"
-        return ""
-
-    def _moves(self, active: ActiveReceive) -> bool:
-        """Whether the transport still works on a receive's reads."""
-        return bool(active.transfers) or self._stager.holds(active)
-
-    def _give_back(self, active: ActiveReceive) -> None:
-        """Tell the prefill side that this lease needs no keeping; nobody waits for the answer."""
-        push = active.request.push
-        if active.lease is not None:
-            lease, request = active.lease, active.request
-            message: Release | DeclinePush = Release(
-                (Reading(lease.request_id, lease.nonce, request.attempt, request.shared),)
-            )
-        elif active.question:
-            return  # whom we asked to write has failed the push itself, or learns it by the withdrawal
-        else:
-            assert push is not None
-            message = DeclinePush(push.prefill, active.request.waited_s + max(time.monotonic() - active.began, 0.0))
-        try:
-            self._calls.ask(active.link.endpoint, message, RELEASE_TIMEOUT_S)
-        except ProtocolError as error:
-            logger.debug("giving back prefill %s: %s", active.prefill, error)
 
     def _observe(self, phase: Phase, seconds: float) -> None:
         self._stats.observe_phase(phase, seconds)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.geometry.plan import make_plan
-from vllm_pd_connector.worker.peers.link import Link
+from vllm_pd_connector.geometry.plan import Plan, make_plan
+from vllm_pd_connector.worker.peers.link import PeerLink
 
 if TYPE_CHECKING:
     from vllm_pd_connector.geometry.manifest import Manifest
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class AskLink(Link):
+class AskLink(PeerLink):
     """To a prefill instance that is asked to write."""
+
+    plan: Plan | None = None
 
     def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
         """Check the pair, and plan.
@@ -29,6 +31,11 @@ class AskLink(Link):
         remote, check = self._accept(local, local, "decode engine {} cannot be written into by prefill engine {}")
         self.plan = make_plan(local, remote)  # as each rank there makes it: it tells what is written here
         return f"{check.status}, writes here"
+
+    def disconnect(self, transport: Transport) -> None:
+        """See `PeerLink`."""
+        PeerLink.disconnect(self, transport)
+        self.plan = None
 
     def deserted(self, now: float) -> str:
         """A rank that is not watched any more may be another's by now."""

@@ -1,0 +1,86 @@
+"""What is left to do for a receive that ends: zero what nobody wrote, give its lease back, say what failed."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.geometry.staging.blanks import blanks
+from vllm_pd_connector.observability.stats import FailureKind
+from vllm_pd_connector.protocol.receive import ReceiveState
+from vllm_pd_connector.protocol.wire.fields import Reading
+from vllm_pd_connector.protocol.wire.messages import Release
+from vllm_pd_connector.protocol.wire.push_messages import DeclinePush
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.worker.receive.active import ActiveReceive
+    from vllm_pd_connector.worker.rpc import PendingCalls
+    from vllm_pd_connector.worker.staging.copiers import Copier
+
+logger = init_logger(__name__)
+
+RELEASE_TIMEOUT_S = 5.0
+
+
+def log_failure(active: ActiveReceive, reason: str, account: str, quarantined: bool) -> None:
+    """Say what failed and why; `account` is how far its staged transfers were."""
+    request = active.request
+    log = logger.info if active.kind is FailureKind.ABORTED else logger.error
+    log(
+        "request %s: receive of tokens [%d, %d) of prefill request %s%s failed: %s%s%s",
+        request.request_id,
+        request.start,
+        request.stop,
+        active.prefill,
+        "" if str(active.link.machine.key) in reason else f" at {active.link.endpoint}",
+        reason,
+        f" ({account})" if account else "",
+        "; its blocks stay in quarantine until no transfer can write into them" if quarantined else "",
+    )
+
+
+def blank(active: ActiveReceive, copier: Copier) -> str:
+    """Zero what nobody wrote of a receive's blocks; returns why that failed, empty if it did not."""
+    assert active.plan is not None
+    request = active.request
+    try:
+        for place in blanks(active.plan, request.blocks, request.start, request.stop, active.first_valid_tokens):
+            copier.blank(place)
+        copier.finish()
+    except Exception as error:  # what is left there may be anything
+        logger.exception("request %s: zeroing what was not written", request.request_id)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def give_back(active: ActiveReceive, calls: PendingCalls) -> None:
+    """Tell the prefill side that this lease needs no keeping; nobody waits for the answer."""
+    push = active.request.push
+    if active.lease is not None:
+        lease, request = active.lease, active.request
+        message: Release | DeclinePush = Release(
+            (Reading(lease.request_id, lease.nonce, request.attempt, request.shared),)
+        )
+    elif active.question:
+        return  # whom we asked to write has failed the push itself, or learns it by the withdrawal
+    else:
+        assert push is not None
+        message = DeclinePush(push.prefill, active.request.waited_s + max(time.monotonic() - active.began, 0.0))
+    try:
+        calls.ask(active.link.endpoint, message, RELEASE_TIMEOUT_S)
+    except ProtocolError as error:
+        logger.debug("giving back prefill %s: %s", active.prefill, error)
+
+
+def missing(active: ActiveReceive) -> str:
+    """What a receive waits for, for whoever reads that it took too long."""
+    match active.machine.state:
+        case ReceiveState.READING:
+            return f"{len(active.machine.writing)} transfers have not ended, and no part of one has since"
+        case ReceiveState.VERIFYING:
+            return "the prefill side's sums did not come"
+        case ReceiveState.CONFIRMING:
+            return "the prefill side did not say whether it held the blocks"
+    return ""

@@ -1,0 +1,88 @@
+"""The link of a decode worker to a prefill instance that it reads from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pair, runs_of
+from vllm_pd_connector.geometry.plan import Edge, Plan, make_plan
+from vllm_pd_connector.geometry.staging.chunks import Chunk, chunks, split
+from vllm_pd_connector.worker.peers.link import PeerLink
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm_pd_connector.geometry.manifest import Manifest, Segment
+    from vllm_pd_connector.geometry.runs import Runs
+    from vllm_pd_connector.metadata import ReceiveRequest
+    from vllm_pd_connector.transport.base import Transport, TransportPeer
+    from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A request's reads per connected rank, straight or by way of the staging buffer, and the groups (of this side)
+    whose first block in the window holds tokens only from a position on: `geometry.bind.first_valid_tokens`."""
+
+    reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]]
+    first_valid_tokens: dict[int, int]
+
+
+@dataclass(eq=False, slots=True)
+class ReadLink(PeerLink):
+    """To a prefill instance that is read from: connected are the ranks that the plan reads from.
+
+    `edges` are the plan's, what is read directly and what by way of the staging buffer. `scratch` is memory of one
+    connected rank for a self-test, `bandwidth` what the latest one found.
+    """
+
+    plan: Plan | None = None
+    edges: tuple[tuple[Edge, Edge], ...] = ()
+    chunk_bytes: int = 0
+    scratch: tuple[TransportPeer, Segment] | None = None
+    bandwidth: Bandwidth | None = None
+
+    def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
+        """Check, plan, connect to the ranks that are read from. Raises as `PeerLink.connect`."""
+        remote, check = self._accept(local, local, "decode engine {} cannot read from prefill engine {}")
+        plan = make_plan(local, remote)
+        by_rank = {(m.parallel.pp_rank, m.parallel.tp_rank): m for m in remote}
+        for edge in plan.edges:
+            source = by_rank[edge.source]
+            scratch = (source.scratch,) if source.scratch is not None else ()
+            peer = self.ranks[edge.source] = transport.connect(source.endpoint, (*source.segments, *scratch))
+            self.scratch = self.scratch or ((peer, *scratch) if scratch else None)
+        self.plan, self.chunk_bytes = plan, chunk_bytes
+        self.edges = tuple(split(edge, chunk_bytes) for edge in plan.edges)
+        converted = sum(bool(staged.pairings) for _, staged in self.edges)
+        return f"{check.status}, reads from {len(plan.edges)} of {len(remote)} ranks, converts from {converted}"
+
+    def disconnect(self, transport: Transport) -> None:
+        """See `PeerLink`."""
+        PeerLink.disconnect(self, transport)
+        self.plan, self.scratch, self.edges = None, None, ()
+
+    def bind(self, request: ReceiveRequest) -> Bound:
+        """What must be read for a request; no reads when nothing is missing.
+
+        Raises:
+            BindError: the request's block ids do not fit the manifests.
+        """
+        assert self.plan is not None and request.read is not None
+        source, destination = request.read.blocks, request.blocks
+        reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = []
+        late = []
+        for edges in self.edges:
+            peer = self.ranks[edges[0].source]
+            # Slots after the last prompt token hold nothing yet, so a whole page may take the place of its tail.
+            direct, staged = (
+                pair(edge, source, destination, request.start, request.stop, tail=Tail.PAGE, late=True)
+                for edge in edges
+            )
+            if len(runs := runs_of(direct)):
+                reads.append((peer, runs))
+            if any(len(spans.tokens) for _, spans in staged):
+                reads.append((peer, chunks(staged, self.chunk_bytes)))
+            late.append(first_valid_tokens([*direct, *staged]))
+        return Bound(reads, latest(late))
