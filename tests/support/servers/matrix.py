@@ -42,6 +42,7 @@ class Row:
     `beside` is a connector that both sides have beside this project's, in a MultiConnector. With `drafts` both
     sides speculate with a draft model, which has caches of its own.
     `kernels` "avx2": both sides compute as on a processor that has nothing newer, vLLM's kernels and torch's.
+    With `events` both sides publish their KV-cache events.
     """
 
     family: str
@@ -62,6 +63,7 @@ class Row:
     beside: str = ""
     drafts: bool = False
     kernels: str = ""
+    events: bool = False
 
     @property
     def id(self) -> str:
@@ -74,6 +76,7 @@ class Row:
         parts += ["to".join(layouts)] if layouts != ("CPU", "CPU") else []
         parts += [f"beside{self.beside}"] if self.beside else []
         parts += ["drafts"] if self.drafts else []
+        parts += ["events"] if self.events else []
         parts += [self.kernels] if self.kernels else []
         parts += ["chunked"] if self.chunked else []
         parts += [] if self.prefix_caching else ["nocache"]
@@ -263,11 +266,19 @@ OTHER_HITS_ROWS: list[Row] = [
 """Where a push, or a pull over the other transport, starts behind hits of every length: pages that the cursor of a push
 meets, and pages that it rounds to."""
 
-STORED_ROWS: list[Row] = [Row("gqa", mode=mode, beside="ExampleConnector") for mode in ("push", "pull")]
-"""Beside a connector that loads synchronously, and that knows one KV-cache group only."""
+STORED_ROWS: list[Row] = [
+    Row("gqa", mode=mode, beside=beside)
+    for beside in ("ExampleConnector", "StoringConnector")
+    for mode in ("push", "pull")
+]
+"""Beside a connector that loads synchronously and knows one KV-cache group only, and one that loads and saves between
+steps."""
 
 BESIDE_ROWS: list[Row] = [*STORED_ROWS, Row("gqa", beside="KeepingConnector")]
 """And beside one that has every finished request's blocks kept."""
+
+EVENT_ROWS: list[Row] = [Row("gqa", mode="push", events=True), Row("swa", events=True), Row("kimi", events=True)]
+"""Whose sides tell what their prefix caches have: a kind of group each, and the mode in which decode is asked first."""
 
 DRAFT_ROWS: list[Row] = [Row("gqa", chunked=True, mode=mode, drafts=True) for mode in ("push", "pull")]
 
@@ -317,7 +328,7 @@ def _values(row: Row) -> tuple[object, ...]:
     )
     return (
         row.family, *geometry, row.chunked, row.prefix_caching, row.mode, row.transport, row.beside, row.drafts,
-        row.kernels,
+        row.kernels, row.events,
     )  # fmt: skip
 
 
