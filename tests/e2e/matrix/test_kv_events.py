@@ -51,7 +51,8 @@ def test_what_arrived_is_announced_under_the_hashes_of_what_was_computed(pair: C
             arrived = decode.told(QUIET_S)
             assert stored(arrived), "nothing was announced"
             assert stored(arrived) <= stored(computed)
-            assert all(chain[1] is None or (chain[0], chain[1]) in stored(computed) for chain in chains(arrived))
+            known = {name for _, name in stored(computed)} | {None}  # a parent may be what a window has lost
+            assert all(parent in known for _, parent, *_ in chains(arrived))
             if pair.row.family == "gqa":  # full attention keeps everything
                 assert len(stored(arrived)) == len(prompt) // pair.block_tokens
                 assert stored(arrived) == stored(computed)
