@@ -107,6 +107,7 @@ bench: setup
 	$(RUN) benchmarks/waiting.py
 	$(RUN) benchmarks/overlap.py
 	$(RUN) benchmarks/rates.py
+	$(RUN) benchmarks/routing.py
 	$(RUN) benchmarks/accuracy/recall.py
 
 clean:

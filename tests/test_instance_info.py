@@ -23,7 +23,9 @@ def page(*engines: dict[str, str]) -> str:
 
 
 def test_every_engine_is_read_back_as_it_was_said() -> None:
-    second = dataclasses.replace(INFO, engine_id="b", side_channel_port=5602)
+    second = dataclasses.replace(
+        INFO, engine_id="b", side_channel_port=5602, kv_events="tcp://*:5557", kv_events_replay="ipc:///run/x"
+    )
     text = page({"engine": "0", **INFO.labels()}, {"engine": "1", **second.labels()})
     assert parse(text) == {0: INFO, 1: second}
 

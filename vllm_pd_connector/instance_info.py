@@ -34,7 +34,9 @@ HANDOFFS = ("serial", "concurrent")
 class EngineInfo:
     """One data-parallel engine of an instance. Sizes are numbers of ranks; the address is its side channel's.
 
-    `handoff` is how requests are to be brought here, "serial" or "concurrent" (`Config.handoff`)."""
+    `handoff` is how requests are to be brought here, "serial" or "concurrent" (`Config.handoff`). `kv_events` and
+    `kv_events_replay` are the endpoints at which it publishes and replays vLLM's KV-cache events, as it binds them;
+    empty where it does not."""
 
     role: str
     mode: str
@@ -47,6 +49,8 @@ class EngineInfo:
     pp_size: int
     dcp_size: int
     dp_size: int
+    kv_events: str = ""
+    kv_events_replay: str = ""
 
     def labels(self) -> dict[str, str]:
         """Names and values of the series' own labels."""
@@ -54,6 +58,7 @@ class EngineInfo:
 
 
 LABELS: tuple[str, ...] = tuple(EngineInfo.__dataclass_fields__)
+_MAY_BE_EMPTY = ("kv_events", "kv_events_replay")
 _NUMBERS = ("side_channel_port", "tp_size", "pp_size", "dcp_size", "dp_size")
 
 
@@ -76,7 +81,7 @@ def parse(exposition: str) -> dict[int, EngineInfo]:
 
 
 def _engine(row: Mapping[str, str]) -> EngineInfo:
-    missing = [name for name in LABELS if not row.get(name)]
+    missing = [name for name in LABELS if not row.get(name) and name not in _MAY_BE_EMPTY]
     if missing:
         raise ProtocolError(
             f"{INFO_SERIES}: without {', '.join(missing)}; run releases of vllm_pd_connector on both sides that "
@@ -85,7 +90,7 @@ def _engine(row: Mapping[str, str]) -> EngineInfo:
     for name, known in (("role", ROLES), ("handoff", HANDOFFS)):
         if row[name] not in known:
             raise ProtocolError(f"{INFO_SERIES}: {name}: {row[name][:80]!r} there, one of {', '.join(known)} here")
-    words = {name: row[name] for name in LABELS if name not in _NUMBERS}
+    words = {name: row.get(name, "") for name in LABELS if name not in _NUMBERS}
     numbers = {name: _number(row, name, least=1) for name in _NUMBERS}
     return EngineInfo(**words, **numbers)  # type: ignore[arg-type]  # the names are the fields'
 

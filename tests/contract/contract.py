@@ -102,6 +102,7 @@ MEMBERS = (
     _members(
         "vllm.config.vllm:VllmConfig",
         "model_config cache_config parallel_config speculative_config kv_transfer_config compilation_config "
+        "kv_events_config "
         "num_prefill_lookahead_tokens",
     ),
     _members(
@@ -110,6 +111,7 @@ MEMBERS = (
         "get_hidden_size get_total_num_kv_heads get_head_size",
     ),
     _members("vllm.config.cache:CacheConfig", "cache_dtype"),
+    _members("vllm.config.kv_events:KVEventsConfig", "enable_kv_cache_events publisher endpoint replay_endpoint"),
     _members("vllm.config.speculative:SpeculativeConfig", "method draft_model_config num_speculative_tokens"),
     _members(
         "vllm.config.parallel:ParallelConfig",

@@ -76,7 +76,7 @@ def pytest_runtest_makereport(
     """Note whether a test of a row of the matrix passed, what is checked after it included."""
     report = yield
     row = _row_of(item)
-    if row is not None and not row.beside and not row.drafts:
+    if row is not None and not row.beside and not row.drafts and not row.events:
         name = getattr(item, "originalname", item.name)
         fresh = {"test": name, "row": dataclasses.asdict(row), "passed": True}
         record = item.config.stash.setdefault(_RESULTS, {}).setdefault(item.nodeid, fresh)

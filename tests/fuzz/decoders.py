@@ -28,6 +28,7 @@ from tests.fuzz.forms import (
 )
 from tests.support.geometry.world import Model, Side, instance
 from tests.support.handed_over import answer_of
+from tests.support.proxy.caches import CLEARED, FULL, batch, removed, stored
 from vllm_pd_connector import cli
 from vllm_pd_connector.errors import (
     BindError,
@@ -68,6 +69,8 @@ from vllm_pd_connector.protocol.wire.push_messages import (
 )
 from vllm_pd_connector.proxy.exchange import InstanceRefusal, check_event, check_finished, parsed_json, read_body
 from vllm_pd_connector.proxy.handoff import decode_body, prefill_body
+from vllm_pd_connector.proxy.kv_events.block_keys import PromptBlocks
+from vllm_pd_connector.proxy.kv_events.known_prefixes import Announcements
 from vllm_pd_connector.proxy.legs import LegError, encoded_body
 from vllm_pd_connector.transport.addresses import host_identity
 from vllm_pd_connector.transport.endpoint import Endpoint, seal, unseal
@@ -125,8 +128,20 @@ def use_params(value: Any) -> object:
 
 def use_body(content: bytes) -> object:
     """As the router reads a client's body, and sends it on."""
-    body, keys = read_body(content.decode(errors="replace"))
-    return keys, encoded_body(prefill_body(body, "cmpl-1")), encoded_body(body)
+    body, prefix = read_body(content.decode(errors="replace"))
+    return (
+        prefix.keys,
+        prefix.blocks and prefix.blocks.key(1, 1, adapter=False),
+        encoded_body(prefill_body(body, "cmpl-1")),
+        encoded_body(body),
+    )
+
+
+def use_events(content: bytes) -> object:
+    """As the router takes over what an instance announces of its cache, and looks a prompt up."""
+    known = Announcements()
+    known.take(0, content)
+    return known.held.length(PromptBlocks([1, 2, 3, 4], "m", ""), adapter=False)
 
 
 def use_answer(content: bytes) -> object:
@@ -308,6 +323,16 @@ DECODERS: dict[str, Decoder] = {
         ),
         exposition_rows,
         exposition_of,
+    ),
+    "events": Decoder(
+        use_events,
+        ProtocolError,
+        (
+            batch(stored([b"a", b"b"], None, [1, 2, 3, 4], 2, extra_keys=[None, ["salt"]], **FULL), CLEARED),
+            batch(stored([7], None, [1, 2], 2), stored([8], 7, [3, 4], 2), removed([8], group_idx=0)),
+        ),
+        msgspec.msgpack.decode,
+        msgspec.msgpack.encode,
     ),
     "stranger": Decoder(
         use_stranger,

@@ -92,3 +92,29 @@ def test_the_memory_of_prompts_is_bounded_and_keeps_the_newest() -> None:
         chooser.took("b", [key])
     found = [chooser.choose(candidates(a=0, b=0), [key])[1] for key in keys]
     assert found == [False, False, True, True, True]
+
+
+def test_who_holds_the_longest_beginning_goes_before_who_was_sent_it() -> None:
+    chooser = Chooser(slack=2)
+    keys = prefix_keys(LONG)
+    chooser.took("a", keys)
+    assert chooser.choose(candidates(a=0, b=0), keys, {"a": 64, "b": 128}) == ("b", True)
+    assert chooser.choose(candidates(a=0, b=2), keys, {"b": 1}) == ("b", True)
+
+
+def test_who_holds_the_longest_beginning_is_preferred_up_to_the_slack() -> None:
+    chooser = Chooser(slack=2)
+    held = {"a": 16, "b": 128}
+    assert chooser.choose(candidates(a=0, b=3, c=1), [], held) == ("a", True)
+    assert chooser.choose(candidates(b=3, c=0), [], held) == ("c", False)
+
+
+def test_among_those_that_hold_as_much_it_is_who_was_sent_it_and_then_who_is_least_busy() -> None:
+    chooser = Chooser(slack=2)
+    keys = prefix_keys(LONG)
+    held = {"a": 64, "b": 64, "c": 0}
+    assert chooser.choose(candidates(a=2, b=1, c=0), keys, held) == ("b", True)
+    chooser.took("a", keys)
+    assert chooser.choose(candidates(a=2, b=1, c=0), keys, held) == ("a", True)
+    chooser.took("c", keys)
+    assert chooser.choose(candidates(a=2, b=1, c=0), keys, held) == ("b", True)

@@ -22,7 +22,7 @@ from tests.support.ports import free_port
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import HANDS_OVER, LIMIT, streams
 from vllm_pd_connector.arguments import base_url
-from vllm_pd_connector.proxy.serve import _serve, add_arguments, options_of
+from vllm_pd_connector.proxy.serve import _serve, add_arguments, options_of, run
 
 STARTS_WITHIN = 60.0
 
@@ -77,6 +77,37 @@ def test_the_command_serves_clients_and_operators_until_it_is_told_to_stop() -> 
             assert process.wait(STARTS_WITHIN) == 0
         finally:
             process.kill()
+
+
+def test_the_command_line_says_where_events_are() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = (
+        "--policy kv-events --kv-events http://p/=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558 --kv-events http://q=ipc://x"
+    )
+    options = options_of(parser.parse_args(words.split()))
+    assert options.policy == "kv-events"
+    assert options.kv_events == {
+        "http://p": ("tcp://10.0.0.7:5557", "tcp://10.0.0.7:5558"),
+        "http://q": ("ipc://x", ""),
+    }
+    assert options_of(parser.parse_args([])).policy == "prefix"
+
+
+@pytest.mark.parametrize("text", ["", "http://p", "http://p=", "p=tcp://h:1", "http://p=h:1", "http://p=tcp://h:1,h:2"])
+def test_what_is_no_place_of_events_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--kv-events", text])
+    assert "argument --kv-events" in capsys.readouterr().err
+
+
+def test_places_of_events_to_which_nobody_listens_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert run(parser.parse_args(["--kv-events", "http://p=tcp://h:1"])) == 2
+    assert "--policy kv-events" in caplog.text
 
 
 def test_requests_have_the_time_to_end_that_the_command_line_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,7 @@ def test_stats_aggregate_and_survive_the_way_between_processes():
 
 
 CONFIG = SimpleNamespace(
+    kv_events_config=None,
     kv_transfer_config=SimpleNamespace(
         kv_role="kv_producer", engine_id="e", kv_connector_extra_config={"side_channel_port": 5600}
     ),

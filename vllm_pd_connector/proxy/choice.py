@@ -6,6 +6,10 @@ The router remembers at which instance it sent which key last. An instance that 
 preferred, as long as it has at most `slack` requests more than the one with the least: otherwise a popular beginning
 would draw all requests to one instance. Ties go to whoever was chosen longest ago, so idle instances take turns.
 
+Where instances announce what they hold (`kv_events`), those that hold the longest beginning go first. The memory then
+decides among these alone: it knows of what is being computed and not yet announced, and of prompts whose tokens the
+router does not know.
+
 Pure but for the memory of keys, which holds the most recent ones only.
 """
 
@@ -15,9 +19,11 @@ import hashlib
 import itertools
 import json
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.bounded import Bounded
+from vllm_pd_connector.proxy.kv_events.block_keys import PromptBlocks, prompt_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,6 +34,8 @@ PIECE_CHARACTERS = 256
 MAX_PIECES = 64
 """A prompt's later pieces decide nothing: who knows this many knows where the prompt's cache is."""
 
+NOTHING_HELD: Mapping[str, int] = MappingProxyType({})
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -35,6 +43,21 @@ class Candidate:
 
     url: str
     in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPrefix:
+    """By what a prompt's beginning is known: keys of its pieces, and its blocks where the router knows its tokens."""
+
+    keys: Sequence[bytes] = ()
+    blocks: PromptBlocks | None = None
+
+
+NOTHING_KNOWN = PromptPrefix()
+
+
+def prompt_prefix(body: Mapping[str, Any]) -> PromptPrefix:
+    return PromptPrefix(prefix_keys(body), prompt_blocks(body))
 
 
 def prefix_keys(body: Mapping[str, Any]) -> list[bytes]:
@@ -65,16 +88,22 @@ class Chooser:
         self._chosen_at: dict[str, int] = {}
         self._turns = itertools.count(1)
 
-    def choose(self, candidates: Sequence[Candidate], keys: Sequence[bytes]) -> tuple[str, bool]:
-        """URL of the instance to ask, and whether it was preferred for its cache. `candidates` must not be empty."""
+    def choose(
+        self, candidates: Sequence[Candidate], keys: Sequence[bytes], held: Mapping[str, int] = NOTHING_HELD
+    ) -> tuple[str, bool]:
+        """URL of the instance to ask, and whether it was preferred for its cache. `candidates` must not be empty;
+        `held` is how many tokens of the prompt, from the first on, instances have announced."""
         least = min(candidate.in_flight for candidate in candidates)
-        near = {c.url: c for c in candidates if c.in_flight <= least + self._slack}
+        near = [c for c in candidates if c.in_flight <= least + self._slack]
+        longest = max(held.get(c.url, 0) for c in near)
+        best = {c.url: c.in_flight for c in near if held.get(c.url, 0) == longest}
         for key in reversed(keys):
             home = self._homes.get(key)
-            if home in near:
+            if home in best:
                 return home, True
-        idle = [c.url for c in candidates if c.in_flight == least]
-        return min(idle, key=lambda url: self._chosen_at.get(url, 0)), False
+        least = min(best.values())
+        idle = [url for url, in_flight in best.items() if in_flight == least]
+        return min(idle, key=lambda url: self._chosen_at.get(url, 0)), longest > 0
 
     def took(self, url: str, keys: Sequence[bytes]) -> None:
         """`url` was sent a request with these keys."""

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.proxy.choice import prefix_keys
+from vllm_pd_connector.proxy.choice import PromptPrefix, prompt_prefix
 from vllm_pd_connector.proxy.fleet import InstanceRole
 from vllm_pd_connector.proxy.handoff import Body, check_client_body
 from vllm_pd_connector.proxy.legs import Headers, LegError
@@ -47,7 +47,7 @@ class Exchange:
     request: web.Request
     request_id: str
     body: Body
-    keys: list[bytes]
+    prefix: PromptPrefix
     headers: Headers
     started: float
     answer: web.StreamResponse | None = None
@@ -75,10 +75,10 @@ async def read_exchange(request: web.Request, request_id: str, started: float) -
         text = await request.text()
     except (UnicodeDecodeError, LookupError) as error:  # the second is for a charset that nobody knows
         raise ProtocolError(f"the request body is not JSON: {error}") from error
-    body, keys = read_body(text)
+    body, prefix = read_body(text)
     traced = {name: ",".join(request.headers.getall(name)) for name in TRACING if name in request.headers}
     headers = {"X-Request-Id": request_id, **credentials(request), **traced}
-    return Exchange(request, request_id, body, keys, headers, started)
+    return Exchange(request, request_id, body, prefix, headers, started)
 
 
 def credentials(request: web.Request) -> Headers:
@@ -87,15 +87,15 @@ def credentials(request: web.Request) -> Headers:
     return {name: request.headers[name]} if name in request.headers else {}
 
 
-def read_body(text: str) -> tuple[Body, list[bytes]]:
-    """A client's body, and the keys of its prompt.
+def read_body(text: str) -> tuple[Body, PromptPrefix]:
+    """A client's body, and by what its prompt's beginning is known.
 
     Raises:
         ProtocolError: no JSON that Python can read (also not numbers of thousands of digits), or not to be handed over.
     """
     try:
         body = check_client_body(json.loads(text))
-        return body, prefix_keys(body)
+        return body, prompt_prefix(body)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the request body is not JSON: {error}") from error
 

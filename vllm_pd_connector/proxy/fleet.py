@@ -29,12 +29,14 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.errors import InvalidConfig, ProtocolError
 from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, EngineInfo, parse
-from vllm_pd_connector.proxy.choice import Candidate, Chooser
+from vllm_pd_connector.proxy.choice import Candidate, Chooser, PromptPrefix
+from vllm_pd_connector.proxy.kv_events.known_prefixes import KnownPrefixes
+from vllm_pd_connector.proxy.kv_events.subscriber import Subscriptions, source_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping
 
     from vllm_pd_connector.proxy.metrics import ProxyMetrics
 
@@ -117,12 +119,25 @@ class Instance:
 class Fleet:
     """All instances of one router. Everything runs in one event loop."""
 
-    def __init__(self, metrics: ProxyMetrics, *, check_interval: float, facts_interval: float, slack: int):
+    def __init__(
+        self,
+        metrics: ProxyMetrics,
+        *,
+        check_interval: float,
+        facts_interval: float,
+        slack: int,
+        kv_events: Mapping[str, tuple[str, str]] | None = None,
+    ):
+        """`kv_events`: endpoints of events and of their replay by instance, of those that do not say theirs; None to
+        listen to no events."""
         self._metrics = metrics
         self._check_interval = check_interval
         self._facts_interval = facts_interval
         self._instances: dict[str, Instance] = {}
         self._choosers = {role: Chooser(slack) for role in InstanceRole}
+        self._given_endpoints = kv_events or {}
+        self._known = KnownPrefixes()
+        self._subscriptions = None if kv_events is None else Subscriptions(self._known, self._show_known)
         self._session: aiohttp.ClientSession | None = None
         self._wake = asyncio.Event()
 
@@ -168,21 +183,22 @@ class Fleet:
 
     # -- choosing -----------------------------------------------------------------------------------------------------
 
-    def choose(self, role: InstanceRole, keys: Sequence[bytes], without: set[str]) -> Instance | None:
+    def choose(self, role: InstanceRole, prefix: PromptPrefix, without: set[str]) -> Instance | None:
         """The instance to ask next, None when none is left but those in `without`."""
         usable = [i for i in self.usable(role) if i.url not in without]
         if not usable:
             return None
         candidates = [Candidate(i.url, i.in_flight) for i in usable]
-        url, for_its_cache = self._choosers[role].choose(candidates, keys)
+        held = self._known.lengths(prefix.blocks, [i.url for i in usable])
+        url, for_its_cache = self._choosers[role].choose(candidates, prefix.keys, held)
         if for_its_cache:
             self._metrics.affinity.labels(role).inc()
         return self._instances[url]
 
     @contextmanager
-    def busy(self, instance: Instance, role: InstanceRole, keys: Sequence[bytes]) -> Iterator[None]:
+    def busy(self, instance: Instance, role: InstanceRole, prefix: PromptPrefix) -> Iterator[None]:
         """Count a request at an instance as long as the context lasts."""
-        self._choosers[role].took(instance.url, keys)
+        self._choosers[role].took(instance.url, prefix.keys)
         self._metrics.legs.labels(instance.url, role).inc()
         instance.in_flight += 1
         self._show(instance)
@@ -214,6 +230,11 @@ class Fleet:
     def suspect(self) -> None:
         """An instance broke off: look at all of them now rather than at the next interval."""
         self._wake.set()
+
+    async def close(self) -> None:
+        """Listen to nobody any more."""
+        if self._subscriptions is not None:
+            await self._subscriptions.close()
 
     # -- checking -----------------------------------------------------------------------------------------------------
 
@@ -268,7 +289,7 @@ class Fleet:
         instance.failures = instance.deaf = 0
         if not fresh:
             self._learn(instance, engines)
-        if wrong := _contradiction(instance):
+        if wrong := _contradiction(instance) or self._follow(instance):
             self._set(instance, InstanceState.WRONG, wrong)
         else:
             self._set(instance, InstanceState.UP, "healthy")
@@ -291,11 +312,40 @@ class Fleet:
     def _learn(self, instance: Instance, engines: dict[int, EngineInfo]) -> None:
         instance.asked_at = time.monotonic()
         if instance.engines != engines:
-            for chooser in self._choosers.values():
-                chooser.forget(instance.url)
+            self._forget(instance)
             instance.engines = engines
             for index, engine in engines.items():
                 logger.info("%s engine %d: %s", instance.url, index, engine)
+
+    def _forget(self, instance: Instance) -> None:
+        """It is another process, or gone: its cache is not the one that is known."""
+        for chooser in self._choosers.values():
+            chooser.forget(instance.url)
+        if self._subscriptions is not None:
+            self._subscriptions.leave(instance.url)
+
+    def _follow(self, instance: Instance) -> str:
+        """Listen to what an instance announces of its cache; why that cannot be, empty if it can or need not."""
+        if self._subscriptions is None:
+            return ""
+        if len(instance.engines) > 1:
+            return (
+                f"it has {len(instance.engines)} data-parallel engines, of which vLLM's API server chooses one; start "
+                "each as an instance of its own (--data-parallel-external-lb), or use --policy prefix"
+            )
+        told = [(engine.kv_events, engine.kv_events_replay) for engine in instance.engines.values()]
+        try:
+            source = source_of(instance.url, *self._given_endpoints.get(instance.url, (told or [("", "")])[0]))
+        except InvalidConfig as error:
+            return str(error)
+        self._subscriptions.follow(instance.url, source)
+        return ""
+
+    def _show_known(self, url: str) -> None:
+        known = self._known.of(url)
+        self._metrics.known_blocks.labels(url).set(len(known.held))
+        for loss, count in known.losses.items():
+            self._metrics.event_losses.labels(url, loss).set(count)
 
     def _set(self, instance: Instance, state: InstanceState, why: str) -> None:
         if (instance.state, instance.why) != (state, why):
@@ -314,8 +364,7 @@ class Fleet:
     def _drop_if_left(self, instance: Instance) -> None:
         if instance.state is InstanceState.LEAVING and not instance.in_flight and instance.url in self._instances:
             del self._instances[instance.url]
-            for chooser in self._choosers.values():
-                chooser.forget(instance.url)
+            self._forget(instance)
             self._metrics.forget(instance.url)
 
 

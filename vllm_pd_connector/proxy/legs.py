@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from vllm_pd_connector.proxy.choice import NOTHING_KNOWN, PromptPrefix
 from vllm_pd_connector.proxy.fleet import Fleet, Instance, InstanceRole
 from vllm_pd_connector.proxy.handoff import Body
 
@@ -68,7 +69,7 @@ class Legs:
         role: InstanceRole,
         path: str,
         prepare: Prepare,
-        keys: Sequence[bytes] = (),
+        prefix: PromptPrefix = NOTHING_KNOWN,
         on_sent: Callable[[Instance], None] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The answer of the first instance, in order of preference, that takes the connection.
@@ -79,13 +80,13 @@ class Legs:
             LegError: see the module.
         """
         refused: dict[str, str] = {}
-        while (instance := self._fleet.choose(role, keys, set(refused))) is not None:
+        while (instance := self._fleet.choose(role, prefix, set(refused))) is not None:
             body, headers = prepare(instance)
             content, headers = encoded_body(body), {**headers, "Content-Type": "application/json"}
             logger.debug("request %s: %s at %s", headers["X-Request-Id"], role, instance.url)
             sent = None if on_sent is None else lambda chosen=instance: on_sent(chosen)
             try:
-                with self._fleet.busy(instance, role, keys):
+                with self._fleet.busy(instance, role, prefix):
                     async with AsyncExitStack() as stack:
                         async with self._fleet.answering(instance) as waiting:
                             request = self._session.post(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from vllm_pd_connector.proxy.kv_events.known_prefixes import Loss
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -62,10 +66,28 @@ class ProxyMetrics:
             registry=self.registry,
         )
 
+        self.known_blocks = Gauge(
+            "vllm_pd_proxy_known_blocks",
+            "Blocks that an instance has announced to hold (--policy kv-events).",
+            ["instance"],
+            registry=self.registry,
+        )
+        self.event_losses = Gauge(
+            "vllm_pd_proxy_kv_event_losses",
+            "How often what was known of an instance's cache was forgotten since it is followed, by the reason.",
+            ["instance", "reason"],
+            registry=self.registry,
+        )
+
     def forget(self, url: str) -> None:
         """Drop the gauges of an instance that was removed."""
         for gauge in (self.in_flight, self.usable):
             gauge.remove(url)
+        with contextlib.suppress(KeyError):  # nobody listened to it
+            self.known_blocks.remove(url)
+        for loss in Loss:
+            with contextlib.suppress(KeyError):
+                self.event_losses.remove(url, loss)
 
     def exposition(self) -> bytes:
         """The text of `/metrics`."""

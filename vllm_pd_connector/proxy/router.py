@@ -45,7 +45,7 @@ from vllm_pd_connector.proxy.legs import Headers, LegError, Legs, Limits, make_s
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
     from vllm_pd_connector.instance_info import EngineInfo
 
@@ -58,12 +58,15 @@ DATA_PARALLEL_RANK = "X-data-parallel-rank"
 CLIENT_LEFT = 499
 
 Handoff = Literal["auto", "serial", "concurrent"]
+Policy = Literal["prefix", "kv-events"]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """Base URLs of instances by role, or of any role (`instances`, which must say theirs); times are seconds.
 
+    `policy` is by what an instance's cache is judged: "prefix" (by what it was sent) or "kv-events" (by what it
+    announces, at the endpoints that it says or that `kv_events` has by its URL: of events, and of replay or empty).
     `slack` is by how many requests in flight an instance that knows a prompt may exceed the least busy one.
     """
 
@@ -75,6 +78,8 @@ class Options:
     check_interval: float = 2.0
     facts_interval: float = 30.0
     slack: int = 2
+    policy: Policy = "prefix"
+    kv_events: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 class Router:
@@ -87,6 +92,7 @@ class Router:
             check_interval=options.check_interval,
             facts_interval=options.facts_interval,
             slack=options.slack,
+            kv_events=options.kv_events if options.policy == "kv-events" else None,
         )
         self._options = options
         self._legs: Legs
@@ -110,6 +116,7 @@ class Router:
                 self.fleet.add(url, role)
         for url in self._options.instances:
             self.fleet.add(url, None)
+        fleet = self.fleet
         async with make_session(self._options.limits) as session:
             self._session = session
             self._legs = Legs(self.fleet, self.metrics, session, self._options.limits)
@@ -120,6 +127,7 @@ class Router:
             finally:
                 for task in (checks, *self._trailing):
                     await _end(task)
+                await fleet.close()
 
     # -- a completion -------------------------------------------------------------------------------------------------
 
@@ -253,7 +261,7 @@ class Router:
 
     async def _prefill(self, exchange: Exchange, prepare: Any, on_sent: Any = None) -> Any:
         """What the prefill instance answers, read."""
-        async with self._legs.send(InstanceRole.PREFILL, exchange.path, prepare, exchange.keys, on_sent) as response:
+        async with self._legs.send(InstanceRole.PREFILL, exchange.path, prepare, exchange.prefix, on_sent) as response:
             content = await response.read()
             if response.status != 200:
                 raise InstanceRefusal(response.status, content, response.content_type)
@@ -268,7 +276,7 @@ class Router:
         def prepare(_instance: Instance) -> tuple[Body, Headers]:
             return body, exchange.headers
 
-        async with self._legs.send(InstanceRole.DECODE, exchange.path, prepare, exchange.keys) as response:
+        async with self._legs.send(InstanceRole.DECODE, exchange.path, prepare, exchange.prefix) as response:
             if response.status != 200 or response.content_type != "text/event-stream":
                 content = await response.read()
                 self._observe("first_byte", exchange)

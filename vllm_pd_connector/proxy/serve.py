@@ -18,8 +18,10 @@ import signal
 from aiohttp import web
 
 from vllm_pd_connector.arguments import base_url, listening_port, seconds
+from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.proxy.exchange import error_object
 from vllm_pd_connector.proxy.fleet import InstanceRole
+from vllm_pd_connector.proxy.kv_events.subscriber import source_of
 from vllm_pd_connector.proxy.legs import Limits
 from vllm_pd_connector.proxy.router import Options, Router
 
@@ -65,6 +67,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {defaults.slack}; 0: by load alone)",
     )  # fmt: skip
     parser.add_argument(
+        "--policy", choices=("prefix", "kv-events"), default=defaults.policy,
+        help="by what an instance knows a prompt: that it was sent its beginning (prefix, default), or that it "
+        "announces to hold it (kv-events: needs --kv-events-config at the instances)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv-events", action="append", default=[], metavar="URL=EVENTS[,REPLAY]", type=event_endpoints,
+        help="where an instance that does not say it (no PDConnector) publishes and replays its events, as in "
+        "http://10.0.0.7:8100=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558; repeat for several",
+    )  # fmt: skip
+    parser.add_argument(
         "--log-level", choices=("debug", "info", "warning"), default="info",
         help="debug also says to which instances each request is sent (default: info)",
     )  # fmt: skip
@@ -80,13 +92,34 @@ def options_of(arguments: argparse.Namespace) -> Options:
         check_interval=arguments.check_interval,
         facts_interval=arguments.facts_interval,
         slack=arguments.slack,
+        policy=arguments.policy,
+        kv_events=dict(arguments.kv_events),
     )
+
+
+def event_endpoints(text: str) -> tuple[str, tuple[str, str]]:
+    """An instance's URL and its endpoints of events and, or empty, of their replay.
+
+    Raises:
+        argparse.ArgumentTypeError: not URL=EVENTS[,REPLAY].
+    """
+    url, _, endpoints = text.partition("=")
+    events, _, replay = endpoints.partition(",")
+    url = base_url(url)
+    try:
+        source_of(url, events, replay)
+    except InvalidConfig as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+    return url, (events, replay)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends it; returns the exit code: 2 if it cannot listen."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("vllm_pd_connector").setLevel(arguments.log_level.upper())  # and not the libraries'
+    if arguments.kv_events and arguments.policy != "kv-events":
+        logger.error("--kv-events: nobody listens with --policy %s; give --policy kv-events", arguments.policy)
+        return 2
     return asyncio.run(_serve(arguments))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from vllm_pd_connector.compat.model.facts import model_facts
+from vllm_pd_connector.compat.model.facts import event_endpoints, model_facts
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.manifest import ModelFacts
 
@@ -142,3 +142,27 @@ def test_the_kernels_of_a_quantization_are_each_sides_own() -> None:
 def test_another_quantization_is_allowed_by_both_sides_or_not_at_all() -> None:
     either = {"allow_mixed_quantization": True}
     assert quantized("fp8", **either) == quantized(None, **either) != quantized(None)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "replay", "index", "told"),
+    [
+        ("tcp://*:5557", None, 0, ("tcp://*:5557", "")),
+        ("tcp://*:5557", "tcp://127.0.0.1:5558", 2, ("tcp://*:5559", "tcp://127.0.0.1:5560")),
+        ("tcp://[::]:5557", None, 1, ("tcp://[::]:5558", "")),
+        ("ipc:///run/events", None, 1, ("ipc:///run/events", "")),
+        ("tcp://10.0.0.7:5557", "tcp://*:5558", 0, ("", "tcp://*:5558")),  # the engine connects there
+        ("tcp://*:0", None, 0, ("", "")),
+        ("inproc://events", None, 0, ("", "")),
+    ],
+)
+def test_routers_are_told_the_endpoints_that_vllm_binds(
+    endpoint: str, replay: str | None, index: int, told: tuple[str, str]
+) -> None:
+    settings = {"publisher": "zmq", "endpoint": endpoint, "replay_endpoint": replay}
+    for publishes in (True, False):
+        events = SimpleNamespace(enable_kv_cache_events=publishes, **settings)
+        config: Any = SimpleNamespace(kv_events_config=events)
+        assert event_endpoints(config, index) == (told if publishes else ("", ""))
+    nothing: Any = SimpleNamespace(kv_events_config=None)
+    assert event_endpoints(nothing, index) == ("", "")

@@ -1,7 +1,8 @@
 """Beside another connector, in vLLM's MultiConnector: everything holds that holds alone.
 
 ExampleConnector loads synchronously, before the forward of the step, and knows one KV-cache group only, so that vLLM
-calls other methods in another order than it does alone. KeepingConnector (of the tests) has vLLM keep the blocks of
+calls other methods in another order than it does alone. StoringConnector (of the tests) loads and saves between steps,
+as OffloadingConnector does where there is a GPU. KeepingConnector (of the tests) has vLLM keep the blocks of
 every finished request, and says in the next step that it is done with them. That every block is free again, and every
 byte right, is checked by the `pair` fixture after each test.
 """

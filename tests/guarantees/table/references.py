@@ -98,5 +98,25 @@ GUARANTEES = [
         "PushRequester", "            if late > (needed := window_start(", "            if 0 > (needed := window_start(",
         "test_a_window_of_which_too_little_was_written_fails_the_request",
     ),
+    Guarantee(
+        "nothing is known across a gap in what an instance announces",
+        "Announcements", "            self._forget(Loss.GAP)", "            pass",
+        "test_without_a_replay_a_gap_makes_all_forgotten",
+    ),
+    Guarantee(
+        "what another life of an instance announced is not known",
+        "Announcements", "            self._forget(Loss.RESTART)", "            pass",
+        "test_an_instance_that_was_started_anew_is_heard_again_and_known_by_what_it_says_then",
+    ),
+    Guarantee(
+        "a batch that cannot be read makes all forgotten",
+        "Announcements", "            self._forget(Loss.UNREADABLE)", "            pass",
+        "test_a_batch_that_cannot_be_read_makes_all_forgotten",
+    ),
+    Guarantee(
+        "an announced block is held only behind a parent that is known",
+        "HeldBlocks", "if not copies or len(", "if len(",
+        "test_what_hangs_on_an_unknown_parent_is_not_held",
+    ),
 ]
 # fmt: on

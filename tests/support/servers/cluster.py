@@ -22,7 +22,16 @@ from examples.make_models import MODELS, make
 from tests.support.servers import digests
 from tests.support.servers.agreement import disagreement, parting_step, rest_of
 from tests.support.servers.engine import rounds_to_bfloat16
-from tests.support.servers.matrix import BESIDE_ROWS, DRAFT_ROWS, ORDER_ROWS, OTHER_WAY_ROWS, PLAIN_ROWS, Row
+from tests.support.servers.events import announcing
+from tests.support.servers.matrix import (
+    BESIDE_ROWS,
+    DRAFT_ROWS,
+    EVENT_ROWS,
+    ORDER_ROWS,
+    OTHER_WAY_ROWS,
+    PLAIN_ROWS,
+    Row,
+)
 from tests.support.servers.workload import LOGPROBS, OUTPUT_TOKENS, SCENARIOS, Answer, Prompt, ask, ask_many, completion
 from vllm_pd_connector.instance_info import parse
 
@@ -97,19 +106,27 @@ def _steps(raw: Sequence[Mapping[str, float]]) -> tuple[Mapping[int, float], ...
     return tuple({int(token): value for token, value in step.items()} for step in raw)
 
 
+TEST_CONNECTORS = {
+    "KeepingConnector": "pd_test_plugins.keeping",
+    "StoringConnector": "pd_test_plugins.storing",
+}
+
+
 def sibling(connector: str, role: str, store: Path) -> dict[str, Any]:
     """The configuration of a connector of vLLM that keeps what it saves in a directory, or of one of the tests."""
-    if connector == "KeepingConnector":
-        return {"kv_connector": connector, "kv_role": role, "kv_connector_module_path": "pd_test_plugins.keeping"}
+    module = TEST_CONNECTORS.get(connector)
     store.mkdir(parents=True, exist_ok=True)
-    where = {"shared_storage_path": str(store)}
-    return {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": where}
+    return {
+        "kv_connector": connector,
+        "kv_role": "kv_both" if module else role,
+        "kv_connector_extra_config": {"shared_storage_path": str(store)},
+    } | ({"kv_connector_module_path": module} if module else {})
 
 
 def together(*connectors: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of several connectors in one engine; the first that has tokens of a request loads them."""
-    role, extra = connectors[0]["kv_role"], {"connectors": connectors}
-    return {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": extra}
+    extra = {"connectors": connectors}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 class Cluster:
@@ -121,7 +138,7 @@ class Cluster:
         self.digest_dir = digest_dir
         self._servers = servers
         model = MODELS[row.family]
-        plain = row in (*PLAIN_ROWS, *ORDER_ROWS, *OTHER_WAY_ROWS, *BESIDE_ROWS, *DRAFT_ROWS)
+        plain = row in (*PLAIN_ROWS, *ORDER_ROWS, *OTHER_WAY_ROWS, *BESIDE_ROWS, *DRAFT_ROWS, *EVENT_ROWS)
         extra: dict[str, Any] = {"kv_lease_duration": SHORT_LEASE_S} if plain else {}
         if connector == "PDConnector":
             patience = {} if plain else PATIENCE
@@ -137,6 +154,9 @@ class Cluster:
             # Up to eight processes share two cores here: none may poll without pause (see vllm-cpu-findings.md).
             environment = {"VLLM_SERVER_DEV_MODE": "1", "PD_TEST_POLITE": "1", **model.environment}
             environment |= row.environment(side)
+            if row.events:
+                flags += announcing(self.events_endpoint(side))
+                environment["PYTHONHASHSEED"] = "0"  # equal hashes on both sides
             if row.mode == "push" and side == "p":
                 environment["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(free_port())
             return vllm_spec(
@@ -159,6 +179,11 @@ class Cluster:
     @property
     def model(self) -> str:
         return self.row.family
+
+    def events_endpoint(self, side: str) -> str:
+        """Where side "p" or "d" publishes its events."""
+        name = hashlib.sha256(f"{self.digest_dir} {side}".encode()).hexdigest()[:16]
+        return f"ipc://@pd-test-{name}"  # in no directory: a socket's path must be short
 
     def stored(self, side: str) -> Path:
         """Where a connector beside this project's keeps what it saved on side "p" or "d"."""

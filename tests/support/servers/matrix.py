@@ -44,6 +44,7 @@ class Row:
     sides speculate with a draft model, which has caches of its own.
     `kernels` "avx2": both sides compute as on a processor that has nothing newer, vLLM's kernels and torch's.
     `p_vllm` and `d_vllm` are releases of vLLM ("0.33"); empty is the one that the tests run on.
+    With `events` both sides publish their KV-cache events.
     """
 
     family: str
@@ -66,6 +67,7 @@ class Row:
     kernels: str = ""
     p_vllm: str = ""
     d_vllm: str = ""
+    events: bool = False
 
     @property
     def id(self) -> str:
@@ -78,6 +80,7 @@ class Row:
         parts += ["to".join(layouts)] if layouts != ("CPU", "CPU") else []
         parts += [f"beside{self.beside}"] if self.beside else []
         parts += ["drafts"] if self.drafts else []
+        parts += ["events"] if self.events else []
         parts += [self.kernels] if self.kernels else []
         parts += [f"vllm{self.p_vllm}to{self.d_vllm}"] if self.p_vllm or self.d_vllm else []
         parts += ["chunked"] if self.chunked else []
@@ -270,11 +273,19 @@ OTHER_HITS_ROWS: list[Row] = [
 """Where a push, or a pull over the other transport, starts behind hits of every length: pages that the cursor of a push
 meets, and pages that it rounds to."""
 
-STORED_ROWS: list[Row] = [Row("gqa", mode=mode, beside="ExampleConnector") for mode in ("push", "pull")]
-"""Beside a connector that loads synchronously, and that knows one KV-cache group only."""
+STORED_ROWS: list[Row] = [
+    Row("gqa", mode=mode, beside=beside)
+    for beside in ("ExampleConnector", "StoringConnector")
+    for mode in ("push", "pull")
+]
+"""Beside a connector that loads synchronously and knows one KV-cache group only, and one that loads and saves between
+steps."""
 
 BESIDE_ROWS: list[Row] = [*STORED_ROWS, Row("gqa", beside="KeepingConnector")]
 """And beside one that has every finished request's blocks kept."""
+
+EVENT_ROWS: list[Row] = [Row("gqa", mode="push", events=True), Row("swa", events=True), Row("kimi", events=True)]
+"""Whose sides tell what their prefix caches have: a kind of group each, and the mode in which decode is asked first."""
 
 DRAFT_ROWS: list[Row] = [Row("gqa", chunked=True, mode=mode, drafts=True) for mode in ("push", "pull")]
 
@@ -331,7 +342,7 @@ def _values(row: Row) -> tuple[object, ...]:
     )
     return (
         row.family, *geometry, row.chunked, row.prefix_caching, row.mode, row.transport, row.beside, row.drafts,
-        row.kernels, (row.p_vllm, row.d_vllm),
+        row.kernels, (row.p_vllm, row.d_vllm), row.events,
     )  # fmt: skip
 
 

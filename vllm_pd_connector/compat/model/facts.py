@@ -125,6 +125,7 @@ def engine_info(config: VllmConfig, index: int) -> EngineInfo:
     parallel = config.parallel_config
     several = parallel.data_parallel_size > 1
     host, port = own.side_channel(index if several else 0)
+    events, replay = event_endpoints(config, index if several else 0)
     return EngineInfo(
         role=str(config.kv_transfer_config.kv_role),
         mode=own.mode,
@@ -137,7 +138,30 @@ def engine_info(config: VllmConfig, index: int) -> EngineInfo:
         pp_size=parallel.pipeline_parallel_size,
         dcp_size=parallel.decode_context_parallel_size,
         dp_size=parallel.data_parallel_size,
+        kv_events=events,
+        kv_events_replay=replay,
     )
+
+
+def event_endpoints(config: VllmConfig, index: int) -> tuple[str, str]:
+    """Where engine `index` publishes its KV-cache events and where it replays them, as it binds; empty for nowhere, and
+    for a port that the system chooses or an endpoint that the engine connects to, where a router cannot subscribe.
+
+    Source: vLLM 0.32, `ZmqEventPublisher` (`offset_endpoint_port`, `_is_bind_endpoint`).
+    """
+    events = config.kv_events_config
+    if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
+        return "", ""
+    binds = "*" in events.endpoint or "::" in events.endpoint or events.endpoint.startswith("ipc://")
+    return _of_engine(events.endpoint if binds else "", index), _of_engine(events.replay_endpoint or "", index)
+
+
+def _of_engine(endpoint: str, index: int) -> str:
+    """The endpoint of a data-parallel engine: vLLM adds its index to the port."""
+    place, _, port = endpoint.rpartition(":")
+    if not endpoint.startswith("tcp://"):
+        return endpoint if endpoint.startswith("ipc://") else ""
+    return f"{place}:{int(port) + index}" if port.isdigit() and int(port) else ""
 
 
 def first_engine(config: VllmConfig) -> str | None:
