@@ -15,6 +15,7 @@ from vllm_pd_connector.errors import BindError, IncompatiblePeer
 from vllm_pd_connector.geometry.bind import bind, pair
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.plan import Edge, PagePairing, make_plan
+from vllm_pd_connector.geometry.sharding import describe_rank
 from vllm_pd_connector.geometry.staging.chunks import chunks, run_count, split
 from vllm_pd_connector.geometry.topology import TopologyCheck, TopologyStatus, check_pd_topology
 
@@ -122,8 +123,8 @@ def _edge(edge: Edge, tokens: int, chunk_bytes: int, push: bool) -> list[Movemen
             copies = 0
         movements.append(
             Movement(
-                source=_rank(*edge.source),
-                destination=_rank(*edge.destination),
+                source=describe_rank(edge.source),
+                destination=describe_rank(edge.destination),
                 group=pairing.destination.group,
                 kind=str(pairing.kind),
                 layers=_layers(pairing),
@@ -139,10 +140,6 @@ def _edge(edge: Edge, tokens: int, chunk_bytes: int, push: bool) -> list[Movemen
             )
         )
     return movements
-
-
-def _rank(pipeline: int, tensor: int) -> str:
-    return f"pp{pipeline} tp{tensor}"
 
 
 def _layers(pairing: PagePairing) -> int:

@@ -113,8 +113,8 @@ class WorkerHalf:
             manifest,
             lambda: self._make_transport(manifest),
             self._outbox,
-            reader=place.pp_rank * place.tp_size + place.tp_rank,
-            readers=place.pp_size * place.tp_size,
+            reader=place.number,
+            readers=place.workers,
             push=push,
             received=self._trace.received if self._trace is not None else None,
             address=address_towards(self._side_channel()[0]),
@@ -147,9 +147,7 @@ class WorkerHalf:
         """Make checksums for decode instances that ask."""
         if self._config.verify != "off" and self._vllm_config.kv_transfer_config.is_kv_producer:
             address, keys = self._own_side_channel()
-            place = manifest.parallel
-            number = place.pp_rank * place.tp_size + place.tp_rank
-            self._checksums = ChecksumServer(address, keys, manifest, number, self.token)
+            self._checksums = ChecksumServer(address, keys, manifest, manifest.parallel.number, self.token)
 
     def _make_transport(self, manifest: Manifest) -> Transport:
         """Called in the transfer thread."""

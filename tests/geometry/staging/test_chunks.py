@@ -101,9 +101,7 @@ def run(move: Move, limit: int = PLENTY, *, forced: bool = True, writes: bool = 
         written = np.zeros(len(expected), dtype=np.int64)
         args = move.source_tables, move.destination_tables, move.start, move.stop
         for edge in make_plan(worker.manifest, [s.manifest for s in sources]).edges:
-            origin = next(
-                s for s in sources if (s.manifest.parallel.pp_rank, s.manifest.parallel.tp_rank) == edge.source
-            )
+            origin = next(s for s in sources if s.manifest.parallel.rank == edge.source)
             direct, staged = (replace(edge, pairings=()), edge) if forced else split(edge, limit, writes=writes)
             runs = runs_of(pair(direct, *args, tail=move.tail, late=late))
             copy(runs, origin, worker)

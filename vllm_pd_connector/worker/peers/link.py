@@ -14,8 +14,8 @@ import msgspec
 
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError
 from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pair, runs_of
-from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Segment
-from vllm_pd_connector.geometry.plan import Edge, Plan, Rank, make_plan
+from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Rank, Segment
+from vllm_pd_connector.geometry.plan import Edge, Plan, make_plan
 from vllm_pd_connector.geometry.staging.chunks import Chunk, chunks, split
 from vllm_pd_connector.geometry.topology import TopologyCheck, check_pd_topology
 
@@ -86,7 +86,7 @@ class Link:
         """
         remote, check = self._accept(local, local, "decode engine {} cannot read from prefill engine {}")
         plan = make_plan(local, remote)
-        by_rank = {(m.parallel.pp_rank, m.parallel.tp_rank): m for m in remote}
+        by_rank = {m.parallel.rank: m for m in remote}
         for edge in plan.edges:
             source = by_rank[edge.source]
             scratch = (source.scratch,) if source.scratch is not None else ()
@@ -109,12 +109,12 @@ class Link:
         self._require_identity(remote)
         check = check_pd_topology(ours, remote)
         if not check.allowed:
-            here = f"{local.engine_id} rank {local.parallel.tp_rank}"
+            here = f"{local.engine_id} rank {local.parallel.number}"
             reason = check.reason if not check.differences else ""
             raise IncompatiblePeer(
                 f"{cannot.format(here, self.engine_id)}: {check.status}: {reason}", check.differences
             )
-        self._liveness = {(m.parallel.pp_rank, m.parallel.tp_rank): m.life for m in remote}
+        self._liveness = {m.parallel.rank: m.life for m in remote}
         return remote, check
 
     def watch(self, processes: ProcessWatches, now: float) -> None:

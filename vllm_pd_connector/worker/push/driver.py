@@ -269,7 +269,7 @@ class Pushes:
         """The decode instance is connected."""
         push = self._pushes[request_id]
         push.linked, push.connection = True, push.link.connection
-        push.watch = push.link.watches.get((push.into.pp_rank, push.into.tp_rank))
+        push.watch = push.link.watches.get(push.into.rank)
 
     def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
         """The decode instance cannot be written into."""
@@ -316,7 +316,7 @@ class Pushes:
             self._fail(push, f"{type(error).__name__}: {error}", now)
 
     def _peer(self, push: Push) -> TransportPeer:
-        return push.link.ranks[push.into.pp_rank, push.into.tp_rank]
+        return push.link.ranks[push.into.rank]
 
     def _post(self, push: Push, runs: Runs) -> None:
         transfer = self._transport.write(self._peer(push), runs)
