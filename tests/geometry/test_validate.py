@@ -99,7 +99,7 @@ TOKEN, HEAD, CHANNEL = range(3)
         (with_parallel(interleave=0), "interleave is 0"),
         (in_turns(0), "share is rank 0 of 2 by 2: must be all tokens, or rank 1 of 2 by 2"),
         (in_turns(1, interleave=1), "share is rank 1 of 2 by 1: must be all tokens, or rank 1 of 2 by 2"),
-        (in_turns(1, parallel=1), "share is rank 1 of 2 by 2: must be all tokens, or rank 0 of 1 by 2"),
+        (in_turns(1, parallel=1), "share is rank 1 of 2 by 2: must be all tokens, or rank 0 of 1 by 1"),
         (in_turns(1, kind=GroupKind.STATE), "a state group is not interleaved"),
         (in_turns(1, kind=GroupKind.SLIDING_WINDOW, window=8), "a sliding_window group is not interleaved"),
         (in_turns(1, block_tokens=6), "must divide the group's 6 tokens per block"),

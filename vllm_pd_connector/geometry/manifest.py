@@ -80,6 +80,18 @@ class Segment(ManifestStruct, frozen=True):
     device_id: int
 
 
+class TokenShare(ManifestStruct, frozen=True):
+    """Which tokens a worker holds of a group: those whose stretch of `interleave` tokens is, of `size` in turn, the
+    one of `rank`. See `geometry.interleave`."""
+
+    rank: int
+    size: int
+    interleave: int
+
+
+WHOLE = TokenShare(0, 1, 1)
+
+
 class Axis(ManifestStruct, frozen=True):
     """One logical axis inside a page.
 
@@ -115,18 +127,6 @@ class Tensor(ManifestStruct, frozen=True):
     page_tokens: int
     axes: tuple[Axis, ...]
     opaque: str = ""
-
-
-class TokenShare(ManifestStruct, frozen=True):
-    """Which tokens a worker holds of a group: those whose stretch of `interleave` tokens is, of `size` in turn, the
-    one of `rank`. See `geometry.interleave`."""
-
-    rank: int
-    size: int
-    interleave: int
-
-
-WHOLE = TokenShare(0, 1, 1)
 
 
 class Group(ManifestStruct, frozen=True):
@@ -189,6 +189,11 @@ class Coordinates(ManifestStruct, frozen=True):
     @property
     def rank(self) -> Rank:
         return self.pp_rank, self.pcp_rank, self.tp_rank
+
+    @property
+    def share(self) -> TokenShare:
+        """The tokens that this worker holds of a group whose ranks take turns with them."""
+        return TokenShare(self.dcp_rank, self.dcp_size, self.interleave) if self.dcp_size > 1 else WHOLE
 
     @property
     def number(self) -> int:

@@ -35,7 +35,6 @@ from vllm_pd_connector.geometry.manifest import (
     Manifest,
     Segment,
     Tensor,
-    TokenShare,
 )
 from vllm_pd_connector.geometry.sharding import context_rank
 
@@ -177,11 +176,11 @@ def _check_group(field: str, group: Group, parallel: Coordinates) -> None:
 
 
 def _check_share(field: str, group: Group, parallel: Coordinates) -> None:
-    share, turn = group.share, TokenShare(parallel.dcp_rank, parallel.dcp_size, parallel.interleave)
+    share, turn = group.share, parallel.share
     if share == WHOLE:
         return
     printed = f"rank {share.rank} of {share.size} by {share.interleave}"
-    if share != turn or share.size == 1:
+    if share != turn:
         _refuse(field, printed, f"must be all tokens, or rank {turn.rank} of {turn.size} by {turn.interleave}")
     if group.kind is not GroupKind.FULL:
         _refuse(field, printed, f"a {group.kind} group is not interleaved")

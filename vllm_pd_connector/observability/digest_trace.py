@@ -87,7 +87,8 @@ class DigestTrace:
                 values[: late.get((digest.layer, digest.role), 0)] = 0
                 arrays[f"{digest.layer}|{digest.role}|{digest.first_index + index}"] = values
         place = self._manifest.parallel
-        path = self._directory / f"{side}-{request_id}-tp{place.tp_rank}-pp{place.pp_rank}.npz"
+        context = f"-pcp{place.pcp_rank}" if place.pcp_size > 1 else ""
+        path = self._directory / f"{side}-{request_id}-tp{place.tp_rank}-pp{place.pp_rank}{context}.npz"
         with path.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 

@@ -37,7 +37,8 @@ def in_context(draw: st.DrawFn, side: Side, heads: int, splits: int) -> Side:
 
 
 @st.composite
-def moves(draw: st.DrawFn) -> Move:
+def moves(draw: st.DrawFn, *, contexts: bool = True) -> Move:
+    """Any move; with `contexts`, some of them under context parallelism."""
     kind = draw(st.sampled_from(["heads", "cpu", "latent", "window", "states", "latent states"]))
     heads = draw(st.integers(1, 8))
     layouts: tuple[str, ...] = LAYOUTS
@@ -52,7 +53,7 @@ def moves(draw: st.DrawFn) -> Move:
         heads, layouts = 4, CAN_PAD
         model = Model(3, 4, 20, 20, states=2) if kind == "states" else Model(3, 0, 64, states=3)
     source, destination = draw(sides(layouts, heads)), draw(sides(layouts, heads))
-    if kind != "window" and draw(st.booleans()):
+    if contexts and kind != "window" and draw(st.booleans()):
         source, destination = (draw(in_context(side, model.heads, heads)) for side in (source, destination))
     stop = draw(st.integers(1, 40 if source.dcp * destination.dcp == 1 else 120))
     return make_move(model, source, destination, draw(st.integers(0, stop)), stop, seed=draw(st.integers(0, 99)))

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_pd_connector.compat.model.recurrent import representative, state_block_tokens, states_of
 from vllm_pd_connector.errors import UnsupportedCache
-from vllm_pd_connector.geometry.manifest import Coordinates, Group, GroupKind
+from vllm_pd_connector.geometry.manifest import WHOLE, Coordinates, Group, GroupKind, TokenShare
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -94,8 +94,9 @@ def layer_specs(spec: KVCacheSpec, layers: Iterable[str]) -> dict[str, KVCacheSp
     return dict.fromkeys(layers, spec)
 
 
-def transfer_groups(config: KVCacheConfig) -> tuple[Group, ...]:
-    """The groups whose blocks are transferred, in the order of the block ids that vLLM hands out.
+def transfer_groups(config: KVCacheConfig, share: TokenShare = WHOLE) -> tuple[Group, ...]:
+    """The groups whose blocks are transferred, in the order of the block ids that vLLM hands out. `share` is what this
+    worker holds of those whose tokens decode-context parallel ranks hold in turns.
 
     Raises:
         UnsupportedCache: a group of a kind that this version cannot move; names the kind and its layers.
@@ -109,20 +110,20 @@ def transfer_groups(config: KVCacheConfig) -> tuple[Group, ...]:
                 f"KV-cache groups of kind {type(spec).__name__} (layers {', '.join(group.layer_names[:3])}…) are not "
                 f"supported; supported kinds: {', '.join(_GROUP_KINDS)}. Serve this model without PDConnector"
             )
-        groups.append(
-            Group(
-                kind=kind,
-                block_tokens=state_block_tokens(spec) if isinstance(spec, MambaSpec) else spec.block_size,
-                num_blocks=config.num_blocks,
-                window=_window(spec),
-            )
-        )
+        held = share if spec.dcp_sharded else WHOLE
+        slots = state_block_tokens(spec) if isinstance(spec, MambaSpec) else spec.block_size
+        groups.append(Group(kind, slots * held.size, config.num_blocks, _window(spec), held))
     return tuple(groups)
 
 
-def group_block_tokens(config: KVCacheConfig) -> tuple[int, ...]:
-    """Tokens per logical block of each transfer group, in their order; without meaning for states in mode none."""
-    return tuple(int(representative(group.kv_cache_spec).block_size) for group in config.transfer_groups)
+def group_block_tokens(config: KVCacheConfig, dcp_size: int) -> tuple[int, ...]:
+    """Tokens per logical block of each transfer group, in their order, on all decode-context parallel ranks together;
+    without meaning for states in mode none.
+
+    Source: vLLM 0.32, `resolve_dcp_kv_block_size` of `v1/core/kv_cache_utils.py`.
+    """
+    specs = (representative(group.kv_cache_spec) for group in config.transfer_groups)
+    return tuple(int(spec.block_size) * (dcp_size if spec.dcp_sharded else 1) for spec in specs)
 
 
 def group_kinds(config: KVCacheConfig) -> tuple[GroupKind | None, ...]:
