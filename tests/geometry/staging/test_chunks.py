@@ -138,6 +138,14 @@ def test_all_pairs_of_tensor_parallel_sizes(heads: int, writes: bool) -> None:
                 run(make_move(model, p, d, 1, 5), writes=writes)
 
 
+@pytest.mark.parametrize("interleave", [1, 2])
+def test_nothing_is_written_between_tokens_where_other_ranks_write_theirs(interleave: int) -> None:
+    """Two ranks take turns with the tokens of pages that are one rank's on the other side."""
+    model = Model(layers=2, heads=0, key=4)
+    source, destination = Side(tp=2, dcp=2, block_tokens=8, interleave=interleave), Side(block_tokens=8, layout="HND")
+    run(make_move(model, source, destination, 0, 29), writes=True)
+
+
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(windows(), st.booleans())
 def test_a_window_that_begins_late_in_a_larger_block_is_converted_like_the_rest(move: Move, writes: bool) -> None:
