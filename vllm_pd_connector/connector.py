@@ -25,6 +25,7 @@ from vllm_pd_connector.compat.base import (
 )
 from vllm_pd_connector.compat.logs import adopt_vllm_logging
 from vllm_pd_connector.compat.model import facts
+from vllm_pd_connector.compat.model.caches import align_interleave
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
 from vllm_pd_connector.metadata import StepMetadata
@@ -76,6 +77,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(config, vllm_config, kv_cache_config)
         else:
+            align_interleave(vllm_config, kv_cache_config)
             self._worker = WorkerHalf(config, vllm_config, kv_cache_config)
 
     @property

@@ -77,7 +77,7 @@ class ReferenceAttention(CPUAttentionBackendImpl):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._interleave = get_current_vllm_config().parallel_config.cp_kv_cache_interleave_size
+        self._parallel = get_current_vllm_config().parallel_config  # a connector may still set the interleave
         if self.sinks is not None or self.alibi_slopes is not None or self.logits_soft_cap:
             raise NotImplementedError("reference attention has no sinks, ALiBi slopes or soft cap; use CPU_ATTN")
 
@@ -153,7 +153,9 @@ class ReferenceAttention(CPUAttentionBackendImpl):
         queries, own, page = query.shape[0], query.shape[1], kv_cache.shape[2]
         heads = torch.cat(_from_all(query.double()), dim=1)
         positions = torch.arange(tokens)
-        positions = positions[positions // self._interleave % self.dcp_world_size == self.dcp_rank]
+        positions = positions[
+            positions // self._parallel.cp_kv_cache_interleave_size % self.dcp_world_size == self.dcp_rank
+        ]
         held = kv_cache[table[: -(-len(positions) // page)].long()].transpose(1, 2).flatten(0, 1)[: len(positions), 0]
         keys, values = held.double().split(self.head_size, dim=-1)
         scores = torch.einsum("qhc,kc->qhk", heads, keys) * self.scale

@@ -43,7 +43,7 @@ class Row:
     `beside` is a connector that both sides have beside this project's, in a MultiConnector. With `drafts` both
     sides speculate with a draft model, which has caches of its own.
     `p_dcp` and `d_dcp` are decode-context parallel sizes, which tensor-parallel ranks make up; `interleave` is how many
-    tokens in a row one of them holds, 0 for vLLM's choice, which is 1.
+    tokens in a row one of them holds, 0 for the connector's choice, a block.
     `kernels` "avx2": both sides compute as on a processor that has nothing newer, vLLM's kernels and torch's.
     `p_vllm` and `d_vllm` are releases of vLLM ("0.33"); empty is the one that the tests run on.
     """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
@@ -124,6 +125,24 @@ def group_block_tokens(config: KVCacheConfig, dcp_size: int) -> tuple[int, ...]:
     """
     specs = (representative(group.kv_cache_spec) for group in config.transfer_groups)
     return tuple(int(spec.block_size) * (dcp_size if spec.dcp_sharded else 1) for spec in specs)
+
+
+def align_interleave(vllm_config: VllmConfig, config: KVCacheConfig) -> None:
+    """Have decode-context parallel ranks hold whole blocks in turn, where the operator has not said how many tokens:
+    with less, a pair of unequal sizes moves every few tokens by themselves. vLLM does so for its own connector alone,
+    and at this point, too: call it where the worker's connector is made.
+
+    Not where vLLM speculates, for which some backends need an interleave of 1.
+
+    Source: vLLM 0.32, `VllmConfig.adjust_dcp_kv_cache_interleave_size`, `check_attention_cp_compatibility`.
+    """
+    parallel = vllm_config.parallel_config
+    open_ = parallel._allow_auto_resolve_cp_interleave_size and parallel.dcp_kv_cache_interleave_size == 1
+    if parallel.decode_context_parallel_size == 1 or not open_ or vllm_config.speculative_config is not None:
+        return
+    specs = (representative(group.kv_cache_spec) for group in config.kv_cache_groups)
+    if size := gcd(*(spec.block_size for spec in specs if spec.dcp_sharded)):
+        parallel.cp_kv_cache_interleave_size = size
 
 
 def group_kinds(config: KVCacheConfig) -> tuple[GroupKind | None, ...]:
