@@ -3,8 +3,9 @@
     python benchmarks/bind.py [--reps 200] [--json results.json]
 
 The model is 80 layers of 8 KV heads of 128 channels in bfloat16, with 128 tokens per block: the size of a 70B
-Llama. Addresses are made up and no byte moves, but for the blanks: of 28 layers, what 37 tokens leave of a block is
-zeroed. Times are milliseconds of one thread; run it on an idle core.
+Llama. Context parallelism is that of an MLA model of 61 layers, with blocks of 64 slots a rank, and counts all peers of
+one decode rank. Addresses are made up and no byte moves, but for the blanks: of 28 layers, what 37 tokens leave of a
+block is zeroed. Times are milliseconds of one thread; run it on an idle core.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from vllm_pd_connector.geometry.bind import Tail, bind
-from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.geometry.blocks import BlockTable, BlockTables
 from vllm_pd_connector.geometry.checksums.digest import digests
-from vllm_pd_connector.geometry.layouts.attention import PageView, cpu_attention, key_value
+from vllm_pd_connector.geometry.layouts.attention import PageView, cpu_attention, key_value, latent
 from vllm_pd_connector.geometry.manifest import (
     MANIFEST_VERSION,
     Coordinates,
@@ -33,14 +34,14 @@ from vllm_pd_connector.geometry.manifest import (
     Segment,
     Tensor,
 )
-from vllm_pd_connector.geometry.plan import Plan, make_plan
-from vllm_pd_connector.geometry.sharding import shard
+from vllm_pd_connector.geometry.plan import Edge, Plan, make_plan
+from vllm_pd_connector.geometry.sharding import Interval, shard
 from vllm_pd_connector.geometry.staging.blanks import blanks
 from vllm_pd_connector.geometry.topology import check_pd_topology
 from vllm_pd_connector.geometry.validate import validate
 from vllm_pd_connector.worker.staging.copiers import CpuCopier
 
-HEADS, CHANNELS, ITEM = 8, 128, 2
+HEADS, CHANNELS, ITEM, LATENT = 8, 128, 2, 576
 FACTS = ModelFacts(
     "bench", "LlamaForCausalLM", 80, 8192, HEADS, CHANNELS, "bfloat16", "auto", "default", "none", "content 0", ""
 )
@@ -138,6 +139,50 @@ def bind_cases(reps: int) -> list[dict[str, object]]:
     return rows
 
 
+def make_latent(rank: int, dcp: int, interleave: int = 1, slots: int = 64, blocks: int = 2049) -> Manifest:
+    """A rank of an MLA model whose decode-context parallel group has `dcp` ranks with `slots` slots a block each."""
+    page, layers = slots * LATENT * ITEM, 61
+    tensors: list[Tensor] = []
+    for i in range(layers):
+        shape, strides = (blocks, 1, slots, LATENT * ITEM), (page, page, LATENT * ITEM, 1)
+        name = f"model.layers.{i}.self_attn.attn"
+        view = PageView(name, 0, 0, i * blocks * page, shape, strides, "bfloat16", ITEM, 1, Interval(0, 1), 1)
+        tensors += latent(view, LATENT)
+    place = Coordinates(rank, dcp, 0, 1, 0, 1, dcp, 1, rank, 0, interleave)
+    return Manifest(
+        version=MANIFEST_VERSION,
+        engine_id="bench",
+        incarnation="0" * 32,
+        software="bench",
+        model=FACTS,
+        parallel=place,
+        segments=(Segment(1 << 44, layers * blocks * page, "cuda", 0),),
+        groups=(Group(GroupKind.FULL, slots * dcp, blocks, share=place.share),),
+        tensors=tuple(tensors),
+        transport="loopback",
+        endpoint=b"",
+    )
+
+
+def context_cases(reps: int) -> list[dict[str, object]]:
+    """All edges of one decode rank, for a request of 64 Ki tokens."""
+    rows: list[dict[str, object]] = []
+    tokens = 1 << 16
+    for there, here, interleave in (
+        (1, 1, 1), (8, 8, 64), (8, 8, 1), (1, 8, 64), (8, 1, 64), (1, 8, 1), (8, 1, 1), (2, 8, 64), (2, 8, 1),
+    ):  # fmt: skip
+        sources = [make_latent(rank, there, interleave) for rank in range(there)]
+        edges = make_plan(make_latent(0, here, interleave), sources).edges
+        tables = scattered(tokens // (64 * there), 1), scattered(tokens // (64 * here), 2)
+
+        def every(edges: Sequence[Edge] = edges, tables: tuple[BlockTables, BlockTables] = tables) -> int:
+            return sum(len(bind(edge, *tables, 0, tokens)) for edge in edges)
+
+        name = f"MLA, dcp {there} to {here}, interleave {interleave}"
+        rows.append(measure(name, every, reps, runs=every(), edges=len(edges)))
+    return rows
+
+
 def plan_cases(reps: int) -> list[dict[str, object]]:
     rows = []
     for source_tp, destination_tp in ((1, 1), (1, 8), (8, 1), (4, 2), (2, 4), (8, 8), (16, 8), (16, 1)):
@@ -196,7 +241,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     rows = [*bind_cases(options.reps), *plan_cases(max(50, options.reps // 2))]
-    rows += [*blank_cases(50), *digest_cases(50)]
+    rows += [*context_cases(max(10, options.reps // 10)), *blank_cases(50), *digest_cases(50)]
     print(f"{'case':<52} {'median':>8} {'p95':>8} {'p99':>8}   ms")
     for row in rows:
         extra = ", ".join(f"{row[key]:g} {key}" for key in ("runs", "edges", "megabytes") if key in row)

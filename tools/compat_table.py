@@ -67,10 +67,11 @@ def cells(row: Record) -> tuple[str, ...]:
     """The columns that describe a pair."""
     blocks = f"{row['p_block']} → {row['d_block']}" if row["p_block"] != row["d_block"] else "equal"
     layouts = row["p_layout"] or "CPU", row["d_layout"] or "CPU"
+    dcp = row.get("p_dcp", 1), row.get("d_dcp", 1)  # results of former releases have none
     return (
         row["family"],
         f"{row['transport']}, {row['mode']}",
-        f"{row['p_tp']} → {row['d_tp']}",
+        f"{row['p_tp']} → {row['d_tp']}" + (f" (DCP {' → '.join(map(str, dcp))})" if dcp != (1, 1) else ""),
         f"{row['p_pp']} → {row['d_pp']}",
         blocks,
         f"{layouts[0]} → {layouts[1]}" if layouts[0] != layouts[1] else "equal",

@@ -275,6 +275,8 @@ def _facts(manifests: Sequence[Manifest]) -> dict[str, Any]:
         "workers": len(manifests),
         "tensor_parallel": first.parallel.tp_size,
         "pipeline_parallel": first.parallel.pp_size,
+        "decode_context_parallel": first.parallel.dcp_size,
+        "prefill_context_parallel": first.parallel.pcp_size,
     }
 
 
@@ -291,10 +293,15 @@ def _instance(manifests: Sequence[Manifest]) -> str:
         return "no workers"
     facts = _facts(manifests)
     speaks = f" over {facts['protocol']}" if facts["protocol"] else ""
+    contexts = "".join(
+        f"{name} context parallel {size}, "
+        for name in ("decode", "prefill")
+        if (size := facts[f"{name}_context_parallel"]) > 1
+    )
     return (
         f"engine {facts['engine_id']} ({facts['model']}, {facts['workers']} workers, tensor parallel "
-        f"{facts['tensor_parallel']}, pipeline parallel {facts['pipeline_parallel']}, {facts['transport']}{speaks}, "
-        f"{facts['software']})"
+        f"{facts['tensor_parallel']}, pipeline parallel {facts['pipeline_parallel']}, {contexts}"
+        f"{facts['transport']}{speaks}, {facts['software']})"
     )
 
 
@@ -324,7 +331,11 @@ def as_text(prefill: Sequence[Manifest], decode: Sequence[Manifest], found: Expl
 
 
 def _row(movement: Movement) -> tuple[str, ...]:
-    pages = f"{movement.source_page_tokens} to {movement.destination_page_tokens}"
+    sides = (
+        (movement.source_page_tokens, movement.source_share),
+        (movement.destination_page_tokens, movement.destination_share),
+    )
+    pages = " to ".join(f"{tokens} ({share})" if share else str(tokens) for tokens, share in sides)
     return (
         movement.source,
         movement.destination,

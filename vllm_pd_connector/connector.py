@@ -6,7 +6,7 @@ worker. Each method here belongs to one role; see `docs/design/contract.md` for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.base import (
@@ -25,6 +25,7 @@ from vllm_pd_connector.compat.base import (
 )
 from vllm_pd_connector.compat.logs import adopt_vllm_logging
 from vllm_pd_connector.compat.model import facts
+from vllm_pd_connector.compat.model.caches import align_interleave
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
 from vllm_pd_connector.metadata import StepMetadata
@@ -54,10 +55,12 @@ adopt_vllm_logging()
 @dataclass(frozen=True, slots=True)
 class EncodedManifest(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM ships no types
     """One worker's manifest on its way to the scheduler half, as the side channel will serve it, and the secret by
-    which the worker proves there that it is one of ours."""
+    which the worker proves there that it is one of ours. `replicas`: those of the workers that vLLM cannot tell from
+    this one, itself among them, in the order of their ranks (`facts.of_replicas`)."""
 
     manifest: bytes
     token: bytes
+    replicas: tuple[EncodedManifest, ...] = ()
 
 
 class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM ships no types
@@ -74,6 +77,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(config, vllm_config, kv_cache_config)
         else:
+            align_interleave(vllm_config, kv_cache_config)
             self._worker = WorkerHalf(config, vllm_config, kv_cache_config)
 
     @property
@@ -114,7 +118,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         Raises:
             InvalidConfig: what the workers gave is another connector's (MultiConnector passes on the first's alone).
         """
-        found = [meta for _, meta in sorted(metadata.items()) if isinstance(meta, EncodedManifest)]
+        found = {key: meta for key, meta in metadata.items() if isinstance(meta, EncodedManifest)}
         if len(found) < len(metadata):
             foreign = sorted({type(meta).__name__ for meta in metadata.values()} - {EncodedManifest.__name__})
             raise InvalidConfig(
@@ -122,7 +126,13 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
                 "of PDConnector is needed: MultiConnector hands on that of the first connector which has any; name "
                 "PDConnector first, and no other connector that transfers caches between instances"
             )
-        self.scheduler.serve([meta.manifest for meta in found], [meta.token for meta in found])
+        workers = {
+            (pipeline, context, rank): worker
+            for (pipeline, rank), meta in found.items()
+            for context, worker in enumerate(meta.replicas or (meta,))
+        }
+        ordered = [worker for _, worker in sorted(workers.items(), key=lambda item: item[0])]
+        self.scheduler.serve([worker.manifest for worker in ordered], [worker.token for worker in ordered])
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """The same from who knows no pipeline stages."""
@@ -165,7 +175,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         self.worker.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return EncodedManifest(self.worker.encoded_manifest(), self.worker.token)
+        own = EncodedManifest(self.worker.encoded_manifest(), self.worker.token)
+        return replace(own, replicas=facts.of_replicas(self._vllm_config, own))
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()

@@ -88,6 +88,7 @@ MEMBERS = (
         "vllm.v1.kv_cache_interface:AttentionSpec",
         "block_size head_size dtype kv_quant_mode num_head_slots state_content_bytes tokens_per_state",
     ),
+    _members("vllm.v1.kv_cache_interface:KVCacheSpec", "block_size dcp_sharded"),
     _members("vllm.v1.kv_cache_interface:FullAttentionSpec", "head_size_v"),
     _members("vllm.v1.kv_cache_interface:SlidingWindowSpec", "sliding_window"),
     _members("vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec", "attention_chunk_size"),
@@ -117,7 +118,8 @@ MEMBERS = (
         "vllm.config.parallel:ParallelConfig",
         "tensor_parallel_size pipeline_parallel_size data_parallel_rank data_parallel_size data_parallel_index "
         "data_parallel_rank_local data_parallel_master_ip local_engines_only decode_context_parallel_size "
-        "prefill_context_parallel_size world_size",
+        "prefill_context_parallel_size world_size cp_kv_cache_interleave_size dcp_kv_cache_interleave_size "
+        "_allow_auto_resolve_cp_interleave_size",
     ),
     _members(
         "vllm.config.kv_transfer:KVTransferConfig",

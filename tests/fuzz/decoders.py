@@ -94,6 +94,7 @@ INTO = PushInto(
     0,
     0,
     0,
+    0,
     1,
     bytes(16),
     TABLES,

@@ -241,7 +241,7 @@ def test_each_replica_gets_each_byte_from_one_writer_and_the_writers_share_the_w
     load = [0] * source
     for plan in plans(source, destination, layers):
         given = [
-            (run, edge.source[1])
+            (run, edge.source[2])
             for edge in plan.edges
             for run in bind(edge, [table(1)], [table(1)], 0, TOKENS).destination.tolist()
         ]

@@ -110,7 +110,7 @@ def carry(move: Move, worker: Worker, sources: list[Worker], stop: int, tail: Ta
     count = 0
     for edge in make_plan(worker.manifest, [s.manifest for s in sources]).edges:
         runs = bind(edge, move.source_tables, move.destination_tables, 0, stop, tail=tail)
-        copy(runs, sources[edge.source[1]], worker)
+        copy(runs, sources[edge.source[2]], worker)
         count += len(runs)
     return count
 

@@ -37,7 +37,7 @@ def load(plan: Plan) -> Counter:
 
 
 def sources_of(plan: Plan) -> list[int]:
-    return [edge.source[1] for edge in plan.edges]
+    return [edge.source[2] for edge in plan.edges]
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,10 @@ def moved_heads(manifest: Manifest, start: int) -> Manifest:
         (PEERS[:1], r"layers\.0\.attn key: no source writer for a part of \[0, 2\) x \[0, 4\)"),
         ([], "no source writer .* hold nothing"),
         ([without(p, Role.VALUE) for p in PEERS], r"layers\.0\.attn value: no source writer"),
-        ([PEERS[0], PEERS[0]], "duplicate rank: pipeline 0 tensor 0"),
+        ([PEERS[0], PEERS[0]], "duplicate rank: pp0 tp0"),
         (
             [PEERS[0], change(PEERS[1], tensors=tuple(change(t, dtype="float16") for t in PEERS[1].tensors))],
-            r"incompatible with p-0 pipeline rank 0 tensor rank 1:\n  dtype: bfloat16 here, float16 there",
+            r"incompatible with p-0 pp0 tp1:\n  dtype: bfloat16 here, float16 there",
         ),
         (manifests(Model(layers=2, heads=8), tp=2), "extents: channel 2 x head 4 here, channel 2 x head 8 there"),
     ],
@@ -192,4 +192,4 @@ def test_opaque_pages_never_move_between_unequal_forms(description: str, tokens:
 def test_unused_replicas_have_no_edge() -> None:
     plan = plans(Model(layers=2, heads=2), {"tp": 8}, {"tp": 8})[5]
     assert sources_of(plan) == [5]
-    assert plan.edge((0, 5)) is plan.edges[0] and plan.edge((0, 4)) is None
+    assert plan.edge((0, 0, 5)) is plan.edges[0] and plan.edge((0, 0, 4)) is None

@@ -1,6 +1,7 @@
 """Which instances may be paired; every difference is found and says what to change."""
 
 from collections.abc import Sequence
+from itertools import product
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from tests.support.geometry.opaque import opaque_worker
 from tests.support.geometry.world import LAYOUTS, Model, Side, instance, table
 from vllm_pd_connector.errors import BindError, Difference, IncompatiblePeer, InvalidTopology
 from vllm_pd_connector.geometry.bind import bind
-from vllm_pd_connector.geometry.manifest import Manifest, ModelFacts, Role
+from vllm_pd_connector.geometry.manifest import Manifest, ModelFacts, Role, TokenShare
 from vllm_pd_connector.geometry.plan import make_plan
 from vllm_pd_connector.geometry.topology import TopologyCheck, TopologyStatus, check_instance, check_pd_topology
 
@@ -74,7 +75,7 @@ def test_every_data_parallel_rank_is_an_instance_of_its_own(dp: int, tp: int, ra
     for local, remote in ((two, other), (other, two)):
         assert check_pd_topology(local, remote) == TopologyCheck(TopologyStatus.ALLOW_HETEROGENEOUS, "")
     sources = [{edge.source for edge in make_plan(destination, two).edges} for destination in other]
-    assert sources == {4: [{(0, 0)}, {(0, 0)}, {(0, 1)}, {(0, 1)}], 1: [{(0, 0), (0, 1)}]}[tp]
+    assert sources == {4: [{(0, 0, 0)}, {(0, 0, 0)}, {(0, 0, 1)}, {(0, 0, 1)}], 1: [{(0, 0, 0), (0, 0, 1)}]}[tp]
     same = with_parallel(manifests(engine="d-0", tp=2), dp_size=dp, dp_rank=dp - 1)
     assert check_pd_topology(same, two) == TopologyCheck(TopologyStatus.ALLOW_HOMOGENEOUS, "")
 
@@ -128,11 +129,11 @@ def test_the_advice_names_the_flag() -> None:
 
 def test_all_differences_are_collected() -> None:
     remote = [change(m, transport="mooncake") for m in with_model(manifests(tp=2), dtype="float16", rope="yarn")]
-    remote = with_tensors(with_parallel(remote, dcp_size=2), Role.VALUE, dtype="float16")
+    remote = with_tensors(remote, Role.VALUE, dtype="float16")
     result = check_pd_topology(manifests(), remote)
     found = fields(result)
-    assert found == ["dtype", "rope", "transport", "dtype of layers.0.attn value and 1 more", "dcp_size"]
-    assert "and 2 more" in result.reason
+    assert found == ["dtype", "rope", "transport", "dtype of layers.0.attn value and 1 more"]
+    assert "and 1 more" in result.reason
 
 
 def test_however_much_differs_a_refusal_can_be_read() -> None:
@@ -144,21 +145,46 @@ def test_however_much_differs_a_refusal_can_be_read() -> None:
     assert str(IncompatiblePeer("no", found[:64])).endswith("layers.63: a here, b there")
 
 
-def test_context_parallelism_is_denied_with_both_sizes() -> None:
-    remote = with_parallel(manifests(), dcp_size=2)
-    result = check_pd_topology(manifests(), remote)
-    assert result.differences == (Difference("dcp_size", "1", "2", result.differences[0].advice),)
-    assert "--decode-context-parallel-size 1" in result.differences[0].advice
-    twice = with_parallel(manifests(), pcp_size=2) * 2
-    assert fields(check_pd_topology(manifests(), twice)) == ["pcp_size"]
-    assert fields(check_pd_topology(remote, remote)) == ["dcp_size"]
+def test_context_parallel_sizes_and_interleaving_may_differ() -> None:
+    model = Model(heads=1)
+    one, two, both = (manifests(model, tp=tp, pcp=pcp, dcp=dcp, block_tokens=4 * dcp, interleave=interleave)
+                      for tp, pcp, dcp, interleave in ((1, 1, 1, 1), (2, 1, 2, 2), (2, 2, 4, 4)))  # fmt: skip
+    for here, there in product((one, two, both), repeat=2):
+        same = here is there
+        status = TopologyStatus.ALLOW_HOMOGENEOUS if same else TopologyStatus.ALLOW_HETEROGENEOUS
+        assert check_pd_topology(here, there).status is status
 
 
-def test_a_policy_decides_apart_from_geometry() -> None:
-    objection = Difference("layout", "NHD", "HND", "use one")
-    remote = manifests(layout="HND")
-    assert check_pd_topology(manifests(), remote, policy=lambda local, remote: [objection]).differences == (objection,)
-    assert check_pd_topology(manifests(), with_parallel(remote, dcp_size=2), policy=lambda *_: []).allowed
+def test_a_group_that_lacks_a_share_of_a_head_s_tokens_is_no_instance() -> None:
+    """Two heads on two ranks that take turns with the tokens: half of each head's tokens are nowhere."""
+    ranks = manifests(Model(heads=2), tp=2, dcp=2, block_tokens=8, interleave=2)
+    check = check_pd_topology(manifests(Model(heads=2)), ranks)
+    assert check.status is TopologyStatus.INVALID_REMOTE and "no source writer" in check.reason
+
+
+def test_opaque_pages_need_the_same_turns() -> None:
+    def ranks(interleave: int, engine: str) -> list[Manifest]:
+        workers = [opaque_worker("x", 4, 2, rank, engine).manifest for rank in range(2)]
+        return [
+            change(
+                worker,
+                parallel=change(worker.parallel, dcp_size=2, dcp_rank=rank, interleave=interleave),
+                groups=(change(worker.groups[0], block_tokens=8, share=TokenShare(rank, 2, interleave)),),
+                tensors=tuple(
+                    change(tensor, axes=tuple(change(axis, start=0, total=axis.size) for axis in tensor.axes))
+                    for tensor in worker.tensors
+                ),
+            )
+            for rank, worker in enumerate(workers)
+        ]
+
+    assert check_pd_topology(ranks(2, "d-1"), ranks(2, "p-0")).status is TopologyStatus.ALLOW_HOMOGENEOUS
+    [difference] = check_pd_topology(ranks(2, "d-1"), ranks(4, "p-0")).differences
+    assert (difference.local, difference.remote) == ("tokens over 2 ranks by 2", "tokens over 2 ranks by 4")
+    assert "--cp-kv-cache-interleave-size" in difference.advice
+    for manifest in ranks(2, "d-1"):
+        [edge] = make_plan(manifest, ranks(2, "p-0")).edges
+        assert edge.source == manifest.parallel.rank
 
 
 def test_another_manifest_version_is_a_difference_and_not_a_broken_peer() -> None:
@@ -249,9 +275,9 @@ EMPTY: list[Manifest] = []
     ("bad", "text"),
     [
         (EMPTY, "no worker manifests"),
-        (manifests(tp=2)[:1], "incomplete set of workers: 0 manifests for pipeline rank 0 tensor rank 1"),
-        (manifests(pp=2)[1:], "incomplete set of workers: 0 manifests for pipeline rank 0"),
-        (manifests(tp=2) + manifests(tp=2)[1:], "duplicate rank: 2 manifests for pipeline rank 0 tensor rank 1"),
+        (manifests(tp=2)[:1], "incomplete set of workers: 0 manifests for pp0 tp1"),
+        (manifests(pp=2)[1:], "incomplete set of workers: 0 manifests for pp0 tp0"),
+        (manifests(tp=2) + manifests(tp=2)[1:], "duplicate rank: 2 manifests for pp0 tp1"),
         (manifests(tp=2)[:1] + manifests(tp=2, engine="p-1")[1:], "disagree about engine_id: p-0 and p-1"),
         (manifests(tp=2)[:1] + manifests(tp=4)[1:2], "disagree about tp_size: 2 and 4"),
         (manifests(tp=2)[:1] + with_model(manifests(tp=2)[1:], rope="yarn"), "disagree about rope"),
@@ -324,7 +350,7 @@ def test_whatever_a_peer_sends_is_judged_and_what_is_allowed_can_be_moved(remote
     local = manifests(Model(layers=2, heads=4, key=20, value=20, states=2), engine="d-1")
     if not check_pd_topology(local, remote).allowed:
         return
-    by_rank = {(m.parallel.pp_rank, m.parallel.tp_rank): m for m in remote}
+    by_rank = {m.parallel.rank: m for m in remote}
     for edge in make_plan(local[0], remote).edges:
         tables = [[table(*range(2, 2 + -(-8 // group.block_tokens))), table(1)] for group in (
             edge.source_groups[0], edge.destination_groups[0])]  # fmt: skip

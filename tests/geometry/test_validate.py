@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.support.geometry.world import CAN_PAD, LAYOUTS, Model, Side, make_worker
 from vllm_pd_connector.errors import InvalidManifest
 from vllm_pd_connector.geometry import validate as rules
-from vllm_pd_connector.geometry.manifest import AxisName, Group, GroupKind, Manifest, Segment
+from vllm_pd_connector.geometry.manifest import AxisName, Group, GroupKind, Manifest, Segment, TokenShare
 from vllm_pd_connector.geometry.validate import validate
 
 change = msgspec.structs.replace
@@ -33,6 +33,15 @@ def with_group(**fields: object) -> Manifest:
 
 def with_parallel(**fields: object) -> Manifest:
     return change(GOOD, parallel=change(GOOD.parallel, **fields))
+
+
+def in_turns(rank: int, *, interleave: int = 2, parallel: int = 2, **group: object) -> Manifest:
+    """Rank 1 of two that take turns with the tokens, or whatever else it says of itself."""
+    share = TokenShare(rank, 2, interleave)
+    return change(
+        with_group(**{"block_tokens": 8, "share": share, **group}),
+        parallel=change(GOOD.parallel, dcp_size=parallel, dcp_rank=1 % parallel, interleave=2),
+    )
 
 
 def with_segment(**fields: object) -> Manifest:
@@ -82,6 +91,19 @@ TOKEN, HEAD, CHANNEL = range(3)
         (with_parallel(pp_rank=-1), "pp_rank is -1"),
         (with_parallel(dcp_size=0), "dcp_size is 0"),
         (with_parallel(tp_size=1 << 40), "tp_size"),
+        (with_parallel(pcp_rank=1), "pcp_rank is 1: must be below pcp_size 1"),
+        (with_parallel(dcp_rank=1), "dcp_rank is 1: must be below dcp_size 1"),
+        (with_parallel(pcp_size=1024), "pcp_size is 1024: times tp_size 2 must be 1 to 1024"),
+        (with_parallel(dcp_size=3), "dcp_size is 3: must divide the 2 tensor"),
+        (with_parallel(dcp_size=2), "dcp_rank is 0: must be 1"),
+        (with_parallel(interleave=0), "interleave is 0"),
+        (in_turns(0), "share is rank 0 of 2 by 2: must be all tokens, or rank 1 of 2 by 2"),
+        (in_turns(1, interleave=1), "share is rank 1 of 2 by 1: must be all tokens, or rank 1 of 2 by 2"),
+        (in_turns(1, parallel=1), "share is rank 1 of 2 by 2: must be all tokens, or rank 0 of 1 by 1"),
+        (in_turns(1, kind=GroupKind.STATE), "a state group is not interleaved"),
+        (in_turns(1, kind=GroupKind.SLIDING_WINDOW, window=8), "a sliding_window group is not interleaved"),
+        (in_turns(1, block_tokens=6), "must divide the group's 6 tokens per block"),
+        (in_turns(1, block_tokens=4), "2 pages must hold the group's 4 tokens per block over 2 ranks"),
         (with_segment(length=0), r"segments\[0\] is 0 bytes"),
         (with_segment(address=-1), r"segments\[0\]"),
         (with_segment(address=1 << 62), r"segments\[0\]"),

@@ -94,7 +94,7 @@ def test_another_life_does_not_answer_for_what_the_last_one_was_asked(server, cl
         reply = ask(client, server, message)
         assert isinstance(reply, m.Failure if refused else m.Pushed), "its word would end a quarantine"
         assert not refused or (reply.code is m.FailureCode.FOREIGN_ENGINE and life in reply.message)
-    asked = m.PushInto(prefill, home, 0, 0, 0, 1, B, (), 0, 1, "0" * 16, incarnation="a" * 32)
+    asked = m.PushInto(prefill, home, 0, 0, 0, 0, 1, B, (), 0, 1, "0" * 16, incarnation="a" * 32)
     assert ask(client, server, asked).code is m.FailureCode.FOREIGN_ENGINE
 
 
@@ -281,7 +281,9 @@ def test_an_answer_that_cannot_be_sent_is_a_failure_for_its_client_and_the_other
     blocks = (BlockTable(0, b"\1\0\0\0"),)
     home = InstanceAddress("decode-0", INCARNATION, "127.0.0.1", 5600)
     assert server.pushes.started("req", "name", 16, "0" * 16)
-    client.send(address(server), PushInto(PrefillRef("name", None), home, 0, 0, 0, 1, A, blocks, 0, 16, "0" * 16), 60.0)
+    client.send(
+        address(server), PushInto(PrefillRef("name", None), home, 0, 0, 0, 0, 1, A, blocks, 0, 16, "0" * 16), 60.0
+    )
     wait_for(lambda: server.pushes.wanted("req"))
     server.pushes.progressed("req", blocks, 16, 1)
     outcomes = collect(client, 2)
@@ -295,7 +297,7 @@ def test_a_server_remembers_no_large_answers_that_were_taken(server, client):
     blocks = (BlockTable(0, bytes(4 * 65536)),)
     home = InstanceAddress("decode-0", INCARNATION, "127.0.0.1", 5600)
     tokens = 1 << 20
-    into = PushInto(PrefillRef("name", None), home, 0, 0, 0, 1, A, blocks, 0, tokens, "0" * 16)
+    into = PushInto(PrefillRef("name", None), home, 0, 0, 0, 0, 1, A, blocks, 0, tokens, "0" * 16)
     assert server.pushes.started("req", "name", tokens, "0" * 16)
     decode = SideChannelClient()  # of its own: it is told how far the push is whenever that takes long
     decode.send(address(server), into, 60.0)

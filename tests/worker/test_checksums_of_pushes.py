@@ -129,7 +129,7 @@ def test_a_decode_instance_that_dies_before_it_compared_frees_the_prefill_in_tim
         server.hold("p-a", b"n" * 16, lease_s, SOURCE)
         server.pushes.finished("p-a", b"n" * 16, SOURCE, 0)
         home = InstanceAddress("decode-1", "cd" * 16, "127.0.0.1", 5600)
-        message = PushInto(ref, home, 0, 0, 0, 1, b"a" * 16, SOURCE, 0, 10, "0" * 16, compare_s)
+        message = PushInto(ref, home, 0, 0, 0, 0, 1, b"a" * 16, SOURCE, 0, 10, "0" * 16, compare_s)
         answer = client.send(address, message, 60.0)
         until(lambda: server.counts().get("PushInto") == 1, "the registration")
         now[0] = 25.0  # of writing

@@ -14,6 +14,9 @@ falls into it, or the request fails. One exception is for those who ask for it: 
 destination with larger blocks reaches back to tokens that the source has let go of and that the request itself never
 looks at. Such a block may start late (`first_valid_tokens`), and must then never be shared with other requests.
 
+Which tokens a side holds at all, and at which of its own positions, is `geometry.interleave`: a span holds tokens of
+both.
+
 Source: vLLM 0.32 `v1/core/single_type_kv_cache_manager.py` (get_num_skipped_tokens).
 """
 
@@ -21,12 +24,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from math import lcm
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable, BlockTables
+from vllm_pd_connector.geometry.interleave import cut, held_before, local_position, token_at
 from vllm_pd_connector.geometry.manifest import Group, GroupKind
 from vllm_pd_connector.geometry.plan import MAX_RUNS, Edge, PagePairing, Paging, concatenate, join, pattern, row_count
 from vllm_pd_connector.geometry.runs import Addresses, Runs
@@ -187,8 +192,8 @@ def pair(
     return paired
 
 
-def _cuts(paging: Paging) -> tuple[int, int, int]:
-    return paging.group, paging.page_tokens, paging.pages_per_block
+def _cuts(paging: Paging) -> tuple[object, ...]:
+    return paging.group, paging.page_tokens, paging.pages_per_block, paging.share
 
 
 def _check_ids(name: str, table: BlockTable, group: Group, *, unique: bool) -> None:
@@ -205,8 +210,10 @@ def _check_ids(name: str, table: BlockTable, group: Group, *, unique: bool) -> N
 
 def range_end(pairing: PagePairing, stop: int, tail: Tail) -> int:
     """Where the range ends for this pairing: at a page boundary if the rest of the last page may move."""
-    page = pairing.destination.page_tokens
-    return -(-stop // page) * page if tail is Tail.PAGE and pairing.alike else stop
+    page, share = pairing.destination.page_tokens, pairing.destination.share
+    if tail is Tail.EXACT or not pairing.alike or not (held := held_before(share, stop)):
+        return stop
+    return max(stop, token_at(share, -(-held // page) * page - 1) + 1)
 
 
 def _state_spans(pairing: PagePairing, theirs: BlockTable, ours: BlockTable) -> Spans:
@@ -231,12 +238,12 @@ def _token_spans(
     _refuse_beyond("destination", b, ours, start, stop)
     _refuse_beyond("source", a, theirs, start, stop)
     start = max(start, ours.first_block * block_tokens(b))
-    if pairing.whole and start < stop and start % b.page_tokens:
+    if pairing.whole and start < stop and held_before(b.share, start) % b.page_tokens:
         raise BindError(
             f"group {b.group}: tokens from {start} on begin inside an opaque page of {b.page_tokens} tokens, which "
             "only moves whole; start at a page boundary"
         )
-    first, tokens = cut_at_pages(start, stop, {a.page_tokens, b.page_tokens})
+    first, tokens = cut(start, stop, (a.share, a.page_tokens), (b.share, b.page_tokens))
     source, source_absent = pages_of(a, theirs, first)
     destination, destination_absent = pages_of(b, ours, first)
     if pairing.kind is GroupKind.FULL:  # a windowed table may begin late or with null blocks
@@ -249,27 +256,21 @@ def _token_spans(
     return Spans(
         source[present],
         destination[present],
-        (first % a.page_tokens)[present],
-        (first % b.page_tokens)[present],
+        (local_position(a.share, first) % a.page_tokens)[present],
+        (local_position(b.share, first) % b.page_tokens)[present],
         tokens[present],
         int((first + tokens)[spared].max(initial=0)),
     )
 
 
-def cut_at_pages(start: int, stop: int, page_tokens: Iterable[int]) -> tuple[Addresses, Addresses]:
-    """The range [start, stop) in parts that each lie in one page of every given size: first tokens and numbers of
-    tokens. No parts of an empty range."""
-    if start >= stop:
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    edges = [np.arange(start // page * page + page, stop, page) for page in page_tokens]
-    inner = edges[0] if len(edges) == 1 else np.unique(np.concatenate(edges))
-    cuts = np.concatenate(([start], inner, [stop])).astype(np.int64)
-    return cuts[:-1], np.diff(cuts)
-
-
 def block_tokens(paging: Paging) -> int:
-    """Tokens of a logical block."""
-    return paging.page_tokens * paging.pages_per_block
+    """Tokens of a logical block, on all ranks that share them."""
+    return paging.page_tokens * paging.pages_per_block * paging.share.size
+
+
+def filled_every(paging: Paging) -> int:
+    """Tokens after which no page is filled in part, and every multiple."""
+    return paging.share.size * lcm(paging.share.interleave, paging.page_tokens)
 
 
 def _refuse_beyond(side: str, paging: Paging, table: BlockTable, start: int, stop: int) -> None:
@@ -280,8 +281,9 @@ def _refuse_beyond(side: str, paging: Paging, table: BlockTable, start: int, sto
 
 
 def pages_of(paging: Paging, table: BlockTable, tokens: Addresses) -> tuple[Addresses, NDArray[np.bool_]]:
-    """Pages that hold these token positions, and where there is none (the page is then meaningless)."""
-    page = tokens // paging.page_tokens
+    """Pages that hold these token positions, and where there is none (the page is then meaningless). All of them are
+    positions that this side's share holds."""
+    page = local_position(paging.share, tokens) // paging.page_tokens
     entry = page // paging.pages_per_block - table.first_block
     ids = table.ids
     outside = (entry < 0) | (entry >= len(ids))

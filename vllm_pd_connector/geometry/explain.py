@@ -15,13 +15,14 @@ from vllm_pd_connector.errors import BindError, IncompatiblePeer
 from vllm_pd_connector.geometry.bind import bind, pair
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.plan import Edge, PagePairing, make_plan
+from vllm_pd_connector.geometry.sharding import describe_rank
 from vllm_pd_connector.geometry.staging.chunks import chunks, run_count, split
 from vllm_pd_connector.geometry.topology import TopologyCheck, TopologyStatus, check_pd_topology
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_pd_connector.geometry.manifest import Group, Manifest
+    from vllm_pd_connector.geometry.manifest import Group, Manifest, TokenShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Movement:
         kind: of the KV-cache group; `group` is its index on the destination.
         layers: how many; `first_layer` is the name of one.
         source_page_tokens, destination_page_tokens: 0 for states.
+        source_share, destination_share: which tokens the ranks hold, as "1 of 2 by 16"; empty for all.
         converted: whether the bytes go by way of the initiator's staging buffer.
         bytes: that reach the destination's cache.
         runs: that the transport reads or writes, between the caches or, if converted, on one side in the staging
@@ -57,6 +59,8 @@ class Movement:
     read_bytes: int
     unconverted_runs: int
     copies: int
+    source_share: str = ""
+    destination_share: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +126,8 @@ def _edge(edge: Edge, tokens: int, chunk_bytes: int, push: bool) -> list[Movemen
             copies = 0
         movements.append(
             Movement(
-                source=_rank(*edge.source),
-                destination=_rank(*edge.destination),
+                source=describe_rank(edge.source),
+                destination=describe_rank(edge.destination),
                 group=pairing.destination.group,
                 kind=str(pairing.kind),
                 layers=_layers(pairing),
@@ -136,13 +140,15 @@ def _edge(edge: Edge, tokens: int, chunk_bytes: int, push: bool) -> list[Movemen
                 read_bytes=read,
                 unconverted_runs=unconverted,
                 copies=copies,
+                source_share=_share(pairing.source.share),
+                destination_share=_share(pairing.destination.share),
             )
         )
     return movements
 
 
-def _rank(pipeline: int, tensor: int) -> str:
-    return f"pp{pipeline} tp{tensor}"
+def _share(share: TokenShare) -> str:
+    return f"{share.rank} of {share.size} by {share.interleave}" if share.size > 1 else ""
 
 
 def _layers(pairing: PagePairing) -> int:

@@ -80,6 +80,18 @@ class Segment(ManifestStruct, frozen=True):
     device_id: int
 
 
+class TokenShare(ManifestStruct, frozen=True):
+    """Which tokens a worker holds of a group: those whose stretch of `interleave` tokens is, of `size` in turn, the
+    one of `rank`. See `geometry.interleave`."""
+
+    rank: int
+    size: int
+    interleave: int
+
+
+WHOLE = TokenShare(0, 1, 1)
+
+
 class Axis(ManifestStruct, frozen=True):
     """One logical axis inside a page.
 
@@ -118,12 +130,17 @@ class Tensor(ManifestStruct, frozen=True):
 
 
 class Group(ManifestStruct, frozen=True):
-    """One KV-cache group. `window` is in tokens (0: none), `block_tokens` is tokens per logical block."""
+    """One KV-cache group. `window` is in tokens (0: none).
+
+    `block_tokens` is tokens per logical block, as the scheduler counts them: on all ranks together, where they hold
+    shares of the tokens.
+    """
 
     kind: GroupKind
     block_tokens: int
     num_blocks: int
     window: int = 0
+    share: TokenShare = WHOLE
 
 
 class ModelFacts(ManifestStruct, frozen=True):
@@ -146,8 +163,16 @@ class ModelFacts(ManifestStruct, frozen=True):
     quantization: str
 
 
+Rank = tuple[int, int, int]
+"""(pipeline, prefill-context, tensor) rank inside one instance."""
+
+
 class Coordinates(ManifestStruct, frozen=True):
-    """Where this worker stands in its instance's parallel groups."""
+    """Where this worker stands in its instance's parallel groups.
+
+    Decode-context parallel groups (`dcp`) are made of tensor and prefill-context parallel (`pcp`) ranks, so they add no
+    workers. `interleave` is how many tokens in a row one rank of them holds (vLLM's cp_kv_cache_interleave_size).
+    """
 
     tp_rank: int
     tp_size: int
@@ -157,6 +182,28 @@ class Coordinates(ManifestStruct, frozen=True):
     dp_size: int
     dcp_size: int
     pcp_size: int
+    dcp_rank: int = 0
+    pcp_rank: int = 0
+    interleave: int = 1
+
+    @property
+    def rank(self) -> Rank:
+        return self.pp_rank, self.pcp_rank, self.tp_rank
+
+    @property
+    def share(self) -> TokenShare:
+        """The tokens that this worker holds of a group whose ranks take turns with them."""
+        return TokenShare(self.dcp_rank, self.dcp_size, self.interleave) if self.dcp_size > 1 else WHOLE
+
+    @property
+    def number(self) -> int:
+        """Of this worker among those of its instance, in the order of their ranks."""
+        return (self.pp_rank * self.pcp_size + self.pcp_rank) * self.tp_size + self.tp_rank
+
+    @property
+    def workers(self) -> int:
+        """How many workers the instance has."""
+        return self.pp_size * self.pcp_size * self.tp_size
 
 
 class LivenessAddress(ManifestStruct, frozen=True):

@@ -12,6 +12,9 @@ two pages into merged runs, valid for page 0 on both sides; every other pair of 
 Owners: the layers of the destinations that need the same replicated box are laid out on one line, which is cut into
 equal parts, one per replica. So all replicas serve the same share, with few edges and long stretches of layers.
 
+Under context parallelism a source holds a share of the tokens. Shares are one more axis of the boxes: a destination
+needs all of them, and those without a token of its own (`interleave.meet`) are left out after the proof.
+
 The manifests must have passed `check_pd_topology`.
 """
 
@@ -25,16 +28,32 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_pd_connector.errors import IncompatiblePeer
-from vllm_pd_connector.geometry.manifest import Axis, AxisName, Coordinates, Group, GroupKind, Manifest, Tensor
+from vllm_pd_connector.geometry.interleave import meet
+from vllm_pd_connector.geometry.manifest import (
+    WHOLE,
+    Axis,
+    AxisName,
+    Coordinates,
+    Group,
+    GroupKind,
+    Manifest,
+    Rank,
+    Tensor,
+    TokenShare,
+)
 from vllm_pd_connector.geometry.runs import Addresses, Runs
-from vllm_pd_connector.geometry.sharding import Box, Interval, intersect, require_one_writer
-from vllm_pd_connector.geometry.topology import box_of, logical_axes, pair_differences
+from vllm_pd_connector.geometry.sharding import (
+    Box,
+    Interval,
+    context_rank,
+    describe_rank,
+    intersect,
+    require_one_writer,
+)
+from vllm_pd_connector.geometry.topology import box_of, logical_axes, pair_differences, share_box
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-Rank = tuple[int, int]
-"""(pipeline rank, tensor rank) inside one instance."""
 
 MAX_CACHED_RUNS = 1 << 20
 # A request that takes more runs is refused: each costs microseconds, more in all than any transfer has time for, and
@@ -44,12 +63,16 @@ MAX_RUNS = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """How one side's pages follow from token positions and block ids; the stride is in bytes."""
+    """How one side's pages follow from token positions and block ids; the stride is in bytes.
+
+    `page_tokens` is what a page has slots for, all of them of tokens that `share` holds.
+    """
 
     group: int
     page_tokens: int
     pages_per_block: int
     page_stride: int
+    share: TokenShare = WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +177,9 @@ def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
         IncompatiblePeer: an element without a source writer or with several, tensors that do not mean the same, or
             a source rank given twice.
     """
-    ranks = [_rank(source) for source in sources]
+    ranks = [source.parallel.rank for source in sources]
     if twice := next((rank for rank in ranks if ranks.count(rank) > 1), None):
-        raise IncompatiblePeer(f"duplicate rank: pipeline {twice[0]} tensor {twice[1]} of the peer is given twice")
+        raise IncompatiblePeer(f"duplicate rank: {describe_rank(twice)} of the peer is given twice")
     holders: dict[tuple[str, str], list[tuple[int, Tensor]]] = {}
     for i, source in enumerate(sources):
         for tensor in source.tensors:
@@ -182,15 +205,11 @@ def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
         owner, peer = candidates[cut.replicas[replica]]
         parts[owner].append(_Part(tensor.layer, peer, tensor, cut.box))
     edges = [
-        Edge(rank, _rank(destination), source.groups, destination.groups, _pairings(destination, source, mine))
+        Edge(rank, destination.parallel.rank, source.groups, destination.groups, _pairings(destination, source, mine))
         for rank, source, mine in zip(ranks, sources, parts, strict=True)
         if mine
     ]
-    return Plan(_rank(destination), tuple(sorted(edges, key=lambda edge: edge.source)))
-
-
-def _rank(manifest: Manifest) -> Rank:
-    return manifest.parallel.pp_rank, manifest.parallel.tp_rank
+    return Plan(destination.parallel.rank, tuple(sorted(edges, key=lambda edge: edge.source)))
 
 
 def _shape(tensor: Tensor) -> tuple[object, ...]:
@@ -202,19 +221,26 @@ def _cut(
 ) -> tuple[_Cut, ...]:
     """Split what the destination holds of a tensor into boxes with one set of equal writers each, and prove it."""
     name = f"{tensor.layer} {tensor.role}"
-    wanted = box_of(tensor.axes)
-    replicas: dict[Box, list[int]] = {}
+    wanted, share = box_of(tensor.axes), destination.groups[tensor.group].share
+    replicas: dict[tuple[Box, TokenShare], list[int]] = {}
     for position, (i, peer) in enumerate(candidates):
-        if tensor.opaque and peer.opaque and box_of(peer.axes) != wanted and _same_extent(tensor, peer):
+        their_share = sources[i].groups[peer.group].share
+        other = (box_of(peer.axes), their_share) != (wanted, share)
+        if tensor.opaque and peer.opaque and other and _same_extent(tensor, peer) and _same_turns(share, their_share):
             continue  # another rank's whole page
         _require_same_meaning(name, tensor, destination, peer, sources[i])
-        replicas.setdefault(box_of(peer.axes), []).append(position)
+        replicas.setdefault((box_of(peer.axes), their_share), []).append(position)
     cuts = []
-    for held, positions in replicas.items():
+    pieces = []
+    for (held, their_share), positions in replicas.items():
         if (common := intersect(wanted, held)) is not None:
-            place, count = _place(tensor.axes, destination.parallel, held)
-            cuts.append(_Cut(common, tuple(positions), place, count))
-    require_one_writer(name, wanted, [cut.box for cut in cuts])
+            pieces.append((*common, *share_box(their_share)))
+            if meet(share, their_share):
+                place, count = _place(tensor.axes, destination.parallel, share, held, their_share)
+                cuts.append(_Cut(common, tuple(positions), place, count))
+    turns = max((their_share.size for _, their_share in replicas), default=1)
+    every = (Interval(0, turns),) if turns > 1 else ()
+    require_one_writer(name, (*wanted, *(share_box(share) if tensor.opaque else every)), pieces)
     return tuple(cuts)
 
 
@@ -227,32 +253,46 @@ def _same_extent(a: Tensor, b: Tensor) -> bool:
     )
 
 
+def _same_turns(a: TokenShare, b: TokenShare) -> bool:
+    return (a.size, a.interleave) == (b.size, b.interleave)
+
+
 def _require_same_meaning(name: str, tensor: Tensor, mine: Manifest, peer: Tensor, theirs: Manifest) -> None:
     if found := pair_differences(tensor, mine.groups[tensor.group], peer, theirs.groups[peer.group]):
-        where = f"pipeline rank {theirs.parallel.pp_rank} tensor rank {theirs.parallel.tp_rank}"
+        where = describe_rank(theirs.parallel.rank)
         raise IncompatiblePeer(f"{name}: incompatible with {theirs.engine_id} {where}:", found)
 
 
-def _place(axes: Sequence[Axis], parallel: Coordinates, held: Box) -> tuple[int, int]:
-    """Which of the destination ranks that need a part of `held` this one is, and how many they are.
+def _place(
+    axes: Sequence[Axis], parallel: Coordinates, share: TokenShare, held: Box, theirs: TokenShare
+) -> tuple[int, int]:
+    """Which of the destination ranks that need a part of `held`, of its tokens `theirs`, this one is, and how many they
+    are.
 
-    The destination's shards are equal, and neighbouring ranks hold replicas of the same one, so its coordinates and
-    its own interval tell everybody's.
+    The destination's shards are equal, and neighbouring ranks hold replicas of the same one, so its coordinates, its
+    own interval and its own share tell everybody's.
     """
     shards, size, interval = 1, 1, Interval(0, 1)
-    for axis, theirs in zip(logical_axes(axes), held, strict=True):
+    for axis, part in zip(logical_axes(axes), held, strict=True):
         if axis.size < axis.total:
-            shards, size, interval = axis.total // axis.size, axis.size, theirs
+            shards, size, interval = axis.total // axis.size, axis.size, part
     replicas = max(1, parallel.tp_size // shards)
-    starts = [rank // replicas * size for rank in range(parallel.tp_size)]
-    needing = [r for r, start in enumerate(starts) if start < interval.stop and interval.start < start + size]
-    return (needing.index(parallel.tp_rank) if parallel.tp_rank in needing else 0), max(1, len(needing))
+    shared = {rank: meet(TokenShare(rank, share.size, share.interleave), theirs) for rank in range(share.size)}
+    needing = [
+        (context, rank)
+        for context in range(parallel.pcp_size)
+        for rank in range(parallel.tp_size)
+        if interval.start - size < rank // replicas * size < interval.stop
+        and shared[context_rank(share.size, context, parallel.pcp_size, rank)]
+    ]
+    mine = parallel.pcp_rank, parallel.tp_rank
+    return (needing.index(mine) if mine in needing else 0), max(1, len(needing))
 
 
 def _pairings(destination: Manifest, source: Manifest, parts: Iterable[_Part]) -> tuple[PagePairing, ...]:
     by_paging: dict[tuple[Paging, Paging, bool], list[_Part]] = {}
     for part in parts:
-        key = _paging(part.source), _paging(part.destination), bool(part.destination.opaque)
+        key = _paging(part.source, source), _paging(part.destination, destination), bool(part.destination.opaque)
         by_paging.setdefault(key, []).append(part)
     pairings = []
     for (theirs, ours, opaque), members in by_paging.items():
@@ -265,13 +305,21 @@ def _pairings(destination: Manifest, source: Manifest, parts: Iterable[_Part]) -
             for s in (tensor_slice.token, *tensor_slice.axes)
             if s.size > 1
         )
-        alike = theirs.page_tokens == ours.page_tokens and all(s.source == s.destination for s in strides)
+        alike = _alike(theirs, ours) and all(s.source == s.destination for s in strides)
         pairings.append(PagePairing(kind, theirs, ours, opaque or kind is GroupKind.STATE, alike, batches))
     return tuple(pairings)
 
 
-def _paging(tensor: Tensor) -> Paging:
-    return Paging(tensor.group, tensor.page_tokens, tensor.pages_per_block, tensor.page_stride)
+def _paging(tensor: Tensor, manifest: Manifest) -> Paging:
+    share = manifest.groups[tensor.group].share
+    return Paging(tensor.group, tensor.page_tokens, tensor.pages_per_block, tensor.page_stride, share)
+
+
+def _alike(theirs: Paging, ours: Paging) -> bool:
+    """Whether a page of one side has the tokens of a page of the other: as many, and the same ones."""
+    if theirs.page_tokens != ours.page_tokens or theirs.share == ours.share:
+        return theirs.page_tokens == ours.page_tokens
+    return all(side.share.size == 1 or side.share.interleave % side.page_tokens == 0 for side in (theirs, ours))
 
 
 def _batches(destination: Manifest, source: Manifest, parts: Iterable[_Part]) -> tuple[LayerBatch, ...]:

@@ -65,6 +65,20 @@ def shard(extent: int, tp_size: int, tp_rank: int) -> Interval:
     )
 
 
+def context_rank(size: int, pcp_rank: int, pcp_size: int, tp_rank: int) -> int:
+    """Rank in its decode-context parallel group, of `size` neighbouring ranks: prefill-context parallel ones first.
+
+    Source: vLLM 0.32, `initialize_model_parallel` (the DCP groups).
+    """
+    return (tp_rank * pcp_size + pcp_rank) % size
+
+
+def describe_rank(rank: tuple[int, int, int]) -> str:
+    """A worker's (pipeline, prefill-context, tensor) rank in words."""
+    pipeline, context, tensor = rank
+    return f"pp{pipeline} pcp{context} tp{tensor}" if context else f"pp{pipeline} tp{tensor}"
+
+
 def intersect(a: Box, b: Box) -> Box | None:
     """The common part of two boxes, or None if there is none."""
     common = tuple(x.intersect(y) for x, y in zip(a, b, strict=True))

@@ -1,14 +1,14 @@
 """May these two instances be paired, and if not, which fields differ?
 
-The check is made of three questions, each answered completely before the next is asked:
+The check is made of two questions, each answered completely before the next is asked:
 
 1. Is each side sound? Every manifest is valid, and a set of manifests is one whole instance: one worker for every
-   (pipeline, tensor) rank, all telling the same story, their shards tiling every logical tensor.
+   (pipeline, prefill-context, tensor) rank, all telling the same story, their shards and shares of tokens tiling every
+   logical tensor.
 2. Do the cached numbers mean the same? Model facts, dtypes, roles, extents, windows: compared by name.
-3. Does a policy object? What this version cannot do although geometry allows it (`context_parallel_policy`), or what
-   a backend forbids. A policy is any function with the signature of `Policy`.
 
-Block sizes, layouts, tensor and pipeline sizes and capacities may differ: the planner converts between them.
+Block sizes, layouts, tensor, pipeline and context parallel sizes, the interleaving of tokens and capacities may differ:
+the planner converts between them.
 A result that nobody computed denies.
 
 Source: xLLM, `check_pd_topo` (statuses, order of evaluation).
@@ -17,14 +17,18 @@ Source: xLLM, `check_pd_topo` (statuses, order of evaluation).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import Difference, IncompatiblePeer, InvalidManifest, InvalidTopology
-from vllm_pd_connector.geometry.manifest import Axis, AxisName, Group, Manifest, ModelFacts, Tensor
-from vllm_pd_connector.geometry.sharding import Box, Interval, require_one_writer
+from vllm_pd_connector.geometry.manifest import Axis, AxisName, Group, Manifest, ModelFacts, Tensor, TokenShare
+from vllm_pd_connector.geometry.sharding import Box, Interval, describe_rank, require_one_writer
 from vllm_pd_connector.geometry.validate import validate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 
 class TopologyStatus(StrEnum):
@@ -50,24 +54,9 @@ class TopologyCheck:
         return self.status in (TopologyStatus.ALLOW_HOMOGENEOUS, TopologyStatus.ALLOW_HETEROGENEOUS)
 
 
-Policy = Callable[[Sequence[Manifest], Sequence[Manifest]], Sequence[Difference]]
-"""Objections of a backend or of this version to (local, remote); empty means none."""
-
-
-def context_parallel_policy(local: Sequence[Manifest], remote: Sequence[Manifest]) -> Sequence[Difference]:
-    """Context parallelism interleaves tokens over ranks, which this version does not plan; both sizes must be 1."""
-    found = []
-    for name, flag in (("dcp_size", "--decode-context-parallel-size"), ("pcp_size", "--prefill-context-parallel-size")):
-        here, there = getattr(local[0].parallel, name), getattr(remote[0].parallel, name)
-        if (here, there) != (1, 1):
-            found.append(Difference(name, str(here), str(there), f"this version needs {flag} 1 on both sides"))
-    return found
-
-
 def check_pd_topology(
     local: Manifest | Sequence[Manifest],
     remote: Sequence[Manifest],
-    policy: Policy = context_parallel_policy,
 ) -> TopologyCheck:
     """Compare this worker (one manifest) or this instance (all of them) with a whole remote instance.
 
@@ -86,7 +75,7 @@ def check_pd_topology(
         check_instance(remote)
     except (InvalidManifest, InvalidTopology, IncompatiblePeer) as error:
         return TopologyCheck(TopologyStatus.INVALID_REMOTE, f"invalid remote topology: {error}")
-    if found := [*instance_differences(ours, remote), *policy(ours, remote)]:
+    if found := instance_differences(ours, remote):
         return _deny(found)
     if all(any(_same_geometry(mine, theirs) for theirs in remote) for mine in ours):
         return TopologyCheck(TopologyStatus.ALLOW_HOMOGENEOUS, "")
@@ -116,14 +105,13 @@ def check_instance(manifests: Sequence[Manifest]) -> None:
             a, b = sorted(set(values))[:2]
             raise InvalidTopology(f"workers disagree about {name}: {a} and {b}; restart all ranks of the instance")
     parallel = manifests[0].parallel
-    present = Counter((m.parallel.pp_rank, m.parallel.tp_rank) for m in manifests)
-    for rank in ((pp, tp) for pp in range(parallel.pp_size) for tp in range(parallel.tp_size)):
-        # Prefill context parallelism multiplies the workers; the policy decides about it, not this count.
-        if present[rank] != parallel.pcp_size:
-            problem = "incomplete set of workers" if present[rank] < parallel.pcp_size else "duplicate rank"
+    present = Counter(m.parallel.rank for m in manifests)
+    for rank in product(range(parallel.pp_size), range(parallel.pcp_size), range(parallel.tp_size)):
+        if present[rank] != 1:
+            problem = "incomplete set of workers" if not present[rank] else "duplicate rank"
             raise InvalidTopology(
-                f"{problem}: {present[rank]} manifests for pipeline rank {rank[0]} tensor rank {rank[1]}, expected "
-                f"{parallel.pcp_size} (sizes pp {parallel.pp_size}, tp {parallel.tp_size}, pcp {parallel.pcp_size})"
+                f"{problem}: {present[rank]} manifests for {describe_rank(rank)}, expected 1 "
+                f"(sizes pp {parallel.pp_size}, pcp {parallel.pcp_size}, tp {parallel.tp_size})"
             )
     _check_tiling(manifests)
 
@@ -135,32 +123,43 @@ def _common_facts(manifests: Sequence[Manifest]) -> dict[str, list[str]]:
         "dp_rank": [str(m.parallel.dp_rank) for m in manifests],
         **{
             name: [str(getattr(m.parallel, name)) for m in manifests]
-            for name in ("tp_size", "pp_size", "dp_size", "dcp_size", "pcp_size")
+            for name in ("tp_size", "pp_size", "dp_size", "dcp_size", "pcp_size", "interleave")
         },
         **{name: [str(getattr(m.model, name)) for m in manifests] for name in ModelFacts.__struct_fields__},
         # One scheduler gives all ranks the same block ids, by which each then finds its own pages.
         "groups": [
-            ", ".join(f"{g.kind} of {g.block_tokens} tokens per block, window {g.window}" for g in m.groups)
+            ", ".join(
+                f"{g.kind} of {g.block_tokens} tokens per block, window {g.window}"
+                + (f", {_describe_shares(g.share)}" if g.share.size > 1 else "")
+                for g in m.groups
+            )
             for m in manifests
         ],
     }
 
 
+def _describe_shares(share: TokenShare) -> str:
+    return f"tokens over {share.size} ranks by {share.interleave}" if share.size > 1 else "all tokens"
+
+
 def _check_tiling(manifests: Sequence[Manifest]) -> None:
-    holders: dict[tuple[str, str], list[tuple[Axis, ...]]] = {}
-    for tensor in (t for m in manifests for t in m.tensors):
-        holders.setdefault((tensor.layer, tensor.role), []).append(tensor.axes)
+    holders: dict[tuple[str, str], list[tuple[tuple[Axis, ...], TokenShare]]] = {}
+    for manifest in manifests:
+        for tensor in manifest.tensors:
+            share = manifest.groups[tensor.group].share
+            holders.setdefault((tensor.layer, tensor.role), []).append((tensor.axes, share))
     proven: set[tuple[object, ...]] = set()
     for (layer, role), shapes in holders.items():
         distinct = tuple(dict.fromkeys(shapes))
         if distinct in proven:
             continue
-        extents = {extents_of(axes) for axes in distinct}
+        extents = {(*extents_of(axes), *shares_of(share)) for axes, share in distinct}
         if len(extents) > 1:
             a, b = sorted(map(str, extents))[:2]
             raise InvalidTopology(f"workers disagree about the extents of {layer} {role}: {a} and {b}")
         whole = tuple(Interval(0, total) for _, total in next(iter(extents)))
-        require_one_writer(f"{layer} {role}", whole, sorted({box_of(axes) for axes in distinct}))
+        boxes = {(*box_of(axes), *share_box(share)) for axes, share in distinct}
+        require_one_writer(f"{layer} {role}", whole, sorted(boxes))
         proven.add(distinct)
 
 
@@ -177,6 +176,16 @@ def box_of(axes: Iterable[Axis]) -> Box:
 def extents_of(axes: Iterable[Axis]) -> tuple[tuple[str, int], ...]:
     """(axis name, extent in the whole model) of every logical axis."""
     return tuple((str(axis.name), axis.total) for axis in logical_axes(axes))
+
+
+def shares_of(share: TokenShare) -> tuple[tuple[str, int], ...]:
+    """Where ranks take turns with the tokens, that is one more axis of what they hold: its name and extent."""
+    return (("share", share.size),) if share.size > 1 else ()
+
+
+def share_box(share: TokenShare) -> Box:
+    """The part of that axis that one rank holds."""
+    return (Interval(share.rank, share.rank + 1),) if share.size > 1 else ()
 
 
 _ADVICE = {
@@ -245,8 +254,10 @@ def _tensor_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) -
         for tensor in manifest.tensors:
             group = manifest.groups[tensor.group]
             peers = theirs.get((tensor.layer, tensor.role), {})
-            if tensor.opaque and any(box_of(peer.axes) == box_of(tensor.axes) for peer, _ in peers.values()):
-                peers = {k: v for k, v in peers.items() if box_of(v[0].axes) == box_of(tensor.axes)}
+            if tensor.opaque:
+                mine = box_of(tensor.axes), group.share
+                same = {k: v for k, v in peers.items() if (box_of(v[0].axes), v[1].share) == mine}
+                peers = same or peers
             for peer, peer_group in peers.values():
                 for difference in pair_differences(tensor, group, peer, peer_group):
                     names = found.setdefault(difference, [])
@@ -260,7 +271,7 @@ def _tensor_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) -
 
 def _meaning(tensor: Tensor, group: Group) -> tuple[object, ...]:
     """What `pair_differences` looks at; ranks that share it need only one comparison."""
-    box = box_of(tensor.axes) if tensor.opaque else ()
+    box = (box_of(tensor.axes), group.share) if tensor.opaque else ()
     pages = tensor.page_tokens if tensor.opaque else bool(tensor.page_tokens)
     extents = extents_of(tensor.axes)
     return tensor.dtype, tensor.itemsize, tensor.opaque, pages, extents, box, group.kind, group.window
@@ -280,6 +291,9 @@ def pair_differences(local: Tensor, local_group: Group, remote: Tensor, remote_g
         here, there = box_of(local.axes), box_of(remote.axes)
         fields.append(("page tokens", local.page_tokens, remote.page_tokens, advice.format("--block-size")))
         fields.append(("page bytes", str(here[0]), str(there[0]), advice.format("--tensor-parallel-size")))
+        ours, theirs = (_describe_shares(group.share) for group in (local_group, remote_group))
+        options = "--decode-context-parallel-size and --cp-kv-cache-interleave-size"
+        fields.append(("tokens", ours, theirs, advice.format(options)))
     else:
         here_extents, there_extents = _print(local.axes), _print(remote.axes)
         advice = "serve the same model, --revision and number of speculative tokens on both sides"
@@ -293,11 +307,15 @@ def _print(axes: Sequence[Axis]) -> str:
 
 def _same_geometry(mine: Manifest, theirs: Manifest) -> bool:
     """Equal coordinates and equal pages, so that blocks map one to one; capacity and addresses may differ."""
-    a, b = mine.parallel, theirs.parallel
-    return (a.tp_rank, a.tp_size, a.pp_rank, a.pp_size) == (b.tp_rank, b.tp_size, b.pp_rank, b.pp_size) and (
-        _pages(mine) == _pages(theirs)
+    ours, others = (
+        (m.parallel.rank, m.parallel.tp_size, m.parallel.pp_size, m.parallel.pcp_size, _pages(m))
+        for m in (mine, theirs)
     )
+    return ours == others
 
 
 def _pages(manifest: Manifest) -> dict[tuple[str, str], tuple[object, ...]]:
-    return {(t.layer, t.role): (t.page_tokens, t.pages_per_block, t.page_stride, t.axes) for t in manifest.tensors}
+    return {
+        (t.layer, t.role): (t.page_tokens, t.pages_per_block, t.page_stride, t.axes, manifest.groups[t.group].share)
+        for t in manifest.tensors
+    }

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from vllm_pd_connector.errors import InvalidManifest
 from vllm_pd_connector.geometry.manifest import (
     MANIFEST_VERSION,
+    WHOLE,
     Axis,
     AxisName,
     Coordinates,
@@ -35,6 +36,7 @@ from vllm_pd_connector.geometry.manifest import (
     Segment,
     Tensor,
 )
+from vllm_pd_connector.geometry.sharding import context_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -87,7 +89,7 @@ def validate(manifest: Manifest) -> None:
         _check_life(manifest.life)
     _check_apart(manifest)
     for i, group in enumerate(manifest.groups):
-        _check_group(f"groups[{i}]", group)
+        _check_group(f"groups[{i}]", group, manifest.parallel)
     seen = set()
     for i, tensor in enumerate(manifest.tensors):
         field = f"tensors[{i}]"
@@ -111,15 +113,23 @@ def _check_text(field: str, value: str) -> None:
 
 
 def _check_coordinates(parallel: Coordinates) -> None:
-    for name in ("tp", "pp", "dp"):
+    for name in ("tp", "pp", "dp", "dcp", "pcp"):
         rank, size = getattr(parallel, f"{name}_rank"), getattr(parallel, f"{name}_size")
         if not 1 <= size <= MAX_RANKS:
             _refuse(f"parallel.{name}_size", size, f"must be 1 to {MAX_RANKS}")
         if not 0 <= rank < size:
             _refuse(f"parallel.{name}_rank", rank, f"must be below {name}_size {size}")
-    for name in ("dcp_size", "pcp_size"):
-        if not 1 <= getattr(parallel, name) <= MAX_RANKS:
-            _refuse(f"parallel.{name}", getattr(parallel, name), f"must be 1 to {MAX_RANKS}")
+    ranks = parallel.tp_size * parallel.pcp_size
+    if ranks > MAX_RANKS:
+        _refuse("parallel.pcp_size", parallel.pcp_size, f"times tp_size {parallel.tp_size} must be 1 to {MAX_RANKS}")
+    if ranks % parallel.dcp_size:
+        _refuse("parallel.dcp_size", parallel.dcp_size, f"must divide the {ranks} tensor and prefill-context ranks")
+    rank = context_rank(parallel.dcp_size, parallel.pcp_rank, parallel.pcp_size, parallel.tp_rank)
+    if parallel.dcp_rank != rank:
+        rule = f"must be {rank}: groups are made of neighbouring tensor ranks, prefill-context ranks first"
+        _refuse("parallel.dcp_rank", parallel.dcp_rank, rule)
+    if not 1 <= parallel.interleave < ADDRESS_LIMIT:
+        _refuse("parallel.interleave", parallel.interleave, "must be positive")
 
 
 def _check_segment(field: str, segment: Segment) -> None:
@@ -154,14 +164,28 @@ def _check_apart(manifest: Manifest) -> None:
             _refuse(field, f"{other.length} bytes at {other.address}", rule)
 
 
-def _check_group(field: str, group: Group) -> None:
+def _check_group(field: str, group: Group, parallel: Coordinates) -> None:
     if not 1 <= group.num_blocks < ADDRESS_LIMIT:
         _refuse(f"{field}.num_blocks", group.num_blocks, "must be positive")
     if not (group.kind is not GroupKind.STATE) <= group.block_tokens < ADDRESS_LIMIT:
         _refuse(f"{field}.block_tokens", group.block_tokens, "must be positive")
+    _check_share(f"{field}.share", group, parallel)
     windowed = group.kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL)
     if not windowed <= group.window < (ADDRESS_LIMIT if windowed else 1):
         _refuse(f"{field}.window", group.window, f"a {group.kind} group has {'a' if windowed else 'no'} window")
+
+
+def _check_share(field: str, group: Group, parallel: Coordinates) -> None:
+    share, turn = group.share, parallel.share
+    if share == WHOLE:
+        return
+    printed = f"rank {share.rank} of {share.size} by {share.interleave}"
+    if share != turn:
+        _refuse(field, printed, f"must be all tokens, or rank {turn.rank} of {turn.size} by {turn.interleave}")
+    if group.kind is not GroupKind.FULL:
+        _refuse(field, printed, f"a {group.kind} group is not interleaved")
+    if group.block_tokens % (share.size * share.interleave):
+        _refuse(field, printed, f"must divide the group's {group.block_tokens} tokens per block")
 
 
 def _check_tensor(field: str, tensor: Tensor, manifest: Manifest) -> None:
@@ -196,8 +220,9 @@ def _check_pages(field: str, tensor: Tensor, group: Group) -> None:
         if tensor.page_tokens != 0 or tensor.pages_per_block != 1:
             shape = f"{tensor.page_tokens} tokens, {tensor.pages_per_block} pages per block"
             _refuse(f"{field}.page_tokens", shape, "a state has no tokens and one page per block")
-    elif tensor.page_tokens < 1 or tensor.page_tokens * tensor.pages_per_block != group.block_tokens:
-        rule = f"{tensor.pages_per_block} pages must hold the group's {group.block_tokens} tokens per block"
+    elif tensor.page_tokens < 1 or tensor.page_tokens * tensor.pages_per_block * group.share.size != group.block_tokens:
+        held = f"{group.block_tokens} tokens per block over {group.share.size} ranks"
+        rule = f"{tensor.pages_per_block} pages must hold the group's {held}"
         _refuse(f"{field}.page_tokens", tensor.page_tokens, rule)
 
 

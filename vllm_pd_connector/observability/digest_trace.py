@@ -3,6 +3,8 @@
     sent-<request id>-tp<r>-pp<r>.npz       tokens [0, num_tokens) of a request held for a reader
     received-<request id>-tp<r>-pp<r>.npz   tokens [start, stop) that were read, with `remote_request_id`
 
+`share` is which tokens the worker has under context parallelism: rank, size, interleave of `geometry.interleave`.
+
 Each key "layer|role|head" is a uint64 array indexed by absolute token position, each key "layer|role|state" one
 indexed by global head or channel; 0 where the worker holds nothing.
 Equal digests on both sides mean equal logical elements, whatever the layouts; see `geometry.checksums.digest`. CPU
@@ -73,7 +75,9 @@ class DigestTrace:
             for t in self._manifest.tensors
             if first_valid_tokens and t.group in first_valid_tokens
         }
+        share = self._manifest.parallel.share
         arrays: dict[str, NDArray[np.generic]] = {"start": np.array(start), "stop": np.array(stop), **(extra or {})}
+        arrays["share"] = np.array([share.rank, share.size, share.interleave])
         for digest in digests(self._manifest, self._memory, tables, start, stop).values():
             positions, indices = digest.values.shape
             if (digest.layer, digest.role) in self._states:
@@ -87,7 +91,8 @@ class DigestTrace:
                 values[: late.get((digest.layer, digest.role), 0)] = 0
                 arrays[f"{digest.layer}|{digest.role}|{digest.first_index + index}"] = values
         place = self._manifest.parallel
-        path = self._directory / f"{side}-{request_id}-tp{place.tp_rank}-pp{place.pp_rank}.npz"
+        context = f"-pcp{place.pcp_rank}" if place.pcp_size > 1 else ""
+        path = self._directory / f"{side}-{request_id}-tp{place.tp_rank}-pp{place.pp_rank}{context}.npz"
         with path.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 

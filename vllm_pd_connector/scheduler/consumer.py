@@ -76,7 +76,9 @@ class Consumer:
         self.sources = Sources(config, vllm_config, kv_cache_config)
         self._pushes = config.pushes
         self._groups = tuple(kv_cache_config.transfer_group_ids)
-        self._block_tokens = group_block_tokens(kv_cache_config)
+        self._block_tokens = group_block_tokens(
+            kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size
+        )
         self._receives: dict[str, _Receive] = {}
         self._orders: list[ReceiveRequest] = []
         self._aborts: list[str] = []

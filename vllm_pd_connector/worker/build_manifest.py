@@ -63,7 +63,7 @@ def build_manifest(
     """
     model = facts.model_facts(vllm_config, config)
     place = facts.coordinates(vllm_config)
-    groups = transfer_groups(kv_cache_config)
+    groups = transfer_groups(kv_cache_config, place.share)
     segments: dict[int, Segment] = {}
     tensors: list[Tensor] = []
     for cache in layer_caches(vllm_config, kv_cache_config, kv_caches):
@@ -119,10 +119,11 @@ def _view(
 ) -> PageView:
     pages, heads, tokens, content = cache.tensor.shape
     per_block, rest = divmod(pages, group.num_blocks)
-    if rest or per_block * tokens != group.block_tokens:
+    if rest or per_block * tokens * group.share.size != group.block_tokens:
         raise UnsupportedCache(
             f"{cache.layer}: {pages} pages of {tokens} tokens do not make up {group.num_blocks} blocks of "
-            f"{group.block_tokens} tokens; this cache is stored in a way that this version does not know"
+            f"{group.block_tokens} tokens over {group.share.size} ranks; this cache is stored in a way that this "
+            "version does not know"
         )
     held, total = _heads(cache, heads, model, place)
     size = cache.tensor.element_size()

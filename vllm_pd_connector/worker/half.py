@@ -23,6 +23,7 @@ from vllm_pd_connector.compat.base import KVConnectorTransferResults, init_logge
 from vllm_pd_connector.compat.memory import Mark, make_device_current, marker
 from vllm_pd_connector.compat.model import facts
 from vllm_pd_connector.compat.queues import rest_until_next_message
+from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.geometry.validate import validate
 from vllm_pd_connector.observability.digest_trace import DigestTrace
 from vllm_pd_connector.sidechannel.bell import ring
@@ -91,6 +92,7 @@ class WorkerHalf:
             transport=self._config.transport,
         )
         validate(manifest)
+        _require_whole_checksums(self._config, manifest)
         role = self._vllm_config.kv_transfer_config
         produces, consumes = role.is_kv_producer, role.is_kv_consumer
         if self._config.digest_dir is not None:
@@ -113,8 +115,8 @@ class WorkerHalf:
             manifest,
             lambda: self._make_transport(manifest),
             self._outbox,
-            reader=place.pp_rank * place.tp_size + place.tp_rank,
-            readers=place.pp_size * place.tp_size,
+            reader=place.number,
+            readers=place.workers,
             push=push,
             received=self._trace.received if self._trace is not None else None,
             address=address_towards(self._side_channel()[0]),
@@ -147,9 +149,7 @@ class WorkerHalf:
         """Make checksums for decode instances that ask."""
         if self._config.verify != "off" and self._vllm_config.kv_transfer_config.is_kv_producer:
             address, keys = self._own_side_channel()
-            place = manifest.parallel
-            number = place.pp_rank * place.tp_size + place.tp_rank
-            self._checksums = ChecksumServer(address, keys, manifest, number, self.token)
+            self._checksums = ChecksumServer(address, keys, manifest, manifest.parallel.number, self.token)
 
     def _make_transport(self, manifest: Manifest) -> Transport:
         """Called in the transfer thread."""
@@ -235,3 +235,17 @@ class WorkerHalf:
                 self._checksums.close()
             self._loop.close()
             self._loop = None
+
+
+def _require_whole_checksums(config: Config, manifest: Manifest) -> None:
+    """Checksums fold all tokens of a request into one number, which ranks with a share of them cannot make.
+
+    Raises:
+        InvalidConfig: receives are to be verified, and tokens are interleaved over ranks.
+    """
+    size = max(group.share.size for group in manifest.groups)
+    if config.verify != "off" and size > 1:
+        raise InvalidConfig(
+            f'verify: "{config.verify}" here, but {size} decode-context parallel ranks hold the tokens in turns, whose '
+            'checksums this version cannot compare; set verify to "off", or --decode-context-parallel-size to 1'
+        )

@@ -71,7 +71,7 @@ def test_what_every_rank_holds_is_no_share_of_the_heads_of_the_model(
             [(0, page, page)],
         )
     assert check_pd_topology(decode, prefill).allowed and check_pd_topology(prefill, decode).allowed
-    assert [[edge.source for edge in make_plan(one, prefill).edges] for one in decode] == [[(0, 0)], [(0, 4)]]
+    assert [[edge.source for edge in make_plan(one, prefill).edges] for one in decode] == [[(0, 0, 0)], [(0, 0, 4)]]
 
 
 def test_a_group_of_unequal_recurrent_layers_is_a_state_group_to_both_halves() -> None:

@@ -298,7 +298,7 @@ def test_real_hybrids_move_to_any_tensor_parallel_size_with_one_writer_per_byte(
     d_tables, d_blocks = tables(model, d_tp, stop, 2)
     prefill = [rank_of(model, p_tp, rank, p_blocks, "p-0", True) for rank in range(p_tp)]
     give_replicas_equal_bytes(model, p_tp, p_blocks, p_tables[0], [memory for _, memory in prefill])
-    memory_of = {(0, m.parallel.tp_rank): memory for m, memory in prefill}
+    memory_of = {m.parallel.rank: memory for m, memory in prefill}
     sent = [digests(m, [memory], p_tables, 0, stop) for m, memory in prefill]
     for rank in {d_tp // 2}:
         # The other orientation of the convolution state moves element by element: once is enough.

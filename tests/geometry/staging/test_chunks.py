@@ -101,9 +101,7 @@ def run(move: Move, limit: int = PLENTY, *, forced: bool = True, writes: bool = 
         written = np.zeros(len(expected), dtype=np.int64)
         args = move.source_tables, move.destination_tables, move.start, move.stop
         for edge in make_plan(worker.manifest, [s.manifest for s in sources]).edges:
-            origin = next(
-                s for s in sources if (s.manifest.parallel.pp_rank, s.manifest.parallel.tp_rank) == edge.source
-            )
+            origin = next(s for s in sources if s.manifest.parallel.rank == edge.source)
             direct, staged = (replace(edge, pairings=()), edge) if forced else split(edge, limit, writes=writes)
             runs = runs_of(pair(direct, *args, tail=move.tail, late=late))
             copy(runs, origin, worker)
@@ -138,6 +136,14 @@ def test_all_pairs_of_tensor_parallel_sizes(heads: int, writes: bool) -> None:
             for sides in (("NHD", "HND"), ("HND", "NHD")):
                 p, d = Side(tp=a, block_tokens=2, layout=sides[0]), Side(tp=b, block_tokens=3, layout=sides[1])
                 run(make_move(model, p, d, 1, 5), writes=writes)
+
+
+@pytest.mark.parametrize("interleave", [1, 2])
+def test_nothing_is_written_between_tokens_where_other_ranks_write_theirs(interleave: int) -> None:
+    """Two ranks take turns with the tokens of pages that are one rank's on the other side."""
+    model = Model(layers=2, heads=0, key=4)
+    source, destination = Side(tp=2, dcp=2, block_tokens=8, interleave=interleave), Side(block_tokens=8, layout="HND")
+    run(make_move(model, source, destination, 0, 29), writes=True)
 
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)

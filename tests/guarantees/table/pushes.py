@@ -27,6 +27,11 @@ GUARANTEES = [
         "test_a_rank_that_writes_its_heads_between_others_writes_them_token_by_token",
     ),
     Guarantee(
+        "a write by way of the staging buffer touches no token that another rank writes",
+        "chunks", "not writes or spans.source_token[1:] == (spans.source_token + spans.tokens)[:-1]", "True",
+        "test_nothing_is_written_between_tokens_where_other_ranks_write_theirs",
+    ),
+    Guarantee(
         "a push is not over while its slots may still be written from",
         "InFlight", "if self.staged and not self.stager.holds(self.owner):", "if self.staged:",
         "test_after_a_push_was_given_up_its_slots_stay_out_until_nothing_is_written",

@@ -1,6 +1,7 @@
 """vLLM plugins for tests on machines without a GPU. Each is active only when its environment variable is set to 1.
 
-    PD_TEST_REFERENCE_ATTENTION   attention in plain torch with the pages of a GPU, in any layout and block size
+    PD_TEST_REFERENCE_ATTENTION   attention in plain torch with the pages of a GPU, in any layout and block size, also
+                                  with decode context parallelism
     PD_TEST_KIMI                  KimiLinearForCausalLM on the CPU, with its KDA layers in plain torch, prefix caching
                                   and chunked prefill
     PD_TEST_POLITE                vLLM's processes sleep for 0.1 ms where they would poll a queue without pause; more of
@@ -103,6 +104,10 @@ def _register_reference_attention() -> None:
         AttentionBackendEnum.register(name, path)
     register_backend(AttentionBackendEnum.CPU_ATTN, path)
     register_plain_backend(name)
+
+    from pd_test_plugins.slot_mapping import replace_slot_mapping
+
+    replace_slot_mapping()
 
 
 def _register_windowed_hybrid() -> None:

@@ -4,6 +4,9 @@ vLLM's own CPU backend reads one layout only (LBHNC), with K transposed inside a
 addresses the cache through vLLM's logical view [blocks, heads, tokens, content] alone and takes whatever strides the
 view has, so every layout and every block size that is a multiple of 16 can be served. It computes in float64, so that a
 token's numbers do not depend on how many others are computed with it. Clear, not fast.
+
+Under decode context parallelism a rank attends with the heads of its whole group over the tokens that it holds; outputs
+and the logarithms of their normalisers are exchanged and combined.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_dcp_group
 from vllm.v1.attention.backend import AttentionType, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -27,6 +32,14 @@ BLOCK_TOKENS = 16
 
 if POISONED:
     poison_caches()
+
+
+def _from_all(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Every rank's tensor of the decode-context parallel group, in their order."""
+    group = get_dcp_group()
+    found = [torch.empty_like(tensor) for _ in range(group.world_size)]
+    torch.distributed.all_gather(found, tensor.contiguous(), group=group.cpu_group)
+    return found
 
 
 class ReferenceAttentionBackend(CPUAttentionBackend):
@@ -57,8 +70,14 @@ class ReferenceAttentionBackend(CPUAttentionBackend):
 class ReferenceAttention(CPUAttentionBackendImpl):
     """Causal attention with an optional window; sinks, soft caps and position biases are refused."""
 
+    supports_dcp = True
+    can_return_lse_for_decode = True
+    dcp_world_size: int
+    dcp_rank: int
+
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        self._parallel = get_current_vllm_config().parallel_config  # a connector may still set the interleave
         if self.sinks is not None or self.alibi_slopes is not None or self.logits_soft_cap:
             raise NotImplementedError("reference attention has no sinks, ALiBi slopes or soft cap; use CPU_ATTN")
 
@@ -99,7 +118,8 @@ class ReferenceAttention(CPUAttentionBackendImpl):
         for request, (start, stop) in enumerate(itertools.pairwise(starts)):
             if start == stop:
                 continue
-            attended = self._attended(query[start:stop], kv_cache, attn_metadata.block_table[request], lengths[request])
+            attend = self._attended if self.dcp_world_size == 1 else self._attended_in_group
+            attended = attend(query[start:stop], kv_cache, attn_metadata.block_table[request], lengths[request])
             output[start:stop] = attended.to(output.dtype).view_as(output[start:stop])
         return output
 
@@ -125,6 +145,27 @@ class ReferenceAttention(CPUAttentionBackendImpl):
             scores = (query @ keys.transpose(1, 2)) * self.scale
             attended = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1) @ values
         return attended.transpose(0, 1)
+
+    def _attended_in_group(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, table: torch.Tensor, tokens: int
+    ) -> torch.Tensor:
+        """The same, where each rank of a group has some of the tokens of their one KV head."""
+        queries, own, page = query.shape[0], query.shape[1], kv_cache.shape[2]
+        heads = torch.cat(_from_all(query.double()), dim=1)
+        positions = torch.arange(tokens)
+        positions = positions[
+            positions // self._parallel.cp_kv_cache_interleave_size % self.dcp_world_size == self.dcp_rank
+        ]
+        held = kv_cache[table[: -(-len(positions) // page)].long()].transpose(1, 2).flatten(0, 1)[: len(positions), 0]
+        keys, values = held.double().split(self.head_size, dim=-1)
+        scores = torch.einsum("qhc,kc->qhk", heads, keys) * self.scale
+        unseen = positions[None, :] > torch.arange(tokens - queries, tokens)[:, None]
+        scores = scores.masked_fill(unseen[:, None], float("-inf"))
+        norms = scores.logsumexp(dim=-1)  # minus infinity where this rank has nothing to see
+        whole = torch.stack(_from_all(norms)).logsumexp(dim=0)
+        partial = (scores - whole[..., None]).exp() @ values
+        combined = torch.stack(_from_all(partial)).sum(dim=0)
+        return combined[:, self.dcp_rank * own : (self.dcp_rank + 1) * own]
 
     def _visible(self, queries: int, tokens: int) -> torch.Tensor:
         """Mask [queries, tokens]: the last `queries` tokens see themselves and what precedes them in the window."""

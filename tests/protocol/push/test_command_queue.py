@@ -27,7 +27,7 @@ WORKER = (b"w", 0)
 
 def into(reader: int = 0, readers: int = 1, name: str = "t-1") -> PushInto:
     attempt = reader.to_bytes(16, "big")
-    return PushInto(PrefillRef(name, None), HOME, 0, reader, reader, readers, attempt, LONG, 0, STOP, DIGEST)
+    return PushInto(PrefillRef(name, None), HOME, 0, 0, reader, reader, readers, attempt, LONG, 0, STOP, DIGEST)
 
 
 def taken(book: CommandQueue) -> list[list[Command]]:

@@ -47,7 +47,7 @@ PREFILL = PrefillRef("cmpl-1", None)
 PUSH = PushInto(
     PrefillRef("cmpl-1", bytes(16)),
     InstanceAddress("decode-0", "ab" * 16, "10.0.0.1", 5600),
-    pp_rank=0, tp_rank=1, reader=1, readers=2, attempt=b"a" * 16,
+    pp_rank=0, pcp_rank=0, tp_rank=1, reader=1, readers=2, attempt=b"a" * 16,
     blocks=(BlockTable(0, b"\1\0\0\0"), BlockTable(3, b"")), start=16, stop=40, prompt_digest="0" * 16,
 )  # fmt: skip
 REQUESTS = [

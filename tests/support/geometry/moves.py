@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from tests.support.geometry.world import CAN_PAD, LAYOUTS, Model, Move, Side, legal, make_move, table
+from tests.support.geometry.world import CAN_PAD, LAYOUTS, Model, Move, Side, legal, make_move, shares_heads, table
 
 
 def sides(layouts: tuple[str, ...], heads: int) -> st.SearchStrategy[Side]:
@@ -26,7 +26,19 @@ def sides(layouts: tuple[str, ...], heads: int) -> st.SearchStrategy[Side]:
 
 
 @st.composite
-def moves(draw: st.DrawFn) -> Move:
+def in_context(draw: st.DrawFn, side: Side, heads: int, splits: int) -> Side:
+    """The side with any context parallelism that has all tokens of each of its KV heads (0: of a latent) on some ranks,
+    and more of these where that takes some. `splits` is what tensor parallelism divides."""
+    tp, pcp = draw(st.sampled_from([(side.tp, 1), (8, 1), (4, 2), (6, 1), (side.tp, 2), (1, 4)]))
+    tp = tp if legal(splits, tp) else side.tp
+    dcp = draw(st.sampled_from([dcp for dcp in range(1, 9) if shares_heads(heads, tp, pcp, dcp)]))
+    interleave = draw(st.sampled_from([n for n in range(1, side.block_tokens + 1) if side.block_tokens % n == 0]))
+    return replace(side, tp=tp, pcp=pcp, dcp=dcp, interleave=interleave, pp=1, block_tokens=side.block_tokens * dcp)
+
+
+@st.composite
+def moves(draw: st.DrawFn, *, contexts: bool = True) -> Move:
+    """Any move; with `contexts`, some of them under context parallelism."""
     kind = draw(st.sampled_from(["heads", "cpu", "latent", "window", "states", "latent states"]))
     heads = draw(st.integers(1, 8))
     layouts: tuple[str, ...] = LAYOUTS
@@ -41,7 +53,9 @@ def moves(draw: st.DrawFn) -> Move:
         heads, layouts = 4, CAN_PAD
         model = Model(3, 4, 20, 20, states=2) if kind == "states" else Model(3, 0, 64, states=3)
     source, destination = draw(sides(layouts, heads)), draw(sides(layouts, heads))
-    stop = draw(st.integers(1, 40))
+    if contexts and kind != "window" and draw(st.booleans()):
+        source, destination = (draw(in_context(side, model.heads, heads)) for side in (source, destination))
+    stop = draw(st.integers(1, 40 if source.dcp * destination.dcp == 1 else 120))
     return make_move(model, source, destination, draw(st.integers(0, stop)), stop, seed=draw(st.integers(0, 99)))
 
 

@@ -8,6 +8,7 @@ round, from strides through the codecs, as the connector does.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.layouts import attention
 from vllm_pd_connector.geometry.manifest import (
     MANIFEST_VERSION,
+    WHOLE,
     Axis,
     AxisName,
     Coordinates,
@@ -27,6 +29,7 @@ from vllm_pd_connector.geometry.manifest import (
     Role,
     Segment,
     Tensor,
+    TokenShare,
 )
 from vllm_pd_connector.geometry.plan import make_plan
 from vllm_pd_connector.geometry.runs import Runs
@@ -67,10 +70,18 @@ class Side:
     num_blocks: int = 8
     padding: int = 0
     conv: str = "DS"
+    pcp: int = 1
+    dcp: int = 1
+    interleave: int = 1
+
+    @property
+    def slots(self) -> int:
+        """Tokens that one rank has room for in a logical block."""
+        return self.block_tokens // self.dcp
 
     @property
     def page_tokens(self) -> int:
-        return self.block_tokens // self.ratio
+        return self.slots // self.ratio
 
 
 @dataclass
@@ -86,9 +97,24 @@ class Worker:
     heads: Interval = Interval(0, 1)
     state_heads: Interval = Interval(0, 1)
 
+    @property
+    def context_rank(self) -> int:
+        return self.manifest.parallel.dcp_rank
+
 
 def legal(heads: int, tp: int) -> bool:
     return heads % tp == 0 or tp % heads == 0
+
+
+def shares_heads(heads: int, tp: int, pcp: int, dcp: int) -> bool:
+    """Whether the ranks that hold each head, or the latent (0), have all of its tokens between them."""
+    if tp * pcp % dcp:
+        return False
+    held: dict[int, set[int]] = {}
+    for context, rank in product(range(pcp), range(tp)):
+        head = shard(heads, tp, rank).start if heads else 0
+        held.setdefault(head, set()).add((rank * pcp + context) % dcp)
+    return all(len(ranks) == dcp for ranks in held.values())
 
 
 FACTS = ModelFacts("tiny", "TinyForCausalLM", 2, 8, 4, 2, "bfloat16", "auto", "default", "none", "content 0", "")
@@ -96,10 +122,11 @@ FACTS = ModelFacts("tiny", "TinyForCausalLM", 2, 8, 4, 2, "bfloat16", "auto", "d
 
 def instance(model: Model, side: Side, engine: str = "p-0") -> list[Worker]:
     """All ranks of one instance, pipeline-major. Memory is filled with noise."""
-    return [make_worker(model, side, pp, tp, engine) for pp in range(side.pp) for tp in range(side.tp)]
+    ranks = product(range(side.pp), range(side.pcp), range(side.tp))
+    return [make_worker(model, side, pp, tp, engine, pcp) for pp, pcp, tp in ranks]
 
 
-def make_worker(model: Model, side: Side, pp_rank: int, tp_rank: int, engine: str = "p-0") -> Worker:
+def make_worker(model: Model, side: Side, pp_rank: int, tp_rank: int, engine: str = "p-0", pcp_rank: int = 0) -> Worker:
     order = ALIASES.get(side.layout, side.layout)
     heads = shard(model.heads or 1, side.tp, tp_rank) if model.heads else Interval(0, 1)
     layers = [i for i in range(model.layers) if i * side.pp // model.layers == pp_rank]
@@ -108,7 +135,7 @@ def make_worker(model: Model, side: Side, pp_rank: int, tp_rank: int, engine: st
     sizes = {"L": len(layers), "B": pages, "H": len(heads), "N": tokens, "C": content}
     strides, total = _strides(order, sizes, side.padding)
     states, where_states, state_heads = _states(model, side, pp_rank, tp_rank, order, strides)
-    rng = np.random.default_rng([pp_rank, tp_rank, len(engine)])
+    rng = np.random.default_rng([pp_rank, tp_rank, len(engine), pcp_rank][: 4 if pcp_rank else 3])
     length = total + 5
     memory = rng.integers(0, 256, length, dtype=np.uint8)
 
@@ -130,7 +157,9 @@ def make_worker(model: Model, side: Side, pp_rank: int, tp_rank: int, engine: st
         for role, index in _index(model, side, order, sizes, i).items():
             where[name, role] = index
     kind = GroupKind.SLIDING_WINDOW if model.window else GroupKind.FULL
-    groups = [Group(kind, side.block_tokens, side.num_blocks, model.window)]
+    context_rank = (tp_rank * side.pcp + pcp_rank) % side.dcp
+    share = TokenShare(context_rank, side.dcp, side.interleave) if side.dcp > 1 else WHOLE
+    groups = [Group(kind, side.block_tokens, side.num_blocks, model.window, share)]
     if model.states:
         groups.append(Group(GroupKind.STATE, side.block_tokens, side.num_blocks))
     manifest = Manifest(
@@ -139,8 +168,12 @@ def make_worker(model: Model, side: Side, pp_rank: int, tp_rank: int, engine: st
         incarnation="0123456789abcdef" * 2,
         software="test",
         model=FACTS,
-        parallel=Coordinates(tp_rank, side.tp, pp_rank, side.pp, 0, 1, 1, 1),
-        segments=(Segment((1 << 40) + (pp_rank * 64 + tp_rank << 33) + len(engine), length, "cpu", 0),),
+        parallel=Coordinates(
+            tp_rank, side.tp, pp_rank, side.pp, 0, 1, side.dcp, side.pcp, context_rank, pcp_rank, side.interleave
+        ),
+        segments=(
+            Segment((1 << 40) + ((pp_rank * 64 + tp_rank) * 8 + pcp_rank << 33) + len(engine), length, "cpu", 0),
+        ),
         groups=tuple(groups),
         tensors=tuple(tensors + states),
         transport="loopback",
@@ -267,9 +300,7 @@ def write(
     model: Model, side: Side, worker: Worker, tables: list[BlockTable], memory: NDArray[np.uint8], start: int, stop: int
 ) -> None:
     """Put the numbers of tokens [start, stop) and of all states where this rank's layout wants them."""
-    tokens, blocks = _blocks_of(tables[0], side.block_tokens, start, stop)
-    inside = tokens % side.block_tokens
-    pages, slots = blocks * side.ratio + inside // side.page_tokens, inside % side.page_tokens
+    tokens, pages, slots = _places(side, worker, tables[0], start, stop)
     for (layer, role), index in worker.where.items():
         values = local_part(model, worker, role, numbers(model, layer, role, stop))
         if role in STATE_ROLES:
@@ -280,12 +311,25 @@ def write(
 
 def blank(side: Side, worker: Worker, table: BlockTable, memory: NDArray[np.uint8], start: int, stop: int) -> None:
     """Put zeros where this rank's layout wants tokens [start, stop)."""
-    tokens, blocks = _blocks_of(table, side.block_tokens, start, stop)
-    inside = tokens % side.block_tokens
-    pages, slots = blocks * side.ratio + inside // side.page_tokens, inside % side.page_tokens
+    _, pages, slots = _places(side, worker, table, start, stop)
     for (_, role), index in worker.where.items():
         if role not in STATE_ROLES:
             memory[index[pages, slots]] = 0
+
+
+def _places(
+    side: Side, worker: Worker, table: BlockTable, start: int, stop: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Those of the tokens [start, stop) that this rank has a slot for, and their pages and slots: as vLLM maps them.
+
+    Source: vLLM 0.32, `ComputeSlotMappingKernel`.
+    """
+    tokens, blocks = _blocks_of(table, side.block_tokens, start, stop)
+    inside = tokens % side.block_tokens
+    mine = inside // side.interleave % side.dcp == worker.context_rank
+    tokens, blocks, inside = tokens[mine], blocks[mine], inside[mine]
+    inside = inside // (side.dcp * side.interleave) * side.interleave + inside % side.interleave
+    return tokens, blocks * side.ratio + inside // side.page_tokens, inside % side.page_tokens
 
 
 def _blocks_of(
@@ -337,10 +381,7 @@ class Move:
             write(self.model, self.destination, worker, self.destination_tables, expected, first, self.stop)
             written = np.zeros(len(expected), dtype=np.int64)
             for edge in make_plan(worker.manifest, [s.manifest for s in sources]).edges:
-                origin = next(
-                    s for s in sources
-                    if (s.manifest.parallel.pp_rank, s.manifest.parallel.tp_rank) == edge.source
-                )  # fmt: skip
+                origin = next(s for s in sources if s.manifest.parallel.rank == edge.source)
                 tables = self.source_tables, self.destination_tables
                 late = self.late_start > 0
                 paired = pair(edge, *tables, self.start, self.stop, tail=self.tail, late=late)

@@ -298,7 +298,7 @@ class World:
                 case r.AskPush():
                     place = self.readers.index(reader)
                     blocks = (BlockTable(0, b"".join(block.block_id.to_bytes(4, "little") for block in self.theirs)),)
-                    seat = 0, place, place, READERS, reader.attempt
+                    seat = 0, 0, place, place, READERS, reader.attempt
                     stop, digest = len(PROMPT), digest_of(self.request)
                     self.ask(
                         reader, PushInto(self.prefill, HOME, *seat, blocks, 0, stop, digest, waited_s=self.waited_s)

@@ -36,7 +36,7 @@ NAME, REQUEST = "cmpl-1", "cmpl-1-0123abcd"
 def into(reader: int = 0, *, nonce: bytes | None = None, readers: int = 2, **changes: Any) -> PushInto:
     fields: dict[str, Any] = {"attempt": bytes([reader]) * 16, "start": 0, "stop": STOP, "prompt_digest": DIGEST}
     ref = PrefillRef(REQUEST if nonce else NAME, nonce)
-    return PushInto(ref, HOME, 0, reader, reader, readers, blocks=TABLES, **(fields | changes))
+    return PushInto(ref, HOME, 0, 0, reader, reader, readers, blocks=TABLES, **(fields | changes))
 
 
 @dataclass

@@ -73,7 +73,7 @@ class Prefill:
     def register(self, digest: str, stop: int = len(PROMPT)) -> Callable[[], Any]:
         before = self.count("PushInto")
         blocks = (BlockTable(0, b"\1\0\0\0"),)
-        answer = self.send(PushInto(PrefillRef("t-1", None), HOME, 0, 0, 0, 1, ATTEMPT, blocks, 0, stop, digest))
+        answer = self.send(PushInto(PrefillRef("t-1", None), HOME, 0, 0, 0, 0, 1, ATTEMPT, blocks, 0, stop, digest))
         until(lambda: self.count("PushInto") > before, "the registration")
         return answer
 

@@ -21,7 +21,8 @@ FILE_NAME = re.compile(r"(?P<side>[^-]+)-(?P<request>.+)-tp(?P<tp>\d+)-pp(?P<pp>
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One worker's digests of one request; each array is indexed by absolute token position."""
+    """One worker's digests of one request; each array is indexed by absolute token position. `share` is which tokens
+    the worker has: its rank among those that take turns, how many these are, and by how many tokens."""
 
     path: Path
     request: str
@@ -29,6 +30,7 @@ class Record:
     start: int
     stop: int
     tensors: Mapping[str, npt.NDArray[np.uint64]]
+    share: tuple[int, int, int] = (0, 1, 1)
 
 
 def load(directory: Path) -> list[Record]:
@@ -40,7 +42,9 @@ def load(directory: Path) -> list[Record]:
         with np.load(path) as file:
             tensors = {key: file[key] for key in file.files if "|" in key}
             remote = str(file["remote_request_id"]) if "remote_request_id" in file.files else None
-            records.append(Record(path, match["request"], remote, int(file["start"]), int(file["stop"]), tensors))
+            share = tuple(file["share"].tolist()) if "share" in file.files else (0, 1, 1)
+            start, stop = int(file["start"]), int(file["stop"])
+            records.append(Record(path, match["request"], remote, start, stop, tensors, share))
     return records
 
 
@@ -76,9 +80,12 @@ def differences(records: list[Record], window_of: Callable[[str], int | None] = 
 
 
 def _lacking(here: npt.NDArray[np.uint64], got: Record, window: int | None) -> npt.NDArray[np.intp]:
-    """Positions that the next forward looks at and that the worker does not hold."""
+    """Positions that the next forward looks at, and that the worker should hold and does not."""
     start = got.start if window is None else max(got.start, got.stop + 1 - window)
-    return np.flatnonzero(here[start : got.stop] == 0) + start
+    lacking = np.flatnonzero(here[start : got.stop] == 0) + start
+    rank, size, interleave = got.share
+    missed: npt.NDArray[np.intp] = lacking[lacking // interleave % size == rank]
+    return missed
 
 
 def _vouched(

@@ -42,6 +42,8 @@ class Row:
 
     `beside` is a connector that both sides have beside this project's, in a MultiConnector. With `drafts` both
     sides speculate with a draft model, which has caches of its own.
+    `p_dcp` and `d_dcp` are decode-context parallel sizes, which tensor-parallel ranks make up; `interleave` is how many
+    tokens in a row one of them holds, 0 for the connector's choice, a block.
     `kernels` "avx2": both sides compute as on a processor that has nothing newer, vLLM's kernels and torch's.
     `p_vllm` and `d_vllm` are releases of vLLM ("0.33"); empty is the one that the tests run on.
     With `events` both sides publish their KV-cache events.
@@ -68,6 +70,9 @@ class Row:
     p_vllm: str = ""
     d_vllm: str = ""
     events: bool = False
+    p_dcp: int = 1
+    d_dcp: int = 1
+    interleave: int = 0
 
     @property
     def id(self) -> str:
@@ -83,6 +88,8 @@ class Row:
         parts += ["events"] if self.events else []
         parts += [self.kernels] if self.kernels else []
         parts += [f"vllm{self.p_vllm}to{self.d_vllm}"] if self.p_vllm or self.d_vllm else []
+        parts += [f"dcp{self.p_dcp}to{self.d_dcp}"] if (self.p_dcp, self.d_dcp) != (1, 1) else []
+        parts += [f"interleave{self.interleave}"] if self.interleave else []
         parts += ["chunked"] if self.chunked else []
         parts += [] if self.prefix_caching else ["nocache"]
         return "-".join(parts)
@@ -94,6 +101,9 @@ class Row:
         flags = ["--block-size", str(block)]
         if (stages := self.p_pp if side == "p" else self.d_pp) > 1:
             flags += ["--pipeline-parallel-size", str(stages), "--worker-cls", PIPELINE_WORKER]
+        if (contexts := self.p_dcp if side == "p" else self.d_dcp) > 1:
+            flags += ["--decode-context-parallel-size", str(contexts)]
+            flags += ["--cp-kv-cache-interleave-size", str(self.interleave)] if self.interleave else []
         if side == "p" and self.chunked:
             flags += ["--max-num-batched-tokens", str(CHUNK_TOKENS)]
         if model.prefix_caching:
@@ -289,6 +299,14 @@ EVENT_ROWS: list[Row] = [Row("gqa", mode="push", events=True), Row("swa", events
 
 DRAFT_ROWS: list[Row] = [Row("gqa", chunked=True, mode=mode, drafts=True) for mode in ("push", "pull")]
 
+CONTEXT_ROWS: list[Row] = [
+    replace(_layouts("mqa", 1, 2, ("NHD", 16), ("NHD", 16)), d_dcp=2, interleave=16),
+    replace(_layouts("mqa", 2, 1, ("NHD", 16), ("HND", 48)), p_dcp=2),
+    replace(_layouts("mqa", 2, 2, ("HND", 16), ("NHD", 32)), p_dcp=2, d_dcp=2, interleave=4),
+    replace(_layouts("mqa", 2, 2, ("NHD", 16), ("NHD", 16)), p_dcp=2, d_dcp=2, mode="push", chunked=True),
+]
+"""Decode context parallelism. vLLM's CPU backends have none: the reference backend does, for attention with heads."""
+
 AVX2_ROWS: list[Row] = [
     Row(family, prefix_caching=MODELS[family].prefix_caching, kernels="avx2") for family in ("gqa", "mla", "kimi")
 ]
@@ -339,6 +357,7 @@ def _values(row: Row) -> tuple[object, ...]:
         (row.p_block, row.d_block),
         (row.p_layout, row.d_layout),
         (row.p_conv, row.d_conv),
+        (row.p_dcp, row.d_dcp),
     )
     return (
         row.family, *geometry, row.chunked, row.prefix_caching, row.mode, row.transport, row.beside, row.drafts,

@@ -31,7 +31,7 @@ def reached(source: Side, destination: Side, start: int, steps: list[int], stop:
     own = [msgspec.msgpack.encode(real(writer))]
     link = WriteLink(Peer(PeerKey("h", 1, ""), lambda: 0.5), "decode-1", "", 0.0, encoded, own=own)
     link.connect(real(writer), here)
-    into = PushInto(PrefillRef("a", None), HOME, 0, 0, 0, 1, b"a" * 16, (BlockTable(0, b""),), start, stop, "0" * 16)
+    into = PushInto(PrefillRef("a", None), HOME, 0, 0, 0, 0, 1, b"a" * 16, (BlockTable(0, b""),), start, stop, "0" * 16)
     cursors = [start]
     for ready in steps:
         cursors.append(link.reach(into, ready, cursors[-1], final=False))

@@ -36,7 +36,7 @@ class Wanted:
     def __init__(self, writer: Writer, instance: Instance, name: str):
         home, _ = instance.place
         blocks = (BlockTable.of(0, D_BLOCKS),)
-        reader_rank = (0, 0, 0, 1)
+        reader_rank = (0, 0, 0, 0, 1)
         self._message = PushInto(
             PrefillRef(name, None), home, *reader_rank, secrets.token_bytes(16), blocks, 4, TOKENS, DIGEST
         )

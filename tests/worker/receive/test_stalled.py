@@ -352,8 +352,8 @@ def test_what_is_to_be_written_while_no_new_link_can_be_had_is_written_when_ther
 def test_a_rank_that_is_not_connected_does_not_pass_for_one_that_gets_nothing():
     link = WriteLink(Peer(PeerKey("h", 1, ""), lambda: 0.5), "decode-1", "", 0.0)
     home = InstanceAddress("decode-1", "0" * 32, "h", 1)
-    into = PushInto(PrefillRef("a", None), home, 0, 0, 0, 1, b"a" * 16, (BlockTable(0, b""),), 0, TOKENS, "0" * 16)
-    with pytest.raises(BindError, match=r"rank \(0, 0\).*connected are \[\]"):
+    into = PushInto(PrefillRef("a", None), home, 0, 0, 0, 0, 1, b"a" * 16, (BlockTable(0, b""),), 0, TOKENS, "0" * 16)
+    with pytest.raises(BindError, match=r"rank \(0, 0, 0\).*connected are \[\]"):
         link.reach(into, TOKENS, 0, final=True)
     with pytest.raises(BindError, match="connected"):
         link.bind_push(into, into.blocks, 0, TOKENS, final=True)

@@ -46,7 +46,7 @@ def carry_out(
     if reach == cursor and not final:
         return reach
     part = link.bind_push(into, move.source_tables, cursor, reach, final)
-    peer = link.ranks.get((into.pp_rank, into.tp_rank))
+    peer = link.ranks.get(into.rank)
     if len(part.runs):
         assert transport.poll(transport.write(peer, part.runs)) is TransferStatus.DONE
     if part.staged is not None:
@@ -69,7 +69,7 @@ def pushed(move: Move, steps: list[int], staging: int) -> tuple[list[Worker], in
     own = [msgspec.msgpack.encode(real(worker)) for worker in sources]
     ranks = [worker.manifest.parallel for worker in destinations]
     requests = [
-        PushInto(PrefillRef("a", None), InstanceAddress("decode-1", "0" * 32, "h", 1), place.pp_rank, place.tp_rank,
+        PushInto(PrefillRef("a", None), InstanceAddress("decode-1", "0" * 32, "h", 1), *place.rank,
                  0, 1, secrets.token_bytes(16), tuple(move.destination_tables), move.start, move.stop, "0" * 16)
         for place in ranks
     ]  # fmt: skip

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
@@ -26,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_pd_connector.compat.model.recurrent import representative, state_block_tokens, states_of
 from vllm_pd_connector.errors import UnsupportedCache
-from vllm_pd_connector.geometry.manifest import Coordinates, Group, GroupKind
+from vllm_pd_connector.geometry.manifest import WHOLE, Coordinates, Group, GroupKind, TokenShare
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -94,8 +95,9 @@ def layer_specs(spec: KVCacheSpec, layers: Iterable[str]) -> dict[str, KVCacheSp
     return dict.fromkeys(layers, spec)
 
 
-def transfer_groups(config: KVCacheConfig) -> tuple[Group, ...]:
-    """The groups whose blocks are transferred, in the order of the block ids that vLLM hands out.
+def transfer_groups(config: KVCacheConfig, share: TokenShare = WHOLE) -> tuple[Group, ...]:
+    """The groups whose blocks are transferred, in the order of the block ids that vLLM hands out. `share` is what this
+    worker holds of those whose tokens decode-context parallel ranks hold in turns.
 
     Raises:
         UnsupportedCache: a group of a kind that this version cannot move; names the kind and its layers.
@@ -109,20 +111,38 @@ def transfer_groups(config: KVCacheConfig) -> tuple[Group, ...]:
                 f"KV-cache groups of kind {type(spec).__name__} (layers {', '.join(group.layer_names[:3])}…) are not "
                 f"supported; supported kinds: {', '.join(_GROUP_KINDS)}. Serve this model without PDConnector"
             )
-        groups.append(
-            Group(
-                kind=kind,
-                block_tokens=state_block_tokens(spec) if isinstance(spec, MambaSpec) else spec.block_size,
-                num_blocks=config.num_blocks,
-                window=_window(spec),
-            )
-        )
+        held = share if spec.dcp_sharded else WHOLE
+        slots = state_block_tokens(spec) if isinstance(spec, MambaSpec) else spec.block_size
+        groups.append(Group(kind, slots * held.size, config.num_blocks, _window(spec), held))
     return tuple(groups)
 
 
-def group_block_tokens(config: KVCacheConfig) -> tuple[int, ...]:
-    """Tokens per logical block of each transfer group, in their order; without meaning for states in mode none."""
-    return tuple(int(representative(group.kv_cache_spec).block_size) for group in config.transfer_groups)
+def group_block_tokens(config: KVCacheConfig, dcp_size: int) -> tuple[int, ...]:
+    """Tokens per logical block of each transfer group, in their order, on all decode-context parallel ranks together;
+    without meaning for states in mode none.
+
+    Source: vLLM 0.32, `resolve_dcp_kv_block_size` of `v1/core/kv_cache_utils.py`.
+    """
+    specs = (representative(group.kv_cache_spec) for group in config.transfer_groups)
+    return tuple(int(spec.block_size) * (dcp_size if spec.dcp_sharded else 1) for spec in specs)
+
+
+def align_interleave(vllm_config: VllmConfig, config: KVCacheConfig) -> None:
+    """Have decode-context parallel ranks hold whole blocks in turn, where the operator has not said how many tokens:
+    with less, a pair of unequal sizes moves every few tokens by themselves. vLLM does so for its own connector alone,
+    and at this point, too: call it where the worker's connector is made.
+
+    Not where vLLM speculates, for which some backends need an interleave of 1.
+
+    Source: vLLM 0.32, `VllmConfig.adjust_dcp_kv_cache_interleave_size`, `check_attention_cp_compatibility`.
+    """
+    parallel = vllm_config.parallel_config
+    open_ = parallel._allow_auto_resolve_cp_interleave_size and parallel.dcp_kv_cache_interleave_size == 1
+    if parallel.decode_context_parallel_size == 1 or not open_ or vllm_config.speculative_config is not None:
+        return
+    specs = (representative(group.kv_cache_spec) for group in config.kv_cache_groups)
+    if size := gcd(*(spec.block_size for spec in specs if spec.dcp_sharded)):
+        parallel.cp_kv_cache_interleave_size = size
 
 
 def group_kinds(config: KVCacheConfig) -> tuple[GroupKind | None, ...]:

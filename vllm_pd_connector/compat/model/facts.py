@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_pd_connector.compat.model.weights import quantization_of, weights_of
 from vllm_pd_connector.config import Config, parse_config
@@ -13,6 +13,8 @@ from vllm_pd_connector.instance_info import EngineInfo
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+T = TypeVar("T")
 
 
 def model_facts(config: VllmConfig, own: Config) -> ModelFacts:
@@ -79,7 +81,7 @@ def coordinates(config: VllmConfig) -> Coordinates:
 
     Source: vLLM 0.32, `vllm/distributed/parallel_state.py`.
     """
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+    from vllm.distributed.parallel_state import get_dcp_group, get_pcp_group, get_pp_group, get_tp_group
 
     parallel = config.parallel_config
     return Coordinates(
@@ -91,7 +93,28 @@ def coordinates(config: VllmConfig) -> Coordinates:
         dp_size=parallel.data_parallel_size,
         dcp_size=parallel.decode_context_parallel_size,
         pcp_size=parallel.prefill_context_parallel_size,
+        dcp_rank=get_dcp_group().rank_in_group,
+        pcp_rank=get_pcp_group().rank_in_group,
+        interleave=parallel.cp_kv_cache_interleave_size,
     )
+
+
+def of_replicas(config: VllmConfig, own: T) -> tuple[T, ...]:
+    """What those workers give that vLLM cannot tell apart when it collects their handshake metadata, in the order of
+    their ranks: prefill-context parallel ranks that hold the same. Every worker must call it.
+
+    Source: vLLM 0.32, `Worker.get_kv_connector_handshake_metadata` (keys are pipeline and tensor ranks, and
+    prefill-context ranks only under decode-context parallelism).
+    """
+    parallel = config.parallel_config
+    if parallel.prefill_context_parallel_size == 1 or parallel.decode_context_parallel_size > 1:
+        return (own,)
+    from torch.distributed import all_gather_object
+    from vllm.distributed.parallel_state import get_pcp_group
+
+    given = [own] * parallel.prefill_context_parallel_size
+    all_gather_object(given, own, group=get_pcp_group().cpu_group)
+    return tuple(given)
 
 
 def engine_id(config: VllmConfig) -> str:

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTables
-from vllm_pd_connector.geometry.manifest import AxisName, GroupKind, Manifest, Role, Tensor
+from vllm_pd_connector.geometry.interleave import holds, local_position
+from vllm_pd_connector.geometry.manifest import WHOLE, AxisName, GroupKind, Manifest, Role, Tensor, TokenShare
 from vllm_pd_connector.geometry.topology import logical_axes
 
 if TYPE_CHECKING:
@@ -43,14 +44,21 @@ Memory = NDArray[np.uint8] | Pages
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Digest:
-    """Values of shape (positions, indices): token positions from `first_token` on, and global indices of the head
-    (or, for convolution states, channel) axis from `first_index` on. States have one position."""
+    """Values of shape (positions, indices): token positions from `first_token` on, of which only those in `share` mean
+    something, and global indices of the head (or, for convolution states, channel) axis from `first_index` on. States
+    have one position."""
 
     layer: str
     role: Role
     first_token: int
     first_index: int
     values: Values
+    share: TokenShare = WHOLE
+
+    @property
+    def held(self) -> NDArray[np.bool_]:
+        """Which positions the worker holds: array (positions,)."""
+        return holds(self.share, np.arange(self.first_token, self.first_token + len(self.values)))
 
 
 def digests(
@@ -58,8 +66,8 @@ def digests(
 ) -> dict[tuple[str, Role], Digest]:
     """Digest what one worker holds of a request: tokens [start, stop), and the last block of every state table.
 
-    `memory` has the bytes of every segment of the manifest, in order. Positions without a block (outside a window)
-    digest to 0. Opaque tensors have no known elements and are left out.
+    `memory` has the bytes of every segment of the manifest, in order. Positions without a block (outside a window) or
+    in other ranks' shares digest to 0. Opaque tensors have no known elements and are left out.
 
     Raises:
         BindError: a state table without a last block, or an id outside the cache.
@@ -79,9 +87,10 @@ def digests(
             values = values[0]
         else:
             positions = np.arange(start, stop)
-            page = positions // tensor.page_tokens
+            local = local_position(group.share, positions)
+            page = local // tensor.page_tokens
             entry = page // tensor.pages_per_block - table.first_block
-            held = (entry >= 0) & (entry < len(blocks))
+            held = (entry >= 0) & (entry < len(blocks)) & holds(group.share, positions)
             ids = np.zeros(len(positions), dtype=np.int64)
             ids[held] = blocks[entry[held]]
             held = ids != NULL_BLOCK
@@ -90,9 +99,10 @@ def digests(
             )
             per_page, first_index = _page_values(tensor, memory[tensor.segment], pages)
             values = np.zeros((len(positions), per_page.shape[2]), dtype=np.uint64)
-            values[held] = per_page[where, positions[held] % tensor.page_tokens]
+            values[held] = per_page[where, local[held] % tensor.page_tokens]
         first_token = 0 if group.kind is GroupKind.STATE else start
-        found[tensor.layer, tensor.role] = Digest(tensor.layer, tensor.role, first_token, first_index, values)
+        key = tensor.layer, tensor.role
+        found[key] = Digest(*key, first_token, first_index, values, group.share)
     return found
 
 
@@ -107,10 +117,12 @@ def mismatches(
     for key, mine in destination.items():
         seen = np.zeros(mine.values.shape, dtype=bool)
         wrong = np.zeros(mine.values.shape, dtype=bool)
+        seen[~mine.held] = True
         for theirs in (source[key] for source in sources if key in source):
             here, there = _common(mine, theirs)
-            seen[here] = True
-            wrong[here] |= mine.values[here] != theirs.values[there]
+            both = (mine.held[here[0]] & theirs.held[there[0]])[:, None]
+            seen[here] |= both
+            wrong[here] |= both & (mine.values[here] != theirs.values[there])
         if (bad := np.argwhere(wrong | ~seen)).size:
             token, index = bad[0]
             found.append(

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_pd_connector.geometry.bind import Tail, block_tokens, cut_at_pages, pages_of, range_end
+from vllm_pd_connector.geometry.bind import Tail, block_tokens, pages_of, range_end
+from vllm_pd_connector.geometry.interleave import cut, held_before, local_position, token_at
 from vllm_pd_connector.geometry.manifest import GroupKind
 from vllm_pd_connector.geometry.staging.strided_copy import Copy, fold, strided_copies
 
@@ -50,15 +51,15 @@ def blanks(
 
 def _of_family(family: PagePairing, table: BlockTable, start: int, stop: int) -> Iterator[Copy]:
     paging = family.destination
-    page, block = paging.page_tokens, block_tokens(paging)
+    page, share, block = paging.page_tokens, paging.share, block_tokens(paging)
     begin, end = table.first_block * block, table.end * block
     stop = range_end(family, stop, Tail.PAGE)
     if family.whole:  # pages move with all of their slots
-        start, stop = start // page * page, -(-stop // page) * page
+        start = token_at(share, held_before(share, start) // page * page)
     for low, high in ((begin, min(start, end)), (max(begin, stop), end)):
-        first, tokens = cut_at_pages(low, high, (page,))
+        first, tokens = cut(low, high, (family.source.share, page), (share, page))
         pages, absent = pages_of(paging, table, first)
-        kinds = np.stack((first % page, tokens), axis=1)
+        kinds = np.stack((local_position(share, first) % page, tokens), axis=1)
         for slot, count in np.unique(kinds[~absent], axis=0).tolist():
             alike = (kinds == (slot, count)).all(axis=1) & ~absent
             yield from _in_pages(family, slot, count, np.sort(pages[alike]) * paging.page_stride)

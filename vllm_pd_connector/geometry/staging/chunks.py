@@ -25,11 +25,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from math import lcm, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vllm_pd_connector.geometry.bind import Spans
+from vllm_pd_connector.geometry.bind import Spans, filled_every
+from vllm_pd_connector.geometry.interleave import cut, local_position
 from vllm_pd_connector.geometry.manifest import GroupKind
 from vllm_pd_connector.geometry.plan import Edge, LayerBatch, PagePairing, StridedAxis, TensorSlice, batch_runs, join
 from vllm_pd_connector.geometry.runs import Addresses, Runs
@@ -59,6 +60,7 @@ RUN_COST_BYTES = 20 << 10
 CHUNKS_PER_BUFFER = 8
 
 _ESTIMATE_RUNS = 1 << 18
+_ESTIMATE_TOKENS = 1 << 14
 
 # Pages in more parts are not staged: the parts are laid out one by one, and a peer's page says how many there are.
 MAX_PARTS = 1 << 22
@@ -116,14 +118,14 @@ def split(edge: Edge, limit: int, *, writes: bool = False) -> tuple[Edge, Edge]:
 
 
 def _stages(pairing: PagePairing, limit: int, gap: int) -> bool:
-    few = _part_count(pairing, gap) <= MAX_PARTS
+    few = _part_count(pairing, gap) <= MAX_PARTS and (gap > 0 or _cuts(pairing).stretches == 1)
     return few and _fits(pairing, limit, gap) and _pays(pairing, gap) and _is_even(pairing, gap)
 
 
 def _pays(pairing: PagePairing, gap: int) -> bool:
     """Whether the runs that staging saves per source page cost more than the bytes that it moves."""
     extents = page_extents(pairing, 0, _page_tokens(pairing), gap)
-    saved = _spans_per_page(pairing) * run_count(pairing) - len(extents.start)
+    saved = _cuts(pairing).spans * run_count(pairing) - len(extents.start)
     return saved * RUN_COST_BYTES > int(extents.length.sum())
 
 
@@ -170,17 +172,31 @@ def _turned_slice(tensor_slice: TensorSlice) -> TensorSlice:
 
 def run_count(pairing: PagePairing) -> float:
     """About how many runs move a span of mean length directly."""
-    tokens = 1 if pairing.whole else max(1, round(pairing.source.page_tokens / _spans_per_page(pairing)))
+    tokens = _cuts(pairing).tokens
     return sum(_run_count(batch, tokens) for batch in pairing.batches)
 
 
-def _spans_per_page(pairing: PagePairing) -> float:
-    """Spans in a source page, on average: each page boundary of either side starts one."""
+class _Cuts(NamedTuple):
+    """How source pages of which something moves are cut, on average: into so many spans, of so many tokens, in so many
+    stretches without a gap."""
+
+    spans: float
+    tokens: int
+    stretches: float
+
+
+def _cuts(pairing: PagePairing) -> _Cuts:
+    a, b = pairing.source, pairing.destination
     if pairing.whole:
-        return 1.0
-    a, b = pairing.source.page_tokens, pairing.destination.page_tokens
-    common = lcm(a, b)
-    return (common // a + common // b - 1) / (common // a)
+        return _Cuts(1.0, 1, 1.0)
+    some = min(_ESTIMATE_TOKENS, lcm(filled_every(a), filled_every(b)))
+    first, tokens = cut(0, some, (a.share, a.page_tokens), (b.share, b.page_tokens))
+    if not len(first):
+        return _Cuts(1.0, a.page_tokens, 1.0)
+    position = local_position(a.share, first)
+    pages = len(np.unique(position // a.page_tokens))
+    apart = np.count_nonzero((np.diff(position // a.page_tokens) == 0) & (position[1:] != (position + tokens)[:-1]))
+    return _Cuts(len(first) / pages, max(1, round(tokens.mean())), 1 + apart / pages)
 
 
 def chunks(paired: Iterable[tuple[PagePairing, Spans]], limit: int, *, writes: bool = False) -> Iterator[Chunk]:
@@ -200,8 +216,12 @@ def chunks(paired: Iterable[tuple[PagePairing, Spans]], limit: int, *, writes: b
         if pairing.whole:
             none = np.zeros_like(spans.tokens)
             spans = replace(spans, source_token=none, destination_token=none, tokens=none + 1)
-        # Of each source page, the tokens from `low` to `high` are wanted; pages alike in that share extents.
-        first = np.concatenate(([0], np.flatnonzero(np.diff(spans.source_page)) + 1))
+        # Of each source page, the tokens from `low` to `high` are wanted; pages alike in that share extents. What is
+        # between them is another rank's, where tokens are interleaved: it may be read, never written.
+        follows = (np.diff(spans.source_page) == 0) & (
+            not writes or spans.source_token[1:] == (spans.source_token + spans.tokens)[:-1]
+        )
+        first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
         low = np.minimum.reduceat(spans.source_token, first)
         high = np.maximum.reduceat(spans.source_token + spans.tokens, first)
         change = np.flatnonzero((np.diff(low) != 0) | (np.diff(high) != 0)) + 1

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError
-from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest
+from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Rank
 from vllm_pd_connector.geometry.topology import TopologyCheck, check_pd_topology
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_pd_connector.geometry.plan import Rank
     from vllm_pd_connector.protocol.peer import Peer
     from vllm_pd_connector.transport.base import Transport, TransportPeer
     from vllm_pd_connector.worker.peers.process_watch import ProcessWatch, ProcessWatches
@@ -85,12 +84,12 @@ class PeerLink(ABC):
         self._require_identity(remote)
         check = check_pd_topology(ours, remote)
         if not check.allowed:
-            here = f"{local.engine_id} rank {local.parallel.tp_rank}"
+            here = f"{local.engine_id} rank {local.parallel.number}"
             reason = check.reason if not check.differences else ""
             raise IncompatiblePeer(
                 f"{cannot.format(here, self.engine_id)}: {check.status}: {reason}", check.differences
             )
-        self._liveness = {(m.parallel.pp_rank, m.parallel.tp_rank): m.life for m in remote}
+        self._liveness = {m.parallel.rank: m.life for m in remote}
         return remote, check
 
     def watch(self, processes: ProcessWatches, now: float) -> None:

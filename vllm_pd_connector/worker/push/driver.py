@@ -286,7 +286,7 @@ class Pushes:
         return machines.Bound(len(part.work))
 
     def _start(self, push: ActivePush, now: float) -> None:
-        peer = push.link.ranks[push.into.pp_rank, push.into.tp_rank]
+        peer = push.link.ranks[push.into.rank]
         for work in push.work:
             index, push.begun = push.begun, push.begun + 1
             try:

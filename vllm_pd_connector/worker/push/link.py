@@ -17,9 +17,9 @@ from math import lcm
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import BindError
-from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, pair, runs_of
-from vllm_pd_connector.geometry.manifest import GroupKind, Manifest
-from vllm_pd_connector.geometry.plan import Edge, PagePairing, Rank, make_plan
+from vllm_pd_connector.geometry.bind import Tail, filled_every, first_valid_tokens, pair, runs_of
+from vllm_pd_connector.geometry.manifest import GroupKind, Manifest, Rank
+from vllm_pd_connector.geometry.plan import Edge, PagePairing, make_plan
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.staging.chunks import Chunk, chunks, split
 from vllm_pd_connector.worker.peers.link import PeerLink, decode
@@ -72,10 +72,9 @@ class WriteLink(PeerLink):
         `PeerLink.connect`."""
         ours = [decode(encoded) for encoded in self.own]
         remote, check = self._accept(local, ours, "prefill engine {} cannot write into decode engine {}")
-        mine = local.parallel.pp_rank, local.parallel.tp_rank
         for destination in remote:
-            edge = make_plan(destination, ours).edge(mine)
-            rank = destination.parallel.pp_rank, destination.parallel.tp_rank
+            edge = make_plan(destination, ours).edge(local.parallel.rank)
+            rank = destination.parallel.rank
             if edge is not None:
                 self.ranks[rank] = transport.connect(destination.endpoint, destination.segments)
             self.outgoing[rank] = _edges(edge, chunk_bytes) if edge is not None else None
@@ -126,7 +125,7 @@ class WriteLink(PeerLink):
 
     def _edges_to(self, into: PushInto) -> _Edges | None:
         """None: nothing is written into that rank. What is not connected must not pass for that."""
-        rank = into.pp_rank, into.tp_rank
+        rank = into.rank
         if rank not in self.outgoing:
             raise BindError(f"rank {rank}: asked to be written into, connected are {sorted(self.outgoing)}")
         return self.outgoing[rank]
@@ -135,7 +134,7 @@ class WriteLink(PeerLink):
 def _edges(edge: Edge, chunk_bytes: int) -> _Edges:
     growing = tuple(pairing for pairing in edge.pairings if pairing.kind is GroupKind.FULL)
     ending = tuple(pairing for pairing in edge.pairings if pairing.kind is not GroupKind.FULL)
-    step = lcm(*(tokens for f in growing for tokens in (f.source.page_tokens, f.destination.page_tokens)))
+    step = lcm(*(filled_every(side) for f in growing for side in (f.source, f.destination)))
 
     def both(pairings: tuple[PagePairing, ...]) -> tuple[Edge, Edge]:
         return split(replace(edge, pairings=pairings), chunk_bytes, writes=True)

@@ -101,9 +101,8 @@ class Receives:
         shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, events, self, self._observe)
         self._links = Links(*shared, ReadLink, connected=connected)
         self._asked = Links(*shared, AskLink)
-        place = manifest.parallel
         per_question = ANSWER_S + config.handshake_timeout / FETCH_ATTEMPTS
-        reader_rank = (place.pp_rank, place.tp_rank, reader, readers)
+        reader_rank = (*manifest.parallel.rank, reader, readers)
         self._push_requester = PushRequester(
             calls, reader_rank, per_question, config.transfer_timeout, self._drive, manifest.groups
         )

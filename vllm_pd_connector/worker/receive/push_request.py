@@ -39,8 +39,8 @@ OPENING_S = 0.005
 STILL_S = 60.0
 _NOT_UNDERSTOOD = (FailureCode.MALFORMED, FailureCode.VERSION)
 
-ReaderRank = tuple[int, int, int, int]
-"""Pipeline rank, tensor rank, number among the readers, how many readers there are."""
+ReaderRank = tuple[int, int, int, int, int]
+"""Pipeline, prefill-context and tensor rank, number among the readers, how many readers there are."""
 
 
 class PushRequester:

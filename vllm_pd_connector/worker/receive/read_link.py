@@ -47,7 +47,7 @@ class ReadLink(PeerLink):
         """Check, plan, connect to the ranks that are read from. Raises as `PeerLink.connect`."""
         remote, check = self._accept(local, local, "decode engine {} cannot read from prefill engine {}")
         plan = make_plan(local, remote)
-        by_rank = {(m.parallel.pp_rank, m.parallel.tp_rank): m for m in remote}
+        by_rank = {m.parallel.rank: m for m in remote}
         for edge in plan.edges:
             source = by_rank[edge.source]
             scratch = (source.scratch,) if source.scratch is not None else ()
