@@ -21,7 +21,8 @@ from vllm_pd_connector.protocol.params.parse import RemoteBootstrap, RemoteDecod
 from vllm_pd_connector.protocol.wire.messages import PROTOCOL_VERSION, Reply, Request
 
 HERE = Path(__file__).parent
-SAID = {"title", "description"}
+SAID = {"title", "description", "discriminator"}
+"""Of a schema, what bytes do not have; members of a union are told apart by the tag that each of them has."""
 
 Wire = dict[str, dict[str, str]]
 """By what is sent, then by field: its type, bounds and default."""
