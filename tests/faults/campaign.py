@@ -56,7 +56,7 @@ from tests.faults.world import World  # noqa: E402
 from vllm_pd_connector.sidechannel.net.keys import create_keys  # noqa: E402
 
 WORLDS = ("pair", "restarts", "workers", "network", "both")
-ALL_STRIKES = {**STRIKES, **{kind: restarts.ended for kind in restarts.KINDS}, "outlived": outlived}
+ALL_STRIKES = {**STRIKES, **dict.fromkeys(restarts.KINDS, restarts.ended), "outlived": outlived}
 BOTH_ROLES = {"kv_lease_duration": FULL_S / 2, "kv_lease_limit": FULL_S}
 """Long enough for all prefills of a fault, and short enough that who waits gives up."""
 TRIES = 3

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.effort import FULL, examples
-from tests.support.geometry.world import Model, Side, instance, make_move, shares_heads
+from tests.support.geometry.request import make_move
+from tests.support.geometry.world import Model, Side, instance, shares_heads
 from vllm_pd_connector.geometry.bind import Tail, bind
 from vllm_pd_connector.geometry.interleave import cut, held_before, holds, local_position, meet, token_at
 from vllm_pd_connector.geometry.manifest import WHOLE, TokenShare

@@ -10,7 +10,8 @@ from tests.support.geometry.opaque import opaque_worker
 from tests.support.geometry.world import Model, Side, instance, legal
 from vllm_pd_connector.errors import IncompatiblePeer
 from vllm_pd_connector.geometry.manifest import Manifest, Role, Tensor
-from vllm_pd_connector.geometry.plan import Plan, make_plan, pattern
+from vllm_pd_connector.geometry.patterns import pattern
+from vllm_pd_connector.geometry.plan import Plan, make_plan
 
 change = msgspec.structs.replace
 
@@ -126,7 +127,7 @@ def test_patterns_are_computed_once_per_shape_and_kept_within_a_limit(monkeypatc
     pairing = plan.edges[0].pairings[0]
     first = pattern(pairing, 0, 0, 4)
     assert pattern(pairing, 0, 0, 4) is first
-    monkeypatch.setattr("vllm_pd_connector.geometry.plan.MAX_CACHED_RUNS", len(first) + 1)
+    monkeypatch.setattr("vllm_pd_connector.geometry.patterns.MAX_CACHED_RUNS", len(first) + 1)
     pattern(pairing, 0, 0, 3)
     assert list(pairing.patterns) == [(0, 0, 3)]
 

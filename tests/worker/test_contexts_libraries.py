@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from tests.support.forked import PROCESSES
-from tests.support.geometry.world import Model, Move, Side, Worker, instance, make_move, write
+from tests.support.geometry.request import Move, make_move
+from tests.support.geometry.world import Model, Side, Worker, instance, write
 from tests.support.worker.library_processes import VARIANTS
 from tests.support.worker.prefill_instance import real
 from vllm_pd_connector.geometry.runs import Runs

@@ -33,13 +33,19 @@ from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable, BlockTables
 from vllm_pd_connector.geometry.interleave import cut, held_before, local_position, token_at
 from vllm_pd_connector.geometry.manifest import Group, GroupKind
-from vllm_pd_connector.geometry.plan import MAX_RUNS, Edge, PagePairing, Paging, concatenate, join, pattern, row_count
-from vllm_pd_connector.geometry.runs import Addresses, Runs
+from vllm_pd_connector.geometry.patterns import pattern, row_count
+from vllm_pd_connector.geometry.runs import Addresses, Runs, concatenate, join
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
+
+    from vllm_pd_connector.geometry.plan import Edge, PagePairing, Paging
+
+# A request that takes more runs is refused: each costs microseconds, more in all than any transfer has time for, and
+# the memory for their list would be a peer's to choose, by strides that tear every element from its neighbours.
+MAX_RUNS = 1 << 25
 
 
 class Tail(Enum):

@@ -6,8 +6,7 @@ element has exactly one writer. What one source rank contributes is an `Edge`: a
 
 An edge is made of *pairings*: tensors whose pages are cut alike on both sides (same groups, page strides and page
 tokens), so that a pair of pages moves all of them. In a pairing, layers that look alike share one `LayerBatch`: the
-slices of one layer, and for every layer where it starts. `pattern` turns a pairing and a pair of token offsets inside
-two pages into merged runs, valid for page 0 on both sides; every other pair of pages only adds page strides.
+slices of one layer, and for every layer where it starts. `patterns` makes runs of them.
 
 Owners: the layers of the destinations that need the same replicated box are laid out on one line, which is cut into
 equal parts, one per replica. So all replicas serve the same share, with few edges and long stretches of layers.
@@ -22,7 +21,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import groupby
-from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,7 +39,6 @@ from vllm_pd_connector.geometry.manifest import (
     Tensor,
     TokenShare,
 )
-from vllm_pd_connector.geometry.runs import Addresses, Runs
 from vllm_pd_connector.geometry.sharding import (
     Box,
     Interval,
@@ -55,10 +52,7 @@ from vllm_pd_connector.geometry.topology import box_of, logical_axes, pair_diffe
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-MAX_CACHED_RUNS = 1 << 20
-# A request that takes more runs is refused: each costs microseconds, more in all than any transfer has time for, and
-# the memory for their list would be a peer's to choose, by strides that tear every element from its neighbours.
-MAX_RUNS = 1 << 25
+    from vllm_pd_connector.geometry.runs import Addresses, Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,86 +357,3 @@ def _stretches(
     token = [next((axis for axis in side if axis.name is AxisName.TOKEN), None) for side in (theirs, ours)]
     a_stride, b_stride = (axis.stride if axis else 0 for axis in token)
     return (from_, to), StridedAxis(token[1].size if token[1] else 0, a_stride, b_stride), tuple(axes)
-
-
-def pattern(pairing: PagePairing, source_token: int, destination_token: int, tokens: int) -> Runs:
-    """Merged runs that move `tokens` tokens of all tensors of a pairing between page 0 of both sides.
-
-    Token arguments count inside the pages; for pages that only move whole they are (0, 0, 1). Ordered by destination.
-    """
-    key = source_token, destination_token, tokens
-    if (found := pairing.patterns.get(key)) is None:
-        found = join(batch_runs(batch, *key) for batch in pairing.batches)
-        cached = sum(map(len, pairing.patterns.values()))
-        while pairing.patterns and cached + len(found) > MAX_CACHED_RUNS:
-            cached -= len(pairing.patterns.pop(next(iter(pairing.patterns))))
-        pairing.patterns[key] = found
-    return found
-
-
-def row_count(pairing: PagePairing, tokens: int) -> int:
-    """Rows that `pattern` makes of `tokens` tokens before it merges any."""
-    return sum(
-        len(batch.layers) * prod(axis.size for axis in _rows(tensor_slice, tokens)[1])
-        for batch in pairing.batches
-        for tensor_slice in batch.slices
-    )
-
-
-def batch_runs(batch: LayerBatch, source_token: int, destination_token: int, tokens: int) -> Runs:
-    """The part of `pattern` that is one batch's, merged within its layers."""
-    layer = join(_slice_runs(tensor_slice, source_token, destination_token, tokens) for tensor_slice in batch.slices)
-    return Runs(
-        np.add.outer(batch.source, layer.source).ravel(),
-        np.add.outer(batch.destination, layer.destination).ravel(),
-        np.tile(layer.length, len(batch.layers)),
-    )
-
-
-def _slice_runs(tensor_slice: TensorSlice, source_token: int, destination_token: int, tokens: int) -> Runs:
-    length, axes = _rows(tensor_slice, tokens)
-    source = np.array(tensor_slice.source + source_token * tensor_slice.token.source, dtype=np.int64)
-    destination = np.array(
-        tensor_slice.destination + destination_token * tensor_slice.token.destination, dtype=np.int64
-    )
-    for axis in reversed(axes):
-        steps = np.arange(axis.size, dtype=np.int64)
-        source = np.add.outer(source, steps * axis.source)
-        destination = np.add.outer(destination, steps * axis.destination)
-    return Runs(source.ravel(), destination.ravel(), np.full(source.size, length, dtype=np.int64))
-
-
-def _rows(tensor_slice: TensorSlice, tokens: int) -> tuple[int, list[StridedAxis]]:
-    """How many bytes of a slice lie together on both sides, and the axes of what lies apart, the innermost first."""
-    token = StridedAxis(tokens, tensor_slice.token.source, tensor_slice.token.destination)
-    axes = [axis for axis in sorted((token, *tensor_slice.axes), key=lambda axis: axis.destination) if axis.size > 1]
-    length = tensor_slice.itemsize
-    while axes and axes[0].source == axes[0].destination == length:
-        length *= axes.pop(0).size
-    return length, axes
-
-
-def concatenate(parts: Iterable[Runs]) -> Runs:
-    given = tuple(parts)
-    if len(given) == 1:
-        return given[0]
-    return Runs(
-        np.concatenate([Runs.empty().source, *(runs.source for runs in given)]),
-        np.concatenate([Runs.empty().destination, *(runs.destination for runs in given)]),
-        np.concatenate([Runs.empty().length, *(runs.length for runs in given)]),
-    )
-
-
-def join(parts: Iterable[Runs]) -> Runs:
-    """All runs in order of destination, those that continue each other on both sides made one."""
-    runs = concatenate(parts)
-    if len(runs) < 2:
-        return runs
-    source, destination, length = runs.source, runs.destination, runs.length
-    if (destination[1:] < destination[:-1]).any():
-        order = np.argsort(destination, kind="stable")
-        source, destination, length = source[order], destination[order], length[order]
-    reach = length[:-1]
-    apart = (source[1:] - source[:-1] != reach) | (destination[1:] - destination[:-1] != reach)
-    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
-    return Runs(source[first], destination[first], np.add.reduceat(length, first))

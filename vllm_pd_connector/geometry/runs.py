@@ -7,9 +7,13 @@ above the transports ends in this form and everything in a transport begins with
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 Addresses = NDArray[np.int64]
 
@@ -33,3 +37,29 @@ class Runs:
     def empty(cls) -> Runs:
         none = np.empty(0, dtype=np.int64)
         return cls(none, none, none)
+
+
+def concatenate(parts: Iterable[Runs]) -> Runs:
+    given = tuple(parts)
+    if len(given) == 1:
+        return given[0]
+    return Runs(
+        np.concatenate([Runs.empty().source, *(runs.source for runs in given)]),
+        np.concatenate([Runs.empty().destination, *(runs.destination for runs in given)]),
+        np.concatenate([Runs.empty().length, *(runs.length for runs in given)]),
+    )
+
+
+def join(parts: Iterable[Runs]) -> Runs:
+    """All runs in order of destination, those that continue each other on both sides made one."""
+    runs = concatenate(parts)
+    if len(runs) < 2:
+        return runs
+    source, destination, length = runs.source, runs.destination, runs.length
+    if (destination[1:] < destination[:-1]).any():
+        order = np.argsort(destination, kind="stable")
+        source, destination, length = source[order], destination[order], length[order]
+    reach = length[:-1]
+    apart = (source[1:] - source[:-1] != reach) | (destination[1:] - destination[:-1] != reach)
+    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    return Runs(source[first], destination[first], np.add.reduceat(length, first))

@@ -58,7 +58,7 @@ def test_kda_has_three_equal_projections_and_a_state_per_head(dim_first, tp_size
     shapes = MambaStateShapeCalculator.kda_state_shape(tp_size, 32, 128, conv_kernel_size=4)
     convolution, recurrent = states(spec("GDN_ATTN", shapes), tp_size, tp_rank)
     held = Interval(tp_rank * 4096 // tp_size, (tp_rank + 1) * 4096 // tp_size)
-    assert shares(convolution) == {role: (held, 4096) for role in (Role.CONV_Q, Role.CONV_K, Role.CONV_V)}
+    assert shares(convolution) == dict.fromkeys((Role.CONV_Q, Role.CONV_K, Role.CONV_V), (held, 4096))
     assert (convolution.taps, convolution.dim_first, convolution.dtype) == (3, dim_first, "bfloat16")
     assert recurrent is not None
     assert recurrent.heads == Interval(tp_rank * 32 // tp_size, (tp_rank + 1) * 32 // tp_size)

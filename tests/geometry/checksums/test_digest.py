@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 
 from tests.support.geometry.moves import moves
-from tests.support.geometry.world import Model, Move, Side, instance, make_move, table, write
+from tests.support.geometry.request import Move, make_move
+from tests.support.geometry.world import Model, Side, instance, table, write
 from tests.support.geometry.written import written
 from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.checksums.digest import digests, mismatches

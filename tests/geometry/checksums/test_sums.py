@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 
 from tests.support.geometry.moves import moves
-from tests.support.geometry.world import Model, Move, Side, make_move
+from tests.support.geometry.request import Move, make_move
+from tests.support.geometry.world import Model, Side
 from tests.support.geometry.written import written
 from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums, difference

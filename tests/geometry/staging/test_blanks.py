@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tests.support.effort import examples
 from tests.support.geometry.moves import moves, windows
 from tests.support.geometry.opaque import opaque_worker
-from tests.support.geometry.world import STATE_ROLES, Model, Move, Side, Worker, instance, make_move, table
+from tests.support.geometry.request import Move, make_move
+from tests.support.geometry.world import STATE_ROLES, Model, Side, Worker, instance, table
 from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pair, runs_of
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable
 from vllm_pd_connector.geometry.plan import make_plan

@@ -12,19 +12,8 @@ from hypothesis import strategies as st
 
 from tests.support.effort import examples
 from tests.support.geometry.moves import moves, windows
-from tests.support.geometry.world import (
-    LAYOUTS,
-    Model,
-    Move,
-    Side,
-    Worker,
-    copy,
-    instance,
-    legal,
-    make_move,
-    table,
-    write,
-)
+from tests.support.geometry.request import Move, copy, make_move
+from tests.support.geometry.world import LAYOUTS, Model, Side, Worker, instance, legal, table, write
 from vllm_pd_connector.geometry.bind import Tail, bind, pair, runs_of
 from vllm_pd_connector.geometry.plan import Edge, LayerBatch, Paging, StridedAxis, TensorSlice, make_plan
 from vllm_pd_connector.geometry.staging import chunks as chunking

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from tests.support.geometry.world import CAN_PAD, LAYOUTS, Model, Move, Side, legal, make_move, shares_heads, table
+from tests.support.geometry.request import Move, make_move
+from tests.support.geometry.world import CAN_PAD, LAYOUTS, Model, Side, legal, shares_heads, table
 
 
 def sides(layouts: tuple[str, ...], heads: int) -> st.SearchStrategy[Side]:

@@ -34,8 +34,7 @@ LOCAL = {"protocol": "tcp", "address": "127.0.0.1"}
 
 @pytest.fixture(scope="module")
 def standing() -> Iterator[End]:
-    made = End("mooncake", LOCAL, SIZE)
-    yield made
+    yield (made := End("mooncake", LOCAL, SIZE))
     made.transport.close()
 
 

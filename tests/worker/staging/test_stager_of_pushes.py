@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from tests.support.effort import examples
 from tests.support.geometry.moves import moves
-from tests.support.geometry.world import Move, Worker, instance, write
+from tests.support.geometry.request import Move
+from tests.support.geometry.world import Worker, instance, write
 from tests.support.worker.decode_instance import in_its_thread, lacking, until
 from tests.support.worker.prefill_instance import TOKENS, real
 from tests.support.worker.writer import CONFIG, TINY, Target, Writer, freed, whole

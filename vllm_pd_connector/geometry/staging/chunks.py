@@ -32,8 +32,9 @@ import numpy as np
 from vllm_pd_connector.geometry.bind import Spans, filled_every
 from vllm_pd_connector.geometry.interleave import cut, local_position
 from vllm_pd_connector.geometry.manifest import GroupKind
-from vllm_pd_connector.geometry.plan import Edge, LayerBatch, PagePairing, StridedAxis, TensorSlice, batch_runs, join
-from vllm_pd_connector.geometry.runs import Addresses, Runs
+from vllm_pd_connector.geometry.patterns import batch_runs
+from vllm_pd_connector.geometry.plan import Edge, LayerBatch, PagePairing, StridedAxis, TensorSlice
+from vllm_pd_connector.geometry.runs import Addresses, Runs, join
 from vllm_pd_connector.geometry.staging.page_extents import (
     PageExtents,
     Placed,
