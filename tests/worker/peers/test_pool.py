@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from tests.support.worker.writer import CONFIG, Target, Writer, freed
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.protocol.peer import REFUSAL_S, PeerKey, PeerState
+from vllm_pd_connector.protocol.wire.messages import PROTOCOL_VERSION
+from vllm_pd_connector.sidechannel import server
 from vllm_pd_connector.worker.peers.event_queue import EventQueue
 from vllm_pd_connector.worker.peers.pool import IDLE_LINK_S, Links
 from vllm_pd_connector.worker.receive.read_link import ReadLink
@@ -75,6 +78,18 @@ def test_a_refusal_of_whoever_is_there_is_asked_again_after_a_while(monkeypatch)
             target.loop.submit([target.request(second, "d", "c")], [])
             assert target.wait_for("d") == [True]
             freed(second, "c")
+
+
+def test_who_answers_in_another_version_of_the_protocol_is_refused_at_once(monkeypatch):
+    with contextlib.closing(Target(CONFIG)) as target, contextlib.closing(Writer(CONFIG)) as writer:
+        encode = server.encode
+        later = struct.pack("!H", PROTOCOL_VERSION + 1)
+        monkeypatch.setattr(server, "encode", lambda *told: (frame := encode(*told))[:4] + later + frame[6:])
+        target.loop.submit([target.request(writer, "a")], [])
+        assert target.wait_for("a") == [False]
+        [link] = target.loop._receives._asked._links.values()
+        assert link.machine.state is PeerState.REFUSED
+        assert writer.server.counts()["GetManifests"] == 1
 
 
 def test_a_link_in_use_is_not_idle_however_long_nobody_asked_for_it():

@@ -18,7 +18,7 @@ from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, PeerLos
 from vllm_pd_connector.observability.stats import FailureKind, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.peer import Peer, PeerKey, PeerState
-from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, GetManifests, Manifests
+from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, GetManifests, Manifests, VersionMismatch
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.worker.peers.link import PeerLink
 
@@ -242,6 +242,8 @@ class Links(Generic[LinkKind]):
                 event = peers.Replaced(message)
             case Failure(code=FailureCode.VERSION | FailureCode.MALFORMED, message=message):
                 event = peers.Refused(message)
+            case VersionMismatch():
+                event = peers.Refused(str(outcome))
             case _:
                 event = peers.FetchFailed(attempt, str(outcome))
         self._handle(link, event, now)
