@@ -14,7 +14,11 @@ from vllm_pd_connector.errors import InvalidConfig
 
 def engine(**model: Any) -> Any:
     transfer = SimpleNamespace(kv_connector_extra_config={})
-    return SimpleNamespace(kv_transfer_config=transfer, model_config=SimpleNamespace(**model))
+    return SimpleNamespace(
+        kv_transfer_config=transfer,
+        model_config=SimpleNamespace(**model),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+    )
 
 
 def test_who_asks_whether_it_can_sleep_hears_no():

@@ -243,8 +243,7 @@ def _require_whole_checksums(config: Config, manifest: Manifest) -> None:
     Raises:
         InvalidConfig: receives are to be verified, and tokens are interleaved over ranks.
     """
-    size = max(group.share.size for group in manifest.groups)
-    if config.verify != "off" and size > 1:
+    if config.verify != "off" and (size := max(group.share.size for group in manifest.groups)) > 1:
         raise InvalidConfig(
             f'verify: "{config.verify}" here, but {size} decode-context parallel ranks hold the tokens in turns, whose '
             'checksums this version cannot compare; set verify to "off", or --decode-context-parallel-size to 1'

@@ -165,7 +165,7 @@ def _active(worker: Worker) -> v2.ActiveKVConnector:
 
 def make_worker(monkeypatch: pytest.MonkeyPatch, *, mode: str, drafts: bool, last: bool, beside: bool) -> Worker:
     device = Device()
-    place = SimpleNamespace(pp_rank=1 if last else 0, pp_size=2, tp_rank=0, tp_size=1)
+    place = SimpleNamespace(pp_rank=1 if last else 0, pp_size=2, number=0, workers=1)
     model = SimpleNamespace(speculative='{"method": "eagle"}' if drafts else "")
     manifest = SimpleNamespace(parallel=place, model=model, segments=(), tensors=())
     monkeypatch.setattr(half_module, "build_manifest", lambda *_, **__: manifest)
@@ -178,7 +178,7 @@ def make_worker(monkeypatch: pytest.MonkeyPatch, *, mode: str, drafts: bool, las
     config: Any = SimpleNamespace(
         kv_transfer_config=transfer,
         model_config=SimpleNamespace(enable_sleep_mode=False),
-        parallel_config=SimpleNamespace(data_parallel_index=0),
+        parallel_config=SimpleNamespace(data_parallel_index=0, decode_context_parallel_size=1),
     )
     connector = PDConnector(config, KVConnectorRole.WORKER, None)
     connector.register_kv_caches({})

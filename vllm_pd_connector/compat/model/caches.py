@@ -137,8 +137,9 @@ def align_interleave(vllm_config: VllmConfig, config: KVCacheConfig) -> None:
     Source: vLLM 0.32, `VllmConfig.adjust_dcp_kv_cache_interleave_size`, `check_attention_cp_compatibility`.
     """
     parallel = vllm_config.parallel_config
-    open_ = parallel._allow_auto_resolve_cp_interleave_size and parallel.dcp_kv_cache_interleave_size == 1
-    if parallel.decode_context_parallel_size == 1 or not open_ or vllm_config.speculative_config is not None:
+    if parallel.decode_context_parallel_size == 1 or vllm_config.speculative_config is not None:
+        return
+    if not parallel._allow_auto_resolve_cp_interleave_size or parallel.dcp_kv_cache_interleave_size > 1:
         return
     specs = (representative(group.kv_cache_spec) for group in config.kv_cache_groups)
     if size := gcd(*(spec.block_size for spec in specs if spec.dcp_sharded)):
