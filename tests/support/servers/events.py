@@ -14,9 +14,10 @@ TOPIC = "kv"
 Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-def announcing(endpoint: str) -> tuple[str, str]:
-    """The flags of an instance that publishes its events there."""
+def announcing(endpoint: str, replay: str | None = None) -> tuple[str, str]:
+    """The flags of an instance that publishes its events there, and replays them."""
     facts = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint, "topic": TOPIC}
+    facts |= {"replay_endpoint": replay} if replay else {}
     return "--kv-events-config", json.dumps(facts)
 
 
