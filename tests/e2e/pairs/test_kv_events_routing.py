@@ -61,12 +61,13 @@ class Fleet:
 def fleet(pairs: Pairs) -> Iterator[Fleet]:
     pairs.end()
     specs = []
+    flags = [*MODELS[FAMILY].flags, "--block-size", str(MODELS[FAMILY].block_size), "--enable-prefix-caching"]
     for name, role in (("p", "kv_producer"), ("d-0", "kv_consumer"), ("d-1", "kv_consumer")):
         specs.append(
             vllm_spec(
                 f"kv-events-{name}",
                 make(MODELS[FAMILY]),
-                flags=(*MODELS[FAMILY].flags, *announcing(f"tcp://*:{free_port()}", f"tcp://*:{free_port()}")),
+                flags=(*flags, *announcing(f"tcp://*:{free_port()}", f"tcp://*:{free_port()}")),
                 transfer={"kv_connector": "PDConnector", "kv_role": role},
                 environment={"PD_TEST_POLITE": "1", "VLLM_SERVER_DEV_MODE": "1"},
             )
