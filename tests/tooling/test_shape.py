@@ -21,8 +21,9 @@ LINES, FILES = 400, 12
 
 LEVELS: tuple[set[str], ...] = (
     {"errors", "bounded", "arguments", "content", "wake"},
-    {"config", "geometry", "instance_info"},
+    {"geometry", "instance_info"},
     {"protocol", "transport"},
+    {"config"},
     {"sidechannel", "compat"},
     {"metadata", "plugin"},
     {"observability"},
@@ -36,7 +37,7 @@ LEVELS: tuple[set[str], ...] = (
 NARROWER = {
     "geometry": {"errors"},
     "protocol": {"errors", "bounded", "geometry"},
-    "transport": {"errors", "geometry"},
+    "transport": {"errors", "geometry", "wake"},
     "proxy": {"errors", "bounded", "arguments", "instance_info"},
 }
 """Parts that may know less than what lies above them."""

@@ -25,8 +25,8 @@ from vllm_pd_connector.protocol.wire.messages import LeaseRef
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef, PushInto
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, Transport
 from vllm_pd_connector.transport.registry import create
-from vllm_pd_connector.worker.peers.link import Link
 from vllm_pd_connector.worker.push.link import WriteLink
+from vllm_pd_connector.worker.receive.read_link import ReadLink
 
 PATIENCE_S = 150.0
 LATENT, ONE_HEAD = Model(layers=2, heads=0, key=8), Model(layers=2, heads=1)
@@ -107,7 +107,7 @@ def test_every_rank_gets_its_tokens_read_and_written(variant: str, pair: str) ->
         tuple(move.destination_tables), move.start, move.stop,
     )  # fmt: skip
     for worker, one in zip(workers, transports, strict=True):
-        link = Link(Peer(PeerKey("h", 1, ""), lambda: 0.5), "p-0", "", 0.0, theirs)
+        link = ReadLink(Peer(PeerKey("h", 1, ""), lambda: 0.5), "p-0", "", 0.0, theirs)
         link.connect(real(worker), one)
         for peer, runs in link.bind(request).reads:
             assert isinstance(runs, Runs)
