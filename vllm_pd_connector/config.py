@@ -157,6 +157,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             settings["address"] = DEFAULT_SIDE_CHANNEL_HOST
         elif told or prefills:
             host, _ = self.side_channel(0, environ)
+            if host == "localhost":
+                settings["address"] = DEFAULT_SIDE_CHANNEL_HOST
             with contextlib.suppress(ValueError):  # a name: the default route decides
                 if not ipaddress.ip_address(host).is_unspecified:
                     settings["route_to"] = host

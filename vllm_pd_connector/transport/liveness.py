@@ -221,7 +221,7 @@ class LivenessHub:
         `wait_ms`.
 
         Raises:
-            TransferError: this process has no descriptor left, or this hub is closed.
+            TransferError: this process has no descriptor left, the address is none here, or this hub is closed.
         """
         try:
             made = socket.socket(self._family, socket.SOCK_STREAM)
@@ -231,7 +231,11 @@ class LivenessHub:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _notice_silence(made, self._silence_s)
         link = LivenessLink(peer, time.monotonic() + timeout, self._wake.set, made)
-        failure = made.connect_ex((address, port))
+        try:
+            failure = made.connect_ex((address, port))
+        except OSError as error:  # no address here: of another version of IP, or with a zone of another machine
+            made.close()
+            raise TransferError(f"{peer} cannot be dialled at {address} port {port}: {error}") from error
         if failure == errno.EINPROGRESS and not wait_ms:
             failure = 0
         elif failure == errno.EINPROGRESS:

@@ -85,7 +85,7 @@ class InFlight:
         if self.staged and not self.stager.holds(self.owner):  # it was given up, and nothing of it is left
             over, self.staged = self.staged, set()
             for index in over:
-                yield TransferDone(index), None
+                yield TransferFailed(index, "it was given up", terminal=True), None
         for index in sorted(self.stuck):
             if (watch := self.watches[index]) is None:
                 continue

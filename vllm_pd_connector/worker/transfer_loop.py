@@ -178,7 +178,8 @@ class TransferLoop:
             self._processes.close()  # nothing lands any more
 
     def _turn(self, now: float) -> None:
-        """One round: replies, orders, transfers, deadlines. An unexpected error fails the receives, not the thread."""
+        """One round: replies, orders, transfers, deadlines. An unexpected error fails receives and pushes, not the
+        thread."""
         try:
             self._events.drain()  # what an error in the last turn has left
             # Replies first: the goodbye of a process must not meet the links of orders that name the next one there.
@@ -202,7 +203,10 @@ class TransferLoop:
             self._processes.tick(now)
         except Exception as error:
             logger.exception("the transfer thread met an unexpected error")
-            self._receives.fail_all(f"unexpected {type(error).__name__}: {error}", now)
+            reason = f"unexpected {type(error).__name__}: {error}"
+            self._receives.fail_all(reason, now)
+            if self._pushes is not None:
+                self._pushes.fail_all(reason, now)
             self._wake.set()
         self._outbox.flush()
 

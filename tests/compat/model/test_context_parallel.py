@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from vllm_pd_connector.compat.model import caches
 from vllm_pd_connector.compat.model.caches import align_interleave, group_block_tokens, transfer_groups
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.connector import EncodedManifest, PDConnector
@@ -75,11 +76,20 @@ def parallel(dcp: int = 4, *, told: bool = False, former: int = 1) -> SimpleName
     ids=["open", "no context parallelism", "told", "told by the former option", "with drafts"],
 )
 def test_ranks_hold_whole_blocks_in_turn_unless_the_operator_has_said_otherwise(
-    given: SimpleNamespace, drafts: str | None, interleave: int
+    given: SimpleNamespace, drafts: str | None, interleave: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(caches, "_backends", lambda _: {"layer": "FLASH_ATTN_MLA"})
     config: Any = SimpleNamespace(parallel_config=given, speculative_config=drafts)
     align_interleave(config, config_of(FULL, LATENT, STATE))
     assert given.cp_kv_cache_interleave_size == interleave
+
+
+def test_a_backend_that_takes_turns_with_every_token_keeps_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caches, "_backends", lambda _: {"layer": "FLASHINFER_MLA"})
+    given = parallel()
+    config: Any = SimpleNamespace(parallel_config=given, speculative_config=None)
+    align_interleave(config, config_of(LATENT))
+    assert given.cp_kv_cache_interleave_size == 1
 
 
 def test_checksums_are_refused_where_ranks_hold_shares_of_the_tokens() -> None:

@@ -9,6 +9,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -260,6 +261,7 @@ class RdmaEngine:
         self._posted: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._status: dict[int, int] = {}
         self.asked: list[str] = []
+        self.slow_s = 0.0
         self._thread = threading.Thread(target=self._post)
         self._thread.start()
 
@@ -277,11 +279,12 @@ class RdmaEngine:
 
     def _post(self) -> None:
         while (work := self._posted.get()) is not None:
-            batch, segment = work
+            (batch, segment), slow_s = work, self.slow_s
             host, _, port = segment.rpartition(":")
             self.asked.append(segment)
             with socket.create_connection((host, int(port)), 1) as connection:
                 connection.settimeout(60)
+                time.sleep(slow_s)
                 connection.sendall((3).to_bytes(8, "little") + b"\x01{}")
                 self._status[batch] = 1 if connection.recv(8) else -1
 
@@ -294,7 +297,7 @@ class RdmaEngine:
 def test_a_peer_that_does_not_answer_for_its_queue_pairs_does_not_hold_up_the_others(
     end: End, peer: ProcessPeer, monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
-    monkeypatch.setattr(mooncake_transport, "STILL_S", 60.0 if lost else 0.2)
+    monkeypatch.setattr(mooncake_transport, "STILL_S", 60.0 if lost else 2.0)
     monkeypatch.setattr(end.transport, "_options", MooncakeOptions(connect_timeout=60.0))
     stopped = ProcessPeer("mooncake", LOCAL, SIZE)
     connections = [end.connect(one.endpoint, one.segments) for one in (stopped, peer)]
@@ -304,6 +307,7 @@ def test_a_peer_that_does_not_answer_for_its_queue_pairs_does_not_hold_up_the_ot
     stopped.freeze()
     waiting = end.transport.read(connections[0], whole(stopped.address, end.address, SIZE))
     until(lambda: rdma.asked, "the exchange")
+    rdma.slow_s = 1.0  # longer than the pause between two looks at who stands still
     behind = end.transport.read(connections[1], whole(peer.address, end.address, SIZE))
     assert end.transport.poll(behind) is TransferStatus.RUNNING
     if lost:

@@ -127,19 +127,26 @@ def group_block_tokens(config: KVCacheConfig, dcp_size: int) -> tuple[int, ...]:
     return tuple(int(spec.block_size) * (dcp_size if spec.dcp_sharded else 1) for spec in specs)
 
 
+ONE_TOKEN_IN_TURN = "FLASHINFER_MLA"
+"""The attention backend whose decode-context parallel ranks take turns with every token."""
+
+
 def align_interleave(vllm_config: VllmConfig, config: KVCacheConfig) -> None:
     """Have decode-context parallel ranks hold whole blocks in turn, where the operator has not said how many tokens:
     with less, a pair of unequal sizes moves every few tokens by themselves. vLLM does so for its own connector alone,
     and at this point, too: call it where the worker's connector is made.
 
-    Not where vLLM speculates, for which some backends need an interleave of 1.
+    Not where vLLM speculates, for which some backends need an interleave of 1, nor with a backend that knows no other.
 
-    Source: vLLM 0.32, `VllmConfig.adjust_dcp_kv_cache_interleave_size`, `check_attention_cp_compatibility`.
+    Source: vLLM 0.32, `VllmConfig.adjust_dcp_kv_cache_interleave_size`, `check_attention_cp_compatibility`,
+    `v1/attention/backends/mla/flashinfer_mla.py`.
     """
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size == 1 or vllm_config.speculative_config is not None:
         return
     if not parallel._allow_auto_resolve_cp_interleave_size or parallel.dcp_kv_cache_interleave_size > 1:
+        return
+    if ONE_TOKEN_IN_TURN in _backends(vllm_config).values():
         return
     specs = (representative(group.kv_cache_spec) for group in config.kv_cache_groups)
     if size := gcd(*(spec.block_size for spec in specs if spec.dcp_sharded)):

@@ -106,7 +106,8 @@ def check_options(options: MooncakeOptions, environment: Mapping[str, str]) -> N
 
 
 def own_devices(options: MooncakeOptions, device_id: int) -> MooncakeOptions:
-    """The options of a worker whose caches are on GPU `device_id` (0 on the CPU), with its own list of RDMA devices.
+    """The options of a worker whose caches are on GPU `device_id` (0 on the CPU) of those that its process sees, with
+    its own list of RDMA devices.
 
     Raises:
         InvalidConfig: there are lists, and none for this GPU.
@@ -117,7 +118,7 @@ def own_devices(options: MooncakeOptions, device_id: int) -> MooncakeOptions:
     if device_id >= len(lists):
         raise InvalidConfig(
             f"transport_options.device has {len(lists)} lists, {options.device!r}, and this worker's caches are on GPU "
-            f"{device_id}; give one for each GPU of this machine, or one for all without a semicolon"
+            f"{device_id}; give one for each GPU that CUDA_VISIBLE_DEVICES leaves, or one for all without a semicolon"
         )
     return msgspec.structs.replace(options, device=lists[device_id])
 

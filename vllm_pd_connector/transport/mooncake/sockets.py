@@ -86,7 +86,13 @@ def _to(address: Address) -> list[tuple[int, int, int, int]]:
 
 
 def _descriptors() -> list[int]:
-    return [int(name) for name in os.listdir("/proc/self/fd")]
+    """Those of sockets: a file's must not be duplicated, for the process's locks on it end with any of them."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, as the directory's own is
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.append(int(name))
+    return found
 
 
 def _connected_to(port: int) -> list[int]:

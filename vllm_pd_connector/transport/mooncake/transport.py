@@ -141,6 +141,8 @@ class MooncakeTransport:
         self._name = f"pd-{uuid.uuid4().hex}"
         self._ranges = Ranges.of((), "this worker")
         self._peers: dict[str, _Peer] = {}
+        self._torn: _Peer | None = None  # from the library last, at `_torn_at`
+        self._torn_at = 0.0
         self._segments: dict[str, list[str]] = {}
         self._liveness = LivenessHub(str(self._address), self._name, silence_s=self._options.silence_timeout)
         try:
@@ -374,10 +376,13 @@ class MooncakeTransport:
         return TransferError(reason, retryable=True, terminal=False)
 
     def _end_exchanges(self, peer: _Peer) -> None:
-        """Keep a peer that is lost, or of which nothing has ended for long, from holding up the others."""
+        """Keep a peer that is lost, or of which nothing has ended for long, from holding up the others. Those have
+        waited behind it, so their time begins when it was torn from the library."""
         now = time.monotonic()
         lost = peer.liveness.state is LivenessState.LOST
-        if lost or now >= peer.moved_at + min(self._options.connect_timeout, STILL_S):
+        since = peer.moved_at if peer is self._torn else max(peer.moved_at, self._torn_at)
+        if lost or now >= since + min(self._options.connect_timeout, STILL_S):
+            self._torn, self._torn_at = peer, now
             self._openings.end_exchanges(peer.opening, now)
 
     def _forget_when_idle(self, peer: _Peer) -> None:

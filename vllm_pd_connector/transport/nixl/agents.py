@@ -33,12 +33,14 @@ _WAIT_S = 0.005
 
 @dataclass(eq=False, slots=True)
 class Agent:
-    """An agent of ours: the library's object, what is registered with it, and how often each peer is connected."""
+    """An agent of ours: the library's object, what is registered with it, and how often each peer is connected. The
+    library forgets a peer at a disconnect: those are `lost` until they are met again."""
 
     name: str
     library: Any
     registered: list[Any] = field(default_factory=list)
     peers: Counter[str] = field(default_factory=Counter)
+    lost: set[str] = field(default_factory=set)
 
 
 class Library:

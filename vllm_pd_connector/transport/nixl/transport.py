@@ -65,6 +65,7 @@ _POST_S = 0.005
 
 # After a disconnect UCX ends the endpoint's other lanes while it is polled; what they had begun lands before that.
 _SETTLE_S = 0.5
+_SETTLE_POLLS = 20
 
 # Agents that were replaced and still run transfers; each holds the registrations of all memory.
 _MAX_OLDER = 3
@@ -84,7 +85,8 @@ class _Peer:
 @dataclass(eq=False, slots=True)
 class _Transfer:
     """`waiting` batches are not posted yet, `posted` are the handles of those that run; `outcome` is set at the end.
-    `settled_at`: when nothing lands any more of a transfer whose peer is lost; 0.0 while it is not."""
+    `settled_at`: when nothing lands any more of a transfer whose peer is lost, if it is polled `settling` times until
+    then; 0.0 while it is not."""
 
     peer: _Peer
     operation: Any
@@ -93,6 +95,7 @@ class _Transfer:
     posted: list[int] = field(default_factory=list)
     failure: TransferError | None = None
     settled_at: float = 0.0
+    settling: int = _SETTLE_POLLS
     outcome: TransferStatus | TransferError | None = None
     reported: bool = False
 
@@ -156,17 +159,19 @@ class NixlTransport:
         return _Peer(agent, made.name, ranges)
 
     def _meet(self, agent: Agent, name: str, metadata: bytes) -> None:
-        """Load a peer into an agent of ours, if it is not there yet, and count the connection."""
-        if not agent.peers[name]:
+        """Load a peer into an agent of ours, if it is not there yet or was lost since, and count the connection."""
+        if not agent.peers[name] or name in agent.lost:
             try:
                 agent.library.loadRemoteMD(metadata)
             except self._errors as error:
-                self._forget(agent, name)
+                if not agent.peers[name]:
+                    self._forget(agent, name)
                 raise TransferError(
                     f"adding agent {name}: {error}; its process ended, it cannot be reached from here, or the two "
                     "sides run different versions of NIXL or different UCX settings",
                     retryable=isinstance(error, self._nixl.nixlBackendError),
                 ) from error
+            agent.lost.discard(name)
         agent.peers[name] += 1
 
     def disconnect(self, peer: TransportPeer) -> None:
@@ -251,7 +256,8 @@ class NixlTransport:
         """Let the library end what a lost peer's connection left, and give the handles back when that is over."""
         with suppress(*self._errors):
             transfer.peer.agent.library.getNotifs({}, [])  # polls an agent without a thread
-        if time.monotonic() >= transfer.settled_at:
+        transfer.settling -= 1
+        if time.monotonic() >= transfer.settled_at and transfer.settling <= 0:
             for handle in transfer.posted:
                 self._release(transfer.peer, handle)
             transfer.posted.clear()
@@ -280,7 +286,9 @@ class NixlTransport:
         try:
             handle = agent.createXferReq(transfer.operation, *self._lists(transfer, batch), name, b"", [])
         except self._errors as error:
-            return self._failed(transfer, ours(error, f"preparing a transfer with agent {name}"))
+            # Where the library has forgotten the peer, all others that are connected to it are to connect anew.
+            gone = name in peer.agent.lost
+            return self._failed(transfer, ours(error, f"preparing a transfer with agent {name}", started=gone))
         try:
             status = agent.postXferReq(handle, b"")
         except self._errors as error:
@@ -294,6 +302,8 @@ class NixlTransport:
 
     def _failed(self, transfer: _Transfer, error: TransferError) -> None:
         """Keep the failure of a batch, the worst if there are several: one of unknown extent, then a lost peer."""
+        if isinstance(error, PeerLost):
+            transfer.peer.agent.lost.add(transfer.peer.name)
         before = transfer.failure
         if before is None or not error.terminal or (before.terminal and isinstance(error, PeerLost)):
             transfer.failure = error
@@ -332,6 +342,7 @@ class NixlTransport:
         if agent.peers[name] > 0:
             return  # it is known under another address too
         del agent.peers[name]
+        agent.lost.discard(name)
         try:
             agent.library.invalidateRemoteMD(name)
         except self._errors as error:

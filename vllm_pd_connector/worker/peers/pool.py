@@ -280,12 +280,14 @@ class Links(Generic[LinkKind]):
         began = time.monotonic()
         try:
             verdict = link.connect(self._manifest, self._transport, self._chunk_bytes)
+            link.watch(self._processes, began)
+            if self._connected is not None:
+                self._connected(link)
         except Exception as error:
             link.disconnect(self._transport)
             return self._not_connected(link, error)
         finally:
             link.manifests = ()
-        link.watch(self._processes, began)
         seconds = time.monotonic() - began
         self._observe(Phase.HANDSHAKE, seconds)
         logger.info(
@@ -296,8 +298,6 @@ class Links(Generic[LinkKind]):
             1e3 * seconds,
             verdict,
         )
-        if self._connected is not None:
-            self._connected(link)
         return peers.Connected()
 
     def _not_connected(self, link: LinkKind, error: Exception) -> peers.Event:

@@ -139,6 +139,15 @@ class Pushes:
                 moments.append(now + until_look)
         return min(moments, default=None)
 
+    def fail_all(self, reason: str, now: float) -> None:
+        """End every push: what became of its parts may have been lost. Raises nothing: it is called where an error is
+        handled."""
+        for push in list(self._pushes.values()):
+            try:
+                self._drive(push, machines.GivenUp(reason), now)
+            except Exception:  # one that cannot be ended must not keep the others
+                logger.exception("push of prefill %s could not be ended", push.into.prefill.name)
+
     def departed(self, endpoint: str, now: float) -> None:
         """The instance at this endpoint says that it ends."""
         self._links.departed(endpoint, now)

@@ -197,11 +197,14 @@ class Receives:
             self._drive(active, receives.PeerFailed(reason), now, FailureKind.INTERNAL)
 
     def fail_all(self, reason: str, now: float) -> None:
-        """End every receive that was not reported."""
+        """End every receive that was not reported. Raises nothing: it is called where an error is handled."""
         for active in list(self._active.values()):
-            if not active.reported:
-                active.links.drive(active.link, peers.Unwanted(active.request.request_id), now)
-                self._drive(active, receives.PeerFailed(reason), now, FailureKind.INTERNAL)
+            try:
+                if not active.reported:
+                    self._drive(active, receives.PeerFailed(reason), now, FailureKind.INTERNAL)
+                    active.links.drive(active.link, peers.Unwanted(active.request.request_id), now)
+            except Exception:  # one that cannot be ended must not keep the others
+                logger.exception("request %s: its receive could not be ended", active.request.request_id)
 
     # What becomes of links (`peers.pool.User`)
 
@@ -291,6 +294,9 @@ class Receives:
                 active.in_flight.start(index, peer, work)
             except TransferError as error:
                 failed.append((index, error))
+            except Exception as error:  # a defect of ours: what was not begun must not be waited for
+                logger.exception("request %s: a read could not begin", active.request.request_id)
+                failed.append((index, TransferError(f"unexpected {type(error).__name__}: {error}")))
         self._stats.observe_phase(Phase.POST, time.monotonic() - began)
         active.progress = active.in_flight.progress
         active.reads = []

@@ -37,7 +37,6 @@ logger = init_logger(__name__)
 RETRY_S = 0.5
 OPENING_S = 0.005
 STILL_S = 60.0
-_NOT_UNDERSTOOD = (FailureCode.MALFORMED, FailureCode.VERSION)
 
 ReaderRank = tuple[int, int, int, int, int]
 """Pipeline, prefill-context and tensor rank, number among the readers, how many readers there are."""
@@ -191,15 +190,13 @@ class PushRequester:
             case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY):
                 active.retry_at = now + RETRY_S
             case Failure(code=FailureCode.FOREIGN_ENGINE, message=message):
-                # Whoever it is has not taken this message in; who did take in those before it may still write.
-                failed = receives.PushFailed(message, terminal=active.question == 1)
+                # Whoever it is has not taken this in. Who did may still write: what was sent is sent again when a
+                # connection is lost, so also the first question may have reached another before.
+                failed = receives.PushFailed(message, terminal=False)
                 self._drive(active, failed, now, FailureKind.PEER_UNREACHABLE)
                 active.links.drive(active.link, peers.Suspected(message), now)
-            case Failure(code=code, message=message):
-                # A message that was never taken in has no effect there; those before it may have been. Of all else
-                # nobody knows.
-                never = code in _NOT_UNDERSTOOD and active.question == 1
-                self._drive(active, receives.PushFailed(message, terminal=never), now, FailureKind.TRANSFER_FAILED)
+            case Failure(message=message):  # nor does it know of whoever was asked before
+                self._drive(active, receives.PushFailed(message, terminal=False), now, FailureKind.TRANSFER_FAILED)
             case _:
                 self._unheard(active, outcome, now)
 
