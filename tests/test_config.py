@@ -82,6 +82,7 @@ assert not heavy, heavy
         ({"side_channel_host": "10.0.0.7"}, {"route_to": "10.0.0.7"}),
         ({"side_channel_host": "fd00::7"}, {"route_to": "fd00::7"}),
         ({"side_channel_host": "prefill-0.example"}, {}),
+        ({"side_channel_host": "localhost"}, {"address": "127.0.0.1"}),
         ({"side_channel_host": "0.0.0.0"}, {}),
         ({"transport_options": {"address": "10.0.0.8"}}, {"address": "10.0.0.8"}),
         ({"transport_options": {"route_to": "10.0.0.9", "in_flight": 8}}, {"route_to": "10.0.0.9", "in_flight": 8}),

@@ -102,6 +102,18 @@ def test_a_line_that_is_given_up_is_ended_on_both_sides(exchange: Callable[..., 
     until(lambda: not there._arriving, "its end there")
 
 
+@pytest.mark.parametrize(("host", "address"), [("::1", "fe80::1%nosuch"), (HOST, "::1")], ids=["zone", "version"])
+def test_an_address_that_is_none_here_is_an_error_of_the_transport(
+    exchange: Callable[..., LivenessHub], monkeypatch: pytest.MonkeyPatch, host: str, address: str
+) -> None:
+    here = exchange("here", host)
+    made: list[socket.socket] = []
+    monkeypatch.setattr(liveness, "_notice_silence", lambda one, *_: made.append(one))
+    with pytest.raises(TransferError, match="cannot be dialled at"):
+        here.dial(address, 5700, "there", 5.0)
+    assert made[0].fileno() < 0
+
+
 def test_who_dials_after_the_end_is_told_so_and_leaves_no_socket(
     exchange: Callable[..., LivenessHub], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -262,6 +263,58 @@ def test_an_unexpected_error_fails_requests_and_not_the_thread(prefill, decode, 
     decode.loop.submit([prefill.request("before"), prefill.request("a"), prefill.request("b")], [])
     assert decode.wait_for("before", "a", "b") == [True, False, True]
     assert decode.failures == {"internal": 1}
+
+
+def test_a_read_that_a_defect_keeps_from_beginning_leaves_nothing_to_wait_for(prefill, decode, monkeypatch):
+    read, begun = decode.transport.read, []
+
+    def broken(*what: Any) -> Any:
+        begun.append(what)
+        if len(begun) == 2:
+            raise RuntimeError("a defect")
+        return read(*what)
+
+    monkeypatch.setattr(decode.transport, "read", broken)
+    decode.loop.submit([prefill.request("a"), prefill.request("b")], [])
+    assert decode.wait_for("a", "b") == [False, True]
+    decode.until(lambda: decode.quarantined == decode.drained, "the quarantine to end")
+
+
+def test_a_link_that_cannot_be_watched_fails_its_requests_and_not_the_thread(prefill, decode, monkeypatch):
+    watch = ReadLink.watch
+
+    def broken(*_: object) -> None:
+        monkeypatch.setattr(ReadLink, "watch", watch)
+        raise OSError("a defect")
+
+    monkeypatch.setattr(ReadLink, "watch", broken)
+    decode.loop.submit([prefill.request("a")], [])
+    assert decode.wait_for("a") == [True], "the next attempt links"
+
+
+def test_an_error_while_receives_are_ended_does_not_end_the_thread(prefill, decode, monkeypatch):
+    receives = decode.loop._receives
+    poll, drive = receives.poll, receives._drive
+
+    def broken(now: float) -> None:
+        monkeypatch.setattr(receives, "poll", poll)
+        monkeypatch.setattr(receives, "_drive", broken_too)
+        raise RuntimeError("a defect")
+
+    def broken_too(active: Any, *rest: Any) -> None:
+        if active.request.request_id == "a":
+            monkeypatch.setattr(receives, "_drive", drive)
+            raise RuntimeError("another")
+        drive(active, *rest)
+
+    prefill.transports[0].faults.frozen = True
+    decode.loop.submit([prefill.request("a"), prefill.request("b")], [])
+    until(lambda: len(receives._active) == 2 and all(a.machine.writing for a in receives._active.values()), "reads")
+    monkeypatch.setattr(receives, "poll", broken)
+    decode.loop.submit([], [])
+    assert decode.wait_for("b") == [False]
+    prefill.transports[0].faults.frozen = False
+    assert decode.wait_for("a") == [True]
 
 
 def test_a_receive_whose_trace_cannot_be_written_is_reported_all_the_same(prefill, decode, monkeypatch):

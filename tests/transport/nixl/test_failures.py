@@ -79,6 +79,28 @@ def test_only_a_disconnect_ends_what_was_started() -> None:
         assert translate(kind, "read", False).terminal and not isinstance(translate(kind, "read", False), PeerLost)
 
 
+def test_a_peer_that_the_library_forgot_is_met_again_by_all_who_are_connected_to_it(ends: tuple[End, End]) -> None:
+    end, other = ends
+    first, second = (end.transport.connect(other.endpoint, other.segments) for _ in range(2))
+    moved = whole(other.address, end.address, SIZE)
+
+    def disconnects(handle: int) -> Any:
+        poster.library._agent.invalidateRemoteMD(first.name)  # as the library does
+        raise error("nixlRemoteDisconnectError")
+
+    instead(end, getXferStatus=disconnects)
+    poster = end.transport._posting()
+    with pytest.raises(PeerLost):
+        end.finish(end.transport.read(first, moved))
+    poster.library._calls.clear()
+    with pytest.raises(PeerLost):
+        end.finish(end.transport.read(second, moved))
+    end.transport.disconnect(first)
+    again = end.transport.connect(other.endpoint, other.segments)
+    for peer in (again, second):
+        end.finish(end.transport.read(peer, moved))
+
+
 @pytest.mark.parametrize("kind", ["nixlBackendError", "nixlInvalidParamError"])
 def test_a_failure_of_unknown_extent_is_not_terminal_and_releases_nothing(ends: tuple[End, End], kind: str) -> None:
     end, other = ends

@@ -16,7 +16,8 @@ from tests.support.worker.writer import CONFIG, SOURCE, TINY, Target, Writer, fr
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, ProtocolError, TransferError
 from vllm_pd_connector.geometry.blocks import BlockTable
-from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, PrefillRef, PushEnded, WriteCommand
+from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode
+from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, PrefillRef, PushEnded, PushInto, WriteCommand
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.worker.push.completion import RETRY_S
@@ -219,6 +220,41 @@ def test_a_failed_write_fails_the_request_with_the_reason_and_frees_both_sides(w
     writer.whole("b")
     target.loop.submit([target.request(writer, "e", "b")], [])
     assert target.wait_for("e") == [True]
+
+
+def test_an_unexpected_error_fails_the_pushes_that_it_may_have_cut_short(writer, target, monkeypatch):
+    for transport in writer.transports:
+        transport.faults.held = True
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+
+    def broken(loop):
+        poll = loop._stager.poll
+
+        def fail():
+            monkeypatch.setattr(loop._stager, "poll", poll)
+            raise RuntimeError("a defect")
+
+        monkeypatch.setattr(loop._stager, "poll", fail)
+
+    broken(writer.loops[0])
+    assert target.wait_for("d") == [False]
+    for transport in writer.transports:
+        transport.faults.held = False
+    target.until(lambda: target.quarantined == target.drained, "the quarantine to end")
+    freed(writer, "a")
+
+
+def test_whoever_answers_in_place_of_who_was_asked_frees_no_blocks(writer, target, monkeypatch):
+    """The question may have reached the one before: it is sent again when its connection is lost."""
+    serve, foreign = writer.server.pushes.serve, Failure(FailureCode.FOREIGN_ENGINE, "another engine")
+    another = lambda request, *of: foreign if isinstance(request, PushInto) else serve(request, *of)  # noqa: E731
+    monkeypatch.setattr(writer.server.pushes, "serve", another)
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    assert target.wait_for("d") == [False]
+    assert target.quarantined == {"d"}
 
 
 def test_an_order_that_comes_after_its_push_has_failed_is_not_carried_out(writer, target, monkeypatch):
