@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,11 +28,10 @@ Each row is a pair of real vLLM servers on CPUs in float32. "Passed" counts the 
 equal to a plain run for prompts of 1 to 1900 tokens, one by one and 16 at once, equal bytes on both sides, and no block
 left behind; where the sides differ in block size, layout or stages also prefix hits of every length on the decode side;
 on the plainest pair of each family also streaming, prefix hits, disconnects and bad input, of which prefix hits and
-disconnects once more in mode push. Those of gqa, mla and kimi count a run on kernels for AVX2, too. Most rows over
-Mooncake are those of a second run of the whole matrix. "CPU" is the layout of vLLM's CPU backend (head-major, K
-transposed); others are those of GPU backends, served by a reference backend of the tests. "States" is the layout of
-convolution states. Qwen3-Next runs in bfloat16, and its log-probabilities are compared too. See
-[CONTRIBUTING](../CONTRIBUTING.md#the-end-to-end-matrix) for how to run them.
+disconnects once more in mode push. Most rows over Mooncake are those of a second run of the whole matrix. "CPU" is the
+layout of vLLM's CPU backend (head-major, K transposed); others are those of GPU backends, served by a reference backend
+of the tests. "States" is the layout of convolution states. Qwen3-Next runs in bfloat16, and its log-probabilities are
+compared too. See [CONTRIBUTING](../CONTRIBUTING.md#the-end-to-end-matrix) for how to run them.
 
 There is a section for each release of vLLM, and for prefill on one and decode on another. A release without a build for
 CPUs is its Python over the compiled operators of the one before (`tools/vllm_overlay.py`). What has no line was not run
@@ -50,10 +50,12 @@ def release(version: str) -> str:
 
 
 def title(row: Record, versions: Mapping[str, str]) -> str:
-    """The section that a row belongs to: "0.32", or "0.32 → 0.33" where the sides differ."""
+    """The section that a row belongs to: "0.32", or "0.32 → 0.33" where the sides differ; rows of context parallelism,
+    which are no part of the matrix, have one of their own."""
     tests = release(versions["vllm"])
     p, d = row.get("p_vllm") or tests, row.get("d_vllm") or tests
-    return p if p == d else f"{p} → {d}"
+    contexts = ", context parallelism" if (row.get("p_dcp", 1), row.get("d_dcp", 1)) != (1, 1) else ""
+    return (p if p == d else f"{p} → {d}") + contexts
 
 
 def ran_with(name: str, versions: Mapping[str, str]) -> str:
@@ -110,7 +112,7 @@ def render(runs: Sequence[dict[str, Any]], page: str = "") -> str:
             records[name].append(record)
     made = {name: f"Run with {said[name]}.\n\n{table(found)}" for name, found in records.items()}
     whole = sections_of(page) | made
-    order = sorted(whole, key=lambda name: ("→" in name, [int(part) for part in name.split(" → ")[0].split(".")]))
+    order = sorted(whole, key=lambda name: ("→" in name, [int(part) for part in re.findall(r"\d+", name)], name))
     return HEAD + "\n\n".join(f"{SECTION}{name}\n\n{whole[name]}" for name in order) + "\n"
 
 

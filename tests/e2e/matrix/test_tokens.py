@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from tests.support.servers.cluster import Cluster
 from tests.support.servers.digests import received
-from tests.support.servers.matrix import CONTEXT_ROWS, MIXED_ROWS, PLAIN_ROWS, ROWS
+from tests.support.servers.matrix import MIXED_ROWS, PLAIN_ROWS, ROWS
 from tests.support.servers.over import over
 from tests.support.servers.workload import SCENARIOS, Answer, Stream
 
 
-@over([*ROWS, *CONTEXT_ROWS])
+@over(ROWS)
 def test_every_answer_is_the_plain_runs(pair: Cluster) -> None:
     pair.check(SCENARIOS["serial"], past_ties=True)
 
 
-@over([*ROWS, *CONTEXT_ROWS])
+@over(ROWS)
 def test_sixteen_requests_at_once_are_answered_as_alone(pair: Cluster) -> None:
     pair.check(SCENARIOS["concurrent"], at_once=16, past_ties=True)
 

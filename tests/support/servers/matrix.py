@@ -322,7 +322,9 @@ MIXED_ROWS: list[Row] = [
 ]
 """A fleet that goes from one release of vLLM to the next, which of its roles first is its operator's choice."""
 
-ROWS: list[Row] = [*_rows(), *UNEQUAL_ROWS, *MOONCAKE_ROWS, *PUSH_ROWS, *AVX2_ROWS, AUTO_ROW, *MIXED_ROWS]
+ROWS: list[Row] = [
+    *_rows(), *UNEQUAL_ROWS, *MOONCAKE_ROWS, *PUSH_ROWS, *AVX2_ROWS, *CONTEXT_ROWS, AUTO_ROW, *MIXED_ROWS,
+]  # fmt: skip
 
 UNEQUAL_HYBRID_ROWS = [row for row in ROWS if row.family in HYBRIDS and row.prefix_caching and row.p_tp != row.d_tp]
 """Hybrids whose logical blocks differ because their states do, with prefix caching on."""
