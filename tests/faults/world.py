@@ -10,6 +10,7 @@ import http.client
 import json
 import secrets
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -147,8 +148,14 @@ class World:
     def forget_prefixes(self) -> None:
         for instance in self.instances:
             request = urllib.request.Request(f"{instance.url}/reset_prefix_cache", method="POST")
-            with urllib.request.urlopen(request, timeout=30) as answer:
-                answer.read()
+            try:
+                with urllib.request.urlopen(request, timeout=30) as answer:
+                    answer.read()
+            except ConnectionError:
+                continue  # it has ended, and its next life begins with an empty cache
+            except urllib.error.URLError as error:
+                if not isinstance(error.reason, ConnectionError):
+                    raise
 
     def _body(self, prompt: Prompt, **fields: Any) -> Params:
         return completion(self.family, prompt, **fields)

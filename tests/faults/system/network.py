@@ -104,8 +104,12 @@ class Network:
             self.link(side, True)
 
     def link(self, side: str, up: bool) -> None:
-        """Set the interface of a host down, which its kernel tells every socket, or up again."""
-        _ip("-n", self.hosts[side].name, "link", "set", "net", "up" if up else "down")
+        """Set the interface of a host down, which its kernel tells every socket, or up again. It loses its IPv6 address
+        meanwhile."""
+        host, (_, prefix) = self.hosts[side], NETWORK[self.version]
+        _ip("-n", host.name, "link", "set", "net", "up" if up else "down")
+        if up:
+            _ip("-n", host.name, "addr", "replace", f"{host.address}/{prefix}", "dev", "net")
         (self._down.discard if up else self._down.add)(side)
 
     @property
