@@ -18,7 +18,7 @@ PARALLEL := -n $(JOBS) --dist worksteal
 # bytes with it on a CPU.
 COMPUTING := tests/models
 
-.PHONY: help setup setup-light test-light demo lint test test-unit test-kernels test-full test-next faults fuzz contract bench clean
+.PHONY: help setup setup-light test-light demo lint test test-unit test-kernels test-full test-next faults soak fuzz contract bench bench-compare clean
 
 help:
 	@echo "make demo       P, D and a router on the CPU; compares every answer with a plain run"
@@ -28,11 +28,13 @@ help:
 	@echo "make test-kernels  what computes, with torch's kernels for AVX2 and for any processor"
 	@echo "make test-full  lint and every test, the whole end-to-end matrix included"
 	@echo "make test-next  what touches vLLM on its next release, and pairs of both (a sample; VLLM=… for all)"
-	@echo "make faults     at least 300 faults against real servers (30 minutes; the network part needs root)"
+	@echo "make faults     at least 300 faults against real servers (45 minutes; the network part needs root)"
+	@echo "make soak       100 000 random requests through one pair with few blocks (hours; SOAK='--requests N …')"
 	@echo "make fuzz       coverage-guided fuzzing of every decoder of bytes from the network (FUZZ_SECONDS each)"
 	@echo "make contract   WHEEL=…: what the package relies on in vLLM, looked up in that release's wheel"
-	@echo "make lint       ruff, mypy, links in the documentation"
+	@echo "make lint       ruff, mypy, links in the documentation, Kubernetes manifests"
 	@echo "make bench      the benchmarks (see benchmarks/)"
+	@echo "make bench-compare  OLD=… NEW=…: the ratios of two runs of it (benchmarks/results and out/bench)"
 	@echo "make setup      .venv only"
 
 setup:
@@ -49,16 +51,18 @@ setup-light:
 	@$(SETUP) --light
 
 test-light: setup-light
-	$(LIGHT) $(PARALLEL) -m "not gpu and not e2e and not guarantees and not libraries"
+	$(LIGHT) $(PARALLEL) -m "not gpu and not e2e and not guarantees and not ray and not libraries"
 
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	$(RUN) tools/check_links.py
+	$(RUN) -m tests.support.kustomize examples/kubernetes
 
 test-unit: setup
 	$(PYTEST) $(PARALLEL)
+	$(PYTEST) -m ray tests/integrations
 
 test-kernels: setup
 	ATEN_CPU_CAPABILITY=avx2 $(PYTEST) $(COMPUTING)
@@ -66,11 +70,13 @@ test-kernels: setup
 
 test: lint
 	$(PYTEST) $(PARALLEL)
+	$(PYTEST) -m ray tests/integrations
 	$(PYTEST) -m guarantees tests/guarantees
 	$(PYTEST) -m "e2e and not matrix" tests/e2e tests/faults
 
 test-full: lint
 	PD_TEST_EFFORT=full $(PYTEST) $(PARALLEL)
+	$(PYTEST) -m ray tests/integrations
 	$(PYTEST) -m guarantees tests/guarantees
 	$(PYTEST) -m e2e
 	$(RUN) tools/compat_table.py
@@ -87,6 +93,13 @@ FAULTS_SEED ?= 1
 faults: setup
 	$(RUN) tests/faults/lines.py --seed $(FAULTS_SEED)
 	$(RUN) tests/faults/two_hosts.py
+	$(RUN) tests/faults/campaign.py --world elastic --faults 4 --seed $(FAULTS_SEED)
+	$(RUN) tests/faults/soak.py --seconds 600 --seed $(FAULTS_SEED)
+
+# SOAK: other options than 100 000 requests in mode pull, see tests/faults/soak.py --help.
+SOAK ?=
+soak: setup
+	$(RUN) tests/faults/soak.py $(SOAK)
 
 # What the package relies on in vLLM, checked in a wheel (or an unpacked one) that need not be installed.
 contract: setup
@@ -98,17 +111,25 @@ fuzz: setup
 	$(RUN) -m pip --disable-pip-version-check install --quiet "atheris>=3,<4"
 	$(RUN) tests/fuzz/coverage_guided.py -max_total_time=$(FUZZ_SECONDS)
 
+# Measures everything, keeps the documents and renews the page's tables.
 bench: setup
-	$(RUN) benchmarks/bind.py
+	$(RUN) benchmarks/bind.py --json out/bench/bind.json
 	$(RUN) benchmarks/step.py
+	$(RUN) benchmarks/scale.py
 	$(RUN) benchmarks/convert.py
 	$(RUN) benchmarks/transports.py
 	$(RUN) benchmarks/pull.py
 	$(RUN) benchmarks/waiting.py
 	$(RUN) benchmarks/overlap.py
 	$(RUN) benchmarks/rates.py
-	$(RUN) benchmarks/routing.py
+	$(RUN) benchmarks/routing.py --json out/bench/routing.json
 	$(RUN) benchmarks/accuracy/recall.py
+	$(RUN) tools/performance_page.py --take out/bench
+
+OLD ?= benchmarks/results
+NEW ?= out/bench
+bench-compare:
+	$(RUN) benchmarks/compare.py $(OLD) $(NEW)
 
 clean:
 	rm -rf .venv .venv-light .cache build out

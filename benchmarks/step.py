@@ -1,9 +1,16 @@
-"""What the connector costs the threads of an engine in a step in which it has nothing to do.
+"""What the connector costs the threads of an engine in a step: an idle one, and one with many requests in flight.
 
-Every step of an engine that serves other requests calls the same hooks: the scheduler thread builds the step's metadata
-and reads the workers' report, the thread that launches forwards takes the metadata and asks for results. This calls
-them on real halves with a real block pool, in vLLM's order, and times each side. No transfer thread runs; while it is
-idle it sleeps, so it would not take the interpreter from the threads that are measured.
+Every step calls the same hooks: the scheduler thread builds the step's metadata and reads the workers' report, the
+thread that launches forwards takes the metadata and asks for results. This calls them on real halves with a real block
+pool, in vLLM's order, and times each side. No transfer thread runs; while nothing moves it sleeps, so it would not take
+the interpreter from the threads that are measured. The cases:
+
+- idle steps, also with leases that nobody reads;
+- IN_FLIGHT requests wait for their caches, in steps that compute nothing and in steps of as many that decode;
+- IN_FLIGHT prefills are computed for decode instances (in mode push), with nobody who wants them yet, and with a want
+  of each, where the steps of AT_ONCE become orders.
+
+Times are of the median and of the least step: where other processes want the processor, the least says what it costs.
 
     python benchmarks/step.py [--reps 5000] [--json results.json]
 """
@@ -11,10 +18,10 @@ idle it sleeps, so it would not take the interpreter from the threads that are m
 from __future__ import annotations
 
 import argparse
-import json
 import pickle
-import platform
+import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,17 +31,29 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from vllm_pd_connector.compat.base import KVConnectorRole
-from vllm_pd_connector.connector import PDConnector
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from benchmarks.report import write  # noqa: E402
+from vllm_pd_connector.compat.base import KVConnectorRole  # noqa: E402
+from vllm_pd_connector.compat.blocks import prompt_digest  # noqa: E402
+from vllm_pd_connector.connector import PDConnector  # noqa: E402
+from vllm_pd_connector.geometry.blocks import BlockTable  # noqa: E402
+from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef, PushInto  # noqa: E402
+from vllm_pd_connector.sidechannel.client import SideChannelClient  # noqa: E402
+from vllm_pd_connector.sidechannel.net.sockets import endpoint  # noqa: E402
 
 BLOCK_TOKENS = 16
-LEASES = 256
-BLOCKS_OF_A_LEASE = 16
-IDLE: Any = SimpleNamespace(num_scheduled_tokens={}, finished_req_ids=set())
+IN_FLIGHT = 256
+BLOCKS = 16  # of a request
+AT_ONCE = 8  # prefills in one step's budget of tokens
+PROMPT = list(range(BLOCKS * BLOCK_TOKENS))
+GOALS = {"idle": {"scheduler": 10.0, "forward": 10.0}, "in flight": {"scheduler": 100.0, "forward": 20.0}}
 
 
 def free_port() -> int:
@@ -43,13 +62,31 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def make_connector(role: KVConnectorRole, kv_role: str) -> PDConnector:
-    """A connector of an instance with one worker and one full-attention group, as vLLM would build it."""
+class Engine:
+    """The two halves of an instance with one worker and one full-attention group, as vLLM would build them."""
+
+    def __init__(self, kv_role: str, **extra: Any):
+        settings = {"side_channel_port": free_port(), "kv_lease_duration": 600.0, **extra}
+        self.scheduler, self.worker = (
+            _connector(role, kv_role, settings) for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
+        )
+        self.pool = BlockPool(num_gpu_blocks=IN_FLIGHT * BLOCKS + 2, enable_caching=False, hash_block_size=BLOCK_TOKENS)
+        self.tables: dict[str, list[list[int]]] = {}
+        half = self.scheduler.scheduler
+        half.bind_block_pool(self.pool)
+        half.producer.bind_block_tables(lambda request_id: self.tables[request_id])
+        half.serve([b"manifest"], [bytes(16)])
+
+    def blocks(self) -> list[Any]:
+        return list(self.pool.get_new_blocks(BLOCKS))
+
+
+def _connector(role: KVConnectorRole, kv_role: str, settings: dict[str, Any]) -> PDConnector:
     transfer = SimpleNamespace(
         engine_id=kv_role,
         is_kv_producer=kv_role == "kv_producer",
         is_kv_consumer=kv_role == "kv_consumer",
-        kv_connector_extra_config={"side_channel_port": free_port(), "kv_lease_duration": 3600.0},
+        kv_connector_extra_config=settings,
     )
     parallel = SimpleNamespace(
         data_parallel_index=0,
@@ -70,35 +107,104 @@ def make_connector(role: KVConnectorRole, kv_role: str) -> PDConnector:
     return PDConnector(config, role, caches)
 
 
-def hold_leases(scheduler: PDConnector, pool: BlockPool, count: int) -> None:
-    """Finish `count` prefills that no reader fetches."""
+def request(number: int, params: dict[str, Any], **changes: Any) -> Any:
+    fields = {
+        "request_id": f"r-{number}",
+        "kv_transfer_params": params,
+        "prompt_token_ids": PROMPT,
+        "num_prompt_tokens": len(PROMPT),
+        "num_computed_tokens": len(PROMPT),
+        "status": RequestStatus.FINISHED_LENGTH_CAPPED,
+        "prompt_embeds": None,
+        "prompt_is_token_ids": None,
+        "mm_features": [],
+        "lora_request": None,
+        "max_tokens": 9,
+        "abort_immediately": False,
+        "get_skip_reading_prefix_cache": lambda: False,
+    }
+    return SimpleNamespace(**(fields | changes))
+
+
+def scheduled(tokens: dict[str, tuple[int, int]]) -> Any:
+    """What vLLM schedules in a step: by request the tokens that were computed before, and now."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(tokens), num_computed_tokens=[before for before, _ in tokens.values()]
+        ),
+        num_scheduled_tokens={name: now for name, (_, now) in tokens.items()},
+        finished_req_ids=set(),
+    )
+
+
+IDLE = scheduled({})
+DECODING = scheduled({f"d-{number}": (1000, 1) for number in range(IN_FLIGHT)})
+
+
+def hold_leases(engine: Engine, count: int) -> list[dict[str, Any]]:
+    """Finish `count` prefills; what a router would give to decode instances."""
+    answers = []
     for number in range(count):
-        request = SimpleNamespace(
-            request_id=f"p-{number}",
-            kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False},
-            prompt_token_ids=list(range(BLOCKS_OF_A_LEASE * BLOCK_TOKENS)),
-            num_prompt_tokens=BLOCKS_OF_A_LEASE * BLOCK_TOKENS,
-            num_computed_tokens=BLOCKS_OF_A_LEASE * BLOCK_TOKENS,
-            status=RequestStatus.FINISHED_LENGTH_CAPPED,
-            prompt_embeds=None,
-            prompt_is_token_ids=None,
-            mm_features=[],
-            lora_request=None,
-        )
-        ids = [block.block_id for block in pool.get_new_blocks(BLOCKS_OF_A_LEASE)]
-        _, params = scheduler.request_finished_all_groups(request, (ids,))
+        ids = [block.block_id for block in engine.blocks()]
+        ended = request(number, {"do_remote_decode": True, "do_remote_prefill": False})
+        _, params = engine.scheduler.request_finished_all_groups(ended, (ids,))
         assert params is not None, "the lease is not held"
+        answers.append(params)
+    return answers
 
 
-def measure(kv_role: str, leases: int, reps: int) -> list[dict[str, Any]]:
+def load(engine: Engine, answers: list[dict[str, Any]]) -> None:
+    """Have as many requests wait for their caches, of which the workers were told."""
+    for number, params in enumerate(answers):
+        waiting = request(number, params, status=RequestStatus.WAITING)
+        engine.scheduler.on_new_request(waiting)
+        tokens, _ = engine.scheduler.get_num_new_matched_tokens(waiting, 0)
+        assert tokens == len(PROMPT), "nothing is loaded"
+        engine.scheduler.update_state_after_alloc(waiting, KVCacheBlocks((engine.blocks(),)), tokens)
+    assert len(engine.scheduler.build_connector_meta(IDLE).receives) == len(answers)
+
+
+def begin_prefills(engine: Engine, *, wanted: bool) -> Callable[[int], Any]:
+    """Accept prefills for decode instances, and with `wanted` have one want each; the steps that compute them, a block
+    of AT_ONCE of them at a time."""
+    home = engine.scheduler.scheduler.producer.home
+    assert home is not None
+    address, client, sent = endpoint(home.host, home.port), SideChannelClient(), []
+    names = []
+    for number in range(IN_FLIGHT):
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"t-{number}"}
+        begun = request(number, params, num_computed_tokens=0, status=RequestStatus.RUNNING)
+        engine.scheduler.on_new_request(begun)
+        engine.tables[begun.request_id] = [[block.block_id for block in engine.blocks()]]
+        names.append(begun.request_id)
+        if wanted:
+            theirs = (BlockTable.of(0, range(1, BLOCKS + 1)),)
+            there = InstanceAddress("decode", "ab" * 16, "127.0.0.1", 5600)
+            digest = prompt_digest(begun, len(PROMPT))
+            place = (0, 0, 0, 0, 1, secrets.token_bytes(16))
+            into = PushInto(PrefillRef(f"t-{number}", None), there, *place, theirs, 0, len(PROMPT), digest)
+            sent.append(client.send(address, into, 60.0))
+    pushes = engine.scheduler.scheduler.producer._server.pushes  # type: ignore[union-attr]
+    deadline = time.monotonic() + 60.0
+    while wanted and len(pushes.wanted(names)) < len(names):
+        assert time.monotonic() < deadline, "not every prefill is wanted"
+        client.receive()
+        time.sleep(0.01)
+    client.close()
+
+    def step(number: int) -> Any:
+        turn, first = divmod(number, len(names) // AT_ONCE)
+        now = names[first * AT_ONCE : (first + 1) * AT_ONCE]
+        return scheduled({name: (turn * BLOCK_TOKENS, BLOCK_TOKENS) for name in now})
+
+    return step
+
+
+def measure(name: str, engine: Engine, steps: Callable[[int], Any], reps: int) -> list[dict[str, Any]]:
     """Microseconds per step of the scheduler's thread and of the thread that launches forwards."""
-    scheduler = make_connector(KVConnectorRole.SCHEDULER, kv_role)
-    worker = make_connector(KVConnectorRole.WORKER, kv_role)
-    pool = BlockPool(num_gpu_blocks=LEASES * BLOCKS_OF_A_LEASE + 2, enable_caching=False, hash_block_size=BLOCK_TOKENS)
-    scheduler.bind_gpu_block_pool(pool)
-    scheduler.scheduler.serve([b"manifest"], [bytes(16)])
-    hold_leases(scheduler, pool, leases)
-    times: dict[str, list[float]] = {"scheduler thread": [], "forward thread": []}
+    times: dict[str, list[float]] = {"scheduler": [], "forward": []}
+    scheduler, worker = engine.scheduler, engine.worker
 
     def timed(thread: str, action: Callable[[], Any]) -> Any:
         began = time.perf_counter()
@@ -113,44 +219,70 @@ def measure(kv_role: str, leases: int, reps: int) -> list[dict[str, Any]]:
         results = worker.get_transfer_results(set())
         stats, report = worker.get_kv_connector_stats(), worker.build_connector_worker_meta()
         worker.clear_connector_metadata()
-        assert not results.finished_recving, "an idle step reports nothing"
+        assert not results.finished_recving, "nothing has ended"
         return KVConnectorOutput(kv_connector_stats=stats, kv_connector_worker_meta=report)
 
-    for _ in range(reps):
+    for number in range(reps):
         for values in times.values():
             values.append(0.0)
-        metadata = timed("scheduler thread", lambda: scheduler.build_connector_meta(IDLE))
-        sent = timed("scheduler thread", lambda m=metadata: pickle.dumps(m))
-        metadata = timed("forward thread", lambda s=sent: pickle.loads(s))
-        output = timed("forward thread", lambda m=metadata: forward(m))
-        timed("scheduler thread", lambda o=output: scheduler.update_connector_output(o))
-        timed("scheduler thread", scheduler.get_kv_connector_stats)
-    scheduler.shutdown()
+        output = steps(number)
+        metadata = timed("scheduler", lambda o=output: scheduler.build_connector_meta(o))
+        sent = timed("scheduler", lambda m=metadata: pickle.dumps(m))
+        metadata = timed("forward", lambda s=sent: pickle.loads(s))
+        came = timed("forward", lambda m=metadata: forward(m))
+        timed("scheduler", lambda o=came: scheduler.update_connector_output(o))
+        timed("scheduler", scheduler.get_kv_connector_stats)
+    goals = GOALS["idle" if name.startswith("idle") else "in flight"]
+    return [
+        {
+            "case": name,
+            "thread": thread,
+            "median_us": round(float(np.median(values)), 2),
+            "p99_us": round(float(np.percentile(values, 99)), 2),
+            "least_us": round(min(values), 2),
+            "goal_us": goals[thread],
+        }
+        for thread, values in times.items()
+    ]
+
+
+def cases(reps: int) -> list[dict[str, Any]]:
     rows = []
-    for thread, values in times.items():
-        p50, p95, p99 = (float(np.percentile(values, q)) for q in (50, 95, 99))
-        case = f"{kv_role}, {leases} leases, {thread}"
-        rows.append({"case": case, "median_us": p50, "p95_us": p95, "p99_us": p99, "reps": reps})
+    holder = Engine("kv_producer")
+    rows += measure("idle, prefill instance", holder, lambda _: IDLE, reps)
+    answers = hold_leases(holder, IN_FLIGHT)
+    rows += measure(f"idle, prefill instance, {IN_FLIGHT} leases", holder, lambda _: IDLE, reps)
+    loader = Engine("kv_consumer")
+    rows += measure("idle, decode instance", loader, lambda _: IDLE, reps)
+    load(loader, answers)
+    rows += measure(f"{IN_FLIGHT} wait for caches, nothing computed", loader, lambda _: IDLE, reps)
+    rows += measure(f"{IN_FLIGHT} wait for caches, {IN_FLIGHT} decode", loader, lambda _: DECODING, reps)
+    for wanted, told in ((False, "nobody wants them yet"), (True, "written step by step")):
+        engine = Engine("kv_producer", mode="push")
+        steps = begin_prefills(engine, wanted=wanted)
+        rows += measure(
+            f"{IN_FLIGHT} prefills, {AT_ONCE} a step, {told}",
+            engine,
+            steps,
+            min(reps, IN_FLIGHT // AT_ONCE * (BLOCKS - 1)),
+        )
+        engine.scheduler.shutdown()
+    loader.scheduler.shutdown()
+    holder.scheduler.shutdown()
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reps", type=int, default=5000)
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--json", type=Path, default=ROOT / "out" / "bench" / "step.json")
     options = parser.parse_args()
-    rows = [
-        *measure("kv_producer", 0, options.reps),
-        *measure("kv_producer", LEASES, options.reps),
-        *measure("kv_consumer", 0, options.reps),
-    ]
-    print(f"{'idle step':<48} {'median':>8} {'p95':>8} {'p99':>8}   microseconds")
+    rows = cases(options.reps)
+    print(f"{'step':<56} {'thread':<10} {'median':>8} {'p99':>8} {'least':>8} {'goal':>6}   microseconds")
     for row in rows:
-        print(f"{row['case']:<48} {row['median_us']:8.1f} {row['p95_us']:8.1f} {row['p99_us']:8.1f}")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        machine = {"python": platform.python_version(), "machine": platform.machine()}
-        options.json.write_text(json.dumps({"environment": machine, "results": rows}, indent=2) + "\n")
+        figures = f"{row['median_us']:8.1f} {row['p99_us']:8.1f} {row['least_us']:8.1f} {row['goal_us']:6.0f}"
+        print(f"{row['case']:<56} {row['thread']:<10} {figures}")
+    write(options.json, {"reps": options.reps, "unit": "us", "rows": rows})
 
 
 if __name__ == "__main__":

@@ -96,6 +96,8 @@ def main() -> int:
         for server in (prefill, decode, plain):
             complete(server.url, model.name, [0])
         all_right = compare(model.name, plain, router, decode)
+        say("P/D is slower than plain here: three processes share this machine's cores, a request passes the router")
+        say("and both instances, and its cache is copied. It pays where long prompts hold up the answers of others.")
         say("stopping the servers")
     say("every answer equals the plain run's" if all_right else "FAILED: see the lines above")
     return 0 if all_right else 1

@@ -51,13 +51,14 @@ class StartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What to start: a command line that takes a port, and where its log goes."""
+    """What to start: a command line that takes a port, where its log goes, and the path that answers once it serves."""
 
     name: str
     command: tuple[str, ...]
     port: int
     environment: Mapping[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
+    health: str = "/health"
 
 
 @dataclass(slots=True)
@@ -140,7 +141,7 @@ class Servers:
             self._running.remove(server)
 
     def start(self, *specs: Spec, timeout: float = START_TIMEOUT) -> list[Server]:
-        """Start all at once and wait until each answers `/health`.
+        """Start all at once and wait until each answers, at `/health` unless its spec says otherwise.
 
         Raises:
             StartError: one ended or did not answer in `timeout` seconds; those of this call are ended.
@@ -179,10 +180,10 @@ def _wait_until_healthy(server: Server, deadline: float) -> None:
         if server.process.poll() is not None:
             what = f"ended with status {server.process.returncode}"
         elif time.monotonic() > deadline:
-            what = "did not answer /health in time"
+            what = f"did not answer {server.spec.health} in time"
         else:
             try:
-                with urllib.request.urlopen(f"{server.url}/health", timeout=5):
+                with urllib.request.urlopen(f"{server.url}{server.spec.health}", timeout=5):
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.2)

@@ -28,7 +28,7 @@
 #   --logs DIR  (out/launch)   one file per process      --timeout SECONDS  (900)  until all serve
 #   --dry-run              print the commands and start nothing
 #
-# Needs vllm and vllm-pd (pip install vllm-pd-connector[nixl,proxy]) on PATH.
+# Needs vllm and vllm-pd (pip install '.[nixl,proxy]') on PATH.
 set -euo pipefail
 
 model=Qwen/Qwen3-0.6B transport=nixl mode=pull extra='' host=127.0.0.1 port=8000 admin_port='' only=''
@@ -88,9 +88,17 @@ esac
 [[ $only == router && ${#instances[@]} -eq 0 ]] && fail "--only router needs --instance URL, one for each instance"
 
 # -- what to start: parallel arrays of names, URLs and the files that hold their commands' words ----------------------
-names=() urls=() pids=()
+names=() urls=() pids=() ports=()
 commands=$(mktemp -d)
 trap 'rm -rf "$commands"' EXIT
+
+take() { # a port that something here will listen on
+    local other
+    for other in "${ports[@]}"; do
+        [[ $other != "$1" ]] || fail "port $1 is to be used twice; see --port, --prefill-port, --decode-port, --side-channel-port"
+    done
+    ports+=("$1")
+}
 
 add() { # name, URL, words of the command
     names+=("$1")
@@ -130,6 +138,9 @@ add_instance() { # side, index
     # Splitting at spaces is what the options promise.
     # shellcheck disable=SC2206
     words+=($flags ${more[$side]})
+    take "$at"
+    # A decode instance that only reads does not listen there.
+    if [[ $side == prefill || $mode != pull ]]; then take "$side_channel"; fi
     add "$side-$index" "http://$host:$at" env "${environment[@]}" "${words[@]}"
     instances+=("http://$host:$at")
 }
@@ -144,6 +155,8 @@ if [[ -z $only || $only == router ]]; then
     words=(vllm-pd proxy --host "$host" --port "$port")
     [[ -n $admin_port ]] && words+=(--admin-port "$admin_port")
     for url in "${instances[@]}"; do words+=(--instance "$url"); done
+    take "$port"
+    [[ -n $admin_port ]] && take "$admin_port"
     add router "http://$host:$port" "${words[@]}"
 fi
 
@@ -160,6 +173,14 @@ fi
 # -- start, wait, stop ------------------------------------------------------------------------------------------------
 for tool in curl setsid; do
     command -v "$tool" >/dev/null || fail "$tool is not installed"
+done
+
+# vLLM's servers share a port with whoever listens there already (SO_REUSEPORT), and each would get some of the requests.
+for taken in "${ports[@]}"; do
+    if (: <>"/dev/tcp/$host/$taken") 2>/dev/null; then
+        fail "somebody listens on $host:$taken already; end it, or choose other ports (--port, --prefill-port, --decode-port," \
+            "--side-channel-port)"
+    fi
 done
 
 stop_all() {

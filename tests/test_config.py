@@ -32,6 +32,8 @@ def test_the_environment_of_in_tree_scripts_is_understood_and_configuration_wins
         ({"kv_lease_durations": 30}, "kv_lease_durations"),
         ({"kv_lease_duration": "30"}, "kv_lease_duration"),
         ({"kv_lease_duration": 0}, "kv_lease_duration"),
+        ({"kv_lease_share": 0}, "kv_lease_share"),
+        ({"kv_lease_share": 1.01}, "kv_lease_share"),
         ({"transfer_timeout": 1e9}, "transfer_timeout"),
         ({"transport": "carrier-pigeon"}, "transport"),
         ({"mode": "shove"}, "mode"),

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
+from vllm_pd_connector.compat.base import FOLLOWS_SLEEP
+from vllm_pd_connector.compat.model import facts
 from vllm_pd_connector.connector import PDConnector
 from vllm_pd_connector.errors import InvalidConfig
 
@@ -21,13 +23,20 @@ def engine(**model: Any) -> Any:
     )
 
 
-def test_who_asks_whether_it_can_sleep_hears_no():
-    assert not PDConnector.supports_sleep_mode(SimpleNamespace())
+def test_who_asks_whether_it_can_sleep_hears_yes():
+    assert PDConnector.supports_sleep_mode(SimpleNamespace())
 
 
-def test_an_engine_whose_caches_may_move_to_other_memory_is_refused():
+@pytest.mark.parametrize("follows", [False, True], ids=["nobody tells", "connectors are told"])
+def test_an_engine_whose_caches_go_without_a_word_is_refused(monkeypatch, follows):
+    monkeypatch.setattr(facts, "FOLLOWS_SLEEP", follows)
     cache: Any = SimpleNamespace()
-    for role in KVConnectorRole:
+    asleep = engine(enable_sleep_mode=True)
+    for role in () if follows else KVConnectorRole:
         with pytest.raises(InvalidConfig, match="enable_sleep_mode"):
-            PDConnector(engine(enable_sleep_mode=True), role, cache)
-    PDConnector(engine(enable_sleep_mode=False), KVConnectorRole.WORKER, cache).shutdown()
+            PDConnector(asleep, role, cache)
+    PDConnector(asleep if follows else engine(enable_sleep_mode=False), KVConnectorRole.WORKER, cache).shutdown()
+
+
+def test_the_release_that_tells_is_known_by_what_it_calls():
+    assert hasattr(KVConnectorBase_V1, "restore_kv_caches") == FOLLOWS_SLEEP

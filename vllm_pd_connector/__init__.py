@@ -4,3 +4,6 @@ Importing this package imports neither vLLM nor torch nor a transport library; s
 """
 
 __version__ = "0.1.0.dev0"
+
+CONNECTOR_NAME = "PDConnector"
+"""As vLLM knows it, in `--kv-transfer-config`."""

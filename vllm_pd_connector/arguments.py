@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 
@@ -43,6 +44,24 @@ def listening_port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 5) or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; give a number from 0 to 65535")
     return int(text)
+
+
+def count(text: str) -> int:
+    """A number of things, 0 too.
+
+    Raises:
+        argparse.ArgumentTypeError: no number, or below 0.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return int(text)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Wrong words are one line; `--help` has the others."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def seconds(text: str) -> float:

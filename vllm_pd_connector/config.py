@@ -7,13 +7,16 @@ that a misspelt key never silently means its default. Times are seconds.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import ipaddress
 import os
+import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from vllm_pd_connector import in_tree
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.transport import registry
 
@@ -49,11 +52,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         params_secret: file of a secret that prefill and decode instances share, to sign `kv_transfer_params`.
         kv_lease_duration: how long the prefill side keeps a finished request's blocks without a renewal.
         kv_lease_limit: how long it keeps them at most, however often a decode instance renews.
+        kv_lease_share: of the blocks of the pool, the part that prefills for decode instances may take.
         handshake_timeout: from the first attempt to reach a prefill instance to a usable plan.
-        transfer_timeout: for reading a request while no part of it arrives, and for writing it from the prefill's end.
+        transfer_timeout: for reading or writing a request while no part of it arrives, writing from the prefill's end.
         step_timeout: for one engine step of a prefill instance in mode push; after it, those who wait for prefills that
             this engine computes are told that they failed.
         confirm_timeout: for the prefill side's word that the blocks were held while they were read.
+        conversations: on a decode instance: keep what a finished request has left for the next turn of its
+            conversation; on a prefill instance: read it from there.
+        conversation_lease: how long a decode instance keeps it.
+        conversation_share: how much of its pool all conversations may hold, oldest given back first.
         shutdown_timeout: how long a prefill instance that ends lets its readers finish; 0: not at all.
         verify: compare checksums over what was received with the prefill side's: of no request, of one in 16, of all.
             On the prefill side anything but "off" lets decode instances ask.
@@ -79,10 +87,14 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     params_secret: str | None = None
     kv_lease_duration: float = 30.0
     kv_lease_limit: float = 600.0
+    kv_lease_share: float = 0.8
     handshake_timeout: float = 10.0
     transfer_timeout: float = 60.0
     step_timeout: float = 120.0
     confirm_timeout: float = 10.0
+    conversations: bool = False
+    conversation_lease: float = 120.0
+    conversation_share: float = 0.5
     shutdown_timeout: float = 3.0
     verify: Literal["off", "sample", "all"] = "off"
     model_id: str | None = None
@@ -108,12 +120,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def starts_transfers(self, *, prefills: bool, decodes: bool) -> bool:
         """Whether workers of an instance in these roles read or write others' caches, and so convert."""
-        return (prefills and self.pushes) or (decodes and self.mode != "push")
+        return (prefills and (self.pushes or self.conversations)) or (decodes and self.mode != "push")
 
     def is_target(self, *, prefills: bool, decodes: bool) -> bool:
         """Whether others may read or write the caches of an instance in these roles. Decode instances choose the way,
-        so prefill instances of every mode are read from."""
-        return prefills or (decodes and self.pushes)
+        so prefill instances of every mode are read from; prefill instances read what decode kept of a conversation."""
+        return prefills or (decodes and (self.pushes or self.conversations))
 
     def side_channel(self, data_parallel_index: int, environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
         """Host and port at which this instance's scheduler half listens.
@@ -194,27 +206,58 @@ def _port(key: str, variable: str, base: int | str, data_parallel_index: int) ->
     return port
 
 
+def _unknown(key: str) -> str:
+    if known_elsewhere := in_tree.refusal(key):
+        return known_elsewhere
+    near = difflib.get_close_matches(key, Config.__struct_fields__, n=1)
+    meant = f"; did you mean {near[0]}?" if near else ";"
+    return f"{key!r} is not a key{meant} the keys are {', '.join(Config.__struct_fields__)}"
+
+
+def _mistyped(extra: Mapping[str, Any]) -> str:
+    """Which key has a value that cannot be, and what could; empty if each alone is right."""
+    for key, value in extra.items():
+        try:
+            msgspec.convert({key: value}, Config)
+        except msgspec.ValidationError as error:
+            kind = typing.get_type_hints(Config)[key]
+            if typing.get_origin(kind) is Literal:
+                return f"{key} is {value!r}: it must be one of {', '.join(typing.get_args(kind))}"
+            return f"{key} is {value!r}: {error}"
+    return ""
+
+
 def parse_config(extra: Mapping[str, Any]) -> Config:
     """Validate `kv_connector_extra_config`.
 
     Raises:
         InvalidConfig: an unknown key, a wrong type or a value out of range; the message names the key.
     """
+    for key in extra:
+        if key not in Config.__struct_fields__:
+            raise InvalidConfig(f"kv_connector_extra_config: {_unknown(key)}")
     try:
         config = msgspec.convert(dict(extra), Config)
     except msgspec.ValidationError as error:
-        raise InvalidConfig(
-            f"kv_connector_extra_config: {error}; the keys are {', '.join(Config.__struct_fields__)}"
-        ) from None
+        raise InvalidConfig(f"kv_connector_extra_config: {_mistyped(extra) or error}") from None
     durations = ("kv_lease_duration", "kv_lease_limit", "handshake_timeout", "transfer_timeout", "step_timeout")
-    for key in (*durations, "confirm_timeout"):
+    for key in (*durations, "confirm_timeout", "conversation_lease"):
         value = getattr(config, key)
         if not 0 < value <= 86400:
             raise InvalidConfig(f"kv_connector_extra_config.{key} is {value}: it must be in (0, 86400] seconds")
+    if not 0 < config.conversation_share <= 1:
+        raise InvalidConfig(
+            f"kv_connector_extra_config.conversation_share is {config.conversation_share}: it must be in (0, 1]"
+        )
     if config.kv_lease_limit < config.kv_lease_duration:
         raise InvalidConfig(
             f"kv_connector_extra_config.kv_lease_limit is {config.kv_lease_limit}, and kv_lease_duration "
             f"{config.kv_lease_duration}: a lease without a renewal is not longer than one with all of them"
+        )
+    if not 0 < config.kv_lease_share <= 1:
+        raise InvalidConfig(
+            f"kv_connector_extra_config.kv_lease_share is {config.kv_lease_share}: it must be in (0, 1], a part of the "
+            "block pool"
         )
     if not 0 <= config.shutdown_timeout <= 86400:
         raise InvalidConfig(

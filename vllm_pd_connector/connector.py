@@ -24,7 +24,7 @@ from vllm_pd_connector.compat.base import (
     SupportsHMA,
 )
 from vllm_pd_connector.compat.logs import adopt_vllm_logging
-from vllm_pd_connector.compat.model import facts
+from vllm_pd_connector.compat.model import facts, layouts
 from vllm_pd_connector.compat.model.caches import align_interleave
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
@@ -56,11 +56,13 @@ adopt_vllm_logging()
 class EncodedManifest(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM ships no types
     """One worker's manifest on its way to the scheduler half, as the side channel will serve it, and the secret by
     which the worker proves there that it is one of ours. `replicas`: those of the workers that vLLM cannot tell from
-    this one, itself among them, in the order of their ranks (`facts.of_replicas`)."""
+    this one, itself among them, in the order of their ranks (`facts.of_replicas`). `weights` are those of the
+    manifest."""
 
     manifest: bytes
     token: bytes
     replicas: tuple[EncodedManifest, ...] = ()
+    weights: str = ""
 
 
 class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM ships no types
@@ -132,7 +134,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
             for context, worker in enumerate(meta.replicas or (meta,))
         }
         ordered = [worker for _, worker in sorted(workers.items(), key=lambda item: item[0])]
-        self.scheduler.serve([worker.manifest for worker in ordered], [worker.token for worker in ordered])
+        weights = ordered[0].weights if ordered else ""
+        self.scheduler.serve([worker.manifest for worker in ordered], [worker.token for worker in ordered], weights)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """The same from who knows no pipeline stages."""
@@ -153,9 +156,15 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self.scheduler.build_metadata(scheduler_output)
 
+    def has_pending_block_frees(self) -> bool:
+        """Whether a running request that finds no block should try again in the next step before one is preempted for
+        it: yes if leases have ended since the last, whose blocks are given back here. Others may be held for long."""
+        return self._scheduler is not None and bool(self._scheduler.producer.drain())
+
     def has_pending_push_work(self) -> bool:
-        """Whether an idle engine should take a step: vLLM has no more general word for it."""
-        return self._scheduler is not None and self._scheduler.hold.asked
+        """Whether an idle engine should take a step, or is not idle yet for a pause: vLLM has no more general word."""
+        half = self._scheduler
+        return half is not None and (half.hold.asked or half.operations.busy)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.scheduler.update_output(connector_output)
@@ -174,8 +183,14 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker.register(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        self.worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        self.worker.restore()
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        own = EncodedManifest(self.worker.encoded_manifest(), self.worker.token)
+        own = EncodedManifest(self.worker.encoded_manifest(), self.worker.token, weights=self.worker.weights)
         return replace(own, replicas=facts.of_replicas(self._vllm_config, own))
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -219,8 +234,14 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: object) -> bool:
-        """No; vLLM 0.33 asks, and takes a connector that does not know the question for one that does."""
-        return False
+        """Yes; vLLM 0.33 asks, and earlier releases are refused where they would need it."""
+        return True
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """The layout whose pages move best, where the operator has chosen none: vLLM asks after VLLM_KV_CACHE_LAYOUT,
+        and takes another one if a backend does not know this one (`resolve_kv_cache_layout`)."""
+        return layouts.best_to_move(vllm_config)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

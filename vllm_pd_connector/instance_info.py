@@ -36,7 +36,7 @@ class EngineInfo:
 
     `handoff` is how requests are to be brought here, "serial" or "concurrent" (`Config.handoff`). `kv_events` and
     `kv_events_replay` are the endpoints at which it publishes and replays vLLM's KV-cache events, as it binds them;
-    empty where it does not."""
+    empty where it does not. `conversations` is "on" where it keeps turns, or reads them, and empty elsewhere."""
 
     role: str
     mode: str
@@ -51,6 +51,7 @@ class EngineInfo:
     dp_size: int
     kv_events: str = ""
     kv_events_replay: str = ""
+    conversations: str = ""
 
     def labels(self) -> dict[str, str]:
         """Names and values of the series' own labels."""
@@ -58,7 +59,7 @@ class EngineInfo:
 
 
 LABELS: tuple[str, ...] = tuple(EngineInfo.__dataclass_fields__)
-_MAY_BE_EMPTY = ("kv_events", "kv_events_replay")
+_MAY_BE_EMPTY = ("kv_events", "kv_events_replay", "conversations")
 _NUMBERS = ("side_channel_port", "tp_size", "pp_size", "dcp_size", "dp_size")
 
 
@@ -77,10 +78,15 @@ def parse(exposition: str) -> dict[int, EngineInfo]:
         ]
     except (ValueError, KeyError, IndexError) as error:
         raise ProtocolError(f"/metrics: not a Prometheus exposition: {error}") from error
-    return {_number(row, "engine", least=0): _engine(row) for row in rows}
+    return {_number(row, "engine", least=0): of_labels(row) for row in rows}
 
 
-def _engine(row: Mapping[str, str]) -> EngineInfo:
+def of_labels(row: Mapping[str, str]) -> EngineInfo:
+    """The engine that `EngineInfo.labels` describes; other names in `row` are passed over.
+
+    Raises:
+        ProtocolError: a label is missing or has a value that cannot be.
+    """
     missing = [name for name in LABELS if not row.get(name) and name not in _MAY_BE_EMPTY]
     if missing:
         raise ProtocolError(

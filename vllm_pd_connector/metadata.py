@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 from vllm_pd_connector.geometry.bind import latest
-from vllm_pd_connector.protocol.wire.fields import NONCE_BYTES, LeaseRef
+from vllm_pd_connector.protocol.wire.fields import NONCE_BYTES, LeaseRef, Weights
 
 if TYPE_CHECKING:
     from vllm_pd_connector.geometry.blocks import BlockTable
@@ -78,6 +78,9 @@ class ReceiveRequest:
     are to be filled. A group gets the tokens from its first block on; what a prefix hit holds is not named.
 
     `attempt` and `shared` are those of `protocol.wire.fields.Reading`; `waited_s` is since the request arrived here.
+    `weights` are those that it will go on with; `same_weights`: the prefill's are known to be these, whatever the
+    manifests say, which are as old as their instances.
+    `spare`: the request is computed if it cannot be had, whatever vLLM's policy says of failed loads.
     """
 
     request_id: str
@@ -88,6 +91,9 @@ class ReceiveRequest:
     attempt: bytes = field(default_factory=draw_attempt)
     shared: bool = False
     waited_s: float = 0.0
+    weights: Weights = field(default_factory=Weights)
+    same_weights: bool = False
+    spare: bool = False
 
     @property
     def read(self) -> ReadFrom | None:
@@ -139,12 +145,14 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM ships no 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM ships no types
-    """From the workers to the scheduler half: ranks that put a request's blocks into quarantine or out of it, and per
-    received request and transfer group the last logical block (numbered in the request) that must not be shared."""
+    """From the workers to the scheduler half: ranks that put a request's blocks into quarantine or out of it, per
+    received request and transfer group the last logical block (numbered in the request) that must not be shared, and
+    the requests without which they go on (`ReceiveRequest.spare`) that could not be received."""
 
     quarantined: dict[str, int] = field(default_factory=dict)
     drained: dict[str, int] = field(default_factory=dict)
     unshareable: dict[str, dict[int, int]] = field(default_factory=dict)
+    spared: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
@@ -152,7 +160,12 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM shi
             request_id: latest(report.unshareable.get(request_id, {}) for report in (self, other))
             for request_id in self.unshareable.keys() | other.unshareable.keys()
         }
-        return WorkerReport(_add(self.quarantined, other.quarantined), _add(self.drained, other.drained), private)
+        return WorkerReport(
+            _add(self.quarantined, other.quarantined),
+            _add(self.drained, other.drained),
+            private,
+            self.spared | other.spared,
+        )
 
 
 def _add(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:

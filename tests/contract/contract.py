@@ -15,178 +15,20 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tests.contract.describe_vllm import CLASSES, class_methods, imported_names, top_level
+from tests.contract.relied_on import MEMBERS, ORDERS, TAKES
 
 CONNECTOR = Path(__file__).parents[2] / "vllm_pd_connector" / "connector.py"
 
 OWN = {"scheduler", "worker"}
 """Methods of PDConnector that are nobody's override."""
 
-LATER = {"supports_sleep_mode"}
+LATER = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
 """Methods that vLLM calls from 0.33 on; where it does not, nothing is lost."""
-
-SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
-MIXIN = "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin"
-
-
-@dataclass(frozen=True, slots=True)
-class Members:
-    """Attributes, fields and methods that a class has, itself or from its bases."""
-
-    of: str
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A function of vLLM calls these, in this order, among others."""
-
-    of: str
-    calls: tuple[str, ...]
-    says: str
-
-
-@dataclass(frozen=True, slots=True)
-class Takes:
-    """A function of vLLM takes these parameters, in this order (others may stand between and behind them)."""
-
-    of: str
-    parameters: tuple[str, ...]
-
-
-def _members(of: str, names: str) -> Members:
-    return Members(of, tuple(names.split()))
-
-
-MEMBERS = (
-    _members(
-        "vllm.v1.request:Request",
-        "request_id num_prompt_tokens prompt_token_ids prompt_embeds prompt_is_token_ids _all_token_ids max_tokens "
-        "status kv_transfer_params num_computed_tokens mm_features lora_request get_skip_reading_prefix_cache",
-    ),
-    _members("vllm.v1.request:RequestStatus", "FINISHED_LENGTH_CAPPED FINISHED_STOPPED WAITING_FOR_REMOTE_KVS"),
-    _members(
-        "vllm.v1.core.sched.output:SchedulerOutput",
-        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens has_sync_kv_loads",
-    ),
-    _members("vllm.v1.core.sched.output:NewRequestData", "req_id num_computed_tokens"),
-    _members("vllm.v1.core.sched.output:CachedRequestData", "req_ids num_computed_tokens"),
-    _members("vllm.v1.core.block_pool:BlockPool", "blocks touch free_blocks get_num_free_blocks reset_prefix_cache"),
-    _members("vllm.v1.core.kv_cache_utils:KVCacheBlock", "block_id is_null ref_cnt"),
-    _members("vllm.v1.core.kv_cache_manager:KVCacheBlocks", "blocks get_block_ids"),
-    _members("vllm.v1.core.kv_cache_manager:KVCacheManager", "coordinator get_block_ids"),
-    _members("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator", "single_type_managers reset_prefix_cache"),
-    _members("vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager", "num_cached_block cache_blocks"),
-    _members("vllm.v1.kv_cache_interface:KVCacheConfig", "num_blocks transfer_groups transfer_group_ids"),
-    _members("vllm.v1.kv_cache_interface:KVCacheGroupSpec", "kv_cache_spec layer_names host_resident"),
-    _members(
-        "vllm.v1.kv_cache_interface:AttentionSpec",
-        "block_size head_size dtype kv_quant_mode num_head_slots state_content_bytes tokens_per_state",
-    ),
-    _members("vllm.v1.kv_cache_interface:KVCacheSpec", "block_size dcp_sharded"),
-    _members("vllm.v1.kv_cache_interface:FullAttentionSpec", "head_size_v"),
-    _members("vllm.v1.kv_cache_interface:SlidingWindowSpec", "sliding_window"),
-    _members("vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec", "attention_chunk_size"),
-    _members("vllm.v1.kv_cache_interface:MLAAttentionSpec", "cache_role cache_dtype_str max_tp_shards"),
-    _members(
-        "vllm.v1.kv_cache_interface:MambaSpec",
-        "shapes dtypes mamba_type mamba_cache_mode block_size num_speculative_blocks tp_replicated",
-    ),
-    _members("vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs", "kv_cache_specs first_spec"),
-    _members("vllm.v1.kv_cache_interface:KVQuantMode", "NONE FP8_PER_TENSOR"),
-    _members("vllm.v1.attention.backends.registry:MambaAttentionBackendEnum", "MAMBA1 MAMBA2 GDN_ATTN SHORT_CONV"),
-    _members(
-        "vllm.config.vllm:VllmConfig",
-        "model_config cache_config parallel_config speculative_config kv_transfer_config compilation_config "
-        "kv_events_config "
-        "num_prefill_lookahead_tokens",
-    ),
-    _members(
-        "vllm.config.model:ModelConfig",
-        "model model_weights architecture dtype hf_text_config enable_sleep_mode get_total_num_hidden_layers "
-        "get_hidden_size get_total_num_kv_heads get_head_size",
-    ),
-    _members("vllm.config.cache:CacheConfig", "cache_dtype"),
-    _members("vllm.config.kv_events:KVEventsConfig", "enable_kv_cache_events publisher endpoint replay_endpoint"),
-    _members("vllm.config.speculative:SpeculativeConfig", "method draft_model_config num_speculative_tokens"),
-    _members(
-        "vllm.config.parallel:ParallelConfig",
-        "tensor_parallel_size pipeline_parallel_size data_parallel_rank data_parallel_size data_parallel_index "
-        "data_parallel_rank_local data_parallel_master_ip local_engines_only decode_context_parallel_size "
-        "prefill_context_parallel_size world_size cp_kv_cache_interleave_size dcp_kv_cache_interleave_size "
-        "_allow_auto_resolve_cp_interleave_size",
-    ),
-    _members(
-        "vllm.config.kv_transfer:KVTransferConfig",
-        "is_kv_producer is_kv_consumer kv_role engine_id kv_connector_extra_config kv_load_failure_policy",
-    ),
-    _members(
-        "vllm.v1.outputs:KVConnectorOutput",
-        "finished_sending finished_recving failed_recving kv_connector_worker_meta",
-    ),
-)
-
-ORDERS = (
-    Order(
-        f"{SCHEDULER}._update_from_kv_xfer_finished",
-        ("update_connector_output", "_free_blocks"),
-        "quarantine comes before the blocks of an ended receive are freed",
-    ),
-    Order(
-        f"{SCHEDULER}.reset_prefix_cache",
-        ("reset_prefix_cache", "reset_connector_cache"),
-        "the pool is reset before the connector is asked, so leases that ended are given back in the pool's reset",
-    ),
-    Order(
-        f"{SCHEDULER}._free_request",
-        ("_connector_finished", "_free_blocks"),
-        "a finished prefill is offered to the connector before its blocks are freed",
-    ),
-    Order(
-        f"{SCHEDULER}._connector_finished",
-        ("remove_skipped_blocks", "get_block_ids_for_computed_tokens", "request_finished_all_groups"),
-        "the connector gets the blocks of all groups, those out of a window cut off",
-    ),
-    Order(f"{SCHEDULER}.add_request", ("on_new_request",), "the connector hears of every new request"),
-    Order(
-        f"{SCHEDULER}.schedule",
-        ("get_num_new_matched_tokens", "allocate_slots", "get_loaded_kv_cache_group_ids", "update_state_after_alloc"),
-        "a request is asked for remote tokens, gets blocks, and is told to the connector, in this order",
-    ),
-    Order(
-        f"{SCHEDULER}._update_waiting_for_remote_kv",
-        ("cache_blocks",),
-        "received blocks enter the prefix cache when the request is scheduled again",
-    ),
-    Order(
-        f"{MIXIN}._get_kv_connector_output",
-        (
-            "bind_connector_metadata",
-            "start_load_kv",
-            "wait_for_save",
-            "get_transfer_results",
-            "build_connector_worker_meta",
-            "clear_connector_metadata",
-        ),
-        "the order of a step's calls on a worker (runner V1)",
-    ),
-)
-
-TAKES = (
-    Takes("vllm.v1.core.block_pool:BlockPool.touch", ("self", "blocks")),
-    Takes("vllm.v1.core.block_pool:BlockPool.free_blocks", ("self", "ordered_blocks")),
-    Takes("vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids", ("self", "request_id")),
-    Takes(
-        "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.register_connector",
-        ("cls", "name", "module_path", "class_name"),
-    ),
-    Takes("vllm.v1.attention.backends.cpu_attn:_get_attn_isa", ("dtype", "block_size", "head_size")),
-)
 
 
 class Sources:

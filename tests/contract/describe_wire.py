@@ -17,6 +17,7 @@ from typing import Any, get_args
 import msgspec
 
 from vllm_pd_connector.geometry.manifest import MANIFEST_VERSION, Manifest
+from vllm_pd_connector.protocol.params.conversation import Conversation, NamedConversation
 from vllm_pd_connector.protocol.params.parse import RemoteBootstrap, RemoteDecode, RemotePrefill, RemotePush
 from vllm_pd_connector.protocol.wire.messages import PROTOCOL_VERSION, Reply, Request
 
@@ -31,7 +32,7 @@ Wire = dict[str, dict[str, str]]
 def describe() -> Wire:
     """The wire of this release."""
     sent: list[Any] = [*get_args(Request), *get_args(Reply)]
-    sent += [Manifest, RemotePrefill, RemotePush, RemoteDecode, RemoteBootstrap]
+    sent += [Manifest, RemotePrefill, RemotePush, RemoteDecode, RemoteBootstrap, Conversation, NamedConversation]
     schemas, parts = msgspec.json.schema_components(sent)
     wire: Wire = {"versions": {"protocol": str(PROTOCOL_VERSION), "manifest": str(MANIFEST_VERSION)}}
     for kind, schema in zip(sent, schemas, strict=True):

@@ -2,7 +2,8 @@
 
 `routers.json` holds, for each router, what it changes in a client's request for the prefill instance and what it tells
 the decode instance: "answer" is the prefill instance's `kv_transfer_params` as they are, anything else is the router's
-own. `order` says whether the second leg waits for the first. A router that first asks a prefill instance who it is has
+own. `sets` names what it puts into the answer, `leaves` what it should have taken out of the first leg. `order` says
+whether the second leg waits for the first. A router that first asks a prefill instance who it is has
 the question and the answer under `bootstrap`. Each record names the file that it was read from or how it was seen.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.handed_over import handed_over
+from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.instance_info import EngineInfo
 from vllm_pd_connector.protocol.params.answer import require_signature
 from vllm_pd_connector.protocol.params.bootstrap import HostPort, encode_answer, parse_answer, parse_bootstrap_address
@@ -29,7 +31,7 @@ from vllm_pd_connector.protocol.params.parse import (
     parse_remote_prefill,
     parse_remote_push,
 )
-from vllm_pd_connector.proxy.handoff import decode_body, decode_body_beside, prefill_body
+from vllm_pd_connector.routing.handoff import decode_body, decode_body_beside, prefill_body
 
 ROUTERS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("routers.json").read_text())
 SERIAL = [name for name, router in ROUTERS.items() if router["order"] == "serial"]
@@ -57,8 +59,9 @@ def test_the_first_leg_asks_for_a_cache_to_be_kept(name: str) -> None:
     leg = first_leg(ROUTERS[name], CLIENT)
     assert kind_of(leg["kv_transfer_params"]) is Kind.REMOTE_DECODE
     parse_remote_decode(leg["kv_transfer_params"])
-    # One token, which a minimum of tokens above it would make vLLM refuse; vLLM's demo proxies leave that to clients.
-    assert leg["max_tokens"] == 1 and ("min_tokens" not in leg or leg["min_tokens"] <= 1 or "demo" in name)
+    # One token, which a minimum of tokens above it would make vLLM refuse; some leave that to clients.
+    left = ROUTERS[name].get("leaves", ["min_tokens"] if "demo" in name else [])
+    assert leg["max_tokens"] == 1 and (leg.get("min_tokens", 0) <= 1) is ("min_tokens" not in left)
 
 
 def second_leg(router: dict[str, Any], handed: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +91,23 @@ def test_a_forwarded_answer_is_read_as_it_was_written(name: str) -> None:
     assert told == parse_remote_prefill(handed_over(SECRET))
     assert told == parse_remote_prefill(second | {"remote_block_size": 16})
     assert told.remote_engine_id == "p-0"
+
+
+REWRITING = [name for name, router in ROUTERS.items() if "sets" in router]
+
+
+@pytest.mark.parametrize("name", REWRITING)
+def test_a_router_may_say_where_the_prefill_instance_is(name: str) -> None:
+    """It must be right: where the answer is signed, another host than the instance's own is refused."""
+    assert ROUTERS[name]["sets"].keys() == {"remote_host"}
+    handed = answer()
+    same = parse_remote_prefill({**handed, "remote_host": handed["remote_host"]})
+    require_signature(same, SECRET)
+    other = parse_remote_prefill({**handed, "remote_host": "prefill.example"})
+    assert other.lease == same.lease and other.peer != same.peer
+    require_signature(other, None)
+    with pytest.raises(ProtocolError, match="changed on the way"):
+        require_signature(other, SECRET)
 
 
 @pytest.mark.parametrize("name", ASKING)

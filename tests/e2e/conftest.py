@@ -10,6 +10,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import signal
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -45,6 +46,8 @@ def pairs(request: pytest.FixtureRequest) -> Iterator[Pairs]:
     # Not pytest's own temporary directory, which later runs clear: the logs are what one needs after a failure.
     directory = ROOT / "out" / "e2e" / time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
     print(f"servers' logs: {directory / 'logs'}")
+    # A run that is told to end, as `timeout` does, ends its servers as one that is interrupted.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Servers(directory / "logs") as servers:
         yield Pairs(servers, directory, request.config.getoption("--kv-connector"))
 

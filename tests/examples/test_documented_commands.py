@@ -7,20 +7,25 @@ import json
 import re
 import shlex
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
-from vllm_pd_connector.cli import _parser
+from vllm_pd_connector.cli.app import app
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.instance_info import ROLES
 from vllm_pd_connector.proxy.serve import add_arguments, options_of
+from vllm_pd_connector.sidechannel.net.keys import create_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
     "vllm_pd_connector/proxy/README.md",
     *(f"docs/{name}.md" for name in ("quickstart", "containers", "configuration", "multi-connector", "accuracy")),
+    "docs/kubernetes.md",
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs" / "recipes").glob("*.md"))),
 )
 PROMPT = re.compile(r"^([0-9.]+\$|CUDA_VISIBLE_DEVICES=\S+) ")
 OURS = re.compile(r"examples/launch\S+|vllm serve |vllm-pd ")
@@ -69,6 +74,16 @@ def check_serve(words: list[str]) -> None:
         parse_config(transfer["kv_connector_extra_config"])
 
 
+@cache
+def serve_parser() -> argparse.ArgumentParser:
+    """vLLM's own parser of `vllm serve`."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser: argparse.ArgumentParser = make_arg_parser(FlexibleArgumentParser())
+    return parser
+
+
 def check_router(words: list[str]) -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_arguments(parser)
@@ -90,12 +105,39 @@ def test_a_command_of_ours_is_taken(words: list[str]) -> None:
     if words[1] == "proxy":
         check_router(words[2:])
     else:
-        _parser().parse_args(words[1:])
+        command = get_command(app).commands[words[1]]
+        command.make_context(words[1], words[2:])
 
 
 @pytest.mark.parametrize("words", of("vllm "), ids=" ".join)
-def test_the_connectors_configuration_is_taken(words: list[str]) -> None:
+def test_vllm_and_the_connector_take_a_command(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_serve(words)
+    make_keys(words, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    serve_parser().parse_args([word.replace("/etc/pd", str(tmp_path)) for word in words[2:]])  # exits at a wrong flag
+
+
+def make_keys(words: list[str], directory: Path) -> None:
+    """The connector looks for its keys as soon as vLLM has read its configuration."""
+    if '"side_channel_keys"' in " ".join(words):
+        create_keys(directory / "keys", "instance")
+
+
+def test_a_recipe_is_for_a_prefill_a_decode_instance_and_a_router() -> None:
+    recipes = sorted((ROOT / "docs" / "recipes").glob("*.md"))
+    index = (ROOT / "docs" / "recipes" / "index.md").read_text()
+    assert len(recipes) > 5
+    for recipe in recipes:
+        if recipe.name != "index.md":
+            text = recipe.read_text()
+            assert (
+                re.findall(r'"kv_role": "(\w+)"', text) == ["kv_producer", "kv_consumer"]
+                and "vllm-pd proxy" in text
+                and "Not seen:" in text
+            )
+            assert f"]({recipe.name})" in index
 
 
 def test_the_quickstart_has_both_transports_and_both_modes_for_one_pair_and_for_many() -> None:

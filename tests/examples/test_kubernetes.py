@@ -1,109 +1,284 @@
-"""The Kubernetes manifests agree with each other and with what the programs accept."""
+"""The Kubernetes manifests agree with each other, with the launch scripts, and with what the programs accept."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from vllm_pd_connector.cli import main
-from vllm_pd_connector.config import parse_config
+from tests.support.kustomize import CUSTOM, Object, main, named, problems, render
+from vllm_pd_connector.cli import main as vllm_pd
+from vllm_pd_connector.config import Config, parse_config
 from vllm_pd_connector.proxy.serve import add_arguments, options_of
-from vllm_pd_connector.sidechannel.net.keys import load_keys
+from vllm_pd_connector.sidechannel.net.keys import is_private, load_keys
 
-MANIFESTS = Path(__file__).resolve().parents[2] / "examples" / "kubernetes" / "xpyd.yaml"
-OBJECTS: list[dict[str, Any]] = list(yaml.safe_load_all(MANIFESTS.read_text()))
+ROOT = Path(__file__).resolve().parents[2]
+DIRECTORY = ROOT / "examples" / "kubernetes"
+SIDES = {"pd-prefill": "kv_producer", "pd-decode": "kv_consumer"}
+FLEETS = ("1p1d", "xpyd", "llm-d")
+INSTANCES = [(fleet, name) for fleet in FLEETS for name in SIDES]
+ROUTED = ("1p1d", "xpyd")
+
+objects = cache(lambda fleet: render(DIRECTORY / fleet))
 
 
-def named(kind: str, name: str) -> dict[str, Any]:
-    [found] = [one for one in OBJECTS if (one["kind"], one["metadata"]["name"]) == (kind, name)]
+def one(fleet: str, kind: str, name: str) -> Object:
+    [found] = [each for each in objects(fleet) if named(each) == (kind, name)]
     return found
 
 
-def container(kind: str, name: str) -> dict[str, Any]:
-    [found] = named(kind, name)["spec"]["template"]["spec"]["containers"]
+def pod(fleet: str, kind: str, name: str) -> dict[str, Any]:
+    return one(fleet, kind, name)["spec"]["template"]["spec"]
+
+
+def container(fleet: str, kind: str, name: str) -> dict[str, Any]:
+    [found] = pod(fleet, kind, name)["containers"]
     return found
 
 
-def test_the_router_is_told_of_every_instance_under_the_name_that_it_gets() -> None:
-    router = container("Deployment", "pd-router")
-    words = [*router["command"], *router["args"]]
-    assert words[:2] == ["vllm-pd", "proxy"]
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    names = []
-    for name in ("pd-prefill", "pd-decode"):
-        spec = named("StatefulSet", name)["spec"]
-        [port] = named("Service", spec["serviceName"])["spec"]["ports"]
-        names += [f"http://{name}-{i}.{spec['serviceName']}:{port['port']}" for i in range(spec["replicas"])]
-    assert options_of(parser.parse_args(words[2:])).instances == names
+def words(fleet: str, kind: str, name: str) -> list[str]:
+    return [*container(fleet, kind, name)["command"], *container(fleet, kind, name)["args"]]
 
 
-@pytest.mark.parametrize(("name", "role"), [("pd-prefill", "kv_producer"), ("pd-decode", "kv_consumer")])
-def test_an_instance_has_its_role_and_advertises_its_pod(name: str, role: str) -> None:
-    vllm = container("StatefulSet", name)
-    transfer = json.loads(vllm["args"][-1])
-    assert vllm["command"][-1] == "--kv-transfer-config" and transfer["kv_role"] == role
-    config = parse_config(transfer["kv_connector_extra_config"])
-    host, port = config.side_channel(0, {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.1.2.3"})
+def flag(found: list[str], name: str) -> str:
+    return found[found.index(name) + 1]
+
+
+def transfer(found: list[str]) -> dict[str, Any]:
+    return json.loads(flag(found, "--kv-transfer-config"))
+
+
+def config(fleet: str, name: str) -> Config:
+    return parse_config(transfer(words(fleet, "StatefulSet", name))["kv_connector_extra_config"])
+
+
+# -- the tools --------------------------------------------------------------------------------------------------------
+
+
+def test_kubernetes_takes_every_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(DIRECTORY) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"replicas": "2"}, {"replica": 2}, {"template": {"spec": {"containers": [{"name": "vllm", "imag": "x"}]}}}],
+    ids=str,
+)
+def test_what_kubernetes_would_not_take_is_found(change: dict[str, Any]) -> None:
+    good = one("1p1d", "StatefulSet", "pd-prefill")
+    assert not problems(good)
+    assert problems({**good, "spec": {**good["spec"], **change}})
+
+
+def test_only_kinds_that_others_bring_are_not_validated() -> None:
+    kinds = {each["kind"] for fleet in (*FLEETS, "monitoring") for each in objects(fleet)}
+    assert kinds & CUSTOM == {"InferencePool", "PodMonitor"}
+
+
+@pytest.mark.parametrize("fleet", [*FLEETS, "monitoring"])
+def test_kubectl_renders_what_is_tested(fleet: str) -> None:
+    """Where kubectl is installed; what is tested here is rendered without it."""
+    if kubectl := shutil.which("kubectl"):
+        done = subprocess.run([kubectl, "kustomize", DIRECTORY / fleet], capture_output=True, text=True, check=True)
+        theirs = {named(each): each for each in yaml.safe_load_all(done.stdout)}
+        assert theirs == {named(each): each for each in objects(fleet)}
+
+
+# -- instances --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fleet", "name"), INSTANCES)
+def test_an_instance_has_its_role_and_advertises_its_pod(fleet: str, name: str) -> None:
+    vllm = container(fleet, "StatefulSet", name)
+    assert transfer(words(fleet, "StatefulSet", name))["kv_role"] == SIDES[name]
+    host, port = config(fleet, name).side_channel(0, {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.1.2.3"})
     assert (host, port) == ("10.1.2.3", next(p["containerPort"] for p in vllm["ports"] if p["name"] == "side-channel"))
     assert vllm["env"][0]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
 
 
-@pytest.mark.parametrize(("kind", "name"), [("StatefulSet", "pd-prefill"), ("StatefulSet", "pd-decode")])
-def test_selectors_find_what_they_are_meant_for(kind: str, name: str) -> None:
-    spec = named(kind, name)["spec"]
+PLACE = {"--host", "--port", "--tensor-parallel-size", "--pipeline-parallel-size", "--shutdown-timeout"}
+"""What a machine and a cluster have each in their own way."""
+
+
+@pytest.mark.parametrize(("fleet", "name"), INSTANCES)
+def test_an_instance_is_started_as_the_launch_script_starts_it(fleet: str, name: str) -> None:
+    script = [ROOT / "examples" / "launch_1p1d.sh", "--dry-run", "--gpus", "0,1", "--model", "$(MODEL)"]
+    done = subprocess.run(script, capture_output=True, text=True, check=True)
+    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    there = shlex.split(lines[name.removeprefix("pd-") + "-0"])
+    there, here = there[there.index("vllm") :], words(fleet, "StatefulSet", name)
+
+    def told(found: list[str]) -> tuple[list[str], set[str], dict[str, Any]]:
+        flags = {word for word in found if word.startswith("--")}
+        whole = transfer(found)
+        extra = whole.pop("kv_connector_extra_config")
+        chosen = {key: extra[key] for key in ("transport", "mode")}
+        return found[:3], flags - PLACE, {**whole, **chosen}
+
+    assert told(here) == told(there)
+    assert (DIRECTORY / "common" / "model.yaml").read_text().count("MODEL: Qwen/Qwen3-0.6B") == 1
+    assert "model=Qwen/Qwen3-0.6B" in (ROOT / "examples" / "launch_xpyd.sh").read_text()
+
+
+def test_a_decode_instance_of_llm_d_differs_by_what_the_sidecar_needs_alone() -> None:
+    ours, theirs = (words(fleet, "StatefulSet", "pd-decode") for fleet in ("1p1d", "llm-d"))
+    assert [pair for pair in zip(ours, theirs, strict=True) if pair[0] != pair[1]] == [("8000", "8200")]
+    spec = pod("llm-d", "StatefulSet", "pd-decode")
+    [sidecar] = spec["initContainers"]
+    assert sidecar["restartPolicy"] == "Always" and "--kv-connector=nixlv2" in sidecar["args"]
+    assert {**spec, "initContainers": 0, "containers": 0} == {
+        **pod("1p1d", "StatefulSet", "pd-decode"),
+        "initContainers": 0,
+        "containers": 0,
+    }
+    [pool] = [each for each in objects("llm-d") if each["kind"] == "InferencePool"]
+    for name in SIDES:
+        labels = one("llm-d", "StatefulSet", name)["spec"]["template"]["metadata"]["labels"]
+        assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert labels["llm-d.ai/role"] == name.removeprefix("pd-")
+    assert {f"--port={target['number']}" for target in pool["spec"]["targetPorts"]} <= set(sidecar["args"])
+
+
+@pytest.mark.parametrize(("fleet", "name"), INSTANCES)
+def test_selectors_find_what_they_are_meant_for(fleet: str, name: str) -> None:
+    spec = one(fleet, "StatefulSet", name)["spec"]
     labels = spec["template"]["metadata"]["labels"]
-    assert spec["selector"]["matchLabels"] == labels == named("Service", name)["spec"]["selector"]
+    selected = spec["selector"]["matchLabels"]
+    assert selected == one(fleet, "Service", name)["spec"]["selector"] and selected.items() <= labels.items()
+    budget = one(fleet, "PodDisruptionBudget", name)["spec"]
+    assert budget["selector"]["matchLabels"] == selected and budget["maxUnavailable"] == 1
 
 
-def flag(vllm: dict[str, Any], name: str) -> str:
-    words: list[str] = vllm["command"]
-    return words[words.index(name) + 1]
+@pytest.mark.parametrize(("fleet", "name"), INSTANCES)
+def test_an_instance_is_ready_when_it_can_serve(fleet: str, name: str) -> None:
+    vllm = container(fleet, "StatefulSet", name)
+    port = next(p["containerPort"] for p in vllm["ports"] if p["name"] == "http")
+    assert flag(vllm["command"], "--port") == str(port)
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert vllm[probe]["httpGet"] == {"path": "/health", "port": "http"}
 
 
-@pytest.mark.parametrize("name", ["pd-prefill", "pd-decode"])
-def test_an_instance_may_end_what_it_has_begun_before_it_is_killed(name: str) -> None:
-    vllm = container("StatefulSet", name)
-    config = parse_config(json.loads(vllm["args"][-1])["kv_connector_extra_config"])
-    drains = int(flag(vllm, "--shutdown-timeout"))
-    assert named("StatefulSet", name)["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > drains
-    assert drains > config.shutdown_timeout
+@pytest.mark.parametrize(("fleet", "name"), INSTANCES)
+def test_an_instance_may_end_what_it_has_begun_before_it_is_killed(fleet: str, name: str) -> None:
+    drains = int(flag(words(fleet, "StatefulSet", name), "--shutdown-timeout"))
+    pause = int(container(fleet, "StatefulSet", name)["lifecycle"]["preStop"]["exec"]["command"][-1])
+    assert pod(fleet, "StatefulSet", name)["terminationGracePeriodSeconds"] > pause + drains
+    own = config(fleet, name)
+    assert drains > own.shutdown_timeout
     if name == "pd-prefill":
-        assert config.shutdown_timeout > config.kv_lease_duration
+        assert own.shutdown_timeout > own.kv_lease_duration
 
 
-def test_the_router_may_end_what_it_has_begun_before_it_is_killed() -> None:
-    router = container("Deployment", "pd-router")
-    pause = int(router["lifecycle"]["preStop"]["exec"]["command"][-1])
-    grace = named("Deployment", "pd-router")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace > pause + int(flag(router, "--shutdown-timeout"))
-
-
-@pytest.mark.parametrize("name", ["pd-prefill", "pd-decode"])
-def test_an_instance_talks_only_to_those_whose_keys_it_has(name: str, tmp_path: Path) -> None:
-    """With the keys that the commands in the first lines make, mounted as a Secret is."""
-    pod = named("StatefulSet", name)["spec"]["template"]["spec"]
-    vllm = container("StatefulSet", name)
-    config = parse_config(json.loads(vllm["args"][-1])["kv_connector_extra_config"])
-    assert not config.allow_unauthenticated_peers
-    [mount] = [one["name"] for one in vllm["volumeMounts"] if one["mountPath"] == config.side_channel_keys]
-    [secret] = [one["secret"] for one in pod["volumes"] if one["name"] == mount]
-    assert "securityContext" not in pod  # an fsGroup would add rights to the files
-    words = [line.removeprefix("#   ").split() for line in MANIFESTS.read_text().splitlines() if line.startswith("#  ")]
-    [keygen] = [command for command in words if command[:2] == ["vllm-pd", "keygen"]]
+@pytest.mark.parametrize(("fleet", "name"), INSTANCES)
+def test_an_instance_that_is_not_root_reads_its_keys_and_talks_to_those_alone(
+    fleet: str, name: str, tmp_path: Path
+) -> None:
+    """With the keys that the commands in the first lines make, mounted as a Secret is for a pod with fsGroup."""
+    spec, own = pod(fleet, "StatefulSet", name), config(fleet, name)
+    context = spec["securityContext"]
+    assert context["runAsNonRoot"] and context["runAsUser"] != 0 and context["fsGroup"] == context["runAsGroup"]
+    assert not own.allow_unauthenticated_peers
+    [vllm] = spec["containers"]
+    assert vllm["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    [mount] = [each["name"] for each in vllm["volumeMounts"] if each["mountPath"] == own.side_channel_keys]
+    [secret] = [each["secret"] for each in spec["volumes"] if each["name"] == mount]
+    comments = (DIRECTORY / "1p1d" / "kustomization.yaml").read_text().splitlines()
+    commands = [line.removeprefix("#   ").split() for line in comments if line.startswith("#  ")]
+    [keygen] = [command for command in commands if command[:2] == ["vllm-pd", "keygen"]]
     keys = tmp_path / keygen[2]
-    assert ["kubectl", "create", "secret", "generic", secret["secretName"], f"--from-file={keygen[2]}"] in words
-    assert main(["keygen", str(keys), *keygen[3:]]) == 0
+    assert ["kubectl", "create", "secret", "generic", secret["secretName"], f"--from-file={keygen[2]}"] in commands
+    assert vllm_pd(["keygen", str(keys), *keygen[3:]]) == 0
+    # The files are root's; the group may read them, because the pod has one of its own.
+    mounted = secret["defaultMode"] | 0o040
+    assert is_private(mounted, 0)
     for file in keys.iterdir():
-        file.chmod(secret["defaultMode"])
+        file.chmod(mounted if os.getuid() == 0 else 0o400)
     loaded = load_keys(keys)
     assert loaded.peers == {loaded.public}
 
 
-def test_the_first_lines_say_how_they_are_used() -> None:
-    assert "kubectl apply -f examples/kubernetes/xpyd.yaml" in "".join(MANIFESTS.read_text().splitlines()[:8])
+@pytest.mark.parametrize(("fleet", "name"), INSTANCES)
+def test_what_is_downloaded_and_compiled_is_kept(fleet: str, name: str) -> None:
+    vllm = container(fleet, "StatefulSet", name)
+    [claim] = one(fleet, "StatefulSet", name)["spec"]["volumeClaimTemplates"]
+    [path] = [each["mountPath"] for each in vllm["volumeMounts"] if each["name"] == claim["metadata"]["name"]]
+    data = one(fleet, "ConfigMap", "pd-model")["data"]
+    assert Path(data["HOME"]).is_relative_to(path) and Path(data["HF_HOME"]).is_relative_to(path)
+    [token] = [each for each in vllm["env"] if each["name"] == "HF_TOKEN"]
+    assert token["valueFrom"]["secretKeyRef"]["optional"] and {"requests", "limits"} <= vllm["resources"].keys()
+
+
+# -- the router, the network, the metrics ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fleet", ROUTED)
+def test_the_router_is_told_of_every_instance_under_the_name_that_it_gets(fleet: str) -> None:
+    found = words(fleet, "Deployment", "pd-router")
+    assert found[:2] == ["vllm-pd", "proxy"]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    names = []
+    for name in SIDES:
+        spec = one(fleet, "StatefulSet", name)["spec"]
+        [port] = one(fleet, "Service", spec["serviceName"])["spec"]["ports"]
+        names += [f"http://{name}-{i}.{spec['serviceName']}:{port['port']}" for i in range(spec["replicas"])]
+    assert options_of(parser.parse_args(found[2:])).instances == names
+    assert len(names) == {"1p1d": 2, "xpyd": 4}[fleet]
+
+
+def test_the_router_may_end_what_it_has_begun_before_it_is_killed() -> None:
+    router = container("1p1d", "Deployment", "pd-router")
+    pause = int(router["lifecycle"]["preStop"]["exec"]["command"][-1])
+    grace = pod("1p1d", "Deployment", "pd-router")["terminationGracePeriodSeconds"]
+    assert grace > pause + int(flag(router["command"], "--shutdown-timeout"))
+    assert router["readinessProbe"]["httpGet"]["path"] == "/health"
+
+
+def test_strangers_reach_no_port_of_an_instance_and_prometheus_its_metrics() -> None:
+    policy = one("1p1d", "NetworkPolicy", "pd-instances")["spec"]
+    ours, readers = policy["ingress"]
+    assert ours == {"from": [{"podSelector": {"matchLabels": {"app": "pd"}}}]}
+    assert readers["ports"] == [{"port": "http"}]
+    [monitor] = objects("monitoring")
+    assert monitor["spec"]["podMetricsEndpoints"][0]["port"] == "http"
+    [label] = readers["from"][0]["namespaceSelector"]["matchLabels"].items()
+    first_lines = (DIRECTORY / "monitoring" / "kustomization.yaml").read_text()
+    assert f"kubectl label namespace monitoring {'='.join(label)}" in first_lines
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_an_image_is_made_of_what_is_there_and_runs_as_the_pods_user(name: str) -> None:
+    lines = (ROOT / "docker" / f"Dockerfile.{name}").read_text().replace("\\\n", " ").splitlines()
+    for line in lines:
+        if line.startswith("COPY "):
+            assert all((ROOT / source).exists() for source in line.split()[1:-1]), line
+    user = pod("1p1d", "StatefulSet", "pd-prefill")["securityContext"]["runAsUser"]
+    assert [line for line in lines if line.startswith("USER ")] == [f"USER {user}"]
+    assert re.search(rf"^RUN .*useradd .*--uid {user}\b", "\n".join(lines), re.MULTILINE)
+
+
+def test_the_image_without_a_gpu_has_what_the_tests_set_up() -> None:
+    text = (ROOT / "docker" / "Dockerfile.cpu").read_text()
+    assert re.search(r"^RUN .*\bpython tools/setup_env.py --plain\b", text, re.MULTILINE)
+    from tools.setup_env import SUPPORTED_PYTHONS
+
+    version = re.search(r"^FROM python:(\d+)\.(\d+)-slim", text, re.MULTILINE)
+    assert version and SUPPORTED_PYTHONS[0] <= (int(version[1]), int(version[2])) < SUPPORTED_PYTHONS[1]
+
+
+@pytest.mark.parametrize("fleet", FLEETS)
+def test_the_first_lines_say_how_a_fleet_is_started(fleet: str) -> None:
+    assert f"kubectl apply -k examples/kubernetes/{fleet}" in (DIRECTORY / fleet / "kustomization.yaml").read_text()

@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -139,9 +140,9 @@ class Run:
         (directory / "vllm").chmod(0o755)
         self.pids = directory / "pids"
         self.logs = directory / "logs"
-        self.base = free_ports((0, 1, 10, 11, 20))
+        self.base = free_ports((0, 1, 10, 11, 20, 30, 50, 70, 90))
         path = os.pathsep.join([str(directory), str(Path(sys.executable).parent), os.environ["PATH"]])
-        ports = {"--prefill-port": 0, "--decode-port": 10, "--port": 20}
+        ports = {"--prefill-port": 0, "--decode-port": 10, "--port": 20, "--side-channel-port": 30}
         options = [word for name, at in ports.items() for word in (name, str(self.base + at))]
         self.process = subprocess.Popen(
             [XPYD, "--cpu", "--model", "m", *options, "--logs", self.logs, *words],
@@ -229,3 +230,26 @@ def test_a_process_that_dies_later_ends_the_others(tmp_path: Path, runs: list[Ru
     while run.workers_that_live():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("which", ["--port", "--prefill-port", "--decode-port", "--side-channel-port"])
+def test_a_port_that_somebody_listens_on_is_refused_before_anything_starts(
+    which: str, tmp_path: Path, runs: list[Run]
+) -> None:
+    """Servers of vLLM share a port without a word, so each would get some of the requests."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        run = Run(tmp_path, which, str(port))
+        runs.append(run)
+        output, _ = run.process.communicate(timeout=LIMIT)
+    assert run.process.returncode == 2
+    assert f"somebody listens on 127.0.0.1:{port} already" in output and "starting" not in output
+
+
+def test_a_port_is_not_given_out_twice() -> None:
+    words = ["--dry-run", "--gpus", "0,1,2", "--prefills", "2", "--prefill-port", "8199", "--decode-port", "8200"]
+    done = subprocess.run([XPYD, *words], capture_output=True, text=True)
+    assert done.returncode == 2 and "port 8200 is to be used twice" in done.stderr

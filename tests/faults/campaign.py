@@ -1,13 +1,14 @@
 """Run a campaign of faults against real servers and print what became of it.
 
-    python tests/faults/campaign.py [--world pair|restarts|workers|network|both] [--mode pull|push]
+    python tests/faults/campaign.py [--world pair|restarts|workers|network|both|operated|elastic] [--mode pull|push]
                                     [--transport nixl|mooncake] [--verify off|sample|all] [--family NAME]
                                     [--faults N] [--seed S] [--only TEXT] [--skip N] [--seconds S] [--into DIR]
 
 Worlds: one prefill and one decode instance, of which nothing is restarted, with a router; two of each, killed and
 started again in turn; one of each with two workers, of which one is killed or stopped; one of each in network
-namespaces, with a bad network between them (needs root); two that each prefill for the other. On that bad network the
-side channel has keys, in mode push none, so that both legs can be sent at once there.
+namespaces, with a bad network between them (needs root); two that each prefill for the other; one of each whose weights
+change, that is paused, and whose caches are reset; two of each behind the router, which leave and come back under load.
+On the bad network the side channel has keys, in mode push none, so that both legs can be sent at once there.
 
 After every fault these must hold: no request was answered with wrong tokens or an empty 200; every request ended
 within its deadline; every block is free again on every instance; no server or engine died but those that were killed;
@@ -35,10 +36,12 @@ sys.path.append(str(ROOT))
 from examples.launch import Servers  # noqa: E402
 from tests.faults.plan import (  # noqa: E402
     BOTH,
+    ELASTIC,
     NETWORK,
     ONE_PAIR,
     ONE_PAIR_COMPARED,
     ONE_PAIR_PUSH,
+    OPERATED,
     RESTARTS,
     WORKERS,
     WORKERS_PUSH,
@@ -47,16 +50,24 @@ from tests.faults.plan import (  # noqa: E402
     plan,
 )
 from tests.faults.results import PROBLEMS, Result, by_kind, count  # noqa: E402
-from tests.faults.strikes import restarts  # noqa: E402
+from tests.faults.strikes import operating, restarts  # noqa: E402
 from tests.faults.strikes.giving_back import FULL_S  # noqa: E402
+from tests.faults.strikes.leaving import FLAGS as LEAVING_FLAGS  # noqa: E402
+from tests.faults.strikes.leaving import LEAVES, drained  # noqa: E402
 from tests.faults.strikes.outlived import outlived  # noqa: E402
 from tests.faults.strikes.strikes import STRIKES  # noqa: E402
 from tests.faults.system.network import Network, NotPossible  # noqa: E402
 from tests.faults.world import World  # noqa: E402
 from vllm_pd_connector.sidechannel.net.keys import create_keys  # noqa: E402
 
-WORLDS = ("pair", "restarts", "workers", "network", "both")
-ALL_STRIKES = {**STRIKES, **dict.fromkeys(restarts.KINDS, restarts.ended), "outlived": outlived}
+WORLDS = ("pair", "restarts", "workers", "network", "both", "operated", "elastic")
+ALL_STRIKES = {
+    **STRIKES,
+    **dict.fromkeys(restarts.KINDS, restarts.ended),
+    "outlived": outlived,
+    **operating.KINDS,
+    "drained": drained,
+}
 BOTH_ROLES = {"kv_lease_duration": FULL_S / 2, "kv_lease_limit": FULL_S}
 """Long enough for all prefills of a fault, and short enough that who waits gives up."""
 TRIES = 3
@@ -69,7 +80,8 @@ def kinds_of(world: str, mode: str, verify: str) -> tuple[Kind, ...]:
         return ONE_PAIR_COMPARED if verify == "all" else ONE_PAIR_PUSH
     if world == "workers" and mode == "push":
         return WORKERS_PUSH
-    return {"pair": ONE_PAIR, "restarts": RESTARTS, "workers": WORKERS, "network": NETWORK, "both": BOTH}[world]
+    worlds = {"pair": ONE_PAIR, "restarts": RESTARTS, "workers": WORKERS, "network": NETWORK, "both": BOTH}
+    return {**worlds, "operated": OPERATED, "elastic": ELASTIC}[world]
 
 
 def make_world(
@@ -82,18 +94,20 @@ def make_world(
 ) -> World:
     """The instances of a campaign, see above. One of two decode instances computes itself what it cannot read. `hold`:
     where prefill workers in mode push are held."""
-    two = name == "restarts"
+    two, elastic = name in ("restarts", "elastic"), name == "elastic"
     return World(
         servers,
         family,
         prefills=2 if two else 1,
-        policies=("fail", "recompute") if two else ("fail",),
-        extra={**(extra or {}), **(BOTH_ROLES if name == "both" else {})},
+        policies=("fail", "fail" if elastic else "recompute") if two else ("fail",),
+        extra={**(extra or {}), **(BOTH_ROLES if name == "both" else {}), **(LEAVES if elastic else {})},
         network=network,
         tp_size=2 if name == "workers" else 1,
-        routed=name == "pair",
+        routed=name in ("pair", "elastic"),
         both=name == "both",
         hold=hold if name == "workers" and (extra or {}).get("mode") == "push" else None,
+        flags=LEAVING_FLAGS if elastic else (),
+        relayed=not elastic,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,13 +91,15 @@ def spec_of(
     host: Host | None,
     tp_size: int,
     hold: Path | None = None,
+    more: Sequence[str] = (),
 ) -> Spec:
     """How an instance is started, on this host or on one of a `Network`. `hold`: its prompts take several steps, and
-    its workers can be held (`pd_test_plugins.hold`)."""
+    its workers can be held (`pd_test_plugins.hold`). `more` are flags of `vllm serve`."""
     model = MODELS[family]
     own = {**LIMITS, **extra}
     environment = {"VLLM_SERVER_DEV_MODE": "1", "PD_TEST_POLITE": "1", **model.environment}
-    flags = ["--block-size", str(model.block_size), *model.flags]
+    flags = ["--block-size", str(model.block_size), *model.flags, *more]
+    flags += ["--worker-extension-cls", "pd_test_plugins.weights.ChangesWeights"]
     if hold is not None:
         environment["PD_TEST_HOLD"] = str(hold)
         flags += ["--max-num-batched-tokens", str(CHUNK)]

@@ -142,8 +142,20 @@ NETWORK: tuple[Kind, ...] = (
 """Prefill and decode on hosts of their own; see `network`."""
 
 
+OPERATED: tuple[Kind, ...] = (
+    Kind("new weights", ("prefill", "decode", "both"), PHASES),
+    Kind("paused", tuple(f"{s} {mode}" for s in ("prefill", "decode") for mode in ("abort", "wait", "keep")), PHASES),
+    Kind("reset", tuple(f"{s} {how}" for s in ("prefill", "decode") for how in ("plainly", "connector", "force")),
+         PHASES),
+)  # fmt: skip
+"""One prefill and one decode instance whose operator does something while requests are handed over."""
+
 BOTH: tuple[Kind, ...] = (Kind("full", ("in turn", "one after the other"), ("prefill",)),)
 """Two instances, each of which prefills for the other, with more prefills than leave room to decode one."""
+
+
+ELASTIC: tuple[Kind, ...] = (Kind("drained", ("prefill", "decode"), ("by the command", "by a signal")),)
+"""Two of each behind the router, under load; one leaves and comes back."""
 
 
 def plan(kinds: Sequence[Kind], number: int, seed: int) -> list[Fault]:

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,10 @@ class World:
         routed: whether a router runs before them.
         both: two instances instead, each of which prefills for the other.
         hold: where the workers of prefill instances are held (`outlived`); None: they are not.
+        flags: more of `vllm serve`, for every instance.
+        asked: the prompts that are asked; else the same for all campaigns.
+        relayed: whether a man in the middle stands before prefill instances on this host. Where none does, requests of
+            a pull may go by the router, which has an interface for operators (`admin`).
     """
 
     def __init__(
@@ -63,6 +68,9 @@ class World:
         routed: bool = False,
         both: bool = False,
         hold: Path | None = None,
+        flags: Sequence[str] = (),
+        asked: Sequence[Prompt] = (),
+        relayed: bool = True,
     ) -> None:
         self.network = network
         self.hold = hold
@@ -70,7 +78,7 @@ class World:
         self.pushes = (extra or {}).get("mode") == "push"
         self._handed_over = 0
         self.family = family
-        self.prompts = [p for i in range(4) for p in prompts(f"faults {i}", LENGTHS)]
+        self.prompts = list(asked) or [p for i in range(4) for p in prompts(f"faults {i}", LENGTHS)]
         self._next = 0
         specs = []
         sides = [("prefill", "kv_producer", ["fail"] * prefills), ("decode", "kv_consumer", policies)]
@@ -84,7 +92,15 @@ class World:
                 host = network.hosts[side] if network else None
                 specs.append(
                     spec_of(
-                        f"{side}{number}", role, policy, family, own, host, tp_size, hold if side == "prefill" else None
+                        f"{side}{number}",
+                        role,
+                        policy,
+                        family,
+                        own,
+                        host,
+                        tp_size,
+                        hold if side == "prefill" else None,
+                        flags,
                     )
                 )
         instances = [Instance(spec, server) for spec, server in zip(specs, servers.start(*specs), strict=True)]
@@ -92,9 +108,15 @@ class World:
         if both:
             self.prefills, self.decodes = instances, instances[::-1]
         self.router: Server | None = None
+        self.admin = ""
+        self._relayed = relayed and network is None
         if routed:
             urls = [i.url for i in self.prefills], [i.url for i in self.decodes]
-            [self.router] = servers.start(router_spec("router", *urls))
+            spec = router_spec("router", *urls)
+            if not relayed:
+                self.admin = f"http://127.0.0.1:{(port := free_port())}"
+                spec = replace(spec, command=(*spec.command, "--admin-port", str(port)))
+            [self.router] = servers.start(spec)
         self.answers: dict[Prompt, tuple[int, ...]] = {}
         self._learn()
 
@@ -120,7 +142,7 @@ class World:
         self.forget_prefixes()
         for instance in self.instances:
             self._look_at(instance)
-        if self.network is None:
+        if self._relayed:
             for p in self.prefills:
                 p.relay = Relay(endpoint("127.0.0.1", p.side_port))
 
@@ -222,7 +244,7 @@ class World:
         return Outcome(End.RIGHT, params=self.through_relay(p, outcome.params))
 
     def through_relay(self, p: Instance, params: Params) -> Params:
-        if self.network is not None:
+        if not self._relayed:
             return params
         return {**params, "remote_host": "127.0.0.1", "remote_port": self.relay(p).port}
 
@@ -281,15 +303,19 @@ class World:
         except OSError as error:
             return Outcome(End.BROKEN, f"router: {error}", asked="router")
 
-    def leave(self, instance: Instance, prompt: Prompt, params: Params, after_s: float, **fields: Any) -> Outcome:
+    def leave(
+        self, instance: Instance | Server, prompt: Prompt, params: Params | None, after_s: float, **fields: Any
+    ) -> Outcome:
         """A client that goes away."""
         connection = self._connect(instance, 10.0)
+        given = {} if params is None else {"kv_transfer_params": params}
         try:
-            body = json.dumps(self._body(prompt, kv_transfer_params=params, **fields))
+            body = json.dumps(self._body(prompt, **given, **fields))
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
             pause(after_s)
         except OSError as error:
-            return Outcome(End.BROKEN, f"{instance.name}: {error}", asked=instance.name)
+            name = instance.name if isinstance(instance, Instance) else instance.spec.name
+            return Outcome(End.BROKEN, f"{name}: {error}", asked=name)
         finally:
             connection.close()
         return Outcome(End.ABORTED)

@@ -27,9 +27,10 @@ from tests.fuzz.forms import (
     of_json,
 )
 from tests.support.geometry.world import Model, Side, instance
-from tests.support.handed_over import answer_of
+from tests.support.handed_over import NAMED, answer_of, kept, use_turn
 from tests.support.proxy.caches import CLEARED, FULL, batch, removed, stored
-from vllm_pd_connector import cli
+from vllm_pd_connector.cli import instances
+from vllm_pd_connector.cli.output import NotReadable
 from vllm_pd_connector.errors import (
     BindError,
     IncompatiblePeer,
@@ -68,10 +69,10 @@ from vllm_pd_connector.protocol.wire.push_messages import (
     WriteCommand,
 )
 from vllm_pd_connector.proxy.exchange import InstanceRefusal, check_event, check_finished, parsed_json, read_body
-from vllm_pd_connector.proxy.handoff import decode_body, prefill_body
 from vllm_pd_connector.proxy.kv_events.block_keys import PromptBlocks
 from vllm_pd_connector.proxy.kv_events.known_prefixes import Announcements
 from vllm_pd_connector.proxy.legs import LegError, encoded_body
+from vllm_pd_connector.routing.handoff import decode_body, prefill_body
 from vllm_pd_connector.transport.addresses import host_identity
 from vllm_pd_connector.transport.endpoint import Endpoint, seal, unseal
 from vllm_pd_connector.transport.liveness import IncomingLink
@@ -117,7 +118,7 @@ def use_params(value: Any) -> object:
         return None
     name = p.pairing_name(value, "cmpl-1-0123abcd")
     if kind is p.Kind.REMOTE_DECODE:
-        return name, p.parse_remote_decode(value)
+        return name, use_turn(value)
     if p.names_bootstrap(value):
         return name, bootstrap.parse_bootstrap_address(p.parse_remote_bootstrap(value).remote_bootstrap_addr)
     if not p.is_answer(value):
@@ -148,9 +149,9 @@ def use_events(content: bytes) -> object:
 def use_answer(content: bytes) -> object:
     """As the router reads what instances answer: of the prefill's, of the decode's, of a stream's events."""
     answer = parsed_json(content)
-    check_event(content, True)
-    check_event(b"data: " + content, False)
-    check_finished(answer)
+    check_event(content, True, "x")
+    check_event(b"data: " + content, False, "x")
+    check_finished(answer, "x")
     return encoded_body(decode_body({"prompt": "x"}, answer))
 
 
@@ -226,6 +227,7 @@ DECODERS: dict[str, Decoder] = {
         m.JobChecksums(bytes(16), 7, 1, (m.ChecksumPart("layer", "key", 0, bytes(8)),), True),
         m.Describe(),
         m.GetLeaseCount(),
+        m.FindConversation("cmpl-1"),
         m.NextChecksumJob(bytes(16), 1),
         INTO,
         WithdrawPush(PREFILL, bytes(16)),
@@ -246,6 +248,7 @@ DECODERS: dict[str, Decoder] = {
         m.Released(),
         m.Ack(),
         m.Accepted(),
+        m.FoundConversation(b"{}"),
         Pushed(PushState.DONE, "", True, {0: 5}, Moved(64, 2, 3), "cmpl-1", LEASE),
         Commands(
             7, (BeginCommand(INTO), WriteCommand(bytes(16), TABLES, 7, 3, True), CancelCommand(bytes(16), "gone"))
@@ -254,6 +257,8 @@ DECODERS: dict[str, Decoder] = {
     "parameters": of_json(
         use_params,
         PARAMS,
+        kept(b"s" * 32),
+        NAMED,
         {"do_remote_decode": True, "remote_host": None},
         {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "cmpl-1"},
         {
@@ -368,8 +373,8 @@ DECODERS: dict[str, Decoder] = {
         msgspec.msgpack.encode,
     ),
     "manifests of a tool": Decoder(
-        lambda content: cli._decode("x", content),
-        cli.Unanswered,
+        lambda content: instances._decode("x", content),
+        NotReadable,
         (msgspec.msgpack.encode(REMOTE), msgspec.json.encode(REMOTE)),
         lambda content: json.loads(content) if content[:1] == b"[" else msgspec.msgpack.decode(content),
         msgspec.msgpack.encode,

@@ -237,3 +237,16 @@ def test_the_requests_that_read_a_lease_are_bounded():
     assert not verdict.held and str(MAX_ATTEMPTS) in verdict.reason
     table.release([reading(b"z" * 16)], 20.0)
     assert len(table) == 1
+
+
+def test_what_is_kept_under_a_name_is_told_while_it_is_held_and_the_latest_of_that_name():
+    table = LeaseTable()
+    table.hold("r-1", b"n" * 16, 0.0, 10.0, name="turn", answer=b"first")
+    assert (len(table), table.awaited()) == (1, 0), "nobody is known to come for it"
+    table.hold("r-2", b"m" * 16, 0.0, 20.0, name="turn", answer=b"second")
+    assert table.answer_of("turn", 1.0) == b"second"
+    table.drop("r-1", 1.0)
+    assert table.answer_of("turn", 1.0) == b"second", "an older one that ends takes nothing with it"
+    table.renew([Reading("r-2", b"m" * 16, b"a" * 16)], 2.0)
+    assert table.awaited() == 1
+    assert table.answer_of("turn", 22.0) == table.answer_of("other", 1.0) == b""

@@ -197,21 +197,21 @@ def test_a_read_of_which_something_has_moved_gets_more_time_and_no_other_phase_d
         assert not report.ok
 
 
-@pytest.mark.parametrize(("writing", "missing"), [(False, "did not answer"), (True, "it answers, and still writes")])
-def test_a_push_that_takes_too_long_says_what_did_not_come(writing, missing):
+@pytest.mark.parametrize("arrived", [None, 7])
+def test_a_push_that_is_not_heard_of_says_so(arrived):
     machine = r.Receive(LIMITS, 0.0)
     machine.handle(r.PushReady(), 1.0)
-    machine.handle(r.PushAlive(writing), 2.0)
-    if writing:
-        machine.handle(r.PushAlive(writing), 2.0 + LIMITS.read_s - 1.0)
-    report, *_ = machine.handle(r.ReceiveTick(), machine.next_deadline())
-    assert report.reason.endswith(missing)
+    machine.handle(r.PushAlive(arrived), 2.0)
+    assert machine.next_deadline() == 2.0 + LIMITS.silent_s
+    report, *_ = machine.handle(r.ReceiveTick(missing="it did not answer"), machine.next_deadline())
+    assert report.reason.endswith(f"took longer than {LIMITS.silent_s:g} s: it did not answer")
 
 
 PUSH_EVENTS: list[tuple[r.Event, float]] = [
     (r.PushReady(), 0.0),
-    (r.PushAlive(writing=False), 0.0),
-    (r.PushAlive(writing=True), 0.0),
+    (r.PushAlive(None), 0.0),
+    (r.PushAlive(1), 0.0),
+    (r.PushAlive(1), LATE),
     (r.PushSilent(), 0.0),
     (r.PushDone(), 0.0),
     (r.PushDone(comparable=True), 0.0),
@@ -299,18 +299,19 @@ def test_every_order_of_events_of_a_push_reports_once_and_truthfully(verify):
     }
 
 
-def test_a_push_that_computes_for_long_is_waited_for_and_one_that_writes_for_long_is_not():
+def test_a_push_that_computes_or_writes_for_long_is_waited_for_and_one_of_which_nothing_moves_is_not():
     machine = r.Receive(LIMITS, 0.0)
     machine.handle(r.PushReady(), 1.0)
     assert machine.next_deadline() == 1.0 + LIMITS.silent_s
     for now in (10.0, 20.0, 500.0):
-        assert machine.handle(r.PushAlive(writing=False), now) == [r.AskPush()]
+        assert machine.handle(r.PushAlive(None), now) == [r.AskPush()]
         assert machine.next_deadline() == now + LIMITS.silent_s
-    machine.handle(r.PushAlive(writing=True), 510.0)
-    machine.handle(r.PushAlive(writing=True), 520.0)
-    assert machine.next_deadline() == 510.0 + LIMITS.read_s
-    [report, _] = machine.handle(r.ReceiveTick(), 530.0)
-    assert isinstance(report, r.Report) and "20 s" in report.reason
+    for now in (510.0, 525.0, 540.0, 1000.0):
+        assert machine.handle(r.PushAlive(int(now)), now) == [r.AskPush()]
+    assert machine.handle(r.PushAlive(1000), 1000.0 + LIMITS.read_s - 0.1) == [r.AskPush()]
+    [report, withdrawn] = machine.handle(r.PushAlive(1000), 1000.0 + LIMITS.read_s)
+    assert withdrawn == r.Withdraw() and report.quarantined
+    assert "took longer than 20 s: the prefill side answers" in report.reason and "1000" in report.reason
 
 
 def test_what_was_read_is_compared_before_it_is_confirmed():

@@ -151,7 +151,7 @@ async def test_a_prefill_that_its_engine_cut_off_is_502_and_said(bench: Bench) -
     await bench.route([prefill.url], [decode.url])
     status, answer, _ = await bench.ask()
     assert status == 502 and decode.asked == []
-    assert "the prefill instance could not finish" in answer["error"]["message"]
+    assert f"prefill instance {prefill.url} could not finish" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])

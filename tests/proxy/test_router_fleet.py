@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, HANDS_OVER, info
+from tests.support.proxy.stand_ins import DONE, HANDS_OVER, answers, info
 from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, EngineInfo, parse
 from vllm_pd_connector.proxy.choice import NOTHING_KNOWN
 from vllm_pd_connector.proxy.fleet import InstanceRole
@@ -275,3 +275,36 @@ def test_operators_mistakes_are_told(method: str, body: object, query: str, stat
             assert (await response.json())["error"]["message"]
 
     over_bench(test)()
+
+
+def test_who_asks_for_health_all_the_time_finds_a_change_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(bench: Bench) -> None:
+        prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
+        await bench.route([prefill.url], [decode.url])
+        for health in (200, 503, 200):
+            prefill.health = health
+            for _ in range(2):
+                await bench.check()
+            assert [(await bench.get("/health"))[0] for _ in range(3)] == [health] * 3
+
+    caplog.set_level("INFO", "vllm_pd_connector.proxy.router")
+    over_bench(test)()
+    assert [record.getMessage() for record in caplog.records if record.name.endswith("router")] == [
+        "health: every role has an instance",
+        "health: no usable prefill instance",
+        "health: every role has an instance",
+    ]
+
+
+def test_the_log_says_which_instance_failed_and_how(caplog: pytest.LogCaptureFixture) -> None:
+    urls = []
+
+    async def test(bench: Bench) -> None:
+        prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(answers({"error": "no tea"}, 418))
+        await bench.route([prefill.url], [decode.url])
+        assert (await bench.ask())[0] == 418
+        urls.append(decode.url)
+
+    over_bench(test)()
+    [line] = [record.getMessage() for record in caplog.records if "418" in record.getMessage()]
+    assert f"decode instance {urls[0]} answered 418: " in line and "no tea" in line

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, HANDS_OVER, streams
+from tests.support.proxy.stand_ins import DONE, HANDS_OVER, info, streams
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"n": 2}', b"\xff\xfe"])
@@ -77,6 +77,15 @@ async def test_models_are_asked_for_in_the_clients_name(bench: Bench) -> None:
     for headers in ({"Authorization": "Bearer x"}, {}):
         async with bench.client.get(url, headers=headers) as response:
             assert (response.status, await response.json()) == (200, {"asked by": headers.get("Authorization")})
+
+
+@over_bench
+async def test_both_legs_have_the_client_s_priority(bench: Bench) -> None:
+    for handoff, says in (("serial", None), ("concurrent", info())):
+        p, d = await bench.instance(HANDS_OVER, says), await bench.instance(DONE)
+        await bench.route([p.url], [d.url], handoff=handoff)
+        assert (await bench.ask({"prompt": [1, 2], "priority": -3}, **{"X-Vllm-Priority": "7"}))[0] == 200
+        assert p.priorities == d.priorities == [("7", -3)]
 
 
 @over_bench

@@ -65,6 +65,21 @@ def test_what_is_no_port_or_no_time_is_refused_by_name(words: tuple[str, str], c
     assert f"argument {words[0]}: '{words[1]}' is not a" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((), "no instance is given, and none can be added: give --prefill and --decode, --instance, or --admin-port"),
+        (("--slack", "-1"), "vllm-pd proxy: argument --slack: '-1' is not a number from 0 on"),
+        (("--prefix",), "vllm-pd proxy: unrecognized arguments: --prefix"),
+    ],
+)
+def test_a_router_that_could_never_route_ends_with_one_line(words: tuple[str, ...], line: str) -> None:
+    command = [sys.executable, "-m", "vllm_pd_connector.cli", "proxy", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=STARTS_WITHIN)
+    [said] = ended.stderr.splitlines()
+    assert ended.returncode == 2 and said.endswith(line)
+
+
 def test_the_command_serves_clients_and_operators_until_it_is_told_to_stop() -> None:
     port, admin, nobody = (free_port() for _ in range(3))
     command = [sys.executable, "-m", "vllm_pd_connector.proxy", "--port", str(port), "--admin-port", str(admin)]
@@ -129,7 +144,7 @@ def test_requests_have_the_time_to_end_that_the_command_line_says(monkeypatch: p
 def test_a_router_whose_port_is_taken_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "vllm_pd_connector.proxy", "--port", str(port)]
+        command = [sys.executable, "-m", "vllm_pd_connector.proxy", "--port", str(port), "--admin-port", "0"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=STARTS_WITHIN)
     assert done.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr and "Traceback" not in done.stderr

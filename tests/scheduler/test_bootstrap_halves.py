@@ -221,7 +221,7 @@ def test_an_engine_registers_on_its_own_host_only_if_the_first_engine_is_there(m
         leaders.append(asked)
         return SimpleNamespace(close=lambda: None)
 
-    monkeypatch.setattr("vllm_pd_connector.scheduler.producer.EngineRegistration", register)
+    monkeypatch.setattr("vllm_pd_connector.scheduler.bootstrap.EngineRegistration", register)
     ranks = {"data_parallel_index": 1, "data_parallel_master_ip": first}
     changes = {"mode": "push", "bootstrap_port": 8998, "side_channel_host": "127.0.0.2"}
     half, _ = make_half("kv_producer", parallel=ranks, **changes)

@@ -80,7 +80,7 @@ def reports(producer: SchedulerHalf, half: SchedulerHalf) -> list[Any]:
 
 def test_the_lease_of_a_request_that_vllm_refused_is_given_back_and_one_line_says_so(pair, caplog):
     producer, consumer, _ = pair
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="vllm_pd_connector")
     reject(consumer, hand_over(producer, "p-1"))
     until(lambda: freed(producer) == ["p-1"], "the lease to be given back")
     [line] = caplog.records
@@ -133,7 +133,7 @@ def test_a_refused_request_gives_its_lease_back_in_one_line(pair, caplog):
 
 def test_what_a_failed_request_came_for_is_not_given_back_twice(pair, caplog):
     producer, consumer, pool = pair
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="vllm_pd_connector")
     params = hand_over(producer, "p-1")
     request = make_request("d-1", params)
     consumer.on_new_request(request)

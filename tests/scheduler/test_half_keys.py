@@ -13,7 +13,7 @@ from tests.support.scheduler.halves import EMPTY_STEP, TOKEN, allocate, freed, h
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.metadata import BadParameters
 from vllm_pd_connector.scheduler.half import SchedulerHalf
-from vllm_pd_connector.sidechannel.net.keys import create_keys, create_secret
+from vllm_pd_connector.sidechannel.net.keys import admits, create_keys, create_secret
 
 
 def refusal(half: SchedulerHalf, pool: BlockPool, params: Any) -> str:
@@ -30,6 +30,13 @@ def test_a_producer_without_keys_does_not_listen_where_others_reach_it():
         make_half("kv_producer", side_channel_host="0.0.0.0")
     make_half("kv_consumer", side_channel_host="0.0.0.0")[0].shutdown()
     make_half("kv_producer", side_channel_host="0.0.0.0", allow_unauthenticated_peers=True)[0].shutdown()
+
+
+@pytest.mark.parametrize(
+    ("host", "who"), [("127.0.0.1", "every process of this host"), ("0.0.0.0", "every host that reaches it")]
+)
+def test_the_log_says_whom_a_side_channel_without_keys_lets_in(host, who):
+    assert admits(None, host) == f"for {who}: side_channel_keys is not set"
 
 
 def test_a_consumer_without_keys_asks_nobody_on_another_host():

@@ -161,7 +161,7 @@ def test_a_store_behind_it_does_not_take_a_prompt_that_is_remote(producer: Sched
 def test_manifests_of_the_workers_are_served(by_stage: bool) -> None:
     half, _ = make_half("kv_producer")
     served: list[Any] = []
-    half.serve = lambda manifests, tokens: served.append((manifests, tokens))  # type: ignore[method-assign]
+    half.serve = lambda manifests, tokens, weights: served.append((manifests, tokens))  # type: ignore[method-assign]
     multi, metas = together(connector(half)), [EncodedManifest(bytes([i]), TOKEN) for i in range(2)]
     if by_stage:
         multi.set_xfer_handshake_metadata_pp_aware({(1, 0): metas[1], (0, 0): metas[0]})

@@ -75,7 +75,7 @@ def test_blocks_that_another_connector_failed_to_load_fail_the_push_that_wrote_f
     step(prefill.half, p_1=(0, 30))
     assert len(prefill.commands()) == 1
     prefill.half.update_output(KVConnectorOutput(invalid_block_ids={9}))  # of a request that nobody waits for
-    assert not prefill.half.producer._server.pushes.given_up("p-1") and prefill.held() == 3
+    assert not prefill.half.producer._server.pushes.given_up(["p-1"]) and prefill.held() == 3
     prefill.half.update_output(KVConnectorOutput(invalid_block_ids={6, 7}))
     reply = answer()
     assert (reply.state, reply.terminal) == (PushState.FAILED, False) and "failed to load" in reply.reason

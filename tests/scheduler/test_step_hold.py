@@ -68,7 +68,7 @@ def hold(loop: Loop) -> Iterator[StepHold]:
     made_hold.close()
 
 
-WAITING: dict[str, Any] = {"computes": False, "tells": False, "loading": 1}
+WAITING: dict[str, Any] = {"computes": False, "tells": False, "waiting": 1}
 
 
 def test_a_step_in_which_only_caches_are_waited_for_is_held(hold: StepHold, loop: Loop) -> None:
@@ -76,7 +76,7 @@ def test_a_step_in_which_only_caches_are_waited_for_is_held(hold: StepHold, loop
     assert loop.waits == [LONGEST_S]
 
 
-@pytest.mark.parametrize("change", [{"computes": True}, {"tells": True}, {"loading": 0}])
+@pytest.mark.parametrize("change", [{"computes": True}, {"tells": True}, {"waiting": 0}])
 def test_a_step_with_something_to_do_is_not_held(hold: StepHold, loop: Loop, change: dict[str, Any]) -> None:
     hold.step(**WAITING | change)
     assert not loop.waits
@@ -253,7 +253,7 @@ def test_vllms_idle_engine_leaves_its_queue_to_step_when_it_is_asked() -> None:
     hold.ask()
     thread.join()
     assert core.has_work()
-    hold.step(computes=False, tells=False, loading=0)
+    hold.step(computes=False, tells=False, waiting=0)
     assert not core.has_work()
 
 

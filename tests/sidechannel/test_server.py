@@ -284,8 +284,8 @@ def test_an_answer_that_cannot_be_sent_is_a_failure_for_its_client_and_the_other
     client.send(
         address(server), PushInto(PrefillRef("name", None), home, 0, 0, 0, 0, 1, A, blocks, 0, 16, "0" * 16), 60.0
     )
-    wait_for(lambda: server.pushes.wanted("req"))
-    server.pushes.progressed("req", blocks, 16, 1)
+    wait_for(lambda: server.pushes.wanted(["req"]))
+    server.pushes.progressed([("req", blocks, 16)], 1)
     outcomes = collect(client, 2)
     failure = outcomes[workers[0]]
     assert isinstance(failure, m.Failure) and failure.code is m.FailureCode.INTERNAL and "too large" in failure.message
@@ -301,12 +301,12 @@ def test_a_server_remembers_no_large_answers_that_were_taken(server, client):
     assert server.pushes.started("req", "name", tokens, "0" * 16)
     decode = SideChannelClient()  # of its own: it is told how far the push is whenever that takes long
     decode.send(address(server), into, 60.0)
-    wait_for(lambda: server.pushes.wanted("req"))
+    wait_for(lambda: server.pushes.wanted(["req"]))
     seen = 0
 
     def take_order() -> None:
         nonlocal seen
-        server.pushes.progressed("req", blocks, seen + 1, seen + 1)
+        server.pushes.progressed([("req", blocks, seen + 1)], seen + 1)
         orders = ask(client, server, AwaitCommands(A, 0, seen))
         assert isinstance(orders, Commands)
         assert [type(order) for order in orders.orders if not isinstance(order, BeginCommand)] == [WriteCommand]

@@ -1,11 +1,17 @@
-"""What a prefill instance with this connector answers, for tests of what is done with it."""
+"""What instances with this connector answer, for tests of what is done with it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vllm_pd_connector.protocol.params.answer import encode_params
-from vllm_pd_connector.protocol.params.parse import Extension, RemotePrefill
+from vllm_pd_connector.protocol.params.answer import encode_params, require_signature
+from vllm_pd_connector.protocol.params.conversation import (
+    is_named_alone,
+    names_conversation,
+    parse_conversation,
+    parse_named,
+)
+from vllm_pd_connector.protocol.params.parse import Extension, RemotePrefill, parse_remote_decode
 from vllm_pd_connector.protocol.wire.messages import PROTOCOL_VERSION
 
 OWN = Extension.__struct_fields__
@@ -41,3 +47,31 @@ def answer_of(**changes: Any) -> RemotePrefill:
 def handed_over(secret: bytes | None = None) -> dict[str, Any]:
     """Its `kv_transfer_params`, signed with a `secret`."""
     return encode_params(answer_of(), secret)
+
+
+NAMED = {
+    "do_remote_decode": True,
+    "remote_engine_id": "d-0",
+    "remote_host": "10.0.0.1",
+    "remote_port": 5600,
+    "remote_request_id": "cmpl-1",
+}
+"""What a router sends that knows a conversation by its name alone."""
+
+
+def kept(secret: bytes | None = None) -> dict[str, Any]:
+    """What a decode instance answers that keeps a conversation."""
+    params = handed_over() | {"do_remote_prefill": False, "do_remote_decode": True}
+    params["pd_connector"] |= {"prefixes": [[16, "0" * 16], [33, "0123456789abcdef"]]}
+    return encode_params(parse_conversation(params), secret)
+
+
+def use_turn(params: Any) -> object:
+    """Parameters for a prefill instance, as its scheduler half reads them."""
+    if not names_conversation(params):
+        return parse_remote_decode(params)
+    if is_named_alone(params):
+        return parse_named(params)
+    found = parse_conversation(params)
+    require_signature(found, b"s" * 32)
+    return found.lease

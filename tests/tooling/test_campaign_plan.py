@@ -12,10 +12,12 @@ from tests.faults.lines import LANES, LEAST, LONGEST_S, Line
 from tests.faults.plan import (
     BOTH,
     CONFIRMED_TOO,
+    ELASTIC,
     NETWORK,
     ONE_PAIR,
     ONE_PAIR_COMPARED,
     ONE_PAIR_PUSH,
+    OPERATED,
     RESTARTS,
     WORKERS,
     Fault,
@@ -31,6 +33,8 @@ WORLDS = {
     "workers": WORKERS,
     "network": NETWORK,
     "both": BOTH,
+    "operated": OPERATED,
+    "elastic": ELASTIC,
 }
 LINES = [line for lane in LANES for line in lane]
 by_name = pytest.mark.parametrize("kinds", WORLDS.values(), ids=WORLDS)
@@ -95,6 +99,7 @@ def test_make_faults_has_every_kind_in_every_world_and_a_few_in_mode_push(seed: 
         ("--world pair", False, ONE_PAIR),
         ("--world pair", True, ONE_PAIR_PUSH),
         ("--world workers", False, WORKERS),
+        ("--world operated", False, OPERATED),
     ):
         lines = [line for line in LINES if words in line.words and ("push" in line.words) == pushes]
         assert {fault.kind for line in lines for fault in faults_in(line, seed)} == {kind.name for kind in kinds}

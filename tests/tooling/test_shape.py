@@ -21,15 +21,17 @@ LINES, FILES = 400, 12
 
 LEVELS: tuple[set[str], ...] = (
     {"errors", "bounded", "arguments", "content", "wake"},
+    {"in_tree"},
     {"geometry", "instance_info"},
-    {"protocol", "transport"},
+    {"protocol", "transport", "routing"},
     {"config"},
     {"sidechannel", "compat"},
+    {"checks"},
     {"metadata", "plugin"},
     {"observability"},
     {"scheduler", "worker"},
     {"connector"},
-    {"proxy"},
+    {"proxy", "integrations"},
     {"cli"},
 )
 """The package's modules and folders. Each imports from levels above its own alone."""
@@ -38,11 +40,13 @@ NARROWER = {
     "geometry": {"errors"},
     "protocol": {"errors", "bounded", "geometry"},
     "transport": {"errors", "geometry", "wake"},
-    "proxy": {"errors", "bounded", "arguments", "instance_info"},
+    "routing": {"errors", "instance_info"},
+    "proxy": {"errors", "bounded", "arguments", "instance_info", "routing"},
+    "integrations": {"errors", "config", "instance_info", "routing", "connector"},
 }
 """Parts that may know less than what lies above them."""
 
-LIBRARIES = {"vllm", "torch", "nixl", "mooncake", "aiohttp"}
+LIBRARIES = {"vllm", "torch", "nixl", "mooncake", "aiohttp", "ray"}
 KNOW_A_LIBRARY = {
     "vllm_pd_connector/compat": {"vllm", "torch"},
     "vllm_pd_connector/connector.py": {"vllm", "torch"},
@@ -50,6 +54,7 @@ KNOW_A_LIBRARY = {
     "vllm_pd_connector/transport/nixl": {"nixl"},
     "vllm_pd_connector/transport/mooncake": {"mooncake"},
     "vllm_pd_connector/proxy": {"aiohttp"},
+    "vllm_pd_connector/integrations/ray.py": {"ray"},
 }
 
 
@@ -128,10 +133,14 @@ def test_imports_go_one_way() -> None:
 
 def test_only_the_command_line_imports_the_router() -> None:
     outside = {name for name, other in arrows() if part(other) == "proxy" and part(name) != "proxy"}
-    assert outside == {f"{NAME}.cli"}
-    at_once = ast.parse((PACKAGE / "cli.py").read_text()).body
+    assert outside == {f"{NAME}.cli.app"}
+    at_once = ast.parse((PACKAGE / "cli" / "app.py").read_text()).body
     lines = [ast.unparse(node) for node in at_once if isinstance(node, ast.Import | ast.ImportFrom)]
     assert [line for line in lines if "proxy" in line] == []
+
+
+def test_nothing_imports_an_integration() -> None:
+    assert {name for name, other in arrows() if part(other) == "integrations"} == set()
 
 
 @pytest.mark.parametrize("library", sorted(LIBRARIES))

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import resource
+import selectors
 import signal
 import socket
 import time
@@ -126,6 +127,32 @@ def test_who_dials_after_the_end_is_told_so_and_leaves_no_socket(
     with pytest.raises(TransferError, match="this worker's links have ended"):
         here.dial(HOST, there.port, "there", 5.0)
     assert made[0].fileno() < 0
+
+
+def readable(connection: socket.socket, seconds: float) -> bool:
+    with selectors.DefaultSelector() as selector:  # takes descriptors of any number
+        selector.register(connection, selectors.EVENT_READ)
+        return bool(selector.select(seconds))
+
+
+def test_a_hub_that_fails_loses_its_peers_and_does_not_say_that_its_process_ended(
+    exchange: Callable[..., LivenessHub], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    here, there = exchange("here"), exchange("there")
+    line, back = opened(here, there, "there"), opened(there, here, "here")
+
+    def broken(now: float) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(here, "_look_after_unauthenticated", broken)
+    here._wake.set()
+    assert lost(line) == "this worker's links have ended" and not line.ended
+    assert "liveness links have failed" in caplog.text and "no memory" in caplog.text
+    with pytest.raises(TransferError, match="links have ended"):
+        here.dial(HOST, there.port, "there", 5.0)
+    assert not readable(back.socket, 0.2), "its process goes on, and may still write"
+    here.close()
+    assert "its process ended" in lost(back)
 
 
 def test_programs_that_the_process_starts_inherit_no_descriptor(exchange: Callable[..., LivenessHub]) -> None:

@@ -178,6 +178,6 @@ def test_collapsing_changes_no_byte() -> None:
 def test_a_kernel_that_refuses_is_only_a_debug_message(caplog: pytest.LogCaptureFixture) -> None:
     nowhere = Segment(address=1 << 46, length=4 << 20, device="cpu", device_id=0)
     on_a_device = Segment(address=1 << 46, length=4 << 20, device="cuda", device_id=0)
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG, logger="vllm_pd_connector"):
         assert hugepages.collapse([nowhere, on_a_device]) == 0
     assert "2 of 2 huge pages refused (last: ENOMEM)" in caplog.text

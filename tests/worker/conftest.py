@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 
+from tests.support.worker.decode_instance import Prefill
+from tests.support.worker.writer import Target, Writer
+from vllm_pd_connector.config import Config
 from vllm_pd_connector.worker.peers import process_watch
 
 
@@ -13,3 +19,27 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_watch, "SETTLE_S", 0.1)
     monkeypatch.setattr(process_watch, "AGAIN_S", 0.05)
     monkeypatch.setattr(process_watch, "LOOK_S", 0.02)
+
+
+@pytest.fixture
+def prefill() -> Iterator[Prefill]:
+    with contextlib.closing(Prefill()) as made:
+        yield made
+
+
+@pytest.fixture
+def other() -> Iterator[Prefill]:
+    with contextlib.closing(Prefill("p-1")) as made:
+        yield made
+
+
+@pytest.fixture
+def writer(config: Config) -> Iterator[Writer]:
+    with contextlib.closing(Writer(config)) as made:
+        yield made
+
+
+@pytest.fixture
+def target(config: Config) -> Iterator[Target]:
+    with contextlib.closing(Target(config)) as made:
+        yield made

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.worker.decode_instance import Decode, Prefill
+from tests.support.worker.late_memory import LateMemory
 from tests.support.worker.prefill_instance import P_BLOCKS, real
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.blocks import BlockTable
@@ -75,6 +76,16 @@ def test_equal_contents_are_verified_and_counted(decode):
         assert all(decode.wait_for(*names))
         decode.until(lambda: decode.verified == 5, "the count")
         assert (decode.worker.memory == decode.expected()).all()
+
+
+def test_what_is_compared_is_visible_before(decode, monkeypatch):
+    late = LateMemory(monkeypatch)
+    with contextlib.closing(Verifying()) as prefill:
+        decode.loop.submit([prefill.held("a")], [])
+        assert decode.wait_for("a") == [True]
+        late.refuses = True
+        decode.loop.submit([prefill.held("b")], [])
+        assert decode.wait_for("b") == [False] and decode.failures == {"internal": 1}
 
 
 def test_a_difference_fails_the_receive_and_gives_the_lease_back(decode):

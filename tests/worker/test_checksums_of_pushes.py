@@ -59,12 +59,6 @@ def writer(config: Config) -> Iterator[Vouching]:
         yield made
 
 
-@pytest.fixture
-def target(config: Config) -> Iterator[Target]:
-    with contextlib.closing(Target(config)) as made:
-        yield made
-
-
 @pytest.mark.parametrize("by_lease", [False, True])
 def test_equal_contents_are_verified_counted_and_freed(writer, target, by_lease):
     names = [f"r{i}" for i in range(5)]
@@ -80,9 +74,9 @@ def test_equal_contents_are_verified_counted_and_freed(writer, target, by_lease)
 def test_what_went_out_step_by_step_is_verified_as_a_whole(writer, target):
     target.loop.submit([target.request(writer, start=0)], [])
     writer.begin()
-    until(lambda: writer.server.pushes.wanted("p-a"), "the registration")
+    until(lambda: writer.server.pushes.wanted(["p-a"]), "the registration")
     writer.compute(0, 6)
-    writer.server.pushes.progressed("p-a", SOURCE, 6, 1)
+    writer.server.pushes.progressed([("p-a", SOURCE, 6)], 1)
     writer.step_done(1)
     target.until(lambda: not whole(target.worker.memory, target.before), "the first page")
     writer.compute(6, 10)
@@ -157,9 +151,9 @@ def test_an_aborted_request_gives_the_blocks_back(target, config):
 def test_a_prefill_that_was_preempted_is_not_compared(writer, target):
     target.loop.submit([target.request(writer, start=0)], [])
     writer.begin()
-    until(lambda: writer.server.pushes.wanted("p-a"), "the registration")
+    until(lambda: writer.server.pushes.wanted(["p-a"]), "the registration")
     writer.compute(0, 10)
-    writer.server.pushes.progressed("p-a", OTHER_BLOCKS, 6, 1)
+    writer.server.pushes.progressed([("p-a", OTHER_BLOCKS, 6)], 1)
     writer.step_done(1)
     writer.finish(step=2)
     writer.step_done(2)

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from vllm_pd_connector.connector import PDConnector
 from vllm_pd_connector.instance_info import parse
+from vllm_pd_connector.metadata import WorkerReport
 from vllm_pd_connector.observability.stats import FailureKind, PDPromMetrics, PDStats, Phase
 from vllm_pd_connector.worker.outbox import Outbox
 
@@ -107,6 +108,27 @@ def test_routers_are_told_of_each_engine_what_that_engine_itself_uses():
     assert told == [("e_dp0", 5600, 4, "kv_producer", "pull"), ("e_dp1", 5601, 4, "kv_producer", "pull")]
 
 
+def test_the_protocol_in_use_is_a_label_and_ranks_that_differ_are_two_rows():
+    registry = CollectorRegistry()
+
+    def gauge(multiprocess_mode="all", **kwargs):
+        return Gauge(registry=registry, multiprocess_mode=multiprocess_mode, **kwargs)
+
+    ranks = [Outbox(), Outbox()]
+    for outbox, protocol in zip(ranks, ("rdma", "tcp"), strict=True):
+        outbox.speaks("mooncake", protocol)
+    told = [outbox.take_stats() for outbox in ranks]
+    assert not any(outbox.take_stats() for outbox in ranks), "it is said once"
+    total = told[0].aggregate(PDConnector.build_kv_connector_stats(told[1].to_dict()))
+    kinds = {Counter: MagicMock(), Gauge: gauge, Histogram: MagicMock()}
+    PDPromMetrics(CONFIG, kinds, ["engine"], {0: ["0"]}).observe(total.to_dict())
+    rows = [row for row in generate_latest(registry).decode().splitlines() if "transport_info{" in row]
+    assert rows == [
+        f'vllm:pd_transport_info{{engine="0",protocol="{protocol}",transport="mooncake"}} 1.0'
+        for protocol in ("rdma", "tcp")
+    ]
+
+
 def test_gauges_of_several_api_servers_are_one_row_with_the_newest_value():
     modes: dict[str, str | None] = {}
 
@@ -140,3 +162,13 @@ def test_prometheus_series_show_what_was_counted():
     assert registry.get_sample_value("vllm:pd_failed_pushes_total", labels | {"reason": "peer_unreachable"}) == 2
     assert registry.get_sample_value("vllm:pd_phase_seconds_sum", labels | {"phase": "total"}) == 0.5
     assert registry.get_sample_value("vllm:pd_leases", labels) == 3
+
+
+def test_a_failure_that_its_request_can_do_without_is_not_told_to_vllm():
+    outbox = Outbox()
+    outbox.finished("turn", ok=False, quarantined=True, spare=True)
+    outbox.finished("decode", ok=False, quarantined=False)
+    results, report = outbox.take_results(), outbox.take_report()
+    assert (results.finished_recving, results.failed_recving) == ({"turn", "decode"}, {"decode"})
+    assert report is not None and (report.spared, report.quarantined) == ({"turn"}, {"turn": 1})
+    assert report.aggregate(WorkerReport(spared={"other"})).spared == {"turn", "other"}

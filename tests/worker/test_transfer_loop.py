@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.ports import free_port
@@ -22,6 +23,7 @@ from tests.support.worker.decode_instance import (
     decode,
     lacking,
     prefill,
+    request_of,
     until,
 )
 from tests.support.worker.prefill_instance import MODEL, instance, real
@@ -29,6 +31,7 @@ from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.staging.strided_copy import Copy
 from vllm_pd_connector.metadata import BadParameters, ReceiveRequest
+from vllm_pd_connector.protocol.wire.fields import Weights
 from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.outbox import Outbox
 from vllm_pd_connector.worker.receive import ending
@@ -106,6 +109,14 @@ def test_other_blocks_than_those_that_were_handed_over_are_not_vouched_for(prefi
     assert decode.failures == {"lease_lost": 1}
 
 
+def test_other_weights_than_those_of_the_lease_are_not_vouched_for(prefill, decode):
+    held = prefill.hand_over("a")
+    changed = msgspec.structs.replace(held.pd_connector, weights=Weights("version mine"))
+    decode.loop.submit([request_of("a", msgspec.structs.replace(held, pd_connector=changed))], [])
+    assert decode.wait_for("a") == [False]
+    assert decode.failures == {"lease_lost": 1}
+
+
 def test_an_incompatible_peer_is_refused_once_and_remembered(decode):
     with contextlib.closing(Prefill(version=1, model=changed_model(dtype="float16"))) as prefill:
         decode.loop.submit([prefill.request("a")], [])
@@ -115,6 +126,18 @@ def test_an_incompatible_peer_is_refused_once_and_remembered(decode):
         assert decode.failures == {"incompatible_peer": 2}
         assert prefill.server.counts()["GetManifests"] == 1
         assert (decode.worker.memory == decode.before).all()
+
+
+def test_weights_of_the_start_say_nothing_where_both_sides_are_known_to_have_the_same(decode):
+    """They were changed in place since, and are compared with each request; a pair that was refused goes on then."""
+    with contextlib.closing(Prefill(model=changed_model(weights="content b"))) as prefill:
+        decode.loop.submit([prefill.request("a")], [])
+        assert decode.wait_for("a") == [False] and decode.failures == {"incompatible_peer": 1}
+        decode.loop.submit([replace(prefill.request("b"), same_weights=True)], [])
+        assert decode.wait_for("b") == [True]
+        assert (decode.worker.memory == decode.expected()).all()
+        decode.loop.submit([prefill.request("c")], [])
+        assert decode.wait_for("c") == [True], "the scheduler half compares for as long as an epoch is told"
 
 
 def test_a_foreign_engine_at_the_address_fails_the_request(prefill, decode):

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.geometry.world import instance
+from tests.support.worker.prefill_instance import MODEL, P_SIDE, real
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.metadata import StepMetadata
 from vllm_pd_connector.sidechannel.bell import Bell
@@ -58,6 +60,21 @@ def test_the_transport_is_told_where_the_caches_are_and_where_the_instance_is(
     half._make_transport(SimpleNamespace(segments=segments))
     [(options, use)] = told
     assert options == settings and (use.memory, use.device_id) == memory
+
+
+@pytest.mark.libraries
+def test_a_worker_tells_what_its_transport_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    [worker] = instance(MODEL, P_SIDE, "d-0")[:1]
+    monkeypatch.setattr(half_module, "build_manifest", lambda *_, **__: real(worker))
+    options = {"protocol": "tcp", "address": "127.0.0.1"}
+    config = parse_config({"transport": "mooncake", "transport_options": options, "huge_pages": False})
+    roles = SimpleNamespace(is_kv_producer=False, is_kv_consumer=True)
+    engines = SimpleNamespace(data_parallel_index=0)
+    half = WorkerHalf(config, SimpleNamespace(kv_transfer_config=roles, parallel_config=engines), None)
+    half.register({})
+    stats = half.take_stats()
+    half.shutdown()
+    assert stats is not None and stats.data["protocols"] == {"tcp": "mooncake"}
 
 
 def test_a_worker_says_that_it_hears_and_rings_at_every_end() -> None:

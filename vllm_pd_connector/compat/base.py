@@ -23,7 +23,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+FOLLOWS_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+"""Whether this vLLM tells connectors when the caches' memory goes and comes back."""
+
 __all__ = [
+    "FOLLOWS_SLEEP",
     "CacheHitSource",
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",

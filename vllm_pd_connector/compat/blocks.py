@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -83,13 +84,28 @@ def stop_short(request: Request, tokens: int) -> None:
     request.max_tokens = 1
 
 
-def computed_after(output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """(request id, tokens whose cache is there after this step) of every request that is scheduled in it."""
+def computed_after(output: SchedulerOutput, among: Collection[str]) -> Iterator[tuple[str, int]]:
+    """(request id, tokens whose cache is there after this step) of those requests that are scheduled in it."""
+    if not among:
+        return
     for new in output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+        if new.req_id in among:
+            yield new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
     cached = output.scheduled_cached_reqs
     for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        yield request_id, computed + output.num_scheduled_tokens[request_id]
+        if request_id in among:
+            yield request_id, computed + output.num_scheduled_tokens[request_id]
+
+
+def begun_in(output: SchedulerOutput) -> Iterator[tuple[str, bool]]:
+    """(request id, whether caches were found for it) of every request that begins in this step, or begins anew after it
+    was preempted."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens > 0
+    cached = output.scheduled_cached_reqs
+    for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        if request_id in cached.resumed_req_ids:
+            yield request_id, computed > 0
 
 
 def prompt_digest(request: Request, num_tokens: int, adapter_ids: Mapping[str, str] = _NO_IDS) -> str:
@@ -106,12 +122,12 @@ def prompt_digest(request: Request, num_tokens: int, adapter_ids: Mapping[str, s
         digest.update(np.asarray(request.prompt_token_ids[:num_tokens], dtype="<i8").tobytes())
     if request.prompt_embeds is not None:
         digest.update(request.prompt_embeds[:num_tokens].flatten().contiguous().view(torch.uint8).numpy())
-    media = [_medium(feature) for feature in request.mm_features or ()]
+    media = [medium_name(feature) for feature in request.mm_features or ()]
     digest.update(repr((media, adapter_of(request, adapter_ids))).encode())
     return digest.hexdigest()
 
 
-def _medium(feature: MultiModalFeatureSpec) -> str:
+def medium_name(feature: MultiModalFeatureSpec) -> str:
     """What tells an image or another medium from all others, on every instance: vLLM's hash of it or the client's name
     for it; where vLLM has only named it for itself, what the model gets of it.
 
@@ -162,8 +178,9 @@ def keep_unshared(manager: KVCacheManager, request_id: str, group: int, block: i
         counts[request_id] = max(counts[request_id], block + 1)
 
 
-def before_reset(pool: BlockPool, give_back: Callable[[], object]) -> None:
-    """Have `give_back` called before the pool forgets its prefixes, which it refuses while a block is referenced.
+def around_reset(pool: BlockPool, give_back: Callable[[], object], was_reset: Callable[[], object]) -> None:
+    """Have `give_back` called before the pool forgets its prefixes, which it refuses while a block is referenced, and
+    `was_reset` when it has.
 
     An idle engine takes no steps in which ended leases are given back, and vLLM asks its connector only after the pool.
 
@@ -173,9 +190,34 @@ def before_reset(pool: BlockPool, give_back: Callable[[], object]) -> None:
 
     def reset_prefix_cache() -> bool:
         give_back()
-        return bool(reset())
+        if done := bool(reset()):
+            was_reset()
+        return done
 
     pool.reset_prefix_cache = reset_prefix_cache
+
+
+def is_empty(pool: BlockPool) -> bool:
+    """Whether a pool holds no caches: no block is in use, and none has a hash by which it would be found."""
+    unused = pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # the null block is always in use
+    return unused and all(block.block_hash is None for block in pool.blocks)
+
+
+def compute_here(scheduler: Any, request_id: str, *, at_once: bool) -> None:
+    """Have vLLM compute a request itself whose load has just ended, or ended and was not scheduled yet; `at_once`: its
+    blocks are given back now.
+
+    It takes the way of a failed load under `recompute`, whatever the policy is: nothing of it has failed.
+
+    Source: vLLM 0.32 and 0.33, `Scheduler._handle_failed_recving`, `_update_waiting_for_remote_kv`.
+    """
+    request = scheduler.requests.get(request_id)
+    if request is None or request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return
+    request.num_computed_tokens = 0
+    scheduler.failed_recving_kv_req_ids.add(request_id)
+    if at_once:
+        scheduler.kv_cache_manager.free(request)
 
 
 class HeldBlocks:
@@ -189,12 +231,35 @@ class HeldBlocks:
     def __init__(self, pool: BlockPool):
         self._pool = pool
         self._blocks: dict[str, dict[int, KVCacheBlock]] = {}
+        self._holders: Counter[int] = Counter()  # of each block
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are held, each counted once however many leases share it."""
+        return len(self._holders)
+
+    @property
+    def num_in_pool(self) -> int:
+        """Blocks that the pool has for requests: all but the null block."""
+        return int(self._pool.num_gpu_blocks) - 1
+
+    def num_held_for(self, request_id: str) -> int:
+        return len(self._blocks.get(request_id, ()))
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._blocks
+
+    def count(self, request_id: str) -> int:
+        """How many blocks are held for the request."""
+        return len(self._blocks.get(request_id, ()))
+
+    @property
+    def pool_sizes(self) -> tuple[int, int]:
+        """Blocks of the pool, and how many of them are free."""
+        return int(self._pool.num_gpu_blocks), int(self._pool.get_num_free_blocks())
 
     def holds_any(self, request_id: str, ids: Collection[int]) -> bool:
         """Whether one of these blocks is held for the request."""
@@ -206,11 +271,17 @@ class HeldBlocks:
         ids = (i for table in tables for i in table.ids.tolist())
         blocks = {i: self._pool.blocks[i] for i in ids if i != NULL_BLOCK and i not in held}
         self._pool.touch(list(blocks.values()))
+        self._holders.update(blocks.keys())
         held |= blocks
 
     def release(self, request_id: str) -> None:
         """Give the references back, the tail of the prompt first (vLLM evicts in this order)."""
-        self._pool.free_blocks(reversed(self._blocks.pop(request_id).values()))
+        blocks = self._blocks.pop(request_id)
+        self._pool.free_blocks(reversed(blocks.values()))
+        for block in blocks:
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                del self._holders[block]
 
 
 class Quarantine:

@@ -48,10 +48,10 @@ class EngineLoop:
         with data parallelism step in time with each other."""
         return hasattr(self._core, "dp_group") or bool(self._core.scheduler.running)
 
-    def has_others(self, loading: int) -> bool:
-        """Whether the scheduler has requests besides `loading` ones, or another connector has work."""
+    def has_others(self, waiting: int) -> bool:
+        """Whether the scheduler has requests besides `waiting` ones, or another connector has work."""
         scheduler = self._core.scheduler
-        if len(scheduler.requests) != loading or getattr(scheduler, "ec_connector", None) is not None:
+        if len(scheduler.requests) != waiting or getattr(scheduler, "ec_connector", None) is not None:
             return True
         return bool(scheduler.connector.has_pending_push_work())
 

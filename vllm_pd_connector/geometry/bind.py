@@ -153,6 +153,18 @@ def window_start(group: Group, tokens: int) -> int:
             return 0
 
 
+def prefix_behind(kind: GroupKind | None, window: int, first_token: int) -> int:
+    """The shortest prefix, in tokens, that can be gone on with where a group holds nothing before `first_token`: the
+    least number of which `window_start` is not before it."""
+    match kind:
+        case GroupKind.SLIDING_WINDOW if first_token:
+            return first_token + window - 1
+        case GroupKind.CHUNKED_LOCAL:
+            return -(-first_token // window) * window
+        case _:
+            return 0
+
+
 def pair(
     edge: Edge,
     source: BlockTables,

@@ -1,22 +1,24 @@
 """What a pair of instances would do, without moving a byte: verdict, edges, runs, bytes, conversions.
 
-The figures are those of a request of `tokens` tokens whose blocks do not follow each other in the caches, which is
-what a cache looks like after some hours of service; with consecutive blocks direct runs are longer and fewer.
+A request is bound as a receive binds its last move: the whole page in which it ends, where the pages of both sides are
+alike. The figures are those of a request of `tokens` tokens whose blocks do not follow each other in the caches, which
+is what a cache looks like after some hours of service. In a fresh one they do, and direct runs are longer and fewer:
+`neighbouring_runs`. A push is taken to be written at once, as with `push_when` "end"; step by step it takes more runs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from vllm_pd_connector.errors import BindError, IncompatiblePeer
-from vllm_pd_connector.geometry.bind import bind, pair
+from vllm_pd_connector.geometry.bind import Tail, pair, runs_of
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.plan import Edge, PagePairing, make_plan
 from vllm_pd_connector.geometry.sharding import describe_rank
-from vllm_pd_connector.geometry.staging.chunks import chunks, run_count, split
+from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, chunks, run_count, split
 from vllm_pd_connector.geometry.topology import TopologyCheck, TopologyStatus, check_pd_topology
 
 if TYPE_CHECKING:
@@ -37,9 +39,9 @@ class Movement:
         source_page_tokens, destination_page_tokens: 0 for states.
         source_share, destination_share: which tokens the ranks hold, as "1 of 2 by 16"; empty for all.
         converted: whether the bytes go by way of the initiator's staging buffer.
-        bytes: that reach the destination's cache.
+        bytes: that reach the destination's cache, with the slots behind the last token where a whole page moves.
         runs: that the transport reads or writes, between the caches or, if converted, on one side in the staging
-            buffer.
+            buffer; `neighbouring_runs` if the blocks follow each other on both sides.
         read_bytes: of these runs; more than `bytes` where gaps are read through. A push writes no gaps.
         unconverted_runs: about how many runs there would be without conversion.
         copies: strided copies that follow, or come first in a push.
@@ -59,43 +61,53 @@ class Movement:
     read_bytes: int
     unconverted_runs: int
     copies: int
+    neighbouring_runs: int
     source_share: str = ""
     destination_share: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A verdict and, if the pair is allowed, all that moves for a request of `tokens` tokens, by pull or push."""
+    """A verdict and, if the pair is allowed, all that moves for a request of `tokens` tokens, by pull or push, where a
+    run costs as much as `run_cost` bytes."""
 
     check: TopologyCheck
     tokens: int
     movements: tuple[Movement, ...]
     push: bool = False
+    run_cost: int = RUN_COST_BYTES
 
 
 def explain_pair(
-    prefill: Sequence[Manifest], decode: Sequence[Manifest], tokens: int, chunk_bytes: int, *, push: bool = False
+    prefill: Sequence[Manifest],
+    decode: Sequence[Manifest],
+    tokens: int,
+    chunk_bytes: int,
+    *,
+    push: bool = False,
+    run_cost: int = RUN_COST_BYTES,
 ) -> Explanation:
     """Check two whole instances and plan from `prefill` to `decode`, by pull or push.
 
-    `tokens` is reduced to what both caches hold; `chunk_bytes` is the most that is staged at a time, 0 for nothing.
+    `tokens` is reduced to what both caches hold; `chunk_bytes` is the most that is staged at a time, 0 for nothing, and
+    `run_cost` what a run costs the transport, in bytes.
     """
     check = check_pd_topology(decode, prefill)
     if not check.allowed:
-        return Explanation(check, tokens, (), push)
+        return Explanation(check, tokens, (), push, run_cost)
     held = min(_capacity(group) for side in (prefill, decode) for m in side for group in m.groups)
     tokens = min(tokens, held)
     movements: list[Movement] = []
     try:
         for manifest in decode:
             for edge in make_plan(manifest, prefill).edges:
-                movements += _edge(edge, tokens, chunk_bytes, push)
+                movements += _edge(edge, tokens, chunk_bytes, push, run_cost)
     except IncompatiblePeer as error:
         refused = TopologyCheck(TopologyStatus.DENY, error.summary, error.differences)
-        return Explanation(refused, tokens, (), push)
+        return Explanation(refused, tokens, (), push, run_cost)
     except BindError as error:  # instances that would be paired, but not for a request of this length
-        return Explanation(TopologyCheck(TopologyStatus.DENY, str(error)), tokens, (), push)
-    return Explanation(check, tokens, tuple(movements), push)
+        return Explanation(TopologyCheck(TopologyStatus.DENY, str(error)), tokens, (), push, run_cost)
+    return Explanation(check, tokens, tuple(movements), push, run_cost)
 
 
 def _capacity(group: Group) -> int:
@@ -103,27 +115,15 @@ def _capacity(group: Group) -> int:
     return max(1, group.num_blocks - 1) * max(1, group.block_tokens)
 
 
-def _edge(edge: Edge, tokens: int, chunk_bytes: int, push: bool) -> list[Movement]:
-    _, staged = split(edge, chunk_bytes, writes=push)
-    source = [_table(group, tokens, descending=False) for group in edge.source_groups]
-    destination = [_table(group, tokens, descending=True) for group in edge.destination_groups]
+def _edge(edge: Edge, tokens: int, chunk_bytes: int, push: bool, run_cost: int) -> list[Movement]:
+    _, staged = split(edge, chunk_bytes, writes=push, run_cost=run_cost)
+    ways = _Ways(tokens, push, run_cost)
     movements = []
     for pairing in edge.pairings:
-        only = replace(edge, pairings=(pairing,))
-        converted = pairing in staged.pairings
-        paired = pair(only, source, destination, 0, tokens)
-        count = len(paired[0][1].tokens)
-        if converted:
-            parts = list(chunks(paired, chunk_bytes, writes=push))
-            runs, read = sum(len(part.runs) for part in parts), sum(part.runs.total_bytes for part in parts)
-            copies = sum(len(part.copies) for part in parts)
-            moved = sum(copy.total_bytes for part in parts for copy in part.copies)
-            unconverted = round(run_count(pairing) * count)
-        else:
-            bound = bind(only, source, destination, 0, tokens)
-            runs = unconverted = len(bound)
-            read = moved = bound.total_bytes
-            copies = 0
+        only, converted = replace(edge, pairings=(pairing,)), pairing in staged.pairings
+        limit = chunk_bytes if converted else 0
+        work, unconverted = _work(only, ways, limit, scattered=True)
+        neighbouring, _ = _work(only, ways, limit, scattered=False)
         movements.append(
             Movement(
                 source=describe_rank(edge.source),
@@ -135,16 +135,54 @@ def _edge(edge: Edge, tokens: int, chunk_bytes: int, push: bool) -> list[Movemen
                 source_page_tokens=pairing.source.page_tokens,
                 destination_page_tokens=pairing.destination.page_tokens,
                 converted=converted,
-                bytes=moved,
-                runs=runs,
-                read_bytes=read,
+                bytes=work.moved,
+                runs=work.runs,
+                read_bytes=work.read,
                 unconverted_runs=unconverted,
-                copies=copies,
+                copies=work.copies,
+                neighbouring_runs=neighbouring.runs,
                 source_share=_share(pairing.source.share),
                 destination_share=_share(pairing.destination.share),
             )
         )
     return movements
+
+
+class _Ways(NamedTuple):
+    """Of what request the work is, and how it is moved."""
+
+    tokens: int
+    push: bool
+    run_cost: int
+
+
+class _Work(NamedTuple):
+    """What a transport is given for one pairing, and the copies beside it. `moved` and `read` are bytes."""
+
+    runs: int
+    read: int
+    moved: int
+    copies: int
+
+
+def _work(edge: Edge, ways: _Ways, chunk_bytes: int, *, scattered: bool) -> tuple[_Work, int]:
+    """The work along an edge of one pairing, by way of the staging buffer unless `chunk_bytes` is 0, and about how many
+    runs there are without one."""
+    tokens = ways.tokens
+    source = [_table(group, tokens, descending=False) for group in edge.source_groups]
+    destination = [_table(group, tokens, filled=True, descending=scattered) for group in edge.destination_groups]
+    paired = pair(edge, source, destination, 0, tokens, tail=Tail.PAGE, late=True)
+    if not chunk_bytes:
+        bound = runs_of(paired)
+        return _Work(len(bound), bound.total_bytes, bound.total_bytes, 0), len(bound)
+    parts = list(chunks(paired, chunk_bytes, writes=ways.push, run_cost=ways.run_cost))
+    work = _Work(
+        sum(len(part.runs) for part in parts),
+        sum(part.runs.total_bytes for part in parts),
+        sum(copy.total_bytes for part in parts for copy in part.copies),
+        sum(len(part.copies) for part in parts),
+    )
+    return work, round(sum(run_count(pairing) * len(spans.tokens) for pairing, spans in paired))
 
 
 def _share(share: TokenShare) -> str:
@@ -155,13 +193,14 @@ def _layers(pairing: PagePairing) -> int:
     return len({layer for batch in pairing.batches for layer in batch.layers})
 
 
-def _table(group: Group, tokens: int, *, descending: bool) -> BlockTable:
-    """Blocks for a request of this many tokens; those that a window has left behind are null on the destination."""
+def _table(group: Group, tokens: int, *, filled: bool = False, descending: bool) -> BlockTable:
+    """Blocks for a request of this many tokens; where they are `filled`, those that a window has left behind are
+    null."""
     blocks = min(max(1, -(-tokens // max(1, group.block_tokens))), max(1, group.num_blocks - 1))
     ids = np.arange(1, blocks + 1, dtype=np.int64)
     if descending:
         ids = ids[::-1].copy()
-        if group.window:
-            ends = (np.arange(blocks) + 1) * group.block_tokens
-            ids[ends <= tokens - group.window] = 0
+    if filled and group.window:
+        ends = (np.arange(blocks) + 1) * group.block_tokens
+        ids[ends <= tokens - group.window] = 0
     return BlockTable.of(0, ids.tolist())

@@ -29,6 +29,7 @@ class Role(StrEnum):
     KEY = "key"
     VALUE = "value"
     LATENT = "latent"
+    LATENT_SCALE = "latent_scale"
     INDEX = "index"
     INDEX_SCALE = "index_scale"
     KEY_SCALE = "key_scale"

@@ -2,7 +2,8 @@
 
 One `PDStats` is filled by the transfer thread, taken by each engine step, aggregated over ranks and over time by
 vLLM, and observed once in the API server. Counts are sums over ranks. `gauges` are set by the scheduler half and, for
-self-tests, by a worker; the newest value wins. The series are the same for every transport.
+self-tests, by a worker; the newest value wins. `protocols` are what the workers' transport speaks. The series are the
+same for every transport.
 
 Source: vLLM 0.32, `kv_connector/v1/metrics.py` (KVConnectorStats, KVConnectorPromMetrics).
 """
@@ -50,7 +51,18 @@ class FailureKind(StrEnum):
     INTERNAL = "internal"
 
 
-_COUNTS = ("bytes", "runs", "descriptors", "receives", "verified", "leases_expired", "leases_over_limit", "relinked")
+_CONVERSATIONS = {
+    "conversations_kept": "Finished requests whose caches were kept for the next turn of their conversation.",
+    "conversations_read": "Those of them that were read.",
+    "conversations_dropped": "Those of them that were given back early, for requests that needed blocks.",
+    "turns_computed": "Prefills that named a conversation and read nothing of it; the log says why.",
+    "turns_read": "Prefills that were told to read the beginning of their conversation.",
+    "turn_tokens": "Tokens that these were told to read.",
+}
+_COUNTS = (
+    "bytes", "runs", "descriptors", "receives", "verified", "leases_expired", "leases_over_limit", "relinked",
+    *_CONVERSATIONS,
+)  # fmt: skip
 _FAILURES = {
     "failures": ("vllm:pd_failed_receives", "Receives that failed, by reason, summed over ranks."),
     "failed_pushes": ("vllm:pd_failed_pushes", "Pushes that failed on the prefill side, by reason, summed over ranks."),
@@ -69,7 +81,8 @@ class PDStats(KVConnectorStats):  # type: ignore[misc]  # vLLM ships no types
 
     def reset(self) -> None:
         empty: dict[str, Any] = dict.fromkeys(_COUNTS, 0)
-        self.data: dict[str, Any] = empty | {"failures": {}, "failed_pushes": {}, "phases": {}, "gauges": {}}
+        tables: dict[str, Any] = {name: {} for name in (*_FAILURES, "phases", "gauges", "protocols")}
+        self.data: dict[str, Any] = empty | tables
 
     def count(self, name: str, amount: int = 1) -> None:
         self.data[name] += amount
@@ -86,6 +99,10 @@ class PDStats(KVConnectorStats):  # type: ignore[misc]  # vLLM ships no types
     def gauge(self, name: str, value: int) -> None:
         self.data["gauges"][name] = value
 
+    def speaks(self, transport: str, protocol: str) -> None:
+        """Tell what a worker's transport speaks."""
+        self.data["protocols"][protocol] = transport
+
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name in _COUNTS:
             self.data[name] += other.data[name]
@@ -95,7 +112,8 @@ class PDStats(KVConnectorStats):  # type: ignore[misc]  # vLLM ships no types
         for phase, samples in other.data["phases"].items():
             mine = self.data["phases"].setdefault(phase, [])
             mine.extend(samples[: _MAX_SAMPLES - len(mine)])
-        self.data["gauges"].update(other.data["gauges"])
+        for newest in ("gauges", "protocols"):
+            self.data[newest].update(other.data[newest])
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -119,9 +137,50 @@ class PDStats(KVConnectorStats):  # type: ignore[misc]  # vLLM ships no types
         return not (
             any(self.data[name] for name in _COUNTS)
             or any(self.data[what] for what in _FAILURES)
-            or self.data["phases"]
-            or self.data["gauges"]
+            or any(self.data[what] for what in ("phases", "gauges", "protocols"))
         )
+
+
+_SERIES_OF_COUNTS = {
+    "bytes": ("vllm:pd_received_bytes", "Bytes that came from prefill instances, summed over ranks."),
+    "runs": ("vllm:pd_runs", "Contiguous runs that they were moved in, summed over ranks."),
+    "descriptors": ("vllm:pd_descriptors", "Descriptors given to the transport, summed over ranks."),
+    "receives": ("vllm:pd_receives", "Receives that ended well, summed over ranks."),
+    "verified": ("vllm:pd_verified_receives", "Receives whose sums equalled the prefill side's, over ranks."),
+    "relinked": ("vllm:pd_relinked_peers", "Peers linked anew because transfers stood still."),
+    "leases_expired": ("vllm:pd_leases_expired", "Requests whose lease ended before they were read (prefill)."),
+    "leases_over_limit": ("vllm:pd_leases_over_limit", "Those of them whose lease reached kv_lease_limit."),
+} | {name: (f"vllm:pd_{name}", text) for name, text in _CONVERSATIONS.items()}
+_SERIES_OF_GAUGES = {
+    "leases": ("vllm:pd_leases", "Requests whose blocks the prefill side holds for a reader."),
+    "leased blocks": ("vllm:pd_leased_blocks", "Blocks that the prefill side holds for readers."),
+    "leased blocks limit": (
+        "vllm:pd_leased_blocks_limit",
+        "Blocks that prefills for decode instances may take (kv_lease_share).",
+    ),
+    "prefills held back": (
+        "vllm:pd_prefills_held_back",
+        "Prefills for decode instances that wait because leases have their share of the blocks.",
+    ),
+    "quarantined blocks": (
+        "vllm:pd_quarantined_blocks",
+        "Blocks kept back because a failed read may still write into them.",
+    ),
+    "read bytes/s": (
+        "vllm:pd_selftest_read_bytes_per_second",
+        "Mode auto: speed of reads from the prefill instance that was met last.",
+    ),
+    "write bytes/s": (
+        "vllm:pd_selftest_write_bytes_per_second",
+        "Mode auto: speed of writes to the prefill instance that was met last.",
+    ),
+    "run cost": (
+        "vllm:pd_selftest_run_cost_bytes",
+        "Mode auto: what one run of a read costs there, in bytes that could be read instead.",
+    ),
+    "push chosen": ("vllm:pd_push_chosen", "Mode auto: 1 if that instance is asked to write, 0 if it is read."),
+    "free blocks": ("vllm:pd_free_blocks", "Free blocks of the KV-cache pool."),
+}
 
 
 class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships no types
@@ -140,18 +199,9 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
         # a row of its own, with its process id and the last value that it happened to get.
         gauges_of_vllm: Any = metric_types[Gauge]
         gauge = partial(gauges_of_vllm, multiprocess_mode="mostrecent")
-        counts = {
-            "bytes": ("vllm:pd_received_bytes", "Bytes that came from prefill instances, summed over ranks."),
-            "runs": ("vllm:pd_runs", "Contiguous runs that they were moved in, summed over ranks."),
-            "descriptors": ("vllm:pd_descriptors", "Descriptors given to the transport, summed over ranks."),
-            "receives": ("vllm:pd_receives", "Receives that ended well, summed over ranks."),
-            "verified": ("vllm:pd_verified_receives", "Receives whose sums equalled the prefill side's, over ranks."),
-            "relinked": ("vllm:pd_relinked_peers", "Peers linked anew because transfers stood still."),
-            "leases_expired": ("vllm:pd_leases_expired", "Requests whose lease ended before they were read (prefill)."),
-            "leases_over_limit": ("vllm:pd_leases_over_limit", "Those of them whose lease reached kv_lease_limit."),
-        }
         self._counts = {
-            key: counter(name=name, documentation=text, labelnames=labelnames) for key, (name, text) in counts.items()
+            key: counter(name=name, documentation=text, labelnames=labelnames)
+            for key, (name, text) in _SERIES_OF_COUNTS.items()
         }
         self._failures = {
             what: counter(name=name, documentation=text, labelnames=[*labelnames, "reason"])
@@ -163,26 +213,15 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
             buckets=_PHASE_BUCKETS,
             labelnames=[*labelnames, "phase"],
         )
-        gauges = {
-            "leases": ("vllm:pd_leases", "Requests whose blocks the prefill side holds for a reader."),
-            "quarantined blocks": (
-                "vllm:pd_quarantined_blocks",
-                "Blocks kept back because a failed read may still write into them.",
-            ),
-            "read bytes/s": (
-                "vllm:pd_selftest_read_bytes_per_second",
-                "Mode auto: speed of reads from the prefill instance that was met last.",
-            ),
-            "write bytes/s": (
-                "vllm:pd_selftest_write_bytes_per_second",
-                "Mode auto: speed of writes to the prefill instance that was met last.",
-            ),
-            "push chosen": ("vllm:pd_push_chosen", "Mode auto: 1 if that instance is asked to write, 0 if it is read."),
-            "free blocks": ("vllm:pd_free_blocks", "Free blocks of the KV-cache pool."),
-        }
         self._gauges = {
-            key: gauge(name=name, documentation=text, labelnames=labelnames) for key, (name, text) in gauges.items()
+            key: gauge(name=name, documentation=text, labelnames=labelnames)
+            for key, (name, text) in _SERIES_OF_GAUGES.items()
         }
+        self._protocols = gauge(
+            name="vllm:pd_transport_info",
+            documentation="What the workers' transport speaks; always 1, one row for each protocol among the ranks.",
+            labelnames=[*labelnames, "transport", "protocol"],
+        )
         info = gauge(name=INFO_SERIES, documentation=INFO_TEXT, labelnames=[*labelnames, *LABELS])
         for index, values in per_engine_labelvalues.items():
             own = engine_info(vllm_config, index).labels()
@@ -201,3 +240,5 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
                 child.observe(sample)
         for key, value in transfer_stats_data["gauges"].items():
             self._gauges[key].labels(*labels).set(value)
+        for protocol, transport in transfer_stats_data["protocols"].items():
+            self._protocols.labels(*labels, transport, protocol).set(1)

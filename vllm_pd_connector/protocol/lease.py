@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from vllm_pd_connector.geometry.blocks import BlockTable
 
 SHARED_S = 2.0
+Told = tuple[str, bytes]
+"""By which name a lease can be asked for, and what is answered then."""
+UNTOLD: Told = ("", b"")
 MAX_ATTEMPTS = 4096  # of one lease; vLLM allows `n` up to 16384, of which as many at a time are served
 
 
@@ -54,6 +57,9 @@ class End(Enum):
     EXPIRED = "expired: the decode side did not renew it in time"
     OVER_LIMIT = "was renewed until it reached the prefill side's kv_lease_limit"
     DROPPED = "was dropped by the prefill side"
+    WEIGHTS = "ended: the prefill side's weights were changed in place"
+    RESET = "ended: the prefill side's caches were reset"
+    ASLEEP = "ended: the prefill side went to sleep"
 
 
 class Freed(NamedTuple):
@@ -77,6 +83,8 @@ class _Lease:
     deadline: float
     limit: float
     tables: tuple[BlockTable, ...]
+    name: str = ""
+    answer: bytes = b""
     attempts: dict[bytes, _Attempt] = field(default_factory=dict)
     claimed: bool = False  # a decode instance has asked for it
     shared: bool = False
@@ -121,6 +129,7 @@ class LeaseTable:
     def __init__(self, limit_s: float = inf, remember: int = 4096) -> None:
         self._limit_s = limit_s
         self._held: dict[str, _Lease] = {}
+        self._named: dict[str, str] = {}
         self._ended: Bounded[tuple[str, bytes], _Ended] = Bounded(remember)
         self._timers: list[tuple[float, str, bytes]] = []  # at least one per lease, never later than its deadline
         self._freed: list[Freed] = []
@@ -129,13 +138,27 @@ class LeaseTable:
         """How many leases are held."""
         return len(self._held)
 
+    def awaited(self) -> int:
+        """How many of them a reader comes for: not those that are told by name, while nobody has asked for them."""
+        return sum(lease.claimed or not lease.answer for lease in self._held.values())
+
     def hold(
-        self, request_id: str, nonce: bytes, now: float, duration: float, tables: tuple[BlockTable, ...] = ()
+        self,
+        request_id: str,
+        nonce: bytes,
+        now: float,
+        duration: float,
+        tables: tuple[BlockTable, ...] = (),
+        name: str = "",
+        answer: bytes = b"",
     ) -> None:
-        """Begin a lease of `duration` seconds; `request_id` must not be held already. `tables` are its blocks."""
+        """Begin a lease of `duration` seconds; `request_id` must not be held already. `tables` are its blocks;
+        `answer` can be asked for by `name`, the latest of that name."""
         assert request_id not in self._held, f"request {request_id} is already under a lease"
         limit = now + max(self._limit_s, duration)
-        self._held[request_id] = _Lease(nonce, duration, now + duration, limit, tables)
+        self._held[request_id] = _Lease(nonce, duration, now + duration, limit, tables, name, answer)
+        if name:
+            self._named[name] = request_id
         if len(self._timers) > 2 * len(self._held) + 64:
             self._timers = [(lease.deadline, key, lease.nonce) for key, lease in self._held.items()]
             heapq.heapify(self._timers)
@@ -147,6 +170,12 @@ class LeaseTable:
         self.tick(now)
         lease = self._find(ref)
         return lease.tables if lease is not None else None
+
+    def answer_of(self, name: str, now: float) -> bytes:
+        """What was told of the lease that is held under this name, empty if none is."""
+        self.tick(now)
+        lease = self._held.get(self._named.get(name, ""))
+        return lease.answer if lease is not None else b""
 
     def renew(self, leases: Iterable[Reading], now: float) -> list[str]:
         """Extend each lease to `now` plus its duration; returns the request ids of those that are not held."""
@@ -217,11 +246,11 @@ class LeaseTable:
         if request_id in self._held:
             self._end(request_id, End.DROPPED)
 
-    def drop_all(self, now: float) -> None:
+    def drop_all(self, now: float, reason: End = End.DROPPED) -> None:
         """End all leases from the prefill side."""
         self.tick(now)
         for request_id in list(self._held):
-            self._end(request_id, End.DROPPED)
+            self._end(request_id, reason)
 
     def tick(self, now: float) -> None:
         """Expire the leases whose deadline is `now` or earlier."""
@@ -266,6 +295,8 @@ class LeaseTable:
 
     def _end(self, request_id: str, reason: End) -> None:
         lease = self._held.pop(request_id)
+        if self._named.get(lease.name) == request_id:
+            del self._named[lease.name]
         self._freed.append(Freed(request_id, reason))
         self._ended[request_id, lease.nonce] = _Ended(reason, lease.attempts)
 

@@ -43,7 +43,7 @@ class ReceiveState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PhaseLimits:
-    """Seconds that each phase may take: reading, without that anything moves."""
+    """Seconds that each phase may take: reading and being written into, without that anything moves."""
 
     wait_s: float
     read_s: float
@@ -101,9 +101,10 @@ class PushReady:
 
 @dataclass(frozen=True, slots=True)
 class PushAlive:
-    """The prefill side answered that it is not done; `writing` once nothing but writing is left."""
+    """The prefill side answered that it is not done. `arrived`: once nothing but writing is left, how far that is; it
+    grows as long as bytes move."""
 
-    writing: bool
+    arrived: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +218,8 @@ class Receive:
         self._writing: set[int] = set()
         self._staged: frozenset[int] = frozenset()
         self._pushed = False
-        self._written_by: float | None = None
+        self._arrived: int | None = None  # as the prefill side said last, for the first time at `_moved_at`
+        self._moved_at = now
 
     @property
     def verifies(self) -> bool:
@@ -260,8 +262,8 @@ class Receive:
                 return [Confirm()] if self._state is ReceiveState.CONFIRMING else []
             case PushReady():
                 return self._ask(now)
-            case PushAlive(writing):
-                return self._push_alive(writing, now)
+            case PushAlive(arrived):
+                return self._push_alive(arrived, now)
             case PushSilent():
                 return self._ask_again()
             case PushDone(comparable):
@@ -334,12 +336,15 @@ class Receive:
             return [AskPush()]
         return [Withdraw()] if self._state is ReceiveState.DRAINING and self._pushed else []
 
-    def _push_alive(self, writing: bool, now: float) -> list[Action]:
+    def _push_alive(self, arrived: int | None, now: float) -> list[Action]:
+        """It is judged by answers alone: what moves between two of them is known with the second."""
         if self._state is ReceiveState.PUSHING:
-            if writing and self._written_by is None:
-                self._written_by = now + self._limits.read_s
-            silent = now + self._limits.silent_s
-            self._deadline = silent if self._written_by is None else min(silent, self._written_by)
+            self._deadline = now + self._limits.silent_s
+            if arrived is None or arrived != self._arrived:
+                self._arrived, self._moved_at = arrived, now
+            elif now - self._moved_at >= self._limits.read_s:
+                what = f"the prefill side answers, and has ended no part of its writes since it had ended {arrived}"
+                return self._fail(f"deadline: {self._state.value} took longer than {self._limits.read_s:g} s: {what}")
         return self._ask_again()
 
     def _push_failing(self, reason: str) -> list[Action]:
@@ -366,16 +371,13 @@ class Receive:
         if moved and self._state is ReceiveState.READING:
             self._deadline = now + self._limits.read_s
             return []
-        written = self._deadline == self._written_by
         limit = {
             ReceiveState.WAITING: self._limits.wait_s,
             ReceiveState.READING: self._limits.read_s,
-            ReceiveState.PUSHING: self._limits.read_s if written else self._limits.silent_s,
+            ReceiveState.PUSHING: self._limits.silent_s,
             ReceiveState.VERIFYING: self._limits.read_s,
             ReceiveState.CONFIRMING: self._limits.confirm_s,
         }[self._state]
-        if self._state is ReceiveState.PUSHING:
-            missing = "it answers, and still writes" if written else "it did not answer"
         return self._fail(f"deadline: {self._state.value} took longer than {limit:g} s" + (missing and f": {missing}"))
 
     def _fail(self, reason: str) -> list[Action]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import TYPE_CHECKING
+
+from vllm_pd_connector.arguments import OneLineParser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +22,7 @@ def main(words: Sequence[str]) -> int:
             raise
         print("vllm-pd proxy: aiohttp is missing; pip install vllm-pd-connector[proxy]", file=sys.stderr)
         return USAGE_ERROR
-    parser = argparse.ArgumentParser(prog="vllm-pd proxy", description="A P/D router; see its README.md.")
+    parser = OneLineParser(prog="vllm-pd proxy", description="A P/D router; see its README.md.")
     serve.add_arguments(parser)
     return serve.run(parser.parse_args(words))
 

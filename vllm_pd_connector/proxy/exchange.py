@@ -11,30 +11,34 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+import aiohttp
 from aiohttp import web
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.proxy.choice import PromptPrefix, prompt_prefix
-from vllm_pd_connector.proxy.fleet import InstanceRole
-from vllm_pd_connector.proxy.handoff import Body, check_client_body
 from vllm_pd_connector.proxy.legs import Headers, LegError
+from vllm_pd_connector.routing.handoff import Body, check_client_body
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.proxy.fleet import Instance, InstanceRole
 
 logger = logging.getLogger(__name__)
 
 END_OF_EVENT = re.compile(rb"\n\n|\r\n\r\n|\r\r")
-TRACING = ("traceparent", "tracestate")
-"""Headers of a trace (W3C): both legs belong to the client's. vLLM reads the same two (`vllm/tracing/utils.py`)."""
+PASSED_ON = ("traceparent", "tracestate", "X-Vllm-Priority")
+"""What vLLM reads besides: the headers of a trace (W3C, `vllm/tracing/utils.py`), so that both legs belong to the
+client's, and a priority that goes before the body's (`vllm/entrypoints/generate/base/serving.py`)."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 
 
 class InstanceRefusal(Exception):
     """An instance answered with another status than 200; the client gets what it said."""
 
-    def __init__(self, status: int, content: bytes, content_type: str):
-        super().__init__(f"status {status}")
+    def __init__(self, who: str, status: int, content: bytes, content_type: str):
+        super().__init__(f"{who} answered {status}: {content[:500].decode(errors='replace')}")
         self.status = status
         self.content = content
         self.content_type = content_type
@@ -50,6 +54,10 @@ class Exchange:
     prefix: PromptPrefix
     headers: Headers
     started: float
+    turn: Body = field(default_factory=dict)
+    """Where a decode instance holds the beginning of the prompt."""
+    decoder: Instance | None = None
+    """The decode instance that was asked last."""
     answer: web.StreamResponse | None = None
     """Set when the first byte goes to the client."""
 
@@ -76,8 +84,8 @@ async def read_exchange(request: web.Request, request_id: str, started: float) -
     except (UnicodeDecodeError, LookupError) as error:  # the second is for a charset that nobody knows
         raise ProtocolError(f"the request body is not JSON: {error}") from error
     body, prefix = read_body(text)
-    traced = {name: ",".join(request.headers.getall(name)) for name in TRACING if name in request.headers}
-    headers = {"X-Request-Id": request_id, **credentials(request), **traced}
+    passed = {name: ",".join(request.headers.getall(name)) for name in PASSED_ON if name in request.headers}
+    headers = {"X-Request-Id": request_id, **credentials(request), **passed}
     return Exchange(request, request_id, body, prefix, headers, started)
 
 
@@ -100,8 +108,9 @@ def read_body(text: str) -> tuple[Body, PromptPrefix]:
         raise ProtocolError(f"the request body is not JSON: {error}") from error
 
 
-def check_finished(answer: object, role: InstanceRole = InstanceRole.DECODE) -> None:
-    """An answer with status 200 whose engine request failed, or was cut off by its engine's end, is an error.
+def check_finished(answer: object, who: str) -> None:
+    """An answer with status 200 whose engine request failed, or was cut off by its engine's end, is an error; `who`
+    gave it.
 
     Raises:
         LegError: it says so.
@@ -110,9 +119,7 @@ def check_finished(answer: object, role: InstanceRole = InstanceRole.DECODE) -> 
     for choice in choices if isinstance(choices, list) else ():
         # vLLM answers "abort" to what still runs when it is told to end; a client of ours that left is not answered.
         if isinstance(choice, dict) and (reason := choice.get("finish_reason")) in ("error", "abort"):
-            raise LegError(
-                502, f"the {role} instance could not finish the request (finish_reason: {reason}); see its log"
-            )
+            raise LegError(502, f"{who} could not finish the request (finish_reason: {reason}); see its log")
 
 
 async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -130,8 +137,8 @@ async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield rest
 
 
-def check_event(event: bytes, first: bool) -> bool:
-    """Refuse an event of a stream that says that the request failed.
+def check_event(event: bytes, first: bool, who: str) -> bool:
+    """Refuse an event of a stream of `who` that says that the request failed.
 
     Only the first can still become a status: later, an instance's own error event is passed on as it is. Returns
     whether it is one.
@@ -148,8 +155,8 @@ def check_event(event: bytes, first: bool) -> bool:
     if first and error is not None:
         code = error.get("code") if isinstance(error, Mapping) else None
         status = code if isinstance(code, int) and 400 <= code < 600 else 502
-        raise InstanceRefusal(status, content, "application/json")
-    check_finished(found)
+        raise InstanceRefusal(who, status, content, "application/json")
+    check_finished(found, who)
     return error is not None
 
 
@@ -161,8 +168,18 @@ def parsed_json(content: bytes) -> Any:
         return None
 
 
+def named(role: InstanceRole, response: aiohttp.ClientResponse) -> str:
+    """Who answered, for messages."""
+    return f"{role} instance {response.url.origin()}"
+
+
 def refuse(request_id: str, status: int, message: str) -> web.Response:
     """The answer to a request that cannot be served."""
     logger.warning("request %.200r: %d: %s", request_id, status, message)
+    return error_response(status, message, request_id)
+
+
+def error_response(status: int, message: str, request_id: str = "") -> web.Response:
+    """An error as the answer to a client; nothing is logged."""
     identity = {"X-Request-Id": request_id} if REQUEST_ID.fullmatch(request_id) else {}
     return web.json_response(error_object(status, message), status=status, headers=identity)

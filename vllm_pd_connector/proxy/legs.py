@@ -19,7 +19,7 @@ import aiohttp
 
 from vllm_pd_connector.proxy.choice import NOTHING_KNOWN, PromptPrefix
 from vllm_pd_connector.proxy.fleet import Fleet, Instance, InstanceRole
-from vllm_pd_connector.proxy.handoff import Body
+from vllm_pd_connector.routing.handoff import Body
 
 if TYPE_CHECKING:
     from types import SimpleNamespace

@@ -45,6 +45,13 @@ class ProxyMetrics:
             ["role"],
             registry=self.registry,
         )
+        self.turns = Counter(
+            "vllm_pd_proxy_turns",
+            "Requests, by whether they go on with a conversation of which a decode instance is known to hold something "
+            "(--conversations on).",
+            ["conversation"],
+            registry=self.registry,
+        )
         self.seconds = Histogram(
             "vllm_pd_proxy_seconds",
             "From the request's arrival to the prefill's answer (prefill), to the first byte of the decode's answer "
@@ -65,7 +72,9 @@ class ProxyMetrics:
             ["instance"],
             registry=self.registry,
         )
+        self._add_kv_events()
 
+    def _add_kv_events(self) -> None:
         self.known_blocks = Gauge(
             "vllm_pd_proxy_known_blocks",
             "Blocks that an instance has announced to hold (--policy kv-events).",

@@ -27,6 +27,14 @@ import aiohttp
 from aiohttp import web
 
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.proxy.conversations import (
+    Conversations,
+    by_name,
+    keeps_turns,
+    reads_turns,
+    told,
+    turn_keys,
+)
 from vllm_pd_connector.proxy.exchange import (
     Exchange,
     InstanceRefusal,
@@ -34,15 +42,17 @@ from vllm_pd_connector.proxy.exchange import (
     check_finished,
     credentials,
     error_object,
+    error_response,
+    named,
     parsed_json,
     read_exchange,
     refuse,
     whole_events,
 )
 from vllm_pd_connector.proxy.fleet import Fleet, Instance, InstanceRole
-from vllm_pd_connector.proxy.handoff import Body, decode_body, decode_body_beside, prefill_body
 from vllm_pd_connector.proxy.legs import Headers, LegError, Legs, Limits, make_session
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
+from vllm_pd_connector.routing.handoff import Body, decode_body, decode_body_beside, prefill_body
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -68,6 +78,7 @@ class Options:
     `policy` is by what an instance's cache is judged: "prefix" (by what it was sent) or "kv-events" (by what it
     announces, at the endpoints that it says or that `kv_events` has by its URL: of events, and of replay or empty).
     `slack` is by how many requests in flight an instance that knows a prompt may exceed the least busy one.
+    `conversations`: bring what decode instances keep of a turn to the prefill of the next.
     """
 
     prefill: Sequence[str] = ()
@@ -79,6 +90,7 @@ class Options:
     facts_interval: float = 30.0
     slack: int = 2
     policy: Policy = "prefix"
+    conversations: bool = False
     kv_events: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
@@ -98,7 +110,9 @@ class Router:
         self._legs: Legs
         self._session: aiohttp.ClientSession
         self._in_use: set[str] = set()
+        self._conversations = Conversations() if options.conversations else None
         self._trailing: set[asyncio.Task[None]] = set()
+        self._healthy = ""  # what was logged last of it
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
@@ -157,7 +171,7 @@ class Router:
         try:
             return await self._hand_off(exchange)
         except InstanceRefusal as error:
-            logger.warning("request %s: an instance answered %d", request_id, error.status)
+            logger.warning("request %s: %s", request_id, error)
             return web.Response(
                 status=error.status,
                 body=error.content,
@@ -177,6 +191,10 @@ class Router:
             return exchange.answer
 
     async def _hand_off(self, exchange: Exchange) -> web.StreamResponse:
+        if self._conversations is not None:
+            there = {e.engine_id for i in self.fleet.usable(InstanceRole.DECODE) for e in i.engines.values()}
+            exchange.turn = self._conversations.take(turn_keys(exchange.body), there)
+            self.metrics.turns.labels("found" if exchange.turn else "new").inc()
         if not self._concurrent():
             return await self._serial(exchange)
         if exchange.request_id in self._in_use:
@@ -199,9 +217,15 @@ class Router:
         )
 
     async def _serial(self, exchange: Exchange) -> web.StreamResponse:
-        first = prefill_body(exchange.body)
-        answer = await self._prefill(exchange, lambda _instance: (first, exchange.headers))
-        return await self._decode(exchange, decode_body(exchange.body, answer))
+        plain = prefill_body(exchange.body)
+        turn = prefill_body(exchange.body, turn=exchange.turn) if exchange.turn else plain
+
+        def prepare(instance: Instance) -> tuple[Body, Headers]:
+            return turn if exchange.turn and reads_turns(instance) else plain, exchange.headers
+
+        answer = await self._prefill(exchange, prepare)
+        name = uuid.uuid4().hex if self._conversations is not None else ""
+        return await self._decode(exchange, decode_body(exchange.body, answer, name), name)
 
     async def _side_by_side(self, exchange: Exchange) -> tuple[web.StreamResponse, asyncio.Task[Any]]:
         """The complete answer, and the prefill's leg, which may still run."""
@@ -216,7 +240,8 @@ class Router:
             index, engine = found
             chosen[:] = [engine]
             pinned = {DATA_PARALLEL_RANK: str(index)} if len(instance.engines) > 1 else {}
-            return prefill_body(exchange.body, exchange.request_id), {**exchange.headers, **pinned}
+            turn = exchange.turn if reads_turns(instance) else {}
+            return prefill_body(exchange.body, exchange.request_id, turn), {**exchange.headers, **pinned}
 
         def on_sent(_instance: Instance) -> None:
             if not sent.done():
@@ -231,7 +256,7 @@ class Router:
                 prefill.result()  # raises: it can only have failed
             engine = await sent
             body = decode_body_beside(exchange.body, engine, exchange.request_id)
-            decode = asyncio.create_task(self._decode(exchange, body))
+            decode = asyncio.create_task(self._decode(exchange, body, exchange.request_id))
             await asyncio.wait({decode, prefill}, return_when=asyncio.FIRST_COMPLETED)
             if not decode.done() and exchange.answer is None:
                 prefill.result()  # without a prefill the decode instance waits in vain
@@ -262,49 +287,63 @@ class Router:
     async def _prefill(self, exchange: Exchange, prepare: Any, on_sent: Any = None) -> Any:
         """What the prefill instance answers, read."""
         async with self._legs.send(InstanceRole.PREFILL, exchange.path, prepare, exchange.prefix, on_sent) as response:
-            content = await response.read()
+            content, who = await response.read(), named(InstanceRole.PREFILL, response)
             if response.status != 200:
-                raise InstanceRefusal(response.status, content, response.content_type)
+                raise InstanceRefusal(who, response.status, content, response.content_type)
         self._observe("prefill", exchange)
         answer = parsed_json(content)
-        check_finished(answer, InstanceRole.PREFILL)
+        check_finished(answer, who)
         return answer
 
-    async def _decode(self, exchange: Exchange, body: Body) -> web.StreamResponse:
-        """Answer the client from a decode instance."""
+    def _remember(self, exchange: Exchange, name: str, answer: object = None) -> None:
+        """The turn was answered in full: in one piece, or by a stream, in which only its name is known."""
+        if self._conversations is None or exchange.decoder is None or (engine := keeps_turns(exchange.decoder)) is None:
+            return
+        params = by_name(engine, name) if answer is None else told(answer)
+        if params is not None:
+            self._conversations.remember(turn_keys(exchange.body), engine.engine_id, params)
 
-        def prepare(_instance: Instance) -> tuple[Body, Headers]:
+    async def _decode(self, exchange: Exchange, body: Body, name: str) -> web.StreamResponse:
+        """Answer the client from a decode instance, which knows the request by `name`."""
+
+        def prepare(instance: Instance) -> tuple[Body, Headers]:
+            exchange.decoder = instance
             return body, exchange.headers
 
         async with self._legs.send(InstanceRole.DECODE, exchange.path, prepare, exchange.prefix) as response:
             if response.status != 200 or response.content_type != "text/event-stream":
-                content = await response.read()
+                content, who = await response.read(), named(InstanceRole.DECODE, response)
                 self._observe("first_byte", exchange)
                 if response.status != 200:
-                    raise InstanceRefusal(response.status, content, response.content_type)
-                check_finished(parsed_json(content))
+                    raise InstanceRefusal(who, response.status, content, response.content_type)
+                answer = parsed_json(content)
+                check_finished(answer, who)
+                self._remember(exchange, name, answer or {})
                 return web.Response(
                     body=content, content_type=response.content_type, headers={"X-Request-Id": exchange.request_id}
                 )
-            return await self._stream(exchange, response)
+            return await self._stream(exchange, response, name)
 
-    async def _stream(self, exchange: Exchange, response: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def _stream(self, exchange: Exchange, response: aiohttp.ClientResponse, name: str) -> web.StreamResponse:
         """Pass events on as they come."""
         answer = web.StreamResponse(headers={"X-Request-Id": exchange.request_id, "Cache-Control": "no-cache"})
         answer.content_type = "text/event-stream"
+        who = named(InstanceRole.DECODE, response)
         async for event in whole_events(response.content.iter_any()):
-            if check_event(event, first=exchange.answer is None):
-                logger.warning("request %s: after the first byte: %.500r", exchange.request_id, event)
+            if check_event(event, exchange.answer is None, who):
+                logger.warning("request %s: %s, after the first byte: %.500r", exchange.request_id, who, event)
                 self.metrics.broken_streams.inc()
             if exchange.answer is None:
                 self._observe("first_byte", exchange)
                 exchange.answer = answer
                 with _to_client():
                     await answer.prepare(exchange.request)
+            if b"[DONE]" in event:  # the client may go on with the conversation as soon as it has this
+                self._remember(exchange, name)
             with _to_client():
                 await answer.write(event)
         if exchange.answer is None:
-            raise LegError(502, "the decode instance ended its stream without an event")
+            raise LegError(502, f"{who} ended its stream without an event")
         with _to_client():
             await answer.write_eof()
         return answer
@@ -325,11 +364,16 @@ class Router:
         return refuse("-", 503, f"no decode instance can be reached: {self.fleet.reasons(InstanceRole.DECODE)}")
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
-        """200 while at least one instance of each role can be used."""
-        for role in InstanceRole:
-            if not self.fleet.usable(role):
-                return refuse("-", 503, f"no usable {role} instance: {self.fleet.reasons(role)}")
-        return web.Response()
+        """200 while at least one instance of each role can be used. Who asks does so all the time: a change is logged,
+        not each answer."""
+        lacking = [role for role in InstanceRole if not self.fleet.usable(role)]
+        state = f"no usable {' and no usable '.join(lacking)} instance" if lacking else "every role has an instance"
+        if state != self._healthy:
+            self._healthy = state
+            logger.log(logging.WARNING if lacking else logging.INFO, "health: %s", state)
+        if not lacking:
+            return web.Response()
+        return error_response(503, f"no usable {lacking[0]} instance: {self.fleet.reasons(lacking[0])}")
 
     async def _metrics_page(self, _request: web.Request) -> web.StreamResponse:
         return web.Response(body=self.metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})

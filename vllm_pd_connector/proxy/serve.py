@@ -17,7 +17,7 @@ import signal
 
 from aiohttp import web
 
-from vllm_pd_connector.arguments import base_url, listening_port, seconds
+from vllm_pd_connector.arguments import base_url, count, listening_port, seconds
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.proxy.exchange import error_object
 from vllm_pd_connector.proxy.fleet import InstanceRole
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds that requests have to end when the router is told to stop; it takes no new ones (default: 5)",
     )  # fmt: skip
     parser.add_argument(
-        "--slack", type=int, default=defaults.slack,
+        "--slack", type=count, default=defaults.slack,
         help="by how many requests an instance that knows a prompt may exceed the least busy one "
         f"(default: {defaults.slack}; 0: by load alone)",
     )  # fmt: skip
@@ -75,6 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-events", action="append", default=[], metavar="URL=EVENTS[,REPLAY]", type=event_endpoints,
         help="where an instance that does not say it (no PDConnector) publishes and replays its events, as in "
         "http://10.0.0.7:8100=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558; repeat for several",
+    )  # fmt: skip
+    parser.add_argument(
+        "--conversations", choices=("on", "off"), default="off",
+        help="bring what decode instances keep of a finished turn to the prefill of the conversation's next one "
+        "(needs conversations: true at the instances; default: off)",
     )  # fmt: skip
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning"), default="info",
@@ -94,6 +99,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         slack=arguments.slack,
         policy=arguments.policy,
         kv_events=dict(arguments.kv_events),
+        conversations=arguments.conversations == "on",
     )
 
 
@@ -119,6 +125,10 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("vllm_pd_connector").setLevel(arguments.log_level.upper())  # and not the libraries'
     if arguments.kv_events and arguments.policy != "kv-events":
         logger.error("--kv-events: nobody listens with --policy %s; give --policy kv-events", arguments.policy)
+        return 2
+    if arguments.admin_port is None and not (arguments.prefill or arguments.decode or arguments.instance):
+        logger.error("no instance is given, and none can be added: give --prefill and --decode, --instance, or "
+                     "--admin-port")  # fmt: skip
         return 2
     return asyncio.run(_serve(arguments))
 

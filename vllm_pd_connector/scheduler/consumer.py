@@ -1,4 +1,4 @@
-"""The consumer side: requests whose prefill ran on another instance.
+"""The consumer side: requests whose prefill ran on another instance, and prefills whose beginning lies on one.
 
 States of a request here, in the scheduler's thread:
 
@@ -10,12 +10,16 @@ then released at once, or its prefill declined as soon as it is known where that
 every rank's report, also when it was aborted meanwhile. A request with refused parameters takes the same way without a
 source, because a report from the workers is the only way in which vLLM fails one request. Whoever untrusted parameters
 name (`sources`) is not spoken to.
+
+A prefill that goes on with a conversation (`turn`) can always be computed. It waits until the decode instance has said
+that what it holds is there still; whatever stands against reading it is said in the log, and the prefill goes on
+without, also where vLLM's policy is to fail what could not be loaded.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.bounded import Bounded
@@ -29,15 +33,14 @@ from vllm_pd_connector.metadata import BadParameters, PushFrom, ReceiveRequest, 
 from vllm_pd_connector.protocol.params.bootstrap import HostPort, parse_bootstrap_address
 from vllm_pd_connector.protocol.params.parse import (
     RemoteBootstrap,
-    RemotePrefill,
-    choice_of,
     is_answer,
     names_bootstrap,
     parse_remote_bootstrap,
     parse_remote_push,
 )
-from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
-from vllm_pd_connector.scheduler.lease_renewer import LeaseRenewer
+from vllm_pd_connector.scheduler.conversations.turns import Turns
+from vllm_pd_connector.scheduler.leases.lease_renewer import LeaseRenewer
+from vllm_pd_connector.scheduler.pending import Receive, reading_of
 from vllm_pd_connector.scheduler.sources import Sources, named
 from vllm_pd_connector.sidechannel.bootstrap_http import EngineDirectory
 from vllm_pd_connector.sidechannel.net.keys import keys_of
@@ -47,9 +50,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from concurrent.futures import Future
 
-    from vllm_pd_connector.compat.types import KVCacheBlock, KVCacheBlocks, KVCacheConfig, Request, VllmConfig
+    from vllm_pd_connector.compat.types import (
+        KVCacheBlock,
+        KVCacheBlocks,
+        KVCacheConfig,
+        Request,
+        VllmConfig,
+    )
     from vllm_pd_connector.config import Config
-    from vllm_pd_connector.metadata import Source
+    from vllm_pd_connector.protocol.weights import OwnWeights
+    from vllm_pd_connector.protocol.wire.fields import LeaseRef
     from vllm_pd_connector.protocol.wire.push_messages import PrefillRef
 
 logger = init_logger(__name__)
@@ -57,33 +67,24 @@ logger = init_logger(__name__)
 REMEMBER = 4096
 
 
-@dataclass(slots=True)
-class _Receive:
-    source: Source | None  # None until it is known where the prefill runs
-    num_tokens: int = 0
-    address: str = ""  # of the prefill instance whose lease is kept
-    reading: Reading | None = None  # the request's use of that lease
-    found: Future[HostPort] | None = None  # until it is known where the prefill runs
-    loading: bool = False
-    began: float = field(default_factory=time.monotonic)
-    blocks: list[KVCacheBlock] = field(default_factory=list)
-
-
 class Consumer:
     """Requests that read their prompt's caches from a prefill instance."""
 
-    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
+    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, own: OwnWeights):
         self.sources = Sources(config, vllm_config, kv_cache_config)
+        self._own = own
+        self._arrived: set[str] = set()  # received, and not scheduled since
         self._pushes = config.pushes
         self._groups = tuple(kv_cache_config.transfer_group_ids)
         self._block_tokens = group_block_tokens(
             kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size
         )
-        self._receives: dict[str, _Receive] = {}
+        self._receives: dict[str, Receive] = {}
         self._orders: list[ReceiveRequest] = []
         self._aborts: list[str] = []
         self._ended: Bounded[str, None] = Bounded(REMEMBER)
         self._renewer = LeaseRenewer(keys_of(config), config.kv_lease_duration)
+        self.turns = Turns(self.sources, self._renewer, own)
         self._directory = EngineDirectory(config.handshake_timeout)
         self._states = state_groups(kv_cache_config)
         self._known: Bounded[LeaseRef | PrefillRef, None] = Bounded(REMEMBER)  # what requests came for
@@ -102,13 +103,13 @@ class Consumer:
                 told = parse_remote_push(params)
                 place = HostPort(told.remote_host, told.remote_port)
                 push = self.sources.concurrent(request, told.remote_engine_id, place)
-                self._receives[request.request_id] = _Receive(push, self.sources.prefilled_tokens(request))
+                self._receives[request.request_id] = Receive(push, self.sources.prefilled_tokens(request))
                 address = endpoint(place.host, place.port)
                 self._known[push.prefill] = None
                 self._renewer.keep_prefill(request.request_id, lambda: address, push.prefill)
                 return
             remote = self.sources.answer(request)
-            address, reading = _reading(remote, request)
+            address, reading = reading_of(remote, request)
             self._known[remote.lease] = None
             try:
                 self.sources.require_fit(request, remote)
@@ -119,8 +120,21 @@ class Consumer:
             self.refuse(request, str(error))
             return
         source = self.sources.finished(remote, shared=reading.shared)
-        self._receives[request.request_id] = _Receive(source, remote.remote_num_tokens, address, reading)
-        self._renewer.keep(address, reading, remote.pd_connector.lease_seconds)
+        ours = remote.pd_connector
+        self._receives[request.request_id] = Receive(
+            source, remote.remote_num_tokens, address, reading, weights=ours.weights
+        )
+        self._renewer.keep(address, reading, ours.lease_seconds)
+
+    def turn(self, request: Request) -> None:
+        """A prefill arrived whose parameters say that a decode instance holds the beginning of its conversation."""
+        if (receive := self.turns.begin(request)) is not None:
+            self._receives[request.request_id] = receive
+
+    def lost(self, request_id: str) -> None:
+        """A turn could not be received: nothing that has come of it is used."""
+        if (receive := self._receives.get(request_id)) is not None and request_id not in self._ended:
+            self.turns.lost(receive)
 
     def _give_back(self, refused: Request) -> None:
         """vLLM's API server refused a request, or tells that one failed: what its prefill holds is not needed. Of
@@ -135,7 +149,7 @@ class Consumer:
             if self._known.pop(remote.lease, False) is None:
                 return
             prefill = remote.remote_request_id
-            self._renewer.drop(*_reading(remote, refused), release=True)
+            self._renewer.drop(*reading_of(remote, refused), release=True)
         else:
             ref = named(refused)
             if self._known.pop(ref, False) is None:
@@ -166,7 +180,7 @@ class Consumer:
                 "kv_transfer_params: remote_bootstrap_addr: the router sends both legs at once, which a pull cannot "
                 "serve: set mode to push on both sides"
             )
-        self._receives[request.request_id] = _Receive(None, self.sources.prefilled_tokens(request), found=found)
+        self._receives[request.request_id] = Receive(None, self.sources.prefilled_tokens(request), found=found)
         self._renewer.keep_prefill(request.request_id, lambda: self._address(found), named(request))
 
     def _find(self, remote: RemoteBootstrap) -> Future[HostPort]:
@@ -196,7 +210,7 @@ class Consumer:
 
         found.add_done_callback(decline)
 
-    def _found(self, request: Request, receive: _Receive) -> bool:
+    def _found(self, request: Request, receive: Receive) -> bool:
         """Whether it is known where the request's prefill instance is, or that it is nowhere."""
         if receive.found is None:
             return True
@@ -217,7 +231,7 @@ class Consumer:
             logger.debug("request %s: nothing is given back: %s", request.request_id, reason)
             return
         logger.error("request %s: kv_transfer_params refused: %s", request.request_id, reason)
-        self._receives[request.request_id] = _Receive(BadParameters(reason))
+        self._receives[request.request_id] = Receive(BadParameters(reason))
 
     def num_remote_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Tokens to load beyond the local prefix hit, None if that is not known yet; vLLM may ask again.
@@ -230,16 +244,29 @@ class Consumer:
             return 0
         if not self._found(request, receive):
             return None
+        if receive.turn is not None:
+            if (may := self.turns.may_read(receive)) is None:
+                return None
+            if not may:
+                self._forget(request.request_id, release=True)
+                return 0
+            return max(receive.num_tokens - num_computed_tokens, 0)
         if isinstance(receive.source, BadParameters):
             return int(max(request.num_prompt_tokens - num_computed_tokens, 0))
         if self.sources.prefilled_tokens(request) <= 0:
             return 0  # all of it is ours to compute
         if num_computed_tokens >= request.num_prompt_tokens - 1:
             return 0
-        return max(receive.num_tokens - num_computed_tokens, 0)
+        count = max(receive.num_tokens - num_computed_tokens, 0)
+        if count and (reason := self._own.unlike(receive.weights or self._own.now)):
+            self._forget(request.request_id, release=True)
+            self.refuse(request, reason)
+            return int(request.num_prompt_tokens - num_computed_tokens)
+        return count
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """vLLM allocated blocks. Called again when the loaded request is scheduled (with nothing external)."""
+        self._arrived.discard(request.request_id)
         receive = self._receives.get(request.request_id)
         if receive is None or receive.loading:
             return
@@ -254,6 +281,8 @@ class Consumer:
         stop = num_external_tokens if isinstance(receive.source, BadParameters) else receive.num_tokens
         hit = stop - num_external_tokens
         tables = tuple(self._table(i, blocks.blocks[group], hit, stop) for i, group in enumerate(self._groups))
+        if receive.turn is not None:
+            self.turns.counted += Counter(turns_read=1, turn_tokens=num_external_tokens)
         self._orders.append(
             ReceiveRequest(
                 request_id=request.request_id,
@@ -264,6 +293,9 @@ class Consumer:
                 attempt=receive.reading.attempt if receive.reading is not None else draw_attempt(),
                 shared=receive.reading is not None and receive.reading.shared,
                 waited_s=time.monotonic() - receive.began,
+                weights=self._own.now,
+                same_weights=receive.weights is not None and bool(receive.weights.epoch or self._own.now.epoch),
+                spare=receive.turn is not None,
             )
         )
 
@@ -286,6 +318,7 @@ class Consumer:
 
     def finished(self, request: Request) -> None:
         """The request ended: normally, or aborted in any state."""
+        self._arrived.discard(request.request_id)
         receive = self._receives.get(request.request_id)
         if receive is None:
             return
@@ -301,9 +334,30 @@ class Consumer:
         """Which of these requests ended before their receives did."""
         return {request_id for request_id in request_ids if request_id in self._ended}
 
-    def received(self, request_id: str) -> None:
-        """Every rank reported; the workers have told the prefill side."""
+    def received(self, request_id: str) -> bool:
+        """Every rank reported; the workers have told the prefill side. Returns whether what came is of use."""
+        receive = self._receives.get(request_id)
         self._forget(request_id, release=False)
+        if receive is None or request_id in self._ended:
+            return True
+        if not receive.outdated:
+            self._arrived.add(request_id)
+        return not receive.outdated
+
+    def outdate(self, reason: str) -> set[str]:
+        """The weights are others from now on: what is loading is given up. Returns the requests whose caches have come
+        and that have not gone on with them."""
+        for request_id, receive in self._receives.items():
+            if receive.loading and not receive.outdated and not isinstance(receive.source, BadParameters):
+                receive.outdated = True
+                self._aborts.append(request_id)
+                logger.error("request %s: its load is given up: %s", request_id, reason)
+        return self.take_arrived()
+
+    def take_arrived(self) -> set[str]:
+        """Requests whose caches have come and that were not scheduled since; the caller has them computed here."""
+        arrived, self._arrived = self._arrived, set()
+        return arrived
 
     def blocks_of(self, request_id: str) -> list[KVCacheBlock]:
         """The blocks that a loading request's reads may write."""
@@ -336,9 +390,3 @@ class Consumer:
     def close(self) -> None:
         self._directory.close()
         self._renewer.close()
-
-
-def _reading(remote: RemotePrefill, request: Request) -> tuple[str, Reading]:
-    """Where a lease is held, and a request's use of it."""
-    lease, address = remote.lease, endpoint(remote.remote_host, remote.remote_port, remote.pd_connector.server_key)
-    return address, Reading(lease.request_id, lease.nonce, draw_attempt(), bool(choice_of(request.request_id)))

@@ -8,16 +8,23 @@ wait for an engine step (leases, renewals, the side channel) lives in the thread
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import Quarantine, before_reset, finished_normally, keep_unshared, transfer_params
+from vllm_pd_connector.compat.blocks import Quarantine, around_reset, finished_normally, keep_unshared, transfer_params
 from vllm_pd_connector.compat.engine import calling_loop
+from vllm_pd_connector.compat.model.caches import leased_blocks
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.metadata import StepMetadata, WorkerReport
 from vllm_pd_connector.observability.stats import PDStats
+from vllm_pd_connector.protocol.params.conversation import names_conversation
 from vllm_pd_connector.protocol.params.parse import Kind, kind_of, parse_remote_decode
 from vllm_pd_connector.scheduler.consumer import Consumer
+from vllm_pd_connector.scheduler.epochs import Epochs
+from vllm_pd_connector.scheduler.leases.lease_share import LeaseShare
+from vllm_pd_connector.scheduler.operations import Operations
 from vllm_pd_connector.scheduler.producer import Producer
 from vllm_pd_connector.scheduler.step_hold import StepHold
 
@@ -43,22 +50,35 @@ class SchedulerHalf:
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
         self.group_ids = tuple(kv_cache_config.transfer_group_ids)
         self.hold = StepHold(calling_loop())
-        self.producer = Producer(config, vllm_config, kv_cache_config, ended=self.hold.ask)
-        self.consumer = Consumer(config, vllm_config, kv_cache_config)
+        self.epochs = Epochs()
+        self.producer = Producer(config, vllm_config, kv_cache_config, self.epochs, ended=self.hold.ask)
+        self.consumer = Consumer(config, vllm_config, kv_cache_config, self.epochs.own)
+        self.operations = Operations(self.epochs, self.producer, self.consumer, lambda: self._quarantine)
+        dcp_size = vllm_config.parallel_config.decode_context_parallel_size
+        self.share = LeaseShare(config.kv_lease_share, partial(leased_blocks, kv_cache_config, dcp_size))
         self._quarantine: Quarantine | None = None
         self._manager: KVCacheManager | None = None
+        self._spared: set[str] = set()  # of which some rank has said that they cannot be received
         self._gauges: dict[str, int] = {}
 
-    def serve(self, manifests: list[bytes], tokens: list[bytes]) -> None:
-        """The workers are ready: let peers fetch their manifests. `tokens` are the workers' secrets, in rank order."""
+    def serve(self, manifests: list[bytes], tokens: list[bytes], weights: str = "") -> None:
+        """The workers are ready, at the start or after a sleep: let peers fetch their manifests. `tokens` are the
+        workers' secrets, in rank order, `weights` what they have loaded."""
+        self.epochs.own.begin(weights)
         self.hold.listen(tokens)
         self.producer.serve(manifests, tokens)
         self.consumer.sources.home = self.producer.home
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._quarantine = Quarantine(pool)
-        self.producer.bind_block_pool(pool)
-        before_reset(pool, self.producer.drain)
+        self.share.bind(self.producer.bind_block_pool(pool))
+        self.epochs.pool = pool
+        around_reset(pool, self._give_back, self.epochs.was_reset)
+
+    def _give_back(self) -> None:
+        """What is cached is to be forgotten: so are conversations."""
+        self.producer.make_room()
+        self.producer.drain()
 
     def bind_cache_manager(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -76,18 +96,28 @@ class SchedulerHalf:
             match kind_of(transfer_params(request)):
                 case Kind.REMOTE_PREFILL:
                     self.consumer.add(request)
+                    self.producer.follow(request)
                 case Kind.REMOTE_DECODE:
                     self.producer.add(request)
+                    if names_conversation(transfer_params(request)):
+                        self.consumer.turn(request)
+                    self.share.add(request.request_id, request.num_prompt_tokens)
                 case Kind.NONE:
                     pass
         except ProtocolError as error:
             self.consumer.refuse(request, str(error))
 
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """None: vLLM leaves the request in its queue, schedules what is behind it, and asks again in the next step."""
+        self.producer.make_room(self.producer.lending.blocks_for(request))
+        if not self.share.admits(request.request_id):
+            self.producer.make_room()  # rather than a prefill, a conversation that may never go on
+            return None, False
         count = self.consumer.num_remote_tokens(request, num_computed_tokens)
         return count, bool(count)
 
     def update_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self.share.begin(request.request_id)
         self.consumer.allocated(request, blocks, num_external_tokens)
 
     def request_finished(
@@ -95,32 +125,44 @@ class SchedulerHalf:
     ) -> tuple[bool, dict[str, Any] | None]:
         """(False, parameters for whoever reads the blocks): vLLM need not keep them, see `HeldBlocks`."""
         self.consumer.finished(request)
-        self.producer.ended(request.request_id)
         try:
-            if kind_of(transfer_params(request)) is not Kind.REMOTE_DECODE:
-                return False, None
+            return False, self._hand_over(request, [block_ids[group] for group in self.group_ids])
+        finally:
+            self.producer.ended(request.request_id)
+            self.share.end(request.request_id)
+
+    def _hand_over(self, request: Request, blocks: list[list[int]]) -> dict[str, Any] | None:
+        params = transfer_params(request)
+        try:
+            kind = kind_of(params)
         except ProtocolError:  # said when it arrived
-            return False, None
+            return None
         try:
+            if kind is Kind.REMOTE_PREFILL and finished_normally(request):
+                return self.producer.lend(request, blocks)
+            if kind is not Kind.REMOTE_DECODE:
+                return None
             if not finished_normally(request):
                 self.producer.abandon(request, f"the prefill ended as {request.status.name}")
-                return False, None
-            parse_remote_decode(transfer_params(request))
-            params = self.producer.hold(request, [block_ids[group] for group in self.group_ids])
+                return None
+            if not names_conversation(params):  # which was read, or refused, when it arrived
+                parse_remote_decode(params)
+            return self.producer.hold(request, blocks)
         except ProtocolError as error:  # the router gets no parameters and must not go on to a decode instance
-            logger.error("request %s: nothing is held for a decode instance: %s", request.request_id, error)
+            logger.error("request %s: nothing of it is held: %s", request.request_id, error)
             self.producer.abandon(request, str(error))
-            return False, None
-        return False, params
+            return None
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """vLLM's step begins here. Where it only waits for caches, this returns when some may have come."""
         receives, aborts = self.consumer.take()
         computes = bool(output.num_scheduled_tokens)
         tells = bool(receives or aborts or output.finished_req_ids)
-        loading = 0 if computes else self.consumer.num_loading
-        calm = self.hold.step(computes=computes, tells=tells, loading=loading)
+        held_back = self.share.step()
+        waiting = 0 if computes else self.consumer.num_loading + held_back or int(self.operations.busy)
+        calm = self.hold.step(computes=computes, tells=tells, waiting=waiting)
         self.producer.drain()
+        self.producer.make_room(len(output.num_scheduled_tokens) * self.producer.lending.groups)
         return StepMetadata(
             step=self.producer.advance(output),
             ends_prefill=self.producer.ends_prefill(output),
@@ -139,6 +181,7 @@ class SchedulerHalf:
             assert self._quarantine is not None
             for request_id, ranks in report.quarantined.items():
                 self._quarantine.add(request_id, self.consumer.blocks_of(request_id), ranks)
+            self._spared |= report.spared
             for request_id, ranks in report.drained.items():
                 self._quarantine.drain(request_id, ranks)
             for request_id, blocks in report.unshareable.items():
@@ -152,26 +195,42 @@ class SchedulerHalf:
             # (MultiConnector) may be done with a request that was aborted while bytes still land in its blocks.
             output.finished_sending -= self.consumer.ended_while_loading(output.finished_sending)
         for request_id in output.finished_recving or ():
-            self.consumer.received(request_id)
+            if request_id in self._spared:
+                self._spared.discard(request_id)
+                self.consumer.lost(request_id)
+            self.operations.received(request_id, failed=request_id in (output.failed_recving or ()))
 
     def stats(self) -> PDStats | None:
         """Gauges that changed and leases that expired since the last call; None when nothing did."""
-        gauges = {"leases": self.producer.num_leases}
+        gauges = {
+            "leases": self.producer.num_leases,
+            "leased blocks": self.share.num_leased,
+            "leased blocks limit": self.share.limit,
+            "prefills held back": self.share.num_held_back,
+        }
         if self._quarantine is not None:
             gauges |= {
                 "quarantined blocks": self._quarantine.num_blocks,
                 "free blocks": self._quarantine.num_free_blocks,
             }
-        expired = self.producer.take_expired()
-        if gauges == self._gauges and not expired.total():
+        counted = self.producer.take_expired() + self._conversations()
+        if gauges == self._gauges and not counted.total():
             return None
         self._gauges = gauges
         stats = PDStats()
-        for name, amount in expired.items():
+        for name, amount in counted.items():
             stats.count(name, amount)
         for name, value in gauges.items():
             stats.gauge(name, value)
         return stats
+
+    def _conversations(self) -> Counter[str]:
+        """What was counted of conversations since the last call."""
+        found: Counter[str] = Counter()
+        for counted in (self.producer.lending.counted, self.consumer.turns.counted):
+            found += counted
+            counted.clear()
+        return found
 
     def shutdown(self) -> None:
         self.consumer.close()

@@ -6,7 +6,7 @@ windows and states hold is known when the prefill has finished.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.blocks import computed_after
@@ -43,17 +43,16 @@ class PrefillProgress:
         return self._running.pop(request_id, None) is not None
 
     def advance(
-        self, output: SchedulerOutput, wanted: Callable[[str], bool]
+        self, output: SchedulerOutput, wanted: Callable[[Iterable[str]], set[str]]
     ) -> Iterator[tuple[str, tuple[BlockTable, ...], int]]:
         """Begin the next step. For each prefill in it that is wanted: its id, its tables (empty for other groups than
         those of full attention), and how many tokens they hold when the step is done."""
         self.number += 1
         if not self._enabled or not self._running or self.tables is None:
             return
-        for request_id, computed in computed_after(output):
-            num_tokens = self._running.get(request_id)
-            if num_tokens is None or not wanted(request_id):
-                continue
+        scheduled = output.num_scheduled_tokens
+        told = wanted([request_id for request_id in self._running if request_id in scheduled])
+        for request_id, computed in computed_after(output, told):
             ids = self.tables(request_id)
             tables = tuple(BlockTable.of(0, ids[i] if full else ()) for i, full in enumerate(self._full))
-            yield request_id, tables, min(computed, num_tokens)
+            yield request_id, tables, min(computed, self._running[request_id])

@@ -8,13 +8,15 @@ scheduled and in every step, and an idle engine is asked for one.
 
 from __future__ import annotations
 
+import json
 import secrets
+import sys
 from collections import Counter
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import HeldBlocks, computed_after, prompt_digest, stop_short, transfer_params
+from vllm_pd_connector.compat.conversations import known_tokens
 from vllm_pd_connector.compat.model import facts
 from vllm_pd_connector.compat.model.caches import prefill_backoff
 from vllm_pd_connector.compat.model.recurrent import state_groups
@@ -23,13 +25,14 @@ from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable
 from vllm_pd_connector.metadata import HeldRequest
 from vllm_pd_connector.protocol.lease import End, Freed
 from vllm_pd_connector.protocol.params.answer import encode_params
-from vllm_pd_connector.protocol.params.bootstrap import EngineRegistry, HostPort, encode_answer
-from vllm_pd_connector.protocol.params.parse import Extension, RemotePrefill, choice_of, pairing_name
-from vllm_pd_connector.protocol.wire.messages import PROTOCOL_VERSION
+from vllm_pd_connector.protocol.params.conversation import Conversation
+from vllm_pd_connector.protocol.params.parse import RemotePrefill, choice_of, pairing_name
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress
+from vllm_pd_connector.scheduler.answers import Answers
+from vllm_pd_connector.scheduler.bootstrap import answer_proxies
+from vllm_pd_connector.scheduler.conversations.lending import Lending
 from vllm_pd_connector.scheduler.prefill_progress import PrefillProgress, TablesOf
-from vllm_pd_connector.sidechannel.bootstrap_http import BootstrapServer, EngineRegistration, is_own_address
-from vllm_pd_connector.sidechannel.net.keys import keys_of, require_private_address
+from vllm_pd_connector.sidechannel.net.keys import admits, keys_of, require_private_address
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.compat.types import BlockPool, KVCacheConfig, Request, SchedulerOutput, VllmConfig
     from vllm_pd_connector.config import Config
+    from vllm_pd_connector.scheduler.epochs import Epochs
+    from vllm_pd_connector.sidechannel.bootstrap_http import BootstrapServer, EngineRegistration
 
 logger = init_logger(__name__)
 
@@ -55,6 +60,7 @@ class Producer:
     """Leases of finished prefills. The server starts when the workers' manifests are known.
 
     Args:
+        epochs: of the weights that prefills are computed with.
         ended: called, from the server's thread, when blocks are to be given back; the engine may be idle.
 
     Raises:
@@ -66,14 +72,17 @@ class Producer:
         config: Config,
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
+        epochs: Epochs,
         ended: Callable[[], None] = lambda: None,
     ):
         parallel = vllm_config.parallel_config
         self._config = config
+        self._epochs = epochs
         self._ended = ended
         self._keeps = vllm_config.kv_transfer_config.is_kv_producer
         # A consumer that is written into is asked for its manifests, too.
-        self._serves = self._keeps or config.pushes
+        self.lending = Lending(config, vllm_config, kv_cache_config)
+        self._serves = self._keeps or config.pushes or self.lending.enabled
         self._engine_id = facts.engine_id(vllm_config)
         self._incarnation = secrets.token_hex(16)
         self._host, self._port = config.side_channel(parallel.data_parallel_index)
@@ -82,6 +91,7 @@ class Producer:
         if self._serves:
             require_private_address(self._host, self._keys, config.allow_unauthenticated_peers)
         self._parallel = parallel
+        self._answers = Answers(config, parallel, self._engine_id, (self._host, self._port), self._keys)
         self._first_engine = facts.first_engine(vllm_config)
         self._rank = facts.rank_for_routers(vllm_config)
         self._states = state_groups(kv_cache_config)
@@ -95,6 +105,7 @@ class Producer:
         self._blocks: HeldBlocks | None = None
         self._leased: set[str] = set()
         self._partial: set[str] = set()  # running prefills with blocks that are written from
+        self._going: set[str] = set()  # decode requests of which something may be kept
         self._unfinished: dict[str, int] = {}  # prefills for decode instances, with their prompts' lengths
         self._progress = PrefillProgress(config.push_when == "steps", kv_cache_config)
 
@@ -106,8 +117,9 @@ class Producer:
         key = self._keys.public if self._keys is not None else None
         return InstanceAddress(self._engine_id, self._incarnation, self._host, self._server.port, key)
 
-    def bind_block_pool(self, pool: BlockPool) -> None:
+    def bind_block_pool(self, pool: BlockPool) -> HeldBlocks:
         self._blocks = HeldBlocks(pool)
+        return self._blocks
 
     def bind_block_tables(self, tables: TablesOf) -> None:
         self._progress.tables = tables
@@ -118,11 +130,12 @@ class Producer:
 
     def serve(self, manifests: list[bytes], tokens: list[bytes]) -> None:
         """Start the side channel with the encoded manifests and secrets of all ranks; a consumer that reads needs none.
+        It goes on if nobody has ended it: vLLM also tells what it told before.
 
         Raises:
             InvalidConfig: the address cannot be bound.
         """
-        if not self._serves:
+        if not self._serves or self._server is not None:
             return
         self._server = SideChannelServer(
             self._host,
@@ -137,34 +150,19 @@ class Producer:
         self._server.set_manifests(manifests, tokens)
         if self._keeps and self._config.pushes:
             self._server.pushes.enable(tokens, self._config.kv_lease_duration, self._config.step_timeout)
-            self._answer_proxies()
+            self.compute_with("")
+            if self._bootstrap is None:
+                place = self._host, self._port
+                self._bootstrap = answer_proxies(
+                    self._config, self._parallel, self._rank, self._engine_id, self._first_engine, place
+                )
         logger.info(
             "side channel of engine %s listens on %s:%d, %s",
             self._engine_id,
             self._host,
             self._port,
-            f"for {len(self._keys.peers)} known keys" if self._keys is not None else "for everybody",
+            admits(self._keys, self._host),
         )
-
-    def _answer_proxies(self) -> None:
-        """Say who this engine is to proxies that ask in the way of the in-tree Mooncake connector, if configured: they
-        ask the first engine of a `vllm serve`, which tells them of all."""
-        port = self._config.bootstrap()
-        if port is None:
-            return
-        parallel = self._parallel
-        sizes = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        own = encode_answer(self._rank, self._engine_id, HostPort(self._host, self._port), *sizes)
-        if self._first_engine is not None:
-            # On this host it listens where this engine does, at its side_channel_host; so does an engine of another
-            # `vllm serve` on this host, which must not be taken for it.
-            here = (_reachable(self._host),) if is_own_address(self._first_engine) else ()
-            hosts = dict.fromkeys((*here, self._first_engine))
-            self._bootstrap = EngineRegistration([HostPort(host, port) for host in hosts], own)
-            return
-        unauthenticated = self._config.allow_unauthenticated_peers
-        self._bootstrap = BootstrapServer(self._host, port, EngineRegistry(own), unauthenticated=unauthenticated)
-        logger.info("bootstrap answers for engine %s on http://%s:%d/query", self._engine_id, self._host, port)
 
     def add(self, request: Request) -> None:
         """A prefill for a decode instance arrived; what decode must compute itself is cut off.
@@ -182,6 +180,11 @@ class Producer:
         if self._server.pushes.started(request.request_id, name, num_tokens, digest):
             self._progress.add(request.request_id, num_tokens)
 
+    def follow(self, request: Request) -> None:
+        """A decode request arrived: if it may be kept, it must be known with which weights it began."""
+        if self.lending.enabled:
+            self._going.add(request.request_id)
+
     def hold(self, request: Request, block_ids: Sequence[list[int]]) -> dict[str, Any] | None:
         """Lease the request's blocks; returns the `kv_transfer_params` for the router, None if nothing is held.
 
@@ -197,10 +200,51 @@ class Producer:
             return None
         if not any(block_ids):
             return None
+        if reason := self._epochs.mixed(request.request_id):
+            raise ProtocolError(reason)
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         tables = tuple(self._table(group, ids, num_tokens) for group, ids in enumerate(block_ids))
-        answer = self._answer(request, tables, num_tokens)
-        params = encode_params(answer, self._secret)
+        answer = self._answers.prefill(request, tables, num_tokens, self._incarnation, self._epochs.own.now)
+        return self._lease(request, answer, tables)
+
+    def lend(self, request: Request, block_ids: Sequence[list[int]]) -> dict[str, Any] | None:
+        """Lease what a finished decode request has left, for the next turn of its conversation; returns the
+        `kv_transfer_params` for the router, None if nothing is kept.
+
+        Raises:
+            ProtocolError: parameters that no prefill instance would accept; nothing is kept.
+        """
+        if self._server is None or self._blocks is None or not self.lending.enabled or not any(block_ids):
+            return None
+        if why := self.lending.why_not(request) or self._epochs.mixed(request.request_id):
+            logger.debug("request %s: its caches are not kept for a next turn: %s", request.request_id, why)
+            return None
+        num_tokens = known_tokens(request)
+        tables = tuple(self._table(group, ids, num_tokens) for group, ids in enumerate(block_ids))
+        prefixes = self.lending.prefixes(request, tables, num_tokens)
+        answer = self._answers.conversation(request, tables, prefixes, self._incarnation, self._epochs.own.now)
+        params = self._lease(request, answer, tables)
+        self.lending.add(request.request_id, self._blocks.count(request.request_id))
+        self.make_room(0)
+        return params
+
+    def make_room(self, needed: int = sys.maxsize) -> None:
+        """Give back the oldest conversations until `needed` blocks are free, or none is left."""
+        if not self.lending.holding:
+            return
+        assert self._blocks is not None and self._server is not None
+        while (oldest := self.lending.to_drop(*self._blocks.pool_sizes, needed)) is not None:
+            self._server.drop(oldest)
+            self.drain()
+            if self.lending.holds(oldest):
+                return  # it is being written from: its blocks come when that has ended
+
+    def _lease(self, request: Request, answer: RemotePrefill, tables: tuple[BlockTable, ...]) -> dict[str, Any]:
+        """Hold these blocks under a lease; returns the answer for the router."""
+        assert self._server is not None and self._blocks is not None
+        params, named = encode_params(answer, self._secret), ("", b"")
+        if isinstance(answer, Conversation):
+            named = pairing_name(transfer_params(request), request.request_id), json.dumps(params).encode()
         if request.request_id in self._leased:  # a client that uses a request id again gives up the older lease
             self._server.drop(request.request_id)
             self.drain()
@@ -211,50 +255,24 @@ class Producer:
         self._partial.discard(request.request_id)
         self._blocks.hold(request.request_id, tables)
         lease = answer.lease
-        self._server.hold(lease.request_id, lease.nonce, self._config.kv_lease_duration, tables)
+        self._server.hold(lease.request_id, lease.nonce, answer.pd_connector.lease_seconds, tables, named)
         self._progress.discard(request.request_id)
         if not self._server.pushes.finished(request.request_id, lease.nonce, tables, self._progress.number):
             self._server.drop(request.request_id)
         if self._config.digest_dir is not None:
-            self._held.append(HeldRequest(request.request_id, tables, num_tokens))
+            self._held.append(HeldRequest(request.request_id, tables, answer.remote_num_tokens))
         return params
-
-    def _answer(self, request: Request, tables: tuple[BlockTable, ...], num_tokens: int) -> RemotePrefill:
-        return RemotePrefill(
-            do_remote_prefill=True,
-            do_remote_decode=False,
-            remote_block_ids=tuple(tuple(table.ids.tolist()) for table in tables),
-            remote_engine_id=self._engine_id,
-            remote_request_id=request.request_id,
-            remote_host=self._host,
-            remote_port=self._port,
-            tp_size=self._parallel.tensor_parallel_size,
-            dcp_size=self._parallel.decode_context_parallel_size,
-            pp_size=self._parallel.pipeline_parallel_size,
-            remote_num_tokens=num_tokens,
-            # A moment of this host's clock means nothing on another; the lease protocol replaces it.
-            remote_blocks_expiry_time=None,
-            transfer_mode="push" if self._config.pushes else "pull",
-            pd_connector=Extension(
-                version=PROTOCOL_VERSION,
-                incarnation=self._incarnation,
-                nonce=secrets.token_hex(16),
-                lease_seconds=self._config.kv_lease_duration,
-                prompt_digest=prompt_digest(request, num_tokens, self._config.adapter_ids),
-                first_blocks=tuple(table.first_block for table in tables),
-                server_key=self._keys.public if self._keys is not None else None,
-            ),
-        )
 
     def ended(self, request_id: str) -> None:
         """A request ended, however."""
         self._unfinished.pop(request_id, None)
+        self._going.discard(request_id)
+        self._epochs.forget(request_id)
 
     def ends_prefill(self, output: SchedulerOutput) -> bool:
         """Whether a prefill for a decode instance is complete after this step."""
-        if not self._unfinished:
-            return False
-        return any(computed >= self._unfinished.get(request_id, inf) for request_id, computed in computed_after(output))
+        computed = computed_after(output, self._unfinished)
+        return any(tokens >= self._unfinished[request_id] for request_id, tokens in computed)
 
     def _drop_older_choice(self, request_id: str) -> None:
         """Of a request with `n` > 1 the router gets the parameters of the choice that ended last, and nobody else can
@@ -283,20 +301,23 @@ class Producer:
 
     def advance(self, output: SchedulerOutput) -> int:
         """Begin an engine step: what it will complete goes to the workers as orders. Returns the step's number."""
+        self._epochs.advance(output, self._unfinished.keys() | self._going)
         if self._server is not None and self._blocks is not None:
             if output.num_scheduled_tokens:  # else the engine only looks whether it can go on
                 self._server.pushes.stepped()
             self._let_go(self._server, self._blocks)
-            for request_id, tables, ready in self._progress.advance(output, self._server.pushes.wanted):
+            prefills = list(self._progress.advance(output, self._server.pushes.wanted))
+            for request_id, tables, _ in prefills:
                 # Held before it is known to be there: from then on it may be written from at any time.
                 self._blocks.hold(request_id, tables)
                 self._partial.add(request_id)
-                self._server.pushes.progressed(request_id, tables, ready, self._progress.number)
+            if prefills:
+                self._server.pushes.progressed(prefills, self._progress.number)
         return self._progress.number
 
     def _let_go(self, server: SideChannelServer, blocks: HeldBlocks) -> None:
         """Give back the blocks of running prefills whose push has failed: a preempted one may need them to go on."""
-        for request_id in [request_id for request_id in self._partial if server.pushes.given_up(request_id)]:
+        for request_id in server.pushes.given_up(self._partial) if self._partial else ():
             self._partial.discard(request_id)
             blocks.release(request_id)
 
@@ -315,6 +336,17 @@ class Producer:
         """A prefill for a decode instance ended without a cache that could be handed over."""
         if self._server is not None and self._progress.discard(request.request_id):
             self._server.pushes.aborted(request.request_id, reason)
+
+    def end_leases(self, reason: End) -> None:
+        """Have nobody read any more what is held; it is given back when nothing is written from it any more."""
+        if self._server is not None:
+            self._server.drop_all(reason)
+            self.drain()
+
+    def compute_with(self, reason: str) -> None:
+        """The weights are others from now on, or not known: pushes that have begun fail."""
+        if self._server is not None:
+            self._server.pushes.compute_with(self._epochs.own.now, reason)
 
     def take_held(self) -> list[HeldRequest]:
         """What was held since the last call (digest trace only)."""
@@ -335,6 +367,8 @@ class Producer:
             self._partial.discard(request_id)
             if request_id in self._blocks:
                 self._blocks.release(request_id)
+            if self.lending.ended(request_id, reason):
+                continue  # nobody needs to come for it
             parent = request_id.removeprefix(choice_of(request_id))
             if self._choices.get(parent) == request_id:
                 del self._choices[parent]
@@ -350,13 +384,15 @@ class Producer:
         expired, self._expired = self._expired, Counter()
         return expired
 
+    def leave(self) -> None:
+        """Tell every peer that the caches are gone, and serve none until `serve` is called again."""
+        if self._server is not None:
+            self.end_leases(End.ASLEEP)
+            self._server.close()
+            self._server, self._incarnation = None, secrets.token_hex(16)
+
     def close(self) -> None:
         if self._bootstrap is not None:
             self._bootstrap.close()
         if self._server is not None:
             self._server.close()
-
-
-def _reachable(host: str) -> str:
-    """Where this host finds what listens at `host`."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

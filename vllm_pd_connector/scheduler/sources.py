@@ -9,10 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.blocks import computes_itself, prompt_digest, transfer_params
+from vllm_pd_connector.compat.conversations import is_text, prefix_digests
 from vllm_pd_connector.compat.model.caches import prefill_backoff
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.metadata import Either, PushFrom, ReadFrom
 from vllm_pd_connector.protocol.params.answer import require_signature
+from vllm_pd_connector.protocol.params.conversation import (
+    Conversation,
+    NamedConversation,
+    is_named_alone,
+    parse_conversation,
+    parse_named,
+)
 from vllm_pd_connector.protocol.params.parse import RemotePrefill, pairing_name, parse_remote_prefill
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
@@ -46,8 +54,7 @@ class Sources:
             ProtocolError: it is none, an unauthenticated peer made it, or names an instance of an unauthenticated peer.
         """
         remote = parse_remote_prefill(transfer_params(request))
-        require_signature(remote, self._secret)
-        self._require_known(remote.remote_host, remote.pd_connector.server_key)
+        self._require_trusted(remote)
         return remote
 
     def require_fit(self, request: Request, remote: RemotePrefill) -> None:
@@ -56,11 +63,7 @@ class Sources:
         Raises:
             ProtocolError: what differs.
         """
-        if len(remote.remote_block_ids) != self._groups:
-            raise ProtocolError(
-                f"remote_block_ids has {len(remote.remote_block_ids)} KV-cache groups, this instance transfers "
-                f"{self._groups}: serve the same model with the same cache flags on both sides"
-            )
+        self._require_groups(remote)
         most = self.prefilled_tokens(request)
         if self._backoff and remote.remote_num_tokens > most > 0 and not computes_itself(request):
             raise ProtocolError(
@@ -75,6 +78,51 @@ class Sources:
                 "with the same prompt, the kv_transfer_params that its own prefill returned, and "
                 "the same LoRA adapter, if any: equal files on both sides, or one id for it in adapter_ids"
             )
+
+    def named_conversation(self, request: Request) -> NamedConversation | None:
+        """The name of the conversation that a prefill goes on with, if its parameters have nothing else of it.
+
+        Raises:
+            ProtocolError: it is none, its host an unauthenticated peer, or this instance reads from no decode instance.
+        """
+        if not self._config.conversations:
+            raise ProtocolError("conversations: not set here, so nothing is read from decode instances")
+        if not is_named_alone(params := transfer_params(request)):
+            return None
+        named = parse_named(params)
+        self._require_known(named.remote_host, None)
+        return named
+
+    def conversation(self, params: object) -> Conversation:
+        """What a decode instance has said that it holds of a conversation.
+
+        Raises:
+            ProtocolError: as `answer`.
+        """
+        remote = parse_conversation(params)
+        self._require_trusted(remote)
+        return remote
+
+    def common_prefix(self, request: Request, remote: Conversation) -> int:
+        """How many tokens of a request's prompt can be read of what is held of its conversation: the longest of the
+        named prefixes with which the prompt begins. At least one token is left to compute: a state that is read can
+        only be advanced.
+
+        Raises:
+            ProtocolError: there is none, or of another number of groups.
+        """
+        self._require_groups(remote)
+        prefixes = [entry for entry in remote.pd_connector.prefixes if entry[0] < request.num_prompt_tokens]
+        if is_text(request):
+            digests = prefix_digests(request, [tokens for tokens, _ in prefixes], self._config.adapter_ids)
+            for (tokens, digest), own in reversed(list(zip(prefixes, digests, strict=True))):
+                if digest == own:
+                    return int(tokens)
+        lengths = [tokens for tokens, _ in remote.pd_connector.prefixes]
+        raise ProtocolError(
+            f"the prompt ({request.num_prompt_tokens} tokens) goes on from none of the {len(lengths)} prefixes of "
+            f"{lengths[0]} to {lengths[-1]} tokens that can be read: it has other tokens, media or adapter"
+        )
 
     def finished(self, remote: RemotePrefill, *, shared: bool) -> ReadFrom | PushFrom | Either:
         """A prefill that has finished. The choices of a request with `n` > 1 share one (`shared`), and only one of them
@@ -111,6 +159,17 @@ class Sources:
                 "set here: use a router that waits for the prefill's answer"
             )
         self._require_known(host, None)
+
+    def _require_trusted(self, remote: RemotePrefill) -> None:
+        require_signature(remote, self._secret)
+        self._require_known(remote.remote_host, remote.pd_connector.server_key)
+
+    def _require_groups(self, remote: RemotePrefill) -> None:
+        if len(remote.remote_block_ids) != self._groups:
+            raise ProtocolError(
+                f"remote_block_ids has {len(remote.remote_block_ids)} KV-cache groups, this instance transfers "
+                f"{self._groups}: serve the same model with the same cache flags on both sides"
+            )
 
     def _require_known(self, host: str, server_key: str | None) -> None:
         require_known_server(host, server_key, self._keys, self._config.allow_unauthenticated_peers)

@@ -70,20 +70,20 @@ class StepHold:
         if not again:
             self._loop.wake()
 
-    def step(self, *, computes: bool, tells: bool, loading: int) -> bool:
+    def step(self, *, computes: bool, tells: bool, waiting: int) -> bool:
         """Hold back the step that begins, if nothing can come of it yet. Returns whether the next one may be long in
         coming, so that workers need not be ready for it.
 
         Args:
             computes: tokens are scheduled in it.
             tells: it has something else to tell the workers.
-            loading: requests that wait for their caches.
+            waiting: requests that wait for their caches, or for leases to end.
         """
         ended = self._take()
         if self._loop is None or computes or self._loop.computes():
             return False
-        if loading and not tells and not ended and not self._due:
-            self._loop.wait(LONGEST_S if self._sees_all(loading) else SHORT_S)
+        if waiting and not tells and not ended and not self._due:
+            self._loop.wait(LONGEST_S if self._sees_all(waiting) else SHORT_S)
             ended = self._take()
         if ended:
             # vLLM looks at a step's results some steps later where its batches overlap.
@@ -91,10 +91,10 @@ class StepHold:
         self._due = max(self._due - 1, 0)
         return not ended
 
-    def _sees_all(self, loading: int) -> bool:
+    def _sees_all(self, waiting: int) -> bool:
         """Whether everything that a step could take up would show itself."""
         assert self._loop is not None
-        return bool(self._workers) and self._heard == self._workers and not self._loop.has_others(loading)
+        return bool(self._workers) and self._heard == self._workers and not self._loop.has_others(waiting)
 
     def _take(self) -> bool:
         with self._lock:

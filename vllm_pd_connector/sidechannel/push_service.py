@@ -26,10 +26,11 @@ from vllm_pd_connector.sidechannel.worker_auth import refusal
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.push.command_queue import Ticket
+    from vllm_pd_connector.protocol.wire.fields import Weights
 
 
 class PushService:
@@ -70,27 +71,35 @@ class PushService:
         self._wake()
         return known
 
+    def compute_with(self, weights: Weights, reason: str) -> None:
+        """See `PushTable.compute_with`."""
+        with self._lock:
+            if self._table is not None:
+                self._table.compute_with(weights, reason, self._clock())
+        self._wake()
+
     def stepped(self) -> None:
         """See `PushTable.stepped`."""
         with self._lock:
             if self._table is not None:
                 self._table.stepped(self._clock())
 
-    def wanted(self, request_id: str) -> bool:
-        """See `PushTable.wanted`."""
+    def wanted(self, request_ids: Iterable[str]) -> set[str]:
+        """Those of them that `PushTable.wanted`."""
         with self._lock:
-            return self._table is not None and self._table.wanted(request_id)
+            return set(filter(self._table.wanted, request_ids)) if self._table is not None else set()
 
-    def given_up(self, request_id: str) -> bool:
-        """See `PushTable.given_up`."""
+    def given_up(self, request_ids: Iterable[str]) -> set[str]:
+        """Those of them that `PushTable.given_up`."""
         with self._lock:
-            return self._table is not None and self._table.given_up(request_id)
+            return set(filter(self._table.given_up, request_ids)) if self._table is not None else set()
 
-    def progressed(self, request_id: str, source: Sequence[BlockTable], ready: int, step: int) -> None:
-        """See `PushTable.progressed`."""
+    def progressed(self, prefills: Sequence[tuple[str, Sequence[BlockTable], int]], step: int) -> None:
+        """See `PushTable.progressed`, for the request ids, sources and ready tokens of all prefills of a step."""
         with self._lock:
             assert self._table is not None
-            self._table.progressed(request_id, source, ready, step)
+            for request_id, source, ready in prefills:
+                self._table.progressed(request_id, source, ready, step)
         self._wake()
 
     def finished(self, request_id: str, nonce: bytes, source: Sequence[BlockTable], step: int) -> bool:
@@ -127,12 +136,16 @@ class PushService:
             return self._serve_worker(request, ticket, now)
         return self._serve_push(request, ticket, now)
 
+    def tick(self, now: float) -> None:
+        """Answer who has waited long enough; it looks at every registration, so it is the server's thread that does."""
+        if self._table is not None:
+            self._table.tick(now)
+
     def settle(self, now: float) -> list[Freed]:
         """Let leases and pushes know of each other what ended; returns what both are done with."""
         self._leases.tick(now)
         if self._table is None:
             return self._leases.take_freed()
-        self._table.tick(now)
         for report in self._table.take_served():
             self._leases.read_done(report, now)
         for lease, seconds in self._table.take_kept():

@@ -24,13 +24,15 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.lease import Freed, LeaseTable
+from vllm_pd_connector.protocol.lease import UNTOLD, End, Freed, LeaseTable, Told
 from vllm_pd_connector.protocol.verification import Verification
 from vllm_pd_connector.protocol.wire.fields import MAX_TEXT
 from vllm_pd_connector.protocol.wire.messages import (
     Describe,
     Failure,
     FailureCode,
+    FindConversation,
+    FoundConversation,
     GetChecksums,
     GetLeaseCount,
     GetManifests,
@@ -178,13 +180,13 @@ class SideChannelServer:
             self._manifests, self._tokens = message, tuple(tokens)
             self._verification.workers = len(manifests)
 
-    def hold(self, request_id: str, nonce: bytes, duration: float, tables: Sequence[BlockTable] = ()) -> None:
-        """Keep a finished request's blocks for `duration` seconds, and again from each renewal.
-
-        `tables` are needed where checksums are made of them.
-        """
+    def hold(
+        self, request_id: str, nonce: bytes, duration: float, tables: Sequence[BlockTable] = (), told: Told = UNTOLD
+    ) -> None:
+        """Keep a finished request's blocks for `duration` seconds, and again from each renewal; `tables` are needed for
+        checksums, `told` is a name and what is answered to who asks for it."""
         with self._lock:
-            self._leases.hold(request_id, nonce, self._clock(), duration, tuple(tables))
+            self._leases.hold(request_id, nonce, self._clock(), duration, tuple(tables), *told)
         self._wake.set()
 
     def drop(self, request_id: str) -> None:
@@ -193,12 +195,21 @@ class SideChannelServer:
             self._leases.drop(request_id, self._clock())
         self._wake.set()
 
+    def drop_all(self, reason: End) -> None:
+        """End all leases from this side, for one reason that their readers are told."""
+        with self._lock:
+            self._leases.drop_all(self._clock(), reason)
+        self._wake.set()
+
     def take_freed(self) -> list[Freed]:
         """(request id, reason) of the leases that have ended since the last call; each exactly once, and not before
         the last write from its blocks has ended."""
         with self._lock:
             freed, self._freed = self._freed + self.pushes.settle(self._clock()), []
-        self._wake.set()
+            self._due += self.pushes.take_replies()
+            answers = bool(self._due)
+        if answers:  # an engine asks in each step: nothing is woken for nothing
+            self._wake.set()
         return freed
 
     def counts(self) -> dict[str, int]:
@@ -235,6 +246,7 @@ class SideChannelServer:
                 if self._router in ready:
                     self._serve_batch()
                 with self._lock:
+                    self.pushes.tick(self._clock())
                     self._freed += self.pushes.settle(self._clock())
                     answers, self._due = self._due + self.pushes.take_replies(), []
                     freed = bool(self._freed)
@@ -335,9 +347,11 @@ class SideChannelServer:
                 return Released()
             case GetChecksums() | NextChecksumJob() | JobChecksums():
                 return self._verify(request, ticket)
+            case FindConversation(name):
+                return FoundConversation(self._leases.answer_of(name, now))
             case GetLeaseCount():
                 self._leases.tick(now)
-                return LeaseCount(len(self._leases))
+                return LeaseCount(self._leases.awaited())
             case PushInto() | WithdrawPush() if request.incarnation not in ("", self._incarnation):
                 return Failure(
                     FailureCode.FOREIGN_ENGINE,

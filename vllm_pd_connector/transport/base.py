@@ -15,6 +15,7 @@ Errors are `TransferError` (`PeerLost` when the peer is gone); a transport trans
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -169,6 +170,16 @@ def options_of(name: str, given: Mapping[str, object], form: type[Options]) -> O
     except msgspec.ValidationError as error:
         known = ", ".join(form.__struct_fields__) or "none"
         raise InvalidConfig(f"transport_options of {name}: {error}; known options: {known}") from error
+
+
+def require_library(name: str, module: str, advice: str) -> None:
+    """Refuse a transport whose library is not there, without importing it.
+
+    Raises:
+        InvalidConfig: with what to do.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise InvalidConfig(f"transport: {name} cannot be imported (No module named {module!r}); {advice}")
 
 
 def follow(transfer: FollowedTransfer, advance: Callable[[FollowedTransfer], None]) -> TransferStatus:

@@ -14,6 +14,7 @@ import msgspec
 from vllm_pd_connector.errors import TransferError
 
 MAX_ENDPOINT_BYTES = 16 << 20
+MAX_PROTOCOL = 20
 
 
 class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -59,6 +60,15 @@ def unseal(transport: str, endpoint: bytes) -> Endpoint:
             "fetch the manifest again"
         )
     return made
+
+
+def protocol_of(transport: str, endpoint: bytes) -> str:
+    """What the maker of an endpoint says that its library speaks, for people; "" if it does not say, or seals its
+    endpoints in another way."""
+    try:
+        return unseal(transport, endpoint).protocol[:MAX_PROTOCOL]
+    except TransferError:
+        return ""
 
 
 def _digest(transport: str, name: str, metadata: bytes, protocol: str) -> bytes:

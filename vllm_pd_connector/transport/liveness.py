@@ -258,8 +258,20 @@ class LivenessHub:
         self._closing = True
         self._wake.set()
         self._thread.join()
+        for one in (*self._arriving, self._listener):
+            one.close()
+        self._selector.close()
 
     def _run(self) -> None:
+        try:
+            self._serve_until_closed()
+        except Exception:
+            # A link that nobody looks after would be open for ever. Who dialled stays connected: for them the end of a
+            # connection is the end of this process, and that nothing is written by it any more.
+            logger.exception("this worker's liveness links have failed: it takes its peers for lost until it restarts")
+        self._end_links()
+
+    def _serve_until_closed(self) -> None:
         while not self._closing:
             for key, ready in self._selector.select(self._wait_timeout()):
                 key.data(ready)
@@ -269,7 +281,6 @@ class LivenessHub:
             for link in tuple(self._lines):
                 self._look_after(link, now)
             self._look_after_unauthenticated(now)
-        self._end()
 
     def _wait_timeout(self) -> float | None:
         """Seconds until the first dialled link or greeting is overdue, or a pause is over."""
@@ -355,17 +366,14 @@ class LivenessHub:
             logger.warning("hung up on a dialler: %s", error)
             self._hang_up_on(arrived)
 
-    def _end(self) -> None:
+    def _end_links(self) -> None:
         with self._lock:  # no link comes any more
             self._ended = True
         self._wake.close()
         for link in (*self._lines, *self._new):
-            link.lose("the transport was closed here")
+            link.lose("this worker's links have ended")
             link.socket.close()
-        for arrived in self._arriving:
-            arrived.close()
-        self._listener.close()
-        self._selector.close()
+        self._lost()
 
 
 def _greeting(name: bytes) -> bytes:

@@ -8,6 +8,7 @@ need not be there. How another package brings one: docs/design/transports.md.
 from __future__ import annotations
 
 import functools
+import importlib
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,28 @@ def create(name: str, options: Mapping[str, object] | None = None, use: Use | No
             "version of it that fits this one, or choose another transport"
         ) from error
     return transport
+
+
+def check(name: str, options: Mapping[str, object] | None = None, use: Use | None = None) -> None:
+    """Refuse what `create` would refuse and can be known without the library: before an instance loads its model.
+
+    Asks `check`, with the arguments of the entry's callable and in its module, if there is one; it starts nothing.
+
+    Raises:
+        InvalidConfig: as `create`.
+    """
+    entry = find(name)
+    try:
+        ask = getattr(importlib.import_module(entry.module), "check", None)
+        if ask is not None:
+            ask(dict(options or {}), use or Use())
+    except PDConnectorError:
+        raise
+    except Exception as error:
+        raise InvalidConfig(
+            f"transport: {name!r} of {_origin(entry)} cannot be used: {type(error).__name__}: {error}; install a "
+            "version of it that fits this one, or choose another transport"
+        ) from error
 
 
 def _origin(entry: EntryPoint) -> str:

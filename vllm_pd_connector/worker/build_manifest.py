@@ -13,7 +13,6 @@ from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.memory import byte_strides, segment_of
 from vllm_pd_connector.compat.model import backends, facts
 from vllm_pd_connector.compat.model.caches import (
-    Content,
     LayerCache,
     LayerStates,
     cpu_attention_is_affine,
@@ -21,7 +20,8 @@ from vllm_pd_connector.compat.model.caches import (
     layer_states,
     transfer_groups,
 )
-from vllm_pd_connector.errors import UnsupportedCache
+from vllm_pd_connector.compat.model.pages import Form
+from vllm_pd_connector.errors import InvalidTopology, UnsupportedCache
 from vllm_pd_connector.geometry.layouts import attention
 from vllm_pd_connector.geometry.layouts.attention import PageView
 from vllm_pd_connector.geometry.layouts.recurrent import StatePage, state_tensors
@@ -29,6 +29,7 @@ from vllm_pd_connector.geometry.manifest import (
     MANIFEST_VERSION,
     Coordinates,
     Group,
+    GroupKind,
     Manifest,
     ModelFacts,
     Segment,
@@ -117,9 +118,11 @@ def _state_page(states: LayerStates, segment: Segment, index: int, group: Group)
 def _view(
     cache: LayerCache, segment: Segment, index: int, group: Group, model: ModelFacts, place: Coordinates
 ) -> PageView:
-    pages, heads, tokens, content = cache.tensor.shape
+    pages, heads, states, content = cache.tensor.shape
+    tokens = states * cache.state_tokens
     per_block, rest = divmod(pages, group.num_blocks)
-    if rest or per_block * tokens * group.share.size != group.block_tokens:
+    ring = group.kind is GroupKind.STATE and per_block == 1
+    if rest or not (ring or per_block * tokens * group.share.size == group.block_tokens):
         raise UnsupportedCache(
             f"{cache.layer}: {pages} pages of {tokens} tokens do not make up {group.num_blocks} blocks of "
             f"{group.block_tokens} tokens over {group.share.size} ranks; this cache is stored in a way that this "
@@ -133,52 +136,73 @@ def _view(
         group=cache.group,
         segment=index,
         offset=cache.tensor.data_ptr() - segment.address,
-        shape=(pages, heads, tokens, content * size),
+        shape=(pages, heads, states, content * size),
         strides=(strides[0], strides[1], strides[2], strides[3] // size),
         dtype=cache.cache_dtype,
         itemsize=size,
         pages_per_block=per_block,
         heads=held,
         total_heads=total,
+        state_tokens=cache.state_tokens,
     )
 
 
 def _heads(cache: LayerCache, heads: int, model: ModelFacts, place: Coordinates) -> tuple[Interval, int]:
-    """Which KV heads of how many this rank's page holds. A latent is one head on every rank."""
-    if cache.content is Content.LATENT:
-        return Interval(0, 1), 1
-    if cache.replicated:
+    """Which KV heads of how many this rank's page holds. A vector per token is one head on every rank."""
+    if cache.replicated or (cache.page.form in _VECTORS and heads == 1):
         return Interval(0, heads), heads
-    held = shard(model.num_kv_heads, place.tp_size, place.tp_rank)
+    stated = cache.facts.kv_heads or model.num_kv_heads
+    try:
+        held = shard(stated, place.tp_size, place.tp_rank)
+    except InvalidTopology:
+        if heads == 1:
+            raise
+        held = Interval(0, 0)
     if len(held) == heads:
-        return held, model.num_kv_heads
+        return held, stated
     if heads == 1 and place.tp_size > 1:
         raise UnsupportedCache(
-            f"{cache.layer}: 1 KV head on this rank where the model's {model.num_kv_heads} heads over "
-            f"{place.tp_size} ranks make {len(held)}: how this layer is sharded is not known"
+            f"{cache.layer}: 1 KV head on this rank where {stated} heads over {place.tp_size} ranks make {len(held)}: "
+            "how this layer is sharded is not known"
         )
-    # A layer with another number of heads than the model states: exact only while every rank holds equally many.
+    # A layer with another number of heads than is stated: exact, as a rank with several has no copies.
     return Interval(place.tp_rank * heads, (place.tp_rank + 1) * heads), heads * place.tp_size
 
 
+_VECTORS = (Form.ROWS, Form.VALUES_THEN_SCALES)
+
+
 def _tensors(cache: LayerCache, view: PageView) -> tuple[Tensor, ...]:
-    if cache.content is Content.LATENT:
-        return attention.latent(view, cache.head_size)
-    if cache.content is Content.KEY_VALUE:
-        if backends.is_plain(cache.backend):
-            return attention.key_value(view, cache.head_size, cache.head_size_v)
-        if (
-            cache.backend == backends.CPU
-            and cache.head_size == cache.head_size_v
-            and cpu_attention_is_affine(cache.head_size, cache.tensor.dtype, view.shape[2])
-        ):
-            return attention.cpu_attention(view, cache.head_size)
+    page, reason = cache.page, cache.page.reason
+    match page.form:
+        case Form.ROWS:
+            return attention.latent(view, view.shape[3] // view.itemsize, page.role)
+        case Form.VALUES_THEN_SCALES:
+            return attention.values_then_scales(view, page.values, page.scales, page.role)
+        case Form.KEY_VALUE_SCALED:
+            return attention.key_value_scaled(view, page.values, page.scales)
+        case Form.RING:
+            return attention.ring(view, page.role)
+        case Form.KEY_VALUE:
+            if backends.is_plain(cache.facts.backend, quantized=cache.quantized):
+                return attention.key_value(view, cache.head_size, cache.head_size_v)
+            if (
+                cache.facts.backend == backends.CPU
+                and cache.head_size == cache.head_size_v
+                and cpu_attention_is_affine(cache.head_size, cache.tensor.dtype, view.shape[2])
+            ):
+                return attention.cpu_attention(view, cache.head_size)
+            reason = f"the writer of {cache.facts.backend} was not read"
     logger.warning_once(
-        "%s: pages of backend %s (%s) are moved as opaque bytes: only to an instance with the same backend, layout, "
-        "block size and, where ranks hold shares of them, tensor-parallel size",
+        "%s: pages of backend %s (%s) are moved as opaque bytes (%s): only to an instance with the same backend, "
+        "layout, block size and, where ranks hold shares of them, tensor-parallel size",
         cache.layer,
-        cache.backend,
+        cache.facts.backend,
         cache.spec_name,
+        reason,
     )
-    strides = "x".join(map(str, view.strides[1:]))
-    return attention.opaque(view, f"{cache.backend} {cache.spec_name} {cache.cache_dtype} strides {strides}")
+    # An axis of one element has a stride that nobody uses, and layouts differ in it.
+    strides = "x".join(
+        str(stride) if size > 1 else "-" for size, stride in zip(view.shape[1:], view.strides[1:], strict=True)
+    )
+    return attention.opaque(view, f"{cache.facts.backend} {cache.spec_name} {cache.cache_dtype} strides {strides}")

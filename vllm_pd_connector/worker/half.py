@@ -23,7 +23,7 @@ from vllm_pd_connector.compat.base import KVConnectorTransferResults, init_logge
 from vllm_pd_connector.compat.memory import Mark, make_device_current, marker
 from vllm_pd_connector.compat.model import facts
 from vllm_pd_connector.compat.queues import rest_until_next_message
-from vllm_pd_connector.errors import InvalidConfig
+from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
 from vllm_pd_connector.geometry.validate import validate
 from vllm_pd_connector.observability.digest_trace import DigestTrace
 from vllm_pd_connector.sidechannel.bell import ring
@@ -31,6 +31,7 @@ from vllm_pd_connector.sidechannel.net.keys import Keys, keys_of
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.transport import registry
 from vllm_pd_connector.transport.base import Use
+from vllm_pd_connector.transport.endpoint import protocol_of
 from vllm_pd_connector.worker import hugepages
 from vllm_pd_connector.worker.build_manifest import build_manifest
 from vllm_pd_connector.worker.checksum_server import ChecksumServer
@@ -74,6 +75,7 @@ class WorkerHalf:
         self._loop: TransferLoop | None = None
         self._trace: DigestTrace | None = None
         self._checksums: ChecksumServer | None = None
+        self._kv_caches: dict[str, torch.Tensor] = {}
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describe the caches, start the transfer thread, register the memory with the transport.
@@ -82,6 +84,7 @@ class WorkerHalf:
             PDConnectorError: a cache that cannot be moved, or a transport that cannot start; the engine does not
                 start with a connector that would fail every request.
         """
+        self._kv_caches = kv_caches
         manifest = build_manifest(
             self._vllm_config,
             self._kv_cache_config,
@@ -121,12 +124,19 @@ class WorkerHalf:
             received=self._trace.received if self._trace is not None else None,
             address=address_towards(self._side_channel()[0]),
         )
+        self._offer(manifest)
+
+    def _offer(self, manifest: Manifest) -> None:
+        """Start the transfer thread, and complete the manifest with what only that knows."""
+        assert self._loop is not None
         transport_endpoint = self._loop.start()
-        scratch = self._loop.scratch if push is not None else None
+        scratch = self._loop.scratch if self._pushes else None
         self._offer_sums(manifest)
         self._manifest = msgspec.structs.replace(
             manifest, endpoint=transport_endpoint, scratch=scratch, life=self._loop.life
         )
+        if protocol := protocol_of(self._config.transport, transport_endpoint):
+            self._outbox.speaks(self._config.transport, protocol)
         if self._config.huge_pages:
             hugepages.collapse_in_background(manifest.segments)
         logger.info(
@@ -137,6 +147,43 @@ class WorkerHalf:
             self._config.transport,
         )
 
+    def unregister(self) -> None:
+        """The caches' memory goes away, as in vLLM's sleep: let go of it. Again changes nothing.
+
+        Nothing moves any more that anybody waits for; the transport ends with all that it has registered, and what
+        peers still try there fails. `restore` begins another incarnation.
+
+        Raises:
+            PDConnectorError: the transfer thread does not end: the memory must not go.
+        """
+        if self._loop is None:
+            return
+        self._end_threads(self._loop)
+        if self._loop.runs:
+            raise PDConnectorError("sleep: transfers from or into this worker's caches do not end")
+        self._loop = None
+        logger.info("let go of the caches' memory with %s", self._config.transport)
+
+    def restore(self) -> None:
+        """The memory is back: register it anew. Again changes nothing.
+
+        Raises:
+            PDConnectorError: as `register`.
+        """
+        if self._loop is None:
+            self.register(self._kv_caches)
+
+    def _end_threads(self, loop: TransferLoop) -> None:
+        if self._checksums is not None:
+            self._checksums.close()
+            self._checksums = None
+        loop.close()
+
+    @property
+    def _is_read(self) -> bool:
+        """Whether others read from here, a prefill's caches or a conversation's."""
+        return self._vllm_config.kv_transfer_config.is_kv_producer or self._config.conversations
+
     def _own_side_channel(self) -> tuple[str, Keys | None]:
         """The address of this instance's side channel, and the keys to speak to it with."""
         keys = keys_of(self._config)
@@ -146,8 +193,8 @@ class WorkerHalf:
         return self._config.side_channel(self._vllm_config.parallel_config.data_parallel_index)
 
     def _offer_sums(self, manifest: Manifest) -> None:
-        """Make checksums for decode instances that ask."""
-        if self._config.verify != "off" and self._vllm_config.kv_transfer_config.is_kv_producer:
+        """Make checksums for instances that read from here and ask."""
+        if self._config.verify != "off" and self._is_read:
             address, keys = self._own_side_channel()
             self._checksums = ChecksumServer(address, keys, manifest, manifest.parallel.number, self.token)
 
@@ -163,7 +210,7 @@ class WorkerHalf:
         device = next((segment for segment in manifest.segments if segment.device != "cpu"), manifest.segments[0])
         return registry.create(
             self._config.transport,
-            self._config.transport_settings(prefills=prefills),
+            self._config.transport_settings(prefills=self._is_read),
             Use(
                 serves=self._config.is_target(prefills=prefills, decodes=decodes),
                 posts=self._config.starts_transfers(prefills=prefills, decodes=decodes),
@@ -176,6 +223,12 @@ class WorkerHalf:
     def encoded_manifest(self) -> bytes:
         assert self._manifest is not None, "vLLM asks for it after register_kv_caches"
         return msgspec.msgpack.encode(self._manifest)
+
+    @property
+    def weights(self) -> str:
+        """What the manifest says of the weights that were loaded."""
+        assert self._manifest is not None, "vLLM asks for it after register_kv_caches"
+        return self._manifest.model.weights
 
     def start_step(self, metadata: StepMetadata) -> None:
         """Pass on what the scheduler half ordered in this step. Its forward may have been launched or not."""
@@ -231,9 +284,7 @@ class WorkerHalf:
             if self._vllm_config.kv_transfer_config.is_kv_producer and self._config.shutdown_timeout > 0:
                 address, keys = self._own_side_channel()
                 wait_for_readers(address, keys, self._config.shutdown_timeout)
-            if self._checksums is not None:
-                self._checksums.close()
-            self._loop.close()
+            self._end_threads(self._loop)
             self._loop = None
 
 

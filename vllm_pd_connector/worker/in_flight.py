@@ -36,9 +36,10 @@ POLL_DRAINING_S = 0.05
 class InFlight:
     """See the module. Lives in the transfer thread.
 
-    `owner` is known to the stager. `connection` is the link's when the latest transfers began; `stuck` are indices of
-    transfers that failed and may still write, `watches` those of the workers at the other end, by index; `moved` is
-    what the transport was given.
+    `owner` is known to the stager. `connection` is the link's when the latest transfers began; `parts` are those of
+    `transfers` when they were begun, `over` how many parts of others have ended; `stuck` are indices of transfers that
+    failed and may still write, `watches` those of the workers at the other end, by index; `moved` is what the transport
+    was given.
     """
 
     owner: object
@@ -50,6 +51,8 @@ class InFlight:
     connection: object = None
     posted_at: float = 0.0
     transfers: dict[int, Transfer] = field(default_factory=dict)
+    parts: dict[int, int] = field(default_factory=dict)
+    over: int = 0
     staged: set[int] = field(default_factory=set)
     stuck: set[int] = field(default_factory=set)
     watches: dict[int, ProcessWatch | None] = field(default_factory=dict)
@@ -69,6 +72,7 @@ class InFlight:
             return
         self.posted_at = time.monotonic()
         transfer = self.transfers[index] = (self.transport.write if self.writes else self.transport.read)(peer, work)
+        self.parts[index] = transfer.left
         self.moved += Moved(work.total_bytes, len(work), transfer.descriptors)
 
     def poll(self, now: float) -> Iterator[tuple[TransferEnd, TransferError | None]]:
@@ -81,6 +85,7 @@ class InFlight:
             except TransferError as found:
                 error = found
             del self.transfers[index]
+            self.over += self.parts.pop(index) + 1
             yield self.ended(index, error), error
         if self.staged and not self.stager.holds(self.owner):  # it was given up, and nothing of it is left
             over, self.staged = self.staged, set()
@@ -99,6 +104,7 @@ class InFlight:
         if error is not None and self.writes and self.stager.holds(self.owner):
             return TransferFailed(stream.index, str(error), terminal=False)
         self.staged.discard(stream.index)
+        self.over += stream.landed
         if error is not None:
             return TransferFailed(stream.index, str(error), terminal=True)
         self.moved += Moved(stream.bytes, stream.runs, stream.descriptors)
@@ -139,10 +145,10 @@ class InFlight:
         return bool(self.transfers) or self.stager.holds(self.owner)
 
     @property
-    def progress(self) -> object:
-        """How far it is, in some measure: it changes when a part has ended, and only then."""
-        running = {index: transfer.left for index, transfer in self.transfers.items()}
-        return running, self.moved, self.stager.landed(self.owner)
+    def arrived(self) -> int:
+        """How far it is: it grows when a part of a transfer has ended, and only then."""
+        running = sum(self.parts[index] - transfer.left for index, transfer in self.transfers.items())
+        return self.over + running + self.stager.landed(self.owner)
 
     def next_look(self, now: float, draining: bool) -> list[float]:
         """When a `poll` is due; `draining`: nobody waits for the bytes."""

@@ -35,13 +35,21 @@ class Outbox:
         self._stats = PDStats()
 
     def finished(
-        self, request_id: str, *, ok: bool, quarantined: bool, unshareable: Mapping[int, int] | None = None
+        self,
+        request_id: str,
+        *,
+        ok: bool,
+        quarantined: bool,
+        unshareable: Mapping[int, int] | None = None,
+        spare: bool = False,
     ) -> None:
         """A receive ended on this rank. What belongs to it (a quarantine, `WorkerReport.unshareable`) is announced in
-        the same step, never later."""
+        the same step, never later. That a `spare` one failed is our own business and not told to vLLM."""
         with self._lock:
             self._results.finished_recving.add(request_id)
-            if not ok:
+            if not ok and spare:
+                self._report.spared.add(request_id)
+            elif not ok:
                 self._results.failed_recving.add(request_id)
             if quarantined:
                 self._report.quarantined[request_id] = 1
@@ -55,6 +63,11 @@ class Outbox:
         with self._lock:
             self._report.drained[request_id] = 1
         self._ring()
+
+    def speaks(self, transport: str, protocol: str) -> None:
+        """This worker's transport speaks `protocol`; the first step tells."""
+        with self._lock:
+            self._stats.speaks(transport, protocol)
 
     def flush(self) -> None:
         """Hand over what was counted since the last report; for the transfer thread."""

@@ -132,6 +132,11 @@ class TransferLoop:
         self._thread.join(timeout=SHUTDOWN_S)
         self._comparison.close()
 
+    @property
+    def runs(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._thread.is_alive()
+
     # Everything below runs in the thread.
 
     def _run(self) -> None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
 
 from vllm_pd_connector.compat.model import caches, facts
+from vllm_pd_connector.compat.model.layers import LayerFacts, layer_facts
 from vllm_pd_connector.compat.model.recurrent import StateGroup, state_groups
 from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import UnsupportedCache
 from vllm_pd_connector.geometry.manifest import Coordinates, GroupKind, Manifest, ModelFacts, Role
 from vllm_pd_connector.geometry.plan import make_plan
 from vllm_pd_connector.geometry.topology import check_pd_topology
@@ -46,7 +51,8 @@ def instance(spec: MLAAttentionSpec, tp_size: int, monkeypatch: pytest.MonkeyPat
     content = spec.state_content_size_bytes // spec.dtype.itemsize
     monkeypatch.setattr(facts, "model_facts", lambda *_: FACTS)
     monkeypatch.setattr(facts, "engine_id", lambda _: "p-0")
-    monkeypatch.setattr(caches, "_backends", lambda _: {LAYER: "FLASHMLA"})
+    backend = "DEEPSEEK_V32_INDEXER" if spec is INDEXER else "FLASHMLA"
+    monkeypatch.setattr(caches, "layer_facts", lambda _: {LAYER: LayerFacts(backend, 128)})
     found = []
     for rank in range(tp_size):
         monkeypatch.setattr(facts, "coordinates", lambda _, rank=rank: Coordinates(rank, tp_size, 0, 1, 0, 1, 1, 1))
@@ -63,13 +69,11 @@ def test_what_every_rank_holds_is_no_share_of_the_heads_of_the_model(
 ) -> None:
     """DeepSeek has 128 KV heads by its configuration and one latent on each of 8 ranks; any rank can give it."""
     prefill, decode = (instance(spec, tp_size, monkeypatch) for tp_size in (8, 2))
-    page = 64 * spec.state_content_size_bytes
+    content = spec.state_content_size_bytes
+    roles = {Role.INDEX: 128, Role.INDEX_SCALE: 4} if spec is INDEXER else {Role.LATENT: content}
     for manifest in (*prefill, *decode):
-        (tensor,) = manifest.tensors
-        assert (tensor.role, [(axis.start, axis.size, axis.total) for axis in tensor.axes]) == (
-            Role.OPAQUE,
-            [(0, page, page)],
-        )
+        assert {tensor.role: tensor.axes[-1].size for tensor in manifest.tensors} == roles
+        assert all((axis.start, axis.size) == (0, axis.total) for tensor in manifest.tensors for axis in tensor.axes)
     assert check_pd_topology(decode, prefill).allowed and check_pd_topology(prefill, decode).allowed
     assert [[edge.source for edge in make_plan(one, prefill).edges] for one in decode] == [[(0, 0, 0)], [(0, 0, 4)]]
 
@@ -88,3 +92,47 @@ def test_a_group_of_unequal_recurrent_layers_is_a_state_group_to_both_halves() -
     config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[group])
     assert [one.kind for one in caches.transfer_groups(config)] == [GroupKind.STATE]
     assert state_groups(config) == {0: StateGroup(scratch=1, block_tokens=16)}
+
+
+@pytest.mark.parametrize(
+    ("window", "name", "heads"),
+    [(None, "model.layers.1.self_attn.attn", 4), (128, "model.layers.0.self_attn.attn", 8),
+     (None, "model.layers.9.self_attn.attn", 16)],
+    ids=["the layer's own", "of windows", "a draft layer: the model's"],
+)  # fmt: skip
+def test_a_layer_s_heads_are_those_that_the_configuration_states_for_it(
+    window: int | None, name: str, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma-4 states the heads of every layer, MiMo-V2 those of its windows."""
+    import vllm.config
+
+    stated = {1: SimpleNamespace(total_num_kv_heads=4), 0: SimpleNamespace(total_num_kv_heads=2)}
+
+    class Arch(SimpleNamespace):
+        def __getitem__(self, number: int) -> SimpleNamespace:
+            return stated[number]
+
+    layer = SimpleNamespace(sliding_window=window, get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "B"))
+    monkeypatch.setattr(vllm.config, "get_layers_from_vllm_config", lambda *_: {name: layer})
+    arch = Arch(total_num_hidden_layers=2, total_num_kv_heads=16)
+    hf = SimpleNamespace(swa_num_key_value_heads=8)
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(model_arch_config=arch, hf_text_config=hf))
+    assert layer_facts(config) == {name: LayerFacts("B", heads)}
+
+
+def test_a_window_whose_hits_are_computed_again_is_refused_by_name() -> None:
+    spec = SlidingWindowMLASpec(
+        block_size=64, num_kv_heads=1, head_size=512, dtype=torch.bfloat16, sliding_window=128, bounded_replay=True
+    )
+    config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)])
+    with pytest.raises(UnsupportedCache, match="bounded replay"):
+        caches.transfer_groups(config)
+
+
+def test_a_ring_of_latest_tokens_is_a_state_to_both_halves() -> None:
+    spec = CircularBufferSpec(
+        block_size=4, num_kv_heads=2, head_size=128, head_size_v=0, dtype=torch.bfloat16, dcp_sharded=False
+    )
+    config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)])
+    assert [(group.kind, group.block_tokens) for group in caches.transfer_groups(config)] == [(GroupKind.STATE, 0)]
+    assert state_groups(config) == {0: StateGroup(scratch=0, block_tokens=0)}

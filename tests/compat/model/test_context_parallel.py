@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_pd_connector.compat.model import caches
 from vllm_pd_connector.compat.model.caches import align_interleave, group_block_tokens, transfer_groups
+from vllm_pd_connector.compat.model.layers import LayerFacts
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.connector import EncodedManifest, PDConnector
 from vllm_pd_connector.errors import InvalidConfig
@@ -78,14 +79,14 @@ def parallel(dcp: int = 4, *, told: bool = False, former: int = 1) -> SimpleName
 def test_ranks_hold_whole_blocks_in_turn_unless_the_operator_has_said_otherwise(
     given: SimpleNamespace, drafts: str | None, interleave: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(caches, "_backends", lambda _: {"layer": "FLASH_ATTN_MLA"})
+    monkeypatch.setattr(caches, "layer_facts", lambda _: {"layer": LayerFacts("FLASH_ATTN_MLA", 1)})
     config: Any = SimpleNamespace(parallel_config=given, speculative_config=drafts)
     align_interleave(config, config_of(FULL, LATENT, STATE))
     assert given.cp_kv_cache_interleave_size == interleave
 
 
 def test_a_backend_that_takes_turns_with_every_token_keeps_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caches, "_backends", lambda _: {"layer": "FLASHINFER_MLA"})
+    monkeypatch.setattr(caches, "layer_facts", lambda _: {"layer": LayerFacts("FLASHINFER_MLA", 1)})
     given = parallel()
     config: Any = SimpleNamespace(parallel_config=given, speculative_config=None)
     align_interleave(config, config_of(LATENT))
@@ -108,6 +109,6 @@ def test_ranks_that_vllm_cannot_tell_apart_are_all_served_in_their_order() -> No
     }
     served: list[list[bytes]] = []
     connector: Any = object.__new__(PDConnector)
-    connector._scheduler = SimpleNamespace(serve=lambda manifests, tokens: served.append(manifests))
+    connector._scheduler = SimpleNamespace(serve=lambda manifests, tokens, weights: served.append(manifests))
     connector.set_xfer_handshake_metadata_pp_aware(kept)
     assert served == [[bytes(place) for place in ranks]]

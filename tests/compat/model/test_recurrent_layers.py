@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_pd_connector.compat.model.recurrent import StateGroup, state_block_tokens, states_of
 from vllm_pd_connector.errors import UnsupportedCache
-from vllm_pd_connector.geometry.layouts.recurrent import Convolution, Recurrent
+from vllm_pd_connector.geometry.layouts.recurrent import Convolution, Recurrent, StatePage, state_tensors
 from vllm_pd_connector.geometry.manifest import AxisName, Coordinates, Role
 from vllm_pd_connector.geometry.sharding import Interval
 
@@ -36,7 +36,7 @@ def spec(kind: str, shapes: Any, **changes: Any) -> MambaSpec:
 
 def states(
     given: MambaSpec, tp_size: int = 1, tp_rank: int = 0, module: Any = None, device: str = "cuda"
-) -> tuple[Convolution, Recurrent | None]:
+) -> tuple[Any, Recurrent | None]:
     layers = {LAYER: module}
     config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     return states_of(config, LAYER, given, place(tp_size, tp_rank), torch.device(device))
@@ -129,10 +129,22 @@ def test_the_cpu_kernels_of_gdn_store_a_head_transposed(dim_first):
     assert on_cpu is not None and on_cpu.axes == ((AxisName.DK, 32), (AxisName.DV, 64))
 
 
+def test_linear_attention_has_a_square_matrix_per_head_and_no_convolution() -> None:
+    """Ring-linear: 32 heads of 128."""
+    shapes = MambaStateShapeCalculator.linear_attention_state_shape(32, 4, 128)
+    convolution, recurrent = states(spec("LINEAR", shapes), 4, 3)
+    assert convolution is None and recurrent is not None
+    assert (recurrent.heads, recurrent.total_heads) == (Interval(24, 32), 32)
+    assert recurrent.axes == ((AxisName.DK, 128), (AxisName.DV, 128))
+    page = StatePage(LAYER, 0, 0, 0, pages=3, page_stride=1 << 20, size=recurrent.nbytes)
+    (tensor,) = state_tensors(page, None, recurrent)
+    assert (tensor.role, tensor.offset) == (Role.SSM, 0)
+
+
 @pytest.mark.parametrize(
     ("kind", "shapes", "changes", "named"),
     [
-        ("LINEAR", [(4, 64, 64)], {}, "LINEAR with 1 states"),
+        ("LINEAR", [(3, 64), (4, 64, 64)], {}, "LINEAR with 2 states"),
         ("MAMBA2", [(3, 768), (4, 64, 64), (4, 8, 64)], {"dtypes": (*DTYPES, torch.float32)}, "MAMBA2 with 3 states"),
         ("SHORT_CONV", [(3, 512)], {"tp_replicated": True}, "replicated over tensor-parallel ranks"),
         ("GDN_ATTN", [(3, 255), (2, 64, 1)], {}, "two equal parts"),

@@ -146,7 +146,7 @@ def test_bad_parameters_to_the_prefill_side_hand_nothing_over(pair: Cluster) -> 
     for params, word in (
         ({"do_remote_decode": "yes"}, "do_remote_decode"),
         ({**keep, "surprise": 1}, "surprise"),
-        ({**keep, "remote_block_ids": [[1]]}, "remote_block_ids"),
+        ({**keep, "remote_host": "10.0.0.1"}, "remote_host"),
     ):
         before = pair.prefill.log.stat().st_size
         with contextlib.suppress(Refused):

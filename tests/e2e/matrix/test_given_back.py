@@ -20,7 +20,7 @@ from tests.support.servers.over import over
 from tests.support.servers.workload import AT_ONCE_S, SCENARIOS, Answer, Prompt, Refused, ask, ask_for_choices
 from vllm_pd_connector.instance_info import parse
 from vllm_pd_connector.protocol.wire.messages import GetLeaseCount, LeaseCount
-from vllm_pd_connector.proxy.handoff import decode_body_beside, prefill_body
+from vllm_pd_connector.routing.handoff import decode_body_beside, prefill_body
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.sidechannel.waiting import ask as ask_side_channel

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.support.servers.cluster import Cluster
 from tests.support.servers.digests import received
-from tests.support.servers.matrix import MIXED_ROWS, PLAIN_ROWS, ROWS
+from tests.support.servers.matrix import MIXED_ROWS, PLAIN_ROWS, QUICK_MOONCAKE_ROW, ROWS
 from tests.support.servers.over import over
 from tests.support.servers.workload import SCENARIOS, Answer, Stream
 
@@ -38,6 +40,16 @@ def test_every_prompt_moves_bytes(pair: Cluster) -> None:
     stops = sorted(record.stop for record in records)
     assert all(length - stop in (0, 1) for length, stop in zip(sorted(map(len, prompts)), stops, strict=True))
     assert not any(record.start for record in records)
+
+
+@over([QUICK_MOONCAKE_ROW])
+def test_the_transports_protocol_is_on_the_metrics_page_of_both(pair: Cluster) -> None:
+    """ "rdma" that became TCP without a word would be seen here."""
+    pair.check(SCENARIOS["moved"])
+    for server in (pair.prefill, pair.decode):
+        rows = re.findall(r"^vllm:pd_transport_info\{([^}]*)\} 1\.0$", pair.metrics(server), re.MULTILINE)
+        [labels] = (dict(re.findall(r'(\w+)="([^"]*)"', row)) for row in rows)
+        assert (labels["transport"], labels["protocol"]) == ("mooncake", "tcp")
 
 
 @over(MIXED_ROWS)

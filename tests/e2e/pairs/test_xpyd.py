@@ -11,12 +11,10 @@ import re
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,10 +23,11 @@ import pytest
 from examples.launch import Server, Servers, Spec, free_port, router_spec, vllm_spec
 from examples.make_models import MODELS, make
 from tests.support.servers.cluster import HOLDINGS, PATIENCE, Baselines, until
-from tests.support.servers.excuses import Down, Sent, legs_of, unexcused
+from tests.support.servers.excuses import Down, legs_of, unexcused
+from tests.support.servers.load import Load
 from tests.support.servers.matrix import HYBRID_BLOCKS, HYBRIDS
 from tests.support.servers.pairs import ROOT, Pairs
-from tests.support.servers.workload import Prompt, Refused, ask, completion, prompts
+from tests.support.servers.workload import ask, completion, prompts
 
 FAMILIES = ("gqa", "kimi")
 """Plain attention, and recurrent states beside attention."""
@@ -39,47 +38,6 @@ LEASE_S = 15.0
 ASKED = {"xpyd": prompts("xpyd", [random.Random(number).randrange(20, 300) for number in range(48)])}
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
-
-
-@dataclass(slots=True)
-class Load:
-    """Clients that send prompts in turn, AT_ONCE at a time."""
-
-    url: str
-    family: str
-    baselines: Baselines
-    sent: list[Sent] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def run(self, enough: Callable[[], bool]) -> None:
-        """Send until `enough` says so."""
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            for client in [pool.submit(self._client, number, enough) for number in range(AT_ONCE)]:
-                client.result()
-
-    def _client(self, number: int, enough: Callable[[], bool]) -> None:
-        turn = number
-        while not enough():
-            prompt = ASKED["xpyd"][turn % len(ASKED["xpyd"])]
-            turn += AT_ONCE - 1  # so that clients do not all send the same prompts again
-            outcome = self._send(prompt)
-            with self._lock:
-                self.sent.append(outcome)
-
-    def _send(self, prompt: Prompt) -> Sent:
-        request_id, started, status, right = uuid.uuid4().hex, time.monotonic(), 200, False
-        try:
-            answer = ask(self.url, completion(self.family, prompt), request_id=request_id)
-            right = answer.tokens == self.baselines.tokens(self.family, prompt)
-        except Refused as error:
-            status = error.status
-        except (urllib.error.URLError, ConnectionError):
-            status = 0
-        return Sent(request_id, started, time.monotonic(), status, right)
-
-    @property
-    def answered(self) -> list[Sent]:
-        return [one for one in self.sent if one.status == 200]
 
 
 class Fleet:
@@ -174,7 +132,7 @@ def vllm_router_spec(name: str, prefills: Sequence[Server], decodes: Sequence[Se
 def test_vllm_router_spreads_the_work_and_every_answer_is_right(fleet: Fleet) -> None:
     [router] = fleet.servers.start(vllm_router_spec("xpyd-vllm-router", fleet.prefills, fleet.decodes))
     before = fleet.counts("vllm:request_success_total"), fleet.counts("vllm:pd_receives_total")
-    load = Load(router.url, fleet.family, fleet.baselines)
+    load = Load(router.url, fleet.family, fleet.baselines, ASKED["xpyd"], AT_ONCE)
     try:
         load.run(lambda: len(load.sent) >= REQUESTS)
     finally:
@@ -192,7 +150,7 @@ def test_vllm_router_spreads_the_work_and_every_answer_is_right(fleet: Fleet) ->
 def test_one_of_each_is_restarted_and_only_what_was_under_way_there_fails(fleet: Fleet) -> None:
     spec = router_spec("xpyd-router", [s.url for s in fleet.prefills], [s.url for s in fleet.decodes])
     [router] = fleet.servers.start(replace(spec, command=(*spec.command, "--log-level", "debug")))
-    load = Load(router.url, fleet.family, fleet.baselines)
+    load = Load(router.url, fleet.family, fleet.baselines, ASKED["xpyd"], AT_ONCE)
     down: list[Down] = []
     restarted = threading.Event()
     # Instances are started by this thread, for one that ends would take them with it (launch.py).

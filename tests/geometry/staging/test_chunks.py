@@ -1,7 +1,6 @@
 """By way of the staging buffer arrive exactly the bytes that arrive directly: real bytes, every byte of every
 destination."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -16,9 +15,8 @@ from tests.support.geometry.request import Move, copy, make_move
 from tests.support.geometry.world import LAYOUTS, Model, Side, Worker, instance, legal, table, write
 from vllm_pd_connector.geometry.bind import Tail, bind, pair, runs_of
 from vllm_pd_connector.geometry.plan import Edge, LayerBatch, Paging, StridedAxis, TensorSlice, make_plan
-from vllm_pd_connector.geometry.staging import chunks as chunking
 from vllm_pd_connector.geometry.staging import strided_copy
-from vllm_pd_connector.geometry.staging.chunks import Chunk, chunks, split
+from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chunks, split
 from vllm_pd_connector.geometry.staging.strided_copy import Copy
 
 PLENTY = 1 << 30
@@ -78,7 +76,9 @@ def writes(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-def run(move: Move, limit: int = PLENTY, *, forced: bool = True, writes: bool = False) -> None:
+def run(
+    move: Move, limit: int = PLENTY, *, forced: bool = True, writes: bool = False, cost: int = RUN_COST_BYTES
+) -> None:
     """Execute a move and compare every byte; with `forced` everything is staged, else what pays."""
     sources = instance(move.model, move.source, "p-0")
     for worker in sources:
@@ -91,13 +91,15 @@ def run(move: Move, limit: int = PLENTY, *, forced: bool = True, writes: bool = 
         args = move.source_tables, move.destination_tables, move.start, move.stop
         for edge in make_plan(worker.manifest, [s.manifest for s in sources]).edges:
             origin = next(s for s in sources if s.manifest.parallel.rank == edge.source)
-            direct, staged = (replace(edge, pairings=()), edge) if forced else split(edge, limit, writes=writes)
+            direct, staged = (
+                (replace(edge, pairings=()), edge) if forced else split(edge, limit, writes=writes, run_cost=cost)
+            )
             runs = runs_of(pair(direct, *args, tail=move.tail, late=late))
             copy(runs, origin, worker)
             for to, length in zip(runs.destination.tolist(), runs.length.tolist(), strict=True):
                 to -= worker.manifest.segments[0].address
                 written[to : to + length] += 1
-            for chunk in chunks(pair(staged, *args, tail=move.tail, late=late), limit, writes=writes):
+            for chunk in chunks(pair(staged, *args, tail=move.tail, late=late), limit, writes=writes, run_cost=cost):
                 assert chunk.writes is writes
                 carry_out(chunk, origin, worker, limit, written)
         wrong = np.flatnonzero(worker.memory != expected)
@@ -106,15 +108,15 @@ def run(move: Move, limit: int = PLENTY, *, forced: bool = True, writes: bool = 
 
 
 @pytest.fixture(params=[0, 1 << 20], ids=["gaps are not read", "gaps are read"])
-def run_cost(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(chunking, "RUN_COST_BYTES", request.param)
-    return request.param
+def run_cost(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
 
 
 @pytest.mark.parametrize("source", [*LAYOUTS, "CPU"])
 @pytest.mark.parametrize("destination", [*LAYOUTS, "CPU"])
 def test_all_pairs_of_layouts(source: str, destination: str, run_cost: int, writes: bool) -> None:
-    run(make_move(Model(heads=2), Side(layout=source), Side(layout=destination, block_tokens=6), 3, 11), writes=writes)
+    move = make_move(Model(heads=2), Side(layout=source), Side(layout=destination, block_tokens=6), 3, 11)
+    run(move, writes=writes, cost=run_cost)
 
 
 @pytest.mark.parametrize("heads", [2, 4, 6, 8])
@@ -144,9 +146,7 @@ def test_a_window_that_begins_late_in_a_larger_block_is_converted_like_the_rest(
 @settings(max_examples=examples(500), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(moves(), st.sampled_from([0, 12, 1 << 20]), st.booleans(), st.booleans())
 def test_exactly_the_asked_bytes_arrive(move: Move, cost: int, forced: bool, writes: bool) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunking, "RUN_COST_BYTES", cost)
-        run(move, forced=forced, writes=writes)
+    run(move, forced=forced, writes=writes, cost=cost)
 
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
@@ -155,9 +155,8 @@ def test_a_small_slab_and_small_copies_change_nothing(
     move: Move, cost: int, limit: int, most: int, writes: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunking, "RUN_COST_BYTES", cost)
         patch.setattr(strided_copy, "COPY_BYTES", most)
-        run(move, limit, forced=False, writes=writes)
+        run(move, limit, forced=False, writes=writes, cost=cost)
 
 
 def only_edge(model: Model, source: Side, destination: Side) -> Edge:

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from tests.guarantees.table import access, engine, leases, peers, pushes, references, transports, waiting
+from tests.guarantees.table import (
+    access,
+    engine,
+    leases,
+    operations,
+    operators,
+    peers,
+    pushes,
+    references,
+    transports,
+    waiting,
+)
 
-SUBJECTS = (references, leases, peers, engine, access, pushes, waiting, transports)
+SUBJECTS = (references, leases, peers, engine, access, pushes, waiting, transports, operations, operators)
 GUARANTEES = [guarantee for subject in SUBJECTS for guarantee in subject.GUARANTEES]

@@ -22,6 +22,11 @@ GUARANTEES = [
         "test_without_its_authenticator_a_server_lets_nobody_in",
     ),
     Guarantee(
+        "a secret key is read only where its owner chose who else may read it",
+        "is_private", "not mode & (0o037 if owner == 0 else 0o077)", "True",
+        "test_nobody_else_may_do_anything_with_a_secret_key",
+    ),
+    Guarantee(
         "without keys, no instance listens where others reach it",
         "Producer", "            require_private_address(self._host", "            (lambda *_: None)(self._host",
         "test_a_producer_without_keys_does_not_listen_where_others_reach_it",

@@ -35,7 +35,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "the choices of a request are announced before one of them has read",
-        "LeaseRenewer", "        if reading.shared:", "        if False:",
+        "LeaseRenewer", "        elif reading.shared:", "        elif False:",
         "test_the_choices_of_a_request_read_under_one_lease_which_ends_with_the_last",
     ),
     Guarantee(
@@ -56,7 +56,7 @@ GUARANTEES = [
     # Blocks that nobody will read
     Guarantee(
         "what a request came for that vLLM refused is given back",
-        "Consumer", "self._renewer.drop(*_reading(remote, refused), release=True)", "pass",
+        "Consumer", "self._renewer.drop(*reading_of(remote, refused), release=True)", "pass",
         "test_the_lease_of_a_request_that_vllm_refused_is_given_back_and_one_line_says_so",
     ),
     Guarantee(
@@ -73,6 +73,27 @@ GUARANTEES = [
         "a request that failed is not said to be refused once more",
         "Consumer", "if was_refused(request):  # it has failed", "if False:  # it has failed",
         "test_a_request_whose_parameters_are_none_is_refused_in_one_line",
+    ),
+    # The share of the pool
+    Guarantee(
+        "leases leave room for an engine's other requests",
+        "LeaseShare", "if need is None or blocks is None or request_id in self._begun:", "if True:",
+        "test_leases_never_take_more_than_their_share_and_prefills_begin_in_order",
+    ),
+    Guarantee(
+        "vLLM is told which prefills wait for leases to end",
+        "SchedulerHalf", "if not self.share.admits(request.request_id):", "if False:",
+        "test_an_engine_s_own_requests_find_room_beside_leases_that_nobody_reads",
+    ),
+    Guarantee(
+        "small prefills do not pass one that is held back",
+        "LeaseShare", "if not self._held_back and (", "if (",
+        "test_small_prefills_do_not_pass_one_that_is_held_back",
+    ),
+    Guarantee(
+        "no request is preempted for blocks that a lease has given back",
+        "PDConnector", "self._scheduler is not None and bool(self._scheduler.producer.drain())", "False",
+        "test_a_running_request_is_not_preempted_for_blocks_that_a_lease_has_just_given_back",
     ),
     Guarantee(
         "no decode instance keeps blocks for longer than kv_lease_limit",

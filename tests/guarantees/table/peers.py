@@ -48,12 +48,12 @@ GUARANTEES = [
     ),
     Guarantee(
         "media that vLLM has not hashed are told apart by their content",
-        "_medium", "        content.update(chunk)\n", "        pass\n",
+        "medium_name", "        content.update(chunk)\n", "        pass\n",
         "test_prompts_of_the_same_tokens_and_other_contents_are_told_apart",
     ),
     Guarantee(
         "an engine registers on its own host only if the first engine is there",
-        "Producer", " if is_own_address(self._first_engine) else ()", "",
+        "answer_proxies", " if is_own_address(first_engine) else ()", "",
         "test_an_engine_registers_on_its_own_host_only_if_the_first_engine_is_there",
     ),
     Guarantee(

@@ -56,5 +56,15 @@ GUARANTEES = [
         "refusal", "if not known or not hmac.compare_digest(", "if not known and not hmac.compare_digest(",
         "test_orders_are_only_for_who_knows_the_workers_secret",
     ),
+    Guarantee(
+        "a push of which bytes still move has no deadline on the prefill side",
+        "Push", "        if moved:\n            self._deadline = now + self._limit_s\n            return []\n", "",
+        "test_a_push_of_which_something_has_moved_gets_more_time",
+    ),
+    Guarantee(
+        "a push of which bytes still move has no deadline on the decode side",
+        "Receive", "if arrived is None or arrived != self._arrived:", "if arrived is None:",
+        "test_a_push_that_computes_or_writes_for_long_is_waited_for_and_one_of_which_nothing_moves_is_not",
+    ),
 ]
 # fmt: on

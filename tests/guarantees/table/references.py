@@ -80,7 +80,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "slots that nobody writes are zeroed before a receive is reported",
-        "Receives", "        if ok and (reason := blank(active, self._stager.copier)):", "        if False:",
+        "Receives", "        if ok and (reason := settle(active, self._stager.copier)):", "        if False:",
         "test_a_read_puts_the_logical_elements_in_place_and_ends_the_lease",
     ),
     Guarantee(
@@ -117,6 +117,47 @@ GUARANTEES = [
         "an announced block is held only behind a parent that is known",
         "HeldBlocks", "if not copies or len(", "if len(",
         "test_what_hangs_on_an_unknown_parent_is_not_held",
+    ),
+    # Conversations
+    Guarantee(
+        "of a conversation nothing is read for another prompt",
+        "Sources", "                if digest == own:", "                if True:",
+        "test_what_is_not_this_conversation_is_computed[one step-prompt]",
+    ),
+    Guarantee(
+        "changed prefixes of a conversation name a lease that is not held",
+        "Conversation", "(bare.nonce, self.pd_connector.prefixes)", "(bare.nonce, ())",
+        "test_a_change_of_any_field_that_is_read_names_another_lease",
+    ),
+    Guarantee(
+        "a state that a step under way takes further is not offered",
+        "Lending", "if self._states and steps_beyond(request, known_tokens(request)):", "if False:",
+        "test_what_a_step_under_way_computes_is_not_offered[overlapping steps-states]",
+    ),
+    Guarantee(
+        "a turn that could not be received is computed",
+        "Turns", "        receive.outdated = True\n", "",
+        "test_a_turn_that_could_not_be_received_is_computed_whatever_the_policy[one step]",
+    ),
+    Guarantee(
+        "a window offers no prefix that ends before what it holds",
+        "Lending", "least = max(least, prefix_behind(kind, window, table.begin * tokens))", "pass",
+        "test_windows_serve_prefixes_that_end_behind_them[one step]",
+    ),
+    Guarantee(
+        "a state offers the prefix at whose end it stands and no other",
+        "Lending", "least = num_tokens if self._states else 1", "least = 1",
+        "test_a_state_serves_the_prefix_at_whose_end_it_stands[one step]",
+    ),
+    Guarantee(
+        "a request that waits for blocks takes those of a conversation",
+        "SchedulerHalf", "        self.producer.make_room(self.producer.lending.blocks_for(request))\n", "",
+        "test_a_request_that_needs_the_blocks_gets_them[one step]",
+    ),
+    Guarantee(
+        "a conversation is forgotten when the prefix cache is",
+        "SchedulerHalf", "        self.producer.make_room()\n", "",
+        "test_a_conversation_is_forgotten_with_all_that_is_cached[one step]",
     ),
 ]
 # fmt: on

@@ -17,6 +17,16 @@ GUARANTEES = [
         "test_a_post_that_failed_in_the_middle_may_still_write",
     ),
     Guarantee(
+        "what a network device wrote into a GPU is visible before it is reported",
+        "settle", "copier.arrived()", "pass",
+        "test_what_was_written_is_visible_when_it_is_reported",
+    ),
+    Guarantee(
+        "what is ended for a lost peer fails no other link to its port",
+        "Openings", "opening.disturbed = True", "pass",
+        "test_a_step_that_was_ended_for_another_link_is_taken_again",
+    ),
+    Guarantee(
         "what ended after its peer was lost is not believed",
         "MooncakeTransport", "elif peer.liveness.state is LivenessState.LOST:", "elif rest and peer.liveness.state is LivenessState.LOST:",
         "test_what_ended_after_the_line_did_is_not_believed",

@@ -23,7 +23,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a step is held long only if all that could end it shows itself",
-        "StepHold", "LONGEST_S if self._sees_all(loading) else SHORT_S", "LONGEST_S",
+        "StepHold", "LONGEST_S if self._sees_all(waiting) else SHORT_S", "LONGEST_S",
         "test_what_shows_no_sign_is_looked_at_soon",
     ),
     Guarantee(

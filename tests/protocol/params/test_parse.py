@@ -225,7 +225,7 @@ def test_arbitrary_parameters_are_parsed_or_refused(params):
 
 
 IN_LEASE = {"remote_block_ids", "remote_engine_id", "remote_num_tokens", "remote_request_id"}
-IN_LEASE_OF_OURS = {"incarnation", "nonce", "prompt_digest", "first_blocks"}
+IN_LEASE_OF_OURS = {"incarnation", "nonce", "prompt_digest", "first_blocks", "weights"}
 
 SECRET = b"s" * 32
 
@@ -266,6 +266,7 @@ CHANGED_OF_OURS = {
     "prompt_digest": "f" * 16,
     "first_blocks": [0, 1],
     "server_key": "x" * 40,
+    "weights": {"name": "version 2", "epoch": 1},
     "signature": "0" * 64,
 }
 

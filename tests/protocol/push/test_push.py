@@ -27,6 +27,7 @@ EVENTS: list[tuple[p.Event, float]] = [
     *((TransferFailed(index, "reset", terminal), 0.0) for index in range(3) for terminal in (True, False)),
     (p.PushTick(), 0.0),
     (p.PushTick(), LATE),
+    (p.PushTick(moved=True), LATE),
 ]
 
 
@@ -204,11 +205,19 @@ def test_a_lost_connection_fails_what_goes_over_it_and_nobody_who_waits_for_one(
     assert push.handle(p.LinkLost("reset"), 1.0) == [p.Stop("reset")]
 
 
+def test_a_push_of_which_something_has_moved_gets_more_time() -> None:
+    push, _ = drive(p.Commanded(FIRST))
+    push.handle(p.Commanded(LAST), 5.0)
+    assert push.handle(p.PushTick(moved=True), 5.0 + LIMIT) == []
+    assert push.next_deadline() == 5.0 + 2 * LIMIT
+    assert push.handle(p.PushTick(), 5.0 + 2 * LIMIT) == [p.Stop("writing took longer than 20 s")]
+
+
 def test_the_deadline_runs_from_the_end_of_the_prefill() -> None:
     push, _ = drive(p.Commanded(FIRST))
     assert push.next_deadline() is None
     push.handle(p.Commanded(LAST), 5.0)
     assert push.next_deadline() == 5.0 + LIMIT
-    assert push.handle(p.PushTick(": 2 transfers have not ended"), 4.0 + LIMIT) == []
-    [stop] = push.handle(p.PushTick(": 2 transfers have not ended"), 5.0 + LIMIT)
+    assert push.handle(p.PushTick(missing="2 transfers have not ended"), 4.0 + LIMIT) == []
+    [stop] = push.handle(p.PushTick(missing="2 transfers have not ended"), 5.0 + LIMIT)
     assert stop == p.Stop("writing took longer than 20 s: 2 transfers have not ended")

@@ -66,6 +66,7 @@ REQUESTS = [
     m.GetChecksums(LEASE, (0, 16), 33),
     m.NextChecksumJob(bytes(16), 1),
     m.JobChecksums(bytes(16), 7, 1, (m.ChecksumPart("layer", "key", 0, bytes(8)),), True),
+    m.FindConversation("chatcmpl-1"),
 ]
 REPLIES = [
     m.Manifests("engine-0", "0123456789abcdef" * 2, (b"one", b"two")),
@@ -81,6 +82,7 @@ REPLIES = [
     Commands(2, (BeginCommand(PUSH), WriteCommand(PUSH.attempt, PUSH.blocks, ready=32, step=5, final=False))),
     Commands(3, (CancelCommand(b"a" * 16, "aborted"),)),
     m.Ack(),
+    m.FoundConversation(b"{}"),
 ]
 ids = {"ids": lambda message: type(message).__name__}
 

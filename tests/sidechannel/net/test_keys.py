@@ -155,9 +155,39 @@ def test_a_server_without_keys_listens_on_this_host_only(prefill):
 def test_secret_keys_are_for_their_owner_only(prefill):
     path = prefill.directory / "prefill.key_secret"
     assert path.stat().st_mode & 0o777 == 0o600
-    path.chmod(0o640)
-    with pytest.raises(InvalidConfig, match="chmod 600"):
+    path.chmod(0o644)
+    with pytest.raises(InvalidConfig, match=r"0644 .*chmod 600"):
         k.load_keys(prefill.directory)
+
+
+ROOT, USER = 0, 1000
+
+
+@pytest.mark.parametrize("owner", [ROOT, USER])
+@pytest.mark.parametrize("mode", [0o400, 0o600])
+def test_a_secret_key_may_be_read_by_its_owner(mode, owner):
+    assert k.is_private(mode, owner)
+
+
+@pytest.mark.parametrize("mode", [0o440, 0o640])
+def test_a_group_may_read_what_root_gave_it(mode):
+    """As Kubernetes gives the files of a Secret to `fsGroup`; a user's own umask may have opened them by mistake."""
+    assert k.is_private(mode, ROOT)
+    assert not k.is_private(mode, USER)
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o602, 0o601, 0o660, 0o650, 0o444])
+def test_nobody_else_may_do_anything_with_a_secret_key(mode):
+    assert not k.is_private(mode, ROOT)
+    assert not k.is_private(mode, USER)
+
+
+def test_the_owner_of_a_secret_key_is_asked_for(prefill, monkeypatch):
+    asked = []
+    monkeypatch.setattr(k, "is_private", lambda mode, owner: asked.append((mode & 0o777, owner)))
+    with pytest.raises(InvalidConfig, match="0600"):
+        k.load_keys(prefill.directory)
+    assert asked == [(0o600, os.getuid())]
 
 
 def test_a_directory_must_have_exactly_one_secret_key(tmp_path, prefill):

@@ -26,6 +26,7 @@ class Instance:
         self.request_ids: list[str | None] = []
         self.ranks: list[str | None] = []
         self.traces: list[tuple[str | None, ...]] = []
+        self.priorities: list[tuple[str | None, int | None]] = []
         self.says = says
         self.engines = engines
         self.health = 200
@@ -63,6 +64,7 @@ class Instance:
         self.request_ids.append(request.headers.get("X-Request-Id"))
         self.ranks.append(request.headers.get("X-data-parallel-rank"))
         self.traces.append(tuple(request.headers.get(name) for name in ("traceparent", "tracestate")))
+        self.priorities.append((request.headers.get("X-Vllm-Priority"), self.asked[-1].get("priority")))
         self.arrived.set()
         try:
             return await self._handler(request)

@@ -130,7 +130,7 @@ class World:
 
     # The prefill side's server, as its scheduler half uses it
 
-    def hold(self, request_id: str, nonce: bytes, duration: float, tables: tuple[BlockTable, ...]) -> None:
+    def hold(self, request_id: str, nonce: bytes, duration: float, tables: tuple[BlockTable, ...], *_: object) -> None:
         self.leases.hold(request_id, nonce, self.now, duration, tables)
 
     def drop(self, request_id: str) -> None:
@@ -220,6 +220,7 @@ class World:
     def settle(self) -> None:
         """What the server's thread does after every event, and everybody's answers to what comes of it."""
         while True:
+            self.pushes.tick(self.now)
             self.half.producer.drain()
             for worker in range(WORKERS):
                 self.pushes.serve(AwaitCommands(TOKEN, worker, self.seen[worker]), (b"worker", worker), self.now)
@@ -326,7 +327,7 @@ class World:
             elif reply.state is PushState.FAILED:
                 self.tell(reader, r.PushFailed(reply.reason, reply.terminal))
             else:
-                self.tell(reader, r.PushAlive(reply.state is PushState.WRITING))
+                self.tell(reader, r.PushAlive(reply.moved.descriptors if reply.state is PushState.WRITING else None))
 
     def reported(self, reader: Reader, report: r.Report) -> None:
         """vLLM has the blocks back when all ranks have reported; here also after a success, as if decode had ended."""

@@ -12,7 +12,7 @@ import json
 import pickle
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
@@ -75,9 +75,11 @@ class Engine:
         requests: int = 8,
         overlapping: bool = False,
         policy: str = "fail",
+        scheduling: Literal["fcfs", "priority"] = "fcfs",
         wrap: Callable[[WorkerReport], Any] = lambda report: report,
     ):
         self.role = config["kv_role"]
+        self.policy = policy
         plugin.register()
         init_none_hash(sha256)
         vllm_config = VllmConfig(
@@ -89,6 +91,7 @@ class Engine:
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
                 watermark=0.0,
+                policy=scheduling,
             ),
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
             device_config=DeviceConfig("cpu"),
@@ -111,7 +114,9 @@ class Engine:
         self.free_at_start = int(self.pool.get_num_free_blocks())
         self.told: list[StepMetadata] = []
         self.said: list[EngineCoreOutput] = []
+        self.scheduled: list[dict[str, int]] = []
         self._launched: deque[tuple[SchedulerOutput, list[str]]] = deque()
+        self.overlapping = overlapping
         self._lag = 1 if overlapping else 0
         self._wrap = wrap
         metadata = {(0, 0): EncodedManifest(b"manifest", TOKEN)}
@@ -121,9 +126,23 @@ class Engine:
     def connector(self) -> Any:
         return self.scheduler.connector
 
-    def add(self, request_id: str, prompt: Sequence[int], params: Any = None, max_tokens: int = 4) -> Request:
-        arguments = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params})
-        request = Request(request_id, list(prompt), arguments, None, block_hasher=_hasher())
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: Any = None,
+        max_tokens: int = 4,
+        stop: int = -1,
+        priority: int = 0,
+    ) -> Request:
+        """A request that ends after `max_tokens`, or with the token `stop`."""
+        arguments = SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            stop_token_ids=[] if stop < 0 else [stop],
+            extra_args={"kv_transfer_params": params},
+        )
+        request = Request(request_id, list(prompt), arguments, None, block_hasher=_hasher(), priority=priority)
         self.scheduler.add_request(request)
         return request
 
@@ -136,6 +155,7 @@ class Engine:
     ) -> SchedulerOutput:
         """One step of the engine core; what the workers report comes with the results that it looks at."""
         output = self.scheduler.schedule()
+        self.scheduled.append(dict(output.num_scheduled_tokens))
         # vLLM counts the tokens of a step as computed when it is scheduled; who has all of its tokens then samples one.
         live = self.scheduler.requests
         sampling = [name for name in output.num_scheduled_tokens if _computed(live[name]) >= live[name].num_tokens]

@@ -24,7 +24,7 @@ PROMPT = list(range(40))
 TOKEN = bytes(16)
 EMPTY_STEP: Any = SimpleNamespace(
     scheduled_new_reqs=[],
-    scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+    scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(), req_ids=[], num_computed_tokens=[]),
     num_scheduled_tokens={},
     finished_req_ids=set(),
 )

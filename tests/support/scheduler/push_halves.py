@@ -33,7 +33,9 @@ ATTEMPT = b"a" * 16
 def step(half: SchedulerHalf, **scheduled: tuple[int, int]) -> Any:
     """Metadata of a step: for every request (underscores for hyphens), tokens computed before and scheduled now."""
     named = {name.replace("_", "-"): value for name, value in scheduled.items()}
-    cached = SimpleNamespace(req_ids=list(named), num_computed_tokens=[computed for computed, _ in named.values()])
+    cached = SimpleNamespace(
+        resumed_req_ids=set(), req_ids=list(named), num_computed_tokens=[computed for computed, _ in named.values()]
+    )
     tokens = {name: count for name, (_, count) in named.items()}
     fields = {"scheduled_new_reqs": [], "scheduled_cached_reqs": cached, "num_scheduled_tokens": tokens}
     output = SimpleNamespace(**fields, finished_req_ids=set())

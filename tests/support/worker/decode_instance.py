@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.support.geometry.world import Side, blank, instance, table, write
+from tests.support.geometry.world import Side, Worker, blank, instance, table, write
 from tests.support.worker.prefill_instance import MODEL, TOKENS, PrefillInstance, real
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.blocks import BlockTable
@@ -76,8 +76,9 @@ class Decode:
         config: Config,
         make: Callable[[], Transport] | None = None,
         transport: LoopbackTransport | None = None,
+        worker: Worker | None = None,
     ):
-        [self.worker] = instance(MODEL, D_SIDE, "decode-1")
+        [self.worker] = [worker] if worker is not None else instance(MODEL, D_SIDE, "decode-1")
         self.transport = transport or LoopbackTransport()
         self.outbox = Outbox()
         self.loop = TransferLoop(config, real(self.worker), make or (lambda: self.transport), self.outbox, 0, 1)
@@ -86,8 +87,8 @@ class Decode:
         self.quarantined: set[str] = set()
         self.drained: set[str] = set()
         self.failures: dict[str, int] = {}
-        self.bytes = self.verified = self.relinked = 0
-        self.loop.start()
+        self.bytes = self.runs = self.verified = self.relinked = 0
+        self.endpoint = self.loop.start()
 
     def collect(self) -> None:
         results = self.outbox.take_results()
@@ -100,6 +101,7 @@ class Decode:
             self.drained |= report.drained.keys()
         if (stats := self.outbox.take_stats()) is not None:
             self.bytes += stats.data["bytes"]
+            self.runs += stats.data["runs"]
             self.verified += stats.data["verified"]
             self.relinked += stats.data["relinked"]
             for kind, number in stats.data["failures"].items():

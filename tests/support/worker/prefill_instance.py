@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -44,14 +44,17 @@ class PrefillInstance:
         engine_id: str = "p-0",
         port: int = 0,
         make: Callable[[], Transport] = LoopbackTransport,
+        workers: Sequence[Worker] | None = None,
         **changes: object,
     ):
-        self.workers = instance(MODEL, P_SIDE, engine_id)
+        """`workers`: others than this module's; nothing is written into their caches."""
+        self.workers = workers or instance(MODEL, P_SIDE, engine_id)
         self.transports = [make() for _ in self.workers]
         self.lives = [ProcessWatches(LOOPBACK, lambda: None) for _ in self.workers]
         manifests = []
         for worker, life, transport in zip(self.workers, self.lives, self.transports, strict=True):
-            write(MODEL, P_SIDE, worker, [table(*P_BLOCKS)], worker.memory, 0, TOKENS)
+            if workers is None:
+                write(MODEL, P_SIDE, worker, [table(*P_BLOCKS)], worker.memory, 0, TOKENS)
             bare = real(worker)
             transport.register(bare.segments)
             manifests.append(msgspec.msgpack.encode(real(worker, transport.describe(), life=life.own, **changes)))

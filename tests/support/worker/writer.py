@@ -88,11 +88,11 @@ class Writer:
 class Target(Decode):
     """A decode worker with the side channel at which it is found."""
 
-    def __init__(self, config: Config, **changes: object):
-        super().__init__(config)
+    def __init__(self, config: Config, make: Callable[[], Transport] | None = None, **changes: object):
+        super().__init__(config, make)
         self.server = SideChannelServer("127.0.0.1", 0, "decode-1", secrets.token_hex(16))
         self.server.set_manifests(
-            [msgspec.msgpack.encode(real(self.worker, self.transport.describe(), life=self.loop.life, **changes))]
+            [msgspec.msgpack.encode(real(self.worker, self.endpoint, life=self.loop.life, **changes))]
         )
         self.home = InstanceAddress("decode-1", self.server._incarnation, "127.0.0.1", self.server.port)
 

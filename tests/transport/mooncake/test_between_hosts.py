@@ -102,6 +102,12 @@ def test_each_gpu_may_have_devices_of_its_own() -> None:
         own_devices(options, 2)
 
 
+@pytest.mark.parametrize(("device", "empty"), [("mlx5_0;;mlx5_2", 1), (";mlx5_0", 0), ("mlx5_0;", 1), ("a;,", 1)])
+def test_an_empty_list_of_devices_is_not_all_of_them(device: str, empty: int) -> None:
+    with pytest.raises(InvalidConfig, match=rf"device: list {empty} of '{device}' is empty"):
+        own_devices(MooncakeOptions(protocol="rdma", device=device), 0)
+
+
 @pytest.mark.parametrize("protocol", ["tcp", "rdma"])
 def test_the_library_tries_once_and_not_for_long_unless_the_environment_says_otherwise(
     protocol: str, monkeypatch: pytest.MonkeyPatch

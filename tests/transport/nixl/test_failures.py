@@ -160,6 +160,29 @@ def test_a_disconnect_is_reported_when_nothing_lands_any_more(
     assert not end.transport._posting().peers
 
 
+def test_a_disconnect_is_reported_when_the_library_was_polled_often_enough(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends a lost connection's other lanes only then: what is looked at rarely is not over by the clock."""
+    monkeypatch.setattr(nixl_transport, "_SETTLE_S", 0.0)
+    end, other = ends
+    peer = end.transport.connect(other.endpoint, other.segments)
+    polls: list[None] = []
+    agent = instead(
+        end,
+        postXferReq=raises("nixlRemoteDisconnectError"),
+        getNotifs=lambda notifications, backends: polls.append(None),
+    )
+    transfer = end.transport.read(peer, whole(other.address, end.address, MIB))
+    while end.transport.poll(transfer) is TransferStatus.RUNNING:
+        assert len(polls) < nixl_transport._SETTLE_POLLS and not agent.released
+        if len(polls) == nixl_transport._SETTLE_POLLS - 1:
+            break
+    with pytest.raises(PeerLost):
+        end.transport.poll(transfer)
+    assert len(polls) == nixl_transport._SETTLE_POLLS >= 20 and agent.released
+
+
 def test_a_batch_whose_peer_another_one_lost_is_waited_for_too(
     ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:

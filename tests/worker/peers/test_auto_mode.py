@@ -47,7 +47,9 @@ def test_mode_auto_measures_both_ways_and_tells_what_it_found(writer, target, ca
         target.loop.submit([both_ways(writer, target)], [])
         assert target.wait_for("d") == [True]
     assert re.search(
-        r"self-test with prefill engine p-0: reads \d+\.\d+ GB/s, writes \d+\.\d+ GB/s; it is", caplog.text
+        r"self-test with prefill engine p-0: reads \d+\.\d+ GB/s, writes \d+\.\d+ GB/s, "
+        r"a run costs as much as \d+ bytes; it is",
+        caplog.text,
     )
     assert whole(target.worker.memory, target.expected()), "the self-test touches no cache"
 
@@ -67,6 +69,17 @@ def test_a_self_test_that_meets_a_defect_costs_no_request(writer, target, monkey
     for transport in writer.transports:
         transport.faults.frozen = False
     assert target.wait_for("d") == [True]
+
+
+@pytest.mark.parametrize(("cost", "converted"), [(1, False), (1 << 20, True)])
+def test_what_a_run_was_found_to_cost_decides_what_is_converted(writer, target, monkeypatch, cost, converted):
+    measured = found(Bandwidth(9e9, 1e9, cost))
+    monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", measured)
+    target.loop.submit([both_ways(writer, target)], [])
+    assert target.wait_for("d") == [True]
+    (link,) = target.loop._receives._links._links.values()
+    assert link.run_cost == cost
+    assert any(staged.pairings for _, staged in link.edges) is converted
 
 
 def test_what_is_asked_to_be_written_outlives_reads_that_stand_still(writer, target, monkeypatch):

@@ -14,7 +14,15 @@ from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.loopback import LoopbackTransport
-from vllm_pd_connector.worker.peers.bandwidth_test import SCRATCH_BYTES, WARM_BYTES, Bandwidth, measure_bandwidth
+from vllm_pd_connector.worker.peers.bandwidth_test import (
+    LEAST_RUN_COST,
+    MOST_RUN_COST,
+    RUN_BYTES,
+    SCRATCH_BYTES,
+    WARM_BYTES,
+    Bandwidth,
+    measure_bandwidth,
+)
 
 HERE, THERE = Segment(1 << 20, SCRATCH_BYTES, "cpu", 0), Segment(1 << 30, SCRATCH_BYTES, "cpu", 0)
 
@@ -27,6 +35,7 @@ class Timed:
     write_cost: float
     now: float = 0.0
     connecting: float = 0.3
+    per_run: float = 0.0
     log: list[tuple[str, int, int, int]] = field(default_factory=list)
 
     def clock(self) -> float:
@@ -41,7 +50,8 @@ class Timed:
     def _start(self, kind: str, runs: Runs, cost: float) -> float:
         first = kind not in {name for name, *_ in self.log}
         self.log.append((kind, int(runs.source[0]), int(runs.destination[0]), int(runs.length[0])))
-        return self.now + runs.total_bytes * cost + (self.connecting if first else 0.0)
+        several = self.per_run * len(runs) if len(runs) > 1 else 0.0
+        return self.now + runs.total_bytes * cost + several + (self.connecting if first else 0.0)
 
     def poll(self, transfer: float) -> TransferStatus:
         self.now = min(transfer, self.now + 0.1) if self.now < transfer else self.now
@@ -65,9 +75,17 @@ def test_both_directions_are_measured_without_the_cost_of_connecting():
     assert bandwidth.prefers_push and not Bandwidth(2.0, 2.0).prefers_push
     half = SCRATCH_BYTES // 2
     for kind, source, destination, length in transport.log:
-        assert length in (WARM_BYTES, half)
+        assert length in (WARM_BYTES, half, RUN_BYTES)
         expected = (THERE.address, HERE.address + half) if kind == "read" else (HERE.address, THERE.address + half)
         assert (source, destination) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cost"), [(20e-6, 20000), (2e-6, 2000), (1e-9, LEAST_RUN_COST), (1, MOST_RUN_COST)]
+)
+def test_what_a_run_costs_is_told_in_bytes_that_could_be_read_meanwhile(seconds: float, cost: int) -> None:
+    transport = Timed(1e-9, 1e-9, per_run=seconds)
+    assert run(transport, object(), HERE, THERE, transport.clock).run_cost == pytest.approx(cost, rel=0.05)
 
 
 def test_a_transfer_that_takes_for_ever_ends_the_test():

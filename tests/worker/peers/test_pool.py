@@ -115,10 +115,10 @@ def test_a_link_in_use_is_not_idle_however_long_nobody_asked_for_it():
 def test_an_order_that_cannot_begin_costs_no_other(prefill, decode, monkeypatch):
     get = Links.get
 
-    def broken(self: Links, key: PeerKey, engine_id: str, now: float) -> Any:
+    def broken(self: Links, key: PeerKey, engine_id: str, now: float, **rest: Any) -> Any:
         if engine_id == "broken":
             raise RuntimeError("a defect")
-        return get(self, key, engine_id, now)
+        return get(self, key, engine_id, now, **rest)
 
     monkeypatch.setattr(Links, "get", broken)
     requests = [prefill.request("before"), prefill.request("a", remote_engine_id="broken"), prefill.request("after")]

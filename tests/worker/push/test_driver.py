@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import msgspec
@@ -33,18 +32,6 @@ def config(request: pytest.FixtureRequest, staging_bytes: int) -> Config:
     return msgspec.structs.replace(CONFIG, **({"staging_bytes": staging_bytes} | getattr(request, "param", {})))
 
 
-@pytest.fixture
-def writer(config: Config) -> Iterator[Writer]:
-    with contextlib.closing(Writer(config)) as made:
-        yield made
-
-
-@pytest.fixture
-def target(config: Config) -> Iterator[Target]:
-    with contextlib.closing(Target(config)) as made:
-        yield made
-
-
 @pytest.mark.parametrize("by_lease", [False, True])
 def test_a_prefill_that_finished_before_anybody_asked_is_written(writer, target, by_lease):
     nonce = writer.whole()
@@ -68,9 +55,9 @@ def test_a_decode_instance_that_asks_first_is_served_when_the_prefill_comes(writ
 def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
     target.loop.submit([target.request(writer, start=0)], [])
     writer.begin()
-    until(lambda: writer.server.pushes.wanted("p-a"), "the registration")
+    until(lambda: writer.server.pushes.wanted(["p-a"]), "the registration")
     writer.compute(0, 6)
-    writer.server.pushes.progressed("p-a", (BlockTable.of(0, P_BLOCKS[:2]),), 6, 1)
+    writer.server.pushes.progressed([("p-a", (BlockTable.of(0, P_BLOCKS[:2]),), 6)], 1)
     assert whole(target.worker.memory, target.before), "its own forward of step 1 is not done"
     writer.step_done(1)
     partly = target.before.copy()
@@ -91,10 +78,10 @@ def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
 def test_a_step_that_is_done_is_written_although_the_next_is_ordered_already(writer, target):
     target.loop.submit([target.request(writer, start=0)], [])
     writer.begin()
-    until(lambda: writer.server.pushes.wanted("p-a"), "the registration")
+    until(lambda: writer.server.pushes.wanted(["p-a"]), "the registration")
     writer.compute(0, 6)
-    writer.server.pushes.progressed("p-a", SOURCE, 6, 1)
-    writer.server.pushes.progressed("p-a", SOURCE, 8, 2)
+    writer.server.pushes.progressed([("p-a", SOURCE, 6)], 1)
+    writer.server.pushes.progressed([("p-a", SOURCE, 8)], 2)
     parts = [loop._pushes._pushes for loop in writer.loops]
     until(lambda: all(sum(len(p.machine._commands) for p in part.values()) == 2 for part in parts), "both")
     writer.step_done(1)
@@ -244,6 +231,31 @@ def test_an_unexpected_error_fails_the_pushes_that_it_may_have_cut_short(writer,
         transport.faults.held = False
     target.until(lambda: target.quarantined == target.drained, "the quarantine to end")
     freed(writer, "a")
+
+
+def test_an_error_while_pushes_are_ended_does_not_end_the_thread(writer, target, monkeypatch):
+    loop, orders = writer.loops[0], writer.loops[0]._pushes
+    poll, drive = loop._stager.poll, orders._drive
+
+    def broken() -> None:
+        monkeypatch.setattr(loop._stager, "poll", poll)
+        monkeypatch.setattr(orders, "_drive", broken_too)
+        raise RuntimeError("a defect")
+
+    def broken_too(*_: object) -> None:
+        monkeypatch.setattr(orders, "_drive", drive)
+        raise RuntimeError("another")
+
+    writer.transports[0].faults.held = True
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    until(lambda: writes(loop), "the writes")
+    monkeypatch.setattr(loop._stager, "poll", broken)
+    until(lambda: orders._drive == drive and loop._stager.poll == poll, "both defects")
+    writer.transports[0].faults.held = False
+    writer.whole("b")
+    target.loop.submit([target.request(writer, "e", "b")], [])
+    assert target.wait_for("e") == [True]
 
 
 def test_whoever_answers_in_place_of_who_was_asked_frees_no_blocks(writer, target, monkeypatch):

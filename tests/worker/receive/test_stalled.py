@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.worker.decode_instance import D_BLOCKS, D_SIDE, Decode, Prefill, in_its_thread, lacking, until
+from tests.support.worker.decode_instance import D_BLOCKS, D_SIDE, Decode, in_its_thread, lacking, until
 from tests.support.worker.prefill_instance import MODEL, TOKENS, table, write
 from tests.support.worker.writer import CONFIG, SOURCE, Target, Writer, whole, writes
 from vllm_pd_connector.config import Config
@@ -22,18 +22,6 @@ from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, Prefi
 from vllm_pd_connector.transport import loopback
 from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.push.link import WriteLink
-
-
-@pytest.fixture
-def prefill() -> Iterator[Prefill]:
-    with contextlib.closing(Prefill()) as made:
-        yield made
-
-
-@pytest.fixture
-def other() -> Iterator[Prefill]:
-    with contextlib.closing(Prefill("p-1")) as made:
-        yield made
 
 
 @pytest.fixture(params=[0, 8 << 10], ids=["straight", "slab"])
@@ -317,9 +305,9 @@ def test_what_is_to_be_written_while_no_new_link_can_be_had_is_written_when_ther
     with contextlib.closing(Writer(CONFIG)) as writer, contextlib.closing(Target(CONFIG)) as target:
         target.loop.submit([target.request(writer, start=0)], [])
         writer.begin()
-        until(lambda: writer.server.pushes.wanted("p-a"), "the registration")
+        until(lambda: writer.server.pushes.wanted(["p-a"]), "the registration")
         writer.compute(0, TOKENS)
-        writer.server.pushes.progressed("p-a", SOURCE, 6, 1)
+        writer.server.pushes.progressed([("p-a", SOURCE, 6)], 1)
         writer.step_done(1)
         partly = target.before.copy()
         write(MODEL, D_SIDE, target.worker, [table(*D_BLOCKS)], partly, 0, 4)

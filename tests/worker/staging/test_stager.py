@@ -29,18 +29,6 @@ A, B = (2, 6, 4), (1, 3, 7)
 
 
 @pytest.fixture
-def prefill() -> Iterator[Prefill]:
-    with contextlib.closing(Prefill()) as made:
-        yield made
-
-
-@pytest.fixture
-def other() -> Iterator[Prefill]:
-    with contextlib.closing(Prefill("p-1")) as made:
-        yield made
-
-
-@pytest.fixture
 def decode(request: pytest.FixtureRequest) -> Iterator[Decode]:
     made = Decode(Config(transport="loopback", **({"staging_bytes": TINY} | getattr(request, "param", {}))))
     yield made

@@ -1,16 +1,49 @@
 """vLLM's attention backends by the form of their pages. Imports nothing: plugins register theirs early.
 
-A plain page keeps K and V of a token side by side in the content dimension, and nothing else. Pages of a backend that
-is neither plain nor `CPU` are moved as opaque bytes.
+A *plain* page keeps K and V of a token side by side in the content dimension, and nothing else. A page of *rows* keeps
+one record per token, all of whose bytes lie together (an MLA latent, in whichever precision). Pages of a backend that
+is not named here are moved as opaque bytes.
 
-Source: vLLM 0.32, `do_kv_cache_update` of each backend under `v1/attention/backends/`.
+Source: vLLM 0.32, `do_kv_cache_update` of each backend under `v1/attention/backends/`; `fused_norm_rope` of
+`models/deepseek_v32/common/kernels.py` and `concat_and_cache_mla` for rows; `models/minimax_m3/common/ops/`.
 """
 
 from __future__ import annotations
 
 CPU = "CPU_ATTN"
 
-_plain = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"}
+_plain = {
+    "FLASH_ATTN",
+    "FLASHINFER",
+    "TRITON_ATTN",
+    "FLEX_ATTENTION",
+    # K and V of unequal width, one behind the other.
+    "FLASH_ATTN_DIFFKV",
+    "TRITON_ATTN_DIFFKV",
+    # Each layer's cache is written by one of two plain backends, who share it.
+    "TRITON_FLASH_ATTN",
+    "TRITON_FLASHINFER",
+    "MINIMAX_M3_SPARSE",
+}
+
+PLAIN_UNLESS_QUANTIZED = frozenset({"HPC_ATTN"})
+"""Plain where the cache has the model's dtype; in fp8 the model's own operator writes it, which was not read."""
+
+ROWS = frozenset({
+    "CUTLASS_MLA", "FLASHINFER_MLA", "FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120",
+    "FLASHINFER_MLA_SPARSE_SM90", "FLASHMLA", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA", "FLASH_ATTN_MLA_SPARSE",
+    "TOKENSPEED_MLA", "TRITON_MLA",
+})  # fmt: skip
+"""MLA backends that leave the writing to vLLM's common operators, by which a token's bytes lie together."""
+
+VALUES_THEN_SCALES = frozenset({"DEEPSEEK_V32_INDEXER"})
+"""Indexers whose page has the values of all its tokens first, then their scales; not on ROCm, which shuffles them."""
+
+INDEX_ROWS = frozenset({"MINIMAX_M3_SPARSE_INDEXER"})
+"""Indexers whose page has a plain vector per token."""
+
+INLINE_SCALES = frozenset({"TRITON_ATTN"})
+"""Backends that keep the scales of each token and head behind its K, and behind its V."""
 
 
 def register_plain_backend(name: str) -> None:
@@ -22,5 +55,5 @@ def register_plain_backend(name: str) -> None:
     _plain.add(name)
 
 
-def is_plain(name: str) -> bool:
-    return name in _plain
+def is_plain(name: str, *, quantized: bool = False) -> bool:
+    return name in _plain or (not quantized and name in PLAIN_UNLESS_QUANTIZED)

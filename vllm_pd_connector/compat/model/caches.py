@@ -10,14 +10,14 @@ Source: vLLM 0.32, `vllm/v1/kv_cache_interface.py`, `vllm/v1/worker/utils.py` (a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import torch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
+    CircularBufferSpec,
     KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
@@ -25,6 +25,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from vllm_pd_connector.compat.model.layers import UNKNOWN_LAYER, LayerFacts, layer_facts
+from vllm_pd_connector.compat.model.pages import Page, page_of
 from vllm_pd_connector.compat.model.recurrent import representative, state_block_tokens, states_of
 from vllm_pd_connector.errors import UnsupportedCache
 from vllm_pd_connector.geometry.manifest import WHOLE, Coordinates, Group, GroupKind, TokenShare
@@ -32,38 +34,32 @@ from vllm_pd_connector.geometry.manifest import WHOLE, Coordinates, Group, Group
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
     from vllm_pd_connector.geometry.layouts.recurrent import Convolution, Recurrent
 
 
-class Content(Enum):
-    """What the content dimension of a page holds."""
-
-    KEY_VALUE = "K and V of every head"
-    LATENT = "MLA latent"
-    OTHER = "other"
-
-
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """One layer's cache as vLLM gives it.
 
-    `tensor` has shape [B, H, N, C]; `group` indexes the transfer groups; `head_size` and `head_size_v` are elements.
+    `tensor` has shape [B, H, N, C]; `group` indexes the transfer groups; `head_size` and `head_size_v` are elements,
+    `state_tokens` how many tokens one of the N stored states stands for. `facts.kv_heads` are those of all ranks.
     `replicated`: every tensor-parallel rank holds all of it, however many heads the model has (MLA and its indexers).
     """
 
     layer: str
     group: int
-    content: Content
-    backend: str
+    page: Page
+    facts: LayerFacts
     head_size: int
     head_size_v: int
     replicated: bool
     cache_dtype: str
     spec_name: str
+    state_tokens: int
+    quantized: bool
     tensor: torch.Tensor
 
 
@@ -73,7 +69,7 @@ class LayerStates:
 
     layer: str
     group: int
-    convolution: Convolution
+    convolution: Convolution | None
     recurrent: Recurrent | None
     tensor: torch.Tensor
 
@@ -83,8 +79,11 @@ _GROUP_KINDS: dict[str, GroupKind] = {
     "FullAttentionSpec": GroupKind.FULL,
     "MLAAttentionSpec": GroupKind.FULL,
     "SlidingWindowSpec": GroupKind.SLIDING_WINDOW,
+    "SlidingWindowMLASpec": GroupKind.SLIDING_WINDOW,
     "ChunkedLocalAttentionSpec": GroupKind.CHUNKED_LOCAL,
     "MambaSpec": GroupKind.STATE,
+    # A ring of a request's latest tokens, in one block for as long as the request lives.
+    "CircularBufferSpec": GroupKind.STATE,
 }
 
 
@@ -111,10 +110,21 @@ def transfer_groups(config: KVCacheConfig, share: TokenShare = WHOLE) -> tuple[G
                 f"KV-cache groups of kind {type(spec).__name__} (layers {', '.join(group.layer_names[:3])}…) are not "
                 f"supported; supported kinds: {', '.join(_GROUP_KINDS)}. Serve this model without PDConnector"
             )
+        if getattr(spec, "bounded_replay", False):
+            raise UnsupportedCache(
+                f"layers {', '.join(group.layer_names[:3])}… compute the window before a hit again instead of keeping "
+                "it (bounded replay), which this version does not know. Serve this model without PDConnector"
+            )
         held = share if spec.dcp_sharded else WHOLE
-        slots = state_block_tokens(spec) if isinstance(spec, MambaSpec) else spec.block_size
+        slots = _block_slots(spec, kind)
         groups.append(Group(kind, slots * held.size, config.num_blocks, _window(spec), held))
     return tuple(groups)
+
+
+def _block_slots(spec: KVCacheSpec, kind: GroupKind) -> int:
+    if isinstance(spec, MambaSpec):
+        return state_block_tokens(spec)
+    return 0 if kind is GroupKind.STATE else int(spec.block_size)
 
 
 def group_block_tokens(config: KVCacheConfig, dcp_size: int) -> tuple[int, ...]:
@@ -125,6 +135,21 @@ def group_block_tokens(config: KVCacheConfig, dcp_size: int) -> tuple[int, ...]:
     """
     specs = (representative(group.kv_cache_spec) for group in config.transfer_groups)
     return tuple(int(spec.block_size) * (dcp_size if spec.dcp_sharded else 1) for spec in specs)
+
+
+def leased_blocks(config: KVCacheConfig, dcp_size: int, num_tokens: int) -> int:
+    """Blocks of all transfer groups that hold what a decode instance needs of a prompt, at most: whole prompts, what a
+    window looks back on, one state."""
+    total = 0
+    for group, tokens in zip(config.transfer_groups, group_block_tokens(config, dcp_size), strict=True):
+        spec = representative(group.kv_cache_spec)
+        if isinstance(spec, MambaSpec):
+            total += 1
+            continue
+        window = _window(spec)
+        # A window of w tokens lies in up to ceil((w - 1) / block) + 1 blocks.
+        total += min(-(-num_tokens // tokens), -(-(window - 1) // tokens) + 1 if window else num_tokens)
+    return total
 
 
 ONE_TOKEN_IN_TURN = "FLASHINFER_MLA"
@@ -146,7 +171,7 @@ def align_interleave(vllm_config: VllmConfig, config: KVCacheConfig) -> None:
         return
     if not parallel._allow_auto_resolve_cp_interleave_size or parallel.dcp_kv_cache_interleave_size > 1:
         return
-    if ONE_TOKEN_IN_TURN in _backends(vllm_config).values():
+    if any(facts.backend == ONE_TOKEN_IN_TURN for facts in layer_facts(vllm_config).values()):
         return
     specs = (representative(group.kv_cache_spec) for group in config.kv_cache_groups)
     if size := gcd(*(spec.block_size for spec in specs if spec.dcp_sharded)):
@@ -157,6 +182,11 @@ def group_kinds(config: KVCacheConfig) -> tuple[GroupKind | None, ...]:
     """The kind of each transfer group, in their order; None for what `transfer_groups` refuses."""
     specs = (representative(group.kv_cache_spec) for group in config.transfer_groups)
     return tuple(_GROUP_KINDS.get(type(spec).__name__) for spec in specs)
+
+
+def group_windows(config: KVCacheConfig) -> tuple[int, ...]:
+    """How many tokens each transfer group looks back, in their order; 0 for all, and for states."""
+    return tuple(_window(representative(group.kv_cache_spec)) for group in config.transfer_groups)
 
 
 def prefill_backoff(vllm_config: VllmConfig, config: KVCacheConfig) -> int:
@@ -191,23 +221,38 @@ def layer_caches(
     Raises:
         UnsupportedCache: a layer of a transfer group was not handed over.
     """
-    backends = _backends(vllm_config)
-    return [
-        LayerCache(
-            layer=layer,
-            group=index,
-            content=_content(spec),
-            backend=backends.get(layer, "unknown"),
-            head_size=spec.head_size,
-            head_size_v=spec.head_size_v,
-            replicated=getattr(spec, "max_tp_shards", None) == 1,
-            cache_dtype=str(getattr(spec, "cache_dtype_str", None) or spec.dtype).removeprefix("torch."),
-            spec_name=type(spec).__name__,
-            tensor=tensor,
+    facts = layer_facts(vllm_config)
+    rocm = torch.version.hip is not None
+    caches = []
+    for index, layer, spec, tensor in _layers(config, kv_caches):
+        if not isinstance(spec, AttentionSpec):
+            continue
+        known = facts.get(layer, UNKNOWN_LAYER)
+        caches.append(
+            LayerCache(
+                layer=layer,
+                group=index,
+                page=page_of(spec, known.backend, rocm=rocm),
+                facts=known,
+                head_size=spec.head_size,
+                head_size_v=spec.head_size_v,
+                replicated=_is_replicated(spec),
+                cache_dtype=str(getattr(spec, "cache_dtype_str", None) or spec.dtype).removeprefix("torch."),
+                spec_name=type(spec).__name__,
+                state_tokens=int(spec.tokens_per_state),
+                quantized=spec.kv_quant_mode is not KVQuantMode.NONE,
+                tensor=tensor,
+            )
         )
-        for index, layer, spec, tensor in _layers(config, kv_caches)
-        if isinstance(spec, AttentionSpec)
-    ]
+    return caches
+
+
+def _is_replicated(spec: AttentionSpec) -> bool:
+    """Whether each tensor-parallel rank holds all of a cache. An indexer's keys are one head, computed by every rank;
+    not every spec of one says so."""
+    if isinstance(spec, MLAAttentionSpec | CircularBufferSpec) and spec.max_tp_shards is None:
+        return isinstance(spec, CircularBufferSpec) or spec.cache_role.value == "indexer"
+    return bool(spec.max_tp_shards == 1)
 
 
 def layer_states(
@@ -233,38 +278,6 @@ def _layers(
             if layer not in kv_caches:
                 raise UnsupportedCache(f"vLLM registered no cache for layer {layer} of transfer group {index}")
             yield index, layer, spec, kv_caches[layer]
-
-
-def _content(spec: AttentionSpec) -> Content:
-    plain = (
-        # One scale per tensor, kept with the weights: the page holds plain one-byte elements.
-        spec.kv_quant_mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
-        and spec.num_head_slots is None
-        and spec.state_content_bytes is None
-        and spec.tokens_per_state == 1
-    )
-    if not plain:
-        return Content.OTHER
-    if isinstance(spec, MLAAttentionSpec):
-        packed = spec.cache_role.value != "sparse" or (spec.cache_dtype_str or "auto") not in ("auto", "bfloat16")
-        return Content.OTHER if packed else Content.LATENT
-    return (
-        Content.KEY_VALUE
-        if isinstance(spec, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec)
-        else Content.OTHER
-    )
-
-
-def _backends(vllm_config: VllmConfig) -> dict[str, str]:
-    """Name of the attention backend that reads and writes each layer's pages."""
-    from vllm.config import get_layers_from_vllm_config
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-
-    layer_type: Any = AttentionLayerBase
-    return {
-        name: layer.get_attn_backend().get_name()
-        for name, layer in get_layers_from_vllm_config(vllm_config, layer_type).items()
-    }
 
 
 def cpu_attention_is_affine(head_size: int, dtype: torch.dtype, block_tokens: int) -> bool:

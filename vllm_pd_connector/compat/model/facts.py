@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from vllm_pd_connector.compat.base import FOLLOWS_SLEEP
 from vllm_pd_connector.compat.model.weights import quantization_of, weights_of
 from vllm_pd_connector.config import Config, parse_config
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.geometry.manifest import Coordinates, ModelFacts
 from vllm_pd_connector.instance_info import EngineInfo
+from vllm_pd_connector.protocol.weights import version_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,13 +40,19 @@ def model_facts(config: VllmConfig, own: Config) -> ModelFacts:
         kv_cache_dtype=str(config.cache_config.cache_dtype),
         rope=_canonical(getattr(model.hf_text_config, "rope_parameters", None)),
         speculative=_speculative(config, name, own.weights_version),
-        weights=weights_of(model, config.load_config) if version is None else f"version {version}",
+        weights=weights_of(model, config.load_config) if version is None else version_name(version),
         quantization="mixed" if own.allow_mixed_quantization else quantization_of(model),
     )
 
 
 # Methods that draft from the tokens alone: what is cached is the same without them.
 _DRAFT_WITHOUT_CACHES = ("ngram", "ngram_gpu", "suffix")
+
+
+def drafts_with_caches(config: VllmConfig) -> bool:
+    """Whether a drafter writes caches of its own."""
+    speculative = config.speculative_config
+    return speculative is not None and speculative.method not in _DRAFT_WITHOUT_CACHES
 
 
 def _speculative(config: VllmConfig, name: str, version: str | None) -> str:
@@ -56,9 +64,10 @@ def _speculative(config: VllmConfig, name: str, version: str | None) -> str:
 
     Source: vLLM 0.32, `vllm/config/speculative.py` (`__post_init__`).
     """
-    speculative = config.speculative_config
-    if speculative is None or speculative.method in _DRAFT_WITHOUT_CACHES:
+    if not drafts_with_caches(config):
         return ""
+    speculative = config.speculative_config
+    assert speculative is not None
     draft = getattr(speculative, "draft_model_config", None)
     path = getattr(draft, "model", None)
     own = path in (config.model_config.model, config.model_config.model_weights)
@@ -163,6 +172,7 @@ def engine_info(config: VllmConfig, index: int) -> EngineInfo:
         dp_size=parallel.data_parallel_size,
         kv_events=events,
         kv_events_replay=replay,
+        conversations="on" if own.conversations else "",
     )
 
 
@@ -201,18 +211,20 @@ def first_engine(config: VllmConfig) -> str | None:
 
 
 def require_lasting_memory(config: VllmConfig) -> None:
-    """Refuse vLLM's sleep mode: an engine that wakes up has its caches in other memory under the same addresses, and
-    what a transport registered before still names the former.
+    """Refuse vLLM's sleep mode where nobody tells when: an engine that wakes up has its caches in other memory under
+    the same addresses, and what a transport registered before still names the former.
 
     Raises:
-        InvalidConfig: it is enabled.
+        InvalidConfig: it is enabled, and this vLLM does not tell.
 
-    Source: vLLM 0.32, `GPUWorker.sleep`, `VllmConfig._verify_kv_transfer_compat`; 0.33 asks `supports_sleep_mode`.
+    Source: vLLM 0.32, `GPUWorker.sleep`, `VllmConfig._verify_kv_transfer_compat`; 0.33 asks `supports_sleep_mode` and
+    calls `unregister_kv_caches` and `restore_kv_caches`.
     """
-    if config.model_config.enable_sleep_mode:
+    if config.model_config.enable_sleep_mode and not FOLLOWS_SLEEP:
         raise InvalidConfig(
-            "enable_sleep_mode: an engine that sleeps gives the caches' memory away while transports have it "
-            "registered, and other caches would be read and written after it; serve without --enable-sleep-mode"
+            f"enable_sleep_mode: an engine of vLLM {vllm_version()} that sleeps gives the caches' memory away without "
+            "a word, while transports have it registered, and other caches would be read and written after it; serve "
+            "without --enable-sleep-mode, or with vLLM 0.33 or later"
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from vllm_pd_connector.errors import UnsupportedCache
 from vllm_pd_connector.geometry.layouts.recurrent import Convolution, Projection, Recurrent
@@ -52,10 +52,16 @@ def representative(spec: KVCacheSpec) -> KVCacheSpec:
 def state_groups(config: KVCacheConfig) -> dict[int, StateGroup]:
     """The state groups among the transfer groups, by their index there."""
     return {
-        index: StateGroup(spec.num_speculative_blocks, state_block_tokens(spec))
+        index: _state_group(spec)
         for index, group in enumerate(config.transfer_groups)
-        if isinstance(spec := representative(group.kv_cache_spec), MambaSpec)
+        if isinstance(spec := representative(group.kv_cache_spec), MambaSpec | CircularBufferSpec)
     }
+
+
+def _state_group(spec: MambaSpec | CircularBufferSpec) -> StateGroup:
+    if isinstance(spec, CircularBufferSpec):  # one block, in which a request's latest tokens take turns
+        return StateGroup(0, 0)
+    return StateGroup(spec.num_speculative_blocks, state_block_tokens(spec))
 
 
 def state_block_tokens(spec: MambaSpec) -> int:
@@ -73,7 +79,7 @@ def state_block_tokens(spec: MambaSpec) -> int:
 
 def states_of(
     vllm_config: VllmConfig, layer: str, spec: MambaSpec, place: Coordinates, device: torch.device
-) -> tuple[Convolution, Recurrent | None]:
+) -> tuple[Convolution | None, Recurrent | None]:
     """The states in one page of a layer, in page order.
 
     Raises:
@@ -82,13 +88,15 @@ def states_of(
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
     kind = spec.mamba_type.name
-    expected = {"GDN_ATTN": 2, "MAMBA2": 2, "MAMBA1": 2, "SHORT_CONV": 1}.get(kind)
+    expected = {"GDN_ATTN": 2, "MAMBA2": 2, "MAMBA1": 2, "SHORT_CONV": 1, "LINEAR": 1}.get(kind)
     if expected != len(spec.shapes) or spec.tp_replicated:
         replicated = ", replicated over tensor-parallel ranks" if spec.tp_replicated else ""
         raise UnsupportedCache(
             f"{layer}: recurrent layers of kind {kind} with {len(spec.shapes)} states{replicated} are not supported; "
             "serve this model without PDConnector"
         )
+    if kind == "LINEAR":
+        return None, _recurrent(kind, spec, 0, place, None, device)
     dim_first = is_conv_state_dim_first()
     channels, taps = spec.shapes[0] if dim_first else reversed(spec.shapes[0])
     module = vllm_config.compilation_config.static_forward_context.get(layer)
@@ -101,13 +109,19 @@ def states_of(
     )
     if len(spec.shapes) == 1:
         return convolution, None
-    heads, *inner = spec.shapes[1]
-    return convolution, Recurrent(
+    return convolution, _recurrent(kind, spec, 1, place, module, device)
+
+
+def _recurrent(
+    kind: str, spec: MambaSpec, state: int, place: Coordinates, module: Any, device: torch.device
+) -> Recurrent:
+    heads, *inner = spec.shapes[state]
+    return Recurrent(
         heads=_shares(heads, place),
         total_heads=heads * place.tp_size,
         axes=_matrix(kind, inner, module, device),
-        dtype=_name(spec.dtypes[1]),
-        itemsize=spec.dtypes[1].itemsize,
+        dtype=_name(spec.dtypes[state]),
+        itemsize=spec.dtypes[state].itemsize,
     )
 
 
@@ -159,6 +173,8 @@ def _matrix(kind: str, inner: list[int], module: Any, device: torch.device) -> t
     """Axes of the recurrent state inside a head, as they are stored."""
     if kind == "MAMBA1":
         return ((AxisName.DK, inner[0]),)
+    if kind == "LINEAR":  # `layers/mamba/linear/`: one square matrix per head, K by V
+        return ((AxisName.DK, inner[0]), (AxisName.DV, inner[1]))
     value, key = (AxisName.DV, inner[0]), (AxisName.DK, inner[1])
     if device.type == "cpu" and type(module).__name__ == "QwenGatedDeltaNetAttention":
         # The CPU kernels store the transpose of what the spec declares (layers/mamba/ops/cpu/gdn_attention.py).

@@ -3,10 +3,13 @@
 vLLM gives every attention layer as one view [B, H, N, C] (pages, heads, tokens, content) whose strides already tell
 which of its six physical layouts was chosen, so one codec per *content* is enough and none per layout:
 
-    key_value      C holds K then V of one token and head
-    cpu_attention  per page and head, N*C bytes hold K transposed [D, N], then V [N, D]
-    latent         C holds one vector per token, the same on every rank (MLA, shared indexers)
-    opaque         anything else: the page is bytes in a form that only equal descriptions share
+    key_value           C holds K then V of one token and head
+    key_value_scaled    C holds K, its scale, V and its scale of one token and head
+    cpu_attention       per page and head, N*C bytes hold K transposed [D, N], then V [N, D]
+    latent              C holds one vector per token, the same on every rank (MLA, shared indexers)
+    values_then_scales  a page's N*C bytes hold the values of all its tokens, then the scales of all
+    ring                N slots that a request writes in turns, one page for as long as it lives
+    opaque              anything else: the page is bytes in a form that only equal descriptions share
 
 Recurrent states are described by their owner directly as tensors without a TOKEN axis.
 
@@ -15,8 +18,10 @@ Source: vLLM 0.32 `v1/kv_cache_interface.py` (`compute_layout_strides`), `v1/att
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace as replace_struct
 
 from vllm_pd_connector.errors import UnsupportedCache
 from vllm_pd_connector.geometry.manifest import Axis, AxisName, Role, Tensor
@@ -35,6 +40,8 @@ class PageView:
         strides: bytes between neighbours along each axis of `shape`.
         pages_per_block: consecutive pages that make up one logical block of the group.
         heads: global indices of the KV heads in this view; `total_heads` is their number in the whole model.
+        state_tokens: how many tokens each of the view's N stored states stands for. Only whole pages of such states
+            are moved, so only `opaque` takes them.
     """
 
     layer: str
@@ -48,6 +55,7 @@ class PageView:
     pages_per_block: int
     heads: Interval
     total_heads: int
+    state_tokens: int = 1
 
 
 def key_value(view: PageView, key_size: int, value_size: int) -> tuple[Tensor, Tensor]:
@@ -62,6 +70,24 @@ def key_value(view: PageView, key_size: int, value_size: int) -> tuple[Tensor, T
         _tensor(view, Role.KEY, 0, token_stride, head_stride, key_size, view.itemsize),
         _tensor(view, Role.VALUE, key_size * view.itemsize, token_stride, head_stride, value_size, view.itemsize),
     )
+
+
+def key_value_scaled(view: PageView, values: int, scales: int) -> tuple[Tensor, ...]:
+    """K, its scale, V, its scale in the content dimension; `values` and `scales` are bytes of one side of one head.
+
+    Raises:
+        UnsupportedCache: the content is not exactly that.
+    """
+    _require_content(view, 2 * (values + scales))
+    _, head_stride, token_stride, _ = view.strides
+    tensors = []
+    sides = ((Role.KEY, Role.KEY_SCALE, 0), (Role.VALUE, Role.VALUE_SCALE, values + scales))
+    for role, scale, start in sides:
+        elements = values // view.itemsize
+        tensors.append(_tensor(view, role, start, token_stride, head_stride, elements, view.itemsize))
+        of_scale = replace(view, dtype="scale", itemsize=scales)
+        tensors.append(_tensor(of_scale, scale, start + values, token_stride, head_stride, 1, scales))
+    return tuple(tensors)
 
 
 def cpu_attention(view: PageView, head_size: int) -> tuple[Tensor, Tensor]:
@@ -91,12 +117,51 @@ def latent(view: PageView, size: int, role: Role = Role.LATENT) -> tuple[Tensor]
     Raises:
         UnsupportedCache: more than one head, or the content is not one vector of this size.
     """
-    if view.shape[1] != 1 or view.total_heads != 1:
-        raise UnsupportedCache(
-            f"{view.layer}: a latent cache has one head, this view has {view.shape[1]} of {view.total_heads}"
-        )
+    _require_one_head(view)
     _require_content(view, size * view.itemsize)
     return (_tensor(view, role, 0, view.strides[2], view.strides[1], size, view.itemsize),)
+
+
+_SCALES_OF = {Role.INDEX: Role.INDEX_SCALE, Role.LATENT: Role.LATENT_SCALE}
+
+
+def values_then_scales(view: PageView, values: int, scales: int, role: Role) -> tuple[Tensor, Tensor]:
+    """A page that holds the values of all its tokens first and all their scales behind; both are bytes per token.
+
+    Raises:
+        UnsupportedCache: more than one head, other sizes, or the bytes of a page are not contiguous.
+    """
+    _require_one_head(view)
+    _require_content(view, values + scales)
+    tokens = view.shape[2]
+    if tokens > 1 and view.strides[2] != values + scales:
+        raise UnsupportedCache(
+            f"{view.layer}: token stride is {view.strides[2]} bytes but a token has {values + scales}; a page of "
+            "values and scales is one contiguous piece"
+        )
+    of_bytes = replace(view, itemsize=1)
+    return (
+        _tensor(of_bytes, role, 0, values, view.strides[1], values, 1),
+        _tensor(of_bytes, _SCALES_OF[role], tokens * values, scales, view.strides[1], scales, 1),
+    )
+
+
+def ring(view: PageView, role: Role) -> tuple[Tensor]:
+    """The slots of a request's ring, of which it has one page: a state, without a TOKEN axis. All ranks hold it.
+
+    Raises:
+        UnsupportedCache: the content's elements are not side by side.
+    """
+    _require_content(view, view.shape[3])
+    _, heads, slots, content = view.shape
+    _, head_stride, slot_stride, _ = view.strides
+    channels = content // view.itemsize
+    axes = (
+        Axis(AxisName.HEAD, heads, head_stride, view.heads.start, view.total_heads),
+        Axis(AxisName.TAP, slots, slot_stride, 0, slots),
+        Axis(AxisName.CHANNEL, channels, view.itemsize, 0, channels),
+    )
+    return (replace_struct(_with_axes(view, role, 0, axes, view.itemsize), page_tokens=0),)
 
 
 def opaque(view: PageView, description: str) -> tuple[Tensor]:
@@ -128,6 +193,13 @@ def opaque(view: PageView, description: str) -> tuple[Tensor]:
         total=view.total_heads * per_head,
     )
     return (_with_axes(view, Role.OPAQUE, 0, (axis,), itemsize=1, description=description),)
+
+
+def _require_one_head(view: PageView) -> None:
+    if view.shape[1] != 1 or view.total_heads != 1:
+        raise UnsupportedCache(
+            f"{view.layer}: a latent cache has one head, this view has {view.shape[1]} of {view.total_heads}"
+        )
 
 
 def _require_content(view: PageView, content: int) -> None:
@@ -166,7 +238,7 @@ def _with_axes(
         pages=view.shape[0],
         page_stride=view.strides[0],
         pages_per_block=view.pages_per_block,
-        page_tokens=view.shape[2],
+        page_tokens=view.shape[2] * view.state_tokens,
         axes=axes,
         opaque=description,
     )

@@ -80,18 +80,26 @@ class Recurrent:
         return len(self.heads) * prod(size for _, size in self.axes) * self.itemsize
 
 
-def state_tensors(page: StatePage, convolution: Convolution, recurrent: Recurrent | None) -> tuple[Tensor, ...]:
-    """One tensor per sub-projection, and the recurrent state.
+def state_tensors(page: StatePage, convolution: Convolution | None, recurrent: Recurrent | None) -> tuple[Tensor, ...]:
+    """One tensor per sub-projection, and the recurrent state; a layer may have one of the two alone.
 
     Raises:
         UnsupportedCache: the states do not fill the page's content exactly.
     """
-    expected = convolution.nbytes + (recurrent.nbytes if recurrent is not None else 0)
+    start = convolution.nbytes if convolution is not None else 0
+    expected = start + (recurrent.nbytes if recurrent is not None else 0)
     if expected != page.size:
         raise UnsupportedCache(
             f"{page.layer}: its states take {expected} bytes but a page holds {page.size}; this kind of layer stores "
             "something that this version does not know"
         )
+    tensors = _projections(page, convolution) if convolution is not None else []
+    if recurrent is not None:
+        tensors.append(_recurrent(page, start, recurrent))
+    return tuple(tensors)
+
+
+def _projections(page: StatePage, convolution: Convolution) -> list[Tensor]:
     tensors = []
     item, taps, channels = convolution.itemsize, convolution.taps, convolution.channels
     first = 0
@@ -107,9 +115,7 @@ def state_tensors(page: StatePage, convolution: Convolution, recurrent: Recurren
         )
         tensors.append(_tensor(page, projection.role, start, convolution.dtype, item, axes))
         first += len(held)
-    if recurrent is not None:
-        tensors.append(_recurrent(page, convolution.nbytes, recurrent))
-    return tuple(tensors)
+    return tensors
 
 
 def _recurrent(page: StatePage, start: int, state: Recurrent) -> Tensor:

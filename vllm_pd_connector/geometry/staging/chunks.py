@@ -53,9 +53,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# The price of one more run, in bytes that could be read and converted instead. Staging pays where the average run
-# is shorter than this. Measured; see docs/design/conversion.md.
 RUN_COST_BYTES = 20 << 10
+"""What one more run costs, in bytes that could be moved and converted instead: staging pays where the average run is
+shorter. It is the transport's to say, and its self-test's to measure; this is for those that say nothing, measured over
+CMA and TCP (docs/design/conversion.md)."""
 
 # A chunk takes up to this part of the staging buffer, so that transfers share it and one moves while another is copied.
 CHUNKS_PER_BUFFER = 8
@@ -108,26 +109,28 @@ class _Layout:
     rows: tuple[tuple[_Shape, int, list[CopyAxis], NDArray[np.int64]], ...]
 
 
-def split(edge: Edge, limit: int, *, writes: bool = False) -> tuple[Edge, Edge]:
+def split(edge: Edge, limit: int, *, writes: bool = False, run_cost: int = RUN_COST_BYTES) -> tuple[Edge, Edge]:
     """The pairings of an edge that move directly, and those that are staged in chunks of up to `limit` bytes by the
-    destination, or, with `writes`, by the source."""
+    destination, or, with `writes`, by the source. `run_cost` is in bytes, and the same for the `chunks` of the edge."""
     staged = tuple(
-        pairing for pairing in edge.pairings if _stages(_turned(pairing, writes), limit, _gap(pairing, writes))
+        pairing
+        for pairing in edge.pairings
+        if _stages(_turned(pairing, writes), limit, _gap(pairing, writes, run_cost), run_cost)
     )
     direct = tuple(pairing for pairing in edge.pairings if pairing not in staged)
     return replace(edge, pairings=direct), replace(edge, pairings=staged)
 
 
-def _stages(pairing: PagePairing, limit: int, gap: int) -> bool:
+def _stages(pairing: PagePairing, limit: int, gap: int, run_cost: int) -> bool:
     few = _part_count(pairing, gap) <= MAX_PARTS and (gap > 0 or _cuts(pairing).stretches == 1)
-    return few and _fits(pairing, limit, gap) and _pays(pairing, gap) and _is_even(pairing, gap)
+    return few and _fits(pairing, limit, gap) and _pays(pairing, gap, run_cost) and _is_even(pairing, gap)
 
 
-def _pays(pairing: PagePairing, gap: int) -> bool:
+def _pays(pairing: PagePairing, gap: int, run_cost: int) -> bool:
     """Whether the runs that staging saves per source page cost more than the bytes that it moves."""
     extents = page_extents(pairing, 0, _page_tokens(pairing), gap)
     saved = _cuts(pairing).spans * run_count(pairing) - len(extents.start)
-    return saved * RUN_COST_BYTES > int(extents.length.sum())
+    return saved * run_cost > int(extents.length.sum())
 
 
 def _part_count(pairing: PagePairing, gap: int) -> int:
@@ -147,11 +150,11 @@ def _page_tokens(pairing: PagePairing) -> int:
     return 1 if pairing.whole else pairing.source.page_tokens
 
 
-def _gap(pairing: PagePairing, writes: bool) -> int:
+def _gap(pairing: PagePairing, writes: bool, run_cost: int) -> int:
     """The longest gap, in bytes, that is read rather than left out. A state is large, moves once per request and lies
     there without gaps but for other ranks' shares, which may be most of it: those are never read. Nothing is ever
     written into a gap."""
-    return 0 if writes or pairing.kind is GroupKind.STATE else RUN_COST_BYTES
+    return 0 if writes or pairing.kind is GroupKind.STATE else run_cost
 
 
 def _turned(pairing: PagePairing, writes: bool) -> PagePairing:
@@ -200,7 +203,9 @@ def _cuts(pairing: PagePairing) -> _Cuts:
     return _Cuts(len(first) / pages, max(1, round(tokens.mean())), 1 + apart / pages)
 
 
-def chunks(paired: Iterable[tuple[PagePairing, Spans]], limit: int, *, writes: bool = False) -> Iterator[Chunk]:
+def chunks(
+    paired: Iterable[tuple[PagePairing, Spans]], limit: int, *, writes: bool = False, run_cost: int = RUN_COST_BYTES
+) -> Iterator[Chunk]:
     """The work of moving `paired` through a staging buffer of the destination, or, with `writes`, of the source: in
     order, each chunk at most `limit` bytes of it.
 
@@ -209,7 +214,7 @@ def chunks(paired: Iterable[tuple[PagePairing, Spans]], limit: int, *, writes: b
     for pairing, spans in paired:
         if not len(spans.tokens):
             continue
-        gap, pairing = _gap(pairing, writes), _turned(pairing, writes)
+        gap, pairing = _gap(pairing, writes, run_cost), _turned(pairing, writes)
         if writes:
             spans = Spans(
                 spans.destination_page, spans.source_page, spans.destination_token, spans.source_token, spans.tokens

@@ -1,4 +1,4 @@
-"""The answer of a prefill instance: encoded, signed, and its signature checked.
+"""The answer of an instance that holds caches: encoded, signed, and its signature checked.
 
 With a secret that prefill and decode instances share, the answer is signed (HMAC-SHA256 over all of its fields), and
 parameters that a client made up or changed, block ids inside the cache included, are refused before any traffic.
@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.protocol.params.conversation import Conversation, parse_conversation
 from vllm_pd_connector.protocol.params.parse import RemotePrefill, parse_remote_prefill
 
 
@@ -20,14 +21,14 @@ def encode_params(answer: RemotePrefill, secret: bytes | None) -> dict[str, Any]
     """An answer as it is returned to the router, ready for JSON; with a `secret` it is signed.
 
     Raises:
-        ProtocolError: a value that no decode instance would accept, so that the failure shows where it is made.
+        ProtocolError: a value that no reader would accept, so that the failure shows where it is made.
     """
     try:
         params: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(answer))
     except UnicodeEncodeError as error:
         raise ProtocolError(f"kv_transfer_params: {error}") from error
     params["pd_connector"] = {key: value for key, value in params["pd_connector"].items() if value is not None}
-    accepted = parse_remote_prefill(params)
+    accepted = (parse_conversation if isinstance(answer, Conversation) else parse_remote_prefill)(params)
     if secret is not None:
         params["pd_connector"]["signature"] = sign(accepted, secret)
     return params

@@ -34,6 +34,7 @@ from vllm_pd_connector.protocol.wire.fields import (
     RequestId,
     ServerKey,
     Tokens,
+    Weights,
 )
 from vllm_pd_connector.protocol.wire.messages import version_problem
 
@@ -84,6 +85,7 @@ class Extension(ParamsStruct, frozen=True):
         first_blocks: per KV-cache group, which logical block the first id of `remote_block_ids` is (more than 0
             where a sliding window has passed the first blocks).
         server_key: the side channel's CURVE public key, None where it has none.
+        weights: with which the caches were computed.
         signature: over all fields but itself, None where nothing is signed.
     """
 
@@ -94,6 +96,7 @@ class Extension(ParamsStruct, frozen=True):
     prompt_digest: Annotated[str, Meta(min_length=16, max_length=16, pattern="^[0-9a-f]{16}$")]
     first_blocks: Annotated[tuple[BlockId, ...], Meta(max_length=MAX_GROUPS)]
     server_key: ServerKey | None = None
+    weights: Weights = Weights()
     signature: Signature | None = None
 
 
@@ -135,12 +138,12 @@ class RemotePrefill(ParamsStruct, frozen=True):
         """The lease under which the blocks are held.
 
         Its nonce is made of the one in the parameters and of everything that says what is read: parameters in which
-        another block, token count or prompt was put name a lease that was never held. The address is left out, which
-        may be translated on the way.
+        another block, token count, prompt or name of weights was put name a lease that was never held. The address is
+        left out, which may be translated on the way.
         """
         ours = self.pd_connector
         read = (self.remote_block_ids, ours.first_blocks, self.remote_num_tokens, ours.prompt_digest)
-        whose = (self.remote_engine_id, ours.incarnation, ours.nonce)
+        whose = (self.remote_engine_id, ours.incarnation, ours.nonce, ours.weights)
         nonce = hashlib.blake2b(msgspec.msgpack.encode((read, whose)), digest_size=NONCE_BYTES).digest()
         return LeaseRef(self.remote_request_id, nonce)
 
@@ -236,16 +239,25 @@ def parse_remote_prefill(params: object) -> RemotePrefill:
             "kv_transfer_params: pd_connector is missing; the prefill instance does not run PDConnector, or the router "
             "did not forward its answer unchanged"
         )
-    parsed = _convert(fields, RemotePrefill)
+    parsed = convert(fields, RemotePrefill)
+    require_one_form(parsed)
+    return parsed
+
+
+def require_one_form(parsed: RemotePrefill) -> None:
+    """Refuse an answer whose parts do not fit each other, or of a release that cannot be read.
+
+    Raises:
+        ProtocolError: names the fields, or the versions.
+    """
     groups, firsts = len(parsed.remote_block_ids), len(parsed.pd_connector.first_blocks)
     if groups != firsts:
         raise ProtocolError(
             f"kv_transfer_params: remote_block_ids has {groups} groups, pd_connector.first_blocks {firsts}; forward "
-            "the prefill instance's answer unchanged"
+            "the instance's answer unchanged"
         )
     if problem := version_problem(parsed.pd_connector.version):
         raise ProtocolError(f"kv_transfer_params: pd_connector.{problem}")
-    return parsed
 
 
 def parse_remote_push(params: object) -> RemotePush:
@@ -255,7 +267,7 @@ def parse_remote_push(params: object) -> RemotePush:
         ProtocolError: names the field that is unknown, missing, of another type or out of bounds.
     """
     _require(params, Kind.REMOTE_PREFILL, "do_remote_prefill")
-    return _convert(_fields(params), RemotePush)
+    return convert(_fields(params), RemotePush)
 
 
 def parse_remote_bootstrap(params: object) -> RemoteBootstrap:
@@ -265,7 +277,7 @@ def parse_remote_bootstrap(params: object) -> RemoteBootstrap:
         ProtocolError: names the field that is unknown, missing, of another type or out of bounds.
     """
     _require(params, Kind.REMOTE_PREFILL, "do_remote_prefill")
-    return _convert(_fields(params), RemoteBootstrap)
+    return convert(_fields(params), RemoteBootstrap)
 
 
 def names_bootstrap(params: object) -> bool:
@@ -311,7 +323,7 @@ def parse_remote_decode(params: object) -> RemoteDecode:
         ProtocolError: a field is unknown, or has a value where routers send null.
     """
     _require(params, Kind.REMOTE_DECODE, "do_remote_decode")
-    return _convert(_fields(params), RemoteDecode)
+    return convert(_fields(params), RemoteDecode)
 
 
 def _fields(params: object) -> Mapping[Any, Any]:
@@ -333,7 +345,12 @@ def _require(params: object, kind: Kind, flag: str) -> None:
         raise ProtocolError(f"kv_transfer_params: {flag} is not true (the parameters say {found.value!r})")
 
 
-def _convert(fields: Mapping[Any, Any], struct: type[S]) -> S:
+def convert(fields: Mapping[Any, Any], struct: type[S]) -> S:
+    """Parameters as one of these structs.
+
+    Raises:
+        ProtocolError: names the field that is unknown, missing, of another type or out of bounds.
+    """
     known = set(struct.__struct_fields__) | IN_TREE_KEYS
     unknown = sorted(repr(key)[:80] for key in fields if key not in known)[:8]
     if unknown:

@@ -95,8 +95,10 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class PushTick:
-    """Time has passed; see `next_deadline`. `missing`: what has not ended, in words."""
+    """Time has passed; see `next_deadline`. `moved`: bytes of this push have moved since the deadline was set;
+    `missing`: what has not ended, in words."""
 
+    moved: bool = False
     missing: str = ""
 
 
@@ -159,7 +161,7 @@ class Push:
     are late messages and have no effect.
 
     Args:
-        limit_s: seconds that writing may take from the command that ends the prefill on.
+        limit_s: seconds for which nothing may move from the command that ends the prefill on.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -228,9 +230,8 @@ class Push:
             case Stopped(over):
                 self._writing -= over
                 return self._settle() or [Report(False, self._reason, terminal=False)]
-            case PushTick(missing):
-                late = self._deadline is not None and now >= self._deadline
-                return self._fail(f"writing took longer than {self._limit_s:g} s{missing}") if late else []
+            case PushTick(moved, missing):
+                return self._tick(moved, missing, now)
 
     def _command(self, command: WriteCommand, now: float) -> list[Action]:
         if not self.failed:
@@ -238,6 +239,14 @@ class Push:
             if command.final:
                 self._deadline = now + self._limit_s
         return []
+
+    def _tick(self, moved: bool, missing: str, now: float) -> list[Action]:
+        if self._deadline is None or now < self._deadline:
+            return []
+        if moved:
+            self._deadline = now + self._limit_s
+            return []
+        return self._fail(f"writing took longer than {self._limit_s:g} s" + (missing and f": {missing}"))
 
     def _go_on(self, step: int) -> list[Action]:
         command = None

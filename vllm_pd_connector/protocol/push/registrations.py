@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.protocol.wire.fields import LeaseRef
+from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef
 from vllm_pd_connector.protocol.wire.push_messages import Moved, Pushed, PushInto, PushState
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class PushRegistration:
     last: tuple[int, bool] = (0, False)  # `ready` and `final` of the latest command
     first_valid_tokens: dict[int, int] = field(default_factory=dict)
     moved: Moved = Moved()
+    arrived: dict[int, int] = field(default_factory=dict)  # by worker, how far its writes are
     prefill: Prefill | None = None
     source: tuple[BlockTable, ...] = ()
     mixed: bool = False
@@ -41,6 +42,10 @@ class PushRegistration:
         the others are empty before the end."""
         self.mixed |= any(not now.packed.startswith(old.packed) for old, now in zip(self.source, source, strict=False))
         self.source = source
+
+    def answer(self) -> Pushed:
+        """How far it is, for who asks while it has not ended."""
+        return Pushed(progress(self), self.reason, False, moved=Moved(descriptors=sum(self.arrived.values())))
 
     def compared_with(self) -> LeaseRef | None:
         """The lease of the blocks that the decode side compares with what they brought; None if it does not, or if it
@@ -100,6 +105,11 @@ def contradiction(registration: PushRegistration, prefill: Prefill) -> str:
     if into.reader in prefill.served or any(into.reader == other.reader for other in others):
         return f"reader {into.reader} is registered already: two decode requests name this prefill"
     return ""
+
+
+def failed(reason: str) -> Pushed:
+    """The answer for a push that is over before it began."""
+    return Pushed(PushState.FAILED, reason[:MAX_TEXT], True)
 
 
 def progress(registration: PushRegistration) -> PushState:

@@ -32,10 +32,12 @@ from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.bind import latest
 from vllm_pd_connector.protocol.push.command_queue import CommandQueue, Ticket
-from vllm_pd_connector.protocol.push.registrations import Prefill, PushRegistration, contradiction, progress, standstill
+from vllm_pd_connector.protocol.push.registrations import Prefill, PushRegistration, contradiction, failed, standstill
 from vllm_pd_connector.protocol.push.rendezvous import Rendezvous
-from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef
-from vllm_pd_connector.protocol.wire.messages import ReadDone, Reply
+from vllm_pd_connector.protocol.push.results import PushResults
+from vllm_pd_connector.protocol.weights import unlike
+from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef, Weights
+from vllm_pd_connector.protocol.wire.messages import ReadDone
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
     BeginCommand,
@@ -60,7 +62,7 @@ REMEMBER = 4096
 ANSWER_S = 5.0
 
 
-class PushTable:
+class PushTable(PushResults):
     """All pushes of one prefill instance.
 
     Args:
@@ -71,31 +73,28 @@ class PushTable:
     """
 
     def __init__(self, workers: int, wait_timeout_s: float, step_s: float = inf) -> None:
+        super().__init__()
         self._workers = workers
         self._step_s = step_s
         self._now = self._stepped = -inf  # the latest time that was told
+        self._look_at = inf  # no ticket is due before
         self._rendezvous = Rendezvous(wait_timeout_s)
         self._registrations: dict[bytes, PushRegistration] = {}
         self._answers: Bounded[bytes, Pushed] = Bounded(REMEMBER)
         self._commands = CommandQueue(workers)
-        self._replies: list[tuple[Ticket, Reply]] = []
-        self._served: list[ReadDone] = []
-        self._kept: list[tuple[LeaseRef, float]] = []
-        self._unneeded: list[str] = []
-        self._failed: list[str] = []
-        self._freed: list[str] = []
+        self._weights = Weights()
 
     # From decode instances
 
     def register(self, into: PushInto, ticket: Ticket, now: float) -> LeaseRef | None:
         """A decode worker wants a push, or asks again how far it is. Returns the lease that is to be renewed."""
-        self._now = now
+        self._now, self._look_at = now, min(self._look_at, now + ANSWER_S)
         if (answer := self._answers.get(into.attempt)) is not None:
             self._replies.append((ticket, answer))
             return None
         registration = self._registrations.get(into.attempt)
-        if registration is None and len(self._registrations) >= MAX_WAITING:
-            self._replies.append((ticket, _failed(f"{len(self._registrations)} pushes are under way, the limit here")))
+        if registration is None and (refusal := self._refusal(into)):
+            self._replies.append((ticket, failed(refusal)))
             return None
         if registration is None:
             registration = self._registrations[into.attempt] = PushRegistration(into, now - into.waited_s)
@@ -125,7 +124,7 @@ class PushTable:
             return
         registration = self._registrations.get(message.attempt)
         if registration is None:  # it was never registered, and what is still on its way is refused
-            self._answers[message.attempt] = _failed("withdrawn by the decode side")
+            self._answers[message.attempt] = failed("withdrawn by the decode side")
             self._replies.append((ticket, self._answers[message.attempt]))
             self._decline(message.prefill, -inf, now)
             return
@@ -148,8 +147,7 @@ class PushTable:
     def keep(self, ref: PrefillRef) -> LeaseRef | None:
         """A decode instance will ask for a prefill. Returns its lease, if it is known and has finished."""
         self._rendezvous.keep(ref.name)
-        prefill = self._rendezvous.find(ref)
-        if prefill is not None:
+        if (prefill := self._rendezvous.find(ref)) is not None:
             prefill.declined = False
         return prefill.lease if prefill is not None else None
 
@@ -167,6 +165,12 @@ class PushTable:
         for registration in self._rendezvous.add(prefill, now):
             self._attach(registration, prefill)
         return True
+
+    def compute_with(self, weights: Weights, reason: str, now: float) -> None:
+        """This instance's weights are others from now on, or unknown: what was begun with the former ones fails."""
+        self._now, self._weights = now, weights
+        for prefill in {id(w.prefill): w.prefill for w in self._registrations.values() if w.prefill}.values():
+            self._fail_prefill(prefill, reason)
 
     def stepped(self, now: float) -> None:
         """The engine begins a step, so it has not come to a standstill in an earlier one."""
@@ -227,7 +231,7 @@ class PushTable:
         self._replies += self._commands.await_commands(message, ticket, now)
 
     def ended(self, message: PushEnded) -> None:
-        """A worker's part of a push is written, or has failed."""
+        """A worker's part of a push is written, has failed, or goes on."""
         registration = self._registrations.get(message.attempt)
         if registration is None or message.worker not in registration.ordered:
             return
@@ -237,6 +241,7 @@ class PushTable:
             else:
                 self._fail(registration, message.reason)
         if not message.terminal:
+            registration.arrived[message.worker] = message.moved.descriptors
             return
         registration.first_valid_tokens = latest((registration.first_valid_tokens, message.late_starts))
         registration.moved += message.moved
@@ -252,6 +257,9 @@ class PushTable:
         self._now = now
         for registration, reason in self._rendezvous.tick(now):
             self._fail(registration, reason)
+        self._replies += self._commands.tick(now)
+        if now < self._look_at:
+            return
         for registration in list(self._registrations.values()):
             late = [t for t, due in registration.tickets.items() if due <= now]
             prefill = registration.prefill
@@ -260,46 +268,22 @@ class PushTable:
                 continue
             for ticket in late:
                 del registration.tickets[ticket]
-                self._replies.append((ticket, Pushed(progress(registration), registration.reason, False)))
-        self._replies += self._commands.tick(now)
+                self._replies.append((ticket, registration.answer()))
+        self._look_at = min((due for r in self._registrations.values() for due in r.tickets.values()), default=inf)
 
     def next_deadline(self) -> float | None:
         """When `tick` is due, None if nothing waits."""
-        moments = self._rendezvous.moments() + self._commands.moments()
-        moments += [due for registration in self._registrations.values() for due in registration.tickets.values()]
+        waits = [self._look_at] if self._registrations else []
+        moments = self._rendezvous.moments() + self._commands.moments() + waits
         return min((moment for moment in moments if moment < inf), default=None)
 
-    def take_replies(self) -> list[tuple[Ticket, Reply]]:
-        """Answers that are due, in order."""
-        replies, self._replies = self._replies, []
-        return replies
-
-    def take_served(self) -> list[ReadDone]:
-        """Readers that have all their bytes since the last call, as if they had read them themselves."""
-        served, self._served = self._served, []
-        return served
-
-    def take_kept(self) -> list[tuple[LeaseRef, float]]:
-        """Leases that readers compare with from now on, and the seconds for which each must not expire."""
-        kept, self._kept = self._kept, []
-        return kept
-
-    def take_unneeded(self) -> list[str]:
-        """Request ids of finished prefills of which nothing is needed: their lease need not be kept."""
-        unneeded, self._unneeded = self._unneeded, []
-        return unneeded
-
-    def take_failed(self) -> list[str]:
-        """Request ids of finished prefills that cannot be pushed any more: their lease need not be kept."""
-        failed, self._failed = self._failed, []
-        return failed
-
-    def take_freed(self) -> list[str]:
-        """Request ids that `close` was called for and whose blocks nothing reads any more, each once."""
-        freed, self._freed = self._freed, []
-        return freed
-
     # Inside
+
+    def _refusal(self, into: PushInto) -> str:
+        """Why nothing can be written for this one, whichever prefill it wants; empty if something can."""
+        if len(self._registrations) >= MAX_WAITING:
+            return f"{len(self._registrations)} pushes are under way, the limit here"
+        return unlike(self._weights, into.weights)
 
     def _attach(self, registration: PushRegistration, prefill: Prefill) -> None:
         into = registration.into
@@ -394,7 +378,3 @@ class PushTable:
         if not prefill.closed or prefill.registrations or not self._rendezvous.remove(prefill):
             return
         self._freed.append(prefill.request_id)
-
-
-def _failed(reason: str) -> Pushed:
-    return Pushed(PushState.FAILED, reason[:MAX_TEXT], True)

@@ -18,6 +18,7 @@ MAX_REPLY_FRAME: Final = 16 * 1024 * 1024
 MAX_LEASES: Final = 24  # of the longest request ids, in UTF-8, still fit a request frame
 MAX_READERS: Final = 4096
 MAX_TEXT: Final = 4096
+MAX_CONVERSATION: Final = 8 << 20  # of the parameters of one, whose block ids are numbers in JSON
 NONCE_BYTES: Final = 16
 MAX_COMPARE_S: Final = 3600.0
 MAX_WAITED_S: Final = 1e9
@@ -59,6 +60,14 @@ class Reading(LeaseRef, frozen=True):
 
     attempt: Nonce
     shared: bool = False
+
+
+class Weights(Message, frozen=True):
+    """Which weights an instance computes with: their name, and how often they were changed in place since it started
+    (its epoch). Where neither side has changed any, the handshake compares what the manifests say."""
+
+    name: Text = ""
+    epoch: Count = 0
 
 
 Readings = Annotated[tuple[Reading, ...], Meta(max_length=MAX_LEASES)]

@@ -24,6 +24,7 @@ from msgspec import Meta
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.validate import MAX_GROUPS
 from vllm_pd_connector.protocol.wire.fields import (
+    MAX_CONVERSATION,
     MAX_LEASES,
     MAX_PIECE_BYTES,
     MAX_REPLY_FRAME,
@@ -104,7 +105,7 @@ class Release(Message, frozen=True, tag="release"):
 
 
 class GetLeaseCount(Message, frozen=True, tag="status"):
-    """Ask how many leases are held: an instance's own worker does, before it unmaps the memory at the end."""
+    """Ask how many leases a reader comes for: an instance's own worker does, before it unmaps the memory at the end."""
 
 
 class ChecksumPart(Message, frozen=True):
@@ -149,6 +150,19 @@ class JobChecksums(Message, frozen=True, tag="sums"):
     last: bool
 
 
+class FindConversation(Message, frozen=True, tag="find_conversation"):
+    """Answered by `FoundConversation`: what is kept of the request of this name (`protocol.params.parse.pairing_name`).
+    vLLM leaves a finished request's parameters out of answers that it streams, so a router has the name alone."""
+
+    name: RequestId
+
+
+class FoundConversation(Message, frozen=True, tag="found_conversation"):
+    """The parameters of a conversation, as JSON (`protocol.params.conversation`); empty if none of the name is kept."""
+
+    params: Annotated[bytes, Meta(max_length=MAX_CONVERSATION)]
+
+
 class Manifests(Message, frozen=True, tag="manifests"):
     """One encoded `geometry.manifest.Manifest` per worker, of one incarnation of the engine."""
 
@@ -175,7 +189,7 @@ class Released(Message, frozen=True, tag="released"):
 
 
 class LeaseCount(Message, frozen=True, tag="standing"):
-    """How many leases are held."""
+    """How many leases are held for readers; of conversations that nobody has asked for none is known."""
 
     leases: Annotated[int, Meta(ge=0)]
 
@@ -242,6 +256,7 @@ Request = (
     | GetChecksums
     | NextChecksumJob
     | JobChecksums
+    | FindConversation
 )
 Reply = (
     Manifests
@@ -255,6 +270,7 @@ Reply = (
     | LeaseChecksums
     | ChecksumJob
     | Accepted
+    | FoundConversation
     | Failure
 )
 
@@ -274,6 +290,7 @@ REPLY_OF: Final[dict[type[Message], type[Message]]] = {
     GetChecksums: LeaseChecksums,
     NextChecksumJob: ChecksumJob,
     JobChecksums: Accepted,
+    FindConversation: FoundConversation,
 }
 
 T = TypeVar("T")

@@ -31,6 +31,7 @@ from vllm_pd_connector.protocol.wire.fields import (
     Tables,
     Text,
     Tokens,
+    Weights,
     Worker,
     Workers,
 )
@@ -82,7 +83,8 @@ class PushInto(Message, frozen=True, tag="push_into"):
 
     `waited_s`: how long ago the decode request arrived, which tells a late leg of an attempt that has ended from the
     first leg of the next under the same name. `incarnation`: which incarnation of the prefill instance is asked;
-    another one does not answer for it.
+    another one does not answer for it. `weights`: with which the decode instance computes; a prefill with others is not
+    written.
     """
 
     prefill: PrefillRef
@@ -101,6 +103,7 @@ class PushInto(Message, frozen=True, tag="push_into"):
     reading: Nonce = bytes(NONCE_BYTES)
     waited_s: Seconds = 0.0
     incarnation: AnyLife = ""
+    weights: Weights = Weights()
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -144,6 +147,8 @@ class PushState(StrEnum):
 class Pushed(Message, frozen=True, tag="pushed"):
     """State of one push, with the reason if it failed. `terminal`: nothing of it is written from now on.
 
+    `moved` is what was moved, with DONE; with WRITING its `descriptors` are the parts of transfers that have ended, and
+    grow as long as bytes move.
     `request_id` is the prefill's, once it is known, for logs and traces. `lease` is set with DONE if what was written
     can be compared with the blocks that it holds, as was asked for: it then waits for `ReadDone` or `Release`.
     """
@@ -207,7 +212,8 @@ class Commands(Message, frozen=True, tag="orders"):
 
 
 class PushEnded(Message, frozen=True, tag="push_ended"):
-    """From a worker to its own scheduler half: its part of a push is written, or has failed.
+    """From a worker to its own scheduler half: its part of a push is written, has failed, or (`ok`, not `terminal`)
+    goes on: the `descriptors` of `moved` then are as in `Pushed`.
 
     A failure that is not `terminal` may still write; another report follows when it cannot any more.
     `first_valid_tokens` are those of `geometry.bind`: destination groups whose first block in the window holds tokens

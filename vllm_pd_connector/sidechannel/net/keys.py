@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import re
 import secrets
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.config import Config
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ZAP_DOMAIN = "pd"  # under which a server's socket asks its context's authenticator
 
 _ADVICE = (
@@ -59,7 +61,7 @@ def load_keys(directory: Path) -> Keys:
 
     Raises:
         InvalidConfig: not a directory, no secret key or more than one, a file that holds no key, or a secret key that
-            others may read.
+            others may read (`is_private`).
     """
     pairs = sorted(directory.glob("*.key_secret"))
     if len(pairs) != 1:
@@ -67,8 +69,12 @@ def load_keys(directory: Path) -> Keys:
             f"side_channel_keys: {directory} has {len(pairs)} files *.key_secret, exactly 1 is needed (this "
             f"instance's own); make one with `vllm-pd keygen {directory}`"
         )
-    if pairs[0].stat().st_mode & 0o077:
-        raise InvalidConfig(f"side_channel_keys: {pairs[0]} can be read by others; chmod 600 it")
+    status = pairs[0].stat()
+    if not is_private(status.st_mode, status.st_uid):
+        raise InvalidConfig(
+            f"side_channel_keys: {pairs[0]} has mode {status.st_mode & 0o777:04o} and can be read by others; chmod 600 "
+            "it, or have root own it and its group read it (640)"
+        )
     public, secret = _load(pairs[0])
     if secret is None:
         raise InvalidConfig(f"side_channel_keys: {pairs[0]} holds no secret key; make one with `vllm-pd keygen`")
@@ -76,6 +82,17 @@ def load_keys(directory: Path) -> Keys:
     if not peers:
         raise InvalidConfig(f"side_channel_keys: {directory} has no *.key: put the peers' public keys there")
     return Keys(directory, public, secret, peers)
+
+
+def is_private(mode: int, owner: int) -> bool:
+    """Whether a file's mode keeps its content from everybody whom its owner did not choose.
+
+    The owner alone may read it; if that is root, the file's group may, too. So come the files of a Kubernetes Secret to
+    a user who is not root: root's, with the group `fsGroup` that the pod's containers have, and readable by it. What
+    another user owns and a group may read was more likely left open by an umask. PostgreSQL has the same rule for its
+    server's key.
+    """
+    return not mode & (0o037 if owner == 0 else 0o077)
 
 
 def _load(path: Path) -> tuple[str, str | None]:
@@ -101,29 +118,64 @@ def create_secret(path: Path) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise InvalidConfig(f"{path}: a secret cannot be written there: {error.strerror}") from error
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32) + "\n")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise InvalidConfig(f"{path}: a secret cannot be written there: {error.strerror}") from error
 
 
 def create_keys(directory: Path, name: str) -> tuple[Path, Path]:
-    """Write a new key pair; returns the files of the public and the secret key. The secret one is for its owner only.
+    """As `new_keys`, for good."""
+    with new_keys(directory, name) as files:
+        return files
+
+
+@contextmanager
+def new_keys(directory: Path, name: str) -> Iterator[tuple[Path, Path]]:
+    """Write a new key pair; gives the files of the public and the secret key, which is for its owner only. Nothing of
+    it is left if the context ends by an error, or this does.
 
     Raises:
-        InvalidConfig: the directory cannot be written, or has keys of this name.
+        InvalidConfig: a name that is none of a file in that directory, a directory that cannot be written, or that has
+            keys of this name.
     """
+    if not _NAME.fullmatch(name):
+        raise InvalidConfig(
+            f"name of keys: {name!r:.80}; give letters, digits, '.', '_' and '-', a letter or digit first"
+        )
     public, secret = directory / f"{name}.key", directory / f"{name}.key_secret"
     if public.exists() or secret.exists():
         raise InvalidConfig(f"{directory} has keys named {name} already; choose another name or remove them")
+    new = [above for above in (directory, *directory.parents) if not above.exists()]
     before = os.umask(0o077)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        zmq.auth.create_certificates(directory, name)
-        public.chmod(0o644)
-    except OSError as error:
-        raise InvalidConfig(f"{directory}: keys cannot be written: {error.strerror}") from error
-    finally:
-        os.umask(before)
-    return public, secret
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            zmq.auth.create_certificates(directory, name)
+            public.chmod(0o644)
+        finally:
+            os.umask(before)
+        yield public, secret
+    except BaseException as error:
+        for path in (public, secret):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        for above in new:
+            with contextlib.suppress(OSError):
+                above.rmdir()
+        if isinstance(error, OSError):
+            raise InvalidConfig(f"{directory}: keys cannot be written: {error.strerror}") from error
+        raise
+
+
+def admits(keys: Keys | None, host: str) -> str:
+    """Whom a side channel that listens at `host` lets in, for the log."""
+    if keys is not None:
+        return f"for {len(keys.peers)} known keys"
+    who = "every process of this host" if is_loopback(host) else "every host that reaches it"
+    return f"for {who}: side_channel_keys is not set"
 
 
 def is_loopback(host: str) -> bool:

@@ -9,6 +9,7 @@ server that has a key carries it, so that nobody else is ever spoken to at that 
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import re
 
@@ -67,14 +68,37 @@ def bound_router(
     # A reply over this limit is lost, and its client only asks again after a time-out.
     socket.setsockopt(zmq.SNDHWM, MAX_PENDING)
     watch.add(socket, allowance(QUEUED_REQUESTS, MAX_REQUEST_FRAME))
+    _bind(socket, host, port)
+    return socket
+
+
+def require_free(host: str, port: int) -> None:
+    """Listen as a server would, and stop at once; port 0 asks for the host alone.
+
+    Raises:
+        InvalidConfig: the address cannot be bound.
+    """
+    with zmq.Context() as context:
+        socket = context.socket(zmq.ROUTER)
+        _common(socket)
+        socket.setsockopt(zmq.IPV6, 0 if _is_ipv4(host) else 1)
+        _bind(socket, host, port)
+        socket.close()
+
+
+def _bind(socket: zmq.Socket[bytes], host: str, port: int) -> None:
     try:
         socket.bind(endpoint(host, port))
     except zmq.ZMQError as error:
         socket.close()
+        if error.errno in (errno.ENODEV, errno.EADDRNOTAVAIL):
+            raise InvalidConfig(
+                f"side channel: side_channel_host {host!r} is no address of this machine; choose one of those that "
+                "`ip address` lists"
+            ) from error
         raise InvalidConfig(
             f"side channel: cannot listen on host {host!r} port {port}: {error}; choose another host or port"
         ) from error
-    return socket
 
 
 def dealer(

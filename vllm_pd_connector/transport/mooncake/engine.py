@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from vllm_pd_connector.errors import InvalidConfig, TransferError
+from vllm_pd_connector.transport.addresses import local_address
+from vllm_pd_connector.transport.base import options_of, require_library
 from vllm_pd_connector.transport.liveness import SILENCE_S
 from vllm_pd_connector.transport.mooncake.descriptor import SegmentDescriptor, fetch_descriptor
 from vllm_pd_connector.transport.mooncake.sockets import restrict_listeners
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from vllm_pd_connector.transport.addresses import Address
+    from vllm_pd_connector.transport.base import Use
 
 logger = logging.getLogger(__name__)
 
@@ -110,11 +113,16 @@ def own_devices(options: MooncakeOptions, device_id: int) -> MooncakeOptions:
     its own list of RDMA devices.
 
     Raises:
-        InvalidConfig: there are lists, and none for this GPU.
+        InvalidConfig: there are lists, and none for this GPU, or one that is empty: it would be all devices.
     """
     lists = options.device.split(";")
     if len(lists) == 1:
         return options
+    if not all(_names(one) for one in lists):
+        raise InvalidConfig(
+            f"transport_options.device: list {next(i for i, one in enumerate(lists) if not _names(one))} of "
+            f"{options.device!r} is empty; give each GPU its RDMA devices, or one list for all without a semicolon"
+        )
     if device_id >= len(lists):
         raise InvalidConfig(
             f"transport_options.device has {len(lists)} lists, {options.device!r}, and this worker's caches are on GPU "
@@ -187,6 +195,14 @@ def check_reachability(options: MooncakeOptions, address: Address, serves: bool)
             "reach, set transport_options.allow_unauthenticated_peers to true; for one host give "
             "transport_options.address 127.0.0.1"
         )
+
+
+def check(given: Mapping[str, object], use: Use) -> None:
+    """See `registry.check`."""
+    options = options_of("mooncake", given, MooncakeOptions)
+    check_options(options, os.environ)
+    check_reachability(options, local_address(options.address, options.route_to), use.serves)
+    require_library("mooncake", "mooncake", INSTALL_HINT)
 
 
 def load_module(protocol: str, address: Address) -> Any:

@@ -13,6 +13,8 @@ set. Hence:
 - **An open peer is asked again**, over RDMA: for its queue pairs with the first descriptor, and for its memory after an
   error, in threads that serve all peers. So exchanges with a peer that is lost, or of whose descriptors none has ended
   for long, are ended too.
+- **What is ended for one link fails no other.** A connection does not say for whom it was made, and a lost peer's next
+  link leads to the same port. A step that such an end may have met is taken again, and none begins meanwhile.
 
 Source of the library's behaviour: mooncake-transfer-engine 0.3.13.post1, observed and read.
 """
@@ -45,7 +47,8 @@ _AGAIN_S = 0.25
 
 @dataclass(eq=False, slots=True)
 class Opening:
-    """The way to one engine: not begun, probed, then opened; `result` of the step is 0 when it worked."""
+    """The way to one engine: not begun, probed, then opened; `result` of the step is 0 when it worked. `disturbed`:
+    what was ended there for another link may have been this step."""
 
     segment: str
     address: Address
@@ -55,7 +58,12 @@ class Opening:
     result: int = -1
     deadline: float = 0.0
     overdue: bool = False
+    disturbed: bool = False
     hung_up_at: float = 0.0
+
+    @property
+    def place(self) -> tuple[Address, int]:
+        return self.address, self.port
 
     def runs(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
@@ -68,6 +76,7 @@ class Openings:
         self._engine = engine
         self._timeout = timeout
         self._running: list[Opening] = []
+        self._ending: list[tuple[tuple[Address, int], threading.Thread]] = []
 
     def ready(self, opening: Opening) -> bool:
         """Whether descriptors of this peer can be submitted now without waiting; takes the next step to that.
@@ -76,10 +85,13 @@ class Openings:
             TransferError: the engine does not answer, or refuses.
         """
         self._look_after(time.monotonic())
-        if opening.runs():
+        if opening.runs() or any(place == opening.place for place, _ in self._ending):
             return False
         if opening.thread is None:
-            self._begin(opening, self._engine.send_probe, self._timeout)
+            self._begin(opening, self._timeout)
+            return False
+        if opening.result and opening.disturbed and not opening.overdue:
+            self._begin(opening, opening.deadline - time.monotonic())
             return False
         if opening.result:
             why = "no answer in time; it is stopped, or the port is filtered" if opening.overdue else "see its log"
@@ -88,7 +100,7 @@ class Openings:
             return False
         if not opening.opens:
             opening.opens = True
-            self._begin(opening, self._open(), min(self._timeout, OPEN_S))
+            self._begin(opening, min(self._timeout, OPEN_S))
             return False
         return True
 
@@ -97,15 +109,17 @@ class Openings:
         the caller: a process with thousands of peers has many descriptors to look at."""
         if now >= opening.hung_up_at + _AGAIN_S:
             opening.hung_up_at = now
-            at = opening.address, opening.port
-            threading.Thread(target=hang_up, args=at, name="pd-mooncake-hang-up", daemon=True).start()
+            self._disturb(opening)
+            thread = threading.Thread(target=hang_up, args=opening.place, name="pd-mooncake-hang-up", daemon=True)
+            self._ending.append((opening.place, thread))
+            thread.start()
 
     def close(self) -> None:
         """End what runs, and let go of the engine."""
         until = time.monotonic() + CLOSE_S
         while self._running and time.monotonic() < until:
             for opening in self._running:
-                hang_up(opening.address, opening.port)
+                hang_up(*opening.place)
                 assert opening.thread is not None
                 opening.thread.join(_AGAIN_S)
             self._look_after(time.monotonic())
@@ -116,16 +130,22 @@ class Openings:
             )
         self._engine = None
 
-    def _open(self) -> Callable[[str], int]:
-        """An empty read opens a peer and moves nothing."""
+    def _step(self, opening: Opening) -> Callable[[str], int]:
+        """The probe, or, when that has worked, an empty read: it opens a peer and moves nothing."""
         engine = self._engine
+        if not opening.opens:
+            probe: Callable[[str], int] = engine.send_probe
+            return probe
         return lambda segment: engine.batch_transfer_sync_read(segment, [], [], [])
 
-    def _begin(self, opening: Opening, step: Callable[[str], int], seconds: float) -> None:
+    def _begin(self, opening: Opening, seconds: float) -> None:
+        step = self._step(opening)
+
         def run() -> None:
             opening.result = step(opening.segment)
 
-        opening.result, opening.overdue, opening.deadline = -1, False, time.monotonic() + seconds
+        opening.result, opening.disturbed, opening.overdue = -1, False, False
+        opening.deadline = time.monotonic() + seconds
         opening.thread = threading.Thread(target=run, name="pd-mooncake-open", daemon=True)
         opening.thread.start()
         self._running.append(opening)
@@ -133,7 +153,15 @@ class Openings:
     def _look_after(self, now: float) -> None:
         """Forget what ended, and end what is overdue, again and again until it is connected or has ended."""
         self._running = [opening for opening in self._running if opening.runs()]
+        self._ending = [(place, thread) for place, thread in self._ending if thread.is_alive()]
         for opening in self._running:
             if now >= opening.deadline:
                 opening.overdue, opening.deadline = True, now + _AGAIN_S
-                hang_up(opening.address, opening.port)
+                self._disturb(opening)
+                hang_up(*opening.place)
+
+    def _disturb(self, ended: Opening) -> None:
+        """What is ended there for this opening may be a step of another."""
+        for opening in self._running:
+            if opening is not ended and opening.place == ended.place:
+                opening.disturbed = True

@@ -62,15 +62,21 @@ def restrict_listeners(ports: Collection[int], address: Address | None) -> None:
     instructions = _to(address) if address is not None else [(_RETURN, 0, 0, _DROP)]
     program = (_Instruction * len(instructions))(*(_Instruction(*fields) for fields in instructions))
     attached = bytes(_Program(len(instructions), program))
-    found = set()
+    found, why = set(), "they are not there"
     for listener in _sockets(_descriptors()):
         with contextlib.suppress(OSError):
             port = listener.getsockname()[1]
-            if port in ports and listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if port not in ports or not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                continue
+            try:
                 listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, attached)
                 found.add(port)
+            except OSError as error:
+                why = f"the kernel takes no packet filter for them ({error.strerror}); use transport nixl here"
     if missing := set(ports) - found:
-        raise TransferError(f"Mooncake's listeners at ports {sorted(missing)} cannot be kept to {address or 'nobody'}")
+        raise TransferError(
+            f"Mooncake's listeners at ports {sorted(missing)} cannot be kept to {address or 'nobody'}: {why}"
+        )
 
 
 def _to(address: Address) -> list[tuple[int, int, int, int]]:

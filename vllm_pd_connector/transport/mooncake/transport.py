@@ -39,6 +39,7 @@ from vllm_pd_connector.transport.mooncake.engine import (
     MAX_IN_FLIGHT,
     RDMA_DEVICES,
     MooncakeOptions,
+    check,  # noqa: F401  # see `registry.check`
     check_options,
     check_reachability,
     choose_protocol,

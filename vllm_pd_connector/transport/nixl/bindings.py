@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
+from vllm_pd_connector.transport.base import options_of, require_library
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from vllm_pd_connector.transport.base import Use
 
 INSTALL_HINT = "install it with `pip install nixl`, or choose another transport"
 
@@ -70,6 +74,12 @@ def backend_parameters(options: NixlOptions, environment: Mapping[str, str]) -> 
             settings.setdefault(key, options.tcp_segment_size)
     parameters = {"engine_config": ",".join(f"{key}={value}" for key, value in settings.items())} if settings else {}
     return parameters | options.backend_options
+
+
+def check(given: Mapping[str, object], _use: Use) -> None:
+    """See `registry.check`."""
+    backend_parameters(options_of("nixl", given, NixlOptions), os.environ)
+    require_library("nixl", "nixl", INSTALL_HINT)
 
 
 def bindings() -> Any:

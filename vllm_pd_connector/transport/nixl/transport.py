@@ -42,7 +42,7 @@ from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, Use, follow, options_of
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.nixl.agents import Agent, Library, Preparation, ours
-from vllm_pd_connector.transport.nixl.bindings import NixlOptions
+from vllm_pd_connector.transport.nixl.bindings import NixlOptions, check  # noqa: F401  # see `registry.check`
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, batches, cut
 
 if TYPE_CHECKING:

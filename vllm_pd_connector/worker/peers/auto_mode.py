@@ -32,6 +32,9 @@ class Measurable(Protocol):
     scratch: tuple[TransportPeer, Segment] | None
     bandwidth: Bandwidth | None
 
+    def use_run_cost(self, run_cost: int) -> None:
+        """Weigh runs against bytes by what a run was found to cost, in bytes, from the next request on."""
+
 
 class AutoMode:
     """The self-tests under way. Lives in the transfer thread.
@@ -84,6 +87,9 @@ class AutoMode:
         link.bandwidth = bandwidth
         way = "is asked to write" if bandwidth.prefers_push else "is read from"
         logger.info("self-test with prefill engine %s: %s; it %s", link.engine_id, bandwidth, way)
+        if bandwidth.run_cost:
+            link.use_run_cost(bandwidth.run_cost)
+            self._stats.gauge("run cost", bandwidth.run_cost)
         self._stats.gauge("read bytes/s", round(bandwidth.read))
         self._stats.gauge("write bytes/s", round(bandwidth.write))
         self._stats.gauge("push chosen", int(bandwidth.prefers_push))

@@ -1,4 +1,5 @@
-"""Which direction is faster to a peer: a short read and a short write between scratch memories, when a link is made.
+"""Which direction is faster to a peer, and what a run costs: short reads and a short write between scratch memories,
+when a link is made.
 
 One machine may write at 49 GB/s and read at 0.5, because a library has a fast way for one of the two only. So in mode
 auto a decode worker tries both with the memory that a prefill worker sets aside for this (`Manifest.scratch`). The
@@ -6,12 +7,17 @@ first transfer of each kind is not measured: it opens connections. A test that f
 and the worker reads; scratch memory holds nothing, so a late transfer harms nobody. It waits for nothing: whoever runs
 it resumes it now and then, and does other things between.
 
+What a run costs is the time of many short reads over that of as many bytes in one, in bytes that could have been read
+meanwhile: that is how conversion weighs runs against bytes (`geometry.staging.chunks`). It spans decades, from RDMA's
+few kilobytes to a copy call for each run.
+
 The worker measures its own write into the prefill instance, not that instance's write into itself: it is the kind of
 operation that makes the difference, not the direction of the cable.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,20 +37,27 @@ SCRATCH_BYTES = 8 << 20
 WARM_BYTES = 64 << 10
 LIMIT_S = 0.5
 
+RUNS, RUN_BYTES = 1024, 512
+"""Short reads at once, and the bytes of each: of a head of 128 channels with its K and V."""
+
+LEAST_RUN_COST, MOST_RUN_COST = 1 << 10, 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Bytes per second of reads from a peer and of writes to it."""
+    """Bytes per second of reads from a peer and of writes to it; what a run of a read costs in bytes, 0 if unknown."""
 
     read: float
     write: float
+    run_cost: int = 0
 
     @property
     def prefers_push(self) -> bool:
         return self.write > self.read
 
     def __str__(self) -> str:
-        return f"reads {self.read / 1e9:.2f} GB/s, writes {self.write / 1e9:.2f} GB/s"
+        cost = f", a run costs as much as {self.run_cost} bytes" if self.run_cost else ""
+        return f"reads {self.read / 1e9:.2f} GB/s, writes {self.write / 1e9:.2f} GB/s{cost}"
 
 
 def measure_bandwidth(
@@ -83,7 +96,13 @@ def measure_bandwidth(
 
     read = yield from measure(transport.read, there.address, here.address + half)
     write = yield from measure(transport.write, here.address, there.address + half)
-    return Bandwidth(read, write)
+    if not connected():
+        raise TransferError("the peer was disconnected during the self-test")
+    steps = np.arange(RUNS, dtype=np.int64) * (half // RUNS)
+    short = Runs(there.address + steps, here.address + half + steps, np.full(RUNS, RUN_BYTES, dtype=np.int64))
+    seconds = yield from _wait(transport, clock, transport.read(peer, short), math.inf)
+    cost = round(seconds * read / RUNS) - RUN_BYTES
+    return Bandwidth(read, write, min(max(cost, LEAST_RUN_COST), MOST_RUN_COST))
 
 
 def _wait(

@@ -15,6 +15,7 @@ import msgspec
 
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError
 from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Rank
+from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES
 from vllm_pd_connector.geometry.topology import TopologyCheck, check_pd_topology
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class PeerLink(ABC):
 
     `ranks` are those that the transport is connected to. `stalled` says what has not ended in time though it was
     started, empty if nothing. `watches` has every rank of the peer, since it was connected first, None for one that
-    cannot be watched.
+    cannot be watched. `same_weights`: that both sides have the same is known otherwise, or is for the prefill side to
+    say; manifests tell those with which their instances began.
     """
 
     machine: Peer
@@ -44,6 +46,7 @@ class PeerLink(ABC):
     ranks: dict[Rank, TransportPeer] = field(default_factory=dict)
     stalled: str = ""
     watches: dict[Rank, ProcessWatch | None] = field(default_factory=dict)
+    same_weights: bool = False
     _liveness: dict[Rank, LivenessAddress | None] = field(default_factory=dict)
 
     @property
@@ -82,6 +85,8 @@ class PeerLink(ABC):
         """
         remote = [decode(encoded) for encoded in self.manifests]
         self._require_identity(remote)
+        if self.same_weights:
+            remote = [with_weights(manifest, local.model.weights) for manifest in remote]
         check = check_pd_topology(ours, remote)
         if not check.allowed:
             here = f"{local.engine_id} rank {local.parallel.number}"
@@ -113,6 +118,17 @@ class PeerLink(ABC):
                     f"engine {self.engine_id} serves a manifest of engine {manifest.engine_id}: two instances share "
                     "an address, or that instance is broken"
                 )
+
+
+def run_cost_of(transport: Transport) -> int:
+    """What one run costs this transport, in bytes, until a self-test has measured it: its `run_cost_bytes`, if it has
+    one."""
+    return int(getattr(transport, "run_cost_bytes", RUN_COST_BYTES))
+
+
+def with_weights(manifest: Manifest, name: str) -> Manifest:
+    """The manifest of an instance whose weights are known to be these."""
+    return msgspec.structs.replace(manifest, model=msgspec.structs.replace(manifest.model, weights=name))
 
 
 def decode(encoded: bytes) -> Manifest:

@@ -119,13 +119,16 @@ class Links(Generic[LinkKind]):
         self._links: dict[tuple[PeerKey, str], LinkKind] = {}
         self._given_up: list[_GivenUp[LinkKind]] = []
 
-    def get(self, key: PeerKey, engine_id: str, now: float) -> LinkKind:
-        """The link to this incarnation of this engine, made if there is none."""
+    def get(self, key: PeerKey, engine_id: str, now: float, *, same_weights: bool = False) -> LinkKind:
+        """The link to this incarnation of this engine, made if there is none, or if it was refused and need not be now
+        that both sides are known to have the same weights."""
         link = self._links.get((key, engine_id))
         if link is not None and not key.incarnation and link.machine.outdated(now):
             link = None  # whichever incarnation is at the address now is meant
         if link is not None and link.machine.state is PeerState.READY and (reason := link.deserted(now)):
             self.drive(link, peers.Lost(reason), now)
+        if link is not None and link.machine.state is PeerState.REFUSED and same_weights > link.same_weights:
+            link = None
         if link is None:
             if len(self._links) >= MAX_LINKS:
                 self._drop_idle(now, oldest=True)
@@ -133,7 +136,7 @@ class Links(Generic[LinkKind]):
             address = endpoint(key.host, key.port, key.server_key)
             link = self._links[key, engine_id] = self._make(machine, engine_id, address, now)
             self._doubt_others_at(link, now)
-        link.used_at = now
+        link.used_at, link.same_weights = now, link.same_weights or same_weights
         return link
 
     def drive(self, link: LinkKind, event: peers.Event, now: float) -> None:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 @dataclass(eq=False, slots=True)
 class ActivePush:
     """What is written into where, its machine, and what is in flight. `cursor` is the token up to which groups of full
-    attention were bound; `work` was bound and is to be begun, `begun` says how many transfers were."""
+    attention were bound; `work` was bound and is to be begun, `begun` says how many transfers were. `arrived` is how
+    far they were when the deadline was set, `told` when the scheduler half was told last, and it is told again from
+    `tell_at` on."""
 
     into: PushInto
     link: WriteLink
@@ -28,6 +30,9 @@ class ActivePush:
     in_flight: InFlight = field(init=False)
     work: tuple[Runs | Iterator[Chunk], ...] = ()
     begun: int = 0
+    arrived: int = 0
+    told: int = 0
+    tell_at: float = 0.0
     first_valid_tokens: dict[int, int] = field(default_factory=dict)
 
     @property

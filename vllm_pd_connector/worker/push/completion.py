@@ -1,7 +1,7 @@
-"""A prefill worker's reports of pushes that have ended, to its own scheduler half: each is sent until it was noted.
+"""A prefill worker's reports of pushes, to its own scheduler half: that of an end is sent until it was noted.
 
 Without one both sides would keep the blocks for ever. Repeating is harmless, since the scheduler half forgets a push
-with its end.
+with its end. How far a push is is told once; the next time brings more.
 """
 
 from __future__ import annotations
@@ -41,6 +41,13 @@ class CompletionReports:
         except ProtocolError as error:
             logger.error("report to the scheduler half: %s", error)
             self._keep(report)
+
+    def tell(self, report: PushEnded) -> None:
+        """Send it once."""
+        try:
+            self._calls.ask(self._home, report, HOME_TIMEOUT_S)
+        except ProtocolError as error:
+            logger.debug("report to the scheduler half: %s", error)
 
     def turn(self, now: float) -> None:
         """Send again what was not noted, after a pause."""

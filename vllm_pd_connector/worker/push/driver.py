@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+TELL_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class PushSetup:
@@ -199,6 +201,7 @@ class Pushes:
                 self._begin(into, now)
             case WriteCommand(attempt):
                 if (push := self._pushes.get(attempt.hex())) is not None:  # else it has failed, and that was reported
+                    push.arrived, push.tell_at = push.in_flight.arrived, now + TELL_S
                     self._drive(push, machines.Commanded(command), now)
             case CancelCommand(attempt, reason):
                 if (push := self._pushes.get(attempt.hex())) is not None:
@@ -333,10 +336,22 @@ class Pushes:
     def _look(self, push: ActivePush, now: float) -> None:
         for end, error in push.in_flight.poll(now):
             self._ended(push, end, error, now)
-        if (due := push.machine.next_deadline()) is None or due > now:
+        if (due := push.machine.next_deadline()) is None:
             return
-        running = len(push.in_flight.transfers)
-        self._drive(push, machines.PushTick(f": {running} transfers have not ended" if running else ""), now)
+        arrived = push.in_flight.arrived
+        if arrived != push.told and push.tell_at <= now:
+            push.told, push.tell_at = arrived, now + TELL_S
+            moved = Moved(descriptors=arrived)
+            self._reports.tell(
+                PushEnded(self._token, self._worker, push.into.attempt, True, "", terminal=False, moved=moved)
+            )
+        if due > now:
+            return
+        if arrived != push.arrived:
+            push.arrived = arrived
+            self._drive(push, machines.PushTick(moved=True), now)
+            return
+        self._drive(push, machines.PushTick(missing=_missing(push)), now)
         if push.in_flight.moves:  # else it waited for room or for our own copies
             push.link.stalled = "a write took too long"
         self._links.drive(push.link, peers.Suspected("a push exceeded its deadline"), now)
@@ -354,3 +369,10 @@ class Pushes:
 
     def _observe(self, phase: Phase, seconds: float) -> None:
         self._stats.observe_phase(phase, seconds)
+
+
+def _missing(push: ActivePush) -> str:
+    """What a push waits for, for whoever reads that it took too long."""
+    if not push.machine.writing:
+        return push.machine.phase.value
+    return f"{len(push.machine.writing)} transfers have not ended, and no part of one has since"

@@ -21,8 +21,8 @@ from vllm_pd_connector.geometry.bind import Tail, filled_every, first_valid_toke
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest, Rank
 from vllm_pd_connector.geometry.plan import Edge, PagePairing, make_plan
 from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.geometry.staging.chunks import Chunk, chunks, split
-from vllm_pd_connector.worker.peers.link import PeerLink, decode
+from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chunks, split
+from vllm_pd_connector.worker.peers.link import PeerLink, decode, run_cost_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -66,18 +66,21 @@ class WriteLink(PeerLink):
     own: Sequence[bytes] = ()
     outgoing: dict[Rank, _Edges | None] = field(default_factory=dict)
     chunk_bytes: int = 0
+    run_cost: int = RUN_COST_BYTES
+    same_weights: bool = True  # compared when the push was asked for
 
     def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
         """Check, plan for all ranks there, connect to those that this rank writes into. Raises as
         `PeerLink.connect`."""
         ours = [decode(encoded) for encoded in self.own]
         remote, check = self._accept(local, ours, "prefill engine {} cannot write into decode engine {}")
+        self.run_cost = run_cost_of(transport)
         for destination in remote:
             edge = make_plan(destination, ours).edge(local.parallel.rank)
             rank = destination.parallel.rank
             if edge is not None:
                 self.ranks[rank] = transport.connect(destination.endpoint, destination.segments)
-            self.outgoing[rank] = _edges(edge, chunk_bytes) if edge is not None else None
+            self.outgoing[rank] = _edges(edge, chunk_bytes, self.run_cost) if edge is not None else None
         self.chunk_bytes = chunk_bytes
         converted = sum(
             any(staged.pairings for _, staged in (edges.growing, edges.ending))
@@ -119,7 +122,7 @@ class WriteLink(PeerLink):
         any_staged = any(len(spans.tokens) for _, spans in staged)
         return Part(
             runs_of(direct),
-            chunks(staged, self.chunk_bytes, writes=True) if any_staged else None,
+            chunks(staged, self.chunk_bytes, writes=True, run_cost=self.run_cost) if any_staged else None,
             first_valid_tokens([*direct, *staged]),
         )
 
@@ -131,12 +134,12 @@ class WriteLink(PeerLink):
         return self.outgoing[rank]
 
 
-def _edges(edge: Edge, chunk_bytes: int) -> _Edges:
+def _edges(edge: Edge, chunk_bytes: int, run_cost: int) -> _Edges:
     growing = tuple(pairing for pairing in edge.pairings if pairing.kind is GroupKind.FULL)
     ending = tuple(pairing for pairing in edge.pairings if pairing.kind is not GroupKind.FULL)
     step = lcm(*(filled_every(side) for f in growing for side in (f.source, f.destination)))
 
     def both(pairings: tuple[PagePairing, ...]) -> tuple[Edge, Edge]:
-        return split(replace(edge, pairings=pairings), chunk_bytes, writes=True)
+        return split(replace(edge, pairings=pairings), chunk_bytes, writes=True, run_cost=run_cost)
 
     return _Edges(both(growing), both(ending), step)

@@ -33,8 +33,8 @@ class ActiveReceive:
 
     `plan` is the link's when it was ready; it tells what is written here, also by the prefill side. `prefill` names the
     request there; a push learns its id in the end, and in `compared` the lease of the blocks with which what was
-    written is compared, if it is to be and can be, and what was moved. `in_flight` are its reads, `progress` is how far
-    they were when their deadline was set. `watches` are those of all workers that may write.
+    written is compared, if it is to be and can be, and what was moved. `in_flight` are its reads, `arrived` is how
+    far they were when their deadline was set. `watches` are those of all workers that may write.
     `question` numbers what a prefill side that writes was asked, `life` is whom, `retry_at` is when it is asked again,
     `tell_at` when a long quarantine is told.
     """
@@ -51,7 +51,7 @@ class ActiveReceive:
     reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = field(default_factory=list)
     first_valid_tokens: dict[int, int] = field(default_factory=dict)
     in_flight: InFlight = field(init=False)
-    progress: object = None
+    arrived: int = 0
     moved: Moved = Moved()
     kind: FailureKind = FailureKind.INTERNAL
     reported: bool = False

@@ -28,7 +28,7 @@ from vllm_pd_connector.worker.in_flight import InFlight
 from vllm_pd_connector.worker.peers.pool import FETCH_ATTEMPTS, Links
 from vllm_pd_connector.worker.peers.process_watch import LOOK_S
 from vllm_pd_connector.worker.receive.active import ActiveReceive
-from vllm_pd_connector.worker.receive.ending import blank, give_back, log_failure, missing
+from vllm_pd_connector.worker.receive.ending import give_back, log_failure, missing, settle
 from vllm_pd_connector.worker.receive.push_link import AskLink
 from vllm_pd_connector.worker.receive.push_request import PushRequester
 from vllm_pd_connector.worker.receive.read_link import ReadLink
@@ -123,7 +123,7 @@ class Receives:
                 link = links.get(push.peer, push.engine_id, now)
             case (ReadFrom() as read) | Either(read=read):
                 links, prefill = self._links, read.lease.request_id
-                link = links.get(read.peer, read.engine_id, now)
+                link = links.get(read.peer, read.engine_id, now, same_weights=request.same_weights)
         verify = is_chosen(request, self._config.verify)
         machine, attempt = Receive(self._limits, now, verify), secrets.token_bytes(16)
         active = ActiveReceive(request, links, link, machine, attempt, prefill, now, now)
@@ -272,7 +272,7 @@ class Receives:
                 case receives.StartReads():
                     self._read(active, now)
                 case receives.Compare():
-                    self._comparison.begin(active, self._calls, self._drive, now)
+                    self._compare(active, now)
                 case receives.Confirm():
                     self._confirm(active, now)
                 case receives.AskPush():
@@ -298,7 +298,7 @@ class Receives:
                 logger.exception("request %s: a read could not begin", active.request.request_id)
                 failed.append((index, TransferError(f"unexpected {type(error).__name__}: {error}")))
         self._stats.observe_phase(Phase.POST, time.monotonic() - began)
-        active.progress = active.in_flight.progress
+        active.arrived = active.in_flight.arrived
         active.reads = []
         for index, failure in failed:
             self._transfer_ended(active, active.in_flight.ended(index, failure), failure, now)
@@ -309,6 +309,13 @@ class Receives:
         self._drive(active, end, now, None if error is None else FailureKind.TRANSFER_FAILED)
         if error is not None:
             active.in_flight.blame(error, now)
+
+    def _compare(self, active: ActiveReceive, now: float) -> None:
+        try:
+            self._stager.copier.arrived()
+            self._comparison.begin(active, self._calls, self._drive, now)
+        except TransferError as error:
+            self._drive(active, receives.Compared(str(error)), now, FailureKind.INTERNAL)
 
     def _confirm(self, active: ActiveReceive, now: float) -> None:
         assert active.lease is not None
@@ -347,7 +354,7 @@ class Receives:
         active.reads = []
         account = self._stager.account(active)
         active.in_flight.cancel()
-        if ok and (reason := blank(active, self._stager.copier)):
+        if ok and (reason := settle(active, self._stager.copier)):
             ok, active.kind = False, FailureKind.INTERNAL
         stats = self._stats
         if ok:
@@ -366,8 +373,8 @@ class Receives:
             give_back(active, self._calls)
             active.in_flight.give_up(now)
         groups = self._manifest.groups
-        unshareable = {group: token // groups[group].block_tokens for group, token in active.first_valid_tokens.items()}
-        self._outbox.finished(request.request_id, ok=ok, quarantined=quarantined, unshareable=unshareable)
+        late = {group: token // groups[group].block_tokens for group, token in active.first_valid_tokens.items()}
+        self._outbox.finished(request.request_id, ok=ok, quarantined=quarantined, unshareable=late, spare=request.spare)
 
     def _trace(self, active: ActiveReceive) -> None:
         try:
@@ -378,10 +385,10 @@ class Receives:
 
     def _goes_on(self, active: ActiveReceive, now: float) -> bool:
         """Give a receive whose reading takes long more time, if part of it has ended since it got the last."""
-        progress = active.in_flight.progress
-        if active.machine.state is not receives.ReceiveState.READING or progress == active.progress:
+        arrived = active.in_flight.arrived
+        if active.machine.state is not receives.ReceiveState.READING or arrived == active.arrived:
             return False
-        active.progress = progress
+        active.arrived = arrived
         self._drive(active, receives.ReceiveTick(moved=True), now)
         return True
 

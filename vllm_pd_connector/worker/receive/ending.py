@@ -1,4 +1,5 @@
-"""What is left to do for a receive that ends: zero what nobody wrote, give its lease back, say what failed."""
+"""What is left to do for a receive that ends: make it visible, zero what nobody wrote, give its lease back, say what
+failed."""
 
 from __future__ import annotations
 
@@ -41,16 +42,18 @@ def log_failure(active: ActiveReceive, reason: str, account: str, quarantined: b
     )
 
 
-def blank(active: ActiveReceive, copier: Copier) -> str:
-    """Zero what nobody wrote of a receive's blocks; returns why that failed, empty if it did not."""
+def settle(active: ActiveReceive, copier: Copier) -> str:
+    """Make what was received visible to what is launched from now on, and zero what nobody wrote of its blocks; returns
+    why that failed, empty if it did not."""
     assert active.plan is not None
     request = active.request
     try:
+        copier.arrived()
         for place in blanks(active.plan, request.blocks, request.start, request.stop, active.first_valid_tokens):
             copier.blank(place)
         copier.finish()
     except Exception as error:  # what is left there may be anything
-        logger.exception("request %s: zeroing what was not written", request.request_id)
+        logger.exception("request %s: finishing what was received", request.request_id)
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -79,6 +82,8 @@ def missing(active: ActiveReceive) -> str:
     match active.machine.state:
         case ReceiveState.READING:
             return f"{len(active.machine.writing)} transfers have not ended, and no part of one has since"
+        case ReceiveState.PUSHING:
+            return "it did not answer"
         case ReceiveState.VERIFYING:
             return "the prefill side's sums did not come"
         case ReceiveState.CONFIRMING:

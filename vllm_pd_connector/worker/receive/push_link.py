@@ -21,6 +21,7 @@ class AskLink(PeerLink):
     """To a prefill instance that is asked to write."""
 
     plan: Plan | None = None
+    same_weights: bool = True  # the prefill side compares them with each question
 
     def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
         """Check the pair, and plan.

@@ -83,6 +83,7 @@ class PushRequester:
             reading=request.attempt,
             waited_s=max(request.waited_s + now - active.began, 0.0),
             incarnation=active.life,
+            weights=request.weights,
         )
         try:
             self._send(active, message, self._asked)
@@ -185,8 +186,10 @@ class PushRequester:
                 self._drive(active, receives.PushDone(comparable=done.lease is not None), now)
             case Pushed(state=PushState.FAILED, reason=reason, terminal=terminal):
                 self._drive(active, receives.PushFailed(reason, terminal), now, FailureKind.TRANSFER_FAILED)
-            case Pushed(state=state):
-                self._drive(active, receives.PushAlive(state is PushState.WRITING), now)
+            case Pushed(state=PushState.WRITING, moved=moved):
+                self._drive(active, receives.PushAlive(moved.descriptors), now, FailureKind.DEADLINE)
+            case Pushed():
+                self._drive(active, receives.PushAlive(None), now)
             case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY):
                 active.retry_at = now + RETRY_S
             case Failure(code=FailureCode.FOREIGN_ENGINE, message=message):

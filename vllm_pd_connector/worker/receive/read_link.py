@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pair, runs_of
 from vllm_pd_connector.geometry.plan import Edge, Plan, make_plan
-from vllm_pd_connector.geometry.staging.chunks import Chunk, chunks, split
-from vllm_pd_connector.worker.peers.link import PeerLink
+from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chunks, split
+from vllm_pd_connector.worker.peers.link import PeerLink, run_cost_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +34,8 @@ class ReadLink(PeerLink):
     """To a prefill instance that is read from: connected are the ranks that the plan reads from.
 
     `edges` are the plan's, what is read directly and what by way of the staging buffer. `scratch` is memory of one
-    connected rank for a self-test, `bandwidth` what the latest one found.
+    connected rank for a self-test, `bandwidth` what the latest one found. `run_cost` is what a run costs, in bytes: the
+    transport's figure, or the self-test's.
     """
 
     plan: Plan | None = None
@@ -42,6 +43,7 @@ class ReadLink(PeerLink):
     chunk_bytes: int = 0
     scratch: tuple[TransportPeer, Segment] | None = None
     bandwidth: Bandwidth | None = None
+    run_cost: int = RUN_COST_BYTES
 
     def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
         """Check, plan, connect to the ranks that are read from. Raises as `PeerLink.connect`."""
@@ -54,9 +56,15 @@ class ReadLink(PeerLink):
             peer = self.ranks[edge.source] = transport.connect(source.endpoint, (*source.segments, *scratch))
             self.scratch = self.scratch or ((peer, *scratch) if scratch else None)
         self.plan, self.chunk_bytes = plan, chunk_bytes
-        self.edges = tuple(split(edge, chunk_bytes) for edge in plan.edges)
+        self.use_run_cost(run_cost_of(transport))
         converted = sum(bool(staged.pairings) for _, staged in self.edges)
         return f"{check.status}, reads from {len(plan.edges)} of {len(remote)} ranks, converts from {converted}"
+
+    def use_run_cost(self, run_cost: int) -> None:
+        """Choose anew what is read directly; requests that were bound go on as they began."""
+        self.run_cost = run_cost
+        if self.plan is not None:
+            self.edges = tuple(split(edge, self.chunk_bytes, run_cost=run_cost) for edge in self.plan.edges)
 
     def disconnect(self, transport: Transport) -> None:
         """See `PeerLink`."""
@@ -83,6 +91,6 @@ class ReadLink(PeerLink):
             if len(runs := runs_of(direct)):
                 reads.append((peer, runs))
             if any(len(spans.tokens) for _, spans in staged):
-                reads.append((peer, chunks(staged, self.chunk_bytes)))
+                reads.append((peer, chunks(staged, self.chunk_bytes, run_cost=self.run_cost)))
             late.append(first_valid_tokens([*direct, *staged]))
         return Bound(reads, latest(late))

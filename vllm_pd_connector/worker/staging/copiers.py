@@ -22,6 +22,7 @@ import numpy as np
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.staging.strided_copy import Copy
+from vllm_pd_connector.worker.staging.gpudirect import flusher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,6 +59,13 @@ class Copier(Protocol):
 
     def finish(self) -> None:
         """Return when all that was started is done."""
+
+    def arrived(self) -> None:
+        """Make what the transport brought, and reported, visible to what is started from now on.
+
+        Raises:
+            TransferError: it may not be.
+        """
 
 
 def copier_for(segments: Sequence[Segment]) -> Copier:
@@ -115,6 +123,9 @@ class CpuCopier:
     def finish(self) -> None:
         return
 
+    def arrived(self) -> None:
+        return
+
 
 def _copy_transposed(destination: NDArray[Any], source: NDArray[Any], along: int) -> None:
     """Copy where the destination is contiguous along the last axis and the source along axis `along`."""
@@ -134,6 +145,7 @@ class CudaCopier:
         self._torch = torch
         self._device = torch.device("cuda", device_id)
         self._stream = torch.cuda.Stream(self._device)
+        self._flush = flusher(device_id)
 
     def allocate(self, length: int) -> Memory:
         try:
@@ -156,6 +168,9 @@ class CudaCopier:
 
     def finish(self) -> None:
         self._stream.synchronize()
+
+    def arrived(self) -> None:
+        self._flush()
 
 
 def element_arrays(base: int, copy: Copy) -> tuple[_Array, _Array]:

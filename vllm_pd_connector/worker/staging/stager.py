@@ -274,6 +274,8 @@ class Stager:
                 flight.transfer = None
                 if flight.chunk.writes:
                     self._land(flight)
+                else:
+                    self.copier.arrived()
             except TransferError as error:
                 stream.in_flight.remove(flight)
                 self._slot_after(flight, error)

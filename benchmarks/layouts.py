@@ -1,0 +1,80 @@
+"""How many runs a request is in each cache layout, between equal and unequal tensor-parallel sizes.
+
+    python benchmarks/layouts.py [--tokens 4001] [--json results.json]
+
+The model has 8 layers of 8 KV heads of 128 channels in bfloat16, in blocks of 16 tokens, of which a request's do not
+follow each other: the figures are counts, and the same on every machine. They are those of one decode rank and all the
+ranks that it reads from. `straight` are the runs between the two caches; `way` is what the connector does with them,
+with the price of a run that `--run-cost` gives: where they are short, it reads whole pages and converts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.bind import make_worker
+from vllm_pd_connector.geometry.explain import Movement, explain_pair
+from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.geometry.staging.chunks import CHUNKS_PER_BUFFER, RUN_COST_BYTES
+
+LAYERS, TOKENS_PER_BLOCK = 8, 16
+STAGING_BYTES = 64 << 20
+LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC")
+SIZES = ((4, 4), (4, 8), (8, 4))
+
+
+def instance(layout: str, tp_size: int, tokens: int) -> list[Manifest]:
+    blocks = -(-tokens // TOKENS_PER_BLOCK) + 2
+    return [make_worker(rank, tp_size, layout, TOKENS_PER_BLOCK, blocks, LAYERS) for rank in range(tp_size)]
+
+
+def row(layout: str, sizes: tuple[int, int], tokens: int, run_cost: int) -> dict[str, object]:
+    """The first decode rank's request: counts of runs, bytes and what conversion makes of them."""
+    prefill, decode = (instance(layout, size, tokens) for size in sizes)
+    straight = _first_rank(explain_pair(prefill, decode, tokens, 0).movements)
+    found = explain_pair(prefill, decode, tokens, STAGING_BYTES // CHUNKS_PER_BUFFER, run_cost=run_cost)
+    done = _first_rank(found.movements)
+    runs, size = sum(m.runs for m in straight), sum(m.bytes for m in straight)
+    return {
+        "layout": layout,
+        "tp": f"{sizes[0]} -> {sizes[1]}",
+        "straight runs": runs,
+        "mean bytes": size // runs,
+        "way": "converted" if any(m.converted for m in done) else "direct",
+        "runs": sum(m.runs for m in done),
+        "bytes read / needed": round(sum(m.read_bytes for m in done) / size, 2),
+    }
+
+
+def _first_rank(movements: Sequence[Movement]) -> list[Movement]:
+    return [movement for movement in movements if movement.destination == movements[0].destination]
+
+
+def table(tokens: int, run_cost: int) -> list[dict[str, object]]:
+    return [row(layout, sizes, tokens, run_cost) for sizes in SIZES for layout in LAYOUTS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4001, help="length of the request (default: 4001)")
+    parser.add_argument(
+        "--run-cost", type=int, default=RUN_COST_BYTES, help="what one run costs the transport, in bytes"
+    )
+    parser.add_argument("--json", type=Path, help="write the results here")
+    options = parser.parse_args()
+    rows = table(options.tokens, options.run_cost)
+    names = list(rows[0])
+    print("| " + " | ".join(names) + " |")
+    print("| --- " * len(names) + "|")
+    for one in rows:
+        print("| " + " | ".join(str(one[name]) for name in names) + " |")
+    if options.json:
+        given = {"tokens": options.tokens, "run_cost": options.run_cost}
+        options.json.write_text(json.dumps({"options": given, "results": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

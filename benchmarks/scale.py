@@ -1,0 +1,202 @@
+"""What many instances and many requests cost: decode workers and prefill instances without sockets, by a made-up clock.
+
+Every decode instance is one worker's receives (`worker.receive`), every prefill instance its lease table and its part
+of the side channel's answers; between them go the real messages, encoded and decoded, and a loopback transport copies
+real bytes. Only time is made up: messages take LATENCY_S, a prompt's bytes take their time over a link that all of a
+worker's requests share, and each worker takes a turn every TURN_S. So a request costs what it costs, and nobody waits.
+
+Prompts are as long as those of the conversation trace that was published with Mooncake (FAST 2025,
+github.com/kvcache-ai/Mooncake, FAST25-release/traces; 12031 requests, 12035 tokens in the mean): its quantiles.
+A part of the requests waits before it is read, and renews its leases; one prefill instance in eight is replaced by
+another life of it under way, and what is read from it then fails and is not counted.
+
+Besides: the push table's cost of one order with many pushes under way, and what manifests of many ranks cost.
+
+    python benchmarks/scale.py [--instances 4 16 64] [--in-flight 10 100 1000] [--whole] [--json out/bench/scale.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import secrets
+import sys
+import time
+import tracemalloc
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from benchmarks.bind import make_worker  # noqa: E402
+from benchmarks.fleet_world import SECONDS, TURN_S, Clock, Decode, Meter, Prefill  # noqa: E402
+from benchmarks.report import write  # noqa: E402
+from vllm_pd_connector.geometry.blocks import BlockTable  # noqa: E402
+from vllm_pd_connector.geometry.manifest import (  # noqa: E402
+    Manifest,
+)
+from vllm_pd_connector.geometry.plan import make_plan  # noqa: E402
+from vllm_pd_connector.geometry.topology import check_pd_topology  # noqa: E402
+from vllm_pd_connector.protocol.lease import LeaseTable  # noqa: E402
+from vllm_pd_connector.protocol.push.table import PushTable  # noqa: E402
+from vllm_pd_connector.protocol.wire.fields import MAX_REPLY_FRAME  # noqa: E402
+from vllm_pd_connector.protocol.wire.push_messages import (  # noqa: E402
+    AwaitCommands,
+    InstanceAddress,
+    PrefillRef,
+    PushInto,
+)
+
+
+def fleet(instances: int, in_flight: int) -> dict[str, Any]:
+    """A fleet of so many prefill and so many decode instances for SECONDS of its time; what it cost."""
+    clock = Clock()
+    serving = Meter()
+    prefills = [Prefill(clock, number, serving) for number in range(instances)]
+    decodes = [Decode(clock, number, prefills, in_flight) for number in range(instances)]
+    began, cpu = clock.now, time.process_time()
+    ended_before = [0]
+
+    def warm() -> None:
+        """Links are made, and what the first requests of a shape compute is known: from here on it is measured."""
+        ended_before[0] = sum(decode.good + decode.failed for decode in decodes)
+        serving.times.clear()
+        for decode in decodes:
+            decode.work.times.clear()
+            decode.turns.times.clear()
+            decode.calls.asked = 0
+
+    clock.after(SECONDS / 2, warm)
+    restarts = deque((began + SECONDS * (0.2 + 0.2 * i / instances), prefills[i]) for i in range(0, instances, 8))
+    while clock.now < began + SECONDS:
+        if restarts and restarts[0][0] <= clock.now:
+            restarts.popleft()[1].begin_life()
+        for decode in decodes:
+            decode.turn()
+        clock.run_until(clock.now + TURN_S)
+    failed = sum(decode.failed for decode in decodes)
+    all_ended = failed + sum(decode.good for decode in decodes)
+    assert failed < 0.5 * all_ended, f"{failed} of {all_ended} requests failed"
+    ended = all_ended - ended_before[0]
+    turns = [seconds for decode in decodes for seconds in decode.turns.times]
+    return {
+        "case": "fleet",
+        "peers": instances,
+        "in_flight": in_flight,
+        "ended": all_ended,
+        "failed": failed,
+        "decode_us_per_request": round(1e6 * sum(d.work.total for d in decodes) / ended, 1),
+        "prefill_us_per_request": round(1e6 * serving.total / ended, 1),
+        "turn_us_per_reading": round(1e6 * median(turns) / max(1, in_flight - in_flight // 3), 2),
+        "messages_per_request": round(sum(d.calls.asked for d in decodes) / ended, 2),
+        "processor_s": round(time.process_time() - cpu, 1),
+    }
+
+
+def order_cost(in_flight: int, reps: int = 200) -> dict[str, Any]:
+    """Of an order to write more of one prefill, with so many pushes under way, and of a round of its thread."""
+    table, now = PushTable(1, 30.0), 0.0
+    blocks = (BlockTable.of(0, range(1, 95)),)
+    home, digest = InstanceAddress("d", "ab" * 16, "127.0.0.1", 5600), "0" * 16
+    for number in range(in_flight):
+        table.started(f"r-{number}", f"t-{number}", 12000, digest, now)
+        name = PrefillRef(f"t-{number}", None)
+        table.register(
+            PushInto(name, home, 0, 0, 0, 0, 1, secrets.token_bytes(16), blocks, 0, 12000, digest), (b"d", number), now
+        )
+    seen, orders, rounds = 0, Meter(), Meter()
+    for rep in range(reps):
+        name_ = f"r-{rep % in_flight}"
+        orders(lambda name_=name_, rep=rep: table.progressed(name_, blocks, 128 * (1 + rep // in_flight), rep))
+        seen += 2 if rep < in_flight else 1
+        table.await_commands(AwaitCommands(bytes(16), 0, seen), (b"w", rep), now)
+        rounds(lambda: (table.tick(now), table.take_replies(), table.next_deadline()))
+    return {
+        "case": "push table",
+        "in_flight": in_flight,
+        "order_us": round(1e6 * median(orders.times), 1),
+        "round_us": round(1e6 * median(rounds.times), 1),
+    }
+
+
+def memory_cases() -> Iterator[dict[str, Any]]:
+    """Bytes of a lease at the prefill side, and of a linked peer of 80 layers at the decode side."""
+    table = (BlockTable.of(0, range(1, 95)),)
+    leases, count = LeaseTable(600.0), 2000
+    gc.collect()
+    tracemalloc.start()
+    for number in range(count):
+        copied = BlockTable(0, bytes(bytearray(table[0].packed)))
+        leases.hold(f"cmpl-{number:032}", secrets.token_bytes(16), 0.0, 30.0, (copied,))
+    yield {"case": "a lease of 94 blocks", "bytes": tracemalloc.get_traced_memory()[0] // count}
+    tracemalloc.stop()
+    mine, theirs = make_worker(0, 1), [make_worker(rank, 8) for rank in range(8)]
+    gc.collect()
+    tracemalloc.start()
+    plans = [make_plan(mine, theirs) for _ in range(10)]
+    per_plan = tracemalloc.get_traced_memory()[0] // len(plans)
+    tracemalloc.stop()
+    yield {"case": "the plan of a peer, 80 layers, tp 8 to 1", "bytes": per_plan}
+
+
+def manifest_cases() -> Iterator[dict[str, Any]]:
+    """An instance of many ranks as a decode worker meets it: bytes on the wire, milliseconds to check and to plan."""
+    local = make_worker(0, 1)
+    for ranks in (8, 64, 256, 1024):
+        remote = [make_worker(rank % 8, 8) for rank in range(min(ranks, 8))]
+        encoded = [msgspec.msgpack.encode(manifest) for manifest in remote]
+        size = sum(map(len, encoded)) * ranks // len(encoded)
+        decoder = msgspec.msgpack.Decoder(Manifest)
+        decode = Meter()
+        for _ in range(5):
+            decode(lambda decoder=decoder, encoded=encoded: [decoder.decode(one) for one in encoded])
+        row = {
+            "case": "manifests of 80 layers",
+            "ranks": ranks,
+            "bytes": size,
+            "fits_one_reply": size < MAX_REPLY_FRAME,
+            "decode_ms": round(1e3 * min(decode.times) * ranks / len(encoded), 1),
+        }
+        if ranks <= 8:
+            check, plan = Meter(), Meter()
+            for _ in range(5):
+                check(lambda remote=remote: check_pd_topology(local, remote))
+                plan(lambda remote=remote: make_plan(local, remote))
+            row |= {"check_ms": round(1e3 * min(check.times), 1), "plan_ms": round(1e3 * min(plan.times), 1)}
+        yield row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instances", nargs="+", type=int, default=[4, 16, 64], help="of each role")
+    parser.add_argument("--in-flight", nargs="+", type=int, default=[10, 100, 1000], help="at each decode instance")
+    parser.add_argument("--whole", action="store_true", help="the most of both together, too: minutes, gigabytes")
+    parser.add_argument("--json", type=Path, default=ROOT / "out" / "bench" / "scale.json")
+    options = parser.parse_args()
+    logging.disable(logging.ERROR)  # of the requests that a restart fails
+    sizes = [(count, options.in_flight[len(options.in_flight) // 2]) for count in options.instances]
+    sizes += [(options.instances[0], in_flight) for in_flight in options.in_flight]
+    fleets = []
+    for instances, in_flight in dict.fromkeys(
+        [*sizes, *([(options.instances[-1], options.in_flight[-1])] if options.whole else ())]
+    ):
+        fleets.append(fleet(instances, in_flight))
+        print(fleets[-1], flush=True)
+        gc.collect()
+    pushes = [order_cost(in_flight) for in_flight in options.in_flight]
+    parts = {"fleets": fleets, "pushes": pushes, "memory": [*memory_cases()], "manifests": [*manifest_cases()]}
+    for name in ("pushes", "memory", "manifests"):
+        for row in parts[name]:
+            print(row)
+    write(options.json, parts)
+
+
+if __name__ == "__main__":
+    main()

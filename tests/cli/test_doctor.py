@@ -1,0 +1,111 @@
+"""`vllm-pd doctor`: this machine, and an instance from here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.ports import free_port
+from tests.support.worker.prefill_instance import PrefillInstance
+from tests.support.worker.writer import CONFIG, Writer
+from vllm_pd_connector.cli import main
+from vllm_pd_connector.cli.instances import load
+from vllm_pd_connector.cli.machine import findings
+from vllm_pd_connector.cli.output import Exit
+from vllm_pd_connector.transport.base import Transport
+from vllm_pd_connector.transport.registry import create
+
+
+def examined(capsys: pytest.CaptureFixture[str], code: Exit, *words: str) -> dict[str, dict[str, Any]]:
+    assert main(["doctor", *words, "--json"]) == code
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["good"] == (code is Exit.OK) and answer["schema"] == 1
+    return {one["topic"]: one for one in answer["findings"]}
+
+
+def test_this_machine_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    found = examined(capsys, Exit.OK)
+    assert found["transport loopback"]["state"] == "good" and "pyzmq " in found["software"]["says"]
+    assert {"network", "RDMA", "UCX", "/dev/shm", "capabilities", "locked memory", "GPU", "ports", "clock"} <= set(
+        found
+    )
+    assert main(["doctor"]) == Exit.OK
+    assert len(capsys.readouterr().out.splitlines()) == len(found)
+
+
+def test_what_the_kernel_says_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {
+        "sys/class/net/lo/operstate": "unknown",
+        "sys/class/net/eth0/operstate": "up",
+        "sys/class/net/eth0/speed": "100000",
+        "sys/class/net/eth0/mtu": "9000",
+        "sys/class/net/eth1/operstate": "down",
+        "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
+        "sys/class/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)",
+        "sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN",
+        "proc/self/status": "Name: x\nCapEff:\t0000000000000000\n",
+        "proc/sys/kernel/yama/ptrace_scope": "1",
+        "proc/driver/nvidia/gpus/0000:01:00.0/information": "",
+        "proc/modules": "nvidia 1 2 -\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for key in ("UCX_TLS", "UCX_NET_DEVICES"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setattr("vllm_pd_connector.cli.machine.resource.getrlimit", lambda _: (64 << 10, 64 << 10))
+    found = {one.topic: one for one in findings(tmp_path)}
+    assert found["network"].says == "eth0 (mtu 9000, 100000 Mb/s)"
+    assert found["RDMA"].says == "mlx5_0:1 (400 Gb/sec (4X NDR))"
+    assert "RDMA, for mlx5_0:1" in found["UCX"].says
+    assert found["/dev/shm"].state == "bad" and found["locked memory"].state == "bad"
+    assert found["capabilities"].state == "note" and "CMA" in found["capabilities"].says
+    assert found["GPU"].state == "note" and "nvidia_peermem is not loaded" in found["GPU"].says
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    assert [one.says for one in findings(tmp_path) if one.topic == "UCX"] == [
+        "chooses among what UCX_TLS=tcp leaves it"
+    ]
+
+
+def nixl() -> Transport:
+    return create("nixl", {"ucx": {"TLS": "tcp"}})
+
+
+@pytest.mark.parametrize("make", [None, pytest.param(nixl, marks=pytest.mark.libraries)])
+def test_an_instance_is_measured(capsys: pytest.CaptureFixture[str], make: Callable[[], Transport] | None) -> None:
+    options = [] if make is None else ["--transport-options", '{"ucx": {"TLS": "tcp"}}']
+    name = "nixl" if make else "loopback"
+    with contextlib.closing(Writer(CONFIG, make=make)) as writer:
+        place = f"tcp://127.0.0.1:{writer.server.port}"
+        told = [msgspec.structs.replace(manifest, transport=name) for manifest in load(place, 5.0)]
+        writer.server.set_manifests([msgspec.msgpack.encode(manifest) for manifest in told], writer.tokens)
+        found = examined(capsys, Exit.OK, place, *options)
+    assert "p-0 answered in" in found["side channel"]["says"]
+    measured = [one for topic, one in found.items() if topic.startswith(f"{name}, ")]
+    assert len(measured) == len(writer.workers)
+    assert all("GB/s, writes " in one["says"] and one["state"] == "good" for one in measured)
+
+
+def test_one_without_memory_for_that_is_only_connected(capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.closing(PrefillInstance()) as prefill:
+        found = examined(capsys, Exit.OK, f"tcp://127.0.0.1:{prefill.server.port}/p-0")
+    assert found["loopback, pp0 tp0"]["state"] == "note" and "nothing moved" in found["loopback, pp0 tp0"]["says"]
+
+
+def test_what_cannot_be_asked_is_told_with_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    nobody = f"tcp://127.0.0.1:{free_port()}"
+    for code, words in (
+        (Exit.UNREACHABLE, [nobody, "--timeout", "0.5"]),
+        (Exit.UNREADABLE, ["a-file"]),
+        (Exit.UNREADABLE, [nobody, "--transport-options", "[]"]),
+    ):
+        assert examined(capsys, code, *words)["peer"]["state"] == "bad"
+    with contextlib.closing(PrefillInstance()) as prefill:
+        place = f"tcp://127.0.0.1:{prefill.server.port}"
+        prefill.transports[0].close()
+        assert "is gone" in examined(capsys, Exit.REFUSED, place)["peer"]["says"]

@@ -1,0 +1,157 @@
+"""`vllm-pd check-config` and `migrate`."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_pd_connector.cli import main
+from vllm_pd_connector.cli.output import Exit
+from vllm_pd_connector.config import parse_config
+from vllm_pd_connector.in_tree import CONNECTORS, KEYS, migrate
+
+
+def transfer(**extra: Any) -> dict[str, Any]:
+    return {"kv_connector": "PDConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
+
+
+def checked(document: object, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    code = main(["check-config", json.dumps(document), "--json"])
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert code == (Exit.REFUSED if problems else Exit.OK)
+    assert not any("\n" in problem for problem in problems)
+    return list(problems)
+
+
+@pytest.fixture(autouse=True)
+def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default port may be another's on this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free.getsockname()[1]))
+
+
+@pytest.mark.parametrize("transport", ["nixl", "mooncake"])
+def test_a_good_one_is_good(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(transfer(transport=transport, transport_options={}), capsys) == []
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        (transfer(mode="pulll"), "mode is 'pulll': it must be one of pull, push, auto"),
+        (transfer(mod="pull"), "'mod' is not a key; did you mean mode?"),
+        (transfer(kv_lease_duration="3"), "kv_lease_duration is '3': Expected `float`, got `str`"),
+        (transfer(side_channel_host="203.0.113.9"), "other hosts, and side_channel_keys is not set"),
+        (transfer(side_channel_host="203.0.113.9", allow_unauthenticated_peers=True), "is no address of this machine"),
+        (transfer(side_channel_port=70000), "is outside 1..65535"),
+        (transfer(side_channel_keys="/nowhere"), "exactly 1 is needed"),
+        (transfer(params_secret="/nowhere"), "No such file"),
+        (transfer(transport="nixel"), "'nixel' is unknown, choose one of loopback, mooncake, nixl"),
+        (transfer(transport_options={"ucx": {"NET_DEVICES": "a,b"}}), "of which NIXL would take 'a' alone"),
+        (transfer(transport_options={"ucs": {}}), "unknown field `ucs`"),
+        (transfer(transport="mooncake", transport_options={"address": "203.0.113.9"}), "no address of this machine"),
+        (transfer(backends=["UCX"]), "backends is a key of NixlConnector"),
+        (transfer() | {"kv_role": "producer"}, "kv_role is 'producer': it must be one of kv_producer, kv_consumer"),
+        (transfer() | {"kv_rol": "kv_both"}, "'kv_rol' is not a key; did you mean kv_role?"),
+        (transfer() | {"mode": "push"}, "mode: it belongs into kv_connector_extra_config"),
+        (transfer() | {"kv_port": 1}, "kv_port: side_channel_port in kv_connector_extra_config"),
+        (transfer() | {"kv_connector": "NixlConnector"}, "`vllm-pd migrate` says it in PDConnector's"),
+        ([], "it must be an object"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line(document: object, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    problems = checked(document, capsys)
+    assert [problem for problem in problems if words in problem], problems
+
+
+def test_all_mistakes_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = transfer(params_secret="/nowhere", side_channel_host="203.0.113.9", transport_options={"ucs": {}})
+    assert len(checked(wrong, capsys)) == 3
+
+
+def test_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        [problem] = checked(transfer(side_channel_port=port), capsys)
+        assert f"cannot listen on host '127.0.0.1' port {port}" in problem
+        assert checked(transfer(side_channel_port=port) | {"kv_role": "kv_consumer"}, capsys) == []
+        [problem] = checked(transfer(mode="push", bootstrap_port=port), capsys)
+        assert f"bootstrap_port: cannot listen on 127.0.0.1 port {port}" in problem
+
+
+def test_one_beside_other_connectors_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    beside = {"connectors": [transfer(mode="x"), {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}]}
+    document = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": beside}
+    [problem] = checked(document, capsys)
+    assert "mode is 'x'" in problem
+
+
+def test_a_file_is_read_and_what_is_no_json_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "good.json").write_text(json.dumps(transfer()))
+    assert main(["check-config", str(tmp_path / "good.json")]) == Exit.OK
+    for bad in ("{", str(tmp_path / "absent"), "[" * 100_000):
+        assert main(["check-config", bad]) == Exit.UNREADABLE
+    assert len(capsys.readouterr().err.splitlines()) == 3
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+@pytest.mark.parametrize("name", CONNECTORS)
+def test_what_is_migrated_is_taken(name: str, role: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"kv_connector": name, "kv_role": role, "kv_buffer_device": "cpu"}
+    assert main(["migrate", json.dumps(given), "--json"]) == Exit.OK
+    found = json.loads(capsys.readouterr().out)
+    assert checked(found["config"], capsys) == []
+    assert [one["key"] for one in found["dropped"]] == ["kv_buffer_device"]
+
+
+GIVEN: dict[str, Any] = {
+    "backends": ["LIBFABRIC"], "num_threads": 4, "engine_ttl": 10.0, "enforce_handshake_compat": False,
+    "bidirectional_kv_xfer": True, "kv_recompute_threshold": 64, "decoder_kv_blocks_ttl": 480,
+    "push_registration_timeout": 60, "mooncake_protocol": "tcp", "device_name": "mlx5_0", "num_workers": 10,
+    "bootstrap_server_address": "10.0.0.7:9000",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_of_their_keys_is_carried_over_or_named(key: str) -> None:
+    whose, line = KEYS[key]
+    found = migrate({"kv_connector": whose, "kv_role": "kv_consumer", "kv_connector_extra_config": {key: GIVEN[key]}})
+    extra = found.config["kv_connector_extra_config"]
+    parse_config(extra)
+    carried = extra != CONNECTORS[whose]
+    assert carried != (key in dict(found.dropped))
+    assert carried != line.startswith("no counterpart")
+
+
+def test_what_a_key_becomes() -> None:
+    def extra(name: str, **given: Any) -> dict[str, Any]:
+        found = migrate({"kv_connector": name, "kv_role": "kv_producer", "kv_connector_extra_config": given})
+        return dict(found.config["kv_connector_extra_config"])
+
+    assert extra("NixlConnector", backends=["UCX"], kv_lease_duration=20) == {
+        "transport": "nixl", "mode": "pull", "kv_lease_duration": 20
+    }  # fmt: skip
+    assert extra("MooncakeConnector", mooncake_protocol="tcp", device_name="mlx5_0") == {
+        "transport": "mooncake", "mode": "push", "bootstrap_port": 8998,
+        "transport_options": {"protocol": "tcp", "device": "mlx5_0"},
+    }  # fmt: skip
+    assert extra("MooncakeConnector", bootstrap_server_address="[::1]:9000")["bootstrap_port"] == 9000
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kv_connector": "LMCacheMPConnector"},
+        {"kv_connector": "NixlConnector", "kv_connector_extra_config": {"backends": ["UCX", "GDS"]}},
+        {"kv_connector": "NixlConnector", "kv_connector_extra_config": {"backends": "UCX"}},
+        {"kv_connector": "MooncakeConnector", "kv_connector_extra_config": {"mooncake_protocol": "ascend"}},
+        {"kv_connector": "MooncakeConnector", "kv_connector_extra_config": {"bootstrap_server_address": "host"}},
+    ],
+)
+def test_what_cannot_be_said_here_is_refused(given: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate", json.dumps(given)]) == Exit.REFUSED
+    assert len(capsys.readouterr().err.splitlines()) == 1

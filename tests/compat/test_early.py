@@ -1,0 +1,77 @@
+"""A configuration that cannot work is refused when vLLM has read it, and in the process that read it alone."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import socket
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.libraries
+
+from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
+
+from vllm_pd_connector.compat.early import RefusedStart, _engines  # noqa: E402
+from vllm_pd_connector.errors import InvalidConfig  # noqa: E402
+from vllm_pd_connector.plugin import register  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (KVTransferConfig, VllmConfig):
+        own = getattr(kind.__post_init__, "__wrapped__", kind.__post_init__)
+        monkeypatch.setattr(kind, "__post_init__", own)
+    register()
+
+
+def transfer(**extra: Any) -> KVTransferConfig:
+    return KVTransferConfig(kv_connector="PDConnector", kv_role="kv_producer", kv_connector_extra_config=extra)
+
+
+def test_a_program_that_builds_an_engine_is_told() -> None:
+    with pytest.raises(InvalidConfig, match="mode is 'pulll': it must be one of pull, push, auto"):
+        transfer(mode="pulll")
+
+
+def test_a_command_line_fails_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve", usage="vllm serve"))
+    text = '{"kv_connector": "PDConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"mod": "push"}}'
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(["--kv-transfer-config", text])
+    assert end.value.code == 2
+    usage, line = capsys.readouterr().err.splitlines()
+    assert usage == "usage: vllm serve" and "--kv-transfer-config: PDConnector cannot start: " in line
+    assert "'mod' is not a key; did you mean mode?" in line
+
+
+def test_a_taken_port_is_seen_before_an_engine_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = transfer(side_channel_port=port)
+        with pytest.raises(RefusedStart, match=f"cannot listen on host '127.0.0.1' port {port}") as end:
+            VllmConfig(kv_transfer_config=config)
+        assert isinstance(end.value, SystemExit) and isinstance(end.value, argparse.ArgumentTypeError)
+        assert end.value.code == str(end.value), "all that is printed where nobody catches it"
+        VllmConfig(kv_transfer_config=config)  # asked once: a later one may be made beside the engine that listens
+
+
+def test_a_process_that_was_given_its_configuration_asks_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = pickle.loads(pickle.dumps(transfer(side_channel_port=taken.getsockname()[1])))
+        VllmConfig(kv_transfer_config=config)
+
+
+def test_it_is_the_ports_of_the_engines_that_are_started() -> None:
+    assert _engines(ParallelConfig()) == range(1)
+    assert _engines(ParallelConfig(data_parallel_size=4, data_parallel_size_local=2, data_parallel_rank=2)) == range(
+        2, 4
+    )
+
+
+def test_other_connectors_are_left_alone() -> None:
+    KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", kv_connector_extra_config={"backends": ["UCX"]})
+    KVTransferConfig()

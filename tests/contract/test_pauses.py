@@ -1,0 +1,204 @@
+"""Pauses, resets of caches and sleep while caches are handed over, through vLLM's own engine core and scheduler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm.v1.engine import FinishReason
+
+from tests.support.scheduler.cores import METADATA, Core
+from tests.support.scheduler.engines import KEEP, given_back, loading, prefilled, read
+from vllm_pd_connector.metadata import WorkerReport
+
+PROMPT = list(range(40))
+MODES = ["abort", "wait", "keep"]
+
+
+@pytest.fixture
+def cores(engine: Callable[..., Any]) -> Callable[..., Core]:
+    return lambda role, **arguments: Core(lambda: engine(role, **arguments))
+
+
+def held(core: Core) -> dict[str, Any]:
+    """The parameters of a prefill that is held for a decode instance."""
+    params = prefilled(core.engine, "p-1", PROMPT)
+    core.engine.rest()
+    assert core.engine.held() == 3
+    return params
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_a_pause_that_clears_caches_ends_leases(cores, mode):
+    prefill = cores("kv_producer")
+    params = held(prefill)
+    prefill.wait(prefill.pause_scheduler(mode))
+    assert prefill.engine.held() == 0 and prefill.engine.shared(PROMPT) == 0
+    prefill.resume_scheduler()
+    prefilled(prefill.engine, "p-2", PROMPT)
+    decode = cores("kv_consumer")
+    loading(decode.engine, "d-1", PROMPT, params)
+    assert not read(decode.engine.receive_of("d-1"))
+
+
+@pytest.mark.parametrize("read_before", [True, False], ids=["read", "run out"])
+def test_a_pause_that_waits_has_leases_read_or_run_out(cores, read_before):
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    loading(decode.engine, "d-1", PROMPT, held(prefill))
+    receive = decode.engine.receive_of("d-1")
+    paused = prefill.pause_scheduler("wait")
+    for _ in range(20):
+        prefill.engine.step()
+    assert not paused.done() and prefill.has_work() and prefill.engine.held() == 3
+    if read_before:
+        assert read(receive)
+    else:
+        prefill.scheduler.connector.scheduler.producer._server.drop("p-1")
+    prefill.wait(paused)
+    assert prefill.engine.held() == 0 and prefill.engine.shared(PROMPT) == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pause_that_keeps_caches_keeps_leases(cores, mode):
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    loading(decode.engine, "d-1", PROMPT, held(prefill))
+    prefill.wait(prefill.pause_scheduler(mode, clear_cache=False))
+    assert prefill.engine.held() == 3
+    assert read(decode.engine.receive_of("d-1")), "the side channel is not paused"
+    prefill.resume_scheduler()
+    given_back(prefill.engine)
+
+
+def test_a_kept_request_that_loads_is_computed_after_a_pause_that_clears(cores):
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    loading(decode.engine, "d-1", PROMPT, held(prefill))
+    paused = decode.pause_scheduler("keep")
+    for _ in range(5):
+        decode.engine.step()
+    assert not paused.done() and decode.has_work(), "it is not over before the load is"
+    decode.engine.step(received={"d-1"})
+    decode.wait(paused)
+    assert decode.engine.held() == 0
+    decode.resume_scheduler()
+    assert decode.engine.step().num_scheduled_tokens == {"d-1": len(PROMPT)}
+    decode.engine.run("d-1")
+    assert decode.engine.ended("d-1").finish_reason is FinishReason.LENGTH
+    decode.engine.check_empty()
+
+
+def test_a_kept_request_that_loads_goes_on_after_a_pause_that_clears_nothing(cores):
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    loading(decode.engine, "d-1", PROMPT, held(prefill))
+    decode.wait(decode.pause_scheduler("keep", clear_cache=False))
+    decode.resume_scheduler()
+    assert read(decode.engine.receive_of("d-1"))
+    decode.engine.step(received={"d-1"})
+    assert decode.engine.step().num_scheduled_tokens == {"d-1": 1}
+    decode.engine.run("d-1")
+
+
+def test_a_pause_waits_for_blocks_that_a_failed_read_may_write_into(cores, caplog, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.scheduler.operations._TELL_EVERY_S", 0.0)
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    loading(decode.engine, "d-1", PROMPT, held(prefill))
+    paused = decode.pause_scheduler("abort")
+    decode.engine.step()
+    assert decode.engine.told[-1].aborts == ["d-1"], "aborted while it loads"
+    decode.engine.step(failed={"d-1"}, report=WorkerReport(quarantined={"d-1": 1}))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            decode.engine.step()
+            assert decode.has_work() and not paused.done()
+    assert "blocks that a failed read may still write into" in caplog.text
+    decode.engine.step(report=WorkerReport(drained={"d-1": 1}))
+    decode.wait(paused)
+    assert decode.engine.held() == 0
+
+
+def test_a_request_that_is_aborted_while_its_engine_is_paused_gives_its_lease_back(cores):
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    params = held(prefill)
+    decode.wait(decode.pause_scheduler("keep"))
+    decode.engine.add("d-1", PROMPT, params)
+    decode.abort_requests(["d-1"])
+    given_back(prefill.engine)
+
+
+def test_a_plain_reset_leaves_leases_and_says_so(cores, caplog):
+    prefill = cores("kv_producer")
+    held(prefill)
+    with caplog.at_level(logging.ERROR):
+        assert not prefill.reset_prefix_cache()
+    assert "1 prefills held for decode instances" in caplog.text
+    assert prefill.engine.held() == 3
+
+
+@pytest.mark.parametrize("flags", [(True, False), (False, True), (True, True)], ids=["running", "connector", "both"])
+def test_a_forced_reset_ends_leases(cores, flags):
+    prefill = cores("kv_producer")
+    held(prefill)
+    assert prefill.reset_prefix_cache(*flags)
+    assert prefill.engine.held() == 0 and prefill.engine.shared(PROMPT) == 0
+
+
+def test_a_reset_while_requests_load_says_what_is_in_the_way(cores, caplog):
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    loading(decode.engine, "d-1", PROMPT, held(prefill))
+    with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError, match="remote KV"):
+        decode.reset_prefix_cache(True, True)
+    assert "1 requests that load" in caplog.text
+    decode.engine.step(received={"d-1"})
+    assert decode.reset_prefix_cache(True, True), "what came is given back at once"
+    decode.engine.run("d-1")
+    assert decode.engine.ended("d-1").finish_reason is FinishReason.LENGTH
+    decode.engine.check_empty()
+
+
+def test_running_requests_are_computed_anew_after_a_forced_reset(cores):
+    """vLLM's own rule; the lease of a prefill that runs meanwhile is made of what was computed anew."""
+    prefill, decode = cores("kv_producer", step_tokens=16), cores("kv_consumer")
+    prefill.engine.add("p-1", PROMPT, KEEP, max_tokens=1)
+    prefill.engine.step()
+    assert prefill.reset_prefix_cache(True, True)
+    prefill.engine.run("p-1")
+    loading(decode.engine, "d-1", PROMPT, prefill.engine.ended("p-1").kv_transfer_params)
+    assert read(decode.engine.receive_of("d-1"))
+
+
+def test_an_engine_that_sleeps_leaves_and_comes_back_as_another(cores):
+    """As vLLM 0.33 does it: caches are reset, the memory goes, and the workers' metadata is handed over again."""
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    loading(decode.engine, "d-1", PROMPT, held(prefill))
+    before = decode.engine.receive_of("d-1").read
+    prefill.wait(prefill.sleep(1, "abort"))
+    assert prefill.model_executor.asked[-1] == "sleep" and prefill.engine.held() == 0
+    prefill.wake_up()
+    prefill.engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): METADATA})
+    params = prefilled(prefill.engine, "p-2", PROMPT)
+    loading(decode.engine, "d-2", PROMPT, params)
+    after = decode.engine.receive_of("d-2").read
+    assert before.peer.incarnation != after.peer.incarnation and before.peer.port == after.peer.port
+    assert read(decode.engine.receive_of("d-2")) and not read(decode.engine.receive_of("d-1"))
+
+
+def test_an_engine_that_slept_without_losing_its_caches_is_the_same(cores):
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    loading(decode.engine, "d-1", PROMPT, held(prefill))
+    prefill.wait(prefill.sleep(0, "abort"))
+    prefill.wake_up()
+    prefill.engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): METADATA})
+    assert read(decode.engine.receive_of("d-1"))
+
+
+def test_weights_that_a_sleep_did_not_keep_are_nobodys(cores):
+    prefill = cores("kv_producer")
+    prefill.wait(prefill.sleep(2, "abort"))
+    prefill.wake_up()
+    prefill.engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): METADATA})
+    prefill.engine.add("p-1", PROMPT, KEEP, max_tokens=1)
+    prefill.engine.run("p-1")
+    assert prefill.engine.ended("p-1").kv_transfer_params is None
+    prefill.set_weight_version("v2")
+    prefilled(prefill.engine, "p-2", PROMPT)

@@ -1,0 +1,74 @@
+"""Weights that change in place, pauses, resets and sleep."""
+
+from __future__ import annotations
+
+from tests.guarantees.guarantee import Guarantee
+
+# fmt: off
+GUARANTEES = [
+    Guarantee(
+        "a cache of other weights than those that a request goes on with is refused",
+        "Consumer", "self._own.unlike(receive.weights or self._own.now)", "None",
+        "test_a_cache_of_new_weights_is_refused_where_the_old_ones_are",
+    ),
+    Guarantee(
+        "the name of a cache's weights cannot be changed on the way",
+        "RemotePrefill", "ours.nonce, ours.weights)", "ours.nonce)",
+        "test_other_weights_than_those_of_the_lease_are_not_vouched_for",
+    ),
+    Guarantee(
+        "a prefill of other weights is not pushed",
+        "PushTable", "return unlike(self._weights, into.weights)", 'return ""',
+        "test_other_weights_than_the_decode_side_s_are_not_written",
+    ),
+    Guarantee(
+        "what is held of old weights is not read when they have changed",
+        "Operations", "self._producer.end_leases(End.WEIGHTS)", "pass",
+        "test_what_is_held_of_old_weights_is_not_read_any_more",
+    ),
+    Guarantee(
+        "weights that nobody has named are nobody's",
+        "OwnWeights", "if self.nameless:\n            return f", "if False:\n            return f",
+        "test_weights_without_a_name_are_nobodys",
+    ),
+    Guarantee(
+        "a prefill of two weights is not handed over",
+        "Epochs", "if begun != self.own.now.epoch:", "if False:",
+        "test_a_prefill_of_two_weights_is_not_handed_over",
+    ),
+    Guarantee(
+        "a prefix that former weights computed is not handed over",
+        "Epochs", "NO_EPOCH if hit and self._outdated else self.own.now.epoch", "self.own.now.epoch",
+        "test_a_prefix_that_the_old_weights_computed_is_not_handed_over",
+    ),
+    Guarantee(
+        "a load that ends in the moment of a change is not used",
+        "Consumer", "receive.outdated = True", "receive.outdated = False",
+        "test_a_load_of_old_weights_is_given_up",
+    ),
+    Guarantee(
+        "caches that came before a change are not used after it",
+        "Consumer", "self._arrived.add(request_id)", "pass",
+        "test_what_came_and_did_not_go_on_is_computed_here",
+    ),
+    Guarantee(
+        "a pause that clears caches waits for what still moves",
+        "PDConnector", "half.hold.asked or half.operations.busy", "half.hold.asked",
+        "test_a_pause_waits_for_blocks_that_a_failed_read_may_write_into",
+    ),
+    Guarantee(
+        "a pause of mode wait lets leases be read",
+        "Operations", 'if self._pause != "wait":', "if True:",
+        "test_a_pause_that_waits_has_leases_read_or_run_out",
+    ),
+    Guarantee(
+        "a reset that fails says what is in the way",
+        "_watch_scheduler", "operator.not_reset()", "pass",
+        "test_a_plain_reset_leaves_leases_and_says_so",
+    ),
+    Guarantee(
+        "an engine that has slept is another incarnation",
+        "Producer", "self._server, self._incarnation = None, secrets.token_hex(16)", "self._server = None",
+        "test_an_engine_that_sleeps_leaves_and_comes_back_as_another",
+    ),
+]

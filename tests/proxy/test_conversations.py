@@ -1,0 +1,132 @@
+"""A turn finds what the last one left at a decode instance; what is not there any more is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.support.proxy.bench import Bench, over_bench
+from tests.support.proxy.stand_ins import HANDS_OVER, PARAMS, Instance, answers, info, streams
+from vllm_pd_connector.proxy.conversations import Conversations, turn_keys
+from vllm_pd_connector.routing.handoff import ASK_PREFILL
+
+KEPT = {"do_remote_prefill": False, "do_remote_decode": True, "remote_engine_id": "d-0", "remote_block_ids": [[7]]}
+KEEPS = answers({"choices": [{"message": {"content": "b"}}], "kv_transfer_params": KEPT})
+P = info(mode="pull", conversations="on")
+D = info(mode="pull", conversations="on", role="kv_consumer", engine_id="d-0", side_channel_port=5700)
+
+
+def chat(*said: str, stream: bool = False) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {
+        "model": "m",
+        "messages": [{"role": roles[i % 2], "content": one} for i, one in enumerate(said)],
+        "stream": stream,
+    }
+
+
+def turns(prefill: Instance) -> list[dict[str, Any]]:
+    """What prefills were told beside the usual."""
+    told = [asked["kv_transfer_params"] for asked in prefill.asked]
+    return [{k: v for k, v in each.items() if v is not None and each[k] != ASK_PREFILL.get(k)} for each in told]
+
+
+async def ask(bench: Bench, *said: str, stream: bool = False) -> None:
+    url = bench.url.replace("/v1/completions", "/v1/chat/completions")
+    async with bench.client.post(url, json=chat(*said, stream=stream)) as answer:
+        assert answer.status == 200
+        await answer.read()
+
+
+@over_bench
+async def test_what_a_decode_instance_answers_goes_to_the_next_turn_s_prefill_once(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER, P), await bench.instance(KEEPS, D)
+    await bench.route([prefill.url], [decode.url], conversations=True)
+    await ask(bench, "a")
+    await ask(bench, "other", "b", "c")
+    await ask(bench, "a", "b", "c")
+    await ask(bench, "a", "b", "d")
+    kept = {"remote_engine_id": "d-0", "remote_block_ids": [[7]]}
+    assert turns(prefill) == [{}, {}, kept, {}]
+    assert decode.asked[0]["kv_transfer_params"].items() >= PARAMS.items()
+
+
+@over_bench
+async def test_of_a_stream_the_next_turn_has_the_name_that_decode_was_given(bench: Bench) -> None:
+    prefill = await bench.instance(HANDS_OVER, P)
+    decode = await bench.instance(streams(b"data: {}\n\n", b"data: [DONE]\n\n"), D)
+    await bench.route([prefill.url], [decode.url], conversations=True)
+    await ask(bench, "a", stream=True)
+    await ask(bench, "a", "b", "c")
+    name = decode.asked[0]["kv_transfer_params"]["transfer_id"]
+    where = {"remote_engine_id": "d-0", "remote_host": "h", "remote_port": 5700, "remote_request_id": name}
+    assert turns(prefill) == [{}, where]
+
+
+@over_bench
+async def test_a_stream_s_turn_is_known_as_soon_as_its_client_has_the_end(bench: Bench) -> None:
+    ended = asyncio.Event()
+
+    async def wait(_request: web.Request) -> None:
+        await ended.wait()
+
+    prefill = await bench.instance(HANDS_OVER, P)
+    decode = await bench.instance(streams(b"data: {}\n\n", b"data: [DONE]\n\n", then=wait), D)
+    await bench.route([prefill.url], [decode.url], conversations=True)
+    url = bench.url.replace("/v1/completions", "/v1/chat/completions")
+    async with bench.client.post(url, json=chat("a", stream=True)) as first:
+        heard = b""
+        while b"[DONE]" not in heard:
+            heard += await first.content.readany()
+        following = asyncio.create_task(ask(bench, "a", "b", "c", stream=True))
+        while len(prefill.asked) < 2:
+            await asyncio.sleep(0.01)
+        ended.set()
+        await following
+    assert [bool(turn) for turn in turns(prefill)] == [False, True]
+
+
+@pytest.mark.parametrize("lacks", ["option", "prefill", "decode"])
+def test_nothing_is_passed_on_unless_all_take_part(lacks: str) -> None:
+    @over_bench
+    async def run(bench: Bench) -> None:
+        prefill = await bench.instance(HANDS_OVER, P if lacks != "prefill" else info(mode="pull"))
+        other = info(mode="pull", role="kv_consumer", engine_id="d-0")
+        decode = await bench.instance(KEEPS, D if lacks != "decode" else other)
+        await bench.route([prefill.url], [decode.url], conversations=lacks != "option")
+        await ask(bench, "a")
+        await ask(bench, "a", "b", "c")
+        assert turns(prefill) == [{}, {}]
+
+    run()
+
+
+def test_the_longest_beginning_is_taken_of_an_engine_that_is_there() -> None:
+    found = Conversations()
+    found.remember(turn_keys(chat("a")), "one", {"turn": 1})
+    found.remember(turn_keys(chat("a", "b", "c")), "two", {"turn": 2})
+    keys = turn_keys(chat("a", "b", "c", "d", "e"))
+    assert found.take(keys, {"one", "two"}) == {"turn": 2}
+    found.remember(turn_keys(chat("a", "b", "c")), "two", {"turn": 2})
+    assert found.take(keys, {"one"}) == {"turn": 1}, "of an engine that is gone nothing is told, and it is forgotten"
+    assert len(found) == 0
+
+
+def test_memory_is_bounded_and_the_oldest_go_first() -> None:
+    found = Conversations(max_bytes=1000)
+    for number in range(100):
+        found.remember(turn_keys(chat(str(number))), "d", {"turn": number, "ids": "x" * 80})
+    assert len(found) == 1000 // len('{"turn": 99, "ids": ""}' + "x" * 80)
+    assert found.take(turn_keys(chat("0", "b")), {"d"}) == {}
+    assert found.take(turn_keys(chat("99", "b")), {"d"})["turn"] == 99
+
+
+def test_a_prompt_of_tokens_is_known_by_its_pieces() -> None:
+    found, prompt = Conversations(), list(range(200))
+    found.remember(turn_keys({"model": "m", "prompt": prompt[:150]}), "d", {"turn": 1})
+    assert found.take(turn_keys({"model": "m", "prompt": [5, *prompt]}), {"d"}) == {}
+    assert found.take(turn_keys({"model": "other", "prompt": prompt}), {"d"}) == {}
+    assert found.take(turn_keys({"model": "m", "prompt": prompt}), {"d"}) == {"turn": 1}

@@ -1,0 +1,89 @@
+"""The lease keeper on its own: how often it renews. Its clock is the test's, its client sends nothing."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.scheduler.halves import TOKEN, hand_over, make_half, make_request, until
+from vllm_pd_connector.protocol.params.parse import parse_remote_prefill
+from vllm_pd_connector.protocol.wire.fields import MAX_LEASES, Reading
+from vllm_pd_connector.protocol.wire.messages import Renew
+from vllm_pd_connector.protocol.wire.push_messages import PrefillRef
+from vllm_pd_connector.scheduler.leases import lease_renewer
+
+
+@pytest.mark.parametrize(("lease_seconds", "renewals"), [(1e-9, 20), (0.3, 10), (0.6, 5)])
+def test_a_lease_that_its_parameters_call_tiny_is_not_renewed_without_a_pause(monkeypatch, lease_seconds, renewals):
+    producer, _ = make_half("kv_producer")
+    producer.serve([b"manifest"], [TOKEN])
+    params = hand_over(producer)
+    producer.shutdown()
+    remote = parse_remote_prefill(params)
+    sent: list[Any] = []
+    now = [0.0]
+    monkeypatch.setattr(lease_renewer, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    tried = lease_renewer.LeaseRenewer(None, 30.0)
+    tried._client = SimpleNamespace(send=lambda _, request, __: sent.append(request), receive=lambda: [])
+    reading = Reading(remote.lease.request_id, remote.lease.nonce, bytes(16))
+    tried._add("tcp://a", reading, lease_seconds)
+    for turn in range(1, 1051):  # 1.05 s
+        now[0] = turn / 1000
+        tried._turn()
+    assert all(isinstance(request, Renew) for request in sent)
+    assert len(sent) == pytest.approx(renewals, abs=1)
+
+
+def test_prefills_that_are_waited_for_are_kept_in_few_messages_to_those_who_have_them(monkeypatch):
+    now, sent = [0.0], []
+    monkeypatch.setattr(lease_renewer, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    tried = lease_renewer.LeaseRenewer(None, 30.0)
+    tried._client = SimpleNamespace(send=lambda address, request, _: sent.append((address, request)), receive=list)
+    refs = [PrefillRef(f"t-{i}", None) for i in range(MAX_LEASES + 3)]
+    for i, ref in enumerate(refs):
+        tried._add_prefill(f"d-{i}", lambda i=i: (None, "tcp://a", "tcp://b")[min(i, 2)], ref)
+    for now[0] in (9.9, 10.0, 10.1):
+        tried._turn()
+    assert [(address, len(request.prefills)) for address, request in sent] == [
+        ("tcp://a", 1), ("tcp://b", MAX_LEASES), ("tcp://b", 1),
+    ]  # fmt: skip
+    assert [ref for _, request in sent for ref in request.prefills] == refs[1:], "where the first is, nobody knows"
+    tried._prefills.clear()
+    now[0] = 20.0
+    tried._turn()
+    assert len(sent) == 3 and tried._prefills_due == float("inf")
+
+
+def test_an_instance_that_ends_declines_the_prefills_that_it_kept():
+    sent: list[Any] = []
+    tried = lease_renewer.LeaseRenewer(None, 30.0)
+    tried._client = SimpleNamespace(send=lambda address, request, _: sent.append((address, request)))
+    tried._add_prefill("d-1", lambda: "tcp://a", PrefillRef("t-1", None))
+    tried._add_prefill("d-2", lambda: None, PrefillRef("t-2", None))
+    tried._end()
+    [(address, declined)] = sent
+    assert (address, declined.prefill) == ("tcp://a", PrefillRef("t-1", None)), "where the other is, nobody knows"
+
+
+def test_addresses_that_never_answer_stop_no_renewal_at_those_that_do(monkeypatch):
+    """Parameters that nobody has signed name as many as an unauthenticated peer likes."""
+    monkeypatch.setattr("vllm_pd_connector.sidechannel.client.MAX_SERVERS", 4)
+    producer, _ = make_half("kv_producer", kv_lease_duration=2.0)
+    producer.serve([b"manifest"], [TOKEN])
+    half, _ = make_half("kv_consumer")
+    good = hand_over(producer)
+    with socket.create_server(("", 0)) as silent:
+        often = good["pd_connector"] | {"lease_seconds": 0.2}
+        dead = {"remote_port": silent.getsockname()[1], "pd_connector": often}
+        for host in range(2, 9):
+            half.on_new_request(make_request(f"dead-{host}", good | dead | {"remote_host": f"127.0.0.{host}"}))
+        asking = half.consumer._renewer
+        until(lambda: hasattr(asking, "_client") and asking._client.under_way() >= 4, "all servers to owe answers")
+        half.on_new_request(make_request("d-1", good))
+        until(lambda: producer.producer._server.counts().get("Renew", 0) >= 6, "renewals over two lease durations")
+        assert not producer.producer.drain()
+    half.shutdown()
+    producer.shutdown()

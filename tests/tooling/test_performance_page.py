@@ -1,0 +1,72 @@
+"""The tables of docs/performance.md are those of the documents that are kept, and two documents compare by case."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.compare import Compared, compare
+from benchmarks.report import figures, markdown, tables, write
+from tools.performance_page import BLOCK, PAGES, RESULTS, PageError, render, take, with_sections
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_is_made_from_what_is_kept(page: Path) -> None:
+    assert render(page.read_text()) == page.read_text(), "run python tools/performance_page.py"
+
+
+def test_every_kept_document_has_a_table_on_a_page() -> None:
+    shown = {found["file"] for page in PAGES for found in BLOCK.finditer(page.read_text())}
+    assert shown == {path.stem for path in RESULTS.glob("*.json")}
+
+
+def test_a_table_is_made_anew_and_the_text_around_it_stays(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", {"rows": [{"case": "x | y", "median_us": 1.25, "samples": [1, 2]}]})
+    page = "before\n<!-- a.json rows -->\nold\n<!-- end -->\nafter\n"
+    made = render(page, tmp_path)
+    assert made.startswith("before\n<!-- a.json rows -->\n| case | median_us |\n| --- | --- |\n| x \\| y | 1.25 |\n")
+    assert made.endswith("<!-- end -->\nafter\n") and "cores" in made and "old" not in made
+    assert render(made, tmp_path) == made
+
+
+@pytest.mark.parametrize(("mark", "why"), [("b.json rows", "is not there"), ("a.json other", "has the tables rows")])
+def test_a_table_that_is_not_there_is_named(tmp_path: Path, mark: str, why: str) -> None:
+    write(tmp_path / "a.json", {"rows": [{"case": "x"}]})
+    with pytest.raises(PageError, match=why):
+        render(f"<!-- {mark} -->\n<!-- end -->", tmp_path)
+
+
+def test_a_run_is_kept_with_what_it_ran_on_and_shown(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "a.json").write_text('[{"case": "x", "us": 1.5}]')
+    (tmp_path / "run" / "b.json").write_text('{"machine": {"cores": 64}, "some": {"rows": [{"case": "y"}]}}')
+    take(tmp_path / "run", tmp_path / "kept")
+    kept = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "kept").iterdir()}
+    assert kept["a"]["commit"] and kept["a"]["rows"] and kept["b"]["machine"] == {"cores": 64}
+    page = with_sections("# Page\n<!-- a.json rows -->\n<!-- end -->\n", tmp_path / "kept")
+    assert page.count("a.json") == 1 and "## benchmarks/b.py\n\n<!-- b.json some.rows -->" in page
+    assert "| y |" in render(page, tmp_path / "kept")
+
+
+def test_two_documents_compare_case_by_case() -> None:
+    old = {"results": [{"case": "a", "peers": 9, "us": 2.0}, {"case": "gone", "us": 1.0}]}
+    new = {"results": [{"case": "new", "us": 1.0}, {"case": "a", "peers": 9, "us": 3.0}]}
+    both, alone = compare(old, new)
+    assert both == [Compared("results: a, 9", "us", 2.0, 3.0)] and both[0].ratio == 1.5
+    assert alone == ["- results: gone", "+ results: new"]
+    assert both[0].differs(1.4) and not both[0].differs(1.6)
+
+
+def test_records_of_any_depth_are_tables_and_settings_are_no_figures() -> None:
+    document = {"a": {"b": [{"rate": 2.0, "ok": True, "p95": 1.0}]}, "c": [1, 2]}
+    [(name, [row])] = tables(document)
+    assert name == "a.b" and figures(row) == {"p95": 1.0} and markdown([row]).splitlines()[-1] == "| 2 | True | 1 |"
+    assert [name for name, _ in tables([{"x": 1}])] == ["rows"]
+
+
+def test_kept_documents_say_what_they_ran_on() -> None:
+    for path in RESULTS.glob("*.json"):
+        document = json.loads(path.read_text())
+        assert document["machine"]["cores"] and document["commit"]

@@ -1,0 +1,88 @@
+"""Which GPUs are told to wait for what network devices wrote into them, with a driver of the test's own: functions that
+ctypes calls as it calls CUDA's."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.worker.staging import gpudirect
+from vllm_pd_connector.worker.staging.gpudirect import FLUSH_OPTIONS, SUPPORTED, WRITES_ORDERING, flusher_of, nothing
+
+_INT = ctypes.POINTER(ctypes.c_int)
+NEEDED = {SUPPORTED: 1, FLUSH_OPTIONS: 1, WRITES_ORDERING: 0}
+HANDLE = 7  # of GPU 1
+
+
+def driver(flushed: list[tuple[int, int]], attributes: dict[int, int], status: int = 0) -> Any:
+    """CUDA's driver; an attribute that is not given is one that it does not know."""
+
+    def get(device: Any, ordinal: int) -> int:
+        device[0] = HANDLE
+        return 0 if ordinal == 1 else 101
+
+    def get_attribute(value: Any, attribute: int, device: int) -> int:
+        assert device == HANDLE
+        value[0] = attributes.get(attribute, -1)
+        return 0 if attribute in attributes else 1
+
+    def flush(target: int, scope: int) -> int:
+        flushed.append((target, scope))
+        return status
+
+    return SimpleNamespace(
+        cuInit=ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint)(lambda flags: 0),
+        cuDeviceGet=ctypes.CFUNCTYPE(ctypes.c_int, _INT, ctypes.c_int)(get),
+        cuDeviceGetAttribute=ctypes.CFUNCTYPE(ctypes.c_int, _INT, ctypes.c_int, ctypes.c_int)(get_attribute),
+        cuFlushGPUDirectRDMAWrites=ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int)(flush),
+    )
+
+
+def test_a_gpu_that_does_not_order_them_itself_is_told_to_wait(caplog: pytest.LogCaptureFixture) -> None:
+    flushed: list[tuple[int, int]] = []
+    flush = flusher_of(driver(flushed, NEEDED), 1)
+    assert not flushed
+    flush()
+    assert flushed == [(0, 100)], "of the current context, for kernels of the same GPU"
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("changes", [{WRITES_ORDERING: 100}, {WRITES_ORDERING: 200}, {SUPPORTED: 0}])
+def test_a_gpu_that_orders_them_or_that_no_network_device_reaches_is_left_alone(
+    changes: dict[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    flushed: list[tuple[int, int]] = []
+    assert flusher_of(driver(flushed, NEEDED | changes), 1) is nothing
+    assert not flushed and not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("attributes", "ordinal", "reason"),
+    [
+        (NEEDED | {FLUSH_OPTIONS: 2}, 1, "has no call that waits for them"),
+        ({SUPPORTED: 1}, 1, "does not tell attribute 117 (CUDA error 1)"),
+        (NEEDED, 0, "does not tell attribute 116 (CUDA error 101)"),
+    ],
+)
+def test_what_is_not_known_is_said(
+    attributes: dict[int, int], ordinal: int, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert flusher_of(driver([], attributes), ordinal) is nothing
+    assert reason in caplog.text and 'verify to "sample"' in caplog.text
+
+
+def test_a_driver_that_refuses_is_an_error() -> None:
+    with pytest.raises(TransferError, match="cuFlushGPUDirectRDMAWrites: CUDA error 700"):
+        flusher_of(driver([], NEEDED, status=700), 1)()
+
+
+def test_a_machine_without_cuda_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(gpudirect, "DRIVER", "libcuda-of-no-machine.so.1")
+    gpudirect.flusher.cache_clear()
+    assert [gpudirect.flusher(3) for _ in range(2)] == [nothing, nothing]
+    assert caplog.text.count("libcuda-of-no-machine.so.1 cannot be loaded") == 1
+    gpudirect.flusher.cache_clear()

@@ -1,0 +1,173 @@
+"""What of a configuration can be refused before vLLM loads a model: seconds after the start, and all of it at once.
+
+vLLM builds its connector when the weights are loaded, and an instance that cannot start says so minutes late. What is
+wrong with the configuration alone is found here instead: keys and values, the transport's options and library, keys and
+secrets, an address that is not this machine's, and, when the number of the engine is known, ports that are taken.
+`compat.early` asks where vLLM has read its command line, and `vllm-pd check-config` asks for an operator.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm_pd_connector import CONNECTOR_NAME, in_tree
+from vllm_pd_connector.config import Config, parse_config
+from vllm_pd_connector.errors import InvalidConfig
+from vllm_pd_connector.instance_info import ROLES
+from vllm_pd_connector.sidechannel.net.keys import keys_of, require_private_address
+from vllm_pd_connector.sidechannel.net.sockets import require_free
+from vllm_pd_connector.transport import registry
+from vllm_pd_connector.transport.base import Use
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_MULTI: Final = "MultiConnector"
+_POLICIES: Final = ("fail", "recompute")
+_KEYS: Final = (
+    "kv_connector",
+    "kv_role",
+    "engine_id",
+    "kv_load_failure_policy",
+    "kv_connector_module_path",
+    "kv_connector_extra_config",
+)
+
+
+def document_problems(document: object, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """What is wrong with the whole of a `--kv-transfer-config`, as read from JSON; ports are tried, too."""
+    if not isinstance(document, Mapping):
+        return [f"the configuration is {document!r:.60}: it must be an object with kv_connector and kv_role"]
+    problems = [_unknown(key) for key in document if key not in _KEYS]
+    problems += _choice(document, "kv_role", ROLES)
+    if "kv_load_failure_policy" in document:
+        problems += _choice(document, "kv_load_failure_policy", _POLICIES)
+    ours = list(entries_of(document))
+    if not ours:
+        named = document.get("kv_connector")
+        more = "; `vllm-pd migrate` says it in PDConnector's" if named in in_tree.CONNECTORS else ""
+        problems.append(f"kv_connector is {named!r}: {CONNECTOR_NAME} is not there{more}")
+    if document.get("kv_role") in ROLES:
+        for extra in ours:
+            found = setting_problems(document["kv_role"], extra, environ)
+            problems += found or port_problems(document["kv_role"], extra, range(1), environ)
+    return problems
+
+
+def early_problems(document: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the settings that vLLM has read from its command line."""
+    return [problem for extra in entries_of(document) for problem in setting_problems(document["kv_role"], extra)]
+
+
+def early_port_problems(document: Mapping[str, Any], engines: Iterable[int]) -> list[str]:
+    """Which ports are taken that these data-parallel engines are to listen at; the settings are good."""
+    known = tuple(engines)
+    return [problem for extra in entries_of(document) for problem in port_problems(document["kv_role"], extra, known)]
+
+
+def entries_of(document: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    """`kv_connector_extra_config` of each PDConnector in a configuration, also beside others in a MultiConnector."""
+    extra = document.get("kv_connector_extra_config") or {}
+    if document.get("kv_connector") == CONNECTOR_NAME:
+        yield extra
+    elif document.get("kv_connector") == _MULTI and isinstance(extra, Mapping):
+        for one in extra.get("connectors") or ():
+            if isinstance(one, Mapping):
+                yield from entries_of(one)
+
+
+def setting_problems(role: str, extra: object, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """What is wrong with `kv_connector_extra_config` by itself, on any machine of the instance; each problem is one
+    line. Where it listens is not tried: engines may run elsewhere than who reads their configuration."""
+    if not isinstance(extra, Mapping):
+        return [f"kv_connector_extra_config is {extra!r:.60}: it must be an object"]
+    try:
+        config = parse_config(extra)
+    except InvalidConfig as error:
+        return [str(error)]
+    prefills, decodes = role != "kv_consumer", role != "kv_producer"
+    use = Use(
+        serves=config.is_target(prefills=prefills, decodes=decodes),
+        posts=config.starts_transfers(prefills=prefills, decodes=decodes),
+    )
+
+    def address() -> None:
+        host, _ = config.side_channel(0, environ)
+        if _listens(config, role):
+            require_private_address(host, keys_of(config), config.allow_unauthenticated_peers)
+
+    return _said(
+        lambda: registry.check(
+            config.transport, config.transport_settings(prefills=prefills, environ=environ), use
+        ),
+        lambda: keys_of(config),
+        config.secret,
+        lambda: config.bootstrap(environ),
+        address,
+    )  # fmt: skip
+
+
+def port_problems(
+    role: str, extra: Mapping[str, Any], engines: Iterable[int], environ: Mapping[str, str] = os.environ
+) -> list[str]:
+    """Where engines of this machine, with these data-parallel indices, cannot listen, of good settings."""
+    config = parse_config(extra)
+    if not _listens(config, role):
+        return []
+    known = tuple(engines)
+
+    def listen(engine: int) -> None:
+        require_free(*config.side_channel(engine, environ))
+
+    tries: list[Callable[[], object]] = [functools.partial(listen, engine) for engine in known]
+    if role != "kv_consumer" and config.pushes and 0 in known:
+        tries.append(functools.partial(_require_free_bootstrap, config, environ))
+    return _said(*tries)
+
+
+def _listens(config: Config, role: str) -> bool:
+    return role != "kv_consumer" or config.pushes
+
+
+def _require_free_bootstrap(config: Config, environ: Mapping[str, str]) -> None:
+    port = config.bootstrap(environ)
+    if port is None:
+        return
+    host, _ = config.side_channel(0, environ)
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise InvalidConfig(
+            f"bootstrap_port: cannot listen on {host} port {port}: {error.strerror}; choose another"
+        ) from error
+
+
+def _said(*tries: Callable[[], object]) -> list[str]:
+    """What each refuses, once."""
+    problems: dict[str, None] = {}
+    for attempt in tries:
+        try:
+            attempt()
+        except InvalidConfig as error:
+            problems[" ".join(str(error).split())] = None
+    return list(problems)
+
+
+def _choice(document: Mapping[str, Any], key: str, known: tuple[str, ...]) -> list[str]:
+    value = document.get(key)
+    return [] if value in known else [f"{key} is {value!r}: it must be one of {', '.join(known)}"]
+
+
+def _unknown(key: str) -> str:
+    if key in in_tree.TOP_LEVEL:
+        return f"{key}: {in_tree.TOP_LEVEL[key]}"
+    if key in Config.__struct_fields__:
+        return f"{key}: it belongs into kv_connector_extra_config"
+    near = difflib.get_close_matches(key, _KEYS, n=1)
+    meant = f"; did you mean {near[0]}?" if near else ";"
+    return f"{key!r} is not a key{meant} the keys are {', '.join(_KEYS)}"

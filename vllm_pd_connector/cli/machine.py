@@ -1,0 +1,156 @@
+"""What of this machine decides whether and how instances on it move caches, read from the kernel and from what is
+installed. Nothing is started, and no library is loaded."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final, Literal
+
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import InvalidConfig
+from vllm_pd_connector.sidechannel.net.sockets import require_free
+from vllm_pd_connector.transport import registry
+from vllm_pd_connector.transport.base import Use
+
+State = Literal["good", "note", "bad"]
+
+PACKAGES: Final = (
+    "vllm-pd-connector",
+    "vllm",
+    "torch",
+    "nixl",
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine-non-cuda",
+    "pyzmq",
+)
+SMALL_SHM_BYTES: Final = 1 << 30
+_SYS_PTRACE, _IPC_LOCK = 19, 14
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`bad` keeps instances from working, a `note` is worth knowing."""
+
+    topic: str
+    state: State
+    says: str
+
+
+def findings(root: Path = Path("/")) -> Iterator[Finding]:
+    """Of this machine; `root` is where its `proc`, `sys` and `dev` are."""
+    yield from _software()
+    rdma = list(_active_rdma(root / "sys/class/infiniband"))
+    yield from _networks(root / "sys/class/net", rdma)
+    yield _ways(rdma)
+    yield _shared_memory(root / "dev/shm")
+    yield from _rights(root / "proc", bool(rdma))
+    yield _gpus(root / "proc", bool(rdma))
+    yield _port()
+    resolution = time.get_clock_info("monotonic").resolution
+    yield Finding("clock", "good", f"resolution {resolution:g} s; clocks of hosts need not agree, each counts its own")
+
+
+def _software() -> Iterator[Finding]:
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    yield Finding("software", "good", ", ".join(found))
+    for name in registry.names():
+        try:
+            registry.check(name, use=Use(serves=False))  # whom it serves is for its configuration to say
+            yield Finding(f"transport {name}", "good", "can be used")
+        except InvalidConfig as error:
+            yield Finding(f"transport {name}", "note", " ".join(str(error).split()))
+
+
+def _active_rdma(devices: Path) -> Iterator[str]:
+    for port in sorted(devices.glob("*/ports/*")):
+        if "ACTIVE" in _read(port / "state"):
+            yield f"{port.parent.parent.name}:{port.name} ({_read(port / 'rate')})"
+
+
+def _networks(interfaces: Path, rdma: list[str]) -> Iterator[Finding]:
+    up = []
+    for one in sorted(interfaces.iterdir()) if interfaces.is_dir() else ():
+        if one.name != "lo" and _read(one / "operstate") in ("up", "unknown"):
+            speed = _read(one / "speed")
+            known = f", {speed} Mb/s" if speed.isdigit() else ""
+            up.append(f"{one.name} (mtu {_read(one / 'mtu')}{known})")
+    yield Finding("network", "good" if up else "note", ", ".join(up) or "no interface is up but loopback")
+    yield Finding("RDMA", "good" if rdma else "note", ", ".join(rdma) or "no device has an active port")
+
+
+def _ways(rdma: list[str]) -> Finding:
+    given = [f"{key}={value}" for key, value in sorted(os.environ.items()) if key in ("UCX_TLS", "UCX_NET_DEVICES")]
+    if given:
+        return Finding("UCX", "note", f"chooses among what {' and '.join(given)} leaves it")
+    between = f"RDMA, for {rdma[0]} is active" if rdma else "TCP, for there is no RDMA"
+    return Finding("UCX", "good", f"on one host shared memory, between hosts {between}")
+
+
+def _shared_memory(where: Path) -> Finding:
+    try:
+        found = os.statvfs(where)
+    except OSError as error:
+        return Finding("/dev/shm", "bad", f"{error.strerror}: vLLM's processes and UCX need it")
+    size, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
+    text = f"{free >> 20} MiB of {size >> 20} MiB are free"
+    if size < SMALL_SHM_BYTES:
+        return Finding("/dev/shm", "note", f"{text}; containers: --ipc host or --shm-size 8g")
+    return Finding("/dev/shm", "good", text)
+
+
+def _rights(proc: Path, rdma: bool) -> Iterator[Finding]:
+    bits = next(
+        (line.split()[1] for line in _read(proc / "self/status").splitlines() if line.startswith("CapEff")), "0"
+    )
+    scope = _read(proc / "sys/kernel/yama/ptrace_scope") or "0"
+    traces = bool(int(bits, 16) >> _SYS_PTRACE & 1) or scope == "0"
+    says = f"SYS_PTRACE {'is' if int(bits, 16) >> _SYS_PTRACE & 1 else 'is not'} given, ptrace_scope is {scope}"
+    more = "" if traces else ": processes of one host copy through shared memory, not straight from each other (CMA)"
+    yield Finding("capabilities", "good" if traces else "note", says + more)
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locks = limit == resource.RLIM_INFINITY or bool(int(bits, 16) >> _IPC_LOCK & 1)
+    text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
+    if locks or not rdma:
+        yield Finding("locked memory", "good", f"{text}{'' if rdma else ', which only RDMA asks for'}")
+    else:
+        yield Finding("locked memory", "bad", f"{text}: RDMA locks the caches; ulimit -l unlimited, or IPC_LOCK")
+
+
+def _gpus(proc: Path, rdma: bool) -> Finding:
+    gpus = len(list((proc / "driver/nvidia/gpus").glob("*")))
+    if not gpus:
+        return Finding("GPU", "note", "there is none of NVIDIA's: caches are in this machine's memory")
+    peer = any(line.startswith("nvidia_peermem ") for line in _read(proc / "modules").splitlines())
+    if rdma and not peer:
+        return Finding(
+            "GPU", "note", f"{gpus}, and nvidia_peermem is not loaded: without DMA-BUF, RDMA cannot reach them"
+        )
+    return Finding("GPU", "good", f"{gpus}{', RDMA reaches them by nvidia_peermem' if rdma else ''}")
+
+
+def _port() -> Finding:
+    try:
+        host, port = Config().side_channel(0)
+        require_free(host, port)
+    except InvalidConfig as error:
+        return Finding("ports", "note", str(error))
+    return Finding("ports", "good", f"the side channel's, {host}:{port}, is free")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,58 @@
+"""What a finished request leaves behind for the next turn of its conversation.
+
+Source: vLLM 0.32, `v1/request.py`, `v1/core/sched/scheduler.py` (`update_from_output`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vllm_pd_connector.compat.blocks import medium_name
+from vllm_pd_connector.compat.model.weights import adapter_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vllm.v1.request import Request
+
+_NO_IDS: Mapping[str, str] = MappingProxyType({})
+
+
+def known_tokens(request: Request) -> int:
+    """How many of a finished request's tokens, from the first on, have caches: all but the last that was sampled, or
+    less. What a step that is still under way computes is not counted, nor drafts that were rejected."""
+    return int(min(request.num_tokens - 1, request.num_computed_tokens - request.num_in_flight_tokens))
+
+
+def steps_beyond(request: Request, num_tokens: int) -> bool:
+    """Whether a finished request's caches go on behind `num_tokens`, or a step is under way that takes them there. For
+    attention this is no matter; a recurrent state stands at the end and nowhere else."""
+    return int(request.num_computed_tokens) != num_tokens
+
+
+def is_text(request: Request) -> bool:
+    """Whether all of the prompt is token ids, beside media: embeddings are another prompt in every turn."""
+    return request.prompt_token_ids is not None and request.prompt_embeds is None
+
+
+def prefix_digests(request: Request, lengths: Sequence[int], adapter_ids: Mapping[str, str] = _NO_IDS) -> list[str]:
+    """16 hex digits for each of these prefixes of a request's tokens (prompt and answer), `lengths` ascending: over the
+    tokens, the media that begin among them, the adapter, and the salt by which a client keeps its caches to itself.
+
+    Raises:
+        ProtocolError: a medium of the request cannot be told from others.
+    """
+    tokens = np.asarray(list(request.all_token_ids[: lengths[-1]] if lengths else ()), dtype="<i8")
+    media = sorted((feature.mm_position.offset, medium_name(feature)) for feature in request.mm_features or ())
+    rest = adapter_of(request, adapter_ids), request.cache_salt
+    digest, digests, done = hashlib.blake2b(digest_size=8), [], 0
+    for length in lengths:
+        digest.update(tokens[done:length].tobytes())
+        here, done = digest.copy(), length
+        here.update(repr((length, [medium for medium in media if medium[0] < length], rest)).encode())
+        digests.append(here.hexdigest())
+    return digests

@@ -1,0 +1,96 @@
+"""Refuse a configuration when vLLM has read it, before anything is loaded.
+
+vLLM asks a connector nothing until the weights are there, so its two configuration objects are followed: the one of
+`--kv-transfer-config`, made while the command line is parsed, and the first whole configuration that contains that very
+object, made before the engines are started. Both are plain dataclasses of which the method that vLLM runs after the
+fields are set is wrapped. In a process that neither parses nor starts engines nothing is asked: there the object was
+unpickled, and its ports may be taken by the engine that asks.
+
+Source: vLLM 0.32 and 0.33, `config/kv_transfer.py` (`KVTransferConfig.__post_init__`), `config/vllm.py`
+(`VllmConfig.__post_init__`), `engine/arg_utils.py` (`parse_dataclass`), `config/parallel.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from typing import TYPE_CHECKING, Any
+
+from vllm_pd_connector.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    Document = Mapping[str, Any]
+
+
+class RefusedStart(InvalidConfig, argparse.ArgumentTypeError, SystemExit):
+    """An instance that cannot start as it is configured.
+
+    For who builds an engine in a program it is an `InvalidConfig`. A command line's parser prints an
+    `ArgumentTypeError` as one line, and a `SystemExit` that nobody catches ends the process with its text alone.
+    """
+
+    def __init__(self, problems: Iterable[str]):
+        self.code = f"PDConnector cannot start: {'; '.join(problems)}"
+        super().__init__(self.code)
+
+
+def check_early(
+    settings: Callable[[Document], list[str]], ports: Callable[[Document, Iterable[int]], list[str]]
+) -> None:
+    """Ask for the problems of every configuration that this process makes from now on; once per process.
+
+    Args:
+        settings: given the keys of a `--kv-transfer-config`.
+        ports: given the same, and the data-parallel indices of the engines that are to be started.
+    """
+    from vllm.config import KVTransferConfig, VllmConfig
+
+    if hasattr(KVTransferConfig.__post_init__, "__wrapped__"):
+        return
+    parsed: list[Any] = []
+
+    def on_transfer(made: Any) -> None:
+        document = _document(made)
+        if document["kv_role"] is None:
+            return
+        _refuse(settings(document))
+        parsed[:] = [made]
+
+    def on_whole(made: Any) -> None:
+        if parsed and made.kv_transfer_config is parsed[0]:
+            parsed.clear()
+            _refuse(ports(_document(made.kv_transfer_config), _engines(made.parallel_config)))
+
+    _after(KVTransferConfig, on_transfer)
+    _after(VllmConfig, on_whole)
+
+
+def _document(transfer: Any) -> Document:
+    return {key: getattr(transfer, key) for key in ("kv_connector", "kv_role", "kv_connector_extra_config")}
+
+
+def _engines(parallel: Any) -> range:
+    """Data-parallel indices of the engines that this `vllm serve` starts on this machine; none where it is an API
+    server alone, or Ray places them."""
+    first = int(parallel.data_parallel_index)
+    here = parallel.data_parallel_backend != "ray"
+    return range(first, first + int(parallel.data_parallel_size_local)) if here else range(0)
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise RefusedStart(problems)
+
+
+def _after(kind: type, then: Callable[[Any], None]) -> None:
+    """Have `then` called with every object of this kind, when vLLM has checked it itself."""
+    checked = kind.__post_init__  # type: ignore[attr-defined]  # vLLM ships no types
+
+    @functools.wraps(checked)
+    def post_init(made: Any, *args: Any) -> None:
+        checked(made, *args)
+        then(made)
+
+    kind.__post_init__ = post_init  # type: ignore[attr-defined]

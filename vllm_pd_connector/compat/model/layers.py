@@ -1,0 +1,55 @@
+"""What vLLM's modules and configuration say of each layer beside its cache spec: who writes it, and of how many heads.
+
+The spec counts the heads of one rank. Where a rank has one head it may be a copy, so the model's own count is needed,
+and models exist whose layers differ in it (Gemma-4: windows of 16 heads beside full attention of 4).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """The backend that reads and writes a layer's pages, and the KV heads that the model's configuration states for
+    it; 0 if it states none."""
+
+    backend: str
+    kv_heads: int
+
+
+UNKNOWN_LAYER = LayerFacts("unknown", 0)
+
+_LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\b")
+
+
+def layer_facts(vllm_config: VllmConfig) -> dict[str, LayerFacts]:
+    """Of every layer with a cache, by its name.
+
+    Source: vLLM 0.32, `ModelArchitectureConfig.__getitem__` (layers that differ), `mimo_v2.py`
+    (`swa_num_key_value_heads`).
+    """
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layer_type: Any = AttentionLayerBase
+    return {
+        name: LayerFacts(layer.get_attn_backend().get_name(), _stated_heads(vllm_config.model_config, name, layer))
+        for name, layer in get_layers_from_vllm_config(vllm_config, layer_type).items()
+    }
+
+
+def _stated_heads(model: Any, name: str, layer: Any) -> int:
+    stated = model.model_arch_config
+    of_windows = getattr(model.hf_text_config, "swa_num_key_value_heads", None)
+    if of_windows is not None and getattr(layer, "sliding_window", None) is not None:
+        return int(of_windows)
+    number = _LAYER_NUMBER.search(name)
+    if number is not None and int(number[1]) < stated.total_num_hidden_layers:
+        stated = stated[int(number[1])]
+    return int(stated.total_num_kv_heads)

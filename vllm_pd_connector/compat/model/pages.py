@@ -1,0 +1,127 @@
+"""Which form a layer's pages have: from vLLM's spec and the backend that writes them, or why it is not known.
+
+A form is named only where the code of the writer was read; a test writes a token by each writer's formula and finds all
+of it again (`tests/compat/model/test_written_pages.py`). Any other page is opaque and says why: it still moves whole,
+between instances that store it alike.
+
+Source: vLLM 0.32, by form: `flashmla_sparse.py` (the note on fp8 formats), `rocm_aiter_mla_sparse.py`
+(`_indexer_k_quant_and_cache_kernel`), `models/deepseek_v4/common/ops/cache_utils.py`, `triton_attn.py`
+(`_ensure_scale_caches`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+
+from vllm_pd_connector.compat.model import backends
+from vllm_pd_connector.geometry.manifest import Role
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+class Form(Enum):
+    """How the bytes of a page are what they are; `values` and `scales` of a `Page` are bytes."""
+
+    KEY_VALUE = "K and V of every head"
+    KEY_VALUE_SCALED = "K with its scale, then V with its scale, of every head"
+    ROWS = "one record per token"
+    VALUES_THEN_SCALES = "the values of all tokens, then the scales of all tokens"
+    RING = "the latest tokens of a request, in a ring"
+    OPAQUE = "not known"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """`role` is that of rows and values. Bytes per token (and head): `values`, `scales`; 0 where the form has none.
+    `reason` says why a page is opaque."""
+
+    form: Form
+    role: Role = Role.OPAQUE
+    values: int = 0
+    scales: int = 0
+    reason: str = ""
+
+
+DS_MLA_ROWS = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
+"""Bytes of a token in DeepSeek-V3.2's packed formats: values, scales and rope part of a token in one record."""
+
+V4_VALUES, V4_SCALES = 576, 8
+"""Bytes of a token in DeepSeek-V4's packed format: 448 values and 64 bfloat16; apart from them 7 scales and a pad."""
+
+INDEX_VALUES, INDEX_SCALES = 128, 4
+SCALE_BYTES = 4
+
+
+def page_of(spec: AttentionSpec, backend: str, *, rocm: bool) -> Page:
+    """The form of the pages of one layer."""
+    if isinstance(spec, CircularBufferSpec):
+        return Page(Form.RING, Role.INDEX)
+    if spec.tokens_per_state != 1:
+        return _opaque(f"a state stands for {spec.tokens_per_state} tokens")
+    if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
+        return _vectors(spec, backend, rocm)
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec):
+        return _opaque(f"a {type(spec).__name__}")
+    return _heads(spec, backend)
+
+
+def _opaque(reason: str) -> Page:
+    return Page(Form.OPAQUE, reason=reason)
+
+
+def _vectors(spec: MLAAttentionSpec | SlidingWindowMLASpec, backend: str, rocm: bool) -> Page:
+    if spec.num_heads != 1:
+        return _opaque(f"a vector per token in {spec.num_heads} parts")
+    content = spec.state_content_size_bytes
+    plain = spec.state_content_bytes is None and spec.head_size_v == 0
+    role = getattr(spec, "cache_role", None)
+    if role is not None and role.value == "indexer":
+        if backend in backends.INDEX_ROWS and plain:
+            return Page(Form.ROWS, Role.INDEX, content)
+        expected = INDEX_VALUES + INDEX_SCALES
+        if backend in backends.VALUES_THEN_SCALES and not rocm and plain and content == expected:
+            return Page(Form.VALUES_THEN_SCALES, Role.INDEX, INDEX_VALUES, INDEX_SCALES)
+        return _opaque(f"an indexer of {backend} with {content} bytes a token")
+    if spec.model_version == "deepseek_v4" and not plain:
+        if spec.cache_dtype_str == "fp8_ds_mla" and content == V4_VALUES + V4_SCALES and not rocm:
+            return Page(Form.VALUES_THEN_SCALES, Role.LATENT, V4_VALUES, V4_SCALES)
+        return _opaque(f"{spec.cache_dtype_str} of DeepSeek-V4 with {content} bytes a token")
+    if plain and spec.kv_quant_mode is KVQuantMode.NONE:
+        return Page(Form.ROWS, Role.LATENT, content)
+    if backend not in backends.ROWS or rocm:
+        return _opaque(f"{spec.cache_dtype_str} of {backend}, whose writer was not read")
+    if plain and spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR:
+        return Page(Form.ROWS, Role.LATENT, content)
+    if DS_MLA_ROWS.get(str(spec.cache_dtype_str)) == content:
+        return Page(Form.ROWS, Role.LATENT, content)
+    return _opaque(f"{spec.cache_dtype_str} with {content} bytes a token")
+
+
+def _heads(spec: AttentionSpec, backend: str) -> Page:
+    mode = spec.kv_quant_mode
+    plain = spec.num_head_slots is None and spec.state_content_bytes is None
+    # One scale per tensor, kept with the weights: the page holds plain one-byte elements.
+    if plain and mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
+        return Page(Form.KEY_VALUE, Role.KEY)
+    scaled = mode in (KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.FP8_PER_TOKEN_HEAD, KVQuantMode.INT4_PER_TOKEN_HEAD)
+    content = spec.state_content_size_bytes
+    if scaled and spec.num_head_slots is None and spec.head_size == spec.head_size_v and content % 2 == 0:
+        if backend in backends.INLINE_SCALES:
+            return Page(Form.KEY_VALUE_SCALED, Role.KEY, content // 2 - SCALE_BYTES, SCALE_BYTES)
+        return _opaque(f"{mode.name} of {backend}, whose writer was not read")
+    if mode.is_nvfp4:
+        return _opaque("NVFP4: how its kernels order the block scales of several tokens was not read")
+    return _opaque(f"{mode.name} of {backend} in {spec.num_heads} slots of {content} bytes a token")

@@ -1,0 +1,153 @@
+"""What is done to an engine beside its requests: weights that change in place, pauses, resets, sleep.
+
+vLLM tells its connector of none of these but the reset of caches, and of that only when it is over. So the calls that
+the engine core and its scheduler get are watched: both are looked for among the callers when the scheduler half is
+built, and their methods are wrapped, each engine's own. What is wrapped does what it did; the `Operator` hears of it.
+
+Weights are changed by methods of vLLM's workers, through the engine core's `collective_rpc`. Those of a worker
+extension cannot be told from harmless ones by their names: their trainer names the new weights (`set_weight_version`),
+while the engine is paused.
+
+Source: vLLM 0.32 and 0.33, `v1/engine/core.py` (`collective_rpc`, `set_weight_version`, `pause_scheduler`,
+`resume_scheduler`), `v1/core/sched/scheduler.py` (`reset_prefix_cache`), `v1/executor/abstract.py` (`sleep`,
+`discard`), `v1/worker/gpu_worker.py`, `entrypoints/rl/online/api_router.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+CHANGE_WEIGHTS: Final = frozenset(
+    {
+        "finish_weight_update",
+        "reload_weights",
+        "reset_weights",
+        "start_draft_weight_update",
+        "start_weight_update",
+        "update_weights",
+    }
+)
+"""Methods of vLLM's workers after which a model may have other numbers."""
+LOSES_WEIGHTS: Final = 2
+"""The sleep level from which on weights are not kept."""
+
+
+class Operator(Protocol):
+    """Who hears of it, in the engine core's thread."""
+
+    def weights_changing(self, what: str) -> None:
+        """Before `what` changes weights in place."""
+
+    def weights_named(self, version: str) -> None:
+        """After somebody said which weights there are."""
+
+    def pausing(self, mode: str, *, clears: bool) -> None:
+        """Before a pause begins: "abort", "wait" or "keep"; whether caches are cleared when it has come about."""
+
+    def resumed(self) -> None:
+        """After a pause."""
+
+    def resetting(self, *, forced: bool) -> None:
+        """Before the prefix cache forgets; `forced`: requests that run are computed again, or the connector is to
+        forget, too."""
+
+    def not_reset(self) -> None:
+        """After it could not, because blocks are in use."""
+
+    def losing_caches(self) -> None:
+        """Before the workers give the caches' memory away."""
+
+
+def watch(operator: Operator) -> Any:
+    """Have `operator` hear of what is done to the engine that is being built further up in this thread. Returns vLLM's
+    scheduler; None if there is none."""
+    scheduler = _caller("vllm.v1.core.sched.scheduler", "Scheduler")
+    if scheduler is not None:
+        _watch_scheduler(scheduler, operator)
+    core = _caller("vllm.v1.engine.core", "EngineCore")
+    if core is not None:
+        _watch_core(core, operator)
+    return scheduler
+
+
+def _caller(module: str, name: str) -> Any:
+    """The object of that class whose method is the nearest of the callers."""
+    kind = getattr(sys.modules.get(module), name, None)
+    frame: FrameType | None = sys._getframe(2)
+    while kind is not None and frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, kind):
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def _watch_scheduler(scheduler: Any, operator: Operator) -> None:
+    def reset(call: Callable[..., Any], reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
+        operator.resetting(forced=reset_running_requests or reset_connector)
+        done = False
+        try:
+            done = call(reset_running_requests, reset_connector)
+        finally:
+            if not done:
+                operator.not_reset()
+        return done
+
+    _wrap(scheduler, "reset_prefix_cache", reset)
+
+
+def _watch_core(core: Any, operator: Operator) -> None:
+    def collective_rpc(call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
+        name = method if isinstance(method, str) else getattr(method, "__name__", "")
+        if name in CHANGE_WEIGHTS:
+            operator.weights_changing(name)
+        return call(method, *args, **kwargs)
+
+    def set_weight_version(call: Callable[..., Any], weight_version: str) -> Any:
+        result = call(weight_version)
+        operator.weights_named(weight_version)
+        return result
+
+    def pause_scheduler(call: Callable[..., Any], mode: str = "abort", clear_cache: bool = True) -> Any:
+        operator.pausing(mode, clears=clear_cache)
+        return call(mode, clear_cache)
+
+    def resume_scheduler(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        operator.resumed()
+        return result
+
+    def sleep(call: Callable[..., Any], level: int = 1) -> Any:
+        operator.losing_caches()
+        if level >= LOSES_WEIGHTS:
+            operator.weights_changing(f"sleep level {level}")
+        return call(level)
+
+    def discard(call: Callable[..., Any], tags: tuple[str, ...]) -> Any:
+        if "kv_cache" in tags:
+            operator.losing_caches()
+        return call(tags)
+
+    calls: list[Callable[..., Any]] = [collective_rpc, set_weight_version, pause_scheduler, resume_scheduler]
+    for instead in calls:
+        _wrap(core, instead.__name__, instead)
+    calls = [sleep, discard]
+    for instead in calls:
+        _wrap(core.model_executor, instead.__name__, instead)
+
+
+def _wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
+    """Have `owner.name(…)` call `instead(original, …)`."""
+    call = getattr(owner, name)
+
+    @wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return instead(call, *args, **kwargs)
+
+    setattr(owner, name, wrapped)

@@ -1,0 +1,116 @@
+"""What a decode instance keeps of finished requests, for the next turn of their conversations.
+
+A conversation may never come back, so what is kept is only ever what nobody else needs: at most a share of the pool,
+and the oldest is given back when a request waits for blocks or the running ones may want them in their next step.
+
+Prefixes of what is held are named by length and digest (`protocol.params.conversation`). Full attention serves any of
+them. A window has let go of what lies before it, so a prefix must end late enough; a recurrent state serves the prefix
+at whose end it stands.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from vllm_pd_connector.compat.conversations import is_text, known_tokens, prefix_digests, steps_beyond
+from vllm_pd_connector.compat.model import facts
+from vllm_pd_connector.compat.model.caches import group_block_tokens, group_kinds, group_windows
+from vllm_pd_connector.compat.model.recurrent import state_groups
+from vllm_pd_connector.geometry.bind import prefix_behind
+from vllm_pd_connector.protocol.lease import End
+from vllm_pd_connector.protocol.params.conversation import Prefix, prefix_lengths
+from vllm_pd_connector.protocol.params.parse import choice_of
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.compat.types import KVCacheConfig, Request, VllmConfig
+    from vllm_pd_connector.config import Config
+    from vllm_pd_connector.geometry.blocks import BlockTables
+
+
+class Lending:
+    """Which conversations are kept, oldest first, and what of them can be read.
+
+    `counted`: by the names of `observability.stats`.
+    """
+
+    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
+        transfer = vllm_config.kv_transfer_config
+        self.enabled = config.conversations and transfer.is_kv_consumer
+        self.counted: Counter[str] = Counter()
+        self._share = config.conversation_share
+        self._adapter_ids = config.adapter_ids
+        self._states = state_groups(kv_cache_config)
+        self._block_tokens = group_block_tokens(
+            kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size
+        )
+        self._held: dict[str, int] = {}  # their blocks, oldest first
+        if not self.enabled:
+            return
+        self._kinds = group_kinds(kv_cache_config)
+        self._windows = group_windows(kv_cache_config)
+        self._drafts = facts.drafts_with_caches(vllm_config)
+
+    def why_not(self, request: Request) -> str:
+        """Why a finished request's caches cannot be kept for a next turn; empty if they can."""
+        if known_tokens(request) < 1:
+            return "nothing of it was computed"
+        if self._drafts:
+            return "the drafter's caches may end before the last token"
+        if not is_text(request):
+            return "its prompt has embeddings, which no next prompt can be compared with"
+        if choice_of(request.request_id):
+            return "it is one of several answers (n > 1), of which nobody can say which goes on"
+        if self._states and steps_beyond(request, known_tokens(request)):
+            return "its recurrent state goes on behind the last known token: a step was under way when it ended"
+        if any(group.scratch for group in self._states.values()):
+            return "its recurrent state is that of drafts"
+        return ""
+
+    def prefixes(self, request: Request, tables: BlockTables, num_tokens: int) -> tuple[Prefix, ...]:
+        """What can be read of `num_tokens` tokens in these blocks: each prefix's length and digest.
+
+        Raises:
+            ProtocolError: a medium of the request cannot be told from others.
+        """
+        least = num_tokens if self._states else 1
+        for kind, window, tokens, table in zip(self._kinds, self._windows, self._block_tokens, tables, strict=True):
+            least = max(least, prefix_behind(kind, window, table.begin * tokens))
+        lengths = prefix_lengths(least, num_tokens, also=request.num_prompt_tokens)
+        return tuple(zip(lengths, prefix_digests(request, lengths, self._adapter_ids), strict=True))
+
+    def blocks_for(self, request: Request) -> int:
+        """Blocks that a new request's prompt takes, at most; 0 where nothing is kept that could be given for it."""
+        return sum(-(-request.num_tokens // tokens) + 1 for tokens in self._block_tokens) if self._held else 0
+
+    def add(self, request_id: str, num_blocks: int) -> None:
+        self._held[request_id] = num_blocks
+        self.counted["conversations_kept"] += 1
+
+    def ended(self, request_id: str, reason: End) -> bool:
+        """A lease has ended; whether it was that of a conversation."""
+        if self._held.pop(request_id, None) is None:
+            return False
+        self.counted["conversations_read"] += reason is End.READ
+        self.counted["conversations_dropped"] += reason is End.DROPPED
+        return True
+
+    def to_drop(self, pool_blocks: int, free_blocks: int, needed: int) -> str | None:
+        """The oldest conversation, if it must be given back: there are more of them than may be, or of `needed` blocks
+        fewer are free."""
+        if not self._held:
+            return None
+        above = sum(self._held.values()) > self._share * pool_blocks
+        return next(iter(self._held)) if above or free_blocks < needed else None
+
+    @property
+    def holding(self) -> bool:
+        """Whether any conversation is kept."""
+        return bool(self._held)
+
+    def holds(self, request_id: str) -> bool:
+        return request_id in self._held
+
+    @property
+    def groups(self) -> int:
+        return len(self._block_tokens)

@@ -1,0 +1,224 @@
+"""Keeps leases alive on prefill instances while requests queue here, on a thread of its own.
+
+A decode instance may queue a request for longer than the lease, and its forward loop must not decide whether the
+lease lives. The thread starts with the first remote request, sleeps until the next renewal or command, and speaks
+only to the side channel. A renewal that fails is only logged: the read that follows is what finds out, and fails
+the request with the prefill side's reason.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from vllm_pd_connector.bounded import Bounded
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.protocol.wire.messages import (
+    FindConversation,
+    Release,
+    Renew,
+    Renewed,
+    Request,
+    lease_batches,
+)
+from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, KeepPrefills, PrefillRef
+from vllm_pd_connector.sidechannel.client import SideChannelClient
+from vllm_pd_connector.sidechannel.waiting import wait
+from vllm_pd_connector.wake import Wake
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_pd_connector.protocol.wire.fields import Reading
+    from vllm_pd_connector.sidechannel.net.keys import Keys
+
+logger = init_logger(__name__)
+
+RENEWALS_PER_LEASE = 3
+MIN_RENEWAL_S = 0.05
+"""A lease that a request's parameters call shorter than this takes is not kept: they may be an unauthenticated peer's,
+and renewals without a pause would take the engine's core from it and flood the prefill side."""
+REPLY_TIMEOUT_S = 5.0
+ASK_TIMEOUT_S = 2.0
+"""How long a request waits to hear whether a lease is held that it can do without."""
+REMEMBER = 1024
+
+
+class LeaseRenewer:
+    """Renews and releases leases; all but `close` may be called from any thread, also after it.
+
+    Args:
+        lease_seconds: of this instance; the prefill side should have the same. A prefill that has no lease yet, or
+            whose lease is not known here, is kept as often as one of that duration is.
+    """
+
+    def __init__(self, keys: Keys | None, lease_seconds: float):
+        self._keys = keys
+        self._interval = max(lease_seconds / RENEWALS_PER_LEASE, MIN_RENEWAL_S)
+        self._prefills: dict[str, tuple[Callable[[], str | None], PrefillRef, float]] = {}
+        self._prefills_due = math.inf
+        self._commands: deque[Callable[[], object]] = deque()
+        self._leases: dict[str, dict[Reading, float]] = {}
+        self._due: dict[str, float] = {}
+        self._asked: dict[int, str] = {}  # whom, by the client's tokens
+        self._awaited: dict[int, Callable[[object], None]] = {}  # by whom
+        self._gone: Bounded[str, None] = Bounded(REMEMBER)  # of which it was said
+        self._wake = Wake()
+        self._stop = False
+        self._until = 0.0
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # around the beginning and the end of the thread
+        self._closed = False
+
+    def keep(self, address: str, reading: Reading, lease_seconds: float) -> None:
+        """Renew this lease of so many seconds, held at `address`, until `drop`."""
+        self._submit(lambda: self._add(address, reading, lease_seconds))
+
+    def ask(self, address: str, reading: Reading, lease_seconds: float, answered: Callable[[object], None]) -> None:
+        """As `keep`; `answered` is called once, in the keeper's thread, with the answer to a first renewal."""
+        self._submit(lambda: self._add(address, reading, lease_seconds, answered))
+
+    def find(self, address: str, name: str, answered: Callable[[object], None]) -> None:
+        """Ask what is kept of a conversation; `answered` is called once, in the keeper's thread, with the answer."""
+        self._submit(lambda: self._ask(address, FindConversation(name), answered))
+
+    def drop(self, address: str, reading: Reading, *, release: bool) -> None:
+        """Stop renewing; with `release`, tell the prefill side that this request will not read, also one that was
+        never kept."""
+        self._submit(lambda: self._remove(address, reading, release))
+
+    def keep_prefill(self, request_id: str, where: Callable[[], str | None], prefill: PrefillRef) -> None:
+        """Keep a prefill for a request that queues here until `drop_prefill`. `where` gives the prefill side's address,
+        None while that is not known, in the keeper's thread."""
+        self._submit(lambda: self._add_prefill(request_id, where, prefill))
+
+    def drop_prefill(self, request_id: str) -> None:
+        """The request does not queue here any more."""
+        self._submit(lambda: self._prefills.pop(request_id, None))
+
+    def decline(self, address: str, prefill: PrefillRef, began: float) -> None:
+        """Tell the prefill side at `address` that a request which came here at `began` needs nothing of a prefill that
+        has no lease yet."""
+        self._submit(lambda: self._send(address, DeclinePush(prefill, max(time.monotonic() - began, 0.0))))
+
+    def close(self) -> None:
+        """End the thread, after the answers to what was sent or half of the reply time-out."""
+        with self._lock:
+            self._closed = True
+        if self._thread is not None:
+            self._commands.append(self._end)
+            self._wake.set()
+            self._thread.join(timeout=REPLY_TIMEOUT_S)
+
+    def _submit(self, command: Callable[[], object]) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._commands.append(command)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="pd-lease-keeper", daemon=True)
+                self._thread.start()
+        self._wake.set()
+
+    # Everything below runs in the keeper's thread.
+
+    def _run(self) -> None:
+        self._client = SideChannelClient(keys=self._keys)
+        while not self._stop or (self._client.under_way() and time.monotonic() < self._until):
+            due = min((*self._due.values(), self._prefills_due))
+            wait(self._client, self._wake, self._until if self._stop else due if due < math.inf else None)
+            try:
+                self._turn()
+            except Exception:  # one lease that meets a defect of ours must not end the renewal of the others
+                logger.exception("lease renewal met an unexpected error")
+        self._client.close()
+
+    def _turn(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+        self._renew_due(time.monotonic())
+        self._renew_prefills(time.monotonic())
+        for token, outcome in self._client.receive():
+            address = self._asked.pop(token)
+            if (awaited := self._awaited.pop(token, None)) is not None:
+                awaited(outcome)
+                continue
+            if isinstance(outcome, Renewed) and (gone := [name for name in outcome.gone if name not in self._gone]):
+                self._gone.update(dict.fromkeys(gone))
+                logger.warning("the prefill side no longer holds %s", ", ".join(gone))
+            elif isinstance(outcome, Exception):
+                logger.warning("lease renewal at %s: %s", address, outcome)
+
+    def _add(
+        self, address: str, reading: Reading, lease_seconds: float, answered: Callable[[object], None] | None = None
+    ) -> None:
+        interval = max(lease_seconds / RENEWALS_PER_LEASE, MIN_RENEWAL_S)
+        self._leases.setdefault(address, {})[reading] = interval
+        if answered is not None:
+            self._ask(address, Renew((reading,)), answered)
+        elif reading.shared:  # before another request that shares the lease has read it
+            self._send(address, Renew((reading,)))
+        due = time.monotonic() + interval
+        self._due[address] = min(self._due.get(address, due), due)
+
+    def _ask(self, address: str, request: Request, answered: Callable[[object], None]) -> None:
+        try:
+            token = self._client.send(address, request, ASK_TIMEOUT_S)
+        except ProtocolError as error:
+            answered(error)
+        else:
+            self._asked[token], self._awaited[token] = address, answered
+
+    def _add_prefill(self, request_id: str, where: Callable[[], str | None], prefill: PrefillRef) -> None:
+        self._prefills[request_id] = where, prefill, time.monotonic()
+        self._prefills_due = min(self._prefills_due, time.monotonic() + self._interval)
+
+    def _remove(self, address: str, reading: Reading, release: bool) -> None:
+        leases = self._leases.get(address, {})
+        leases.pop(reading, None)
+        if not leases:
+            self._leases.pop(address, None)
+            self._due.pop(address, None)
+        if release:
+            self._send(address, Release((reading,)))
+
+    def _renew_due(self, now: float) -> None:
+        for address in [address for address, due in self._due.items() if due <= now]:
+            leases = self._leases[address]
+            self._due[address] = now + min(leases.values())
+            for batch in lease_batches(list(leases)):
+                self._send(address, Renew(batch))
+
+    def _renew_prefills(self, now: float) -> None:
+        if now < self._prefills_due:
+            return
+        self._prefills_due = now + self._interval if self._prefills else math.inf
+        by_address: dict[str, list[PrefillRef]] = {}
+        for where, prefill, _ in self._prefills.values():
+            if (address := where()) is not None:
+                by_address.setdefault(address, []).append(prefill)
+        for address, prefills in by_address.items():
+            for batch in lease_batches(prefills):
+                self._send(address, KeepPrefills(batch))
+
+    def _send(self, address: str, request: Request) -> None:
+        try:
+            self._asked[self._client.send(address, request, REPLY_TIMEOUT_S)] = address
+        except ProtocolError as error:
+            logger.warning("lease renewal at %s: %s", address, error)
+
+    def _end(self) -> None:
+        """Nobody will read what still queues here."""
+        for address, leases in self._leases.items():
+            for batch in lease_batches(list(leases)):
+                self._send(address, Release(batch))
+        for where, prefill, began in self._prefills.values():
+            if (place := where()) is not None:
+                self._send(place, DeclinePush(prefill, time.monotonic() - began))
+        self._leases, self._due, self._prefills = {}, {}, {}
+        self._stop = True
+        self._until = time.monotonic() + REPLY_TIMEOUT_S / 2

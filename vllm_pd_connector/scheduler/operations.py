@@ -1,0 +1,139 @@
+"""What an operator or a trainer does to the engine, as far as caches are handed over or on their way (`Operator`).
+
+**New weights.** When weights begin to change, leases end, pushes under way fail, loads are given up, and caches that
+have come for requests which have not gone on with them are not used: vLLM computes those here. Until the weights have a
+name nothing is handed over and nothing taken (`epochs`).
+
+**Reset.** vLLM's prefix cache forgets only if no block is in use. A forced reset (one that runs requests anew, or that
+is meant for the connector, too) ends the leases and gives back what has come; a plain one leaves them, and vLLM says
+that it was not done. Either way the log says what is in the way.
+
+**Pause.** One that clears caches resets them, by force, when vLLM finds the engine idle. It is not idle as long as
+`busy`: under `wait` until prefills' leases were read or have run out; else they are ended, and waited for is only what
+still moves: pushes that a worker has not given up yet, reads that failed and may still write, and the loads that `keep`
+keeps.
+
+**Sleep.** vLLM resets caches first. Before the memory goes, peers are told that the instance leaves; the workers close
+their transports then. `Producer.serve` is called again after the waking, and begins a new incarnation.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.compat.blocks import compute_here
+from vllm_pd_connector.compat.operations import watch
+from vllm_pd_connector.protocol.lease import End
+from vllm_pd_connector.protocol.weights import HOW_TO_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_pd_connector.compat.blocks import Quarantine
+    from vllm_pd_connector.scheduler.consumer import Consumer
+    from vllm_pd_connector.scheduler.epochs import Epochs
+    from vllm_pd_connector.scheduler.producer import Producer
+
+logger = init_logger(__name__)
+
+WRITES_END_S = 5.0
+"""For so long a forced reset waits for writes from leased blocks to end: the workers are told to give them up."""
+_LOOK_S = 0.002
+_TELL_EVERY_S = 10.0
+
+
+class Operations:
+    """See the module; an `Operator`. One per engine, in the scheduler's thread."""
+
+    def __init__(
+        self, epochs: Epochs, producer: Producer, consumer: Consumer, quarantine: Callable[[], Quarantine | None]
+    ) -> None:
+        self._epochs = epochs
+        self._producer = producer
+        self._consumer = consumer
+        self._quarantine = quarantine
+        self._pause = ""  # the mode of a pause that clears caches
+        self._tell_at = 0.0
+        self._scheduler = watch(self)
+
+    def weights_changing(self, what: str) -> None:
+        if self._epochs.own.changing():
+            self._move(f"the weights are changed in place ({what})")
+            logger.warning("%s: nothing is handed over or taken until they are named; %s", what, HOW_TO_NAME)
+
+    def weights_named(self, version: str) -> None:
+        if self._epochs.own.named(version):
+            self._move(f"the weights are called {version!r} from now on")
+        else:
+            self._producer.compute_with("")
+        logger.info("weights: %s, epoch %d", self._epochs.own.now.name, self._epochs.own.now.epoch)
+
+    def _move(self, reason: str) -> None:
+        """An epoch ends."""
+        self._producer.compute_with(reason)
+        self._producer.end_leases(End.WEIGHTS)
+        self._compute_here(self._consumer.outdate(reason), at_once=False)
+        self._epochs.moved()
+
+    def received(self, request_id: str, *, failed: bool) -> None:
+        """Every rank of this engine has reported a receive."""
+        if not self._consumer.received(request_id) and not failed:
+            self._compute_here({request_id}, at_once=False)
+
+    def pausing(self, mode: str, *, clears: bool) -> None:
+        self._pause, self._tell_at = mode if clears else "", time.monotonic() + _TELL_EVERY_S
+
+    def resumed(self) -> None:
+        self._pause = ""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a pause has not come about yet: vLLM asks before it clears the caches."""
+        if not self._pause:
+            return False
+        if self._pause != "wait":
+            self._producer.end_leases(End.RESET)
+        self._producer.make_room()
+        if not (left := self._in_use()):
+            return False
+        if time.monotonic() >= self._tell_at:
+            self._tell_at = time.monotonic() + _TELL_EVERY_S
+            logger.warning("a pause (mode %s) waits until it can clear the caches: %s", self._pause, left)
+        return True
+
+    def resetting(self, *, forced: bool) -> None:
+        if not forced:
+            return
+        until = time.monotonic() + WRITES_END_S
+        self._producer.end_leases(End.RESET)
+        while self._producer.num_leases and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+            self._producer.drain()
+        self._compute_here(self._consumer.take_arrived(), at_once=True)
+
+    def not_reset(self) -> None:
+        logger.error(
+            "the prefix cache was not reset: %s. POST /pause waits for what is in the way (mode wait) or ends it; "
+            "/reset_prefix_cache with reset_external=true ends the leases",
+            self._in_use() or "vLLM's own requests hold blocks",
+        )
+
+    def losing_caches(self) -> None:
+        self._producer.leave()
+
+    def _in_use(self) -> str:
+        """What holds blocks beside vLLM's own requests; empty if nothing does."""
+        quarantine = self._quarantine()
+        found = {
+            "prefills held for decode instances": self._producer.num_leases,
+            "requests that load": self._consumer.num_loading,
+            "blocks that a failed read may still write into": quarantine.num_blocks if quarantine is not None else 0,
+        }
+        return ", ".join(f"{count} {what}" for what, count in found.items() if count)
+
+    def _compute_here(self, request_ids: set[str], *, at_once: bool) -> None:
+        for request_id in request_ids:
+            logger.warning("request %s: the caches that have come for it are not used, it is computed here", request_id)
+            compute_here(self._scheduler, request_id, at_once=at_once)

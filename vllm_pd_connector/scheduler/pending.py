@@ -1,0 +1,45 @@
+"""A request of this instance that gets caches from another one, from its arrival to its last report."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm_pd_connector.metadata import draw_attempt
+from vllm_pd_connector.protocol.params.parse import RemotePrefill, choice_of
+from vllm_pd_connector.protocol.wire.fields import Reading
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from vllm_pd_connector.compat.types import KVCacheBlock, Request
+    from vllm_pd_connector.metadata import Source
+    from vllm_pd_connector.protocol.params.bootstrap import HostPort
+    from vllm_pd_connector.protocol.wire.fields import Weights
+
+
+@dataclass(slots=True)
+class Receive:
+    """See the module; its states are those of `consumer`."""
+
+    source: Source | None  # None until it is known where the prefill runs
+    num_tokens: int = 0
+    address: str = ""  # of the instance whose lease is kept
+    reading: Reading | None = None  # the request's use of that lease
+    found: Future[HostPort] | None = None  # until it is known where the prefill runs
+    turn: Request | None = None  # a prefill that goes on with a conversation
+    answers: list[object] = field(default_factory=list)  # what was said of a turn and not looked at
+    asked: bool = False  # a turn whose decode instance has said that it holds what is to be read
+    loading: bool = False
+    weights: Weights | None = None  # that its prefill was computed with; None while only the prefill side knows
+    outdated: bool = False  # what comes is of no use any more
+    began: float = field(default_factory=time.monotonic)
+    blocks: list[KVCacheBlock] = field(default_factory=list)
+
+
+def reading_of(remote: RemotePrefill, request: Request) -> tuple[str, Reading]:
+    """Where a lease is held, and a request's use of it."""
+    lease, address = remote.lease, endpoint(remote.remote_host, remote.remote_port, remote.pd_connector.server_key)
+    return address, Reading(lease.request_id, lease.nonce, draw_attempt(), bool(choice_of(request.request_id)))
