@@ -4,6 +4,7 @@ for."""
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import threading
 from collections.abc import Iterator
@@ -126,7 +127,8 @@ def test_a_push_by_way_of_the_slab_writes_what_a_direct_one_writes_and_nothing_e
         write(move.model, move.destination, old, move.destination_tables, expected, move.start, move.stop)
         assert (other.memory[own] == expected[own]).all()
         # Of equal pages the last may move whole; nothing behind its blocks does, nor what lies between the tokens.
-        page = move.destination.page_tokens * move.destination.dcp  # ranks that hold tokens in turns share it out
+        # Ranks that hold tokens in turns share them out: pages of all of them end where turns and pages do.
+        page = math.lcm(move.destination.page_tokens, move.destination.interleave) * move.destination.dcp
         page_end = -(-move.stop // page) * page
         others = ~belonging(move, old, move.start, page_end)
         assert (other.memory[others] == old.memory[others]).all()
