@@ -1,4 +1,4 @@
-"""A fleet without sockets and without time: prefill and decode instances of `scale.py`, and the messages between them."""
+"""A fleet without sockets and without time: the instances of `scale.py`, and the messages between them."""
 
 from __future__ import annotations
 
