@@ -48,7 +48,7 @@ def test_a_gpu_that_does_not_order_them_itself_is_told_to_wait(caplog: pytest.Lo
     assert not flushed
     flush()
     assert flushed == [(0, 100)], "of the current context, for kernels of the same GPU"
-    assert not caplog.text
+    assert "WARNING" not in caplog.text
 
 
 @pytest.mark.parametrize("changes", [{WRITES_ORDERING: 100}, {WRITES_ORDERING: 200}, {SUPPORTED: 0}])
