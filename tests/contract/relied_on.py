@@ -43,7 +43,10 @@ MEMBERS = (
         "request_id num_prompt_tokens prompt_token_ids prompt_embeds prompt_is_token_ids _all_token_ids max_tokens "
         "status kv_transfer_params num_computed_tokens mm_features lora_request get_skip_reading_prefix_cache",
     ),
-    _members("vllm.v1.request:RequestStatus", "FINISHED_LENGTH_CAPPED FINISHED_STOPPED WAITING_FOR_REMOTE_KVS"),
+    _members(
+        "vllm.v1.request:RequestStatus",
+        "FINISHED_LENGTH_CAPPED FINISHED_STOPPED WAITING_FOR_REMOTE_KVS WAITING PREEMPTED",
+    ),
     _members(
         "vllm.v1.core.sched.output:SchedulerOutput",
         "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens has_sync_kv_loads",
@@ -67,7 +70,7 @@ MEMBERS = (
     ),
     _members("vllm.v1.core.kv_cache_utils:KVCacheBlock", "block_id is_null ref_cnt"),
     _members("vllm.v1.core.kv_cache_manager:KVCacheBlocks", "blocks get_block_ids"),
-    _members("vllm.v1.core.kv_cache_manager:KVCacheManager", "coordinator get_block_ids"),
+    _members("vllm.v1.core.kv_cache_manager:KVCacheManager", "coordinator get_block_ids evict_blocks free"),
     _members("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator", "single_type_managers reset_prefix_cache"),
     _members("vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager", "num_cached_block cache_blocks"),
     _members("vllm.v1.kv_cache_interface:KVCacheConfig", "num_blocks transfer_groups transfer_group_ids"),

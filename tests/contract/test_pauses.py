@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.engine import FinishReason
 
 from tests.support.scheduler.cores import METADATA, Core
-from tests.support.scheduler.engines import KEEP, given_back, loading, prefilled, read
+from tests.support.scheduler.engines import KEEP, given_back, loading, passed_over, prefilled, read
 from vllm_pd_connector.metadata import WorkerReport
 
 PROMPT = list(range(40))
@@ -81,6 +81,20 @@ def test_a_kept_request_that_loads_is_computed_after_a_pause_that_clears(cores):
     decode.engine.step(received={"d-1"})
     decode.wait(paused)
     assert decode.engine.held() == 0
+    decode.resume_scheduler()
+    assert decode.engine.step().num_scheduled_tokens == {"d-1": len(PROMPT)}
+    decode.engine.run("d-1")
+    assert decode.engine.ended("d-1").finish_reason is FinishReason.LENGTH
+    decode.engine.check_empty()
+
+
+def test_a_kept_request_that_was_passed_over_is_computed_after_a_pause_that_clears(cores):
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    loading(decode.engine, "d-1", PROMPT, held(prefill))
+    passed_over(decode.engine, "d-1")
+    decode.wait(decode.pause_scheduler("keep"))
+    assert decode.engine.held() == 0
+    decode.abort_requests(["other"])
     decode.resume_scheduler()
     assert decode.engine.step().num_scheduled_tokens == {"d-1": len(PROMPT)}
     decode.engine.run("d-1")

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
 
 from tests.support.scheduler.cores import Core
-from tests.support.scheduler.engines import BLOCK, KEEP, given_back, loading, prefilled, read
+from tests.support.scheduler.engines import BLOCK, KEEP, given_back, loading, passed_over, prefilled, read
 from vllm_pd_connector.compat.operations import CHANGE_WEIGHTS
 from vllm_pd_connector.metadata import BadParameters
 
@@ -155,6 +156,35 @@ def test_what_came_and_did_not_go_on_is_computed_here(cores):
     decode.engine.run("d-1")
     assert decode.engine.ended("d-1").finish_reason is FinishReason.LENGTH
     decode.engine.check_empty()
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_what_came_and_was_passed_over_is_computed_here(cores, preempted, caplog):
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    request = loading(decode.engine, "d-1", PROMPT, prefilled(prefill.engine, "p-1", PROMPT))
+    request.num_preemptions = int(preempted)
+    passed_over(decode.engine, "d-1")
+    with caplog.at_level(logging.WARNING):
+        change(decode)
+    assert "request d-1: the caches that have come for it are not used" in caplog.text
+    assert decode.engine.shared(PROMPT) == 0, "nor are they found again"
+    decode.scheduler.finish_requests("other", RequestStatus.FINISHED_ABORTED)
+    assert decode.engine.step().num_scheduled_tokens == {"d-1": len(PROMPT)}
+    decode.engine.run("d-1")
+    assert decode.engine.ended("d-1").finish_reason is FinishReason.LENGTH
+    decode.engine.check_empty()
+
+
+def test_what_goes_on_with_its_caches_is_left_alone(cores, caplog):
+    """Of a request that was scheduled nothing is taken away; nor is it said."""
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    loading(decode.engine, "d-1", PROMPT, prefilled(prefill.engine, "p-1", PROMPT))
+    decode.engine.step(received={"d-1"})
+    decode.engine.step()
+    with caplog.at_level(logging.WARNING):
+        change(decode)
+    assert "computed here" not in caplog.text
+    decode.engine.run("d-1")
 
 
 def test_a_request_that_waits_through_a_change_is_compared_when_it_goes_on(cores):

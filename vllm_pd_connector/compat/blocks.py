@@ -203,21 +203,30 @@ def is_empty(pool: BlockPool) -> bool:
     return unused and all(block.block_hash is None for block in pool.blocks)
 
 
-def compute_here(scheduler: Any, request_id: str, *, at_once: bool) -> None:
-    """Have vLLM compute a request itself whose load has just ended, or ended and was not scheduled yet; `at_once`: its
-    blocks are given back now.
+def compute_here(scheduler: Any, request_id: str, *, at_once: bool) -> bool:
+    """Have vLLM compute a request itself whose load has just ended, or ended and was not scheduled since; `at_once`:
+    its blocks are given back now. Returns whether there is such a request.
 
-    It takes the way of a failed load under `recompute`, whatever the policy is: nothing of it has failed.
+    It takes the way of a failed load under `recompute`, whatever the policy is: nothing of it has failed. vLLM may have
+    put it among those that wait already, with its blocks, and have passed over it (no place for its adapter, no block
+    for its next token). Then its caches are in the prefix cache, too, where they would be found again.
 
-    Source: vLLM 0.32 and 0.33, `Scheduler._handle_failed_recving`, `_update_waiting_for_remote_kv`.
+    Source: vLLM 0.32 and 0.33, `Scheduler._handle_failed_recving`, `_update_waiting_for_remote_kv`, `_holds_kv_blocks`.
     """
-    request = scheduler.requests.get(request_id)
-    if request is None or request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
-        return
+    request, manager = scheduler.requests.get(request_id), scheduler.kv_cache_manager
+    if request is None:
+        return False
+    if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+        scheduler.failed_recving_kv_req_ids.add(request_id)
+    elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) and request.num_computed_tokens:
+        at_once = True
+        manager.evict_blocks({block for group in manager.get_block_ids(request_id) for block in group})
+    else:
+        return False
     request.num_computed_tokens = 0
-    scheduler.failed_recving_kv_req_ids.add(request_id)
     if at_once:
-        scheduler.kv_cache_manager.free(request)
+        manager.free(request)
+    return True
 
 
 class HeldBlocks:

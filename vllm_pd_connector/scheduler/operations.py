@@ -135,5 +135,6 @@ class Operations:
 
     def _compute_here(self, request_ids: set[str], *, at_once: bool) -> None:
         for request_id in request_ids:
-            logger.warning("request %s: the caches that have come for it are not used, it is computed here", request_id)
-            compute_here(self._scheduler, request_id, at_once=at_once)
+            if compute_here(self._scheduler, request_id, at_once=at_once):
+                logger.warning("request %s: the caches that have come for it are not used, it is computed here",
+                               request_id)  # fmt: skip

@@ -50,9 +50,14 @@ class Core(EngineCoreProc):  # type: ignore[misc]  # vLLM ships no types
         self.output_queue: queue.Queue[Any] = queue.Queue()
         self._weight_version = "default"
         self._idle_state_callbacks: list[Any] = []
-        self.engines_running, self.batch_queue, self.mm_receiver_cache = False, None, None
+        self.engines_running, self.mm_receiver_cache = False, None
         self.engine = make()
         self.scheduler = self.engine.scheduler
+
+    @property
+    def batch_queue(self) -> list[Any]:
+        """Steps that compute and whose results were not looked at: with one of them, an engine is not idle."""
+        return self.engine.in_flight
 
     def wait(self, future: Future[Any] | None, step: Callable[[], object] | None = None) -> None:
         """Step as the core's loop does until a pause or a sleep has come about.

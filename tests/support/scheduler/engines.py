@@ -12,10 +12,12 @@ import json
 import pickle
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -210,6 +212,11 @@ class Engine:
         request = Request("looks", list(prompt), SamplingParams(max_tokens=1), None, block_hasher=_hasher())
         return int(self.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
 
+    @property
+    def in_flight(self) -> list[SchedulerOutput]:
+        """Steps in which something is computed and whose results were not looked at."""
+        return [output for output, _ in self._launched if output.num_scheduled_tokens]
+
     def check_empty(self) -> None:
         """Nothing of any request is left: not in vLLM's books, not in its block pool, not with us."""
         scheduler, manager = self.scheduler, self.scheduler.kv_cache_manager
@@ -287,6 +294,21 @@ def loading(decode: Engine, name: str, prompt: Sequence[int], params: Any) -> Re
     request = decode.add(name, prompt, params)
     decode.step()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    return request
+
+
+def passed_over(decode: Engine, name: str) -> Request:
+    """Have a request whose load has ended wait behind another for the one place that there is for adapters: vLLM has
+    put it among those that wait, and it holds its blocks."""
+    decode.scheduler.lora_config = SimpleNamespace(max_loras=1)
+    other = decode.add("other", range(700, 710), max_tokens=1000)
+    other.lora_request = LoRARequest("one", 1, "/none")
+    request = decode.scheduler.requests[name]
+    request.lora_request = LoRARequest("two", 2, "/none")
+    decode.step()
+    decode.step(received={name})
+    decode.rest()
+    assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) and request.num_computed_tokens > 0
     return request
 
 
