@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from threading import Thread
 from typing import Any
 
 import pytest
 from vllm.v1.engine import FinishReason
 
 from tests.support.scheduler.cores import METADATA, Core
-from tests.support.scheduler.engines import KEEP, given_back, loading, passed_over, prefilled, read
+from tests.support.scheduler.engines import BLOCK, KEEP, given_back, loading, passed_over, prefilled, read, transfer
+from tests.support.scheduler.push_halves import ASK, PushPeer, digest_of
 from vllm_pd_connector.metadata import WorkerReport
+from vllm_pd_connector.protocol.wire.push_messages import PushState
 
 PROMPT = list(range(40))
 MODES = ["abort", "wait", "keep"]
@@ -179,6 +182,57 @@ def test_running_requests_are_computed_anew_after_a_forced_reset(cores):
     prefill.engine.run("p-1")
     loading(decode.engine, "d-1", PROMPT, prefill.engine.ended("p-1").kv_transfer_params)
     assert read(decode.engine.receive_of("d-1"))
+
+
+@pytest.fixture
+def pushing(cores: Callable[..., Core]) -> Iterator[tuple[Core, PushPeer, Callable[[], Any]]]:
+    """An engine in the midst of a prefill whose first block was written for a decode worker, who waits for the rest."""
+    prefill = cores(transfer("kv_producer", mode="push"), step_tokens=BLOCK)
+    peer = PushPeer(prefill.engine.connector.scheduler)
+    request = prefill.engine.add("p-1", PROMPT, ASK, max_tokens=1)
+    answer = peer.register(digest_of(request), len(PROMPT))
+    prefill.engine.step()
+    assert [command.ready for command in peer.commands()] == [BLOCK]
+    peer.ended()
+    assert prefill.engine.held() == 1
+    yield prefill, peer, answer
+    peer.close()
+
+
+@pytest.mark.parametrize("flags", [(True, False), (True, True)], ids=["running", "both"])
+def test_a_forced_reset_ends_the_push_of_a_prefill_that_runs(pushing, flags):
+    prefill, _, answer = pushing
+    assert prefill.reset_prefix_cache(*flags)
+    said = answer()
+    assert said.state is PushState.FAILED and "caches were reset" in said.reason
+    prefill.engine.run("p-1")
+    prefill.engine.check_empty()
+
+
+def test_a_forced_reset_waits_for_the_worker_that_writes_for_a_prefill_that_runs(pushing):
+    prefill, peer, _ = pushing
+    prefill.engine.step()
+    assert [command.ready for command in peer.commands()] == [2 * BLOCK]
+    ending = Thread(target=lambda: (peer.commands(), peer.ended(ok=False, reason="cancelled")))
+    ending.start()
+    assert prefill.reset_prefix_cache(True, True)
+    ending.join()
+    prefill.engine.run("p-1")
+    prefill.engine.check_empty()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pause_in_the_midst_of_a_prefill_that_is_pushed_comes_about(pushing, mode):
+    prefill, peer, answer = pushing
+
+    paused = prefill.pause_scheduler(mode)
+    if mode == "wait":
+        prefill.engine.run("p-1")
+        assert not paused.done() and [command.final for command in peer.commands()][-1]
+        peer.ended()
+    prefill.wait(paused)
+    assert prefill.engine.held() == 0
+    assert answer().state is (PushState.DONE if mode == "wait" else PushState.FAILED)
 
 
 def test_an_engine_that_sleeps_leaves_and_comes_back_as_another(cores):

@@ -211,6 +211,25 @@ def test_a_prefill_of_two_weights_is_not_handed_over(cores):
     prefill.engine.check_empty()
 
 
+def test_a_prefill_that_began_between_two_calls_of_one_change_is_not_handed_over(cores, caplog):
+    """Nobody has paused the engine; so it is with what was put into the prefix cache between them."""
+    prefill = cores("kv_producer", step_tokens=BLOCK)
+    with caplog.at_level(logging.WARNING):
+        prefill.collective_rpc("start_weight_update")
+        prefill.engine.add("p-1", PROMPT, KEEP, max_tokens=1)
+        prefill.engine.step()
+        for method in ("update_weights", "finish_weight_update"):
+            prefill.collective_rpc(method)
+    assert caplog.text.count("until they are named") == 1
+    prefill.set_weight_version("v2")
+    prefill.engine.run("p-1")
+    assert prefill.engine.ended("p-1").kv_transfer_params is None
+    prefill.engine.add("p-2", PROMPT, KEEP, max_tokens=1)
+    prefill.engine.run("p-2")
+    assert prefill.engine.ended("p-2").kv_transfer_params is None, "its beginning was found in the prefix cache"
+    assert prefilled(prefill.engine, "p-3", PROMPT[::-1])
+
+
 def test_a_prefill_that_was_kept_and_computed_anew_is_handed_over(cores):
     prefill, decode = cores("kv_producer", step_tokens=BLOCK), cores("kv_consumer")
     prefill.engine.add("p-1", PROMPT, KEEP, max_tokens=1)

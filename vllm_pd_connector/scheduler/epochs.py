@@ -2,7 +2,8 @@
 
 A prefill is handed over under one name, so all of it must be of one epoch: the one in which it began, or began anew
 after a preemption. What vLLM's prefix cache holds when weights change is of the former ones until vLLM resets it; a
-prefill that begins with a hit of it is of no epoch. Trainers have vLLM reset its caches while it is paused (`POST
+prefill that begins with a hit of it is of no epoch. Several calls make one change that peers are told of, and between
+two of them engines may step: each call ends an epoch here. Trainers have vLLM reset its caches while it is paused (`POST
 /pause` does), before they change anything, so that nothing is refused.
 """
 
@@ -28,10 +29,12 @@ class Epochs:
         self.own = OwnWeights()
         self.pool: BlockPool | None = None
         self._outdated = False  # the prefix cache may hold what other weights computed
+        self._epoch = 0
         self._begun: dict[str, int] = {}  # of running prefills: the epoch of their caches
 
     def moved(self) -> None:
         """An epoch has ended. Leases must have been given back."""
+        self._epoch += 1
         self._outdated = self.pool is None or not is_empty(self.pool)
 
     def was_reset(self) -> None:
@@ -43,7 +46,7 @@ class Epochs:
         begin with it."""
         for request_id, hit in begun_in(output) if wanted else ():
             if request_id in wanted:
-                self._begun[request_id] = NO_EPOCH if hit and self._outdated else self.own.now.epoch
+                self._begun[request_id] = NO_EPOCH if hit and self._outdated else self._epoch
 
     def forget(self, request_id: str) -> None:
         """A prefill has ended."""
@@ -53,12 +56,12 @@ class Epochs:
         """Why a finished prefill is not to be handed over; empty if it is."""
         if self.own.nameless:
             return f"weights: changed in place and not named yet; {HOW_TO_NAME}"
-        begun = self._begun.get(request_id, self.own.now.epoch)
+        begun = self._begun.get(request_id, self._epoch)
         if begun == NO_EPOCH:
             return (
                 "weights: changed in place, and it began with a prefix that may be of the former ones: "
                 "have the prefix cache reset when weights change (POST /pause does it, or POST /reset_prefix_cache)"
             )
-        if begun != self.own.now.epoch:
-            return f"weights: changed in place while it was computed (epoch {begun} then, {self.own.now.epoch} now)"
+        if begun != self._epoch:
+            return f"weights: changed in place while it was computed (epoch {begun} then, {self._epoch} now)"
         return ""

@@ -305,7 +305,6 @@ class Producer:
         if self._server is not None and self._blocks is not None:
             if output.num_scheduled_tokens:  # else the engine only looks whether it can go on
                 self._server.pushes.stepped()
-            self._let_go(self._server, self._blocks)
             prefills = list(self._progress.advance(output, self._server.pushes.wanted))
             for request_id, tables, _ in prefills:
                 # Held before it is known to be there: from then on it may be written from at any time.
@@ -338,9 +337,11 @@ class Producer:
             self._server.pushes.aborted(request.request_id, reason)
 
     def end_leases(self, reason: End) -> None:
-        """Have nobody read any more what is held; it is given back when nothing is written from it any more."""
+        """Have nobody get any more what is held; it is given back when nothing is written from it any more."""
         if self._server is not None:
             self._server.drop_all(reason)
+            for request_id in self._partial:
+                self._server.pushes.failed(request_id, reason.value)
             self.drain()
 
     def compute_with(self, reason: str) -> None:
@@ -354,10 +355,11 @@ class Producer:
         return held
 
     def drain(self) -> list[str]:
-        """Give back the blocks of leases that ended; returns their request ids, each exactly once."""
+        """Give back the blocks of leases that ended (returns their request ids, each once), and of failed pushes."""
         ended: list[str] = []
         if self._server is None or self._blocks is None:
             return ended
+        self._let_go(self._server, self._blocks)
         freed = [*self._traced, *self._server.take_freed()]
         # Their digests are made in the next step: until then nobody else may write there.
         self._traced = [entry for entry in freed if any(entry.request_id == held.request_id for held in self._held)]

@@ -42,19 +42,16 @@ def step(half: SchedulerHalf, **scheduled: tuple[int, int]) -> Any:
     return half.build_metadata(output)
 
 
-class Prefill:
-    """A producer in mode push, with a client that plays its worker and a decode worker."""
+class PushPeer:
+    """A client of a prefill instance that pushes: it plays its worker, and a decode worker. `half` is the instance's
+    scheduler half."""
 
-    def __init__(self, spec: Any = FULL, **changes: Any):
-        self.half, self.pool = make_half("kv_producer", mode="push", spec=spec, **changes)
-        self.half.serve([b"manifest"], [TOKEN])
-        self.tables: dict[str, list[list[int]]] = {}
-        self.half.bind_cache_manager(SimpleNamespace(get_block_ids=lambda request_id: self.tables[request_id]))
-        home = self.half.producer.home
+    def __init__(self, half: SchedulerHalf) -> None:
+        self.half = half
+        home = half.producer.home
         assert home is not None
         self.address = endpoint(home.host, home.port)
         self.client = SideChannelClient()
-        self.free = self.pool.get_num_free_blocks()
         self.seen = 0
         self.come: dict[int, Any] = {}
 
@@ -93,12 +90,27 @@ class Prefill:
     def ended(self, ok: bool = True, reason: str = "", terminal: bool = True) -> None:
         assert self.send(PushEnded(TOKEN, 0, ATTEMPT, ok, reason, terminal))() == Ack()
 
+    def close(self) -> None:
+        self.client.close()
+
+
+class Prefill(PushPeer):
+    """A producer in mode push, with such a client."""
+
+    def __init__(self, spec: Any = FULL, **changes: Any):
+        half, self.pool = make_half("kv_producer", mode="push", spec=spec, **changes)
+        half.serve([b"manifest"], [TOKEN])
+        self.tables: dict[str, list[list[int]]] = {}
+        half.bind_cache_manager(SimpleNamespace(get_block_ids=lambda request_id: self.tables[request_id]))
+        self.free = self.pool.get_num_free_blocks()
+        super().__init__(half)
+
     def held(self) -> int:
         self.half.producer.drain()
         return int(self.free - self.pool.get_num_free_blocks())
 
     def close(self) -> None:
-        self.client.close()
+        super().close()
         self.half.shutdown()
 
 
