@@ -1,9 +1,9 @@
 """Which caches of this engine were computed with the weights that it has now (`protocol.weights`).
 
 A prefill is handed over under one name, so all of it must be of one epoch: the one in which it began, or began anew
-after a preemption. What vLLM's prefix cache holds when weights change is of the former ones until vLLM resets it; a
-prefill that begins with a hit of it is of no epoch. Several calls make one change that peers are told of, and between
-two of them engines may step: each call ends an epoch here. Trainers have vLLM reset its caches while it is paused (`POST
+after a preemption. Several calls make one change that peers are told of; an engine may step between two of them, so
+here each call ends an epoch. What vLLM's prefix cache holds when weights change is of the former ones until vLLM resets
+it; a prefill that begins with a hit of it is of no epoch. Trainers have vLLM reset its caches while it is paused (`POST
 /pause` does), before they change anything, so that nothing is refused.
 """
 

@@ -62,6 +62,8 @@ class Operations:
         if self._epochs.own.changing():
             self._move(f"the weights are changed in place ({what})")
             logger.warning("%s: nothing is handed over or taken until they are named; %s", what, HOW_TO_NAME)
+        else:
+            self._epochs.moved()
 
     def weights_named(self, version: str) -> None:
         if self._epochs.own.named(version):
