@@ -72,6 +72,38 @@ def test_it_is_the_ports_of_the_engines_that_are_started() -> None:
     )
 
 
+def test_a_node_that_runs_workers_alone_has_no_ports() -> None:
+    assert _engines(ParallelConfig(tensor_parallel_size=2, nnodes=2, node_rank=0)) == range(1)
+    assert _engines(ParallelConfig(tensor_parallel_size=2, nnodes=2, node_rank=1)) == range(0)
+
+
+def several(child: dict[str, Any]) -> KVTransferConfig:
+    extra = {"connectors": [{"kv_connector": "PDConnector", **child}]}
+    return KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+
+
+def test_one_beside_other_connectors_is_checked_in_its_own_role() -> None:
+    elsewhere = {"side_channel_host": "203.0.113.9"}
+    VllmConfig(kv_transfer_config=several({"kv_role": "kv_consumer", "kv_connector_extra_config": elsewhere}))
+    with pytest.raises(RefusedStart, match="side_channel_keys is not set"):
+        several({"kv_role": "kv_producer", "kv_connector_extra_config": elsewhere})
+
+
+def test_a_taken_port_is_seen_beside_other_connectors() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        extra = {"side_channel_port": taken.getsockname()[1]}
+        config = several({"kv_role": "kv_producer", "kv_connector_extra_config": extra})
+        several({"kv_role": "kv_producer"})  # vLLM makes more of them while it looks at this one
+        with pytest.raises(RefusedStart, match=f"cannot listen on host '127.0.0.1' port {extra['side_channel_port']}"):
+            VllmConfig(kv_transfer_config=config)
+
+
+def test_a_key_that_is_no_text_is_refused_as_one() -> None:
+    with pytest.raises(RefusedStart, match="'5' is not a key"):
+        several({"kv_role": "kv_producer", "kv_connector_extra_config": {5: "pull"}})
+
+
 def test_other_connectors_are_left_alone() -> None:
     KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", kv_connector_extra_config={"backends": ["UCX"]})
     KVTransferConfig()
+    KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": 5})

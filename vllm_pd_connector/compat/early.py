@@ -2,9 +2,10 @@
 
 vLLM asks a connector nothing until the weights are there, so its two configuration objects are followed: the one of
 `--kv-transfer-config`, made while the command line is parsed, and the first whole configuration that contains that very
-object, made before the engines are started. Both are plain dataclasses of which the method that vLLM runs after the
-fields are set is wrapped. In a process that neither parses nor starts engines nothing is asked: there the object was
-unpickled, and its ports may be taken by the engine that asks.
+object, made before the engines are started (one of each connector in a MultiConnector is made in between). Both are
+plain dataclasses of which the method that vLLM runs after the fields are set is wrapped. In a process that neither
+parses nor starts engines nothing is asked: there the object was unpickled, and its ports may be taken by the engine
+that asks.
 
 Source: vLLM 0.32 and 0.33, `config/kv_transfer.py` (`KVTransferConfig.__post_init__`), `config/vllm.py`
 (`VllmConfig.__post_init__`), `engine/arg_utils.py` (`parse_dataclass`), `config/parallel.py`.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.errors import InvalidConfig
@@ -49,18 +51,19 @@ def check_early(
 
     if hasattr(KVTransferConfig.__post_init__, "__wrapped__"):
         return
-    parsed: list[Any] = []
+    parsed: list[weakref.ref[Any]] = []
 
     def on_transfer(made: Any) -> None:
         document = _document(made)
         if document["kv_role"] is None:
             return
         _refuse(settings(document))
-        parsed[:] = [made]
+        parsed[:] = [*(one for one in parsed if one() is not None), weakref.ref(made)]
 
     def on_whole(made: Any) -> None:
-        if parsed and made.kv_transfer_config is parsed[0]:
-            parsed.clear()
+        others = [one for one in parsed if one() is not made.kv_transfer_config]
+        if len(others) < len(parsed):
+            parsed[:] = others
             _refuse(ports(_document(made.kv_transfer_config), _engines(made.parallel_config)))
 
     _after(KVTransferConfig, on_transfer)
@@ -73,10 +76,11 @@ def _document(transfer: Any) -> Document:
 
 def _engines(parallel: Any) -> range:
     """Data-parallel indices of the engines that this `vllm serve` starts on this machine; none where it is an API
-    server alone, or Ray places them."""
-    first = int(parallel.data_parallel_index)
-    here = parallel.data_parallel_backend != "ray"
-    return range(first, first + int(parallel.data_parallel_size_local)) if here else range(0)
+    server alone, Ray places them, or this node of several runs workers of an engine that is on another."""
+    first, count = int(parallel.data_parallel_index), int(parallel.data_parallel_size_local)
+    if count == 0 or parallel.data_parallel_backend == "ray" or parallel.node_rank_within_dp > 0:
+        return range(0)
+    return range(first, first + count)
 
 
 def _refuse(problems: list[str]) -> None:
