@@ -33,7 +33,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a prefill of two weights is not handed over",
-        "Epochs", "if begun != self.own.now.epoch:", "if False:",
+        "Epochs", "if begun != self._epoch:", "if False:",
         "test_a_prefill_of_two_weights_is_not_handed_over",
     ),
     Guarantee(

@@ -43,3 +43,41 @@ def test_who_waits_for_a_prefill_that_has_not_begun_goes_on_with_the_new_weights
     for event in ("start", "progress"):
         world.do(event)
     assert world.owed, "it is written"
+
+
+@pytest.mark.parametrize("events", [(), ("start",), ("start", "progress")])
+def test_the_same_name_again_leaves_pushes_alone(events: tuple[str, ...]) -> None:
+    world = World()
+    v1 = Weights("version v1")
+    world.table.compute_with(v1, "", 0.0)
+    world.table.register(into(0, weights=v1), world.ticket(into(0).attempt), 0.0)
+    for event in events:
+        world.do(event)
+    world.table.compute_with(v1, "", 0.0)
+    world.settle()
+    assert not world.answers.get(into(0).attempt), "nobody is told that it is over"
+    if not events:
+        world.do("start")
+    world.do("finish")
+    assert world.owed and not world.closed
+
+
+@pytest.mark.parametrize("events", [(), ("start",), ("start", "progress")])
+@pytest.mark.parametrize("reason", ["", "the weights are called 'v2' from now on"])
+def test_a_new_name_fails_pushes_for_the_old_one(events: tuple[str, ...], reason: str) -> None:
+    """Also one whose prefill has not begun: it would be computed with the new weights."""
+    world = World()
+    v1, v2 = Weights("version v1"), Weights("version v2", 1)
+    world.table.compute_with(v1, "", 0.0)
+    world.table.register(into(0, weights=v1), world.ticket(into(0).attempt), 0.0)
+    for event in events:
+        world.do(event)
+    world.table.compute_with(v2, reason, 0.0)
+    world.settle()
+    answer = world.answers[into(0).attempt][-1]
+    told = "weights: 'version v2' there, 'version v1' here" if not reason or not events else reason
+    assert answer.state is PushState.FAILED and told in answer.reason
+    world.work()
+    for event in () if events else ("start", "progress"):
+        world.do(event)
+    assert not any(world.owed.values()), "nothing of the new ones is written"

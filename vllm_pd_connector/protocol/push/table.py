@@ -167,10 +167,15 @@ class PushTable(PushResults):
         return True
 
     def compute_with(self, weights: Weights, reason: str, now: float) -> None:
-        """This instance's weights are others from now on, or unknown: what was begun with the former ones fails."""
+        """These are this instance's weights from now on. With a `reason` they are others, or unknown: what was begun
+        with the former ones fails. What is for a decode side with other weights fails in any case."""
         self._now, self._weights = now, weights
-        for prefill in {id(w.prefill): w.prefill for w in self._registrations.values() if w.prefill}.values():
-            self._fail_prefill(prefill, reason)
+        for registration in list(self._registrations.values()):
+            other = unlike(weights, registration.into.weights)
+            if registration.prefill is None and other:
+                self._fail(registration, other)
+            elif registration.prefill is not None and (why := reason or other):
+                self._fail_prefill(registration.prefill, why)
 
     def stepped(self, now: float) -> None:
         """The engine begins a step, so it has not come to a standstill in an earlier one."""
