@@ -25,7 +25,7 @@ from vllm_pd_connector.transport import registry
 from vllm_pd_connector.transport.base import Use
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 _MULTI: Final = "MultiConnector"
 _POLICIES: Final = ("fail", "recompute")
@@ -43,47 +43,51 @@ def document_problems(document: object, environ: Mapping[str, str] = os.environ)
     """What is wrong with the whole of a `--kv-transfer-config`, as read from JSON; ports are tried, too."""
     if not isinstance(document, Mapping):
         return [f"the configuration is {document!r:.60}: it must be an object with kv_connector and kv_role"]
-    problems = [_unknown(key) for key in document if key not in _KEYS]
-    problems += _choice(document, "kv_role", ROLES)
+    problems = [_unknown(str(key)) for key in document if key not in _KEYS]
+    problems += _choice("kv_role", document.get("kv_role"), ROLES)
     if "kv_load_failure_policy" in document:
-        problems += _choice(document, "kv_load_failure_policy", _POLICIES)
+        problems += _choice("kv_load_failure_policy", document["kv_load_failure_policy"], _POLICIES)
     ours = list(entries_of(document))
     if not ours:
         named = document.get("kv_connector")
-        more = "; `vllm-pd migrate` says it in PDConnector's" if named in in_tree.CONNECTORS else ""
-        problems.append(f"kv_connector is {named!r}: {CONNECTOR_NAME} is not there{more}")
-    if document.get("kv_role") in ROLES:
-        for extra in ours:
-            found = setting_problems(document["kv_role"], extra, environ)
-            problems += found or port_problems(document["kv_role"], extra, range(1), environ)
-    return problems
+        known = isinstance(named, str) and named in in_tree.CONNECTORS
+        more = "; `vllm-pd migrate` says it in PDConnector's" if known else ""
+        problems.append(f"kv_connector is {named!r:.60}: {CONNECTOR_NAME} is not there{more}")
+    for role, extra in ours:
+        found = setting_problems(role, extra, environ)
+        problems += found or port_problems(role, extra, range(1), environ)
+    return list(dict.fromkeys(problems))
 
 
 def early_problems(document: Mapping[str, Any]) -> list[str]:
     """What is wrong with the settings that vLLM has read from its command line."""
-    return [problem for extra in entries_of(document) for problem in setting_problems(document["kv_role"], extra)]
+    return [problem for role, extra in entries_of(document) for problem in setting_problems(role, extra)]
 
 
 def early_port_problems(document: Mapping[str, Any], engines: Iterable[int]) -> list[str]:
     """Which ports are taken that these data-parallel engines are to listen at; the settings are good."""
     known = tuple(engines)
-    return [problem for extra in entries_of(document) for problem in port_problems(document["kv_role"], extra, known)]
+    return [problem for role, extra in entries_of(document) for problem in port_problems(role, extra, known)]
 
 
-def entries_of(document: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    """`kv_connector_extra_config` of each PDConnector in a configuration, also beside others in a MultiConnector."""
+def entries_of(document: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """`kv_role` and `kv_connector_extra_config` of each PDConnector in a configuration, also beside others in a
+    MultiConnector, which gives each connector those of its own entry."""
     extra = document.get("kv_connector_extra_config") or {}
     if document.get("kv_connector") == CONNECTOR_NAME:
-        yield extra
+        yield document.get("kv_role"), extra
     elif document.get("kv_connector") == _MULTI and isinstance(extra, Mapping):
-        for one in extra.get("connectors") or ():
+        connectors = extra.get("connectors")
+        for one in connectors if isinstance(connectors, list | tuple) else ():
             if isinstance(one, Mapping):
                 yield from entries_of(one)
 
 
-def setting_problems(role: str, extra: object, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """What is wrong with `kv_connector_extra_config` by itself, on any machine of the instance; each problem is one
-    line. Where it listens is not tried: engines may run elsewhere than who reads their configuration."""
+def setting_problems(role: object, extra: object, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """What is wrong with `kv_role` and `kv_connector_extra_config` by themselves, on any machine of the instance; each
+    problem is one line. Where it listens is not tried: engines may run elsewhere than who reads their configuration."""
+    if problems := _choice("kv_role", role, ROLES):
+        return problems
     if not isinstance(extra, Mapping):
         return [f"kv_connector_extra_config is {extra!r:.60}: it must be an object"]
     try:
@@ -113,7 +117,7 @@ def setting_problems(role: str, extra: object, environ: Mapping[str, str] = os.e
 
 
 def port_problems(
-    role: str, extra: Mapping[str, Any], engines: Iterable[int], environ: Mapping[str, str] = os.environ
+    role: object, extra: Mapping[str, Any], engines: Iterable[int], environ: Mapping[str, str] = os.environ
 ) -> list[str]:
     """Where engines of this machine, with these data-parallel indices, cannot listen, of good settings."""
     config = parse_config(extra)
@@ -126,19 +130,25 @@ def port_problems(
 
     tries: list[Callable[[], object]] = [functools.partial(listen, engine) for engine in known]
     if role != "kv_consumer" and config.pushes and 0 in known:
-        tries.append(functools.partial(_require_free_bootstrap, config, environ))
+        tries.append(functools.partial(_require_free_bootstrap, config, known, environ))
     return _said(*tries)
 
 
-def _listens(config: Config, role: str) -> bool:
-    return role != "kv_consumer" or config.pushes
+def _listens(config: Config, role: object) -> bool:
+    return role != "kv_consumer" or config.pushes or config.conversations
 
 
-def _require_free_bootstrap(config: Config, environ: Mapping[str, str]) -> None:
+def _require_free_bootstrap(config: Config, engines: Iterable[int], environ: Mapping[str, str]) -> None:
     port = config.bootstrap(environ)
     if port is None:
         return
     host, _ = config.side_channel(0, environ)
+    for engine in engines:
+        if config.side_channel(engine, environ)[1] == port:
+            raise InvalidConfig(
+                f"bootstrap_port is {port}: the side channel of engine {engine} listens there (side_channel_port); "
+                "choose another"
+            )
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
@@ -158,9 +168,8 @@ def _said(*tries: Callable[[], object]) -> list[str]:
     return list(problems)
 
 
-def _choice(document: Mapping[str, Any], key: str, known: tuple[str, ...]) -> list[str]:
-    value = document.get(key)
-    return [] if value in known else [f"{key} is {value!r}: it must be one of {', '.join(known)}"]
+def _choice(key: str, value: object, known: tuple[str, ...]) -> list[str]:
+    return [] if value in known else [f"{key} is {value!r:.60}: it must be one of {', '.join(known)}"]
 
 
 def _unknown(key: str) -> str:

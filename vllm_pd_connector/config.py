@@ -180,14 +180,15 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """The content of `params_secret`, None if that is not set.
 
         Raises:
-            InvalidConfig: the file cannot be read, or holds less than 32 bytes.
+            InvalidConfig: the file cannot be read, or its name is none, or it holds less than 32 bytes.
         """
         if self.params_secret is None:
             return None
         try:
             content = Path(self.params_secret).read_bytes().strip()
-        except OSError as error:
-            raise InvalidConfig(f"params_secret: {self.params_secret}: {error.strerror}") from error
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise InvalidConfig(f"params_secret: {self.params_secret!r}: {why}") from error
         if len(content) < MIN_SECRET_BYTES:
             raise InvalidConfig(
                 f"params_secret: {self.params_secret} holds {len(content)} bytes, at least {MIN_SECRET_BYTES} are "
@@ -235,7 +236,7 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
     """
     for key in extra:
         if key not in Config.__struct_fields__:
-            raise InvalidConfig(f"kv_connector_extra_config: {_unknown(key)}")
+            raise InvalidConfig(f"kv_connector_extra_config: {_unknown(str(key))}")
     try:
         config = msgspec.convert(dict(extra), Config)
     except msgspec.ValidationError as error:

@@ -14,9 +14,16 @@ from vllm_pd_connector.cli.output import Exit
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.in_tree import CONNECTORS, KEYS, migrate
 
+ELSEWHERE = "203.0.113.9"
+
 
 def transfer(**extra: Any) -> dict[str, Any]:
     return {"kv_connector": "PDConnector", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
+
+
+def several(*connectors: Any) -> dict[str, Any]:
+    beside = {"connectors": connectors}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": beside}
 
 
 def checked(document: object, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -60,6 +67,13 @@ def test_a_good_one_is_good(transport: str, capsys: pytest.CaptureFixture[str]) 
         (transfer() | {"mode": "push"}, "mode: it belongs into kv_connector_extra_config"),
         (transfer() | {"kv_port": 1}, "kv_port: side_channel_port in kv_connector_extra_config"),
         (transfer() | {"kv_connector": "NixlConnector"}, "`vllm-pd migrate` says it in PDConnector's"),
+        (transfer() | {"kv_connector": ["x"]}, "kv_connector is ['x']: PDConnector is not there"),
+        (several() | {"kv_connector_extra_config": {"connectors": 5}}, "PDConnector is not there"),
+        (several(transfer() | {"kv_role": "both"}), "kv_role is 'both': it must be one of kv_producer, kv_consumer"),
+        (several({"kv_connector": "PDConnector"}), "kv_role is None: it must be one of"),
+        (transfer(params_secret="a\0b"), "params_secret: 'a\\x00b': embedded null byte"),
+        (transfer(side_channel_keys="a\0b"), "side_channel_keys: "),
+        (transfer(mode="push", side_channel_port=7011, bootstrap_port=7011), "bootstrap_port is 7011: the side"),
         ([], "it must be an object"),
     ],
 )  # fmt: skip
@@ -84,10 +98,24 @@ def test_a_taken_port_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_one_beside_other_connectors_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    beside = {"connectors": [transfer(mode="x"), {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}]}
-    document = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": beside}
+    document = several(transfer(mode="x"), {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"})
     [problem] = checked(document, capsys)
     assert "mode is 'x'" in problem
+
+
+@pytest.mark.parametrize("transport", ["nixl", "mooncake"])
+def test_one_beside_other_connectors_has_its_own_role(transport: str, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = transfer(side_channel_host=ELSEWHERE, transport=transport) | {"kv_role": "kv_consumer"}
+    if transport == "mooncake":
+        alone["kv_connector_extra_config"]["transport_options"] = {"address": "127.0.0.1"}
+    assert checked(alone, capsys) == checked(several(alone), capsys) == []
+    assert checked(several(alone | {"kv_role": "kv_both"}), capsys) != []
+
+
+def test_a_consumer_that_keeps_conversations_listens(capsys: pytest.CaptureFixture[str]) -> None:
+    consumer = transfer(side_channel_host=ELSEWHERE, conversations=True) | {"kv_role": "kv_consumer"}
+    [problem] = checked(consumer, capsys)
+    assert "other hosts, and side_channel_keys is not set" in problem
 
 
 def test_a_file_is_read_and_what_is_no_json_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
