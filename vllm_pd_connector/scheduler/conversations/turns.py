@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 PATIENCE_S = 3 * ASK_TIMEOUT_S
-"""For both questions; each of them ends by itself before."""
+"""For each of two questions, which ends by itself before; the turn may have queued for longer."""
 
 
 class Turns:
@@ -75,6 +75,7 @@ class Turns:
             self._renewer.drop(receive.address, reading, release=True)
             raise
         receive.reading, receive.weights = reading, remote.pd_connector.weights
+        receive.asked_at = time.monotonic()
         receive.source = ReadFrom(remote.peer, remote.remote_engine_id, remote.lease, remote.tables)
         self._renewer.ask(receive.address, reading, remote.pd_connector.lease_seconds, receive.answers.append)
 
@@ -83,7 +84,7 @@ class Turns:
         assert receive.turn is not None
         if receive.asked:
             return self._same_weights(receive, receive.turn)
-        if not receive.answers and time.monotonic() < receive.began + PATIENCE_S:
+        if not receive.answers and time.monotonic() < receive.asked_at + PATIENCE_S:
             return None
         try:
             match receive.answers.pop() if receive.answers else "it was not asked in time":
