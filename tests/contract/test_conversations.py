@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +152,46 @@ def test_a_conversation_is_found_by_its_name(pair: tuple[Engine, Engine]) -> Non
     prefill.run("p-2")
     given_back(decode)
     computed(prefill, "p-3", next_prompt(), named(decode, "the first turn"))
+
+
+def test_a_conversation_is_found_by_its_name_after_a_long_time_in_the_queue(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its second question is asked when vLLM comes to it, and has its own time."""
+    prefill, decode = pair
+    handed = prefilled(prefill, "p-1", PROMPT) | {"transfer_id": "the first turn"}
+    assert decoded(decode, "d-1", PROMPT, handed) is not None
+    request = prefill.add("p-2", next_prompt(), named(decode, "the first turn"), max_tokens=1)
+    [receive] = prefill.connector.scheduler.consumer._receives.values()
+    until(lambda: bool(receive.answers), "the first answer")
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 60.0)
+    monkeypatch.setattr("vllm_pd_connector.scheduler.conversations.turns.time", later)
+
+    def decided() -> bool:
+        prefill.step()
+        return request.status is not RequestStatus.WAITING
+
+    until(decided, "the decode instance says that it holds it")
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert read(prefill.receive_of("p-2"))
+    prefill.step(received={"p-2"})
+    prefill.run("p-2")
+    given_back(decode)
+
+
+def test_a_prefill_that_conversations_alone_hold_back_begins_at_once(engine: Any) -> None:
+    """Nothing would ask for another step."""
+    prefill, both = engine("kv_producer"), engine(transfer("kv_both", **ON), blocks=21)
+    assert decoded(both, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT)) is not None
+    for i in range(4):
+        prefilled(both, f"p-{i}", [i, *PROMPT[1:]])
+    both.rest()
+    share = both.connector.scheduler.share
+    assert share.num_leased == 15 < share.limit == 16
+    both.add("p-5", [5, *PROMPT[1:]], KEEP, max_tokens=1)
+    assert both.step().num_scheduled_tokens == {"p-5": len(PROMPT)}
+    both.run("p-5")
+    assert share.num_leased == 15, "the conversation made room"
 
 
 @pytest.mark.parametrize("change", ["prompt", "blocks", "digests", "nonce"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from vllm.v1.engine import FinishReason
 
 from tests.support.scheduler.cores import METADATA, Core
 from tests.support.scheduler.engines import BLOCK, KEEP, given_back, loading, passed_over, prefilled, read, transfer
+from tests.support.scheduler.halves import make_half
 from tests.support.scheduler.push_halves import ASK, PushPeer, digest_of
+from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.metadata import WorkerReport
 from vllm_pd_connector.protocol.wire.push_messages import PushState
 
@@ -44,6 +47,23 @@ def test_a_pause_that_clears_caches_ends_leases(cores, mode):
     decode = cores("kv_consumer")
     loading(decode.engine, "d-1", PROMPT, params)
     assert not read(decode.engine.receive_of("d-1"))
+
+
+def test_a_pause_that_vllm_refuses_is_none(cores):
+    prefill = cores("kv_producer")
+    held(prefill)
+    with pytest.raises(ValueError, match="Invalid pause mode: stop"):
+        prefill.pause_scheduler("stop")
+    assert not prefill.has_work()
+    prefill.engine.rest()
+    assert prefill.engine.held() == 3
+
+
+def test_a_scheduler_that_is_not_vllms_is_refused(monkeypatch):
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls="mine.Scheduler"))
+    monkeypatch.setattr(Core, "vllm_config", config, raising=False)
+    with pytest.raises(InvalidConfig, match="scheduler_cls is 'mine"):
+        Core(lambda: make_half("kv_producer"))
 
 
 @pytest.mark.parametrize("read_before", [True, False], ids=["read", "run out"])

@@ -76,6 +76,20 @@ def test_a_prefill_that_was_held_back_begins_when_a_lease_has_ended(engine: Any)
     decode.run("d-0")
 
 
+def test_a_prefill_with_log_probabilities_of_its_prompt_begins_and_counts(engine: Any) -> None:
+    """vLLM computes it whatever is answered."""
+    prefill = engine("kv_producer", blocks=TINY)
+    leased(prefill, 5)
+    request = prefill.add("p-5", [105, *PROMPT[1:]], KEEP, max_tokens=1)
+    request.skip_reading_prefix_cache = request.sampling_params.skip_reading_prefix_cache = True
+    prefill.add("p-6", [106], KEEP, max_tokens=1)
+    assert prefill.step().num_scheduled_tokens == {"p-5": len(PROMPT)}
+    assert prefill.connector.scheduler.share.num_held_back == 1, "p-6 is behind what p-5 takes"
+    prefill.run("p-5")
+    prefill.rest()
+    assert prefill.connector.scheduler.share.num_leased == 18 and "p-6" in prefill.scheduler.requests
+
+
 def test_a_prompt_above_the_share_is_computed_alone(engine: Any) -> None:
     prefill, decode = engine("kv_producer", blocks=TINY), engine("kv_consumer")
     small = prefilled(prefill, "p-small", PROMPT)

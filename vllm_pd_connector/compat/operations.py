@@ -19,6 +19,8 @@ import sys
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from vllm_pd_connector.errors import InvalidConfig
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
@@ -47,8 +49,9 @@ class Operator(Protocol):
     def weights_named(self, version: str) -> None:
         """After somebody said which weights there are."""
 
-    def pausing(self, mode: str, *, clears: bool) -> None:
-        """Before a pause begins: "abort", "wait" or "keep"; whether caches are cleared when it has come about."""
+    def pausing(self, mode: str, *, clears: bool) -> Callable[[], None]:
+        """Before a pause begins: "abort", "wait" or "keep"; whether caches are cleared when it has come about. Returns
+        what takes it back, where vLLM refuses it."""
 
     def resumed(self) -> None:
         """After a pause."""
@@ -66,11 +69,21 @@ class Operator(Protocol):
 
 def watch(operator: Operator) -> Any:
     """Have `operator` hear of what is done to the engine that is being built further up in this thread. Returns vLLM's
-    scheduler; None if there is none."""
+    scheduler; None if no engine is being built.
+
+    Raises:
+        InvalidConfig: an engine whose scheduler is another than vLLM's.
+    """
     scheduler = _caller("vllm.v1.core.sched.scheduler", "Scheduler")
+    core = _caller("vllm.v1.engine.core", "EngineCore")
+    if core is not None and scheduler is None:
+        raise InvalidConfig(
+            f"scheduler_cls is {core.vllm_config.scheduler_config.scheduler_cls!r}: it is not derived from vLLM's "
+            "Scheduler, whose resets this connector follows and whose requests it has computed again; derive it, or "
+            "leave it out"
+        )
     if scheduler is not None:
         _watch_scheduler(scheduler, operator)
-    core = _caller("vllm.v1.engine.core", "EngineCore")
     if core is not None:
         _watch_core(core, operator)
     return scheduler
@@ -115,8 +128,12 @@ def _watch_core(core: Any, operator: Operator) -> None:
         return result
 
     def pause_scheduler(call: Callable[..., Any], mode: str = "abort", clear_cache: bool = True) -> Any:
-        operator.pausing(mode, clears=clear_cache)
-        return call(mode, clear_cache)
+        take_back = operator.pausing(mode, clears=clear_cache)
+        try:
+            return call(mode, clear_cache)
+        except ValueError:  # no such mode, or not in this kind of engine
+            take_back()
+            raise
 
     def resume_scheduler(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = call(*args, **kwargs)

@@ -13,7 +13,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import Quarantine, around_reset, finished_normally, keep_unshared, transfer_params
+from vllm_pd_connector.compat.blocks import (
+    Quarantine,
+    around_reset,
+    computes_itself,
+    finished_normally,
+    keep_unshared,
+    transfer_params,
+)
 from vllm_pd_connector.compat.engine import calling_loop
 from vllm_pd_connector.compat.model.caches import leased_blocks
 from vllm_pd_connector.errors import ProtocolError
@@ -110,8 +117,8 @@ class SchedulerHalf:
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """None: vLLM leaves the request in its queue, schedules what is behind it, and asks again in the next step."""
         self.producer.make_room(self.producer.lending.blocks_for(request))
-        if not self.share.admits(request.request_id):
-            self.producer.make_room()  # rather than a prefill, a conversation that may never go on
+        # Rather than a prefill, a conversation goes, which may never go on.
+        if not computes_itself(request) and not self.share.admits(request.request_id, self.producer.make_room):
             return None, False
         count = self.consumer.num_remote_tokens(request, num_computed_tokens)
         return count, bool(count)

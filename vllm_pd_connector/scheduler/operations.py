@@ -84,8 +84,14 @@ class Operations:
         if not self._consumer.received(request_id) and not failed:
             self._compute_here({request_id}, at_once=False)
 
-    def pausing(self, mode: str, *, clears: bool) -> None:
+    def pausing(self, mode: str, *, clears: bool) -> Callable[[], None]:
+        before = self._pause
+
+        def take_back() -> None:
+            self._pause = before
+
         self._pause, self._tell_at = mode if clears else "", time.monotonic() + _TELL_EVERY_S
+        return take_back
 
     def resumed(self) -> None:
         self._pause = ""

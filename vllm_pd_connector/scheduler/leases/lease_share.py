@@ -5,6 +5,8 @@ while the blocks that are leased, those that prefills which have begun will stil
 `kv_lease_share` of the pool. It waits in vLLM's queue, where requests of other kinds pass it. Leases end by themselves,
 so it begins one day; a prompt above the share begins when nothing else is leased or under way.
 
+vLLM computes a prefill whose prompt's log-probabilities are wanted whatever is answered: it begins, and counts.
+
 Prefills begin in the order in which vLLM asks for them, which is that of arrival or of priority: behind one that is
 held back no other begins in that step, or small ones would keep a large one waiting for ever.
 """
@@ -50,17 +52,25 @@ class LeaseShare:
         """A prefill of which `num_tokens` will be leased arrived."""
         self._needs[request_id] = self._blocks_of(num_tokens)
 
-    def admits(self, request_id: str) -> bool:
-        """Whether a request may begin; yes for what is no prefill for a decode instance."""
+    def admits(self, request_id: str, make_room: Callable[[], object] = lambda: None) -> bool:
+        """Whether a request may begin; yes for what is no prefill for a decode instance. Before it is held back,
+        `make_room` gives back what need not be leased."""
         need, blocks = self._needs.get(request_id), self._blocks
         if need is None or blocks is None or request_id in self._begun:
             return True
-        # Of a prefill that is written out while it runs, blocks are held already.
-        taken = blocks.num_blocks + sum(max(self._needs[name] - blocks.num_held_for(name), 0) for name in self._begun)
-        if not self._held_back and (taken == 0 or taken + need <= self.limit):
-            return True
+        if not self._held_back:
+            if self._fits(need, blocks):
+                return True
+            make_room()
+            if self._fits(need, blocks):
+                return True
         self._held_back.add(request_id)
         return False
+
+    def _fits(self, need: int, blocks: HeldBlocks) -> bool:
+        # Of a prefill that is written out while it runs, blocks are held already.
+        taken = blocks.num_blocks + sum(max(self._needs[name] - blocks.num_held_for(name), 0) for name in self._begun)
+        return taken == 0 or taken + need <= self.limit
 
     def begin(self, request_id: str) -> None:
         """vLLM gave a request blocks."""
