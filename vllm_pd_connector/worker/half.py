@@ -220,7 +220,7 @@ class WorkerHalf:
         device = next((segment for segment in manifest.segments if segment.device != "cpu"), manifest.segments[0])
         return registry.create(
             self._config.transport,
-            self._config.transport_settings(prefills=self._is_read),
+            self._config.transport_settings(prefills=prefills),
             Use(
                 serves=self._config.is_target(prefills=prefills, decodes=decodes),
                 posts=self._config.starts_transfers(prefills=prefills, decodes=decodes),
