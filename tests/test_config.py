@@ -109,6 +109,16 @@ def test_an_instance_that_only_decodes_is_at_the_default_route_unless_a_host_is_
     assert hosted.transport_settings(prefills=False, environ={}) == {"route_to": "::1"}
 
 
+@pytest.mark.parametrize("mode", ["pull", "auto"])
+def test_an_instance_that_keeps_conversations_is_reached_like_its_side_channel(mode):
+    """It has one, which prefill instances ask before they read from it."""
+    given = {"transport": "mooncake", "mode": mode, "conversations": True}
+    settings = parse_config(given).transport_settings(prefills=False, environ={})
+    assert settings in ({"route_to": "127.0.0.1"}, {"address": "127.0.0.1"})
+    hosted = parse_config({**given, "side_channel_host": "10.0.0.7"})
+    assert hosted.transport_settings(prefills=False, environ={}) == {"route_to": "10.0.0.7"}
+
+
 def test_an_instance_that_only_decodes_and_is_written_into_is_at_loopback_unless_others_may_reach_it():
     def settings(**given):
         return parse_config({"transport": "mooncake", "mode": "push", **given}).transport_settings(

@@ -154,9 +154,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def transport_settings(self, *, prefills: bool, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         """`transport_options`, with what other keys decide: Mooncake advertises an address, by default the one on the
         route to the side channel's, so that a worker is reached like its instance is, or from this host alone. An
-        instance that only decodes has no side channel of its own: without a host it is at the default route's address,
-        from where it reaches prefill instances of this host and of others; if it is written into, that needs
-        `allow_unauthenticated_peers`, and it is at loopback else."""
+        instance that only decodes and keeps no conversations has no side channel of its own: without a host it is at
+        the default route's address, from where it reaches prefill instances of this host and of others; if it is
+        written into, that needs `allow_unauthenticated_peers`, and it is at loopback else."""
         settings = dict(self.transport_options)
         if self.transport != "mooncake":
             return settings
@@ -167,7 +167,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             return settings
         if not told and self.pushes and not settings.get("allow_unauthenticated_peers"):
             settings["address"] = DEFAULT_SIDE_CHANNEL_HOST
-        elif told or prefills:
+        elif told or prefills or self.conversations:
             host, _ = self.side_channel(0, environ)
             if host == "localhost":
                 settings["address"] = DEFAULT_SIDE_CHANNEL_HOST

@@ -192,6 +192,7 @@ def test_what_cannot_be_answered_says_why_in_one_line_and_by_its_exit_code(serve
             (f"tcp://127.0.0.1:{server.port}/p-9", Exit.REFUSED, "foreign_engine"),
             (nobody, Exit.UNREACHABLE, "listening there"),
             ("tcp://nohost.invalid:1", Exit.UNREACHABLE, "listening there"),
+            ("tcp://no..host:1", Exit.UNREACHABLE, "listening there"),
         ):
             assert failure(capsys, code, "explain", bad, good, "--timeout", "0.3", json=json).count(text)
     failure(capsys, Exit.UNREADABLE, "manifest", good, "-o", str(files.directory / "no" / "file"), json=json)

@@ -46,6 +46,12 @@ def test_a_good_one_is_good(transport: str, capsys: pytest.CaptureFixture[str]) 
     assert checked(transfer(transport=transport, transport_options={}), capsys) == []
 
 
+@pytest.mark.parametrize("mode", ["pull", "push", "auto"])
+def test_a_decode_instance_over_mooncake_may_keep_conversations(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    document = transfer(transport="mooncake", mode=mode, conversations=True)
+    assert checked(document | {"kv_role": "kv_consumer"}, capsys) == []
+
+
 @pytest.mark.parametrize(
     ("document", "words"),
     [

@@ -25,6 +25,7 @@ from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError, Unreachabl
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.fields import MAX_REQUEST_FRAME
 from vllm_pd_connector.sidechannel.client import SideChannelClient
+from vllm_pd_connector.sidechannel.net.dial import Dial
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 
@@ -266,6 +267,35 @@ def test_a_name_that_nobody_knows_is_told_at_once(client, monkeypatch):
     outcome = collect(client, 1)[token]
     assert isinstance(outcome, Unreachable)
     assert str(outcome) == "the name prefill.example is not known here: Name or service not known"
+
+
+@pytest.mark.parametrize("host", ["a..b", ".", f"{'x' * 64}.example", "::1%a..b"])
+def test_what_can_be_no_name_fails_who_asked_there_and_nobody_else(server, client, host):
+    """Requests name servers, and one name must not end what a whole instance asks of others."""
+    known = client.send(endpoint("127.0.0.1", server.port), m.GetManifests(ENGINE), PATIENCE_S)
+    bad = client.send(endpoint(host, 9), m.Release(()), PATIENCE_S)
+    outcomes = collect(client, 2)
+    assert isinstance(outcomes[known], m.Manifests)
+    assert isinstance(outcomes[bad], Unreachable) and f"the name {host} is not known here" in str(outcomes[bad])
+
+
+@pytest.mark.parametrize("fails_at", ["__init__", "result"])
+def test_a_defect_that_one_server_meets_is_told_to_those_who_asked_it(server, client, monkeypatch, caplog, fails_at):
+    real = getattr(Dial, fails_at)
+
+    def defect(dial: Dial, *args: Any) -> Any:
+        if (args[0] if args else dial._host) == "127.0.0.9":
+            raise RuntimeError("out of order")
+        return real(dial, *args)
+
+    monkeypatch.setattr(Dial, fails_at, defect)
+    bad = client.send(endpoint("127.0.0.9", 9), m.Release(()), 3600.0)
+    known = client.send(endpoint("127.0.0.1", server.port), m.GetManifests(ENGINE), PATIENCE_S)
+    outcomes = collect(client, 2)
+    assert isinstance(outcomes[known], m.Manifests)
+    assert isinstance(outcomes[bad], ProtocolError) and "RuntimeError: out of order" in str(outcomes[bad])
+    assert "out of order" in caplog.text, "a defect leaves its trace"
+    assert_serves(client, server)
 
 
 def test_every_address_of_a_name_is_tried(server, client, monkeypatch):

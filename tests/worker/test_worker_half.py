@@ -1,20 +1,27 @@
-"""What the worker half tells its transport."""
+"""What the worker half tells its transport, and that sleep and waking may fail and be asked for again."""
 
 from __future__ import annotations
 
 import queue
+import threading
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.geometry.world import instance
+from tests.support.ports import free_port
 from tests.support.worker.prefill_instance import MODEL, P_SIDE, real
 from vllm_pd_connector.config import parse_config
-from vllm_pd_connector.metadata import StepMetadata
+from vllm_pd_connector.errors import PDConnectorError, TransferError
+from vllm_pd_connector.metadata import BadParameters, ReceiveRequest, StepMetadata
+from vllm_pd_connector.protocol.wire.messages import ChecksumJob
 from vllm_pd_connector.sidechannel.bell import Bell
 from vllm_pd_connector.transport import registry
 from vllm_pd_connector.transport.base import Use
+from vllm_pd_connector.transport.loopback import LoopbackTransport
+from vllm_pd_connector.worker import checksum_server, transfer_loop
 from vllm_pd_connector.worker import half as half_module
 from vllm_pd_connector.worker.half import WorkerHalf
 
@@ -92,3 +99,130 @@ def test_a_worker_says_that_it_hears_and_rings_at_every_end() -> None:
     assert heard.get() == half.token
     bell.close()
     assert heard.empty()
+
+
+# -- sleep ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def half(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerHalf]:
+    """Of a prefill instance that writes and is asked for checksums; its caches are registered."""
+    [worker] = instance(MODEL, P_SIDE, "p-0")[:1]
+    monkeypatch.setattr(half_module, "build_manifest", lambda *_, **__: real(worker))
+    extra = {"transport": "loopback", "mode": "push", "verify": "all", "side_channel_port": free_port()}
+    config = parse_config({**extra, "huge_pages": False, "shutdown_timeout": 0})
+    roles = SimpleNamespace(is_kv_producer=True, is_kv_consumer=True)
+    engines = SimpleNamespace(data_parallel_index=0)
+    made = WorkerHalf(config, SimpleNamespace(kv_transfer_config=roles, parallel_config=engines), None)
+    made.register({})
+    yield made
+    made.shutdown()
+
+
+def take_step(half: WorkerHalf, metadata: StepMetadata) -> None:
+    """As vLLM does, also for a step without a forward."""
+    half.start_step(metadata)
+    half.step_launched()
+
+
+def test_steps_while_asleep_move_nothing_and_end_nothing(half: WorkerHalf) -> None:
+    """A client that gives up while its request waits in the queue makes vLLM take one."""
+    take_step(half, StepMetadata(step=1))
+    half.unregister()
+    receives = [
+        ReceiveRequest(name, BadParameters("asleep"), (), 0, 1, spare=name == "spare") for name in ("needed", "spare")
+    ]
+    take_step(half, StepMetadata(step=2, receives=receives, aborts=["another"]))
+    results, report = half.transfer_results(), half.take_report()
+    assert (results.finished_recving, results.failed_recving) == ({"needed", "spare"}, {"needed"})
+    assert report is not None and report.spared == {"spare"}
+    half.restore()
+    take_step(half, StepMetadata(step=3))
+    assert half._loop is not None and half._loop._push is not None
+    assert half._loop._push.clock.done() == 3
+
+
+def test_a_waking_that_failed_can_be_asked_for_again(half: WorkerHalf, monkeypatch: pytest.MonkeyPatch) -> None:
+    half.unregister()
+    closed: list[LoopbackTransport] = []
+
+    class Refuses(LoopbackTransport):
+        def register(self, segments: Any) -> None:
+            raise TransferError("no memory can be pinned")
+
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    threads = {thread.name for thread in threading.enumerate()}
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "create", lambda *_: Refuses())
+        for attempt in range(2):
+            with pytest.raises(TransferError, match="no memory can be pinned"):
+                half.restore()
+            assert len(closed) == attempt + 1, "what it holds is given back"
+            assert {thread.name for thread in threading.enumerate()} == threads
+    half.restore()
+    assert half._loop is not None and half._loop.runs
+
+
+def test_a_waking_that_failed_after_its_thread_began_can_be_asked_for_again(
+    half: WorkerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half.unregister()
+    with monkeypatch.context() as patch:
+        patch.setattr(half_module, "ChecksumServer", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            half.restore()
+    assert not [thread for thread in threading.enumerate() if thread.name == "pd-transfer"]
+    half.restore()
+    assert half._loop is not None and half._loop.runs
+
+
+class Stuck:
+    """Work in one of a worker's threads that does not end."""
+
+    def __init__(self) -> None:
+        self.begun, self.ends = threading.Event(), threading.Event()
+
+    def __call__(self, *_: Any) -> Any:
+        self.begun.set()
+        assert self.ends.wait(60)
+        return []
+
+
+def in_transfers(half: WorkerHalf, stuck: Stuck, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(transfer_loop, "SHUTDOWN_S", 0.05)
+    assert half._loop is not None
+    patch.setattr(half._loop, "_turn", stuck)
+    half._loop.submit([], [])
+
+
+def in_sums(half: WorkerHalf, stuck: Stuck, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checksum_server, "_CLOSE_S", 0.05)
+    patch.setattr(checksum_server, "checksums", stuck)
+    assert half._checksums is not None
+    patch.setattr(half._checksums, "_ask", lambda *_: ChecksumJob(1, (), (), 1))
+    half._checksums._wake.set()
+
+
+@pytest.mark.parametrize(("where", "thread"), [(in_transfers, "pd-transfer"), (in_sums, "pd-sums")])
+def test_the_memory_does_not_go_while_a_thread_may_touch_it(
+    half: WorkerHalf,
+    monkeypatch: pytest.MonkeyPatch,
+    where: Callable[[WorkerHalf, Stuck, pytest.MonkeyPatch], None],
+    thread: str,
+) -> None:
+    """Nor is it registered again beside that thread. When that has ended, sleep and waking can be asked for again."""
+    stuck = Stuck()
+    with monkeypatch.context() as patch:
+        where(half, stuck, patch)
+        assert stuck.begun.wait(60)
+        for call in (half.unregister, half.unregister, half.restore):
+            with pytest.raises(PDConnectorError, match=f"{thread} .* restart the instance"):
+                call()
+        take_step(half, StepMetadata(step=2, receives=[ReceiveRequest("late", BadParameters("asleep"), (), 0, 1)]))
+        assert half.transfer_results().failed_recving == {"late"}, "nobody would take it"
+        stuck.ends.set()
+    half.restore()
+    assert half._loop is not None and half._loop.runs

@@ -27,13 +27,16 @@ def segment_of(tensor: torch.Tensor) -> Segment:
 def make_device_current(segments: Sequence[Segment]) -> None:
     """Make the segments' device the calling thread's own.
 
-    A thread that moves device memory needs it: libraries take the thread's current context, device 0 by default.
+    A thread that moves device memory needs it: libraries take the thread's current context, device 0 by default. In a
+    new thread CUDA's device is 0 before any context is current, and choosing it again makes none so: something must be
+    done there (vLLM 0.32 does likewise, `platforms/cuda.py`, `set_device`).
     """
     device = next((segment for segment in segments if segment.device != "cpu"), None)
     if device is not None:
         import torch
 
         torch.accelerator.set_device_index(device.device_id)
+        torch.zeros(1, device=torch.device(device.device, device.device_id))
 
 
 class Mark(Protocol):

@@ -13,6 +13,7 @@ address, which who asks knows.
 from __future__ import annotations
 
 import itertools
+import logging
 import select
 import time
 from dataclasses import dataclass, field
@@ -38,10 +39,12 @@ from vllm_pd_connector.sidechannel.net.watch import Watch
 from vllm_pd_connector.wake import Wake
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from vllm_pd_connector.protocol.wire.fields import Message
     from vllm_pd_connector.sidechannel.net.keys import Keys
+
+logger = logging.getLogger(__name__)
 
 Outcome = Reply | ProtocolError | DeadlineExceeded
 
@@ -128,7 +131,7 @@ class SideChannelClient:
         if link.connected:
             _transmit(link, frame)
         else:
-            self._due += self._dial(link, now)
+            self._due.extend(self._look(link))
         return token
 
     def sockets(self) -> tuple[zmq.Socket[bytes] | int, ...]:
@@ -149,17 +152,7 @@ class SideChannelClient:
         outcomes, self._due = self._due, []
         self._lost.clear()
         for link in list(self._links.values()):
-            lost = link.connected and self._watch.has_lost(link.name)
-            outcomes += self._drain(link)  # what came before it was lost
-            if lost:
-                if self._watch.was_cut(link.name):
-                    reason = "a message without end came from there, so its connection was cut off"
-                    outcomes += _fail_pending(link, ProtocolError(reason))
-                outcomes += self._renew(link)
-            outcomes += self._dial(link, self._clock())
-            outcomes += self._expire(link)
-            if not link.pending and self._link_deadline(link) <= self._clock():
-                self._close_link(link)
+            outcomes.extend(self._look(link))
         return outcomes
 
     def take_departed(self) -> list[str]:
@@ -181,6 +174,28 @@ class SideChannelClient:
         self._context.term()
         self._lost.close()
         self._events.close()
+
+    def _look(self, link: _Link) -> Iterator[tuple[int, Outcome]]:
+        """What has come back from one server. Who asks others is not to hear of whatever goes wrong here."""
+        try:
+            yield from self._turn(link)
+        except Exception as error:
+            logger.exception("side channel: what was asked of %s port %d", link.host, link.port)
+            yield from _fail_pending(link, ProtocolError(f"unexpected {type(error).__name__}: {error}"))
+            self._close_link(link)  # a later request makes it anew
+
+    def _turn(self, link: _Link) -> Iterator[tuple[int, Outcome]]:
+        lost = link.connected and self._watch.has_lost(link.name)
+        yield from self._drain(link)  # what came before it was lost
+        if lost:
+            if self._watch.was_cut(link.name):
+                reason = "a message without end came from there, so its connection was cut off"
+                yield from _fail_pending(link, ProtocolError(reason))
+            yield from self._renew(link)
+        yield from self._dial(link, self._clock())
+        yield from self._expire(link)
+        if not link.pending and self._link_deadline(link) <= self._clock():
+            self._close_link(link)
 
     def _make_room(self) -> None:
         """Requests name servers, and unauthenticated peers may have made the requests: who has never answered gives way
@@ -222,18 +237,16 @@ class SideChannelClient:
             _transmit(link, pending.frame)
         return []
 
-    def _drain(self, link: _Link) -> list[tuple[int, Outcome]]:
-        outcomes: list[tuple[int, Outcome]] = []
+    def _drain(self, link: _Link) -> Iterator[tuple[int, Outcome]]:
         for _ in range(_DRAIN):
             try:
                 parts = take(link.socket)
             except zmq.Again:
                 break
             self._watch.took(parts[0])
-            outcomes += self._accept(link, [part.bytes for part in parts])
-        if outcomes:
-            link.used_at = self._clock()
-        return outcomes
+            if outcomes := self._accept(link, [part.bytes for part in parts]):
+                link.used_at = self._clock()
+                yield from outcomes
 
     def _accept(self, link: _Link, parts: list[bytes]) -> list[tuple[int, Outcome]]:
         try:

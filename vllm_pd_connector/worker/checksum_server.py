@@ -33,6 +33,8 @@ _CLOSE_S = 10.0
 class ChecksumServer:
     """The prefill side's thread of one worker; `worker` is its number among the instance's, `token` its secret."""
 
+    name = "pd-sums"
+
     def __init__(self, endpoint: str, keys: Keys | None, manifest: Manifest, worker: int, token: bytes) -> None:
         self._endpoint = endpoint
         self._keys = keys
@@ -42,14 +44,19 @@ class ChecksumServer:
         self._token = token
         self._wake = Wake()
         self._stop = False
-        self._thread = threading.Thread(target=self._run, name="pd-sums", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; nothing reads the caches after this returns."""
+        """End the thread; nothing reads the caches after this returns, unless it still `runs`."""
         self._stop = True
         self._wake.set()
         self._thread.join(timeout=_CLOSE_S)
+
+    @property
+    def runs(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._thread.is_alive()
 
     def _run(self) -> None:
         client = SideChannelClient(keys=self._keys)

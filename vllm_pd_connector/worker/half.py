@@ -75,6 +75,7 @@ class WorkerHalf:
         self._loop: TransferLoop | None = None
         self._trace: DigestTrace | None = None
         self._checksums: ChecksumServer | None = None
+        self._ending: list[TransferLoop | ChecksumServer] = []  # told to end, and not known to have ended
         self._kv_caches: dict[str, torch.Tensor] = {}
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -124,7 +125,11 @@ class WorkerHalf:
             received=self._trace.received if self._trace is not None else None,
             address=address_towards(self._side_channel()[0]),
         )
-        self._offer(manifest)
+        try:
+            self._offer(manifest)
+        except BaseException:
+            self._end_threads()  # what began: a waking may be asked for again
+            raise
 
     def _offer(self, manifest: Manifest) -> None:
         """Start the transfer thread, and complete the manifest with what only that knows."""
@@ -154,30 +159,35 @@ class WorkerHalf:
         peers still try there fails. `restore` begins another incarnation.
 
         Raises:
-            PDConnectorError: the transfer thread does not end: the memory must not go.
+            PDConnectorError: a thread that moves or reads what the caches hold does not end: the memory must not go.
         """
-        if self._loop is None:
+        if self._loop is None and not self._ending:
             return
-        self._end_threads(self._loop)
-        if self._loop.runs:
-            raise PDConnectorError("sleep: transfers from or into this worker's caches do not end")
-        self._loop = None
+        self._end_threads()
+        if self._ending:
+            raise PDConnectorError(
+                f"sleep: {' and '.join(thread.name for thread in self._ending)} of this worker, which moves or reads "
+                "what its caches hold, has not ended: ask for sleep again later, or restart the instance"
+            )
         logger.info("let go of the caches' memory with %s", self._config.transport)
 
     def restore(self) -> None:
-        """The memory is back: register it anew. Again changes nothing.
+        """The memory is back: register it anew. Again changes nothing, and after a failure tries anew.
 
         Raises:
-            PDConnectorError: as `register`.
+            PDConnectorError: as `register`, and as `unregister` after one that failed.
         """
         if self._loop is None:
+            self.unregister()
             self.register(self._kv_caches)
 
-    def _end_threads(self, loop: TransferLoop) -> None:
-        if self._checksums is not None:
-            self._checksums.close()
-            self._checksums = None
-        loop.close()
+    def _end_threads(self) -> None:
+        """Tell those that touch the caches to end, and wait a while for it; see `_ending`."""
+        self._ending += [thread for thread in (self._checksums, self._loop) if thread is not None]
+        self._checksums = self._loop = None
+        for thread in self._ending:
+            thread.close()
+        self._ending = [thread for thread in self._ending if thread.runs]
 
     @property
     def _is_read(self) -> bool:
@@ -210,7 +220,7 @@ class WorkerHalf:
         device = next((segment for segment in manifest.segments if segment.device != "cpu"), manifest.segments[0])
         return registry.create(
             self._config.transport,
-            self._config.transport_settings(prefills=self._is_read),
+            self._config.transport_settings(prefills=prefills),
             Use(
                 serves=self._config.is_target(prefills=prefills, decodes=decodes),
                 posts=self._config.starts_transfers(prefills=prefills, decodes=decodes),
@@ -238,8 +248,11 @@ class WorkerHalf:
         if metadata.bell and metadata.bell != self._bell:
             self._bell = metadata.bell
             self._ring()  # so that the scheduler half knows that it hears this worker
-        if metadata.receives or metadata.aborts:
-            assert self._loop is not None
+        if self._loop is None:  # asleep
+            for receive in metadata.receives:
+                logger.error("request %s: its receive cannot begin while this worker is asleep", receive.request_id)
+                self._outbox.finished(receive.request_id, ok=False, quarantined=False, spare=receive.spare)
+        elif metadata.receives or metadata.aborts:
             self._loop.submit(metadata.receives, metadata.aborts)
         for held in metadata.held:
             assert self._trace is not None
@@ -256,8 +269,7 @@ class WorkerHalf:
         if self._mark is None or metadata is None:
             return
         mark = self._mark()
-        if self._pushes:
-            assert self._loop is not None
+        if self._pushes and self._loop is not None:  # vLLM takes steps while asleep, too: a client gave up
             self._loop.step_launched(metadata.step, mark.query)
         if self._drafts and metadata.ends_prefill:
             mark.synchronize()
@@ -280,12 +292,11 @@ class WorkerHalf:
 
     def shutdown(self) -> None:
         """End: after the readers of this worker's memory, if it is a prefill worker, within `shutdown_timeout`."""
-        if self._loop is not None:
-            if self._vllm_config.kv_transfer_config.is_kv_producer and self._config.shutdown_timeout > 0:
-                address, keys = self._own_side_channel()
-                wait_for_readers(address, keys, self._config.shutdown_timeout)
-            self._end_threads(self._loop)
-            self._loop = None
+        waits = self._vllm_config.kv_transfer_config.is_kv_producer and self._config.shutdown_timeout > 0
+        if waits and self._loop is not None:
+            address, keys = self._own_side_channel()
+            wait_for_readers(address, keys, self._config.shutdown_timeout)
+        self._end_threads()
 
 
 def _require_whole_checksums(config: Config, manifest: Manifest) -> None:

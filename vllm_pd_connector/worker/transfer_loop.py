@@ -11,6 +11,7 @@ confirms that it held the blocks -> report. Whatever goes wrong on the way ends 
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import threading
 import time
@@ -63,6 +64,8 @@ class TransferLoop:
         address: where this worker is dialled by who watches it.
     """
 
+    name = "pd-transfer"
+
     def __init__(
         self,
         config: Config,
@@ -90,7 +93,7 @@ class TransferLoop:
         self._wake = Wake()
         self._comparison = ChecksumComparison(config, manifest, self._wake)
         self._stop = False
-        self._thread = threading.Thread(target=self._run, name="pd-transfer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self._started: Future[bytes] = Future()
 
     def start(self) -> bytes:
@@ -126,7 +129,7 @@ class TransferLoop:
 
     def close(self) -> None:
         """End the thread: receives under way fail and their leases are given back, but nobody takes their reports any
-        more. Nothing is written to memory after this returns."""
+        more. Nothing is written to memory after this returns, unless the thread still `runs`."""
         self._stop = True
         self._wake.set()
         self._thread.join(timeout=SHUTDOWN_S)
@@ -140,47 +143,48 @@ class TransferLoop:
     # Everything below runs in the thread.
 
     def _run(self) -> None:
-        try:
-            self._transport = self._make_transport()
-            self._stager = Stager(self._transport, self._manifest.segments, self._config.staging_bytes)
-            if self._config.mode == "auto" or self._push is not None:
-                self._scratch = copier_for(self._manifest.segments).allocate(SCRATCH_BYTES)
-            scratch = () if self.scratch is None else (self.scratch,)
-            self._transport.register((*self._manifest.segments, *self._stager.segments, *scratch))
-            self._calls = PendingCalls(self._keys)
-            self._processes = ProcessWatches(self._address, self._wake.set)
-            self._auto_mode = AutoMode(
-                self._transport, self.scratch, self._config.handshake_timeout, self._outbox.counting
-            )
-            self._events = EventQueue()
-            common = (
-                *(self._config, self._manifest, self._transport),
-                *(self._stager, self._calls, self._processes, self._events),
-            )
-            self._receives = Receives(
-                *common,
-                self._comparison,
-                self._outbox,
-                self._reader,
-                self._readers,
-                connected=self._auto_mode.begin if self._config.mode == "auto" else None,
-                received=self._received,
-            )
-            if self._push is not None:
-                self._pushes = Pushes(*common, self._push, self._reader, self._outbox.counting)
-            self._started.set_result(self._transport.describe())
-        except BaseException as error:
-            self._started.set_exception(error)
-            return
-        try:
+        with contextlib.ExitStack() as ending:
+            try:
+                self._begin_work(ending)
+                self._started.set_result(self._transport.describe())
+            except BaseException as error:
+                self._started.set_exception(error)
+                return
             while not self._stop:
                 self._calls.wait(self._wake, self._next_deadline())
                 self._turn(time.monotonic())
             self._receives.fail_all("this instance is shutting down", time.monotonic())
-        finally:
-            self._calls.close(linger_s=GOODBYE_S)
-            self._transport.close()
-            self._processes.close()  # nothing lands any more
+
+    def _begin_work(self, ending: contextlib.ExitStack) -> None:
+        """Make what the thread works with; `ending` gets what becomes of it, however far this comes."""
+        self._processes = ProcessWatches(self._address, self._wake.set)
+        ending.callback(self._processes.close)  # last: nothing lands any more
+        self._transport = self._make_transport()
+        ending.callback(self._transport.close)
+        self._stager = Stager(self._transport, self._manifest.segments, self._config.staging_bytes)
+        if self._config.mode == "auto" or self._push is not None:
+            self._scratch = copier_for(self._manifest.segments).allocate(SCRATCH_BYTES)
+        scratch = () if self.scratch is None else (self.scratch,)
+        self._transport.register((*self._manifest.segments, *self._stager.segments, *scratch))
+        self._calls = PendingCalls(self._keys)
+        ending.callback(self._calls.close, linger_s=GOODBYE_S)
+        self._auto_mode = AutoMode(self._transport, self.scratch, self._config.handshake_timeout, self._outbox.counting)
+        self._events = EventQueue()
+        common = (
+            *(self._config, self._manifest, self._transport),
+            *(self._stager, self._calls, self._processes, self._events),
+        )
+        self._receives = Receives(
+            *common,
+            self._comparison,
+            self._outbox,
+            self._reader,
+            self._readers,
+            connected=self._auto_mode.begin if self._config.mode == "auto" else None,
+            received=self._received,
+        )
+        if self._push is not None:
+            self._pushes = Pushes(*common, self._push, self._reader, self._outbox.counting)
 
     def _turn(self, now: float) -> None:
         """One round: replies, orders, transfers, deadlines. An unexpected error fails receives and pushes, not the

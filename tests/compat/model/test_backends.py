@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
-import pd_test_plugins
 import pytest
 
 from vllm_pd_connector.compat.model import backends
@@ -32,11 +32,10 @@ def test_registering_one_imports_nothing_of_vllm_and_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_the_backend_of_the_tests_is_known_because_its_plugin_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.attention.backends import registry
-
-    monkeypatch.setattr(registry, "register_backend", lambda *_: None)  # CPU_ATTN stays what it is in this process
-    monkeypatch.setenv("PD_TEST_REFERENCE_ATTENTION", "1")
-    assert not backends.is_plain("CPU_ATTN_REFERENCE")
-    pd_test_plugins.register()
-    assert backends.is_plain("CPU_ATTN_REFERENCE")
+def test_the_backend_of_the_tests_is_known_because_its_plugin_says_so() -> None:
+    """In a process of its own: the plugin puts its backend into vLLM's place, for good."""
+    program = (
+        "from pd_test_plugins import register; from vllm_pd_connector.compat.model.backends import is_plain; "
+        "assert not is_plain('CPU_ATTN_REFERENCE'); register(); assert is_plain('CPU_ATTN_REFERENCE')"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"PD_TEST_REFERENCE_ATTENTION": "1"})

@@ -8,14 +8,16 @@ bytes, written by the writer's formula and read by the manifest's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from tests.recorded import read
+from vllm_pd_connector.compat.model.pages import Form, page_of
 from vllm_pd_connector.geometry.manifest import AxisName, Manifest, Role, Tensor
 
 Bytes = NDArray[np.uint8]
@@ -217,3 +219,20 @@ def places(manifest: Manifest, tensor: Tensor, slot: int) -> NDArray[np.int64]:
         else:
             found = np.add.outer(found, np.arange(axis.size) * axis.stride)
     return np.add.outer(found, np.arange(tensor.itemsize)).astype(np.int64)
+
+
+@pytest.mark.parametrize("rocm", [False, True])
+@pytest.mark.parametrize("width", [128 + 4, 64 + 4])
+@pytest.mark.parametrize(
+    "backend", ["DEEPSEEK_V41_INDEXER", "DEEPSEEK_V41_SPARSE_INDEXER", "DEEPSEEK_V41_ROCM_MXFP4_INDEXER"]
+)
+def test_an_indexer_of_bytes_that_vllm_does_not_call_one_is_not_taken_for_a_record_per_token(
+    backend: str, width: int, rocm: bool
+) -> None:
+    """DeepSeek-V4.1, layers of ratio 1 (`DeepseekV4IndexerCache.get_kv_cache_spec`): its writer puts the values of all
+    tokens before the scales (`deepseek_v41/common/ops/indexer_k_store.py`), and its spec looks like plain vectors."""
+    spec = MLAAttentionSpec(block_size=128, num_kv_heads=1, head_size=width, dtype=torch.uint8, tokens_per_state=1)
+    page = page_of(spec, backend, rocm=rocm)
+    assert page.form is Form.OPAQUE and backend in page.reason
+    elements = replace(spec, head_size=512, dtype=torch.bfloat16)
+    assert page_of(elements, backend, rocm=rocm).form is Form.ROWS, "an element of two bytes is no packed record"

@@ -118,7 +118,7 @@ def test_an_instance_has_its_own_blocks_written_into_and_no_other_s(server, pref
 def test_without_keys_only_this_host_is_asked():
     for host in ("127.0.0.1", "127.8.9.1", "::1", "[::1]", "localhost"):
         k.require_known_server(host, None, None, False)
-    for host in ("10.0.0.7", "0.0.0.0", "fe80::1", "prefill.example", "localhost.example"):
+    for host in ("10.0.0.7", "0.0.0.0", "fe80::1", "prefill.example", "localhost.example", "::1%lo", "::1%a.b"):
         with pytest.raises(UnauthenticatedPeer, match="side_channel_keys"):
             k.require_known_server(host, None, None, False)
         k.require_known_server(host, None, None, True)

@@ -16,6 +16,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nixl-tcp": ("nixl", {"ucx": {"TLS": "tcp"}}),
 }
 
+PATIENCE_S = 600.0
+"""Ends a test that hangs; how long a busy machine takes decides nothing."""
+
 
 class Instance:
     """A process that runs `main(pipe, engine_id, transport, options)`; `place` is what it said first."""
@@ -32,7 +35,7 @@ class Instance:
         return self._answer()
 
     def _answer(self) -> Any:
-        assert self._pipe.poll(60), "the process does not answer"
+        assert self._pipe.poll(PATIENCE_S), "the process does not answer"
         return self._pipe.recv()
 
     def stop(self) -> None:
@@ -54,7 +57,7 @@ class Instance:
         self._pipe.close()
 
     def close(self) -> None:
-        self._process.join(60)
+        self._process.join(PATIENCE_S)
         assert self._process.exitcode in (0, -signal.SIGKILL)
 
     def _state(self) -> str:

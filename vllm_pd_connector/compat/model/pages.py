@@ -99,10 +99,11 @@ def _vectors(spec: MLAAttentionSpec | SlidingWindowMLASpec, backend: str, rocm: 
         if spec.cache_dtype_str == "fp8_ds_mla" and content == V4_VALUES + V4_SCALES and not rocm:
             return Page(Form.VALUES_THEN_SCALES, Role.LATENT, V4_VALUES, V4_SCALES)
         return _opaque(f"{spec.cache_dtype_str} of DeepSeek-V4 with {content} bytes a token")
-    if plain and spec.kv_quant_mode is KVQuantMode.NONE:
+    # Bytes are no elements of a vector: somebody packs them, as DeepSeek-V4.1's indexers do, which bear no role.
+    if plain and spec.kv_quant_mode is KVQuantMode.NONE and spec.dtype.itemsize > 1:
         return Page(Form.ROWS, Role.LATENT, content)
     if backend not in backends.ROWS or rocm:
-        return _opaque(f"{spec.cache_dtype_str} of {backend}, whose writer was not read")
+        return _opaque(f"{spec.cache_dtype_str or spec.dtype} of {backend}, whose writer was not read")
     if plain and spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR:
         return Page(Form.ROWS, Role.LATENT, content)
     if DS_MLA_ROWS.get(str(spec.cache_dtype_str)) == content:

@@ -39,7 +39,7 @@ class Dial:
         self._lookup: Wake | None = None
         try:
             self._try(_addresses(host, port, socket.AI_NUMERICHOST))
-        except OSError:  # it is a name
+        except (OSError, UnicodeError):  # it is a name, or can be none, which the look-up says
             self._look_up()
 
     def result(self) -> str | None:

@@ -179,9 +179,10 @@ def admits(keys: Keys | None, host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can only be this host. Names are not resolved: all but "localhost" may be anybody."""
+    """Whether an address can only be this host. Names are not resolved: all but "localhost" may be anybody, and so may
+    an address with a scope ("::1%name"), which is looked up as a name where no interface has that one."""
     with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return "%" not in host and ipaddress.ip_address(host.strip("[]")).is_loopback
     return host == "localhost"
 
 

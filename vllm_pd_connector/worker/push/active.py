@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm_pd_connector.observability.stats import FailureKind
+from vllm_pd_connector.protocol.push import push as machines
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vllm_pd_connector.geometry.runs import Runs
     from vllm_pd_connector.geometry.staging.chunks import Chunk
-    from vllm_pd_connector.protocol.push.push import Push
     from vllm_pd_connector.protocol.wire.push_messages import PushInto
     from vllm_pd_connector.worker.in_flight import InFlight
     from vllm_pd_connector.worker.push.link import WriteLink
@@ -25,7 +27,7 @@ class ActivePush:
 
     into: PushInto
     link: WriteLink
-    machine: Push
+    machine: machines.Push
     cursor: int
     in_flight: InFlight = field(init=False)
     work: tuple[Runs | Iterator[Chunk], ...] = ()
@@ -34,7 +36,26 @@ class ActivePush:
     told: int = 0
     tell_at: float = 0.0
     first_valid_tokens: dict[int, int] = field(default_factory=dict)
+    given_up: FailureKind = FailureKind.INTERNAL  # of what kind the reason is, where it is given up
 
     @property
     def key(self) -> str:
         return self.into.attempt.hex()
+
+    def kind_of(self, failure: machines.Event) -> FailureKind:
+        """What the push counts as that this event has ended."""
+        match failure:
+            case machines.GivenUp():
+                return self.given_up
+            case machines.LinkLost():
+                return FailureKind.PEER_UNREACHABLE
+            case machines.PushTick():
+                return FailureKind.DEADLINE
+        return FailureKind.TRANSFER_FAILED
+
+    @property
+    def missing(self) -> str:
+        """What it waits for, for whoever reads that it took too long."""
+        if not self.machine.writing:
+            return self.machine.phase.value
+        return f"{len(self.machine.writing)} transfers have not ended, and no part of one has since"

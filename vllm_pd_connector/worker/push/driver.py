@@ -205,6 +205,7 @@ class Pushes:
                     self._drive(push, machines.Commanded(command), now)
             case CancelCommand(attempt, reason):
                 if (push := self._pushes.get(attempt.hex())) is not None:
+                    push.given_up = FailureKind.ABORTED
                     self._drive(push, machines.GivenUp(reason), now)
                 else:
                     self._refuse(attempt, reason)
@@ -214,6 +215,7 @@ class Pushes:
         try:
             require_known_server(home.host, home.server_key, self._keys, unkeyed, "decode instance")
         except UnauthenticatedPeer as error:
+            self._stats.fail(FailureKind.BAD_PARAMETERS, "failed_pushes")
             self._refuse(into.attempt, str(error))
             return
         key = PeerKey(home.host, home.port, home.incarnation, home.server_key)
@@ -241,7 +243,7 @@ class Pushes:
     def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
         """The decode instance cannot be written into."""
         if (push := self._pushes.get(request_id)) is not None:
-            self._stats.fail(kind, "failed_pushes")
+            push.given_up = kind
             self._handle(push, machines.GivenUp(reason), now)
 
     def lost(self, link: PeerLink, reason: str, now: float) -> None:
@@ -269,7 +271,8 @@ class Pushes:
         """Carry out what a push's machine asks for."""
         events: deque[machines.Event] = deque([event])
         while events:
-            for action in push.machine.handle(events.popleft(), now):
+            event = events.popleft()
+            for action in push.machine.handle(event, now):
                 match action:
                     case machines.Bind(command):
                         events.append(self._bind(push, command))
@@ -277,7 +280,8 @@ class Pushes:
                         self._start(push, now)
                     case machines.WantLink():
                         self._links.drive(push.link, peers.Wanted(push.key), now)
-                    case machines.Stop(reason):
+                    case machines.Stop(reason):  # once, when it fails
+                        self._stats.fail(push.kind_of(event), "failed_pushes")
                         events.append(self._stop(push, reason, now))
                     case machines.Report(ok, reason, terminal):
                         self._report(push, ok, reason, terminal)
@@ -289,7 +293,7 @@ class Pushes:
                 return machines.Bound(0)
             part = push.link.bind_push(push.into, command.source, push.cursor, reach, command.final)
         except BindError as error:
-            self._stats.fail(FailureKind.TRANSFER_FAILED, "failed_pushes")
+            push.given_up = FailureKind.TRANSFER_FAILED
             return machines.GivenUp(str(error))
         except Exception as error:  # a defect of ours that one push met must not reach the others
             return self._defect(push, error)
@@ -330,7 +334,6 @@ class Pushes:
     def _ended(self, push: ActivePush, end: TransferEnd, error: TransferError | None, now: float) -> None:
         self._drive(push, end, now)
         if error is not None:
-            self._stats.fail(FailureKind.TRANSFER_FAILED, "failed_pushes")
             push.in_flight.blame(error, now)
 
     def _look(self, push: ActivePush, now: float) -> None:
@@ -351,7 +354,7 @@ class Pushes:
             push.arrived = arrived
             self._drive(push, machines.PushTick(moved=True), now)
             return
-        self._drive(push, machines.PushTick(missing=_missing(push)), now)
+        self._drive(push, machines.PushTick(missing=push.missing), now)
         if push.in_flight.moves:  # else it waited for room or for our own copies
             push.link.stalled = "a write took too long"
         self._links.drive(push.link, peers.Suspected("a push exceeded its deadline"), now)
@@ -369,10 +372,3 @@ class Pushes:
 
     def _observe(self, phase: Phase, seconds: float) -> None:
         self._stats.observe_phase(phase, seconds)
-
-
-def _missing(push: ActivePush) -> str:
-    """What a push waits for, for whoever reads that it took too long."""
-    if not push.machine.writing:
-        return push.machine.phase.value
-    return f"{len(push.machine.writing)} transfers have not ended, and no part of one has since"

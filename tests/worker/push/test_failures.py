@@ -1,0 +1,140 @@
+"""`vllm:pd_failed_pushes`: a push that fails counts once on each rank, whatever it failed of and in how many parts."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.support.worker.decode_instance import changed_model, in_its_thread, until
+from tests.support.worker.prefill_instance import P_BLOCKS, TOKENS
+from tests.support.worker.writer import CONFIG, TINY, Target, Writer, freed, writes
+from vllm_pd_connector.config import Config
+from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.worker.push.link import WriteLink
+
+SOON = {"transfer_timeout": 1.0}
+
+
+@pytest.fixture(params=[0, TINY], ids=["direct", "by way of the slab"])
+def config(request: pytest.FixtureRequest) -> Config:
+    return msgspec.structs.replace(CONFIG, staging_bytes=request.param)
+
+
+def counts_once(writer: Writer, kind: str) -> bool:
+    """Whether each worker has counted one push, as this or as given up because another rank had failed. The instance
+    ends, so that nothing is counted later."""
+    writer.close()
+    found = []
+    for loop in writer.loops:
+        stats = loop._outbox.take_stats()
+        found.append(dict(stats.data["failed_pushes"]) if stats is not None else {})
+    return {kind: 1} in found and all(one in ({kind: 1}, {"aborted": 1}) for one in found)
+
+
+def hold(writer: Writer, held: bool = True) -> None:
+    for transport in writer.transports:
+        transport.faults.held = held
+
+
+def in_flight(writer: Writer) -> list[int]:
+    """How many transfers each worker's pushes have begun."""
+    found: list[int] = []
+    for loop in writer.loops:
+        assert loop._pushes is not None
+        found.append(sum(push.begun for push in loop._pushes._pushes.values()))
+    return found
+
+
+def test_many_parts_that_fail_are_one_push(writer: Writer, target: Target) -> None:
+    hold(writer)
+    target.loop.submit([target.request(writer, start=0)], [])
+    writer.begin()
+    until(lambda: writer.server.pushes.wanted(["p-a"]), "the registration")
+    writer.compute(0, TOKENS)
+    for step, tokens in ((1, 4), (2, 8)):
+        writer.server.pushes.progressed([("p-a", (BlockTable.of(0, P_BLOCKS),), tokens)], step)
+        writer.step_done(step)
+        until(lambda step=step: all(begun >= step for begun in in_flight(writer)), "a part of every worker")
+    writer.finish(step=3)
+    writer.step_done(3)
+    until(lambda: all(begun >= 3 for begun in in_flight(writer)), "the last part of every worker")
+    target.transport.faults.lost = True
+    assert target.wait_for("d") == [False]
+    freed(writer, "a")
+    assert counts_once(writer, "transfer_failed")
+
+
+def test_one_that_takes_too_long_counts(config: Config, target: Target) -> None:
+    writer = Writer(msgspec.structs.replace(config, **SOON))
+    hold(writer)
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    assert target.wait_for("d") == [False]
+    hold(writer, False)
+    freed(writer, "a")
+    assert counts_once(writer, "deadline")
+
+
+def test_one_that_is_given_up_counts(writer: Writer, target: Target) -> None:
+    hold(writer)
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+    target.loop.submit([], ["d"])
+    [pushes, *others] = [list(loop._pushes._pushes.values()) for loop in writer.loops if loop._pushes is not None]
+    until(lambda: all(push.machine.failed for push in sum(others, pushes)), "the order to give it up")
+    hold(writer, False)
+    freed(writer, "a")
+    assert counts_once(writer, "aborted")
+
+
+def test_one_into_an_instance_that_is_refused_counts(writer: Writer, config: Config) -> None:
+    target = Target(config, model=changed_model(dtype="float16"))
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    assert target.wait_for("d") == [False]
+    freed(writer, "a")
+    assert counts_once(writer, "incompatible_peer")
+    target.close()
+
+
+def test_one_into_an_instance_that_proves_nothing_of_itself_counts(writer: Writer, target: Target) -> None:
+    target.home = msgspec.structs.replace(target.home, host="203.0.113.9")
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    assert target.wait_for("d") == [False]
+    freed(writer, "a")
+    assert counts_once(writer, "bad_parameters")
+
+
+def test_one_over_a_link_that_is_lost_counts(writer: Writer, target: Target) -> None:
+    hold(writer)
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+    for loop in writer.loops:
+        assert loop._pushes is not None
+        [push] = loop._pushes._pushes.values()
+        in_its_thread(loop, lambda now, pushes=loop._pushes, link=push.link: pushes.lost(link, "it is gone", now))
+    assert target.wait_for("d") == [False]
+    hold(writer, False)
+    freed(writer, "a")
+    assert counts_once(writer, "peer_unreachable")
+
+
+def test_one_that_met_a_defect_counts(writer: Writer, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WriteLink, "bind_push", lambda *_: 1 // 0)
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    assert target.wait_for("d") == [False]
+    freed(writer, "a")
+    assert counts_once(writer, "internal")
+
+
+def test_one_that_is_good_does_not_count(writer: Writer, target: Target) -> None:
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    assert target.wait_for("d") == [True]
+    freed(writer, "a")
+    writer.close()
+    assert not [stats for loop in writer.loops if (stats := loop._outbox.take_stats()) and stats.data["failed_pushes"]]
