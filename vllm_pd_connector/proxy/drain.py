@@ -4,7 +4,8 @@ What an instance has to do shows on its `/metrics`, which vLLM renews with its e
 an idle engine for one when a lease ends:
 
     requests   running or waiting in its engine (a decode instance's include those whose caches are on their way)
-    leases     finished prefills whose blocks a decode instance will still read
+    leases     finished prefills whose blocks a decode instance will still read; a conversation that is kept for a next
+               turn is none: whoever wants it can compute it
 
 Both must be 0 at every look for some seconds: a request that the API server is still reading is in neither. That no new
 ones come is the router's part. This project's is told to send none, and asked whether it still waits for an answer;
