@@ -44,7 +44,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             VLLM_NIXL_SIDE_CHANNEL_HOST that in-tree launch scripts set, else loopback.
         side_channel_port: base port; the data-parallel index is added. None: VLLM_NIXL_SIDE_CHANNEL_PORT, else 5600.
         bootstrap_port: where a prefill instance in mode push or auto answers proxies of vLLM's in-tree Mooncake
-            connector, on the side channel's host; the data-parallel index is added. None:
+            connector, on the side channel's host; the first engine of a `vllm serve` for all of them. None:
             VLLM_MOONCAKE_BOOTSTRAP_PORT, else nowhere.
         side_channel_keys: directory of this instance's CURVE key pair and its peers' public keys
             (`sidechannel.net.keys`).

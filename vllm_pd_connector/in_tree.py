@@ -27,7 +27,6 @@ CONNECTORS: Final[dict[str, dict[str, Any]]] = {
 
 _NIXL, _MOONCAKE = "NixlConnector", "MooncakeConnector"
 _BOOTSTRAP_PORT = 8998
-_NO_BLOCKS_OF_DECODE = "no counterpart: prefill never reads from decode; a prefix cache on prefill has what it computed"
 
 KEYS: Final[dict[str, tuple[str, str]]] = {
     "backends": (_NIXL, 'one NIXL backend, "transport_options": {"backend": …}; several have no counterpart'),
@@ -37,9 +36,9 @@ KEYS: Final[dict[str, tuple[str, str]]] = {
         _NIXL,
         "no counterpart: every pair is checked; model_id, weights_version, allow_mixed_quantization allow differences",
     ),
-    "bidirectional_kv_xfer": (_NIXL, _NO_BLOCKS_OF_DECODE),
-    "kv_recompute_threshold": (_NIXL, _NO_BLOCKS_OF_DECODE),
-    "decoder_kv_blocks_ttl": (_NIXL, _NO_BLOCKS_OF_DECODE),
+    "bidirectional_kv_xfer": (_NIXL, "conversations, on both sides: prefill reads the last turn from decode"),
+    "kv_recompute_threshold": (_NIXL, "no counterpart: whatever decode holds of a conversation's last turn is read"),
+    "decoder_kv_blocks_ttl": (_NIXL, "conversation_lease, how long decode keeps a turn"),
     "push_registration_timeout": (_NIXL, "kv_lease_duration, which is also how long a request waits for its prefill"),
     "mooncake_protocol": (_MOONCAKE, '"transport_options": {"protocol": "rdma"} or "tcp"'),
     "device_name": (_MOONCAKE, '"transport_options": {"device": …}'),
@@ -129,6 +128,12 @@ def _protocol(value: object) -> dict[str, Any]:
     return {"transport_options": {"protocol": value}}
 
 
+def _bidirectional(value: object) -> dict[str, Any]:
+    if not isinstance(value, bool):
+        raise InvalidConfig(f"bidirectional_kv_xfer is {value!r}: it must be true or false")
+    return {"conversations": True} if value else {}
+
+
 def _bootstrap(value: object) -> dict[str, Any]:
     port = str(value).rpartition(":")[2]
     if not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
@@ -142,6 +147,8 @@ _CHANGES: Final[dict[str, Callable[[Any], dict[str, Any]]]] = {
     "device_name": lambda value: {"transport_options": {"device": value}} if value else {},
     "bootstrap_server_address": _bootstrap,
     "push_registration_timeout": lambda value: {"kv_lease_duration": value},
+    "bidirectional_kv_xfer": _bidirectional,
+    "decoder_kv_blocks_ttl": lambda value: {"conversation_lease": value},
 }
 
 

@@ -174,6 +174,10 @@ def test_what_a_key_becomes() -> None:
         "transport_options": {"protocol": "tcp", "device": "mlx5_0"},
     }  # fmt: skip
     assert extra("MooncakeConnector", bootstrap_server_address="[::1]:9000")["bootstrap_port"] == 9000
+    assert extra("NixlConnector", bidirectional_kv_xfer=True, decoder_kv_blocks_ttl=480) == {
+        "transport": "nixl", "mode": "pull", "conversations": True, "conversation_lease": 480
+    }  # fmt: skip
+    assert "conversations" not in extra("NixlConnector", bidirectional_kv_xfer=False)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +186,7 @@ def test_what_a_key_becomes() -> None:
         {"kv_connector": "LMCacheMPConnector"},
         {"kv_connector": "NixlConnector", "kv_connector_extra_config": {"backends": ["UCX", "GDS"]}},
         {"kv_connector": "NixlConnector", "kv_connector_extra_config": {"backends": "UCX"}},
+        {"kv_connector": "NixlConnector", "kv_connector_extra_config": {"bidirectional_kv_xfer": "yes"}},
         {"kv_connector": "MooncakeConnector", "kv_connector_extra_config": {"mooncake_protocol": "ascend"}},
         {"kv_connector": "MooncakeConnector", "kv_connector_extra_config": {"bootstrap_server_address": "host"}},
     ],

@@ -357,3 +357,25 @@ def test_an_instance_takes_part_only_where_it_is_allowed(engine: Any, side: str)
 
 def both(engine: Any, **arguments: Any) -> tuple[Engine, Engine]:
     return engine(transfer("kv_producer", **ON), **arguments), engine(transfer("kv_consumer", **ON), **arguments)
+
+
+def test_what_is_kept_for_a_next_turn_is_told_apart_from_leases_that_a_drain_waits_for(
+    pair: tuple[Engine, Engine],
+) -> None:
+    prefill, decode = pair
+    handed = prefilled(prefill, "p-1", PROMPT)
+    prefill.step()
+    assert gauges(prefill) == (1, 0)
+    assert decoded(decode, "d-1", PROMPT, handed) is not None
+    given_back(prefill)
+    decode.step()
+    assert gauges(decode) == (0, 1)
+    decode.scheduler.reset_prefix_cache()
+    decode.step()
+    assert gauges(decode) == (0, 0)
+
+
+def gauges(engine: Engine) -> tuple[int, int]:
+    """Leases, and conversations that are held, as an instance's metrics have them."""
+    told = engine.connector.scheduler._gauges
+    return told["leases"], told["conversations held"]

@@ -23,10 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
     "vllm_pd_connector/proxy/README.md",
-    *(f"docs/{name}.md" for name in ("quickstart", "containers", "configuration", "multi-connector", "accuracy")),
-    "docs/kubernetes.md",
-    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs" / "recipes").glob("*.md"))),
-)
+    *(str(path.relative_to(ROOT)) for folder in ("", "engines", "recipes")
+      for path in sorted((ROOT / "docs" / folder).glob("*.md"))),
+)  # fmt: skip
+SYNOPSIS, _, _ = (ROOT / "docs" / "cli.md").read_text().partition("\n## ")
+OF_MANY = {"--help", "--json", "--keys", "--server-key"}
+"""Options that a page of commands has in its text, and not in the line of each."""
 PROMPT = re.compile(r"^([0-9.]+\$|CUDA_VISIBLE_DEVICES=\S+) ")
 OURS = re.compile(r"examples/launch\S+|vllm serve |vllm-pd ")
 GPUS = ("--gpus", ",".join(map(str, range(16))))
@@ -36,14 +38,15 @@ def commands() -> list[list[str]]:
     """The words of every command of ours in the indented blocks; backslashes and quotes join lines."""
     found = []
     for page in PAGES:
-        text = re.sub(r"\\\n\s*", "", (ROOT / page).read_text())
+        text = re.sub(r"\\\n\s*", "", (ROOT / page).read_text().removeprefix(SYNOPSIS))
         lines = [line[4:] for line in text.splitlines() if line.startswith("    ")]
         while lines:
             command = PROMPT.sub("", lines.pop(0))
             if OURS.match(command):
                 while command.count("'") % 2:
                     command += lines.pop(0)
-                found.append(shlex.split(command, comments=True))
+                words = shlex.split(command, comments=True)
+                found.append(words[: words.index("&&")] if "&&" in words else words)
     return found
 
 
@@ -107,6 +110,18 @@ def test_a_command_of_ours_is_taken(words: list[str]) -> None:
     else:
         command = get_command(app).commands[words[1]]
         command.make_context(words[1], words[2:])
+
+
+def test_a_line_for_each_command_of_ours_has_its_options() -> None:
+    joined = re.sub(r"\\\n\s*", "", SYNOPSIS)
+    lines = dict(re.findall(r"^    vllm-pd (\S+)(.*)$", joined, re.MULTILINE))
+    commands = get_command(app).commands
+    assert set(lines) == set(commands)
+    for name in set(commands) - {"proxy"}:  # whose manual is the router's page
+        shown = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", lines[name]))
+        options = [set(one.opts) for one in commands[name].params if one.param_type_name == "option"]
+        assert [each for each in options if not each & (shown | OF_MANY)] == [], name
+        assert shown <= set().union(*options), name
 
 
 @pytest.mark.parametrize("words", of("vllm "), ids=" ".join)

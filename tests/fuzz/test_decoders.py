@@ -41,7 +41,7 @@ LEAVES = st.one_of(
 def run(decoder: Decoder, content: bytes) -> None:
     """Decode; fails on an error that is not the decoder's, on much time or much memory."""
     tracemalloc.start()
-    began = time.process_time()
+    began = time.thread_time()
     try:
         decoder.run(content)
     except decoder.errors as error:
@@ -49,7 +49,7 @@ def run(decoder: Decoder, content: bytes) -> None:
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert time.process_time() - began < SECONDS
+    assert time.thread_time() - began < SECONDS
     assert peak < BYTES_FIXED + BYTES_PER_BYTE * len(content), f"{peak} bytes for {len(content)}"
 
 

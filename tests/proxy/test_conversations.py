@@ -104,14 +104,19 @@ def test_nothing_is_passed_on_unless_all_take_part(lacks: str) -> None:
     run()
 
 
+def taken(found: Conversations, keys: list[bytes], usable: set[str]) -> dict[str, Any]:
+    turn = found.take(keys, usable)
+    return {} if turn is None else turn.params
+
+
 def test_the_longest_beginning_is_taken_of_an_engine_that_is_there() -> None:
     found = Conversations()
     found.remember(turn_keys(chat("a")), "one", {"turn": 1})
     found.remember(turn_keys(chat("a", "b", "c")), "two", {"turn": 2})
     keys = turn_keys(chat("a", "b", "c", "d", "e"))
-    assert found.take(keys, {"one", "two"}) == {"turn": 2}
+    assert taken(found, keys, {"one", "two"}) == {"turn": 2}
     found.remember(turn_keys(chat("a", "b", "c")), "two", {"turn": 2})
-    assert found.take(keys, {"one"}) == {"turn": 1}, "of an engine that is gone nothing is told, and it is forgotten"
+    assert taken(found, keys, {"one"}) == {"turn": 1}, "of an engine that is gone nothing is told, and it is forgotten"
     assert len(found) == 0
 
 
@@ -120,13 +125,95 @@ def test_memory_is_bounded_and_the_oldest_go_first() -> None:
     for number in range(100):
         found.remember(turn_keys(chat(str(number))), "d", {"turn": number, "ids": "x" * 80})
     assert len(found) == 1000 // len('{"turn": 99, "ids": ""}' + "x" * 80)
-    assert found.take(turn_keys(chat("0", "b")), {"d"}) == {}
-    assert found.take(turn_keys(chat("99", "b")), {"d"})["turn"] == 99
+    assert taken(found, turn_keys(chat("0", "b")), {"d"}) == {}
+    assert taken(found, turn_keys(chat("99", "b")), {"d"})["turn"] == 99
 
 
 def test_a_prompt_of_tokens_is_known_by_its_pieces() -> None:
     found, prompt = Conversations(), list(range(200))
     found.remember(turn_keys({"model": "m", "prompt": prompt[:150]}), "d", {"turn": 1})
-    assert found.take(turn_keys({"model": "m", "prompt": [5, *prompt]}), {"d"}) == {}
-    assert found.take(turn_keys({"model": "other", "prompt": prompt}), {"d"}) == {}
-    assert found.take(turn_keys({"model": "m", "prompt": prompt}), {"d"}) == {"turn": 1}
+    assert taken(found, turn_keys({"model": "m", "prompt": [5, *prompt]}), {"d"}) == {}
+    assert taken(found, turn_keys({"model": "other", "prompt": prompt}), {"d"}) == {}
+    assert taken(found, turn_keys({"model": "m", "prompt": prompt}), {"d"}) == {"turn": 1}
+
+
+def test_what_was_taken_in_vain_is_there_for_the_next_attempt_unless_a_newer_turn_is() -> None:
+    found, keys = Conversations(), turn_keys(chat("a", "b", "c"))
+    found.remember(turn_keys(chat("a")), "d", {"turn": 1})
+    turn = found.take(keys, {"d"})
+    assert turn is not None and len(found) == 0
+    found.put_back(turn)
+    assert taken(found, keys, {"d"}) == {"turn": 1}
+    found.remember(turn_keys(chat("a")), "d", {"turn": 2})
+    found.put_back(turn)
+    assert taken(found, keys, {"d"}) == {"turn": 2} and len(found) == 0
+
+
+async def post(bench: Bench, *said: str, **headers: str) -> tuple[int, Any]:
+    url = bench.url.replace("/v1/completions", "/v1/chat/completions")
+    async with bench.client.post(url, json=chat(*said), headers=headers) as answer:
+        return answer.status, await answer.json()
+
+
+@over_bench
+async def test_a_client_is_not_told_where_the_caches_are(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER, P), await bench.instance(KEEPS, D)
+    await bench.route([prefill.url], [decode.url], conversations=True)
+    assert await post(bench, "a") == (200, {"choices": [{"message": {"content": "b"}}]})
+
+
+@over_bench
+async def test_a_request_that_no_prefill_instance_took_leaves_the_turn_for_the_next(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER, P), await bench.instance(KEEPS, D)
+    await bench.route([prefill.url], [decode.url], conversations=True)
+    await ask(bench, "a")
+    port = prefill.server.port
+    await prefill.server.close()
+    for _ in range(2):  # the connection is refused; then there is no usable instance
+        assert (await post(bench, "a", "b", "c"))[0] == 503
+    prefill = await bench.instance(HANDS_OVER, P, port=port)
+    await bench.check()
+    await ask(bench, "a", "b", "c")
+    assert [bool(turn) for turn in turns(prefill)] == [True]
+
+
+@over_bench
+async def test_a_request_whose_id_is_in_use_takes_no_turn(bench: Bench) -> None:
+    let_go, pushes = asyncio.Event(), info(conversations="on")
+
+    async def waits(request: web.Request) -> web.StreamResponse:
+        await let_go.wait()
+        return await KEEPS(request)
+
+    prefill, decode = await bench.instance(HANDS_OVER, pushes), await bench.instance(KEEPS, D)
+    await bench.route([prefill.url], [decode.url], conversations=True, handoff="concurrent")
+    await ask(bench, "a")
+    decode._handler = waits
+    held = asyncio.create_task(post(bench, "other", **{"X-Request-Id": "one"}))
+    while len(prefill.asked) < 2:
+        await asyncio.sleep(0.01)
+    assert (await post(bench, "a", "b", "c", **{"X-Request-Id": "one"}))[0] == 409
+    let_go.set()
+    assert (await held)[0] == 200
+    await ask(bench, "a", "b", "c")
+    assert bool(turns(prefill)[-1].get("remote_block_ids"))
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        (b'data: {"choices": [{"text": "[DONE]"}]}\n\n',),
+        (b"data: {}\n\n", b'data: {"error": {"message": "m", "code": 500}}\n\n', b"data: [DONE]\n\n"),
+    ],
+    ids=["breaks off after a text like the end", "says that it failed"],
+)
+def test_a_stream_that_failed_is_no_finished_turn(events: tuple[bytes, ...]) -> None:
+    @over_bench
+    async def run(bench: Bench) -> None:
+        prefill, decode = await bench.instance(HANDS_OVER, P), await bench.instance(streams(*events), D)
+        await bench.route([prefill.url], [decode.url], conversations=True)
+        await ask(bench, "a", stream=True)
+        await ask(bench, "a", "b", "c")
+        assert turns(prefill) == [{}, {}]
+
+    run()

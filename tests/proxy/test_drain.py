@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -140,6 +141,48 @@ def test_the_router_is_told_first_and_asked_for_what_it_waits_for(there: StandIn
         )
         router.removal, router.instances = 202, lambda: '{"instances": [1]}'
         assert cli.main(["drain", there.url, *QUICK, "--router", router.url]) == Exit.UNREACHABLE
+    finally:
+        router.close()
+
+
+def rows(*of: tuple[str, str, str, int]) -> str:
+    """What the router says of instances: URL, state, first engine's id and requests in flight."""
+    names = ("url", "state", "engine_id", "in_flight")
+    return json.dumps({"instances": [dict(zip(names, row, strict=True)) for row in of]})
+
+
+@pytest.mark.parametrize("removal", [404, 202], ids=["by that name alone", "by both"])
+def test_an_instance_that_the_router_uses_by_another_name_may_not_be_ended(
+    there: StandIn, removal: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router, port = StandIn(), there.server.server_port
+    router.removal = removal
+    words = ["drain", there.url, *QUICK, "--router", router.url]
+    own = (there.url, "leaving", "e-0", 0)
+    try:
+        same_place = (f"http://localhost:{port}", "used", "another", 0)
+        same_engine = ("http://prefill.example:8000", "used", info().engine_id, 0)
+        for other in (same_place, same_engine):
+            router.instances = lambda other=other: rows(own, other) if removal == 202 else rows(other)
+            assert cli.main(words) == Exit.REFUSED == 1
+            assert other[0] in capsys.readouterr().err
+        router.instances = lambda: rows(("http://127.0.0.1:1", "used", "another", 3), ("http://x.invalid", "", "", 0))
+        assert cli.main(words) == 0, "others are others"
+    finally:
+        router.close()
+
+
+def test_what_is_left_at_another_name_that_was_removed_is_waited_for(there: StandIn) -> None:
+    router = StandIn()
+    router.removal = 404
+    other = f"http://localhost:{there.server.server_port}"
+    try:
+        router.instances = lambda: rows((other, "leaving", "", 2))
+        leaving = Drain(there.url, router.url)
+        assert not leaving.leave()
+        assert leaving.wait(0.2, 0.1) == (Left(0, 0, at_router=2), False)
+        router.instances = lambda: rows((other, "leaving", "", 0))
+        assert leaving.wait(10.0, 0.1) == (Left(0, 0), True)
     finally:
         router.close()
 

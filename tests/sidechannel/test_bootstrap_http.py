@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.descriptors import no_descriptor_left
 from tests.support.ports import free_port
+from tests.support.transport.ends import until
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
 from vllm_pd_connector.protocol.params.bootstrap import MAX_REGISTRATION_BYTES, EngineRegistry, HostPort, encode_answer
 from vllm_pd_connector.sidechannel import bootstrap_http
@@ -108,14 +109,17 @@ def test_engines_of_other_hosts_register_only_where_strangers_are_allowed(monkey
 
 def test_an_engine_registers_when_the_first_one_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap_http, "RETRY_REGISTRATION_S", 0.05)
-    place = HostPort(HOST, free_port())
+    place, asked = HostPort(HOST, free_port()), list[HostPort]()
+
+    def counted(leader: HostPort, own: bytes) -> None:
+        asked.append(leader)
+        register_engine(leader, own)
+
+    monkeypatch.setattr(bootstrap_http, "register_engine", counted)
     joining = EngineRegistration([HostPort(HOST, free_port()), place], OTHER)
-    time.sleep(0.2)
+    until(lambda: asked.count(place) >= 2, "two rounds without an answer")
     server = BootstrapServer(*place, EngineRegistry(ANSWER))
-    limit = time.monotonic() + 20
-    while "e-1" not in query(place):
-        assert time.monotonic() < limit
-        time.sleep(0.01)
+    until(lambda: "e-1" in query(place), "the registration")
     joining.close()
     server.close()
 
@@ -230,10 +234,19 @@ def test_an_engine_that_is_not_there_is_refused_with_those_that_are(server: Host
     assert directory.find(server, "e-old") is not first
 
 
-def test_an_instance_that_still_starts_is_waited_for() -> None:
-    port = free_port()
+def test_an_instance_that_still_starts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, refused = free_port(), threading.Event()
+
+    def asking(*arguments: Any) -> dict[str, HostPort]:
+        try:
+            return query(*arguments)
+        except ProtocolError:
+            refused.set()
+            raise
+
+    monkeypatch.setattr(bootstrap_http, "query", asking)
     found = EngineDirectory(20.0).find(HostPort(HOST, port), "e-0")
-    time.sleep(0.3)
+    assert refused.wait(20)
     server = BootstrapServer(HOST, port, EngineRegistry(ANSWER))
     assert found.result(20) == HostPort(HOST, 5600)
     server.close()

@@ -33,3 +33,9 @@ def messages() -> list[str]:
 @pytest.mark.parametrize("message", messages())
 def test_a_message_in_troubleshooting_is_one_of_the_programs(message: str) -> None:
     assert message.strip() in SOURCES
+
+
+def test_a_page_that_the_code_names_is_there() -> None:
+    for path in sorted((ROOT / "vllm_pd_connector").rglob("*.py")):
+        for page in re.findall(r"docs/[\w/.-]+\.md", path.read_text()):
+            assert (ROOT / page).is_file(), f"{path.relative_to(ROOT)} names {page}"

@@ -111,12 +111,14 @@ def drain(
     json: Json = False,
 ) -> Exit:
     """Wait until an instance has nothing left to do and may be ended without loss."""
-    from vllm_pd_connector.proxy.drain import CannotTell, Drain
+    from vllm_pd_connector.proxy.drain import CannotTell, Drain, StillUsed
 
     draining = Drain(url, router)
     try:
         known = draining.leave()
         left, drained = draining.wait(timeout, settle, lambda left: None if json else emit(str(left)))
+    except StillUsed as error:
+        raise CommandError(str(error)) from error
     except CannotTell as error:
         raise NotReached(str(error)) from error
     if not drained:

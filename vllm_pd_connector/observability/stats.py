@@ -153,6 +153,10 @@ _SERIES_OF_COUNTS = {
 } | {name: (f"vllm:pd_{name}", text) for name, text in _CONVERSATIONS.items()}
 _SERIES_OF_GAUGES = {
     "leases": ("vllm:pd_leases", "Requests whose blocks the prefill side holds for a reader."),
+    "conversations held": (
+        "vllm:pd_conversations_held",
+        "Finished requests whose caches are held for the next turn of their conversation.",
+    ),
     "leased blocks": ("vllm:pd_leased_blocks", "Blocks that the prefill side holds for readers."),
     "leased blocks limit": (
         "vllm:pd_leased_blocks_limit",

@@ -17,13 +17,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.proxy.choice import prefix_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from vllm_pd_connector.instance_info import EngineInfo
     from vllm_pd_connector.proxy.fleet import Instance
@@ -42,6 +43,20 @@ class _Turn:
     until: float
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A turn that was looked up, and is not here any more."""
+
+    key: bytes
+    turn: _Turn
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """For the prefill of the next."""
+        found: dict[str, Any] = json.loads(self.turn.params)
+        return found
+
+
 class Conversations:
     """See the module."""
 
@@ -56,21 +71,37 @@ class Conversations:
         """A decode instance's engine holds the turn with these keys; `params` are for the prefill of the next."""
         if not keys:
             return
-        turn = _Turn(engine_id, json.dumps(params).encode(), time.monotonic() + KEPT_S)
         self._pop(keys[-1])
-        self._turns[keys[-1]] = turn
+        self._add(keys[-1], _Turn(engine_id, json.dumps(params).encode(), time.monotonic() + KEPT_S))
+
+    def _add(self, key: bytes, turn: _Turn) -> None:
+        self._turns[key] = turn
         self._bytes += len(turn.params)
         while self._turns and (len(self._turns) > MAX_TURNS or self._bytes > self._max_bytes):
             self._pop(next(iter(self._turns)))
 
-    def take(self, keys: Sequence[bytes], usable: set[str]) -> dict[str, Any]:
-        """Parameters for a prefill with these keys, empty if nothing is known; `usable` are the ids of the engines that
-        are there."""
+    def take(self, keys: Sequence[bytes], usable: set[str]) -> Taken | None:
+        """What is known for a prefill with these keys; `usable` are the ids of the engines that are there."""
         for key in reversed(keys):
             if (turn := self._pop(key)) is not None and turn.engine_id in usable and turn.until > time.monotonic():
-                found: dict[str, Any] = json.loads(turn.params)
-                return found
-        return {}
+                return Taken(key, turn)
+        return None
+
+    @contextmanager
+    def at_hand(self, keys: Sequence[bytes], usable: set[str], told: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+        """Parameters as `take` has them, empty if there are none; if in the end they were `told` to nobody, they are
+        put back."""
+        taken = self.take(keys, usable)
+        try:
+            yield {} if taken is None else taken.params
+        finally:
+            if taken is not None and not told():
+                self.put_back(taken)
+
+    def put_back(self, taken: Taken) -> None:
+        """It was told to nobody: it is there for the next, unless a newer one has its place."""
+        if taken.key not in self._turns:
+            self._add(taken.key, taken.turn)
 
     def _pop(self, key: bytes) -> _Turn | None:
         turn = self._turns.pop(key, None)

@@ -4,11 +4,16 @@ What an instance has to do shows on its `/metrics`, which vLLM renews with its e
 an idle engine for one when a lease ends:
 
     requests   running or waiting in its engine (a decode instance's include those whose caches are on their way)
-    leases     finished prefills whose blocks a decode instance will still read
+    leases     finished prefills whose blocks a decode instance will still read; a conversation that is kept for a next
+               turn is none: whoever wants it can compute it
 
 Both must be 0 at every look for some seconds: a request that the API server is still reading is in neither. That no new
 ones come is the router's part. This project's is told to send none, and asked whether it still waits for an answer;
 others are told by the operator before, and may have chosen a decode instance for a request whose prefill still runs.
+
+The router knows an instance by a URL, and the same one may have several (a name, another interface). One that resolves
+to the same address and port, or whose engine has the same id, is the same instance: while the router uses it by that
+URL, it may not be ended.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import socket
 import time
 import urllib.error
 import urllib.parse
@@ -31,14 +37,22 @@ from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, parse
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from vllm_pd_connector.instance_info import EngineInfo
+
 LOOK_EVERY_S = 0.25
 REPLY_S = 10.0
 REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 LEASES = "vllm:pd_leases"
+LEAVING = "leaving"
+"""What the router says of an instance that was removed and has requests in flight (`fleet.InstanceState`)."""
 
 
 class CannotTell(PDConnectorError):
     """Nobody there, or nobody who says what is left to do."""
+
+
+class StillUsed(PDConnectorError):
+    """The router sends requests to the instance by another URL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +82,14 @@ class Drain:
     def __init__(self, url: str, admin: str | None = None) -> None:
         self._url = url
         self._admin = admin
+        self._names = {url}  # by which the router knows it
 
     def leave(self) -> bool:
-        """Have the router send nothing more; False if it does not know the instance (any more).
+        """Have the router send nothing more; False if it does not know the instance by this URL (any more).
 
         Raises:
             CannotTell: it does not answer, or otherwise than this project's router does.
+            StillUsed: it uses the instance by another URL.
         """
         if self._admin is None:
             return True
@@ -83,7 +99,21 @@ class Drain:
             raise CannotTell(
                 f"{where}: HTTP {status}: {content[:200]!r}; give the router's --admin-host and --admin-port"
             )
+        for other, row in self._same():
+            self._names.add(other)
+            if row.get("state") != LEAVING:
+                raise StillUsed(
+                    f"{self._admin} still uses this instance, by another URL than {self._url}: drain {other}"
+                )
         return status == 202
+
+    def _same(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """The other URLs by which the router knows this instance, and what it says of each."""
+        others = [(url, row) for url, row in self._rows().items() if url != self._url]
+        if not others:
+            return []
+        own, ids = _places(self._url), [engine.engine_id for engine in self._page()[0].values()]
+        return [(url, row) for url, row in others if row.get("engine_id") in ids or own & _places(url)]
 
     def look(self) -> Left:
         """What is left to do.
@@ -91,6 +121,12 @@ class Drain:
         Raises:
             CannotTell: see there.
         """
+        _, sums = self._page()
+        requests = int(sum(sums[name] for name in REQUESTS))
+        return Left(requests, int(sums.get(LEASES, 0.0)), self._at_router())
+
+    def _page(self) -> tuple[dict[int, EngineInfo], dict[str, float]]:
+        """Its engines by index, and the gauges that are looked at."""
         where = f"{self._url}/metrics"
         status, content = _ask(where)
         if status != 200:
@@ -98,26 +134,31 @@ class Drain:
         try:
             engines = parse(text := content.decode(errors="replace"))
             sums = _sums(text)
-            requests = int(sum(sums[name] for name in REQUESTS if name in sums))
-            leases = int(sums.get(LEASES, 0.0))
-        except (ProtocolError, ValueError, OverflowError, KeyError, IndexError) as error:
+        except (ProtocolError, ValueError, KeyError, IndexError) as error:
             raise CannotTell(f"{where}: {error}") from error
         if not engines or any(name not in sums for name in REQUESTS):
             raise CannotTell(f"{where}: no instance with PDConnector that tells its metrics (--disable-log-stats?)")
-        return Left(requests, leases, self._at_router())
+        if strange := [name for name, value in sums.items() if not math.isfinite(value)]:
+            raise CannotTell(f"{where}: {strange[0]}: {sums[strange[0]]} there, a number here")
+        return engines, sums
 
     def _at_router(self) -> int:
         if self._admin is None:
             return 0
+        # Removed, it stays in the list until the last of its requests has ended.
+        return sum(row["in_flight"] for url, row in self._rows().items() if url in self._names)
+
+    def _rows(self) -> dict[str, Mapping[str, Any]]:
+        """What the router says of instances, by URL."""
         where = f"{self._admin}/instances"
         status, content = _ask(where)
+        if status != 200:
+            raise CannotTell(f"{where}: HTTP {status}; give the router's --admin-host and --admin-port")
         try:
-            rows: list[Mapping[str, Any]] = json.loads(content)["instances"] if status == 200 else []
-            found = {str(row["url"]): row for row in rows}
-            # Removed, it stays in the list until the last of its requests has ended.
-            return int(found[self._url]["in_flight"]) if self._url in found else 0
+            rows: list[Mapping[str, Any]] = json.loads(content)["instances"]
+            return {str(row["url"]): {**row, "in_flight": int(row["in_flight"])} for row in rows}
         except (ValueError, TypeError, KeyError) as error:
-            raise CannotTell(f"{where}: HTTP {status}: not what this project's router says: {error}") from error
+            raise CannotTell(f"{where}: not what this project's router says: {error}") from error
 
     def wait(
         self, timeout: float, settle: float, tell: Callable[[Left], object] = lambda left: None
@@ -149,6 +190,18 @@ def _sums(page: str) -> dict[str, float]:
             if sample.name in (*REQUESTS, LEASES):
                 found[sample.name] = found.get(sample.name, 0.0) + float(sample.value)
     return found
+
+
+def _places(url: str) -> set[tuple[str, int]]:
+    """The addresses and the port that a URL stands for here; none if its name is not known."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port = parts.port or {"https": 443}.get(parts.scheme, 80)
+        return {
+            (str(place[0]), port) for *_, place in socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+        }
+    except (ValueError, OSError):
+        return set()
 
 
 def _ask(where: str, method: str = "GET") -> tuple[int, bytes]:

@@ -7,10 +7,12 @@ gets it, and one that broke off in the middle never reaches it.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +58,8 @@ class Exchange:
     started: float
     turn: Body = field(default_factory=dict)
     """Where a decode instance holds the beginning of the prompt."""
+    sent: bool = False
+    """A prefill instance was sent it."""
     decoder: Instance | None = None
     """The decode instance that was asked last."""
     answer: web.StreamResponse | None = None
@@ -122,6 +126,25 @@ def check_finished(answer: object, who: str) -> None:
             raise LegError(502, f"{who} could not finish the request (finish_reason: {reason}); see its log")
 
 
+def for_client(content: bytes, answer: object, who: str) -> bytes:
+    """A decode instance's answer in one piece, without what it says of its caches: that is for the next turn's prefill.
+
+    Raises:
+        LegError: it is nested too deeply to be written, though it could be read.
+    """
+    if not isinstance(answer, dict) or answer.get("kv_transfer_params") is None:
+        return content
+    try:
+        return json.dumps({key: value for key, value in answer.items() if key != "kv_transfer_params"}).encode()
+    except RecursionError as error:
+        raise LegError(502, f"{who} gave an answer that is nested too deeply to be passed on") from error
+
+
+def is_end(event: bytes) -> bool:
+    """Whether an event is the last of a stream; what it says may look the same within another."""
+    return event.strip().removeprefix(b"data:").strip() == b"[DONE]"
+
+
 async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The events of a stream, however it was cut into reads; each with the blank line that ends it.
 
@@ -183,3 +206,21 @@ def error_response(status: int, message: str, request_id: str = "") -> web.Respo
     """An error as the answer to a client; nothing is logged."""
     identity = {"X-Request-Id": request_id} if REQUEST_ID.fullmatch(request_id) else {}
     return web.json_response(error_object(status, message), status=status, headers=identity)
+
+
+@contextlib.contextmanager
+def to_client() -> Iterator[None]:
+    """A client that has gone is a cancellation, not an error of the instance."""
+    try:
+        yield
+    except ConnectionError as error:
+        raise asyncio.CancelledError from error
+
+
+async def end(task: asyncio.Task[Any]) -> None:
+    """Cancel a task if it runs, and wait until it has let go of its connection."""
+    if not task.done():
+        task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # looked at, so that asyncio does not report it as forgotten

@@ -41,12 +41,16 @@ from vllm_pd_connector.proxy.exchange import (
     check_event,
     check_finished,
     credentials,
+    end,
     error_object,
     error_response,
+    for_client,
+    is_end,
     named,
     parsed_json,
     read_exchange,
     refuse,
+    to_client,
     whole_events,
 )
 from vllm_pd_connector.proxy.fleet import Fleet, Instance, InstanceRole
@@ -140,7 +144,7 @@ class Router:
                 yield
             finally:
                 for task in (checks, *self._trailing):
-                    await _end(task)
+                    await end(task)
                 await fleet.close()
 
     # -- a completion -------------------------------------------------------------------------------------------------
@@ -191,22 +195,31 @@ class Router:
             return exchange.answer
 
     async def _hand_off(self, exchange: Exchange) -> web.StreamResponse:
-        if self._conversations is not None:
-            there = {e.engine_id for i in self.fleet.usable(InstanceRole.DECODE) for e in i.engines.values()}
-            exchange.turn = self._conversations.take(turn_keys(exchange.body), there)
-            self.metrics.turns.labels("found" if exchange.turn else "new").inc()
         if not self._concurrent():
-            return await self._serial(exchange)
+            with self._turn_of(exchange):
+                return await self._serial(exchange)
         if exchange.request_id in self._in_use:
             raise LegError(409, f"X-Request-Id: {exchange.request_id} is in use by a request in flight; send another")
         self._in_use.add(exchange.request_id)
         try:
-            answer, prefill = await self._side_by_side(exchange)
+            with self._turn_of(exchange):
+                answer, prefill = await self._side_by_side(exchange)
         except BaseException:
             self._in_use.discard(exchange.request_id)
             raise
         self._let_end(prefill, exchange.request_id)
         return answer
+
+    @contextlib.contextmanager
+    def _turn_of(self, exchange: Exchange) -> Iterator[None]:
+        """Give it what is known of its conversation, and take that back if no prefill instance was sent the request."""
+        if self._conversations is None:
+            yield
+            return
+        there = {e.engine_id for i in self.fleet.usable(InstanceRole.DECODE) for e in i.engines.values()}
+        with self._conversations.at_hand(turn_keys(exchange.body), there, lambda: exchange.sent) as exchange.turn:
+            self.metrics.turns.labels("found" if exchange.turn else "new").inc()
+            yield
 
     def _concurrent(self) -> bool:
         if self._options.handoff != "auto":
@@ -262,11 +275,11 @@ class Router:
                 prefill.result()  # without a prefill the decode instance waits in vain
             answer = await decode
         except BaseException:
-            await _end(prefill)
+            await end(prefill)
             raise
         finally:
             if decode is not None:
-                await _end(decode)
+                await end(decode)
         return answer, prefill
 
     def _let_end(self, prefill: asyncio.Task[Any], request_id: str) -> None:
@@ -286,7 +299,13 @@ class Router:
 
     async def _prefill(self, exchange: Exchange, prepare: Any, on_sent: Any = None) -> Any:
         """What the prefill instance answers, read."""
-        async with self._legs.send(InstanceRole.PREFILL, exchange.path, prepare, exchange.prefix, on_sent) as response:
+
+        def sent(instance: Instance) -> None:
+            exchange.sent = True
+            if on_sent is not None:
+                on_sent(instance)
+
+        async with self._legs.send(InstanceRole.PREFILL, exchange.path, prepare, exchange.prefix, sent) as response:
             content, who = await response.read(), named(InstanceRole.PREFILL, response)
             if response.status != 200:
                 raise InstanceRefusal(who, response.status, content, response.content_type)
@@ -319,32 +338,32 @@ class Router:
                 answer = parsed_json(content)
                 check_finished(answer, who)
                 self._remember(exchange, name, answer or {})
-                return web.Response(
-                    body=content, content_type=response.content_type, headers={"X-Request-Id": exchange.request_id}
-                )
+                content, headers = for_client(content, answer, who), {"X-Request-Id": exchange.request_id}
+                return web.Response(body=content, content_type=response.content_type, headers=headers)
             return await self._stream(exchange, response, name)
 
     async def _stream(self, exchange: Exchange, response: aiohttp.ClientResponse, name: str) -> web.StreamResponse:
         """Pass events on as they come."""
         answer = web.StreamResponse(headers={"X-Request-Id": exchange.request_id, "Cache-Control": "no-cache"})
         answer.content_type = "text/event-stream"
-        who = named(InstanceRole.DECODE, response)
+        who, failed = named(InstanceRole.DECODE, response), False
         async for event in whole_events(response.content.iter_any()):
             if check_event(event, exchange.answer is None, who):
                 logger.warning("request %s: %s, after the first byte: %.500r", exchange.request_id, who, event)
                 self.metrics.broken_streams.inc()
+                failed = True
             if exchange.answer is None:
                 self._observe("first_byte", exchange)
                 exchange.answer = answer
-                with _to_client():
+                with to_client():
                     await answer.prepare(exchange.request)
-            if b"[DONE]" in event:  # the client may go on with the conversation as soon as it has this
+            if is_end(event) and not failed:  # the client may go on with the conversation as soon as it has this
                 self._remember(exchange, name)
-            with _to_client():
+            with to_client():
                 await answer.write(event)
         if exchange.answer is None:
             raise LegError(502, f"{who} ended its stream without an event")
-        with _to_client():
+        with to_client():
             await answer.write_eof()
         return answer
 
@@ -377,21 +396,3 @@ class Router:
 
     async def _metrics_page(self, _request: web.Request) -> web.StreamResponse:
         return web.Response(body=self.metrics.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
-
-
-@contextlib.contextmanager
-def _to_client() -> Iterator[None]:
-    """A client that has gone is a cancellation, not an error of the instance."""
-    try:
-        yield
-    except ConnectionError as error:
-        raise asyncio.CancelledError from error
-
-
-async def _end(task: asyncio.Task[Any]) -> None:
-    """Cancel a task if it runs, and wait until it has let go of its connection."""
-    if not task.done():
-        task.cancel()
-    await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()  # looked at, so that asyncio does not report it as forgotten

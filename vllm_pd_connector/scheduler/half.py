@@ -209,8 +209,10 @@ class SchedulerHalf:
 
     def stats(self) -> PDStats | None:
         """Gauges that changed and leases that expired since the last call; None when nothing did."""
+        conversations = self.producer.lending.num_held  # for which nobody needs to come
         gauges = {
-            "leases": self.producer.num_leases,
+            "leases": self.producer.num_leases - conversations,
+            "conversations held": conversations,
             "leased blocks": self.share.num_leased,
             "leased blocks limit": self.share.limit,
             "prefills held back": self.share.num_held_back,

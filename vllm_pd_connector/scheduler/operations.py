@@ -133,9 +133,10 @@ class Operations:
 
     def _in_use(self) -> str:
         """What holds blocks beside vLLM's own requests; empty if nothing does."""
-        quarantine = self._quarantine()
+        quarantine, conversations = self._quarantine(), self._producer.lending.num_held
         found = {
-            "prefills held for decode instances": self._producer.num_leases,
+            "prefills held for decode instances": self._producer.num_leases - conversations,
+            "conversations held for a next turn": conversations,
             "requests that load": self._consumer.num_loading,
             "blocks that a failed read may still write into": quarantine.num_blocks if quarantine is not None else 0,
         }

@@ -126,6 +126,7 @@ class Producer:
 
     @property
     def num_leases(self) -> int:
+        """Requests whose blocks are held: of finished prefills, and of conversations (`lending.num_held` of them)."""
         return len(self._blocks) if self._blocks is not None else 0
 
     def serve(self, manifests: list[bytes], tokens: list[bytes]) -> None:

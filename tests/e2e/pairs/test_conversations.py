@@ -59,7 +59,7 @@ def test_each_turn_reads_what_the_last_one_left(pairs: Pairs, family: str) -> No
         assert _series(prefill, "pd_turns_read_total") == TURNS - 1
         assert _series(decode, "pd_conversations_read_total") == TURNS - 1
         assert _series(prefill, "pd_turns_computed_total") == 0
-        until(lambda: _series(decode, "pd_leases") == 1, "the last turn alone is kept")
+        until(lambda: _series(decode, "pd_conversations_held") == 1, "the last turn alone is kept")
         if exact:
             streamed = [(prompt, answer.tokens) for prompt, answer in turns]
             _streamed_by_the_router(pairs, family, prefill, decode, streamed)
@@ -144,7 +144,7 @@ def test_a_turn_whose_conversation_is_gone_is_computed(pairs: Pairs) -> None:
     try:
         turns = _conversation(prefill, family)  # of the instance itself, without any transfer
         kept = _turn(prefill, decode, family, *turns[0], KEEP)
-        until(lambda: _series(decode, "pd_leases") == 0, "the lease is over")
+        until(lambda: _series(decode, "pd_conversations_held") == 0, "the lease is over")
         for prompt, tokens in turns[2:]:
             assert ask(decode.url, completion(family, prompt)).tokens == tokens, "and its blocks are used"
         kept = _turn(prefill, decode, family, *turns[1], kept)

@@ -166,13 +166,16 @@ async def test_an_instance_that_is_left_is_known_no_more() -> None:
         await publisher.close()
 
 
-def test_an_endpoint_that_no_socket_takes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_endpoint_that_no_socket_takes_is_told_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         subscriptions = Subscriptions(KnownPrefixes())
-        subscriptions.follow(URL, EventSource("tcp://no such host"))
-        async with asyncio.timeout(LIMIT):
-            while not caplog.records:
-                await asyncio.sleep(0)
+        for failures in (1, 2):
+            subscriptions.follow(URL, EventSource("tcp://no such host"))
+            async with asyncio.timeout(LIMIT):
+                while len(caplog.records) < failures:
+                    await asyncio.sleep(0)
+                while not subscriptions._tasks[URL][1].done():
+                    await asyncio.sleep(0)
         await subscriptions.close()
 
     with caplog.at_level(logging.ERROR):

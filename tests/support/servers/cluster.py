@@ -44,7 +44,9 @@ PATIENCE = {"handshake_timeout": 40.0, "confirm_timeout": 40.0}
 
 SETTLE_S = 90.0
 CACHE_FACTS = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
-HOLDINGS = re.compile(r"^vllm:(kv_cache_usage_perc|pd_leases|pd_quarantined_blocks)\{[^}]*\} (\S+)$", re.MULTILINE)
+HOLDINGS = re.compile(
+    r"^vllm:(kv_cache_usage_perc|pd_leases|pd_conversations_held|pd_quarantined_blocks)\{[^}]*\} (\S+)$", re.MULTILINE
+)
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = SETTLE_S) -> None:

@@ -34,8 +34,12 @@ logger = logging.getLogger(__name__)
 
 REPLAY_S = 30.0
 """For a whole replay; vLLM answers between two steps, so it may take some."""
-QUEUED = 10_000
-"""Batches that wait while others are taken over; more are dropped, which is a gap."""
+QUEUED = 16
+"""Messages that wait here while others are taken over, so that their size is bounded, too; more wait at the publisher,
+which drops what is above its own limit (`hwm`): a gap."""
+REPLAYED = 10_000
+"""Messages of a replay that wait here: what vLLM keeps (`buffer_steps`). It answers all at once, over a socket that
+drops what nobody reads, so these cannot wait there; that they are many is bounded by `REPLAY_S` alone."""
 ANY_HOST = ("*", "0.0.0.0", "[::]")
 
 
@@ -87,9 +91,10 @@ class Subscriptions:
         self._tasks: dict[str, tuple[EventSource, asyncio.Task[None]]] = {}
 
     def follow(self, url: str, source: EventSource) -> None:
-        """Know of an instance what it announces from now on; nothing changes if it is followed already."""
+        """Know of an instance what it announces from now on; nothing changes if it is followed already. What ended with
+        an error of its socket begins anew."""
         followed = self._tasks.get(url)
-        if followed is not None and followed[0] == source:
+        if followed is not None and followed[0] == source and not followed[1].done():
             return
         self.leave(url)
         self.known.begin(url)
@@ -111,7 +116,7 @@ class Subscriptions:
 
     async def _follow(self, url: str, source: EventSource) -> None:
         feed = self.known.begin(url)
-        socket = self._socket(zmq.SUB)
+        socket = self._socket(zmq.SUB, QUEUED)
         try:
             socket.subscribe(b"")
             socket.connect(source.events)
@@ -139,7 +144,7 @@ class Subscriptions:
 
     async def _replay(self, url: str, endpoint: str, start: int) -> None:
         """Take over what an instance kept from batch `start` on."""
-        socket = self._socket(zmq.DEALER)  # a new one each time: answers to an earlier question stay away
+        socket = self._socket(zmq.DEALER, REPLAYED)  # a new one each time: answers to an earlier question stay away
         try:
             async with asyncio.timeout(REPLAY_S):
                 socket.connect(endpoint)
@@ -173,9 +178,9 @@ class Subscriptions:
             logger.warning("%s: %s", url, error)
             return None, b""
 
-    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+    def _socket(self, kind: int, queued: int) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
-        socket.setsockopt(zmq.RCVHWM, QUEUED)
+        socket.setsockopt(zmq.RCVHWM, queued)
         socket.setsockopt(zmq.IPV6, 1)
         return socket

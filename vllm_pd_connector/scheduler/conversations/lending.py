@@ -104,6 +104,11 @@ class Lending:
         return next(iter(self._held)) if above or free_blocks < needed else None
 
     @property
+    def num_held(self) -> int:
+        """How many conversations are kept."""
+        return len(self._held)
+
+    @property
     def holding(self) -> bool:
         """Whether any conversation is kept."""
         return bool(self._held)
