@@ -75,6 +75,31 @@ def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
     freed(writer, "a")
 
 
+@pytest.mark.parametrize("config", [{"push_when": "layers"}], indirect=True)
+def test_layers_go_out_while_their_own_step_computes_the_next(writer, target):
+    target.loop.submit([target.request(writer, start=0)], [])
+    writer.begin()
+    until(lambda: writer.server.pushes.wanted(["p-a"]), "the registration")
+    writer.server.pushes.progressed([("p-a", SOURCE, TOKENS)], 1)
+    [page] = {tensor.page_tokens for tensor in target.worker.manifest.tensors}
+    complete = TOKENS // page * page
+    expected, layers = target.before.copy(), [wave for waves in writer.waves for wave in waves]
+    assert len(layers) > 1
+    for wave in range(max(map(len, writer.waves))):
+        computed = {layer for waves in writer.waves for layer in waves[wave : wave + 1] for layer in layer}
+        writer.compute(0, TOKENS, computed)
+        assert whole(target.worker.memory, expected), "before its forward is done"
+        writer.waves_done(1, wave + 1)
+        write(MODEL, D_SIDE, target.worker, [table(*D_BLOCKS)], expected, 0, complete, computed)
+        target.until(lambda: whole(target.worker.memory, expected), "whole pages of these layers, and no others")
+    writer.step_done(1)
+    assert not target.finished
+    writer.finish(step=1)
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected(0))
+    freed(writer, "a")
+
+
 def test_a_step_that_is_done_is_written_although_the_next_is_ordered_already(writer, target):
     target.loop.submit([target.request(writer, start=0)], [])
     writer.begin()
