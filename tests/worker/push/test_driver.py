@@ -20,6 +20,7 @@ from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, PrefillRe
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.worker.push.completion import RETRY_S
+from vllm_pd_connector.worker.push.waves import say_that_a_step_announced_none
 
 
 @pytest.fixture(params=[0, TINY], ids=["direct", "by way of the slab"])
@@ -98,6 +99,25 @@ def test_layers_go_out_while_their_own_step_computes_the_next(writer, target):
     assert target.wait_for("d") == [True]
     assert whole(target.worker.memory, target.expected(0))
     freed(writer, "a")
+
+
+@pytest.mark.parametrize("config", [{"push_when": "layers"}], indirect=True)
+def test_a_step_that_announces_no_layers_is_written_when_it_has_ended(writer, target, caplog):
+    say_that_a_step_announced_none.cache_clear()
+    for name in ("a", "b"):
+        target.loop.submit([target.request(writer, name, name=name, start=0)], [])
+        writer.begin(name)
+        until(lambda name=name: writer.server.pushes.wanted([f"p-{name}"]), "the registration")
+        writer.compute(0, 6)
+        step = 1 if name == "a" else 3
+        writer.server.pushes.progressed([(f"p-{name}", (BlockTable.of(0, P_BLOCKS[:2]),), 6)], step)
+        writer.step_done(step)
+        writer.compute(6, TOKENS)
+        writer.finish(name, step=step + 1)
+        writer.step_done(step + 1)
+        assert target.wait_for(name) == [True]
+        assert whole(target.worker.memory, target.expected(0))
+    assert caplog.text.count("announced no layers") == 1, "once"
 
 
 def test_a_step_that_is_done_is_written_although_the_next_is_ordered_already(writer, target):

@@ -44,6 +44,7 @@ from vllm_pd_connector.worker.peers.pool import Links
 from vllm_pd_connector.worker.push.active import ActivePush
 from vllm_pd_connector.worker.push.completion import HOME_TIMEOUT_S, RETRY_S, CompletionReports
 from vllm_pd_connector.worker.push.link import NOTHING_AHEAD, Ahead, WriteLink
+from vllm_pd_connector.worker.push.waves import say_that_a_step_announced_none
 
 if TYPE_CHECKING:
     from vllm_pd_connector.config import Config
@@ -300,6 +301,8 @@ class Pushes:
                 part = link.bind_waves(into, command.source, cursor, reach, *waves)
             else:
                 part = link.bind_push(into, command.source, cursor, reach, command.final, push.ahead)
+                if self._waves and not command.final and self._clock.ahead()[0] < command.step:
+                    say_that_a_step_announced_none()
         except BindError as error:
             self._stats.fail(FailureKind.TRANSFER_FAILED, "failed_pushes")
             return machines.GivenUp(str(error))

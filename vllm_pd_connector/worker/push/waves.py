@@ -7,11 +7,16 @@ when the step ends is about one wave. Layers that vLLM does not call it for go w
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from vllm_pd_connector.compat.base import init_logger
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+logger = init_logger(__name__)
 
 MAX_WAVES = 16
 
@@ -21,6 +26,15 @@ def waves_of(layers: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     count = min(MAX_WAVES, len(layers))
     cuts = [len(layers) * i // count for i in range(count + 1)] if count else []
     return tuple(tuple(layers[begin:end]) for begin, end in pairwise(cuts))
+
+
+@cache
+def say_that_a_step_announced_none() -> None:
+    """Once in a process: whoever asked for layers gets steps."""
+    logger.warning(
+        'push_when: "layers", but a step announced no layers, as where its whole forward is one CUDA graph: what it '
+        "computes is written when it has ended; start with --compilation-config that leaves attention out of the graph"
+    )
 
 
 class WaveCount:
