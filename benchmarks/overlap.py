@@ -7,8 +7,8 @@ the end of the prefill (its answer) to the decode instance's first token. Both m
 benchmark fails: bytes that arrived wrong, or too late, are no gain.
 
 With `--one-step` the prompt takes a single step, of a model of 16 layers, and pushes are written layer by layer
-(`push_when`): what is exposed is the time from the end of the prefill to the first token, less that of a prompt of which
-the decode instance has all blocks, as a part of what the whole transfer takes.
+(`push_when`): what is exposed is the time from the end of the prefill to the first token, less that of a prompt of
+which the decode instance has all blocks, as a part of what the whole transfer takes.
 
 Everything runs in a network namespace of its own (`unshare --net`), whose only link is slowed by `tc` (a token bucket);
 NIXL is confined to TCP, so no bytes pass beside it. Needs root or the right to make namespaces.
@@ -244,10 +244,14 @@ def main() -> None:
     into = options.into or ROOT / "out" / "bench" / ("overlap-layers.json" if one else "overlap.json")
     into.parent.mkdir(parents=True, exist_ok=True)
     result = measure(model, options.requests, into.parent / "logs", step_tokens, push_when)
-    facts = {"machine": machine(), "model": model, "prompt_tokens": PROMPT_TOKENS, "step_tokens": step_tokens}
-    into.write_text(
-        json.dumps({**facts, "push_when": push_when, "unit": "ms", "result": asdict(result)}, indent=1) + "\n"
-    )
+    facts: dict[str, Any] = {
+        "machine": machine(),
+        "model": model,
+        "prompt_tokens": PROMPT_TOKENS,
+        "step_tokens": step_tokens,
+    }
+    facts |= {"push_when": push_when, "unit": "ms", "result": asdict(result)}
+    into.write_text(json.dumps(facts, indent=1) + "\n")
     met = result.exposed <= EXPOSED_GOAL if one else result.ratio <= GOAL
     print(
         f"\nfrom the end of the prefill to the first token: pull {result.pull} ms, push {result.push} ms, ratio "

@@ -223,7 +223,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
     ) -> None:
         """What this layer writes in the step was launched: with `push_when` "layers" it may go out."""
         if self.worker.follows_layers:
-            self.worker.layer_launched(self._get_connector_metadata().step, layer_name)  # type: ignore[attr-defined]
+            self.worker.layer_launched(self._get_connector_metadata().step, layer_name)
 
     def wait_for_save(self) -> None:
         """Everything that the step writes was launched."""

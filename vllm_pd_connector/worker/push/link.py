@@ -28,7 +28,9 @@ from vllm_pd_connector.worker.peers.link import PeerLink, decode, run_cost_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from vllm_pd_connector.geometry.bind import Spans
     from vllm_pd_connector.geometry.blocks import BlockTables
+    from vllm_pd_connector.geometry.plan import PagePairing
     from vllm_pd_connector.protocol.wire.push_messages import PushInto
     from vllm_pd_connector.transport.base import Transport
 
@@ -153,7 +155,8 @@ class WriteLink(PeerLink):
         """Tokens from where each part of the layers begins to `reach`."""
         tables = source, into.blocks
         tail = Tail.PAGE if final else Tail.EXACT
-        direct, staged = [], []
+        direct: list[tuple[PagePairing, Spans]] = []
+        staged: list[tuple[PagePairing, Spans]] = []
         for begin, both in zip(begins, edges.growing, strict=True):
             for paired, edge in zip((direct, staged), both, strict=True):
                 paired += pair(edge, *tables, begin, reach, tail=tail, states=False)
