@@ -78,12 +78,11 @@ def _common() -> dict[str, Any]:
     }
 
 
-def _gqa(kv_heads: int = 4) -> Any:
+def _gqa(kv_heads: int = 4, layers: int = 4) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    return Qwen3ForCausalLM(
-        Qwen3Config(num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=64, **_common())
-    )
+    heads = {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "head_dim": 64}
+    return Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=layers, **heads, **_common()))
 
 
 def _swa() -> Any:
@@ -329,6 +328,10 @@ WINDOWED_HYBRID = replace(
     sliding_layers=(1,),
 )
 """States, full attention and a window. No such model of vLLM's runs on a CPU: a test plugin narrows layer 1."""
+
+
+DEEP = replace(MODELS["gqa"], name="deep", family="GQA, 16 layers", build=functools.partial(_gqa, layers=16))
+"""As many layers as a push that is written layer by layer has waves."""
 
 
 ADAPTER_RANK = 8

@@ -39,7 +39,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         mode: who moves the bytes: "pull" (the decode side reads when the prefill has finished), "push" (the prefill
             side writes, while it still computes) or "auto" (the decode side tries both when it first meets a prefill
             instance, and takes the faster). A prefill instance in mode push or auto serves all kinds.
-        push_when: "steps" writes what each prefill step completed, "end" everything when the prefill has finished.
+        push_when: "steps" writes what each prefill step completed, "layers" the same layer by layer while a step
+            computes, "end" everything when the prefill has finished.
         side_channel_host: address that the prefill side binds and advertises. None: the environment variable
             VLLM_NIXL_SIDE_CHANNEL_HOST that in-tree launch scripts set, else loopback.
         side_channel_port: base port; the data-parallel index is added. None: VLLM_NIXL_SIDE_CHANNEL_PORT, else 5600.
@@ -78,7 +79,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     transport: str = "nixl"
     mode: Literal["pull", "push", "auto"] = "pull"
-    push_when: Literal["steps", "end"] = "steps"
+    push_when: Literal["steps", "layers", "end"] = "steps"
     side_channel_host: str | None = None
     side_channel_port: int | None = None
     bootstrap_port: int | None = None

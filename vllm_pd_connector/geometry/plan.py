@@ -19,7 +19,7 @@ The manifests must have passed `check_pd_topology`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,7 @@ from vllm_pd_connector.geometry.sharding import (
 from vllm_pd_connector.geometry.topology import box_of, logical_axes, pair_differences, share_box
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm_pd_connector.geometry.runs import Addresses, Runs
 
@@ -130,6 +130,22 @@ class Edge:
     source_groups: tuple[Group, ...]
     destination_groups: tuple[Group, ...]
     pairings: tuple[PagePairing, ...]
+
+
+def of_layers(edge: Edge, wanted: Callable[[str], bool]) -> Edge:
+    """The part of an edge that moves the layers that are wanted."""
+    pairings = []
+    for pairing in edge.pairings:
+        batches = tuple(_of_layers(batch, wanted) for batch in pairing.batches if any(map(wanted, batch.layers)))
+        if batches:
+            pairings.append(replace(pairing, batches=batches, patterns={}))
+    return replace(edge, pairings=tuple(pairings))
+
+
+def _of_layers(batch: LayerBatch, wanted: Callable[[str], bool]) -> LayerBatch:
+    which = [wanted(layer) for layer in batch.layers]
+    layers = tuple(layer for layer, chosen in zip(batch.layers, which, strict=True) if chosen)
+    return replace(batch, layers=layers, source=batch.source[which], destination=batch.destination[which])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -107,7 +107,7 @@ class Producer:
         self._partial: set[str] = set()  # running prefills with blocks that are written from
         self._going: set[str] = set()  # decode requests of which something may be kept
         self._unfinished: dict[str, int] = {}  # prefills for decode instances, with their prompts' lengths
-        self._progress = PrefillProgress(config.push_when == "steps", kv_cache_config)
+        self._progress = PrefillProgress(config.push_when != "end", kv_cache_config)
 
     @property
     def home(self) -> InstanceAddress | None:

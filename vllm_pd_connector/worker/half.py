@@ -22,6 +22,7 @@ from vllm_pd_connector import __version__
 from vllm_pd_connector.compat.base import KVConnectorTransferResults, init_logger
 from vllm_pd_connector.compat.memory import Mark, make_device_current, marker
 from vllm_pd_connector.compat.model import facts
+from vllm_pd_connector.compat.model.announced import announced_layers
 from vllm_pd_connector.compat.queues import rest_until_next_message
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
 from vllm_pd_connector.geometry.validate import validate
@@ -40,6 +41,7 @@ from vllm_pd_connector.worker.outbox import Outbox
 from vllm_pd_connector.worker.peers.process_watch import address_towards
 from vllm_pd_connector.worker.push.driver import PushSetup
 from vllm_pd_connector.worker.push.step_clock import StepClock
+from vllm_pd_connector.worker.push.waves import WaveCount, waves_of
 from vllm_pd_connector.worker.transfer_loop import TransferLoop
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class WorkerHalf:
         self._bell = ""
         self.token = secrets.token_bytes(16)
         self._mark: Callable[[], Mark] | None = None
+        self._count: WaveCount | None = None  # where layers are written before their step is done
         self._unmarked: StepMetadata | None = None  # a step of which more may be launched
         self._pushes = self._drafts = False
         self._last_stage = True
@@ -113,7 +116,9 @@ class WorkerHalf:
         if self._pushes:
             keys = keys_of(self._config)
             home = endpoint(*self._side_channel(), keys.public if keys is not None else None)
-            push = PushSetup(home, self.token, StepClock())
+            waves = self._waves_of_layers(kv_caches)
+            self._count = WaveCount(waves) if waves else None
+            push = PushSetup(home, self.token, StepClock(), waves)
         self._loop = TransferLoop(
             config,
             manifest,
@@ -189,6 +194,17 @@ class WorkerHalf:
             thread.close()
         self._ending = [thread for thread in self._ending if thread.runs]
 
+    def _waves_of_layers(self, kv_caches: dict[str, torch.Tensor]) -> tuple[tuple[str, ...], ...]:
+        """The layers that are written before their step is done, in waves; none unless the operator asks for it."""
+        if self._config.push_when != "layers":
+            return ()
+        layers, reason = announced_layers(self._vllm_config, kv_caches)
+        if reason:
+            logger.warning('push_when: "layers", but %s: pushes are written step by step', reason)
+        else:
+            logger.info("pushes are written layer by layer, %d layers in waves", len(layers))
+        return waves_of(layers)
+
     @property
     def _is_read(self) -> bool:
         """Whether others read from here, a prefill's caches or a conversation's."""
@@ -257,6 +273,18 @@ class WorkerHalf:
         for held in metadata.held:
             assert self._trace is not None
             self._trace.held(held)
+
+    def layer_launched(self, step: int, layer: str) -> None:
+        """What one layer writes in a step was launched. Called by every layer of every step: it must cost nothing."""
+        if self._count is None or (waves := self._count.launched(step, layer)) is None:
+            return
+        assert self._mark is not None and self._loop is not None
+        self._loop.step_launched(step, self._mark().query, waves)
+
+    @property
+    def follows_layers(self) -> bool:
+        """Whether `layer_launched` has an effect."""
+        return self._count is not None
 
     def step_launched(self) -> None:
         """Everything that the step writes was launched; another call in the same step changes nothing.

@@ -120,10 +120,10 @@ class TransferLoop:
         self._inbox.append((requests, aborts))
         self._wake.set()
 
-    def step_launched(self, step: int, is_done: Callable[[], bool]) -> None:
-        """A forward was launched in the calling thread; see `StepClock`. Returns at once."""
+    def step_launched(self, step: int, is_done: Callable[[], bool], waves: int | None = None) -> None:
+        """A forward was launched in the calling thread, or waves of its layers; see `StepClock`. Returns at once."""
         assert self._push is not None
-        self._push.clock.launched(step, is_done)
+        self._push.clock.launched(step, is_done, waves)
         if self._pushes is not None and self._pushes.waiting:
             self._wake.set()
 

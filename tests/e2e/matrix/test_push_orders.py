@@ -17,7 +17,7 @@ import pytest
 from tests.support.servers.cluster import SHORT_LEASE_S, Cluster, until
 from tests.support.servers.digests import received
 from tests.support.servers.legs import LONG, Legs, legs, paused, refused_within
-from tests.support.servers.matrix import ORDER_ROWS
+from tests.support.servers.matrix import LAYER_ROWS, ORDER_ROWS
 from tests.support.servers.over import over
 from tests.support.servers.workload import AT_ONCE_S, Refused, Stream, ask, prompts
 from vllm_pd_connector.config import Config
@@ -53,6 +53,20 @@ def test_a_decode_leg_that_queues_for_longer_than_the_lease_keeps_its_prefill(pa
             time.sleep(1.5 * SHORT_LEASE_S)
             assert not pair.is_settled(pair.prefill), "the lease ended while the decode leg queued"
         both.right(answer)
+
+
+@over(LAYER_ROWS)
+def test_layers_are_announced_and_none_of_them_is_written_too_early(pair: Cluster) -> None:
+    """The decode leg waits already when the prefill begins, so that there is something to write in its only step."""
+    said = pair.prefill.log.read_text()
+    assert "pushes are written layer by layer" in said
+    for tokens in (400, LONG):
+        with legs(pair, tokens) as both:
+            answer = both.decode()
+            both.registered()
+            both.prefill()
+            both.right(answer)
+    assert pair.prefill.log.read_text().count("announced no layers") == 0
 
 
 @over(ORDER_ROWS)

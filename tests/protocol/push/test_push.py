@@ -22,6 +22,9 @@ EVENTS: list[tuple[p.Event, float]] = [
     (p.LinkStalled("stands still"), 0.0),
     (p.StepsDone(1), 0.0),
     (p.StepsDone(2), 0.0),
+    (p.WavesDone(1, 1), 0.0),
+    (p.WavesDone(1, 2), 0.0),
+    (p.WavesDone(2, 1), 0.0),
     (p.GivenUp("cancelled"), 0.0),
     *((TransferDone(index), 0.0) for index in range(3)),
     *((TransferFailed(index, "reset", terminal), 0.0) for index in range(3) for terminal in (True, False)),
@@ -41,6 +44,7 @@ class Seen:
     running: frozenset[int] = frozenset()
     begun: int = 0
     bound: frozenset[int] = frozenset()  # steps
+    waves: int = 0  # of the first step
     failed: bool = False
     stopped: bool = False
     told: bool = False
@@ -72,6 +76,12 @@ def after(seen: Seen, event: p.Event, action: p.Action) -> Seen:
             assert isinstance(event, p.StepsDone) and command.step <= event.step
             assert all(step < command.step for step in seen.bound), "bound twice, or after a later one"
             return replace(seen, bound=seen.bound | {command.step})
+        case p.BindWaves(command, first, stop):
+            assert seen.linked and not seen.failed and not seen.stopped
+            assert isinstance(event, p.WavesDone) and command.step == event.step and event.waves == stop
+            assert command == FIRST and not seen.bound, "of the end, or of a step that was bound"
+            assert first == seen.waves < stop, "bound twice, or left out"
+            return replace(seen, waves=stop)
         case p.StartWrites():
             assert isinstance(event, p.Bound) and event.transfers and not seen.stopped
             new = frozenset(range(seen.begun, seen.begun + event.transfers))
@@ -99,7 +109,7 @@ def handled(push: p.Push, seen: Seen, event: p.Event, now: float) -> list[tuple[
         seen = after(seen, event, action)
     answers: list[p.Event] = []
     match actions:
-        case [p.Bind()]:
+        case [p.Bind()] | [p.BindWaves()]:
             answers = [p.Bound(0), p.Bound(1), p.Bound(2), p.GivenUp("does not bind")]
         case [p.Stop()]:
             answers = [p.Stopped(frozenset()), p.Stopped(frozenset(i for i in seen.running if i % 2 == 0))]
@@ -167,6 +177,18 @@ def test_a_part_that_is_empty_is_done_at_once() -> None:
 
 def test_commands_whose_steps_ended_together_are_one() -> None:
     assert drive(p.Commanded(FIRST), *WHOLE)[1] == [p.Bind(LAST)]
+
+
+def test_waves_of_layers_go_before_their_step_is_done_each_once() -> None:
+    waves = p.WavesDone(1, 2), p.Bound(1), p.WavesDone(1, 2), p.WavesDone(1, 3), p.Bound(0)
+    push, actions = drive(p.Commanded(FIRST), p.Linked(), p.WavesDone(2, 5), *waves)
+    assert actions == [p.BindWaves(FIRST, 0, 2), p.StartWrites(), p.BindWaves(FIRST, 2, 3)]
+    assert push.waves == 3
+    assert push.handle(p.StepsDone(1), 1.0) == [p.Bind(FIRST)] and push.waves == 0
+
+
+def test_no_wave_goes_of_the_command_that_ends_a_prefill() -> None:
+    assert drive(p.Commanded(LAST), p.Linked(), p.WavesDone(2, 1))[1] == []
 
 
 def test_nothing_is_written_before_the_decode_instance_is_linked_and_the_step_is_done() -> None:

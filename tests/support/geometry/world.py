@@ -7,6 +7,7 @@ round, from strides through the codecs, as the connector does.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -294,11 +295,21 @@ def local_part(model: Model, worker: Worker, role: Role, values: NDArray[np.uint
 
 
 def write(
-    model: Model, side: Side, worker: Worker, tables: list[BlockTable], memory: NDArray[np.uint8], start: int, stop: int
+    model: Model,
+    side: Side,
+    worker: Worker,
+    tables: list[BlockTable],
+    memory: NDArray[np.uint8],
+    start: int,
+    stop: int,
+    layers: Container[str] | None = None,
 ) -> None:
-    """Put the numbers of tokens [start, stop) and of all states where this rank's layout wants them."""
+    """Put the numbers of tokens [start, stop) and of all states where this rank's layout wants them; of all layers, or
+    of these."""
     tokens, pages, slots = _places(side, worker, tables[0], start, stop)
     for (layer, role), index in worker.where.items():
+        if layers is not None and layer not in layers:
+            continue
         values = local_part(model, worker, role, numbers(model, layer, role, stop))
         if role in STATE_ROLES:
             memory[index[tables[1].ids[-1]]] = values

@@ -145,6 +145,7 @@ class Cluster:
         if connector == "PDConnector":
             patience = {} if plain else PATIENCE
             extra |= {"transport": row.transport, "mode": row.mode, "digest_dir": str(digest_dir)} | patience
+            extra |= {"push_when": "layers"} if row.by_layer else {}
 
         def spec(name: str, side: str, role: str, tp_size: int, *, sibling_first: bool = False) -> Any:
             transfer = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": extra}

@@ -46,7 +46,7 @@ class Row:
     tokens in a row one of them holds, 0 for the connector's choice, a block.
     `kernels` "avx2": both sides compute as on a processor that has nothing newer, vLLM's kernels and torch's.
     `p_vllm` and `d_vllm` are releases of vLLM ("0.33"); empty is the one that the tests run on.
-    With `events` both sides publish their KV-cache events.
+    With `events` both sides publish their KV-cache events. With `by_layer` a push is written layer by layer.
     """
 
     family: str
@@ -73,6 +73,7 @@ class Row:
     p_dcp: int = 1
     d_dcp: int = 1
     interleave: int = 0
+    by_layer: bool = False
 
     @property
     def id(self) -> str:
@@ -90,6 +91,7 @@ class Row:
         parts += [f"vllm{self.p_vllm}to{self.d_vllm}"] if self.p_vllm or self.d_vllm else []
         parts += [f"dcp{self.p_dcp}to{self.d_dcp}"] if (self.p_dcp, self.d_dcp) != (1, 1) else []
         parts += [f"interleave{self.interleave}"] if self.interleave else []
+        parts += ["bylayer"] if self.by_layer else []
         parts += ["chunked"] if self.chunked else []
         parts += [] if self.prefix_caching else ["nocache"]
         return "-".join(parts)
@@ -244,6 +246,16 @@ PUSHED_UNEQUAL_ROWS: list[Row] = [
 are the ones that reading has, of which `UNEQUAL_ROWS` has more."""
 
 
+LAYER_ROWS: list[Row] = [
+    Row("gqa", mode="push", by_layer=True),
+    Row("gqa", 2, 1, chunked=True, mode="push", transport="mooncake", by_layer=True),
+    Row("mla", prefix_caching=False, mode="push", by_layer=True),
+    Row("kimi", prefix_caching=MODELS["kimi"].prefix_caching, mode="push", by_layer=True),
+]
+"""Pushes of prompts that take one step, and of chunks between unequal sides; MLA's operator; states, which wait for the
+prefill's end."""
+
+
 def _push_rows() -> list[Row]:
     rows = []
     for family in ("gqa", "swa", "mla"):
@@ -255,7 +267,7 @@ def _push_rows() -> list[Row]:
     for family in HYBRIDS:
         rows.append(Row(family, prefix_caching=MODELS[family].prefix_caching, mode="push"))
     rows += [Row("kimi16", 1, 2, mode="push"), Row("kimi", 2, 1, mode="push")]
-    return rows + [replace(row, chunked=True, mode="push") for row in PUSHED_UNEQUAL_ROWS]
+    return rows + [replace(row, chunked=True, mode="push") for row in PUSHED_UNEQUAL_ROWS] + LAYER_ROWS
 
 
 QUICK_PUSH_ROWS: list[Row] = [Row("gqa", chunked=True, mode="push")]
@@ -363,7 +375,7 @@ def _values(row: Row) -> tuple[object, ...]:
     )
     return (
         row.family, *geometry, row.chunked, row.prefix_caching, row.mode, row.transport, row.beside, row.drafts,
-        row.kernels, (row.p_vllm, row.d_vllm), row.events,
+        row.kernels, (row.p_vllm, row.d_vllm), row.events, row.by_layer,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.outbox import Outbox
 from vllm_pd_connector.worker.push.driver import PushSetup
 from vllm_pd_connector.worker.push.step_clock import StepClock
+from vllm_pd_connector.worker.push.waves import waves_of
 from vllm_pd_connector.worker.transfer_loop import TransferLoop
 
 DIGEST = "0" * 16
@@ -32,7 +33,8 @@ SOURCE = (BlockTable.of(0, P_BLOCKS),)
 
 
 class Writer:
-    """A prefill instance that writes: its workers' loops and transports, and a side channel."""
+    """A prefill instance that writes: its workers' loops and transports, and a side channel. With `push_when` "layers"
+    every layer is a wave."""
 
     def __init__(self, config: Config, port: int = 0, make: Callable[[], Transport] | None = None):
         self.workers = instance(MODEL, P_SIDE, "p-0")
@@ -41,9 +43,15 @@ class Writer:
         self.tokens = [secrets.token_bytes(16) for _ in self.workers]
         self.transports = [] if make else [LoopbackTransport() for _ in self.workers]
         self.clocks = [StepClock() for _ in self.workers]
+        by_layer = config.push_when == "layers"
+        self.waves = [
+            waves_of(list(dict.fromkeys(tensor.layer for tensor in worker.manifest.tensors)) if by_layer else [])
+            for worker in self.workers
+        ]
         self.loops, manifests = [], []
         for i, worker in enumerate(self.workers):
-            setup = PushSetup(endpoint("127.0.0.1", self.server.port), self.tokens[i], self.clocks[i])
+            home = endpoint("127.0.0.1", self.server.port)
+            setup = PushSetup(home, self.tokens[i], self.clocks[i], self.waves[i])
             transport = make or partial(self.transports.__getitem__, i)
             loop = TransferLoop(config, real(worker), transport, Outbox(), i, len(self.workers), setup)
             manifest = real(worker, loop.start(), scratch=loop.scratch, life=loop.life)
@@ -52,14 +60,18 @@ class Writer:
         self.server.set_manifests(manifests, self.tokens)
         self.server.pushes.enable(self.tokens, patience_s=config.kv_lease_duration)
 
-    def compute(self, start: int, stop: int) -> None:
-        """The forward of the next step has filled tokens [start, stop)."""
+    def compute(self, start: int, stop: int, layers: Container[str] | None = None) -> None:
+        """The forward of the next step has filled tokens [start, stop), in all layers or these."""
         for worker in self.workers:
-            write(MODEL, P_SIDE, worker, [table(*P_BLOCKS)], worker.memory, start, stop)
+            write(MODEL, P_SIDE, worker, [table(*P_BLOCKS)], worker.memory, start, stop, layers)
 
     def step_done(self, step: int) -> None:
         for loop in self.loops:
             loop.step_launched(step, lambda: True)
+
+    def waves_done(self, step: int, waves: int) -> None:
+        for loop in self.loops:
+            loop.step_launched(step, lambda: True, waves)
 
     def begin(self, name: str = "a") -> str:
         request_id = f"p-{name}"

@@ -43,7 +43,6 @@ def pair(prefill_s: float, decode_s: float) -> Iterator[tuple[Writer, Target]]:
             transport.faults.held = True
         writer.whole("a")
         target.loop.submit([target.request(writer)], [])
-        until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
         yield writer, target
         for transport in writer.transports:
             transport.faults.held = False
@@ -53,6 +52,7 @@ def test_a_push_whose_parts_end_goes_on_at_both_sides(monkeypatch: pytest.Monkey
     ended = itertools.count()
     monkeypatch.setattr(loopback._Transfer, "left", property(lambda transfer: -next(ended)))
     with pair(LIMIT_S, LIMIT_S) as (writer, target):
+        until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
         [active] = target.loop._receives._active.values()
         [push] = writer.loops[0]._pushes._pushes.values()  # type: ignore[union-attr]
         first, began = push.machine.next_deadline(), time.monotonic()

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorMetadata
+from vllm.model_executor.layers.attention import attention
+from vllm.model_executor.layers.attention import kv_transfer_utils as operators
 from vllm.v1.worker import kv_connector_model_runner_mixin as v1
 from vllm.v1.worker.gpu import kv_connector as v2
 
@@ -24,6 +26,7 @@ from vllm_pd_connector.connector import PDConnector
 from vllm_pd_connector.metadata import StepMetadata
 from vllm_pd_connector.worker import half as half_module
 from vllm_pd_connector.worker.push.step_clock import StepClock
+from vllm_pd_connector.worker.push.waves import MAX_WAVES, waves_of
 
 STEP = 7
 
@@ -58,12 +61,16 @@ class Loop:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.steps: list[tuple[int, Callable[[], bool]]] = []
+        self.waves: list[tuple[int, int, Callable[[], bool]]] = []
 
     def start(self) -> bytes:
         return b""
 
-    def step_launched(self, step: int, is_done: Callable[[], bool]) -> None:
-        self.steps.append((step, is_done))
+    def step_launched(self, step: int, is_done: Callable[[], bool], waves: int | None = None) -> None:
+        if waves is None:
+            self.steps.append((step, is_done))
+        else:
+            self.waves.append((step, waves, is_done))
 
 
 class Sibling:
@@ -91,6 +98,11 @@ class Worker:
     def marks(self) -> list[tuple[int, Callable[[], bool]]]:
         loop: Any = self.connector.worker._loop
         return list(loop.steps)
+
+    @property
+    def waves(self) -> list[tuple[int, int, Callable[[], bool]]]:
+        loop: Any = self.connector.worker._loop
+        return list(loop.waves)
 
     def output(self, sibling: str, ends_prefill: bool) -> Any:
         metadata: Any = StepMetadata(step=STEP, ends_prefill=ends_prefill)
@@ -163,7 +175,9 @@ def _active(worker: Worker) -> v2.ActiveKVConnector:
     return active
 
 
-def make_worker(monkeypatch: pytest.MonkeyPatch, *, mode: str, drafts: bool, last: bool, beside: bool) -> Worker:
+def make_worker(
+    monkeypatch: pytest.MonkeyPatch, *, mode: str, drafts: bool, last: bool, beside: bool, push_when: str = "steps"
+) -> Worker:
     device = Device()
     place = SimpleNamespace(pp_rank=1 if last else 0, pp_size=2, number=0, workers=1)
     model = SimpleNamespace(speculative='{"method": "eagle"}' if drafts else "")
@@ -173,7 +187,7 @@ def make_worker(monkeypatch: pytest.MonkeyPatch, *, mode: str, drafts: bool, las
     monkeypatch.setattr(half_module, "marker", lambda _: device.mark)
     monkeypatch.setattr(half_module, "TransferLoop", Loop)
     monkeypatch.setattr(half_module.msgspec.structs, "replace", lambda given, **_: given)
-    extra = {"mode": mode, "huge_pages": False}
+    extra = {"mode": mode, "push_when": push_when, "huge_pages": False}
     transfer = SimpleNamespace(kv_connector_extra_config=extra, is_kv_producer=True, is_kv_consumer=False)
     config: Any = SimpleNamespace(
         kv_transfer_config=transfer,
@@ -238,6 +252,41 @@ def test_a_prefill_with_drafts_is_answered_when_they_are_written(
     runner(worker, worker.output(sibling, ends_prefill), drafts, last)
     waited = drafts and last and ends_prefill
     assert worker.device.done == (len(worker.device.launched) if waited else 0)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("push_when", ["steps", "layers"])
+def test_a_wave_is_marked_behind_its_last_layer_where_the_operator_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch, push_when: str, beside: bool
+) -> None:
+    """The layers are called as vLLM's attention operators are."""
+    names = tuple(f"model.layers.{i}.self_attn.attn" for i in range(20))
+    monkeypatch.setattr(half_module, "announced_layers", lambda *_: (names, ""))
+    options = {"mode": "push", "push_when": push_when}
+    worker = make_worker(monkeypatch, drafts=False, last=True, beside=beside, **options)
+
+    monkeypatch.setattr(operators, "get_kv_transfer_group", lambda: worker.group)
+    monkeypatch.setattr(operators, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(operators, "is_v1_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(attention, "get_attention_context", lambda _: (object(), None, None, None))
+
+    @operators.maybe_transfer_kv_layer
+    def attend(query: object, layer_name: str) -> None:
+        worker.device.launched.append(layer_name)
+
+    with v1.KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(worker.output("asynchronous", False)):
+        for name in names:
+            attend(None, name)
+    if push_when == "steps":
+        assert worker.waves == []
+        return
+    assert [(step, waves) for step, waves, _ in worker.waves] == [(STEP, i + 1) for i in range(MAX_WAVES)]
+    ends = [names.index(wave[-1]) + 1 for wave in waves_of(names)]
+    for end, (_, _, is_done) in zip(ends, worker.waves, strict=True):
+        worker.device.done = end - 1
+        assert not is_done()
+        worker.device.done = end
+        assert is_done()
 
 
 def test_a_step_that_vllm_never_finished_is_done_with_the_next() -> None:

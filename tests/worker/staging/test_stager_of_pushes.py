@@ -7,7 +7,7 @@ import contextlib
 import math
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import msgspec
 import numpy as np
@@ -24,13 +24,14 @@ from tests.support.worker.prefill_instance import TOKENS, real
 from tests.support.worker.writer import CONFIG, TINY, Target, Writer, freed, whole
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import TransferError
-from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.runs import Runs, concatenate
 from vllm_pd_connector.geometry.staging.chunks import Chunk
 from vllm_pd_connector.protocol.peer import Peer, PeerKey
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef, PushInto
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.loopback import LoopbackTransport
-from vllm_pd_connector.worker.push.link import WriteLink
+from vllm_pd_connector.worker.push.link import NOTHING_AHEAD, Ahead, Part, WriteLink
+from vllm_pd_connector.worker.push.waves import waves_of
 from vllm_pd_connector.worker.staging.stager import Stager
 
 A, B = (2, 6, 4), (1, 3, 7)
@@ -39,15 +40,8 @@ A, B = (2, 6, 4), (1, 3, 7)
 # One push without threads: links, stagers and memory of all ranks
 
 
-def carry_out(
-    link: WriteLink, stager: Stager, transport: LoopbackTransport, move: Move, into: PushInto, cursor: int, ready: int
-) -> int:
-    """What one rank writes into another when `ready` tokens are computed; returns the new cursor."""
-    final = ready == move.stop
-    reach = link.reach(into, ready, cursor, final)
-    if reach == cursor and not final:
-        return reach
-    part = link.bind_push(into, move.source_tables, cursor, reach, final)
+def carry_out(link: WriteLink, stager: Stager, transport: LoopbackTransport, into: PushInto, part: Part) -> None:
+    """Write a part of a push."""
     peer = link.ranks.get(into.rank)
     if len(part.runs):
         assert transport.poll(transport.write(peer, part.runs)) is TransferStatus.DONE
@@ -55,12 +49,49 @@ def carry_out(
         stager.start(into, 0, link, peer, part.staged)
         while stager.active:
             assert all(failure is None for _, failure in stager.poll())
-    return reach
 
 
-def pushed(move: Move, steps: list[int], staging: int) -> tuple[list[Worker], int]:
+class Pushing:
+    """One rank's writes into one other, from step to step; what `push.driver` does with the cursor and the waves."""
+
+    def __init__(self, link: WriteLink, stager: Stager, transport: LoopbackTransport, move: Move, into: PushInto):
+        self._link, self._stager, self._transport = link, stager, transport
+        self._move, self._into = move, into
+        self._cursor, self._ahead = move.start, NOTHING_AHEAD
+        self._written: list[Runs] = []
+
+    def require_each_byte_once(self) -> None:
+        """No run ends behind where the next one begins; of what was written directly."""
+        runs = concatenate(self._written)
+        order = np.argsort(runs.destination)
+        ends = (runs.destination + runs.length)[order]
+        assert (ends[:-1] <= runs.destination[order][1:]).all()
+
+    def waves(self, ready: int, stop: int) -> None:
+        """Write what the first waves of layers hold when the step is done that computes `ready` tokens."""
+        reach = self._link.reach(self._into, ready, self._cursor, False)
+        if reach > self._cursor:
+            source = self._move.source_tables
+            part = self._link.bind_waves(self._into, source, self._cursor, reach, self._ahead.waves, stop)
+            self._written.append(part.runs)
+            carry_out(self._link, self._stager, self._transport, self._into, part)
+            self._ahead = Ahead(stop, reach)
+
+    def step(self, ready: int) -> None:
+        """Write the rest when `ready` tokens are computed."""
+        final = ready == self._move.stop
+        reach = self._link.reach(self._into, ready, self._cursor, final)
+        if reach > self._cursor or final:
+            source = self._move.source_tables
+            part = self._link.bind_push(self._into, source, self._cursor, reach, final, self._ahead)
+            self._written.append(part.runs)
+            carry_out(self._link, self._stager, self._transport, self._into, part)
+            self._cursor, self._ahead = reach, NOTHING_AHEAD
+
+
+def pushed(move: Move, steps: list[int], staging: int, early: Container[int] = ()) -> tuple[list[Worker], int]:
     """The decode instance's ranks after a push in steps that complete so many tokens, and how much was staged (edges,
-    each growing or ending)."""
+    each growing or ending). What the waves before the `early` ones hold goes out before the next wave is computed."""
     model, staged = move.model, 0
     sources, destinations = instance(model, move.source), instance(model, move.destination, "decode-1")
     manifests, transports = [], []
@@ -79,21 +110,27 @@ def pushed(move: Move, steps: list[int], staging: int) -> tuple[list[Worker], in
         transport = LoopbackTransport()
         stager = Stager(transport, real(worker).segments, staging)
         transport.register((*real(worker).segments, *stager.segments))
-        link = WriteLink(Peer(PeerKey("h", 1, ""), lambda: 0.5), "decode-1", "", 0.0, manifests, own=own)
+        waves = waves_of(list(dict.fromkeys(tensor.layer for tensor in worker.manifest.tensors)) if early else [])
+        peer = Peer(PeerKey("h", 1, ""), lambda: 0.5)
+        link = WriteLink(peer, "decode-1", "", 0.0, manifests, own=own, waves=waves)
         link.connect(real(worker), transport, stager.chunk_bytes)
-        cursors, done = [move.start] * len(requests), 0
+        pushes, done = [Pushing(link, stager, transport, move, into) for into in requests], 0
         for ready in [*steps, move.stop]:
+            for number, wave in enumerate(waves, 1):
+                write(model, move.source, worker, move.source_tables, worker.memory, done, ready, wave)
+                for push in pushes if number in early and ready < move.stop else ():
+                    push.waves(ready, number)
             write(model, move.source, worker, move.source_tables, worker.memory, done, ready)
             done = ready
-            cursors = [
-                carry_out(link, stager, transport, move, into, cursor, ready)
-                for into, cursor in zip(requests, cursors, strict=True)
-            ]
+            for push in pushes:
+                push.step(ready)
+        for push in pushes:
+            push.require_each_byte_once()
         assert stager.staging.free == stager.staging.length
         staged += sum(
             edge.pairings != ()
             for edges in filter(None, link.outgoing.values())
-            for edge in (edges.growing[1], edges.ending[1])
+            for _, edge in (*edges.growing, edges.ending)
         )
         transport.close()
     for transport in transports:
@@ -114,11 +151,18 @@ def in_steps(move: Move, steps: list[int]) -> list[int]:
 
 
 @settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
-@given(moves(), st.lists(st.integers(1, 40), max_size=4), st.sampled_from([512, 2048, 1 << 16]))
-def test_a_push_by_way_of_the_slab_writes_what_a_direct_one_writes_and_nothing_else(move, steps, staging):
+@given(
+    moves(),
+    st.lists(st.integers(1, 40), max_size=4),
+    st.sampled_from([512, 2048, 1 << 16]),
+    st.sets(st.integers(1, 3)),
+)
+def test_a_push_by_way_of_the_slab_or_in_waves_writes_what_a_direct_one_writes_and_nothing_else(
+    move, steps, staging, early
+):
     before = instance(move.model, move.destination, "decode-1")
     direct, none = pushed(move, in_steps(move, steps), 0)
-    staged, _ = pushed(move, in_steps(move, steps), staging)
+    staged, _ = pushed(move, in_steps(move, steps), staging, early)
     assert none == 0
     for old, one, other in zip(before, direct, staged, strict=True):
         assert (one.memory == other.memory).all(), f"{move}\nrank {old.manifest.parallel}"

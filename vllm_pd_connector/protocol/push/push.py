@@ -7,9 +7,10 @@
     LINKING, WRITING, ENDING -- a transfer failed, lost, cancelled, deadline --> DRAINING --none may write--> FAILED
 
 A command names a step of the engine; what it lets go is bound when that step is done and the decode instance is linked.
-Commands whose steps ended together are one, the latest. The scheduler half keeps the blocks that are written from, and
-the decode instance those that are written into, until a report is `terminal`: exactly one is, and only when no transfer
-may write any more. A failure is reported at once besides, while one may.
+Commands whose steps ended together are one, the latest. Of a step that is being computed, waves of layers may be bound
+before it is done, except of the last command's: that one tells of the end of the prefill. The scheduler half keeps the
+blocks that are written from, and the decode instance those that are written into, until a report is `terminal`: exactly
+one is, and only when no transfer may write any more. A failure is reported at once besides, while one may.
 
 No clock, thread or socket in here. See docs/design/push.md.
 """
@@ -73,8 +74,17 @@ class StepsDone:
 
 
 @dataclass(frozen=True, slots=True)
+class WavesDone:
+    """Of this step so many waves of layers are done, the first ones; all steps before it are."""
+
+    step: int
+    waves: int
+
+
+@dataclass(frozen=True, slots=True)
 class Bound:
-    """Answers `Bind`: it takes so many transfers, numbered on from those before; none if nothing of it can go yet."""
+    """Answers `Bind` and `BindWaves`: it takes so many transfers, numbered on from those before; none if nothing of it
+    can go yet."""
 
     transfers: int
 
@@ -108,6 +118,7 @@ Event = (
     | LinkLost
     | LinkStalled
     | StepsDone
+    | WavesDone
     | Bound
     | GivenUp
     | Stopped
@@ -124,6 +135,15 @@ class Bind:
     """Find what a command lets go; answer with Bound or GivenUp before any other event."""
 
     command: WriteCommand
+
+
+@dataclass(frozen=True, slots=True)
+class BindWaves:
+    """Find what a command lets go in the waves [first, stop) of layers; answer as to `Bind`."""
+
+    command: WriteCommand
+    first: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +173,7 @@ class Report:
     terminal: bool
 
 
-Action = Bind | StartWrites | WantLink | Stop | Report
+Action = Bind | BindWaves | StartWrites | WantLink | Stop | Report
 
 
 class Push:
@@ -169,6 +189,7 @@ class Push:
         self._phase = PushPhase.LINKING
         self._commands: deque[WriteCommand] = deque()
         self._answers: tuple[type[Event], ...] = ()  # one of these must come next
+        self._waves = 0  # of the next command's step, that were bound
         self._final = False  # the command that is being bound ends the push
         self._bound = 0
         self._writing: set[int] = set()
@@ -198,6 +219,11 @@ class Push:
         """The step whose end lets this push go on, None if nothing does."""
         return self._commands[0].step if self._commands and self._phase is PushPhase.WRITING else None
 
+    @property
+    def waves(self) -> int:
+        """How many waves of layers of `next_step` were bound."""
+        return self._waves
+
     def next_deadline(self) -> float | None:
         """When a `PushTick` is due, None if none is."""
         return self._deadline
@@ -211,6 +237,8 @@ class Push:
                 return self._command(command, now)
             case StepsDone(step):
                 return self._go_on(step)
+            case WavesDone(step, waves):
+                return self._go_ahead(step, waves)
             case Bound(transfers):
                 return self._begin(transfers)
             case TransferDone(index):
@@ -254,9 +282,17 @@ class Push:
             command = self._commands.popleft()
         if command is None:
             return []
+        self._waves = 0
         self._final = command.final
         self._answers = (Bound, GivenUp)
         return [Bind(command)]
+
+    def _go_ahead(self, step: int, waves: int) -> list[Action]:
+        if step != self.next_step or waves <= self._waves or self._commands[0].final:
+            return []
+        first, self._waves = self._waves, waves
+        self._answers = (Bound, GivenUp)
+        return [BindWaves(self._commands[0], first, waves)]
 
     def _begin(self, transfers: int) -> list[Action]:
         self._writing |= set(range(self._bound, self._bound + transfers))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol.push import push as machines
+from vllm_pd_connector.worker.push.link import NOTHING_AHEAD, Ahead
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 @dataclass(eq=False, slots=True)
 class ActivePush:
     """What is written into where, its machine, and what is in flight. `cursor` is the token up to which groups of full
-    attention were bound; `work` was bound and is to be begun, `begun` says how many transfers were. `arrived` is how
-    far they were when the deadline was set, `told` when the scheduler half was told last, and it is told again from
-    `tell_at` on."""
+    attention were bound, except some waves of layers that are `ahead` of it; `work` was bound and is to be begun,
+    `begun` says how many transfers were. `arrived` is how far they were when the deadline was set, `told` when the
+    scheduler half was told last, and it is told again from `tell_at` on."""
 
     into: PushInto
     link: WriteLink
@@ -31,6 +32,7 @@ class ActivePush:
     cursor: int
     in_flight: InFlight = field(init=False)
     work: tuple[Runs | Iterator[Chunk], ...] = ()
+    ahead: Ahead = NOTHING_AHEAD
     begun: int = 0
     arrived: int = 0
     told: int = 0

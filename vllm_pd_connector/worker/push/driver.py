@@ -43,7 +43,8 @@ from vllm_pd_connector.worker.in_flight import InFlight
 from vllm_pd_connector.worker.peers.pool import Links
 from vllm_pd_connector.worker.push.active import ActivePush
 from vllm_pd_connector.worker.push.completion import HOME_TIMEOUT_S, RETRY_S, CompletionReports
-from vllm_pd_connector.worker.push.link import WriteLink
+from vllm_pd_connector.worker.push.link import NOTHING_AHEAD, Ahead, WriteLink
+from vllm_pd_connector.worker.push.waves import say_that_a_step_announced_none
 
 if TYPE_CHECKING:
     from vllm_pd_connector.config import Config
@@ -66,11 +67,13 @@ TELL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class PushSetup:
-    """What a worker that writes needs besides: its scheduler half's endpoint, its secret there, the steps done."""
+    """What a worker that writes needs besides: its scheduler half's endpoint, its secret there, the steps done, and the
+    waves of layers that are written before their step is done."""
 
     home: str
     token: bytes
     clock: StepClock
+    waves: tuple[tuple[str, ...], ...] = ()
 
 
 class Pushes:
@@ -100,6 +103,7 @@ class Pushes:
         self._stager = stager
         self._calls = calls
         self._home, self._token, self._clock = setup.home, setup.token, setup.clock
+        self._waves = setup.waves
         self._reports = CompletionReports(calls, self._home)
         self._worker = worker
         self._keys = keys_of(config)
@@ -115,16 +119,17 @@ class Pushes:
         self._ask_at = 0.0
 
     def _make_link(self, machine: peers.Peer, engine_id: str, endpoint: str, now: float) -> WriteLink:
-        return WriteLink(machine, engine_id, endpoint, now, own=self._own)
+        return WriteLink(machine, engine_id, endpoint, now, own=self._own, waves=self._waves)
 
     def turn(self, now: float) -> None:
         """One round: ask for commands, write what may be written, look at transfers and deadlines."""
         if not self._asking and self._ask_at <= now:
             self._await_commands(now)
         self._reports.turn(now)
-        step = self._clock.done()
+        step, ahead = self._clock.done(), self._clock.ahead()
         for push in list(self._pushes.values()):
             self._drive(push, machines.StepsDone(step), now)
+            self._drive(push, machines.WavesDone(*ahead), now)
             self._look(push, now)
         self._links.tick(now)
         self.waiting = any(push.machine.next_step is not None for push in self._pushes.values())
@@ -137,8 +142,9 @@ class Pushes:
             moments += push.in_flight.next_look(now, draining=push.machine.failed)
             if (deadline := push.machine.next_deadline()) is not None:
                 moments.append(deadline)
-            if (step := push.machine.next_step) is not None and (until_look := self._clock.pause(step)) is not None:
-                moments.append(now + until_look)
+            if (step := push.machine.next_step) is not None:
+                until_look = self._clock.pause(step, push.machine.waves)
+                moments += [now + until_look] if until_look is not None else []
         return min(moments, default=None)
 
     def fail_all(self, reason: str, now: float) -> None:
@@ -276,6 +282,8 @@ class Pushes:
                 match action:
                     case machines.Bind(command):
                         events.append(self._bind(push, command))
+                    case machines.BindWaves(command, first, stop):
+                        events.append(self._bind(push, command, (first, stop)))
                     case machines.StartWrites():
                         self._start(push, now)
                     case machines.WantLink():
@@ -286,18 +294,29 @@ class Pushes:
                     case machines.Report(ok, reason, terminal):
                         self._report(push, ok, reason, terminal)
 
-    def _bind(self, push: ActivePush, command: WriteCommand) -> machines.Event:
+    def _bind(self, push: ActivePush, command: WriteCommand, waves: tuple[int, int] | None = None) -> machines.Event:
+        """What a command lets go, or of it some waves of layers."""
+        link, into, cursor = push.link, push.into, push.cursor
         try:
-            reach = push.link.reach(push.into, command.ready, push.cursor, command.final)
-            if reach == push.cursor and not command.final:
+            reach = link.reach(into, command.ready, cursor, command.final)
+            if reach == cursor and not command.final:
                 return machines.Bound(0)
-            part = push.link.bind_push(push.into, command.source, push.cursor, reach, command.final)
+            if waves is not None:
+                part = link.bind_waves(into, command.source, cursor, reach, *waves)
+            else:
+                part = link.bind_push(into, command.source, cursor, reach, command.final, push.ahead)
+                if self._waves and not command.final and self._clock.ahead()[0] < command.step:
+                    say_that_a_step_announced_none()
         except BindError as error:
             push.given_up = FailureKind.TRANSFER_FAILED
             return machines.GivenUp(str(error))
         except Exception as error:  # a defect of ours that one push met must not reach the others
             return self._defect(push, error)
-        push.cursor, push.work = reach, part.work
+        if waves is not None:
+            push.ahead = Ahead(waves[1], reach)
+        else:
+            push.cursor, push.ahead = reach, NOTHING_AHEAD
+        push.work = part.work
         push.first_valid_tokens |= part.first_valid_tokens
         return machines.Bound(len(part.work))
 

@@ -5,9 +5,10 @@ what the plan gives to itself: every rank comes to the same plan, so they need n
 push is in `receive.push_link`.
 
 A push is bound in parts. Groups of full attention follow a cursor: only whole pages of both sides go out before the
-end, so that no byte is written twice and none of a page that is still being filled. The rest (the last partial block,
-windows, recurrent states) is bound once, at the end. Where runs into the other side's pages would be short, a part goes
-by way of this side's staging buffer, by the rule of reads (`geometry.staging.chunks`).
+end, so that no byte is written twice and none of a page that is still being filled. Their layers come in waves
+(`push.waves`), which may be bound before the step has ended; the other layers are when it has. The rest (the last
+partial block, windows, recurrent states) is bound once, at the end. Where runs into the other side's pages would be
+short, a part goes by way of this side's staging buffer, by the rule of reads (`geometry.staging.chunks`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.bind import Tail, filled_every, first_valid_tokens, pair, runs_of
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest, Rank
-from vllm_pd_connector.geometry.plan import Edge, PagePairing, make_plan
+from vllm_pd_connector.geometry.plan import Edge, make_plan, of_layers
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chunks, split
 from vllm_pd_connector.worker.peers.link import PeerLink, decode, run_cost_of
@@ -27,19 +28,32 @@ from vllm_pd_connector.worker.peers.link import PeerLink, decode, run_cost_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from vllm_pd_connector.geometry.bind import Spans
     from vllm_pd_connector.geometry.blocks import BlockTables
+    from vllm_pd_connector.geometry.plan import PagePairing
     from vllm_pd_connector.protocol.wire.push_messages import PushInto
     from vllm_pd_connector.transport.base import Transport
 
 
 @dataclass(frozen=True, slots=True)
 class _Edges:
-    """What this rank gives to one rank of the decode instance: by cursor, and at the end; each directly and by way of
-    the staging buffer. `step` is in tokens."""
+    """What this rank gives to one rank of the decode instance: by cursor, each wave of layers and then all others, and
+    at the end; each directly and by way of the staging buffer. `step` is in tokens."""
 
-    growing: tuple[Edge, Edge]
+    growing: tuple[tuple[Edge, Edge], ...]
     ending: tuple[Edge, Edge]
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """So many waves of layers were bound up to the token `reach`, which is beyond the cursor of the others."""
+
+    waves: int = 0
+    reach: int = 0
+
+
+NOTHING_AHEAD = Ahead()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +72,17 @@ class Part:
         return direct if self.staged is None else (*direct, self.staged)
 
 
+NOTHING = Part(Runs.empty(), None, {})
+
+
 @dataclass(eq=False, slots=True)
 class WriteLink(PeerLink):
-    """To a decode instance that is written into. `own` are the encoded manifests of all ranks of this instance;
-    `outgoing` has every rank there while connected, None for one that this rank has nothing for."""
+    """To a decode instance that is written into. `own` are the encoded manifests of all ranks of this instance, `waves`
+    the names of the layers that are written together; `outgoing` has every rank there while connected, None for one
+    that this rank has nothing for."""
 
     own: Sequence[bytes] = ()
+    waves: Sequence[Sequence[str]] = ()
     outgoing: dict[Rank, _Edges | None] = field(default_factory=dict)
     chunk_bytes: int = 0
     run_cost: int = RUN_COST_BYTES
@@ -80,10 +99,10 @@ class WriteLink(PeerLink):
             rank = destination.parallel.rank
             if edge is not None:
                 self.ranks[rank] = transport.connect(destination.endpoint, destination.segments)
-            self.outgoing[rank] = _edges(edge, chunk_bytes, self.run_cost) if edge is not None else None
+            self.outgoing[rank] = _edges(edge, self.waves, chunk_bytes, self.run_cost) if edge is not None else None
         self.chunk_bytes = chunk_bytes
         converted = sum(
-            any(staged.pairings for _, staged in (edges.growing, edges.ending))
+            any(staged.pairings for _, staged in (*edges.growing, edges.ending))
             for edges in filter(None, self.outgoing.values())
         )
         return f"{check.status}, writes into {len(self.ranks)} of {len(remote)} ranks, converts for {converted}"
@@ -104,18 +123,43 @@ class WriteLink(PeerLink):
             return into.stop
         return max(cursor, ready // edges.step * edges.step)
 
-    def bind_push(self, into: PushInto, source: BlockTables, cursor: int, reach: int, final: bool) -> Part:
-        """What this rank must write of tokens [cursor, reach), and at the end of everything else.
+    def bind_push(
+        self, into: PushInto, source: BlockTables, cursor: int, reach: int, final: bool, ahead: Ahead = NOTHING_AHEAD
+    ) -> Part:
+        """What this rank must write of tokens [cursor, reach) that is not bound yet, and at the end of everything else.
 
         Raises:
             BindError: the request's block ids do not fit the manifests, or that rank is not connected.
         """
         edges = self._edges_to(into)
         if edges is None:
-            return Part(Runs.empty(), None, {})
+            return NOTHING
+        begins = [ahead.reach if wave < ahead.waves else cursor for wave in range(len(edges.growing))]
+        return self._bind(into, source, edges, begins, reach, final)
+
+    def bind_waves(self, into: PushInto, source: BlockTables, cursor: int, reach: int, first: int, stop: int) -> Part:
+        """What this rank must write of tokens [cursor, reach) in the waves [first, stop) of layers.
+
+        Raises:
+            BindError: as `bind_push`.
+        """
+        edges = self._edges_to(into)
+        if edges is None:
+            return NOTHING
+        begins = [cursor if first <= wave < stop else reach for wave in range(len(edges.growing))]
+        return self._bind(into, source, edges, begins, reach, False)
+
+    def _bind(
+        self, into: PushInto, source: BlockTables, edges: _Edges, begins: Sequence[int], reach: int, final: bool
+    ) -> Part:
+        """Tokens from where each part of the layers begins to `reach`."""
         tables = source, into.blocks
         tail = Tail.PAGE if final else Tail.EXACT
-        direct, staged = (pair(edge, *tables, cursor, reach, tail=tail, states=False) for edge in edges.growing)
+        direct: list[tuple[PagePairing, Spans]] = []
+        staged: list[tuple[PagePairing, Spans]] = []
+        for begin, both in zip(begins, edges.growing, strict=True):
+            for paired, edge in zip((direct, staged), both, strict=True):
+                paired += pair(edge, *tables, begin, reach, tail=tail, states=False)
         if final:
             for paired, edge in zip((direct, staged), edges.ending, strict=True):
                 paired += pair(edge, *tables, into.start, into.stop, tail=tail, late=True)
@@ -134,12 +178,16 @@ class WriteLink(PeerLink):
         return self.outgoing[rank]
 
 
-def _edges(edge: Edge, chunk_bytes: int, run_cost: int) -> _Edges:
+def _edges(edge: Edge, waves: Sequence[Sequence[str]], chunk_bytes: int, run_cost: int) -> _Edges:
     growing = tuple(pairing for pairing in edge.pairings if pairing.kind is GroupKind.FULL)
     ending = tuple(pairing for pairing in edge.pairings if pairing.kind is not GroupKind.FULL)
     step = lcm(*(filled_every(side) for f in growing for side in (f.source, f.destination)))
 
-    def both(pairings: tuple[PagePairing, ...]) -> tuple[Edge, Edge]:
-        return split(replace(edge, pairings=pairings), chunk_bytes, writes=True, run_cost=run_cost)
+    def both(edge: Edge) -> tuple[Edge, Edge]:
+        return split(edge, chunk_bytes, writes=True, run_cost=run_cost)
 
-    return _Edges(both(growing), both(ending), step)
+    by_cursor, at_end = (replace(edge, pairings=pairings) for pairings in (growing, ending))
+    in_waves = frozenset(layer for wave in waves for layer in wave)
+    parts = [of_layers(by_cursor, frozenset(wave).__contains__) for wave in waves]
+    others = of_layers(by_cursor, lambda layer: layer not in in_waves)
+    return _Edges(tuple(both(part) for part in (*parts, others)), both(at_end), step)

@@ -1,0 +1,60 @@
+"""Which layers' pages are final when vLLM announces them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+from vllm_pd_connector.compat.model.announced import announced_layers
+
+
+def layer(kind: type, **attributes: object) -> Any:
+    made = kind.__new__(kind)
+    vars(made).update({"_modules": {}, "_parameters": {}, "_buffers": {}, **attributes})
+    return made
+
+
+def config(modules: dict[str, object], **changes: object) -> Any:
+    settings = {"speculative_config": None, "parallel_config": SimpleNamespace(use_ubatching=False)} | changes
+    return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=modules), **settings)
+
+
+LAYERS = {
+    "0.attn": layer(Attention, attn_type="decoder", kv_sharing_target_layer_name=None),
+    "0.indexer": object(),
+    "1.attn": layer(MLAAttention),
+    "2.attn": layer(Attention, attn_type="decoder", kv_sharing_target_layer_name="0.attn"),
+    "3.attn": layer(Attention, attn_type="encoder_only", kv_sharing_target_layer_name=None),
+    "4.attn": layer(Attention, attn_type="decoder", kv_sharing_target_layer_name=None),
+}
+
+
+def test_layers_with_pages_of_their_own_in_the_order_of_the_forward() -> None:
+    assert announced_layers(config(LAYERS), LAYERS) == (("0.attn", "1.attn", "4.attn"), "")
+    assert announced_layers(config(LAYERS), ["4.attn", "0.attn"]) == (("0.attn", "4.attn"), "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"speculative_config": SimpleNamespace(method="eagle")}, "drafter"),
+        ({"parallel_config": SimpleNamespace(use_ubatching=True)}, "microbatches"),
+    ],
+)
+def test_where_pages_are_written_again_no_layer_is(changes: dict[str, object], reason: str) -> None:
+    layers, said = announced_layers(config(LAYERS, **changes), LAYERS)
+    assert layers == () and reason in said
+
+
+def test_drafts_from_the_tokens_alone_write_nothing() -> None:
+    assert announced_layers(config(LAYERS, speculative_config=SimpleNamespace(method="ngram")), LAYERS)[0]
+
+
+def test_where_no_layer_is_announced_it_is_said() -> None:
+    assert announced_layers(config({"0.indexer": object()}), LAYERS) == (
+        (),
+        "no layer of this worker announces its pages",
+    )

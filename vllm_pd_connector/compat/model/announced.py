@@ -1,0 +1,43 @@
+"""The layers of which vLLM says in the middle of a forward that their caches are written: by `save_kv_layer`.
+
+Source: vLLM 0.32, `model_executor/layers/attention/kv_transfer_utils.py` (`maybe_transfer_kv_layer`, around the
+operators of `Attention` and `MLAAttention`). A forward that is one CUDA graph does not come by there, and nothing is
+said of it. Whoever is told must know that the layer's pages are final: a layer that shares another's cache writes
+nothing, microbatches announce a layer several times, and a drafter runs its layers again after the forward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_pd_connector.compat.model.facts import drafts_with_caches
+
+if TYPE_CHECKING:
+    from collections.abc import Container
+
+    from vllm.config import VllmConfig
+
+
+def announced_layers(vllm_config: VllmConfig, cached: Container[str]) -> tuple[tuple[str, ...], str]:
+    """Names of this worker's layers, in the order of the forward, whose pages are final when they are announced; or
+    none and the reason.
+
+    Args:
+        cached: the layers with a cache on this worker.
+    """
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    if drafts_with_caches(vllm_config):
+        return (), "a drafter writes caches after the layers"
+    if vllm_config.parallel_config.use_ubatching:
+        return (), "microbatches write a layer's pages in turns"
+    modules: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+    layers = tuple(
+        name
+        for name, module in modules.items()
+        if isinstance(module, Attention | MLAAttention)
+        and name in cached
+        and getattr(module, "attn_type", "decoder") == "decoder"
+        and getattr(module, "kv_sharing_target_layer_name", None) is None
+    )
+    return layers, "" if layers else "no layer of this worker announces its pages"

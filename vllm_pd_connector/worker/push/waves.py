@@ -1,0 +1,65 @@
+"""Waves of layers: what is written of a step before the step has ended (`push_when` "layers").
+
+vLLM calls `save_kv_layer` when a layer's forward has written its pages. Layers that follow each other make a wave,
+which goes out when all of it was written: fewer marks on a device, fewer and longer transfers, and what is left to move
+when the step ends is about one wave. Layers that vLLM does not call it for go when the step has ended.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from vllm_pd_connector.compat.base import init_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+logger = init_logger(__name__)
+
+MAX_WAVES = 16
+
+
+def waves_of(layers: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """The layers, in the order of the forward, in up to `MAX_WAVES` waves of about equally many."""
+    count = min(MAX_WAVES, len(layers))
+    cuts = [len(layers) * i // count for i in range(count + 1)] if count else []
+    return tuple(tuple(layers[begin:end]) for begin, end in pairwise(cuts))
+
+
+@cache
+def say_that_a_step_announced_none() -> None:
+    """Once in a process: whoever asked for layers gets steps."""
+    logger.warning(
+        'push_when: "layers", but a step announced no layers, as where its whole forward is one CUDA graph: what it '
+        "computes is written when it has ended; start with --compilation-config that leaves attention out of the graph"
+    )
+
+
+class WaveCount:
+    """Counts the waves of the step that is being launched; belongs to the thread that launches it."""
+
+    def __init__(self, waves: Iterable[Sequence[str]]) -> None:
+        self._waves = tuple(frozenset(wave) for wave in waves)
+        self._step = 0
+        self._whole = 0
+        self._left: set[str] = set()
+
+    def launched(self, step: int, layer: str) -> int | None:
+        """A layer of a step was launched: how many waves are whole, from the first on, if it completes one.
+
+        A layer out of order completes nothing, nor does any after it: the step's end says so for all of them.
+        """
+        if step != self._step:
+            self._step, self._whole = step, 0
+            self._left = set(self._waves[0]) if self._waves else set()
+        if layer not in self._left:
+            return None
+        self._left.discard(layer)
+        if self._left:
+            return None
+        self._whole += 1
+        if self._whole < len(self._waves):
+            self._left = set(self._waves[self._whole])
+        return self._whole
