@@ -6,7 +6,7 @@ class of that name may come from another module. So the worker's configuration n
     {"kv_connector": "NixlConnector", "kv_connector_module_path": "vllm_pd_connector.integrations.dynamo", …}
 
 Dynamo then also sets VLLM_NIXL_SIDE_CHANNEL_HOST, which is read here, too. Both sides need the same entry, since vLLM
-treats the name by rules of its own connector (docs/engines.md).
+treats the name by rules of its own connector (docs/engines/dynamo.md).
 
 Source: Dynamo, `components/src/dynamo/vllm/kv_connector_protocols.py` and `args.py`; vLLM 0.32,
 `kv_connector/factory.py` (`get_connector_class`).
