@@ -33,3 +33,11 @@ def messages() -> list[str]:
 @pytest.mark.parametrize("message", messages())
 def test_a_message_in_troubleshooting_is_one_of_the_programs(message: str) -> None:
     assert message.strip() in SOURCES
+
+
+def test_the_changelog_tells_nothing_twice_and_nothing_at_length() -> None:
+    """A merge of two branches may keep a line in both of its groups."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    told = [match[0].strip() for match in re.finditer(r"^- .*\n(?:  .*\n)*", text, re.MULTILINE)]
+    assert sorted(told) == sorted(set(told))
+    assert [one for one in told if one.count("\n") > 2] == []
