@@ -58,6 +58,7 @@ lint: setup
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	$(RUN) tools/check_links.py
+	$(RUN) -m examples.manifests --check
 	$(RUN) -m tests.support.kustomize examples/kubernetes
 
 test-unit: setup

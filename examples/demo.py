@@ -18,10 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import Server, Servers, StartError, post, router_spec, vllm_spec
-from make_models import MODELS, make
-
 ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from examples.launch import Server, Servers, StartError, post, router_spec, vllm_spec  # noqa: E402
+from examples.make_models import MODELS, make  # noqa: E402
+from examples.stages import Progress  # noqa: E402
+
 PROMPT_TOKENS = (1, 16, 33, 100, 256, 500, 1000, 1900)
 OUTPUT_TOKENS = 24
 RECEIVED = re.compile(r"^vllm:pd_received_bytes_total\{[^}]*\} (\S+)$", re.MULTILINE)
@@ -86,7 +90,10 @@ def main() -> int:
         started = time.monotonic()
         try:
             prefill, decode, plain = servers.start(
-                spec("prefill", "kv_producer"), spec("decode", "kv_consumer"), spec("plain", None)
+                spec("prefill", "kv_producer"),
+                spec("decode", "kv_consumer"),
+                spec("plain", None),
+                progress=Progress(say, options.logs),
             )
             [router] = servers.start(router_spec("router", [prefill.url], [decode.url]))
         except StartError as error:

@@ -1,8 +1,11 @@
-"""Start vLLM instances and the router on this machine, wait until they serve, and always end them.
+"""The supervisor: starts vLLM instances and routers on this machine, waits until they serve, and always ends them.
 
-Used by the demo, the end-to-end tests and the benchmarks. Each server is a process group of its own with one log file.
-Groups are ended when the `Servers` context ends, when the interpreter exits, and by the kernel (a signal at the
-parent's death) when the interpreter is killed, so that no run leaves gigabytes behind.
+Used by the launcher, the demo, the end-to-end tests and the benchmarks. Each server is a process group of its own with
+one log file. Groups are ended when the `Servers` context ends, when the interpreter exits, and by the kernel (a signal
+at the parent's death) when the interpreter is killed, so that no run leaves gigabytes behind.
+
+Nothing starts where somebody listens already: vLLM's servers would share the port without a word (SO_REUSEPORT), and
+each would get some of the requests.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import random
@@ -26,27 +30,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-CPU_ENVIRONMENT = {
-    # vLLM binds OpenMP threads to cores of its own choice, the same ones in every instance.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    # Even with --enforce-eager the sampler is compiled at the first request, which takes seconds and a C++ compiler.
-    "TORCH_COMPILE_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-}
-CPU_FLAGS = ("--enforce-eager", "--max-model-len", "2048", "--dtype", "float32")
-"""float32: greedy tokens of a random model differ between two instances in bfloat16, where near-ties flip."""
+from examples import roles
+from examples.stages import Progress
 
-CACHE_BYTES = 384 * 1024 * 1024
+# Whoever starts servers on a CPU takes these from here.
+CPU_ENVIRONMENT = roles.CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+CPU_FLAGS = (*roles.CPU_FLAGS, "--max-model-len", "2048")
+CACHE_BYTES = roles.CACHE_BYTES
+
 START_TIMEOUT = 420.0
 STOP_TIMEOUT = 20.0
+RELEASE_TIMEOUT = 5.0
+"""Seconds for which a port may be held by what is left of a server that was ended here."""
 _PR_SET_PDEATHSIG = 1
 
 
 class StartError(Exception):
     """A server that did not come up; the text ends with the last lines of its log."""
+
+
+class PortError(StartError):
+    """A port that a server cannot have. Nothing was started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,21 @@ class Spec:
     environment: Mapping[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
     health: str = "/health"
+    also_listens: tuple[int, ...] = ()
+    """Further ports of `host` that it needs."""
+    what: str = ""
+    """What decides how long it takes to start; empty where that is no time to speak of."""
+    elsewhere: bool = False
+    """In another network namespace, whose ports nobody here can look at."""
+
+    @property
+    def url(self) -> str:
+        return f"http://{bracketed(self.host)}:{self.port}"
+
+
+def bracketed(host: str) -> str:
+    """An address as URLs have it."""
+    return f"[{host}]" if ":" in host else host
 
 
 @dataclass(slots=True)
@@ -71,7 +90,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://{self.spec.host}:{self.spec.port}"
+        return self.spec.url
 
     def log_tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -110,6 +129,32 @@ def free_port() -> int:
         return port
 
 
+def refuse_ports_twice(specs: Sequence[Spec]) -> None:
+    """Raises PortError if two of these are to listen at one port."""
+    users: dict[tuple[str, int], str] = {}
+    for spec in specs:
+        for port in (spec.port, *spec.also_listens):
+            if other := users.get((spec.host, port)):
+                raise PortError(f"port {port} is to be used twice, by {other} and by {spec.name}; give them others")
+            users[spec.host, port] = spec.name
+
+
+def refuse_taken_port(host: str, port: int) -> None:
+    """Raises PortError if somebody listens there, or if nobody here can."""
+    [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    with socket.socket(family, kind, protocol) as probe:
+        # Without SO_REUSEPORT, so that a listener that has it is met; with this, so that ended connections are not.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            why = {
+                errno.EADDRINUSE: f"somebody listens on {host}:{port} already; end it, or choose another port",
+                errno.EADDRNOTAVAIL: f"{host} is no address of this machine; give one that it has",
+            }
+            raise PortError(why.get(error.errno or 0, f"nobody can listen on {host}:{port}: {error}")) from error
+
+
 def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -118,9 +163,11 @@ class Servers:
     """Context in which servers run; leaving it ends them all."""
 
     def __init__(self, logs: Path):
-        self._logs = logs
+        self.logs = logs
         self._running: list[Server] = []
         self._started: Counter[str] = Counter()
+        self._ended: set[int] = set()
+        """Ports of servers that were ended here."""
         logs.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Servers:
@@ -138,28 +185,53 @@ class Servers:
             _signal_group(server.process, signal.SIGTERM)
         for server in ending:
             server.stop()
+            self._ended |= {server.spec.port, *server.spec.also_listens}
             self._running.remove(server)
 
-    def start(self, *specs: Spec, timeout: float = START_TIMEOUT) -> list[Server]:
+    def start(self, *specs: Spec, timeout: float = START_TIMEOUT, progress: Progress | None = None) -> list[Server]:
         """Start all at once and wait until each answers, at `/health` unless its spec says otherwise.
 
         Raises:
+            PortError: a port is taken, or is to be used twice; nothing was started.
             StartError: one ended or did not answer in `timeout` seconds; those of this call are ended.
         """
+        self.refuse_ports(specs)
         servers = [self._spawn(spec) for spec in specs]
         try:
-            for server in servers:
-                _wait_until_healthy(server, time.monotonic() + timeout)
+            _wait_until_healthy(servers, timeout, progress)
         except BaseException:
             self.stop(*servers)
             raise
         return servers
 
+    def first_to_end(self) -> Server:
+        """Wait until one of those that run ends by itself; which."""
+        while True:
+            for server in self._running:
+                if server.process.poll() is not None:
+                    return server
+            time.sleep(0.5)
+
+    def refuse_ports(self, specs: Sequence[Spec]) -> None:
+        refuse_ports_twice(specs)
+        for spec in specs:
+            for port in () if spec.elsewhere else (spec.port, *spec.also_listens):
+                until = time.monotonic() + (RELEASE_TIMEOUT if port in self._ended else 0.0)
+                while True:
+                    try:
+                        refuse_taken_port(spec.host, port)
+                        break
+                    except PortError:
+                        # A worker that was killed lets go of it when the kernel has taken it down.
+                        if time.monotonic() >= until:
+                            raise
+                        time.sleep(0.05)
+
     def _spawn(self, spec: Spec) -> Server:
         # A server that is started again, as after a failed test, leaves the log of its former run.
         self._started[spec.name] += 1
         again = f"-{self._started[spec.name]}" if self._started[spec.name] > 1 else ""
-        log = self._logs / f"{spec.name}{again}.log"
+        log = self.logs / f"{spec.name}{again}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
                 spec.command,
@@ -175,20 +247,40 @@ class Servers:
         return server
 
 
-def _wait_until_healthy(server: Server, deadline: float) -> None:
-    while True:
-        if server.process.poll() is not None:
-            what = f"ended with status {server.process.returncode}"
-        elif time.monotonic() > deadline:
-            what = f"did not answer {server.spec.health} in time"
-        else:
-            try:
-                with urllib.request.urlopen(f"{server.url}{server.spec.health}", timeout=5):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.2)
-                continue
-        raise StartError(f"{server.spec.name} {what}; its log {server.log} ends with:\n{server.log_tail()}")
+def _wait_until_healthy(servers: Sequence[Server], timeout: float, progress: Progress | None) -> None:
+    began = time.monotonic()
+    waiting = list(servers)
+    while waiting:
+        for server in list(waiting):
+            spec, now = server.spec, time.monotonic() - began
+            if server.process.poll() is not None:
+                raise _start_error(server, f"ended with status {server.process.returncode}")
+            if _answers(server):
+                waiting.remove(server)
+                if progress is not None:
+                    progress.serves(spec.name, spec.what, now, spec.url)
+            elif now > timeout:
+                raise _start_error(server, f"did not answer {spec.health} in {timeout:.0f} s")
+            elif progress is not None and spec.what:
+                progress.starting(spec.name, spec.what, now, server.log.read_text(errors="replace"))
+        if waiting:
+            time.sleep(0.2)
+
+
+def _answers(server: Server) -> bool:
+    try:
+        with _OPENER.open(f"{server.url}{server.spec.health}", timeout=5):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+# A proxy of the environment's does not reach what runs here.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _start_error(server: Server, what: str) -> StartError:
+    return StartError(f"{server.spec.name} {what}; its log {server.log} ends with:\n{server.log_tail()}")
 
 
 def vllm_spec(
@@ -209,16 +301,17 @@ def vllm_spec(
     its own, by both ways in which connectors of vLLM take one.
     """
     port, side_port = free_port(), free_port()
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--port", str(port)]
-    command += ["--host", host, "--served-model-name", model.name]
-    command += [*CPU_FLAGS, "--kv-cache-memory-bytes", str(cache_bytes), "-tp", str(tp_size), *flags]
+    own = [*CPU_FLAGS, *roles.cache_flags(cache_bytes), "-tp", str(tp_size), *flags]
     env = {**CPU_ENVIRONMENT}
     if transfer is not None:
         side = {"side_channel_host": "127.0.0.1", "side_channel_port": side_port}
         extra = {**side, **transfer.get("kv_connector_extra_config", {})}
         env |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
-        command += ["--kv-transfer-config", json.dumps({**transfer, "kv_connector_extra_config": extra})]
-    return Spec(name, (*prefix, *command), port, {**env, **(environment or {})}, host)
+        transfer = {**transfer, "kv_connector_extra_config": extra}
+    _, *words = roles.serve_words(str(model), host, port, transfer, ["--served-model-name", model.name, *own])
+    command = (*prefix, str(Path(sys.executable).with_name("vllm")), *words)
+    what = " ".join([name, str(model), *own])
+    return Spec(name, command, port, {**env, **(environment or {})}, host, what=what, elsewhere=bool(prefix))
 
 
 def router_spec(name: str, prefill: Sequence[str], decode: Sequence[str]) -> Spec:

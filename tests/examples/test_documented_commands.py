@@ -60,7 +60,7 @@ def of(program: str) -> list[list[str]]:
 
 
 def started(words: list[str]) -> list[list[str]]:
-    """The commands that a launch script would start, on a machine with many GPUs."""
+    """The commands that the launcher would start, on a machine with many GPUs."""
     options = words[1:] if {"--gpus", "router"} & set(words) else [*words[1:], *GPUS]
     done = subprocess.run([ROOT / words[0], "--dry-run", *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -157,11 +157,11 @@ def test_a_recipe_is_for_a_prefill_a_decode_instance_and_a_router() -> None:
 
 def test_the_quickstart_has_both_transports_and_both_modes_for_one_pair_and_for_many() -> None:
     shown = {
-        (words[0].removeprefix("examples/launch_"), *(extra[key] for key in ("transport", "mode")))
+        ("many" if {"--prefills", "--decodes"} & set(words) else "one", *(extra[key] for key in ("transport", "mode")))
         for words in of("examples/")
         for command in started(words)
         if "--kv-transfer-config" in command
         for extra in [json.loads(command[command.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]]
     }
-    assert {("1p1d.sh", t, m) for t in ("nixl", "mooncake") for m in ("pull", "push")} <= shown
-    assert {("xpyd.sh", "nixl", "pull"), ("xpyd.sh", "mooncake", "push")} <= shown
+    assert {("one", t, m) for t in ("nixl", "mooncake") for m in ("pull", "push")} <= shown
+    assert {("many", "nixl", "pull"), ("many", "mooncake", "push")} <= shown

@@ -1,12 +1,12 @@
-"""The Kubernetes manifests agree with each other, with the launch scripts, and with what the programs accept."""
+"""The Kubernetes manifests agree with each other, with the launcher, and with what the programs accept."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 from functools import cache
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from examples import launch_pd, manifests
 from tests.support.kustomize import CUSTOM, Object, main, named, problems, render
 from vllm_pd_connector.cli import main as vllm_pd
 from vllm_pd_connector.config import Config, parse_config
@@ -106,28 +107,49 @@ def test_an_instance_has_its_role_and_advertises_its_pod(fleet: str, name: str) 
     assert vllm["env"][0]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
 
 
-PLACE = {"--host", "--port", "--tensor-parallel-size", "--pipeline-parallel-size", "--shutdown-timeout"}
-"""What a machine and a cluster have each in their own way."""
-
-
 @pytest.mark.parametrize(("fleet", "name"), INSTANCES)
-def test_an_instance_is_started_as_the_launch_script_starts_it(fleet: str, name: str) -> None:
-    script = [ROOT / "examples" / "launch_1p1d.sh", "--dry-run", "--gpus", "0,1", "--model", "$(MODEL)"]
-    done = subprocess.run(script, capture_output=True, text=True, check=True)
-    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
-    there = shlex.split(lines[name.removeprefix("pd-") + "-0"])
-    there, here = there[there.index("vllm") :], words(fleet, "StatefulSet", name)
+def test_an_instance_is_started_as_the_launcher_starts_it(fleet: str, name: str) -> None:
+    """Both from one table, of which no word is written down again."""
+    here, there = words(fleet, "StatefulSet", name), launched(name.removeprefix("pd-") + "-0")
+    ours, theirs = transfer(here), transfer(there)
+    extra, extra_there = (whole.pop("kv_connector_extra_config") for whole in (ours, theirs))
+    assert here[:3] == there[:3] == ["vllm", "serve", "$(MODEL)"] and ours == theirs
+    assert all(extra[key] == extra_there[key] for key in ("transport", "mode"))
+    assert one(fleet, "ConfigMap", "pd-model")["data"]["MODEL"] == launch_pd.options_of(["--cpu"]).model
 
-    def told(found: list[str]) -> tuple[list[str], set[str], dict[str, Any]]:
-        flags = {word for word in found if word.startswith("--")}
-        whole = transfer(found)
-        extra = whole.pop("kv_connector_extra_config")
-        chosen = {key: extra[key] for key in ("transport", "mode")}
-        return found[:3], flags - PLACE, {**whole, **chosen}
 
-    assert told(here) == told(there)
-    assert (DIRECTORY / "common" / "model.yaml").read_text().count("MODEL: Qwen/Qwen3-0.6B") == 1
-    assert "model=Qwen/Qwen3-0.6B" in (ROOT / "examples" / "launch_xpyd.sh").read_text()
+def launched(name: str) -> list[str]:
+    """The words with which the launcher starts an instance."""
+    instances, _ = launch_pd.specs_of(launch_pd.options_of(["--gpus", "0,1", "--model", "$(MODEL)"]))
+    [spec] = [spec for spec in instances if spec.name == name]
+    return list(spec.command)
+
+
+def test_the_manifests_are_those_that_the_table_of_roles_gives(capsys: pytest.CaptureFixture[str]) -> None:
+    assert manifests.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_manifest_that_was_changed_by_hand_is_found_and_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(DIRECTORY, tmp_path / "kubernetes")
+    monkeypatch.setattr(manifests, "DIRECTORY", tmp_path / "kubernetes")
+    changed = tmp_path / "kubernetes" / "decode" / "decode.yaml"
+    changed.write_text(changed.read_text().replace("kv_consumer", "kv_both"))
+    assert manifests.main(["--check"]) == 1 and str(changed) in capsys.readouterr().err
+    assert manifests.main([]) == 0
+    assert changed.read_text() == (DIRECTORY / "decode" / "decode.yaml").read_text()
+
+
+def test_an_instance_that_a_change_of_the_table_reaches_is_in_no_file_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A role's words are in the files that are written from the table, and in no other."""
+    written = manifests.files()
+    for path in DIRECTORY.rglob("*.yaml"):
+        if path not in written:
+            assert "kv_role" not in path.read_text() and "[vllm" not in path.read_text(), path
+    monkeypatch.setattr(manifests, "DECODE", dataclasses.replace(manifests.DECODE, kv_role="kv_both"))
+    changed = {path for path, text in manifests.files().items() if text != written[path]}
+    assert changed == {DIRECTORY / "decode" / "decode.yaml", DIRECTORY / "llm-d" / "decode.yaml"}
 
 
 def test_a_decode_instance_of_llm_d_differs_by_what_the_sidecar_needs_alone() -> None:

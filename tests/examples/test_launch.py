@@ -1,4 +1,4 @@
-"""The launch scripts, with a stand-in for `vllm` and the real router: what they start, wait for, report and end.
+"""The launcher, with a stand-in for `vllm` and the real router: what they start, wait for, report and end.
 
 That they start real servers is shown by the end-to-end tests of two prefill and two decode instances.
 """
@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import shutil
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from examples import launch_pd
+from examples.launch import PortError, Spec
+from examples.roles import CPU_ENVIRONMENT
 from tests.support.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
-XPYD = ROOT / "examples" / "launch_xpyd.sh"
+LAUNCHER = ROOT / "examples" / "launch_pd.py"
 LIMIT = 90.0
 
 STAND_IN = '''\
@@ -35,6 +38,7 @@ def value(flag): return words[words.index(flag) + 1]
 port, transfer = int(value("--port")), json.loads(value("--kv-transfer-config"))
 extra = transfer["kv_connector_extra_config"]
 print("loading", flush=True)
+print("(EngineCore) Starting to load model m...", flush=True)
 if os.environ.get("FAIL") == transfer["kv_role"]:
     sys.exit("no memory for the cache")
 # A worker: part of the process group, and not ended by the end of its parent.
@@ -48,7 +52,8 @@ labels = {"engine": 0, "role": transfer["kv_role"], "mode": extra["mode"], "hand
 text = "vllm:pd_instance_info{" + ",".join(f'{k}="{v}"' for k, v in labels.items()) + "} 1\\n"
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(503 if os.environ.get("SLOW") == transfer["kv_role"] else 200)
+        if self.path == "/end": os._exit(3)
+        self.send_response(503 if transfer["kv_role"] in os.environ.get("SLOW", "") else 200)
         self.end_headers()
         self.wfile.write(text.encode() if self.path == "/metrics" else b"")
     def log_message(self, *_): pass
@@ -56,80 +61,113 @@ http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 '''
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_shellcheck_finds_nothing(script: Path) -> None:
-    shellcheck = shutil.which("shellcheck") or str(Path(sys.executable).with_name("shellcheck"))
-    found = subprocess.run([shellcheck, script], capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout + found.stderr
+def specs(*words: str) -> dict[str, Spec]:
+    """What would be started, by name."""
+    instances, router = launch_pd.specs_of(launch_pd.options_of(words))
+    return {spec.name: spec for spec in (*instances, *router)}
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_the_first_lines_say_how_a_script_is_used(script: Path) -> None:
-    first, *comment = script.read_text().splitlines()[:8]
-    assert first == "#!/usr/bin/env bash"
-    assert sum(f"examples/{script.name}" in line for line in comment) >= 2
+def config(spec: Spec) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(after(spec, "--kv-transfer-config"))
+    return found
 
 
-def commands(*words: str) -> dict[str, list[str]]:
-    """The words of each command that would be started, by name."""
-    done = subprocess.run([XPYD, "--dry-run", *words], capture_output=True, text=True, check=True)
-    return {line.partition(":")[0]: shlex.split(line.partition(":")[2]) for line in done.stdout.splitlines()}
+def extra(spec: Spec) -> dict[str, Any]:
+    found: dict[str, Any] = config(spec)["kv_connector_extra_config"]
+    return found
 
 
-def config(command: list[str]) -> dict[str, object]:
-    return json.loads(command[command.index("--kv-transfer-config") + 1])
+def after(spec: Spec, flag: str) -> str:
+    return spec.command[spec.command.index(flag) + 1]
+
+
+def instances_of(router: Spec) -> list[str]:
+    return [word.removeprefix("--instance=") for word in router.command if word.startswith("--instance=")]
 
 
 def test_gpus_are_shared_out_and_ports_differ() -> None:
-    found = commands("--prefills", "2", "--decodes", "2", "--prefill-tp", "2", "--decode-pp", "3", "--gpus",
-                     ",".join(map(str, range(10))))  # fmt: skip
+    found = specs("--prefills", "2", "--decodes", "2", "--prefill-tp", "2", "--decode-pp", "3", "--gpus",
+                  ",".join(map(str, range(10))))  # fmt: skip
     engines = [found[name] for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")]
     assert list(found) == ["prefill-0", "prefill-1", "decode-0", "decode-1", "router"]
-    assert [next(w for w in e if w.startswith("CUDA")) for e in engines] == [
-        "CUDA_VISIBLE_DEVICES=" + gpus for gpus in ("0,1", "2,3", "4,5,6", "7,8,9")
-    ]
-    ports = [e[e.index("--port") + 1] for e in engines]
-    assert ports == ["8100", "8101", "8200", "8201"]
-    assert len({config(e)["kv_connector_extra_config"]["side_channel_port"] for e in engines}) == 4  # type: ignore[index]
-    assert [word for word in found["router"] if word.startswith("http")] == [f"http://127.0.0.1:{p}" for p in ports]
+    assert [e.environment["CUDA_VISIBLE_DEVICES"] for e in engines] == ["0,1", "2,3", "4,5,6", "7,8,9"]
+    ports = [after(e, "--port") for e in engines]
+    assert ports == ["8100", "8101", "8200", "8201"] == [str(e.port) for e in engines]
+    assert [extra(e)["side_channel_port"] for e in engines] == [5600, 5620, 5640, 5660]
+    assert instances_of(found["router"]) == [f"http://127.0.0.1:{port}" for port in ports]
 
 
 def test_each_side_has_its_own_sizes_layout_and_flags() -> None:
-    found = commands("--gpus", "0,1", "--prefill-block-size", "64", "--decode-layout", "HND", "--mode", "push",
-                     "--transport", "mooncake", "--extra", '"kv_lease_duration": 60', "--flags", "--max-model-len 2048",
-                     "--decode-flags", "--seed 1")  # fmt: skip
+    found = specs("--gpus", "0,1", "--prefill-block-size", "64", "--decode-layout", "HND", "--mode", "push",
+                  "--transport", "mooncake", "--extra", '"kv_lease_duration": 60', "--flags", "--max-model-len 2048",
+                  "--decode-flags", "--no-enable-prefix-caching")  # fmt: skip
     prefill, decode = found["prefill-0"], found["decode-0"]
-    assert prefill[prefill.index("--block-size") + 1] == "64" and "--block-size" not in decode
-    assert "VLLM_KV_CACHE_LAYOUT=HND" in decode and "VLLM_KV_CACHE_LAYOUT=HND" not in prefill
-    assert prefill[-2:] == ["--max-model-len", "2048"] and decode[-4:] == ["--max-model-len", "2048", "--seed", "1"]
+    assert after(prefill, "--block-size") == "64" and "--block-size" not in decode.command
+    assert decode.environment["VLLM_KV_CACHE_LAYOUT"] == "HND" and "VLLM_KV_CACHE_LAYOUT" not in prefill.environment
+    assert prefill.command[-2:] == ("--max-model-len", "2048")
+    assert decode.command[-3:] == ("--max-model-len", "2048", "--no-enable-prefix-caching")
     expected = {"transport": "mooncake", "mode": "push", "side_channel_host": "127.0.0.1", "kv_lease_duration": 60}
     assert config(prefill)["kv_role"] == "kv_producer" and config(decode)["kv_role"] == "kv_consumer"
-    for command in (prefill, decode):
-        extra = config(command)["kv_connector_extra_config"]
-        assert {key: extra[key] for key in expected} == expected  # type: ignore[index]
+    for spec in (prefill, decode):
+        assert expected.items() <= extra(spec).items()
+
+
+def test_instances_without_gpus_share_the_machine() -> None:
+    spec = specs("--cpu")["prefill-0"]
+    assert spec.environment == CPU_ENVIRONMENT
+    assert {"--enforce-eager", "--dtype", "--kv-cache-memory-bytes"} <= set(spec.command)
 
 
 def test_a_host_starts_its_part_only() -> None:
-    assert list(commands("--only", "decode", "--gpus", "0,1", "--decodes", "2", "--host", "10.0.0.8")) == [
-        "decode-0",
-        "decode-1",
-    ]
+    decodes = specs("--only", "decode", "--gpus", "0,1", "--decodes", "2", "--host", "10.0.0.8")
+    assert list(decodes) == ["decode-0", "decode-1"]
+    assert [extra(spec)["side_channel_port"] for spec in decodes.values()] == [5600, 5620]
     urls = ["http://10.0.0.7:8100", "http://10.0.0.8:8200"]
-    router = commands("--only", "router", *(word for url in urls for word in ("--instance", url)))
-    assert [word for word in router["router"] if word.startswith("http")] == urls
+    [router] = specs("--only", "router", *(word for url in urls for word in ("--instance", url))).values()
+    assert instances_of(router) == urls
+
+
+def test_an_address_of_ipv6_is_in_brackets() -> None:
+    found = specs("--cpu", "--host", "fd00::7")
+    assert instances_of(found["router"]) == ["http://[fd00::7]:8100", "http://[fd00::7]:8200"]
+    assert extra(found["prefill-0"])["side_channel_host"] == "fd00::7"
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("pull", [1, 0]), ("push", [1, 1]), ("auto", [1, 1])])
+def test_the_side_channels_that_are_listened_on_are_looked_at(mode: str, channels: list[int]) -> None:
+    found = specs("--cpu", "--mode", mode)
+    assert [len(found[name].also_listens) for name in ("prefill-0", "decode-0")] == channels
 
 
 @pytest.mark.parametrize(
     "words",
-    ["--gpus 0", "--prefills 0 --cpu", "--nope 1", "--model", "--only both", "--only router", "--instance http://h"],
+    [
+        *("--gpus 0", "--prefills 0 --cpu", "--nope 1", "--model", "--only both", "--only router", "--cpu --pre 1"),
+        *("--cpu --instance http://h", "--cpu --extra [1]", "--cpu --port x"),
+    ],
 )
 def test_wrong_usage_is_told_and_starts_nothing(words: str) -> None:
-    done = subprocess.run([XPYD, "--dry-run", *words.split()], capture_output=True, text=True)
+    done = subprocess.run([LAUNCHER, "--dry-run", *words.split()], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("launch: ") and not done.stdout
 
 
-def _hear_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def test_a_port_is_not_given_out_twice() -> None:
+    with pytest.raises(PortError, match="port 8200 is to be used twice, by prefill-1 and by decode-0"):
+        specs("--cpu", "--prefills", "2", "--prefill-port", "8199", "--decode-port", "8200")
+    with pytest.raises(PortError, match="port 8200 is to be used twice, by decode-0 and by router"):
+        specs("--cpu", "--port", "8200")
+
+
+def test_its_help_begins_with_how_it_is_used() -> None:
+    done = subprocess.run([LAUNCHER, "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.count("examples/launch_pd.py") >= 4
+
+
+def test_nothing_starts_where_a_program_is_missing(tmp_path: Path) -> None:
+    only = {"PATH": os.pathsep.join(["/usr/bin", "/bin"])}
+    words = [sys.executable, LAUNCHER, "--cpu", "--only", "prefill", "--logs", tmp_path]
+    done = subprocess.run(words, capture_output=True, text=True, env=only)
+    assert done.returncode == 2 and "vllm is not on PATH" in done.stderr and not list(tmp_path.iterdir())
 
 
 class Run:
@@ -145,13 +183,11 @@ class Run:
         ports = {"--prefill-port": 0, "--decode-port": 10, "--port": 20, "--side-channel-port": 30}
         options = [word for name, at in ports.items() for word in (name, str(self.base + at))]
         self.process = subprocess.Popen(
-            [XPYD, "--cpu", "--model", "m", *options, "--logs", self.logs, *words],
+            [LAUNCHER, "--cpu", "--model", "m", *options, "--logs", self.logs, *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             env=os.environ | {"PATH": path, "PIDS": str(self.pids)} | environment,
-            # A background job of a shell without job control ignores Ctrl-C, and bash cannot trap what it inherits so.
-            preexec_fn=_hear_ctrl_c,
         )
 
     def lines_until(self, text: str) -> str:
@@ -167,6 +203,13 @@ class Run:
     def workers_that_live(self) -> list[int]:
         pids = [int(line) for line in self.pids.read_text().split()] if self.pids.exists() else []
         return [pid for pid in pids if is_alive(pid)]
+
+    def expect_no_workers(self) -> None:
+        """They were killed when the launcher ended; the kernel takes them down a moment later."""
+        deadline = time.monotonic() + LIMIT
+        while self.workers_that_live():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def is_alive(pid: int) -> bool:
@@ -189,13 +232,14 @@ def test_all_are_waited_for_and_ctrl_c_ends_them_and_their_workers(tmp_path: Pat
     run = Run(tmp_path, "--prefills", "2", "--decodes", "2")
     runs.append(run)
     output = run.lines_until("ready")
+    assert "(1 of 6; no estimate before its first start)" in output or "(3 of 6; no estimate" in output
     for name in ("prefill-0", "prefill-1", "decode-0", "decode-1", "router"):
         assert f"{name} serves at" in output
         assert (run.logs / f"{name}.log").exists()
     assert len(run.workers_that_live()) == 4
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(LIMIT) == 130
-    assert run.workers_that_live() == []
+    run.expect_no_workers()
 
 
 def test_a_process_that_ends_while_loading_is_reported_with_its_log(tmp_path: Path, runs: list[Run]) -> None:
@@ -203,33 +247,31 @@ def test_a_process_that_ends_while_loading_is_reported_with_its_log(tmp_path: Pa
     runs.append(run)
     output, _ = run.process.communicate(timeout=LIMIT)
     assert run.process.returncode == 1
-    assert "ended; the last lines of" in output and "no memory for the cache" in output
-    assert run.workers_that_live() == []
+    assert re.search(r"decode-[01] ended with status 1; its log", output) and "no memory for the cache" in output
+    run.expect_no_workers()
 
 
 def test_a_process_that_is_only_slow_is_not_said_to_have_ended(tmp_path: Path, runs: list[Run]) -> None:
-    run = Run(tmp_path, "--timeout", "1", SLOW="kv_consumer")
+    run = Run(tmp_path, "--timeout", "5", SLOW="kv_producer, kv_consumer")
     runs.append(run)
     output, _ = run.process.communicate(timeout=LIMIT)
     assert run.process.returncode == 1
-    assert "decode-0 is not ready after 1 s; the last lines of" in output and "loading" in output
+    assert "prefill-0 did not answer /health in 5 s; its log" in output and "loading" in output
     assert "ended" not in output
-    assert run.workers_that_live() == []
+    run.expect_no_workers()
 
 
 def test_a_process_that_dies_later_ends_the_others(tmp_path: Path, runs: list[Run]) -> None:
     run = Run(tmp_path)
     runs.append(run)
     run.lines_until("ready")
-    [first, _] = run.workers_that_live()
-    os.killpg(os.getpgid(first), signal.SIGKILL)
+    assert len(run.workers_that_live()) == 2
+    with pytest.raises(ConnectionError):
+        urllib.request.urlopen(f"http://127.0.0.1:{run.base}/end", timeout=LIMIT)
     output, _ = run.process.communicate(timeout=LIMIT)
     assert run.process.returncode == 1
-    assert "ended; the last lines of" in output and "loading" in output
-    deadline = time.monotonic() + LIMIT
-    while run.workers_that_live():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert "prefill-0 ended with status 3; its log" in output and "loading" in output
+    run.expect_no_workers()
 
 
 @pytest.mark.parametrize("which", ["--port", "--prefill-port", "--decode-port", "--side-channel-port"])
@@ -247,9 +289,3 @@ def test_a_port_that_somebody_listens_on_is_refused_before_anything_starts(
         output, _ = run.process.communicate(timeout=LIMIT)
     assert run.process.returncode == 2
     assert f"somebody listens on 127.0.0.1:{port} already" in output and "starting" not in output
-
-
-def test_a_port_is_not_given_out_twice() -> None:
-    words = ["--dry-run", "--gpus", "0,1,2", "--prefills", "2", "--prefill-port", "8199", "--decode-port", "8200"]
-    done = subprocess.run([XPYD, *words], capture_output=True, text=True)
-    assert done.returncode == 2 and "port 8200 is to be used twice" in done.stderr

@@ -17,3 +17,4 @@ def test_no_entry_stands_twice() -> None:
         assert [entry for entry, times in said.items() if times > 1] == []
         begun = Counter(" ".join(entry.split())[:60] for entry in entries)
         assert [entry for entry, times in begun.items() if times > 1] == [], "nearly the same"
+        assert [entry for entry in entries if entry.count("\n") > 2] == [], "at length"

@@ -5,6 +5,7 @@ A real Ray on this machine, which books a tenth of a CPU for each replica.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -101,24 +102,30 @@ def _descendants(root: int) -> Iterator[tuple[int, str]]:
 
 
 @pytest.fixture
-def application(pairs: Pairs, plain: dict[Prompt, tuple[int, ...]], tmp_path: Path) -> Iterator[Application]:
-    # Ray's node has an address that other hosts reach, so the replicas need keys.
-    create_keys(tmp_path / "keys", "pd")
-    words = ["--cpu", "--keys", str(tmp_path / "keys"), "--extra", f'{{"digest_dir": "{tmp_path}/digests"}}']
+def application(
+    request: pytest.FixtureRequest, pairs: Pairs, plain: dict[Prompt, tuple[int, ...]], tmp_path: Path
+) -> Iterator[Application]:
+    """The application in a mode: pull with keys, push without, which is where both legs run at once."""
+    extra: dict[str, object] = {"digest_dir": str(tmp_path / "digests")}
+    (tmp_path / "digests").mkdir()
+    words = ["--cpu", "--mode", request.param]
+    # Ray's node has an address that other hosts reach.
+    if request.param == "pull":
+        create_keys(tmp_path / "keys", "pd")
+        words += ["--keys", str(tmp_path / "keys")]
+    else:
+        extra["allow_unauthenticated_peers"] = True
     # The paths of Ray's sockets must be short.
     scratch = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     port = free_port()
+    words += ["--model", str(make(MODELS[FAMILY])), "--port", str(port), "--extra", json.dumps(extra)]
     spec = Spec(
-        "ray",
-        (
-            *(sys.executable, str(ROOT / "examples" / "ray_serve.py")),
-            *("--model", str(make(MODELS[FAMILY])), "--port", str(port), *words),
-        ),
+        f"ray-{request.param}",
+        (sys.executable, str(ROOT / "examples" / "ray_serve.py"), *words),
         port,
         {"RAY_TMPDIR": str(scratch), "RAY_memory_monitor_refresh_ms": "0", "PD_TEST_POLITE": "1"},
         health="/v1/models",
     )
-    (tmp_path / "digests").mkdir()
     try:
         # The ingress answers before the replicas have loaded.
         [server] = pairs.servers.start(spec, timeout=START_S)
@@ -129,6 +136,12 @@ def application(pairs: Pairs, plain: dict[Prompt, tuple[int, ...]], tmp_path: Pa
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+@pytest.mark.parametrize("application", ["push"], indirect=True)
+def test_both_legs_at_once_give_the_answers_of_one_engine(application: Application) -> None:
+    application.check("at first")
+
+
+@pytest.mark.parametrize("application", ["pull"], indirect=True)
 def test_a_replica_that_is_lost_is_replaced_and_answers_stay_right(application: Application) -> None:
     application.check("at first")
     [lost] = application.replicas("Prefill")

@@ -1,23 +1,29 @@
 """What a release hands out: a source distribution and a wheel made from it, installed from the file.
 
 Into empty environments, with what they need from the package index. They do not see the checkout's package: programs
-are run elsewhere, and say from where they import.
+are run elsewhere, and say from where they import. The quickstart and the extras are run in the environment that the
+image without a GPU has.
 """
 
 from __future__ import annotations
 
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import urllib.request
 import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.support.servers.pairs import ROOT
+from examples.launch import Spec, post
+from tests.support.ports import free_ports
+from tests.support.servers.pairs import ROOT, Pairs
 
 pytestmark = pytest.mark.e2e
 
@@ -90,8 +96,87 @@ def test_a_file_installs_into_an_empty_environment(kind: str, built: dict[str, P
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("extra", ["nixl", "mooncake", "mooncake-cuda13", "mooncake-non-cuda", "ray"])
+@pytest.mark.parametrize(
+    "extra", ["vllm", "nixl", "mooncake", "mooncake-cuda13", "mooncake-non-cuda", "ray", "accuracy"]
+)
 def test_every_extra_is_found(extra: str, built: dict[str, Path], tmp_path: Path) -> None:
     """Resolved for an empty environment, not installed: gigabytes of CUDA libraries would come with them."""
     python = environment(tmp_path / "env")
     run(str(python), "-m", "pip", "install", "--quiet", "--dry-run", f"{built['wheel']}[{extra}]")
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The environment that docker/Dockerfile.cpu makes, by its COPY lines and its set-up in an empty directory.
+
+    The image's base, its user and apt's lists are not there. Below it lies some GB, for as long as this module runs.
+    """
+    directory = tmp_path_factory.mktemp("image")
+    lines = (ROOT / "docker" / "Dockerfile.cpu").read_text().replace("\\\n", " ").splitlines()
+    try:
+        for line in lines:
+            instruction, _, rest = line.partition(" ")
+            if instruction == "COPY":
+                *sources, into = rest.split()
+                copy([ROOT / source for source in sources], directory / into)
+            elif instruction == "RUN":
+                [setup] = [part for part in rest.split("&&") if "tools/setup_env.py" in part]
+                run("sh", "-c", setup.replace("python ", f"{sys.executable} "), where=directory)
+        yield directory / ".venv" / "bin"
+    finally:
+        shutil.rmtree(directory)
+
+
+def copy(sources: Sequence[Path], into: Path) -> None:
+    """As COPY does: a directory's content, or files into a directory."""
+    for source in sources:
+        if source.is_dir():
+            shutil.copytree(source, into, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, into)
+
+
+@pytest.mark.matrix
+def test_the_quickstart_runs_from_the_wheel(image: Path, built: dict[str, Path], tmp_path: Path, pairs: Pairs) -> None:
+    """In an environment that has vLLM and nothing of this project but the wheel: a launcher, a request, the metrics."""
+    python = str(image / "python")
+    run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "vllm-pd-connector")
+    run(python, "-m", "pip", "install", "--quiet", f"{built['wheel']}[nixl,proxy]")
+    where = run(python, "-c", "import vllm_pd_connector as p; print(p.__file__)", where=tmp_path)
+    assert Path(where).is_relative_to(image.parent / "lib")
+    run(python, str(ROOT / "examples" / "make_models.py"), "--into", str(tmp_path), "gqa")
+    base = free_ports((0, 10, 20, 30, 50))
+    ports = {"--port": base, "--prefill-port": base + 10, "--decode-port": base + 20, "--side-channel-port": base + 30}
+    spec = Spec(
+        "quickstart",
+        (
+            *(python, str(ROOT / "examples" / "launch_pd.py"), "--cpu", "--model", str(tmp_path / "gqa")),
+            *("--logs", str(pairs.servers.logs / "quickstart")),
+            *(word for option, port in ports.items() for word in (option, str(port))),
+        ),
+        base,
+        {"PYTHONPATH": "", "PATH": os.pathsep.join([str(image), "/usr/bin", "/bin"])},
+    )
+    [launcher] = pairs.servers.start(spec)
+    try:
+        body = {"model": str(tmp_path / "gqa"), "prompt": "San Francisco is", "max_tokens": 16, "temperature": 0}
+        answer = post(f"{launcher.url}/v1/completions", body)
+        assert answer["usage"]["completion_tokens"] > 0
+        with urllib.request.urlopen(f"http://127.0.0.1:{base + 20}/metrics") as metrics:
+            received = re.findall(r"^vllm:pd_received_bytes_total\S* (\S+)$", metrics.read().decode(), re.MULTILINE)
+        assert sum(map(float, received)) > 0, "the cache came from prefill"
+    finally:
+        pairs.servers.stop(launcher)
+    assert "ready" in launcher.log.read_text()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("extra", "module"),
+    [("mooncake-non-cuda", "mooncake.engine"), ("ray", "vllm_pd_connector.integrations.ray"), ("accuracy", "lm_eval")],
+)
+def test_an_extra_installs_beside_vllm(extra: str, module: str, image: Path, built: dict[str, Path]) -> None:
+    """Really, since what these share is there already; each leaves vLLM's own requirements as they were."""
+    python = str(image / "python")
+    run(python, "-m", "pip", "install", "--quiet", f"{built['wheel']}[{extra}]")
+    run(python, "-c", f"import {module}", where=image)

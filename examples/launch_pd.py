@@ -1,0 +1,257 @@
+#!/usr/bin/env python3
+"""Start prefill and decode instances and the router on this host, wait until they serve, and end all on Ctrl-C.
+
+    examples/launch_pd.py --model Qwen/Qwen3-0.6B                       # one of each, on GPUs 0 and 1
+    examples/launch_pd.py --cpu --model .cache/models/gqa               # no GPU needed
+    examples/launch_pd.py --prefills 2 --decodes 2 --prefill-tp 2 --mode push --transport mooncake
+
+Several hosts: the same on each, with --only and the address by which the others reach this host, and keys
+(vllm-pd keygen) by which the instances know each other.
+
+    10.0.0.7$ examples/launch_pd.py --only prefill --prefills 2 --host 10.0.0.7 --extra '"side_channel_keys": "keys"'
+    10.0.0.8$ examples/launch_pd.py --only decode  --decodes 1  --host 10.0.0.8 --extra '"side_channel_keys": "keys"'
+    10.0.0.9$ examples/launch_pd.py --only router  --host 10.0.0.9 --instance http://10.0.0.7:8100 \\
+                  --instance http://10.0.0.7:8101 --instance http://10.0.0.8:8200
+
+Needs vllm and vllm-pd (pip install '.[nixl,proxy]') on PATH, and nothing else than Python itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from examples import roles
+from examples.launch import PortError, Servers, Spec, StartError, refuse_ports_twice
+from examples.roles import DECODE, PREFILL, ROLES, Role
+from examples.stages import Progress
+
+ROUTER = "router"
+
+
+class UsageError(Exception):
+    """Options that contradict each other; nothing was started."""
+
+
+def say(text: str) -> None:
+    print(f"launch: {text}", flush=True)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see --help")
+
+
+def positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def members(text: str) -> dict[str, Any]:
+    """More members of an object, as JSON without its braces."""
+    try:
+        found: dict[str, Any] = json.loads(f"{{{text}}}")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} are not members of a JSON object: {error}") from error
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options; those of a role exist once for each."""
+    first, _, rest = (__doc__ or "").partition("\n\n")
+    form = argparse.RawDescriptionHelpFormatter
+    made = Parser(description=first, epilog=rest, formatter_class=form, allow_abbrev=False)
+    made.add_argument("--model", default=roles.MODEL)
+    for role in ROLES:
+        side, name = made.add_argument_group(f"{role.name} instances"), role.name
+        side.add_argument(f"--{name}s", type=positive, default=1, metavar="N", help="how many")
+        side.add_argument(f"--{name}-tp", type=positive, default=1, metavar="N", help="tensor-parallel size")
+        side.add_argument(f"--{name}-pp", type=positive, default=1, metavar="N", help="pipeline-parallel size")
+        side.add_argument(f"--{name}-block-size", type=positive, metavar="N", help="tokens; vLLM's unless set")
+        side.add_argument(f"--{name}-layout", metavar="LAYOUT", help="NHD, HND, …; vLLM's unless set")
+        side.add_argument(f"--{name}-flags", default="", metavar="WORDS", help="more words for vllm serve")
+        side.add_argument(f"--{name}-port", type=positive, default=role.port, metavar="PORT", help="of the first")
+    made.add_argument("--flags", default="", metavar="WORDS", help="more words for vllm serve, of all instances")
+    made.add_argument("--transport", choices=roles.TRANSPORTS, default=roles.TRANSPORTS[0])
+    made.add_argument("--mode", choices=roles.MODES, default=roles.MODES[0])
+    extra = "more members of kv_connector_extra_config, such as '\"kv_lease_duration\": 60'"
+    made.add_argument("--extra", type=members, default={}, metavar="MEMBERS", help=extra)
+    made.add_argument("--cpu", action="store_true", help="no GPUs: float32, eager, 384 MiB of cache per instance")
+    made.add_argument("--gpus", metavar="LIST", help="to share out, prefill first (default: all that nvidia-smi names)")
+    made.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="by which the others reach this host")
+    made.add_argument("--port", type=positive, default=roles.ROUTER_PORT, help="of the router")
+    made.add_argument("--admin-port", type=positive, metavar="PORT", help="of the router; none unless set")
+    step = roles.SIDE_CHANNEL_STEP
+    channel = f"first of {step} for each instance"
+    made.add_argument(
+        "--side-channel-port", type=positive, default=roles.SIDE_CHANNEL_PORT, metavar="PORT", help=channel
+    )
+    made.add_argument("--only", choices=(*(role.name for role in ROLES), ROUTER))
+    made.add_argument("--instance", action="append", default=[], metavar="URL", help="for --only router; repeat")
+    made.add_argument("--logs", type=Path, default=Path("out/launch"), metavar="DIRECTORY", help="a file per process")
+    made.add_argument("--timeout", type=positive, default=900, metavar="SECONDS", help="until all serve")
+    made.add_argument("--dry-run", action="store_true", help="print the commands and start nothing")
+    return made
+
+
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Raises UsageError."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    for at in range(len(words) - 1, 0, -1):
+        # argparse takes a value that begins with a dash only in the same word.
+        if words[at - 1].startswith("--") and words[at - 1].endswith("flags"):
+            words[at - 1 : at + 1] = [f"{words[at - 1]}={words[at]}"]
+    options = parser().parse_args(words)
+    if (options.only == ROUTER) != bool(options.instance):
+        raise UsageError("--only router needs --instance URL, one for each instance, and nothing else takes it")
+    return options
+
+
+class Gpus:
+    """The GPUs that are left; `--cpu` has none."""
+
+    def __init__(self, options: argparse.Namespace):
+        if options.gpus is None and not options.cpu and options.only != ROUTER:
+            options.gpus = _all_gpus()
+        self._named = options.gpus or ""
+        self._left = [gpu for gpu in self._named.split(",") if gpu]
+
+    def take(self, count: int, name: str) -> str:
+        """The next `count`. Raises UsageError: there are fewer."""
+        if len(self._left) < count:
+            raise UsageError(f"--gpus {self._named}: {len(self._left)} left for {name}, which needs {count}")
+        taken, self._left = self._left[:count], self._left[count:]
+        return ",".join(taken)
+
+
+def _all_gpus() -> str:
+    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        return ",".join(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split())
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UsageError("nvidia-smi names no GPUs; give --gpus 0,1,… or --cpu") from error
+
+
+def instance_spec(options: argparse.Namespace, role: Role, index: int, gpus: Gpus) -> Spec:
+    """What to start as the instance `index` of a side."""
+    own = {
+        name: getattr(options, f"{role.name}_{name}") for name in ("tp", "pp", "block_size", "layout", "flags", "port")
+    }
+    name, port = f"{role.name}-{index}", own["port"] + index
+    # Decode's side channels come after those of prefill on the same host.
+    before = options.prefills if role is DECODE and options.only is None else 0
+    channel = options.side_channel_port + roles.SIDE_CHANNEL_STEP * (before + index)
+    flags = ["--tensor-parallel-size", str(own["tp"]), "--pipeline-parallel-size", str(own["pp"])]
+    flags += ["--block-size", str(own["block_size"])] if own["block_size"] else []
+    environment = {"VLLM_KV_CACHE_LAYOUT": own["layout"]} if own["layout"] else {}
+    if options.cpu:
+        environment |= roles.CPU_ENVIRONMENT
+        flags += [*roles.CPU_FLAGS, *roles.cache_flags()]
+    else:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus.take(own["tp"] * own["pp"], name)
+    flags += [*shlex.split(options.flags), *shlex.split(own["flags"])]
+    place = {"side_channel_host": options.host, "side_channel_port": channel}
+    transfer = roles.transfer_config(role, options.transport, options.mode, {**place, **options.extra})
+    return Spec(
+        name,
+        tuple(roles.serve_words(options.model, options.host, port, transfer, flags)),
+        port,
+        environment,
+        options.host,
+        also_listens=(channel,) if role.listens(options.mode) else (),
+        what=" ".join([name, options.model, *flags]),
+    )
+
+
+def specs_of(options: argparse.Namespace) -> tuple[list[Spec], list[Spec]]:
+    """The instances to start, and the router, if it is to be started here.
+
+    Raises:
+        UsageError: there are too few GPUs.
+        PortError: a port would be used twice.
+    """
+    gpus = Gpus(options)
+    counts = {PREFILL: options.prefills, DECODE: options.decodes}
+    here = [role for role in ROLES if options.only in (None, role.name)]
+    instances = [instance_spec(options, role, index, gpus) for role in here for index in range(counts[role])]
+    router = []
+    if options.only in (None, ROUTER):
+        admin = ["--admin-port", str(options.admin_port)] if options.admin_port else []
+        urls = options.instance or [spec.url for spec in instances]
+        words = roles.router_words(options.host, options.port, urls, admin)
+        listens = (options.admin_port,) if options.admin_port else ()
+        router = [Spec(ROUTER, tuple(words), options.port, {}, options.host, also_listens=listens)]
+    refuse_ports_twice([*instances, *router])
+    return instances, router
+
+
+def shown(spec: Spec) -> str:
+    """A line that starts it by hand."""
+    environment = [f"{name}={value}" for name, value in spec.environment.items()]
+    return f"{spec.name}: {shlex.join([*(['env', *environment] if environment else []), *spec.command])}"
+
+
+def run(options: argparse.Namespace, instances: Sequence[Spec], router: Sequence[Spec]) -> int:
+    """Start, wait, and watch until one ends or somebody ends this. The exit status."""
+    specs = [*instances, *router]
+    for program in {spec.command[0] for spec in specs}:
+        if shutil.which(program) is None:
+            raise UsageError(
+                f"{program} is not on PATH; activate the environment that has it (pip install '.[nixl,proxy]')"
+            )
+    with Servers(options.logs) as servers:
+        servers.refuse_ports(specs)
+        say(f"starting {', '.join(spec.name for spec in specs)}; logs in {options.logs}")
+        progress = Progress(say, options.logs)
+        servers.start(*instances, timeout=options.timeout, progress=progress)
+        if router:
+            servers.start(*router, timeout=options.timeout, progress=progress)
+            body = json.dumps({"model": options.model, "prompt": "P/D", "max_tokens": 8})
+            say(f"try  curl {router[0].url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}")
+        say("ready; Ctrl-C stops everything")
+        ended = servers.first_to_end()
+        say(f"{ended.spec.name} ended with status {ended.process.returncode}; its log {ended.log} ends with:")
+        print(ended.log_tail(20), flush=True)
+        return 1
+
+
+def _end(number: int, _: object) -> NoReturn:
+    # Once more would cut the ending of what runs here short.
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)
+    say("stopping everything")
+    sys.exit(128 + number)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        options = options_of(arguments)
+        instances, router = specs_of(options)
+        if options.dry_run:
+            print(*map(shown, [*instances, *router]), sep="\n")
+            return 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _end)
+        return run(options, instances, router)
+    except (UsageError, PortError) as error:
+        print(f"launch: {error}", file=sys.stderr)
+        return 2
+    except StartError as error:
+        print(f"launch: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
