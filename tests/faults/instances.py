@@ -99,7 +99,7 @@ def spec_of(
     own = {**LIMITS, **extra}
     environment = {"VLLM_SERVER_DEV_MODE": "1", "PD_TEST_POLITE": "1", **model.environment}
     flags = ["--block-size", str(model.block_size), *model.flags, *more]
-    flags += ["--worker-extension-cls", "pd_test_plugins.weights.ChangesWeights"]
+    flags += ["--worker-extension-cls", "pd_test_plugins.weights.Operated"]
     if hold is not None:
         environment["PD_TEST_HOLD"] = str(hold)
         flags += ["--max-num-batched-tokens", str(CHUNK)]

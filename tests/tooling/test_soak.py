@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,6 +55,32 @@ def test_a_seed_asks_the_same_and_has_prompts_of_all_lengths() -> None:
     lengths = [len(prompt) for prompt in soak.asked(3)]
     assert soak.asked(3) == soak.asked(3) != soak.asked(4)
     assert min(lengths) == 1 and max(lengths) > 1000 and sorted(lengths)[len(lengths) // 2] < 100
+
+
+@pytest.mark.parametrize("words", ["--seconds 59", "--requests 239", "--seconds nan"])
+def test_a_run_too_short_to_judge_memory_is_a_usage_error(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        soak.main(words.split())
+    assert "must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("requests", "seconds"), [(soak.LEAST_REQUESTS, 3600.0), (10**6, soak.LEAST_S)])
+def test_the_shortest_runs_have_enough_rounds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, requests: int, seconds: float
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(soak.time, "monotonic", lambda: clock[0])
+    made = SimpleNamespace(requests=0, rounds=0, sample=lambda: None)
+
+    def round_of(most: int, longest: float) -> SimpleNamespace:
+        made.rounds += 1
+        made.requests += min(most, round(100 * longest))
+        clock[0] += longest
+        return SimpleNamespace(seconds=longest, ends={}, sentences=[], record=dict)
+
+    made.round = round_of
+    soak.run(made, requests, seconds, tmp_path / "results.jsonl")
+    assert made.rounds >= soak.ROUNDS == 2 * LEAST_SAMPLES
 
 
 def test_a_round_ends_when_enough_was_asked_and_one_refusal_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
