@@ -46,13 +46,12 @@ class Line:
 
 LANES: tuple[tuple[Line, ...], ...] = (
     (
-        Line("restarts", 520, "--world restarts --faults 12"),
-        Line("restarts, push", 340, "--world restarts --mode push --skip 12 --faults 20"),
+        Line("restarts", 700, "--world restarts --faults 17"),
+        Line("restarts, push", 420, "--world restarts --mode push --skip 17 --faults 28"),
         Line("workers", 240, "--world workers --faults 10"),
         Line("workers, push", 220, "--world workers --mode push --faults 4"),
         Line("both roles", 100, "--world both --faults 2"),
         Line("operated", 120, "--world operated --faults 12"),
-        Line("elastic", 260, "--world elastic --faults 4"),
     ),
     (
         Line("pair", 300, "--world pair --faults 80"),

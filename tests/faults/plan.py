@@ -104,12 +104,12 @@ ONE_PAIR_COMPARED = _one_pair_push((*PUSH_MESSAGES, *COMPARED))
 """In mode push with verification of every request."""
 
 RESTARTS: tuple[Kind, ...] = (
-    # Every process in every phase, within two rounds. The engine's is the only worker's, too.
+    # Every process in every phase, within two rounds.
     Kind(
         "killed",
-        tuple(f"{side} {part}" for side in ("prefill", "decode") for part in ("engine", "server")),
+        tuple(f"{side} {part}" for side in ("prefill", "decode") for part in ("worker", "engine", "server")),
         CONFIRMED_TOO,
-        8,
+        12,
     ),
     Kind("terminated", ("prefill server", "decode server"), PHASES),
     Kind("frozen, then killed", ("prefill engine", "decode engine"), ("decode",)),

@@ -41,7 +41,8 @@ BLOCKS = 66
 LONGEST = 48 * BLOCK
 """Three quarters of a pool, as in the soak."""
 OUTPUT = 16
-LEASE_S = 2.0
+UNHURRIED = {"kv_lease_duration": 10.0, "handshake_timeout": 40.0, "confirm_timeout": 40.0}
+"""Nothing here may fail, however busy the machine is."""
 STUCK_S = 60.0
 LEGS = ("pull", "push", "push at once")
 FETCH = {"do_remote_decode": False, "do_remote_prefill": True}
@@ -70,7 +71,7 @@ class Halves:
         self._rng = random.Random(seed)
         self._pushes, self._at_once = legs != "pull", legs == "push at once"
         mode = "push" if self._pushes else "pull"
-        extra: dict[str, Any] = {"mode": mode, "transport": transport, "kv_lease_duration": LEASE_S}
+        extra: dict[str, Any] = {"mode": mode, "transport": transport, **UNHURRIED}
         if transport == "mooncake":
             extra["transport_options"] = {"protocol": "tcp", "address": "127.0.0.1"}
         arguments: dict[str, Any] = {"scheduling": "fcfs" if self._at_once else "priority", "step_tokens": 512}

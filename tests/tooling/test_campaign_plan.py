@@ -36,7 +36,6 @@ WORLDS = {
     "operated": OPERATED,
     "elastic": ELASTIC,
 }
-SIDES, PARTS = ("prefill", "decode"), ("worker", "engine", "server")
 LINES = [line for lane in LANES for line in lane]
 by_name = pytest.mark.parametrize("kinds", WORLDS.values(), ids=WORLDS)
 seeds = pytest.mark.parametrize("seed", range(1, 6))
@@ -78,13 +77,12 @@ def test_a_long_campaign_strikes_everywhere_in_every_phase(kinds) -> None:
 
 
 @seeds
-@pytest.mark.parametrize(("kind", "parts"), [("killed", ("engine", "server")), ("stopped", PARTS)])
-def test_make_faults_kills_and_stops_every_process_in_every_phase(kind: str, parts: tuple[str, ...], seed: int) -> None:
-    """One of several workers is killed, too; where there is one, it is the engine's process."""
+@pytest.mark.parametrize("kind", ["killed", "stopped"])
+def test_make_faults_kills_and_stops_every_process_in_every_phase(kind: str, seed: int) -> None:
     faults = [fault for line in LINES for fault in faults_in(line, seed)]
-    wanted = {(f"{side} {part}", phase) for side in SIDES for part in parts for phase in CONFIRMED_TOO}
-    assert places(faults, kind) >= wanted
-    assert any(where.endswith("worker") for where, _ in places(faults, kind))
+    wanted = {(f"{side} {part}", phase) for side in ("prefill", "decode") for part in ("worker", "engine", "server")
+              for phase in CONFIRMED_TOO}  # fmt: skip
+    assert places(faults, kind) == wanted
 
 
 @seeds
@@ -102,7 +100,6 @@ def test_make_faults_has_every_kind_in_every_world_and_a_few_in_mode_push(seed: 
         ("--world pair", True, ONE_PAIR_PUSH),
         ("--world workers", False, WORKERS),
         ("--world operated", False, OPERATED),
-        ("--world elastic", False, ELASTIC),
     ):
         lines = [line for line in LINES if words in line.words and ("push" in line.words) == pushes]
         assert {fault.kind for line in lines for fault in faults_in(line, seed)} == {kind.name for kind in kinds}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pd_test_plugins.memory import TidiesMemory
 
 from tests.faults import soak
 from tests.faults.system.memory import GROWTH_BYTES, LEAST_SAMPLES, Memory, Trend, resident
@@ -49,6 +51,24 @@ def test_a_process_that_takes_memory_is_seen_to() -> None:
     memory = Memory()
     memory.sample({"me": os.getpid()}, 0)
     assert any(name.startswith("me server") for name in memory.trends)
+
+
+def test_what_a_worker_has_allocated_is_told_apart_from_what_its_allocator_keeps() -> None:
+    libc, size, worker = ctypes.CDLL(None), 4096, TidiesMemory()
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    before = sum(worker.tidy_memory().values())
+    pieces = [libc.malloc(size) for _ in range(8192)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, size)
+    assert 0.9 < (sum(worker.tidy_memory().values()) - before) / (size * len(pieces)) < 1.2
+    full = resident(os.getpid())
+    for number, piece in enumerate(pieces):
+        if number % 16:  # what is left keeps the heap from getting shorter
+            libc.free(piece)
+    assert (sum(worker.tidy_memory().values()) - before) / (size * len(pieces)) < 0.2
+    assert full - resident(os.getpid()) > 0.7 * size * len(pieces), "free pages go back"
+    for piece in pieces[::16]:
+        libc.free(piece)
 
 
 def test_a_seed_asks_the_same_and_has_prompts_of_all_lengths() -> None:
