@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from examples.launch import Server, Spec, vllm_spec
@@ -92,14 +93,15 @@ def spec_of(
     tp_size: int,
     hold: Path | None = None,
     more: Sequence[str] = (),
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Spec:
     """How an instance is started, on this host or on one of a `Network`. `hold`: its prompts take several steps, and
-    its workers can be held (`pd_test_plugins.hold`). `more` are flags of `vllm serve`."""
+    its workers can be held (`pd_test_plugins.hold`). `more` are flags of `vllm serve`, `variables` are for it."""
     model = MODELS[family]
     own = {**LIMITS, **extra}
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "PD_TEST_POLITE": "1", **model.environment}
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "PD_TEST_POLITE": "1", **model.environment, **variables}
     flags = ["--block-size", str(model.block_size), *model.flags, *more]
-    flags += ["--worker-extension-cls", "pd_test_plugins.weights.ChangesWeights"]
+    flags += ["--worker-extension-cls", "pd_test_plugins.weights.Operated"]
     if hold is not None:
         environment["PD_TEST_HOLD"] = str(hold)
         flags += ["--max-num-batched-tokens", str(CHUNK)]

@@ -5,23 +5,25 @@
 
 AT_ONCE clients ask this project's router for prompts of random lengths with answers of random lengths and random
 priorities; one in ten leaves at a random moment, one in ten asks an instance itself, without a hand-over. The pool has
-room for a few of them, so prefills wait for leases to end, requests for blocks, and running ones are preempted. After
-each round of ROUND_S seconds nothing may be left on either instance, and the memory of every process is looked at
-(`system/memory.py`). A run ends after N requests or S seconds, whichever comes first. Exit code 0 if every answer was
-right, nothing was left, nobody died and no process grew.
+room for a few of them, so prefills wait for leases to end, requests for blocks, and running ones are preempted. A run
+has ROUNDS rounds at least and none above ROUND_S seconds. After each nothing may be left on either instance, workers
+give free memory back, and what every process has is looked at (`system/memory.py`). A run ends after N requests or S
+seconds, whichever comes first; its servers' start does not count. Exit code 0 if every answer was right, nothing was
+left, nobody died and no process grew.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,16 +35,20 @@ from examples.launch import Servers  # noqa: E402
 from tests.faults.asked import End, Outcome  # noqa: E402
 from tests.faults.plan import Fault  # noqa: E402
 from tests.faults.results import PROBLEMS, Result, count, table  # noqa: E402
-from tests.faults.system.memory import Memory  # noqa: E402
+from tests.faults.strikes.operating import ask_workers  # noqa: E402
+from tests.faults.system.memory import LEAST_SAMPLES, Memory  # noqa: E402
 from tests.faults.world import World  # noqa: E402
 from tests.support.servers.workload import OUTPUT_TOKENS, Prompt, prompts  # noqa: E402
 
 AT_ONCE = 10
-ROUND_S = 30.0
+ROUND_S, ROUNDS = 30.0, 2 * LEAST_SAMPLES
+LEAST_REQUESTS, LEAST_S = 20 * ROUNDS, 5.0 * ROUNDS
 LONGEST, PROMPTS = 1500, 160
 BLOCKS = 66
 """Of 32 tokens: the longest prompt takes three quarters of a pool."""
 FLAGS = ("--num-gpu-blocks-override", str(BLOCKS), "--scheduling-policy", "priority", "--max-num-seqs", "8")
+QUIET = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
+"""Instead of 1024: it would fill for 1800 requests, with 285 MiB, of vLLM without a connector, too."""
 UNHURRIED = {"handshake_timeout": 10.0, "transfer_timeout": 60.0, "confirm_timeout": 10.0, "kv_lease_duration": 10.0}
 """In place of a campaign's short ones, for nothing here may fail. What clients left is waited for that long."""
 QUEUE_S = 300.0
@@ -114,6 +120,10 @@ class Soak:
         return world.ask(world.router, prompt, None, QUEUE_S, **fields)
 
     def sample(self) -> None:
+        """Of every process what it has, and of workers what they use of it."""
+        for instance in self.world.instances:
+            for number, told in enumerate(ask_workers(instance, "tidy_memory")):
+                self.memory.add(f"{instance.name} worker {number}, allocated", self.requests, sum(told.values()))
         roots = {instance.name: instance.pid for instance in self.world.instances}
         assert self.world.router is not None
         self.memory.sample({**roots, "router": self.world.router.process.pid}, self.requests)
@@ -122,8 +132,9 @@ class Soak:
 def run(soak: Soak, requests: int, seconds: float, note: Path) -> None:
     """Rounds until there were so many requests, or after so many seconds, or something went wrong."""
     until = time.monotonic() + seconds
+    most, longest = math.ceil(requests / ROUNDS), min(ROUND_S, seconds / ROUNDS)
     while soak.requests < requests and time.monotonic() < until:
-        result = soak.round(requests - soak.requests, min(ROUND_S, until - time.monotonic()))
+        result = soak.round(min(most, requests - soak.requests), min(longest, until - time.monotonic()))
         soak.sample()
         print(f"{soak.requests:7} requests, {result.seconds:5.1f} s: {dict(result.ends)}", *result.sentences[:10],
               sep="\n      ! ", flush=True)  # fmt: skip
@@ -143,10 +154,22 @@ def pressure(world: World) -> dict[str, float]:
     return dict(found)
 
 
+def at_least(least: float, kind: type[int] | type[float], why: str) -> Callable[[str], float]:
+    """A number for an option, or a usage error."""
+
+    def read(text: str) -> float:
+        if not (number := kind(text)) >= least:
+            raise argparse.ArgumentTypeError(f"{text}: it must be {least:g} or more, {why}")
+        return number
+
+    return read
+
+
 def parser() -> argparse.ArgumentParser:
+    few = f"or {LEAST_SAMPLES} rounds after the warm-up, by which memory is judged, say nothing"
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--requests", type=int, default=100_000)
-    made.add_argument("--seconds", type=float, default=86400.0)
+    made.add_argument("--requests", type=at_least(LEAST_REQUESTS, int, few), default=100_000)
+    made.add_argument("--seconds", type=at_least(LEAST_S, float, few), default=86400.0)
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--mode", choices=("pull", "push"), default="pull")
     made.add_argument("--transport", choices=("nixl", "mooncake"), default="nixl")
@@ -160,10 +183,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     extra: dict[str, Any] = {"mode": options.mode, "transport": options.transport, **UNHURRIED}
     began = time.monotonic()
     with Servers(directory / "logs") as servers:
-        world = World(servers, extra=extra, routed=True, flags=FLAGS, asked=asked(options.seed), relayed=False)
+        world = World(servers, extra=extra, routed=True, flags=FLAGS, asked=asked(options.seed), relayed=False,
+                      environment=QUIET)  # fmt: skip
         soak = Soak(world, options.seed)
         try:
-            run(soak, options.requests, options.seconds - (time.monotonic() - began), directory / "results.jsonl")
+            run(soak, options.requests, options.seconds, directory / "results.jsonl")
             went_through = pressure(world) if not world.dead() else {}
         finally:
             world.close()

@@ -54,6 +54,7 @@ class World:
         asked: the prompts that are asked; else the same for all campaigns.
         relayed: whether a man in the middle stands before prefill instances on this host. Where none does, requests of
             a pull may go by the router, which has an interface for operators (`admin`).
+        environment: more variables of every instance.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class World:
         flags: Sequence[str] = (),
         asked: Sequence[Prompt] = (),
         relayed: bool = True,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.network = network
         self.hold = hold
@@ -101,6 +103,7 @@ class World:
                         tp_size,
                         hold if side == "prefill" else None,
                         flags,
+                        environment or {},
                     )
                 )
         instances = [Instance(spec, server) for spec, server in zip(specs, servers.start(*specs), strict=True)]

@@ -108,7 +108,7 @@ class OfVllm:
 
     def _silence(self, url: str) -> None:
         announcer = self.announcers.pop(url)
-        announcer.send_signal(signal.SIGINT)
+        announcer.terminate()  # not SIGINT, which is ignored where the tests run in the background
         announcer.wait(20)
 
     def close(self) -> None:

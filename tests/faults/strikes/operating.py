@@ -12,6 +12,7 @@ import random
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from examples.make_models import MODELS, make
 from tests.faults.asked import End, Outcome, Struck, pause, settled
@@ -33,6 +34,15 @@ def call(instance: Instance, path: str, body: Mapping[str, object] | None = None
     request = urllib.request.Request(f"{instance.url}/{path}", json.dumps(body or {}).encode(), headers)
     with urllib.request.urlopen(request, timeout=CALL_S) as answer:
         return bool(answer.status == 200)
+
+
+def ask_workers(instance: Instance, method: str, *args: str, **kwargs: str) -> list[Any]:
+    """What the workers' extension answers, one of each. Raises OSError if it was not answered."""
+    body = json.dumps({"method": method, "args": args, "kwargs": kwargs}).encode()
+    request = urllib.request.Request(f"{instance.url}/collective_rpc", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=CALL_S) as answer:
+        results: list[Any] = json.load(answer)["results"]
+    return results
 
 
 def change(instance: Instance, name: str, method: str, *args: str, mode: str = "abort", **kwargs: str) -> None:

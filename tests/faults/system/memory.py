@@ -54,6 +54,10 @@ class Memory:
 
     trends: dict[str, Trend] = field(default_factory=dict)
 
+    def add(self, name: str, requests: int, size: int) -> None:
+        """One more sample of this name."""
+        self.trends.setdefault(name, Trend()).add(requests, size)
+
     def sample(self, roots: dict[str, int], requests: int) -> None:
         """`roots` are the servers' own processes by name; those that they started come with them."""
         for name, pid in roots.items():
@@ -61,11 +65,11 @@ class Memory:
                 with contextlib.suppress(OSError):
                     size = resident(process.pid)
                     kind = "engine" if "EngineCore" in process.name else "server" if process.pid == pid else "helper"
-                    self.trends.setdefault(f"{name} {kind} {process.pid}", Trend()).add(requests, size)
+                    self.add(f"{name} {kind} {process.pid}", requests, size)
 
     def problems(self) -> list[str]:
         """Processes that grow, and those of which too little was seen."""
-        return [text for name, trend in self.trends.items() if (text := _judge(name, trend))]
+        return [text for name, trend in self.trends.items() if (text := judge(name, trend))]
 
     def samples(self) -> dict[str, list[list[int]]]:
         """Requests and bytes of every process."""
@@ -82,7 +86,7 @@ class Memory:
         return "\n".join(lines)
 
 
-def _judge(name: str, trend: Trend) -> str:
+def judge(name: str, trend: Trend) -> str:
     if len(trend.bytes) < LEAST_SAMPLES:
         return f"{name}: {len(trend.bytes)} samples, not {LEAST_SAMPLES}"
     if (grown := trend.growth()) >= GROWTH_BYTES:

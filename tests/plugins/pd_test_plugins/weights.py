@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from pd_test_plugins.memory import TidiesMemory
+
 
 class ChangesWeights:
     """Part of vLLM's worker class; `model_runner` is the worker's."""
@@ -25,3 +27,7 @@ class ChangesWeights:
         for value in found:
             value.data.mul_(float(factor))
         return len(found)
+
+
+class Operated(ChangesWeights, TidiesMemory):
+    """Everything that is asked of the workers of an instance under attack."""

@@ -55,6 +55,7 @@ WINDOWED = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtyp
 STATES = MambaSpec(block_size=BLOCK, shapes=((2, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
 
 KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
+STAND_IN = EncodedManifest(b"manifest", TOKEN)
 
 
 def transfer(role: str, **extra: Any) -> dict[str, Any]:
@@ -65,7 +66,8 @@ def transfer(role: str, **extra: Any) -> dict[str, Any]:
 
 class Engine:
     """One engine; `groups` are the specs of its KV-cache groups, `config` what `--kv-transfer-config` says, `wrap` what
-    another connector that has this one in it makes of its workers' report."""
+    another connector that has this one in it makes of its workers' report, `worker` what its one worker says of itself
+    at the start."""
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class Engine:
         policy: str = "fail",
         scheduling: Literal["fcfs", "priority"] = "fcfs",
         wrap: Callable[[WorkerReport], Any] = lambda report: report,
+        worker: EncodedManifest = STAND_IN,
     ):
         self.role = config["kv_role"]
         self.policy = policy
@@ -121,8 +124,7 @@ class Engine:
         self.overlapping = overlapping
         self._lag = 1 if overlapping else 0
         self._wrap = wrap
-        metadata = {(0, 0): EncodedManifest(b"manifest", TOKEN)}
-        self.connector.set_xfer_handshake_metadata_pp_aware(metadata)
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): worker})
 
     @property
     def connector(self) -> Any:
@@ -164,6 +166,7 @@ class Engine:
         self._launched.append((output, sampling))
         # As the workers get it: vLLM pickles it.
         self.told.append(pickle.loads(pickle.dumps(_of_pd(output.kv_connector_metadata))))
+        self.compute(output)
         told = KVConnectorOutput(
             finished_sending=set(sent) or None,
             finished_recving={*received, *failed} or None,
@@ -176,6 +179,9 @@ class Engine:
         else:
             assert told.is_empty(), "the results of an overlapping step are looked at in the next"
         return output
+
+    def compute(self, output: SchedulerOutput) -> None:
+        """What the workers do in a step: nothing here."""
 
     def run(self, *names: str) -> None:
         """Steps until these requests have ended."""
