@@ -47,6 +47,10 @@ def test_a_read_puts_the_logical_elements_in_place_and_ends_the_lease(prefill, d
     assert (decode.worker.memory == decode.expected()).all()
     assert decode.bytes > 0 and not decode.failures and not decode.quarantined
     until(lambda: [freed.request_id for freed in prefill.server.take_freed()] == ["p-a"], "the lease to end")
+    [given] = prefill.server.take_given()
+    assert (given.request_id, given.taken.engine_id, given.whole) == ("p-a", "decode-1", True)
+    assert given.taken.moved.bytes == decode.bytes
+    assert decode.of_peers == {"peer_bytes": {"p-0": decode.bytes}, "peer_receives": {"p-0": 1}}
 
 
 def test_blocks_that_a_group_names_before_the_range_are_not_reported_as_received(prefill, decode):
@@ -74,7 +78,7 @@ def test_the_step_that_hears_of_a_failed_receive_hears_why(prefill, decode, monk
     decode.transport.faults.failures.append(TransferError("a cable was pulled"))
     decode.loop.submit([prefill.request("a")], [])
     assert decode.wait_for("a") == [False]
-    assert decode.failures == {"transfer_failed": 1}
+    assert decode.failures == {"transfer_failed": 1} and decode.of_peers == {"peer_failures": {"p-0": 1}}
 
 
 def test_the_handshake_happens_once_for_many_requests(prefill, decode):

@@ -291,7 +291,8 @@ class Links(Generic[LinkKind]):
             return self._not_connected(link, error)
         finally:
             link.manifests = ()
-        seconds = time.monotonic() - began
+        link.handshake = began, time.monotonic()
+        seconds = link.handshake[1] - began
         self._observe(Phase.HANDSHAKE, seconds)
         logger.info(
             "linked to %s %s at %s in %.1f ms: %s",
