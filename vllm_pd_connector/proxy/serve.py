@@ -82,6 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(needs conversations: true at the instances; default: off)",
     )  # fmt: skip
     parser.add_argument(
+        "--otlp-traces-endpoint", metavar="URL",
+        help="collector of OpenTelemetry spans, as for vllm serve (extra tracing)",
+    )  # fmt: skip
+    parser.add_argument(
         "--log-level", choices=("debug", "info", "warning"), default="info",
         help="debug also says to which instances each request is sent (default: info)",
     )  # fmt: skip
@@ -100,6 +104,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         policy=arguments.policy,
         kv_events=dict(arguments.kv_events),
         conversations=arguments.conversations == "on",
+        otlp_traces_endpoint=arguments.otlp_traces_endpoint,
     )
 
 
@@ -169,7 +174,11 @@ async def _serve(arguments: argparse.Namespace) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    router = Router(options_of(arguments))
+    try:
+        router = Router(options_of(arguments))
+    except InvalidConfig as error:
+        logger.error("%s", error)
+        return 2
     places = [(router.application(), arguments.host, arguments.port)]
     if arguments.admin_port is not None:
         places.append((admin_application(router), arguments.admin_host, arguments.admin_port))
