@@ -2,6 +2,7 @@
 
 Operators' routes have a port of their own, by default on loopback: who may add an instance may read every prompt.
 
+    GET    /ui                                      a page for a browser: instances, links, failures
     GET    /instances                               what is known of each
     POST   /instances  {"url": …, "role": …}        add one; without a role it is used as what it says
     DELETE /instances?url=…                         give it no more requests; those in flight end
@@ -24,6 +25,7 @@ from vllm_pd_connector.proxy.fleet import InstanceRole
 from vllm_pd_connector.proxy.kv_events.subscriber import source_of
 from vllm_pd_connector.proxy.legs import Limits
 from vllm_pd_connector.proxy.router import Options, Router
+from vllm_pd_connector.proxy.ui.page import Page
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +166,7 @@ def admin_application(router: Router) -> web.Application:
         return web.json_response(instance.describe(), status=202)
 
     app = web.Application()
+    app.router.add_get("/ui", Page(router.fleet).show)
     app.router.add_get("/instances", show)
     app.router.add_post("/instances", add)
     app.router.add_delete("/instances", remove)
