@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -86,6 +87,14 @@ def test_the_handshake_happens_once_for_many_requests(prefill, decode):
     decode.loop.submit([prefill.request(name) for name in names], [])
     assert all(decode.wait_for(*names))
     assert prefill.server.counts()["GetManifests"] == 1
+
+
+def test_the_line_of_a_link_says_what_moves_the_bytes(prefill, decode, caplog):
+    with caplog.at_level(logging.INFO, logger="vllm_pd_connector"):
+        decode.loop.submit([prefill.request("a")], [])
+        assert decode.wait_for("a") == [True]
+    [line] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("linked to")]
+    assert " over loopback, cpu memory in " in line
 
 
 @pytest.mark.parametrize("hold", [True, False])

@@ -127,6 +127,12 @@ def run_cost_of(transport: Transport) -> int:
     return int(getattr(transport, "run_cost_bytes", RUN_COST_BYTES))
 
 
+def over(transport: Transport, local: Manifest) -> str:
+    """What moves the bytes, and of which memory, for the log: a transport may say it itself (`over`)."""
+    places = {f"{s.device}:{s.device_id}" if s.device != "cpu" else s.device for s in local.segments}
+    return f"{getattr(transport, 'over', transport.name)}, {' and '.join(sorted(places))} memory"
+
+
 def with_weights(manifest: Manifest, name: str) -> Manifest:
     """The manifest of an instance whose weights are known to be these."""
     return msgspec.structs.replace(manifest, model=msgspec.structs.replace(manifest.model, weights=name))
