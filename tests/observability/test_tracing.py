@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from tests.support.otlp import Collector
 from tests.support.worker.decode_instance import decode, prefill
+from tests.support.worker.writer import CONFIG, Target, Writer, freed
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.observability import tracing
 from vllm_pd_connector.protocol.lease import End, Given
@@ -81,6 +83,18 @@ def test_a_failed_receive_is_a_failed_span(prefill, decode, collector):
     decode.loop.submit([replace(prefill.request("a"), trace=HEADERS)], [])
     assert decode.wait_for("a") == [False]
     assert collector.wait_for({"pd.receive"}, TRACE, LONG_S)["pd.receive"].failed
+
+
+def test_who_was_written_into_is_told_with_its_span_and_by_what_was_written(collector):
+    with contextlib.closing(Writer(CONFIG)) as writer, contextlib.closing(Target(CONFIG)) as target:
+        writer.whole()
+        target.loop.submit([replace(target.request(writer), trace=HEADERS)], [])
+        assert target.wait_for("d") == [True]
+        whole = collector.wait_for({"pd.receive"}, TRACE, LONG_S)["pd.receive"]
+        freed(writer, "a")
+        [given] = writer.server.take_given()
+    assert (given.request_id, given.taken.engine_id, given.whole) == ("p-a", "decode-1", True)
+    assert given.taken.moved.bytes == target.bytes > 0 and given.taken.trace == f"00-{TRACE}-{whole.id}-01"
 
 
 def request(request_id: str = "p-1") -> Any:

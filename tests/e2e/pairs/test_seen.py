@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -67,15 +68,26 @@ def fleet(pairs: Pairs, mode: str, collector: Collector) -> Iterator[tuple[Serve
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_a_request_is_seen_from_the_client_to_both_instances(pairs: Pairs, mode: str) -> None:
     pairs.end()
-    [prompt] = prompts("seen", (150,))
+    first, second = prompts("seen", (150, 170))
     with Collector() as collector, fleet(pairs, mode, collector) as (prefill, decode, router, admin):
         headers = {"traceparent": f"00-{TRACE}-{CLIENT}-01"}
-        assert post(f"{router.url}/v1/completions", completion(FAMILY, prompt), headers=headers)["choices"]
+        assert post(f"{router.url}/v1/completions", completion(FAMILY, first), headers=headers)["choices"]
         _check_spans(collector.wait_for({*SPANS, "llm_request"}, TRACE, EXPORTED_S))
         until(lambda: look(prefill).values["given_requests_total"] == 1, "the prefill side to count what it gave")
         _check_counts(look(prefill), look(decode))
         _check_first_lines(prefill, decode, mode)
         _check_tables(prefill, decode, admin)
+        page(f"{admin}/ui")
+        post(f"{router.url}/v1/completions", completion(FAMILY, second))
+        until(
+            lambda: _shows_a_rate(page(f"{admin}/ui"), prefill.log.with_name(f"ui-{mode}.html")), "the page to show it"
+        )
+
+
+def _shows_a_rate(text: str, kept: Path) -> bool:
+    """Whether something moved between the last two looks; the page is kept, for who wants to see it."""
+    kept.write_text(text)
+    return re.search(r"<td>[1-9][\d.]* [kM]B/s</td>", text) is not None
 
 
 def page(url: str) -> str:

@@ -44,6 +44,7 @@ body{font:14px system-ui,sans-serif;margin:1.5em;color:#1a1a1a;background:#fff}
 h1{font-size:1.3em} h2{font-size:1.05em;margin:1.5em 0 .4em} p{color:#555}
 table{border-collapse:collapse} th{font-weight:600} tr.bad td{color:#b00020}
 td,th{padding:.25em .8em .25em 0;text-align:left;border-bottom:1px solid #ddd;white-space:nowrap}
+td:last-child{white-space:normal}
 @media(prefers-color-scheme:dark){
 body{color:#e8e8e8;background:#161616} td,th{border-color:#333} tr.bad td{color:#ff6b6b}}
 """
