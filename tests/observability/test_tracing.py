@@ -61,6 +61,18 @@ def test_a_trace_that_is_not_sampled_is_named_to_nobody(collector):
     assert span is not None and span.traceparent == ""
 
 
+def test_a_tracer_that_fails_costs_no_request(prefill, decode, collector, monkeypatch, caplog):
+    span = tracing.begin("pd.receive", HEADERS, 0.0)
+    assert span is not None
+    monkeypatch.setattr(tracing._headers, "extract", lambda carrier: 1 / 0)
+    monkeypatch.setattr(span._span, "end", lambda end_time: 1 / 0)
+    assert tracing.begin("pd.receive", HEADERS, 0.0) is None
+    span.link(HEADERS["traceparent"])
+    span.end(1.0)
+    decode.loop.submit([replace(prefill.request("a"), trace=HEADERS)], [])
+    assert decode.wait_for("a") == [True]
+
+
 def test_a_receive_s_phases_are_spans_of_the_client_s_trace(prefill, decode, collector):
     decode.loop.submit([replace(prefill.request("a"), trace=HEADERS, waited_s=1.5)], [])
     assert decode.wait_for("a") == [True]
