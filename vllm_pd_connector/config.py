@@ -74,6 +74,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             per worker; 0 switches conversion off, and unequal layouts move as short runs.
         huge_pages: collapse the caches' memory to huge pages in the background (CPU only; nearly doubles reads).
         transport_options: keys of the transport; see docs/configuration.md.
+        nixl_series: show the series of vLLM's NixlConnector besides, for dashboards that were made for it.
         digest_dir: test switch; every worker writes layout-invariant digests of what it sent or received there.
     """
 
@@ -105,6 +106,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     staging_bytes: int = 64 << 20
     huge_pages: bool = True
     transport_options: dict[str, Any] = {}
+    nixl_series: bool = False
     digest_dir: str | None = None
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from vllm_pd_connector import __version__
 from vllm_pd_connector.compat.base import (
     CacheHitSource,
     KVConnectorBase_V1,
@@ -22,6 +23,7 @@ from vllm_pd_connector.compat.base import (
     PromMetric,
     PromMetricT,
     SupportsHMA,
+    init_logger,
 )
 from vllm_pd_connector.compat.logs import adopt_vllm_logging
 from vllm_pd_connector.compat.model import facts, layouts
@@ -29,7 +31,8 @@ from vllm_pd_connector.compat.model.caches import align_interleave
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
 from vllm_pd_connector.metadata import StepMetadata
-from vllm_pd_connector.observability.stats import PDPromMetrics, PDStats
+from vllm_pd_connector.observability.series import PDPromMetrics
+from vllm_pd_connector.observability.stats import PDStats
 from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.worker.half import WorkerHalf
 
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     )
 
 adopt_vllm_logging()
+logger = init_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,11 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
+            logger.info(
+                "vllm_pd_connector %s with vLLM %s: %s, mode %s, transport %s, engine %s",
+                *(__version__, facts.vllm_version(), self._kv_transfer_config.kv_role),
+                *(config.mode, config.transport, facts.engine_id(vllm_config)),
+            )
             self._scheduler = SchedulerHalf(config, vllm_config, kv_cache_config)
         else:
             align_interleave(vllm_config, kv_cache_config)

@@ -15,6 +15,8 @@ from vllm_pd_connector.geometry.bind import latest
 from vllm_pd_connector.protocol.wire.fields import NONCE_BYTES, LeaseRef, Weights
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.peer import PeerKey
     from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
@@ -81,6 +83,7 @@ class ReceiveRequest:
     `weights` are those that it will go on with; `same_weights`: the prefill's are known to be these, whatever the
     manifests say, which are as old as their instances.
     `spare`: the request is computed if it cannot be had, whatever vLLM's policy says of failed loads.
+    `trace`: the headers of its trace, None if it is not traced.
     """
 
     request_id: str
@@ -94,6 +97,7 @@ class ReceiveRequest:
     weights: Weights = field(default_factory=Weights)
     same_weights: bool = False
     spare: bool = False
+    trace: Mapping[str, str] | None = None
 
     @property
     def read(self) -> ReadFrom | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from vllm_pd_connector.protocol.lease import MAX_ATTEMPTS, SHARED_S, End, Freed, LeaseTable
+from vllm_pd_connector.protocol.lease import MAX_ATTEMPTS, SHARED_S, End, Freed, Given, LeaseTable
 from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
 from vllm_pd_connector.protocol.wire.messages import ReadDone
+from vllm_pd_connector.protocol.wire.push_messages import Moved, Taken
 
 A, B = b"a" * 16, b"b" * 16
 REF = LeaseRef("req", A)
@@ -41,6 +42,20 @@ def test_a_reader_that_repeats_its_report_counts_once():
     for _ in range(3):
         assert table.read_done(report(readers=2), 1.0).held
     assert len(table) == 1
+
+
+def test_what_each_reader_got_is_told_once_and_the_last_of_a_request_makes_it_whole():
+    table, taken = held(), Taken("decode-1", Moved(bytes=100))
+    for reader in (1, 1, 0, 0):
+        assert table.read_done(ReadDone(REF, reader, 2, A, taken=taken), 1.0).held
+    assert table.take_given() == [Given("req", taken, False), Given("req", taken, True)]
+    assert table.take_given() == []
+
+
+def test_nothing_was_given_to_who_read_too_late():
+    table = held()
+    table.drop("req", 1.0)
+    assert not table.read_done(report(), 2.0).held and not table.take_given()
 
 
 def test_a_repeated_report_is_answered_as_before_even_when_the_lease_has_ended():

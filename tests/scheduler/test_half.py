@@ -33,7 +33,13 @@ from tests.support.scheduler.halves import (
 )
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.metadata import WorkerReport
+from vllm_pd_connector.protocol.wire.messages import ReadDone
+from vllm_pd_connector.protocol.wire.push_messages import Moved, Taken
 from vllm_pd_connector.scheduler.half import SchedulerHalf
+from vllm_pd_connector.sidechannel.client import SideChannelClient
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
+from vllm_pd_connector.sidechannel.waiting import ask
+from vllm_pd_connector.wake import Wake
 
 
 @pytest.fixture
@@ -116,6 +122,23 @@ def test_an_ordinary_request_is_none_of_our_business(producer, consumer):
     half.on_new_request(request)
     assert half.num_matched_tokens(request, 0) == (0, False)
     assert producer.request_finished(request, ([5],)) == (False, None)
+
+
+def test_what_was_read_of_a_prefill_is_counted_once_and_by_whom(producer, consumer):
+    half, pool = consumer
+    request = make_request("d-1", hand_over(producer))
+    half.on_new_request(request)
+    allocate(half, pool, request)
+    [receive] = half.build_metadata(EMPTY_STEP).receives
+    done = ReadDone(receive.lease, 0, 1, receive.attempt, taken=Taken("decode-1", Moved(bytes=4096)))
+    where = endpoint(receive.read.peer.host, receive.read.peer.port)
+    with contextlib.closing(SideChannelClient()) as client, contextlib.closing(Wake()) as wake:
+        assert [ask(client, wake, where, done, 20.0).held for _ in range(2)] == [True, True]
+    until(lambda: freed(producer) == ["p-1"], "the lease to end")
+    counted = producer.stats().data
+    assert (counted["given"], counted["given_bytes"], counted["leases_expired"]) == (1, 4096, 0)
+    assert counted["peer_given"] == {"decode-1": 1} and counted["peer_given_bytes"] == {"decode-1": 4096}
+    assert producer.stats() is None
 
 
 def test_a_lease_that_nobody_renews_ends_and_is_reported_once(producer):

@@ -19,7 +19,7 @@ from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.nixl.agents import ours
-from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters
+from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, described
 from vllm_pd_connector.transport.registry import create, names
 from vllm_pd_connector.worker import hugepages
 
@@ -181,3 +181,11 @@ def test_a_kernel_that_refuses_is_only_a_debug_message(caplog: pytest.LogCapture
     with caplog.at_level(logging.DEBUG, logger="vllm_pd_connector"):
         assert hugepages.collapse([nowhere, on_a_device]) == 0
     assert "2 of 2 huge pages refused (last: ENOMEM)" in caplog.text
+
+
+def test_what_nixl_was_told_of_ways_and_devices_is_said_as_it_is_used() -> None:
+    options = NixlOptions(ucx={"TLS": "rc"})
+    assert described(NixlOptions(), {}) == "nixl UCX"
+    assert described(options, {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "mlx5_0:1"}) == (
+        "nixl UCX UCX_TLS=rc UCX_NET_DEVICES=mlx5_0:1"
+    )

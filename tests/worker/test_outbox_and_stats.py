@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm_pd_connector.connector import PDConnector
 from vllm_pd_connector.instance_info import parse
 from vllm_pd_connector.metadata import WorkerReport
-from vllm_pd_connector.observability.stats import FailureKind, PDPromMetrics, PDStats, Phase
+from vllm_pd_connector.observability.series import PDPromMetrics
+from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
 from vllm_pd_connector.worker.outbox import Outbox
 
 

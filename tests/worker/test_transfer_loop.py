@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -47,6 +48,10 @@ def test_a_read_puts_the_logical_elements_in_place_and_ends_the_lease(prefill, d
     assert (decode.worker.memory == decode.expected()).all()
     assert decode.bytes > 0 and not decode.failures and not decode.quarantined
     until(lambda: [freed.request_id for freed in prefill.server.take_freed()] == ["p-a"], "the lease to end")
+    [given] = prefill.server.take_given()
+    assert (given.request_id, given.taken.engine_id, given.whole) == ("p-a", "decode-1", True)
+    assert given.taken.moved.bytes == decode.bytes
+    assert decode.of_peers == {"peer_bytes": {"p-0": decode.bytes}, "peer_receives": {"p-0": 1}}
 
 
 def test_blocks_that_a_group_names_before_the_range_are_not_reported_as_received(prefill, decode):
@@ -74,7 +79,7 @@ def test_the_step_that_hears_of_a_failed_receive_hears_why(prefill, decode, monk
     decode.transport.faults.failures.append(TransferError("a cable was pulled"))
     decode.loop.submit([prefill.request("a")], [])
     assert decode.wait_for("a") == [False]
-    assert decode.failures == {"transfer_failed": 1}
+    assert decode.failures == {"transfer_failed": 1} and decode.of_peers == {"peer_failures": {"p-0": 1}}
 
 
 def test_the_handshake_happens_once_for_many_requests(prefill, decode):
@@ -82,6 +87,14 @@ def test_the_handshake_happens_once_for_many_requests(prefill, decode):
     decode.loop.submit([prefill.request(name) for name in names], [])
     assert all(decode.wait_for(*names))
     assert prefill.server.counts()["GetManifests"] == 1
+
+
+def test_the_line_of_a_link_says_what_moves_the_bytes(prefill, decode, caplog):
+    with caplog.at_level(logging.INFO, logger="vllm_pd_connector"):
+        decode.loop.submit([prefill.request("a")], [])
+        assert decode.wait_for("a") == [True]
+    [line] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("linked to")]
+    assert " over loopback, cpu memory in " in line
 
 
 @pytest.mark.parametrize("hold", [True, False])

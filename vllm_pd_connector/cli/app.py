@@ -22,6 +22,7 @@ from vllm_pd_connector.cli.options import Address, Json, Urls, taken
 from vllm_pd_connector.cli.output import CommandError, Exit, Late, NotReached, emit, emit_json, say_failure
 from vllm_pd_connector.cli.plan import plan
 from vllm_pd_connector.cli.settings import check_config, migrate
+from vllm_pd_connector.cli.top import top
 from vllm_pd_connector.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -135,5 +136,5 @@ def proxy() -> None:
     """Route requests to prefill and decode instances; see vllm-pd proxy --help."""
 
 
-for _command in (explain, manifest, doctor, plan, check_config, migrate, keygen, announce, drain, proxy):
+for _command in (explain, manifest, doctor, plan, check_config, migrate, keygen, announce, drain, top, proxy):
     app.command()(_command)

@@ -60,6 +60,14 @@ def transfer_params(request: Request) -> Any:
     return request.kv_transfer_params
 
 
+def trace_headers(request: Request) -> dict[str, str] | None:
+    """The headers of the client's trace; None where there are none, or vLLM exports no traces.
+
+    Source: vLLM 0.32, `AsyncLLM.add_request`.
+    """
+    return dict(request.trace_headers) if request.trace_headers else None
+
+
 def computes_itself(request: Request) -> bool:
     """Whether vLLM computes the whole prompt here whatever could be loaded, as it does for its log-probabilities."""
     return bool(request.get_skip_reading_prefix_cache())

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vllm_pd_connector.geometry.blocks import BlockTable
+    from vllm_pd_connector.protocol.wire.push_messages import Taken
 
 SHARED_S = 2.0
 Told = tuple[str, bytes]
@@ -60,6 +61,14 @@ class End(Enum):
     WEIGHTS = "ended: the prefill side's weights were changed in place"
     RESET = "ended: the prefill side's caches were reset"
     ASLEEP = "ended: the prefill side went to sleep"
+
+
+class Given(NamedTuple):
+    """One reader has what it came for; `whole`: it was the last of its attempt, so a request was served."""
+
+    request_id: str
+    taken: Taken
+    whole: bool
 
 
 class Freed(NamedTuple):
@@ -133,6 +142,7 @@ class LeaseTable:
         self._ended: Bounded[tuple[str, bytes], _Ended] = Bounded(remember)
         self._timers: list[tuple[float, str, bytes]] = []  # at least one per lease, never later than its deadline
         self._freed: list[Freed] = []
+        self._given: list[Given] = []
 
     def __len__(self) -> int:
         """How many leases are held."""
@@ -210,7 +220,10 @@ class LeaseTable:
             )
         lease.claimed, lease.shared = True, lease.shared or report.shared
         attempt.readers = report.readers
-        attempt.reported.add(report.reader)
+        if report.reader not in attempt.reported:
+            attempt.reported.add(report.reader)
+            whole = len(attempt.reported) == attempt.readers
+            self._given.append(Given(report.lease.request_id, report.taken, whole))
         if len(attempt.reported) == attempt.readers and not attempt.over:
             self._over(report.lease.request_id, lease, attempt, End.READ, now)
         return ReadVerdict(held=True, reason="")
@@ -262,6 +275,11 @@ class LeaseTable:
         """What has ended since the last call, in order."""
         freed, self._freed = self._freed, []
         return freed
+
+    def take_given(self) -> list[Given]:
+        """Who got what since the last call, in order; a repeated report is there once."""
+        given, self._given = self._given, []
+        return given
 
     def next_deadline(self) -> float | None:
         """When the next lease expires, None if none is held."""

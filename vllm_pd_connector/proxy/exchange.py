@@ -8,11 +8,11 @@ gets it, and one that broke off in the middle never reaches it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from vllm_pd_connector.routing.handoff import Body, check_client_body
 
 if TYPE_CHECKING:
     from vllm_pd_connector.proxy.fleet import Instance, InstanceRole
+    from vllm_pd_connector.proxy.tracing import Untraced
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Exchange:
     prefix: PromptPrefix
     headers: Headers
     started: float
+    trace: Untraced
     turn: Body = field(default_factory=dict)
     """Where a decode instance holds the beginning of the prompt."""
     sent: bool = False
@@ -75,7 +77,7 @@ def error_object(status: int, message: str) -> Body:
     return {"error": {"message": message, "type": "router_error", "param": None, "code": status}}
 
 
-async def read_exchange(request: web.Request, request_id: str, started: float) -> Exchange:
+async def read_exchange(request: web.Request, request_id: str, started: float, trace: Untraced) -> Exchange:
     """The client's request.
 
     Raises:
@@ -90,7 +92,7 @@ async def read_exchange(request: web.Request, request_id: str, started: float) -
     body, prefix = read_body(text)
     passed = {name: ",".join(request.headers.getall(name)) for name in PASSED_ON if name in request.headers}
     headers = {"X-Request-Id": request_id, **credentials(request), **passed}
-    return Exchange(request, request_id, body, prefix, headers, started)
+    return Exchange(request, request_id, body, prefix, headers, started, trace)
 
 
 def credentials(request: web.Request) -> Headers:
@@ -208,7 +210,7 @@ def error_response(status: int, message: str, request_id: str = "") -> web.Respo
     return web.json_response(error_object(status, message), status=status, headers=identity)
 
 
-@contextlib.contextmanager
+@contextmanager
 def to_client() -> Iterator[None]:
     """A client that has gone is a cancellation, not an error of the instance."""
     try:

@@ -173,6 +173,19 @@ class Fleet:
     def describe(self) -> list[dict[str, Any]]:
         return [instance.describe() for instance in self._instances.values()]
 
+    async def pages(self) -> dict[str, str | Exception]:
+        """The `/metrics` page of each instance, or why it cannot be had."""
+
+        async def page(instance: Instance) -> str | Exception:
+            try:
+                return await self._get(instance, "/metrics")
+            except (aiohttp.ClientError, TimeoutError, ProtocolError) as error:
+                return error
+
+        instances = list(self._instances.values())
+        found = await asyncio.gather(*map(page, instances))
+        return {instance.url: content for instance, content in zip(instances, found, strict=True)}
+
     def usable(self, role: InstanceRole) -> list[Instance]:
         return [i for i in self._instances.values() if i.state is InstanceState.UP and i.does(role)]
 

@@ -13,18 +13,19 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import aiohttp
 
-from vllm_pd_connector.proxy.choice import NOTHING_KNOWN, PromptPrefix
 from vllm_pd_connector.proxy.fleet import Fleet, Instance, InstanceRole
 from vllm_pd_connector.routing.handoff import Body
 
 if TYPE_CHECKING:
     from types import SimpleNamespace
 
+    from vllm_pd_connector.proxy.choice import PromptPrefix
     from vllm_pd_connector.proxy.metrics import ProxyMetrics
+    from vllm_pd_connector.proxy.tracing import Untraced
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,16 @@ class Limits:
     read_timeout: float
 
 
+class Sent(Protocol):
+    """A client's request, as far as its legs need it."""
+
+    prefix: PromptPrefix
+    trace: Untraced
+
+    @property
+    def path(self) -> str: ...
+
+
 class Legs:
     """Sends legs; one per router, made when its event loop runs."""
 
@@ -67,9 +78,8 @@ class Legs:
     async def send(
         self,
         role: InstanceRole,
-        path: str,
+        request: Sent,
         prepare: Prepare,
-        prefix: PromptPrefix = NOTHING_KNOWN,
         on_sent: Callable[[Instance], None] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The answer of the first instance, in order of preference, that takes the connection.
@@ -79,6 +89,19 @@ class Legs:
         Raises:
             LegError: see the module.
         """
+        with request.trace.leg(role) as traced:
+            async with self._send(role, request.path, traced(prepare), request.prefix, on_sent) as response:
+                yield response
+
+    @asynccontextmanager
+    async def _send(
+        self,
+        role: InstanceRole,
+        path: str,
+        prepare: Prepare,
+        prefix: PromptPrefix,
+        on_sent: Callable[[Instance], None] | None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         refused: dict[str, str] = {}
         while (instance := self._fleet.choose(role, prefix, set(refused))) is not None:
             body, headers = prepare(instance)

@@ -56,6 +56,7 @@ from vllm_pd_connector.proxy.exchange import (
 from vllm_pd_connector.proxy.fleet import Fleet, Instance, InstanceRole
 from vllm_pd_connector.proxy.legs import Headers, LegError, Legs, Limits, make_session
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
+from vllm_pd_connector.proxy.tracing import Tracer, Untraced
 from vllm_pd_connector.routing.handoff import Body, decode_body, decode_body_beside, prefill_body
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class Options:
     `policy` is by what an instance's cache is judged: "prefix" (by what it was sent) or "kv-events" (by what it
     announces, at the endpoints that it says or that `kv_events` has by its URL: of events, and of replay or empty).
     `slack` is by how many requests in flight an instance that knows a prompt may exceed the least busy one.
-    `conversations`: bring what decode instances keep of a turn to the prefill of the next.
+    `conversations`: bring what decode instances keep of a turn to the prefill of the next. `otlp_traces_endpoint`: of
+    a collector of spans.
     """
 
     prefill: Sequence[str] = ()
@@ -96,6 +98,7 @@ class Options:
     policy: Policy = "prefix"
     conversations: bool = False
     kv_events: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    otlp_traces_endpoint: str | None = None
 
 
 class Router:
@@ -111,6 +114,7 @@ class Router:
             kv_events=options.kv_events if options.policy == "kv-events" else None,
         )
         self._options = options
+        self._tracer = Tracer(options.otlp_traces_endpoint)
         self._legs: Legs
         self._session: aiohttp.ClientSession
         self._in_use: set[str] = set()
@@ -146,6 +150,7 @@ class Router:
                 for task in (checks, *self._trailing):
                     await end(task)
                 await fleet.close()
+                await asyncio.to_thread(self._tracer.close)
 
     # -- a completion -------------------------------------------------------------------------------------------------
 
@@ -153,8 +158,9 @@ class Router:
         status = CLIENT_LEFT
         started = time.monotonic()
         request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex
+        trace = self._tracer.begin(request.headers, request_id, request.path)
         try:
-            response = await self._answer_or_refuse(request, request_id, started)
+            response = await self._answer_or_refuse(request, request_id, started, trace)
             status = response.status
             return response
         except Exception as error:
@@ -162,12 +168,15 @@ class Router:
                 status = 500  # a defect of ours
             raise
         finally:
+            trace.end(status)
             self.metrics.requests.labels(status).inc()
             self.metrics.seconds.labels("total").observe(time.monotonic() - started)
 
-    async def _answer_or_refuse(self, request: web.Request, request_id: str, started: float) -> web.StreamResponse:
+    async def _answer_or_refuse(
+        self, request: web.Request, request_id: str, started: float, trace: Untraced
+    ) -> web.StreamResponse:
         try:
-            exchange = await read_exchange(request, request_id, started)
+            exchange = await read_exchange(request, request_id, started, trace)
         except ProtocolError as error:
             return refuse(request_id, 400, str(error))
         except web.HTTPRequestEntityTooLarge as error:
@@ -305,7 +314,7 @@ class Router:
             if on_sent is not None:
                 on_sent(instance)
 
-        async with self._legs.send(InstanceRole.PREFILL, exchange.path, prepare, exchange.prefix, sent) as response:
+        async with self._legs.send(InstanceRole.PREFILL, exchange, prepare, sent) as response:
             content, who = await response.read(), named(InstanceRole.PREFILL, response)
             if response.status != 200:
                 raise InstanceRefusal(who, response.status, content, response.content_type)
@@ -329,7 +338,7 @@ class Router:
             exchange.decoder = instance
             return body, exchange.headers
 
-        async with self._legs.send(InstanceRole.DECODE, exchange.path, prepare, exchange.prefix) as response:
+        async with self._legs.send(InstanceRole.DECODE, exchange, prepare) as response:
             if response.status != 200 or response.content_type != "text/event-stream":
                 content, who = await response.read(), named(InstanceRole.DECODE, response)
                 self._observe("first_byte", exchange)
@@ -368,6 +377,8 @@ class Router:
         return answer
 
     def _observe(self, phase: str, exchange: Exchange) -> None:
+        if phase == "first_byte":
+            exchange.trace.first_byte()
         self.metrics.seconds.labels(phase).observe(time.monotonic() - exchange.started)
 
     # -- the rest -----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 Operators' routes have a port of their own, by default on loopback: who may add an instance may read every prompt.
 
+    GET    /ui                                      a page for a browser: instances, links, failures
     GET    /instances                               what is known of each
     POST   /instances  {"url": …, "role": …}        add one; without a role it is used as what it says
     DELETE /instances?url=…                         give it no more requests; those in flight end
@@ -24,6 +25,7 @@ from vllm_pd_connector.proxy.fleet import InstanceRole
 from vllm_pd_connector.proxy.kv_events.subscriber import source_of
 from vllm_pd_connector.proxy.legs import Limits
 from vllm_pd_connector.proxy.router import Options, Router
+from vllm_pd_connector.proxy.ui.page import Page
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(needs conversations: true at the instances; default: off)",
     )  # fmt: skip
     parser.add_argument(
+        "--otlp-traces-endpoint", metavar="URL",
+        help="collector of OpenTelemetry spans, as for vllm serve (extra tracing)",
+    )  # fmt: skip
+    parser.add_argument(
         "--log-level", choices=("debug", "info", "warning"), default="info",
         help="debug also says to which instances each request is sent (default: info)",
     )  # fmt: skip
@@ -100,6 +106,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         policy=arguments.policy,
         kv_events=dict(arguments.kv_events),
         conversations=arguments.conversations == "on",
+        otlp_traces_endpoint=arguments.otlp_traces_endpoint,
     )
 
 
@@ -159,6 +166,7 @@ def admin_application(router: Router) -> web.Application:
         return web.json_response(instance.describe(), status=202)
 
     app = web.Application()
+    app.router.add_get("/ui", Page(router.fleet).show)
     app.router.add_get("/instances", show)
     app.router.add_post("/instances", add)
     app.router.add_delete("/instances", remove)
@@ -169,7 +177,11 @@ async def _serve(arguments: argparse.Namespace) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    router = Router(options_of(arguments))
+    try:
+        router = Router(options_of(arguments))
+    except InvalidConfig as error:
+        logger.error("%s", error)
+        return 2
     places = [(router.application(), arguments.host, arguments.port)]
     if arguments.admin_port is not None:
         places.append((admin_application(router), arguments.admin_host, arguments.admin_port))

@@ -1,2 +1,3 @@
-"""What whoever routes a request must know: how its body changes on the way to the two instances. Plain values for the
-router and for integrations; no server, no client and no choice of instances."""
+"""What whoever routes a request must know: how its body changes on the way to the two instances; and what whoever looks
+at instances does: their pages as tables. Plain values for the router, the command line and integrations; no server, no
+client and no choice of instances."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import first_lacking, owned_blocks, transfer_params, was_refused
+from vllm_pd_connector.compat.blocks import first_lacking, owned_blocks, trace_headers, transfer_params, was_refused
 from vllm_pd_connector.compat.model.caches import group_block_tokens
 from vllm_pd_connector.compat.model.recurrent import state_groups
 from vllm_pd_connector.errors import ProtocolError
@@ -296,6 +296,7 @@ class Consumer:
                 weights=self._own.now,
                 same_weights=receive.weights is not None and bool(receive.weights.epoch or self._own.now.epoch),
                 spare=receive.turn is not None,
+                trace=trace_headers(request),
             )
         )
 

@@ -222,13 +222,16 @@ class SchedulerHalf:
                 "quarantined blocks": self._quarantine.num_blocks,
                 "free blocks": self._quarantine.num_free_blocks,
             }
-        counted = self.producer.take_expired() + self._conversations()
-        if gauges == self._gauges and not counted.total():
+        expired, given = self.producer.take_counted()
+        counted = expired + self._conversations()
+        if gauges == self._gauges and not counted.total() and not given:
             return None
         self._gauges = gauges
         stats = PDStats()
         for name, amount in counted.items():
             stats.count(name, amount)
+        for one in given:
+            stats.gave(one.taken.engine_id, one.taken.moved.bytes, whole=one.whole)
         for name, value in gauges.items():
             stats.gauge(name, value)
         return stats

@@ -23,7 +23,7 @@ from vllm_pd_connector.compat.model.recurrent import state_groups
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable
 from vllm_pd_connector.metadata import HeldRequest
-from vllm_pd_connector.protocol.lease import End, Freed
+from vllm_pd_connector.protocol.lease import End, Freed, Given
 from vllm_pd_connector.protocol.params.answer import encode_params
 from vllm_pd_connector.protocol.params.conversation import Conversation
 from vllm_pd_connector.protocol.params.parse import RemotePrefill, choice_of, pairing_name
@@ -31,6 +31,8 @@ from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress
 from vllm_pd_connector.scheduler.answers import Answers
 from vllm_pd_connector.scheduler.bootstrap import answer_proxies
 from vllm_pd_connector.scheduler.conversations.lending import Lending
+from vllm_pd_connector.scheduler.leases.ended import EXPIRED
+from vllm_pd_connector.scheduler.leases.spans import PrefillSpans
 from vllm_pd_connector.scheduler.prefill_progress import PrefillProgress, TablesOf
 from vllm_pd_connector.sidechannel.net.keys import admits, keys_of, require_private_address
 from vllm_pd_connector.sidechannel.server import SideChannelServer
@@ -44,16 +46,6 @@ if TYPE_CHECKING:
     from vllm_pd_connector.sidechannel.bootstrap_http import BootstrapServer, EngineRegistration
 
 logger = init_logger(__name__)
-
-EXPIRED = {
-    End.UNCLAIMED: "The router sent no decode request with its parameters, or too late: see its log, or raise "
-    "kv_lease_duration if it needs longer between the two legs",
-    End.EXPIRED: "The decode instance that had asked for it fell silent: see whether it lives and reaches this one, or "
-    "raise kv_lease_duration if it stands still for longer",
-    End.OVER_LIMIT: "Its decode request waited for all that time: decode has too few blocks, or waits for an instance "
-    "that waits for it; raise kv_lease_limit if requests may queue that long",
-}
-"""Why blocks are freed that nobody read, and what to do about it."""
 
 
 class Producer:
@@ -101,6 +93,8 @@ class Producer:
         self._held: list[HeldRequest] = []
         self._traced: list[Freed] = []
         self._expired: Counter[str] = Counter()
+        self._given: list[Given] = []
+        self._spans = PrefillSpans()
         self._choices: dict[str, str] = {}  # latest lease of the choices of a request with n > 1
         self._blocks: HeldBlocks | None = None
         self._leased: set[str] = set()
@@ -172,6 +166,7 @@ class Producer:
             ProtocolError: its name is none.
         """
         stop_short(request, self._backoff)
+        self._spans.started(request)
         self._unfinished[request.request_id] = request.num_prompt_tokens
         if self._server is None or not self._keeps:
             return
@@ -253,6 +248,7 @@ class Producer:
                 raise ProtocolError("its request id is that of an older prefill whose blocks are still being written")
         self._drop_older_choice(request.request_id)
         self._leased.add(request.request_id)
+        self._spans.held(request)
         self._partial.discard(request.request_id)
         self._blocks.hold(request.request_id, tables)
         lease = answer.lease
@@ -267,6 +263,7 @@ class Producer:
     def ended(self, request_id: str) -> None:
         """A request ended, however."""
         self._unfinished.pop(request_id, None)
+        self._spans.over(request_id)
         self._going.discard(request_id)
         self._epochs.forget(request_id)
 
@@ -362,10 +359,12 @@ class Producer:
             return ended
         self._let_go(self._server, self._blocks)
         freed = [*self._traced, *self._server.take_freed()]
+        self._given += self._spans.given(self._server.take_given())
         # Their digests are made in the next step: until then nobody else may write there.
         self._traced = [entry for entry in freed if any(entry.request_id == held.request_id for held in self._held)]
         for request_id, reason in [entry for entry in freed if entry not in self._traced]:
             ended.append(request_id)
+            self._spans.ended(request_id, reason)
             self._leased.discard(request_id)
             self._partial.discard(request_id)
             if request_id in self._blocks:
@@ -382,10 +381,11 @@ class Producer:
                                request_id, reason.value, EXPIRED[reason])  # fmt: skip
         return ended
 
-    def take_expired(self) -> Counter[str]:
-        """Leases that expired since the last call, by the names of `observability.stats`."""
-        expired, self._expired = self._expired, Counter()
-        return expired
+    def take_counted(self) -> tuple[Counter[str], list[Given]]:
+        """Leases that expired since the last call, by the names of `observability.stats`, and who got what."""
+        counted = self._expired, self._given
+        self._expired, self._given = Counter(), []
+        return counted
 
     def leave(self) -> None:
         """Tell every peer that the caches are gone, and serve none until `serve` is called again."""

@@ -24,7 +24,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.lease import UNTOLD, End, Freed, LeaseTable, Told
+from vllm_pd_connector.protocol.lease import UNTOLD, End, Freed, Given, LeaseTable, Told
 from vllm_pd_connector.protocol.verification import Verification
 from vllm_pd_connector.protocol.wire.fields import MAX_TEXT
 from vllm_pd_connector.protocol.wire.messages import (
@@ -62,7 +62,7 @@ from vllm_pd_connector.protocol.wire.push_messages import (
     PushState,
     WithdrawPush,
 )
-from vllm_pd_connector.sidechannel.net.keys import ZAP_DOMAIN, Keys
+from vllm_pd_connector.sidechannel.net.keys import ZAP_DOMAIN, Keys, proved_key
 from vllm_pd_connector.sidechannel.net.sockets import bound_router, take
 from vllm_pd_connector.sidechannel.net.watch import Watch
 from vllm_pd_connector.sidechannel.push_service import PushService
@@ -83,14 +83,6 @@ _LONGEST_SLEEP_S = 3600.0
 _LOG_EVERY_S = 10.0
 _MAX_CLIENTS = 4096  # that are told when the instance ends
 _GOODBYE_MS = 500
-
-
-def _key_of(part: zmq.Frame) -> str:
-    """The key that the sender's connection has proved, empty if none."""
-    try:
-        return str(part.get("User-Id"))
-    except zmq.ZMQError:
-        return ""
 
 
 def _not_home(named: str | None, asker: object) -> str:
@@ -212,6 +204,11 @@ class SideChannelServer:
             self._wake.set()
         return freed
 
+    def take_given(self) -> list[Given]:
+        """See `LeaseTable.take_given`; asked after `take_freed`, it has all that the requests of that answer gave."""
+        with self._lock:
+            return self._leases.take_given()
+
     def counts(self) -> dict[str, int]:
         """How many requests were served, by message name, and how many failed, by "failure:" and its code."""
         with self._lock:
@@ -283,7 +280,7 @@ class SideChannelServer:
             client, parts = first.bytes, [frame.bytes for frame in frames]
             self._clients[client] = None
             seq = sequence_of(parts[0]) if parts else 0
-            asker = _key_of(frames[-1]) if self._keyed and frames else None
+            asker = proved_key(frames[-1]) if self._keyed and frames else None
             reply = self._answer(parts, (client, seq), asker)
             if reply is not None:
                 self._send(client, seq, reply)

@@ -60,7 +60,10 @@ def test_without_failures_every_order_is_served() -> None:
         world.work()
         done = Pushed(PushState.DONE, "", True, request_id=REQUEST)
         assert [world.answers[into(r).attempt][-1] for r in (0, 1)] == [done] * 2, command
-        assert sorted(report.reader for report in world.table.take_served()) == [0, 1]
+        served = sorted(world.table.take_served(), key=lambda report: report.reader)
+        assert [(report.reader, report.taken.engine_id) for report in served] == [
+            (r, into(r).home.engine_id) for r in (0, 1)
+        ]
         world.close()
         world.settle()
         assert world.freed == 1 and not world.asked

@@ -18,6 +18,7 @@ from tests.support.worker.prefill_instance import MODEL, TOKENS, PrefillInstance
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.metadata import ReadFrom, ReceiveRequest
+from vllm_pd_connector.observability.stats import BY_PEER
 from vllm_pd_connector.protocol.params.parse import RemotePrefill
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.loopback import LoopbackTransport
@@ -87,6 +88,7 @@ class Decode:
         self.quarantined: set[str] = set()
         self.drained: set[str] = set()
         self.failures: dict[str, int] = {}
+        self.of_peers: dict[str, dict[str, int]] = {}
         self.bytes = self.runs = self.verified = self.relinked = 0
         self.endpoint = self.loop.start()
 
@@ -104,6 +106,7 @@ class Decode:
             self.runs += stats.data["runs"]
             self.verified += stats.data["verified"]
             self.relinked += stats.data["relinked"]
+            self.of_peers = {what: dict(stats.data[what]) for what in BY_PEER if stats.data[what]}
             for kind, number in stats.data["failures"].items():
                 self.failures[kind] = self.failures.get(kind, 0) + number
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from vllm_pd_connector import __version__
 from vllm_pd_connector.compat.base import FOLLOWS_SLEEP
 from vllm_pd_connector.compat.model.weights import quantization_of, weights_of
 from vllm_pd_connector.config import Config, parse_config
@@ -173,6 +174,7 @@ def engine_info(config: VllmConfig, index: int) -> EngineInfo:
         kv_events=events,
         kv_events_replay=replay,
         conversations="on" if own.conversations else "",
+        version=__version__,
     )
 
 

@@ -48,6 +48,7 @@ from vllm_pd_connector.protocol.wire.push_messages import (
     PushEnded,
     PushInto,
     PushState,
+    Taken,
     WithdrawPush,
     WriteCommand,
 )
@@ -372,7 +373,8 @@ class PushTable(PushResults):
             if answer.lease is not None:
                 self._kept.append((answer.lease, into.compare_s))
             else:
-                self._served.append(ReadDone(prefill.lease, into.reader, into.readers, into.reading))
+                taken = Taken(into.home.engine_id, registration.moved, into.trace)
+                self._served.append(ReadDone(prefill.lease, into.reader, into.readers, into.reading, taken=taken))
         self._free(prefill)
 
     def _answer(self, registration: PushRegistration, answer: Pushed) -> None:

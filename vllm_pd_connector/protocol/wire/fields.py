@@ -39,6 +39,7 @@ EncodedManifest = Annotated[bytes, Meta(min_length=1, max_length=MAX_REPLY_FRAME
 Tokens = Annotated[int, Meta(ge=0, lt=2**31)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
+Traceparent = Annotated[str, Meta(max_length=55)]  # W3C: "00-", 32 digits, "-", 16, "-", 2; empty for none
 Worker = Annotated[int, Meta(ge=0, lt=MAX_READERS)]
 Workers = Annotated[int, Meta(ge=1, le=MAX_READERS)]
 

@@ -52,6 +52,7 @@ from vllm_pd_connector.protocol.wire.push_messages import (
     Pushed,
     PushEnded,
     PushInto,
+    Taken,
     WithdrawPush,
 )
 
@@ -96,6 +97,7 @@ class ReadDone(Message, frozen=True, tag="read_done"):
     readers: Workers
     attempt: Nonce
     shared: bool = False
+    taken: Taken = Taken()
 
 
 class Release(Message, frozen=True, tag="release"):

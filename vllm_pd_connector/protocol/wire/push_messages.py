@@ -31,6 +31,7 @@ from vllm_pd_connector.protocol.wire.fields import (
     Tables,
     Text,
     Tokens,
+    Traceparent,
     Weights,
     Worker,
     Workers,
@@ -69,6 +70,15 @@ class Moved(Message, frozen=True):
         return Moved(self.bytes + other.bytes, self.runs + other.runs, self.descriptors + other.descriptors)
 
 
+class Taken(Message, frozen=True):
+    """What a reader says of itself and of what it got, for statistics and traces alone: its engine, what the transport
+    moved for it, and its span (`traceparent` of W3C), empty where it is not traced."""
+
+    engine_id: Annotated[str, Meta(max_length=512)] = ""
+    moved: Moved = Moved()
+    trace: Traceparent = ""
+
+
 class PushInto(Message, frozen=True, tag="push_into"):
     """Write tokens [start, stop) of a prefill into these blocks of one worker of the decode instance at `home`.
 
@@ -84,7 +94,7 @@ class PushInto(Message, frozen=True, tag="push_into"):
     `waited_s`: how long ago the decode request arrived, which tells a late leg of an attempt that has ended from the
     first leg of the next under the same name. `incarnation`: which incarnation of the prefill instance is asked;
     another one does not answer for it. `weights`: with which the decode instance computes; a prefill with others is not
-    written.
+    written. `trace`: as in `Taken`.
     """
 
     prefill: PrefillRef
@@ -104,6 +114,7 @@ class PushInto(Message, frozen=True, tag="push_into"):
     waited_s: Seconds = 0.0
     incarnation: AnyLife = ""
     weights: Weights = Weights()
+    trace: Traceparent = ""
 
     @property
     def rank(self) -> tuple[int, int, int]:

@@ -51,6 +51,14 @@ class Keys:
     peers: frozenset[str]
 
 
+def proved_key(part: zmq.Frame) -> str:
+    """The key that the connection of a frame's sender has proved, empty if none."""
+    try:
+        return str(part.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
 def keys_of(config: Config) -> Keys | None:
     """The configured keys, None if none are configured. Raises as `load_keys`."""
     return load_keys(Path(config.side_channel_keys)) if config.side_channel_keys is not None else None

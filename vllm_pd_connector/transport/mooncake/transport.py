@@ -153,6 +153,7 @@ class MooncakeTransport:
         except Exception:
             self._liveness.close()
             raise
+        self.over = f"mooncake {self._protocol}" + (f" on {self._options.device}" if self._options.device else "")
         self._openings = Openings(self._engine, self._options.connect_timeout)
         logger.info("Mooncake listens at %s with protocol %s", self._address, self._protocol)
 

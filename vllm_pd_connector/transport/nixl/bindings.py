@@ -49,6 +49,13 @@ def translate(kind: str, message: str, started: bool) -> TransferError:
     return TransferError(message, terminal=not started)
 
 
+def described(options: NixlOptions, environment: Mapping[str, str]) -> str:
+    """The backend, and what it was told of ways and devices, for people. Which of them a pair uses UCX does not say."""
+    told = {f"UCX_{name}": value for name, value in options.ucx.items()}
+    ways = [f"{n}={v}" for n in ("UCX_TLS", "UCX_NET_DEVICES") if (v := told.get(n, environment.get(n)))]
+    return " ".join((f"nixl {options.backend}", *ways))
+
+
 def backend_parameters(options: NixlOptions, environment: Mapping[str, str]) -> dict[str, str]:
     """Parameters for createBackend: `backend_options`, with `ucx` and the TCP segment size as UCX's engine_config.
 

@@ -30,6 +30,7 @@ Source of the library's behaviour: NIXL 1.5.1 with UCX 1.23.0, observed and read
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from contextlib import suppress
@@ -42,7 +43,7 @@ from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, Use, follow, options_of
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.nixl.agents import Agent, Library, Preparation, ours
-from vllm_pd_connector.transport.nixl.bindings import NixlOptions, check  # noqa: F401  # see `registry.check`
+from vllm_pd_connector.transport.nixl.bindings import NixlOptions, check, described  # noqa: F401  # see `registry.check`
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, batches, cut
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ class NixlTransport:
         use = use or Use()
         self._options = options or NixlOptions()
         self._library = Library(self._options, use.prepare_thread)
+        self.over = described(self._options, os.environ)
         self._nixl, self._errors = self._library.nixl, self._library.errors
         self._ranges = Ranges.of((), "this worker")
         self._target = self._library.start(threaded=True) if use.serves else None

@@ -35,7 +35,7 @@ class PeerLink(ABC):
     `ranks` are those that the transport is connected to. `stalled` says what has not ended in time though it was
     started, empty if nothing. `watches` has every rank of the peer, since it was connected first, None for one that
     cannot be watched. `same_weights`: that both sides have the same is known otherwise, or is for the prefill side to
-    say; manifests tell those with which their instances began.
+    say; manifests tell those with which their instances began. `handshake`: when the latest one began and ended.
     """
 
     machine: Peer
@@ -47,6 +47,7 @@ class PeerLink(ABC):
     stalled: str = ""
     watches: dict[Rank, ProcessWatch | None] = field(default_factory=dict)
     same_weights: bool = False
+    handshake: tuple[float, float] | None = None
     _liveness: dict[Rank, LivenessAddress | None] = field(default_factory=dict)
 
     @property
@@ -124,6 +125,12 @@ def run_cost_of(transport: Transport) -> int:
     """What one run costs this transport, in bytes, until a self-test has measured it: its `run_cost_bytes`, if it has
     one."""
     return int(getattr(transport, "run_cost_bytes", RUN_COST_BYTES))
+
+
+def over(transport: Transport, local: Manifest) -> str:
+    """What moves the bytes, and of which memory, for the log: a transport may say it itself (`over`)."""
+    places = {f"{s.device}:{s.device_id}" if s.device != "cpu" else s.device for s in local.segments}
+    return f"{getattr(transport, 'over', transport.name)}, {' and '.join(sorted(places))} memory"
 
 
 def with_weights(manifest: Manifest, name: str) -> Manifest:

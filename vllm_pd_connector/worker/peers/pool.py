@@ -20,7 +20,7 @@ from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.peer import Peer, PeerKey, PeerState
 from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, GetManifests, Manifests, VersionMismatch
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
-from vllm_pd_connector.worker.peers.link import PeerLink
+from vllm_pd_connector.worker.peers.link import PeerLink, over
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -291,13 +291,15 @@ class Links(Generic[LinkKind]):
             return self._not_connected(link, error)
         finally:
             link.manifests = ()
-        seconds = time.monotonic() - began
+        link.handshake = began, time.monotonic()
+        seconds = link.handshake[1] - began
         self._observe(Phase.HANDSHAKE, seconds)
         logger.info(
-            "linked to %s %s at %s in %.1f ms: %s",
+            "linked to %s %s at %s over %s in %.1f ms: %s",
             self._noun,
             link.engine_id,
             link.machine.key,
+            over(self._transport, self._manifest),
             1e3 * seconds,
             verdict,
         )

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm_pd_connector.metadata import Either
-from vllm_pd_connector.observability.stats import FailureKind
-from vllm_pd_connector.protocol.wire.push_messages import Moved
+from vllm_pd_connector.observability.stats import FailureKind, Phase
+from vllm_pd_connector.protocol.wire.push_messages import Moved, Taken
 from vllm_pd_connector.worker.receive.read_link import ReadLink
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm_pd_connector.geometry.runs import Runs
     from vllm_pd_connector.geometry.staging.chunks import Chunk
     from vllm_pd_connector.metadata import ReceiveRequest
+    from vllm_pd_connector.observability.tracing import Span
     from vllm_pd_connector.protocol import receive as receives
     from vllm_pd_connector.protocol.receive import Receive
     from vllm_pd_connector.protocol.wire.fields import LeaseRef
@@ -33,10 +34,11 @@ class ActiveReceive:
 
     `plan` is the link's when it was ready; it tells what is written here, also by the prefill side. `prefill` names the
     request there; a push learns its id in the end, and in `compared` the lease of the blocks with which what was
-    written is compared, if it is to be and can be, and what was moved. `in_flight` are its reads, `arrived` is how
-    far they were when their deadline was set. `watches` are those of all workers that may write.
-    `question` numbers what a prefill side that writes was asked, `life` is whom, `retry_at` is when it is asked again,
-    `tell_at` when a long quarantine is told.
+    written is compared, if it is to be and can be, and what was moved. `engine_id` is our own engine's. `in_flight` are
+    its reads, `arrived` is how far they were when their deadline was set. `watches` are those of all workers that may
+    write. `question` numbers what a prefill side that writes was asked, `life` is whom, `retry_at` is when it is asked
+    again, `tell_at` when a long quarantine is told. `span` is its span, None if it is not traced; `phases` are those
+    that are over, with the moments at which they began and ended.
     """
 
     request: ReceiveRequest
@@ -45,6 +47,7 @@ class ActiveReceive:
     machine: Receive
     attempt: bytes
     prefill: str
+    engine_id: str
     began: float
     phase_began: float
     plan: Plan | None = None
@@ -62,6 +65,20 @@ class ActiveReceive:
     life: str = ""
     watches: tuple[ProcessWatch, ...] = ()
     tell_at: float = 0.0
+    span: Span | None = None
+    phases: list[tuple[Phase, float, float]] = field(default_factory=list)
+
+    def passed(self, phase: Phase, now: float) -> float:
+        """A phase is over; returns how many seconds it took."""
+        began, self.phase_began = self.phase_began, now
+        self.phases.append((phase, began, now))
+        return now - began
+
+    @property
+    def taken(self) -> Taken:
+        """What the prefill side is told of what came."""
+        moved, span = self.moved + self.in_flight.moved, self.span
+        return Taken(self.engine_id, moved, span.traceparent if span is not None else "")
 
     @property
     def lease(self) -> LeaseRef | None:

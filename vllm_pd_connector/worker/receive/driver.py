@@ -32,6 +32,7 @@ from vllm_pd_connector.worker.receive.ending import give_back, log_failure, miss
 from vllm_pd_connector.worker.receive.push_link import AskLink
 from vllm_pd_connector.worker.receive.push_request import PushRequester
 from vllm_pd_connector.worker.receive.read_link import ReadLink
+from vllm_pd_connector.worker.receive.told import begin_span, count_failed, count_good, end_span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -126,7 +127,9 @@ class Receives:
                 link = links.get(read.peer, read.engine_id, now, same_weights=request.same_weights)
         verify = is_chosen(request, self._config.verify)
         machine, attempt = Receive(self._limits, now, verify), secrets.token_bytes(16)
-        active = ActiveReceive(request, links, link, machine, attempt, prefill, now, now)
+        own = self._manifest.engine_id
+        active = ActiveReceive(request, links, link, machine, attempt, prefill, own, now, now)
+        active.span = begin_span(request, self._reader, now)
         active.in_flight = InFlight(active, links, link, self._transport, self._stager, writes=False)
         self._active[request.request_id] = active
         active.links.drive(link, peers.Wanted(request.request_id), now)
@@ -320,7 +323,7 @@ class Receives:
     def _confirm(self, active: ActiveReceive, now: float) -> None:
         assert active.lease is not None
         request = active.request
-        message = ReadDone(active.lease, self._reader, self._readers, request.attempt, request.shared)
+        message = ReadDone(active.lease, self._reader, self._readers, request.attempt, request.shared, active.taken)
         try:
             self._calls.ask(
                 active.link.endpoint,
@@ -356,24 +359,18 @@ class Receives:
         active.in_flight.cancel()
         if ok and (reason := settle(active, self._stager.copier)):
             ok, active.kind = False, FailureKind.INTERNAL
-        stats = self._stats
         if ok:
             self._phase(active, Phase.CONFIRM, now)
-            stats.observe_phase(Phase.TOTAL, now - active.began)
-            stats.count("receives")
-            moved = active.moved + active.in_flight.moved
-            stats.count("bytes", moved.bytes)
-            stats.count("runs", moved.runs)
-            stats.count("descriptors", moved.descriptors)
-            stats.count("verified", int(active.verified))
+            count_good(active, self._stats, now)
             self._trace(active)
         else:
-            stats.fail(active.kind)
+            count_failed(active, self._stats)
             log_failure(active, reason, account, quarantined)
             give_back(active, self._calls)
             active.in_flight.give_up(now)
         groups = self._manifest.groups
         late = {group: token // groups[group].block_tokens for group, token in active.first_valid_tokens.items()}
+        end_span(active, now, "" if ok else reason)
         self._outbox.finished(request.request_id, ok=ok, quarantined=quarantined, unshareable=late, spare=request.spare)
 
     def _trace(self, active: ActiveReceive) -> None:
@@ -396,5 +393,4 @@ class Receives:
         self._stats.observe_phase(phase, seconds)
 
     def _phase(self, active: ActiveReceive, phase: Phase, now: float) -> None:
-        self._stats.observe_phase(phase, now - active.phase_began)
-        active.phase_began = now
+        self._stats.observe_phase(phase, active.passed(phase, now))

@@ -84,6 +84,7 @@ class PushRequester:
             waited_s=max(request.waited_s + now - active.began, 0.0),
             incarnation=active.life,
             weights=request.weights,
+            trace=active.taken.trace,
         )
         try:
             self._send(active, message, self._asked)
