@@ -36,7 +36,8 @@ class EngineInfo:
 
     `handoff` is how requests are to be brought here, "serial" or "concurrent" (`Config.handoff`). `kv_events` and
     `kv_events_replay` are the endpoints at which it publishes and replays vLLM's KV-cache events, as it binds them;
-    empty where it does not. `conversations` is "on" where it keeps turns, or reads them, and empty elsewhere."""
+    empty where it does not. `conversations` is "on" where it keeps turns, or reads them, and empty elsewhere.
+    `server_key` is its side channel's public key, empty where it has none."""
 
     role: str
     mode: str
@@ -52,6 +53,7 @@ class EngineInfo:
     kv_events: str = ""
     kv_events_replay: str = ""
     conversations: str = ""
+    server_key: str = ""
 
     def labels(self) -> dict[str, str]:
         """Names and values of the series' own labels."""
@@ -59,7 +61,7 @@ class EngineInfo:
 
 
 LABELS: tuple[str, ...] = tuple(EngineInfo.__dataclass_fields__)
-_MAY_BE_EMPTY = ("kv_events", "kv_events_replay", "conversations")
+_MAY_BE_EMPTY = ("kv_events", "kv_events_replay", "conversations", "server_key")
 _NUMBERS = ("side_channel_port", "tp_size", "pp_size", "dcp_size", "dp_size")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +23,10 @@ from tests.support.scheduler.engines import (
     read,
     transfer,
 )
-from tests.support.scheduler.halves import until
+from tests.support.scheduler.halves import make_request, until
+from vllm_pd_connector.errors import UnauthenticatedPeer
 from vllm_pd_connector.metadata import WorkerReport
+from vllm_pd_connector.sidechannel.net.keys import create_keys, public_key
 
 PROMPT = list(range(100, 140))
 ANSWER = 9
@@ -150,6 +154,63 @@ def test_a_conversation_is_found_by_its_name(pair: tuple[Engine, Engine]) -> Non
     prefill.run("p-2")
     given_back(decode)
     computed(prefill, "p-3", next_prompt(), named(decode, "the first turn"))
+
+
+def keyed(directory: Path) -> dict[str, dict[str, Any]]:
+    """What two instances say that know each other's key, by role; a third has a key that nobody knows."""
+    for name in ("p", "d", "stranger"):
+        create_keys(directory / name, name)
+    shutil.copy(directory / "p" / "p.key", directory / "d")
+    shutil.copy(directory / "d" / "d.key", directory / "p")
+    return {role: {"side_channel_keys": str(directory / name), **ON} for role, name in
+            (("kv_producer", "p"), ("kv_consumer", "d"))}  # fmt: skip
+
+
+def test_with_keys_a_conversation_is_found_by_its_name_and_the_key_that_the_instance_says(
+    engine: Any, tmp_path: Path
+) -> None:
+    told_of = keyed(tmp_path)
+    prefill, decode = (engine(transfer(role, **told_of[role])) for role in told_of)
+    handed = prefilled(prefill, "p-1", PROMPT) | {"transfer_id": "the first turn"}
+    decode.add("d-1", PROMPT, handed, max_tokens=ANSWER)
+    decode.step()
+    decode.step(received={"d-1"})
+    decode.run("d-1")
+    decode.rest()
+    own = {"pd_connector": {"server_key": decode.connector.scheduler.producer.home.server_key}}
+    stranger = {"pd_connector": {"server_key": public_key(tmp_path / "stranger" / "stranger.key")}}
+    for unknown, why in (({}, "no side-channel key"), (stranger, "none of the 2 public keys")):
+        with pytest.raises(UnauthenticatedPeer, match=why):
+            bad = make_request("p-2", named(decode, "the first turn") | unknown)
+            prefill.connector.scheduler.consumer.sources.named_conversation(bad)
+    computed(prefill, "p-2", [1, *next_prompt()], named(decode, "the first turn"))
+    request = turn(prefill, "p-3", next_prompt(), named(decode, "the first turn") | own)
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert prefill.receive_of("p-3").stop == len(PROMPT) + ANSWER - 1
+
+
+@pytest.mark.parametrize("mode", ["push", "auto"])
+def test_prefill_reads_what_decode_has_kept_whichever_way_prefills_go(engine: Any, mode: str) -> None:
+    prefill = engine(transfer("kv_producer", mode=mode, **ON))
+    decode = engine(transfer("kv_consumer", mode=mode, **ON))
+    decode.add("d-1", PROMPT, prefilled(prefill, "p-1", PROMPT), max_tokens=ANSWER)
+    decode.step()
+    assert decode.receive_of("d-1").push is not None
+    decode.step(received={"d-1"})
+    decode.run("d-1")
+    decode.rest()
+    params = told(decode, "d-1")
+    assert params is not None and params["transfer_mode"] == "push"
+    request = turn(prefill, "p-2", next_prompt(), params | {"transfer_id": "both legs at once"})
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert read(prefill.receive_of("p-2"))
+    prefill.step(received={"p-2"})
+    known = len(PROMPT) + ANSWER - 1
+    assert prefill.step().num_scheduled_tokens == {"p-2": len(next_prompt()) - known}
+    prefill.run("p-2")
+    handed = told(prefill, "p-2")
+    assert handed is not None and handed["remote_num_tokens"] == len(next_prompt())
+    given_back(decode)
 
 
 @pytest.mark.parametrize("change", ["prompt", "blocks", "digests", "nonce"])

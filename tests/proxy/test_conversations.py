@@ -11,9 +11,11 @@ from aiohttp import web
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import HANDS_OVER, PARAMS, Instance, answers, info, streams
 from vllm_pd_connector.proxy.conversations import Conversations, turn_keys
+from vllm_pd_connector.proxy.fleet import InstanceRole
 from vllm_pd_connector.routing.handoff import ASK_PREFILL
 
 KEPT = {"do_remote_prefill": False, "do_remote_decode": True, "remote_engine_id": "d-0", "remote_block_ids": [[7]]}
+STREAM = streams(b"data: {}\n\n", b"data: [DONE]\n\n")
 KEEPS = answers({"choices": [{"message": {"content": "b"}}], "kv_transfer_params": KEPT})
 P = info(mode="pull", conversations="on")
 D = info(mode="pull", conversations="on", role="kv_consumer", engine_id="d-0", side_channel_port=5700)
@@ -57,7 +59,7 @@ async def test_what_a_decode_instance_answers_goes_to_the_next_turn_s_prefill_on
 @over_bench
 async def test_of_a_stream_the_next_turn_has_the_name_that_decode_was_given(bench: Bench) -> None:
     prefill = await bench.instance(HANDS_OVER, P)
-    decode = await bench.instance(streams(b"data: {}\n\n", b"data: [DONE]\n\n"), D)
+    decode = await bench.instance(STREAM, D)
     await bench.route([prefill.url], [decode.url], conversations=True)
     await ask(bench, "a", stream=True)
     await ask(bench, "a", "b", "c")
@@ -109,9 +111,11 @@ def test_the_longest_beginning_is_taken_of_an_engine_that_is_there() -> None:
     found.remember(turn_keys(chat("a")), "one", {"turn": 1})
     found.remember(turn_keys(chat("a", "b", "c")), "two", {"turn": 2})
     keys = turn_keys(chat("a", "b", "c", "d", "e"))
-    assert found.take(keys, {"one", "two"}) == {"turn": 2}
+    assert found.take(keys, {"one", "two"}) == ("two", {"turn": 2})
     found.remember(turn_keys(chat("a", "b", "c")), "two", {"turn": 2})
-    assert found.take(keys, {"one"}) == {"turn": 1}, "of an engine that is gone nothing is told, and it is forgotten"
+    assert found.take(keys, {"one"}) == ("one", {"turn": 1}), (
+        "of an engine that is gone nothing is told, and it is forgotten"
+    )
     assert len(found) == 0
 
 
@@ -120,13 +124,85 @@ def test_memory_is_bounded_and_the_oldest_go_first() -> None:
     for number in range(100):
         found.remember(turn_keys(chat(str(number))), "d", {"turn": number, "ids": "x" * 80})
     assert len(found) == 1000 // len('{"turn": 99, "ids": ""}' + "x" * 80)
-    assert found.take(turn_keys(chat("0", "b")), {"d"}) == {}
-    assert found.take(turn_keys(chat("99", "b")), {"d"})["turn"] == 99
+    assert found.take(turn_keys(chat("0", "b")), {"d"}) == ("", {})
+    assert found.take(turn_keys(chat("99", "b")), {"d"})[1]["turn"] == 99
 
 
 def test_a_prompt_of_tokens_is_known_by_its_pieces() -> None:
     found, prompt = Conversations(), list(range(200))
     found.remember(turn_keys({"model": "m", "prompt": prompt[:150]}), "d", {"turn": 1})
-    assert found.take(turn_keys({"model": "m", "prompt": [5, *prompt]}), {"d"}) == {}
-    assert found.take(turn_keys({"model": "other", "prompt": prompt}), {"d"}) == {}
-    assert found.take(turn_keys({"model": "m", "prompt": prompt}), {"d"}) == {"turn": 1}
+    assert found.take(turn_keys({"model": "m", "prompt": [5, *prompt]}), {"d"}) == ("", {})
+    assert found.take(turn_keys({"model": "other", "prompt": prompt}), {"d"}) == ("", {})
+    assert found.take(turn_keys({"model": "m", "prompt": prompt}), {"d"}) == ("d", {"turn": 1})
+
+
+@over_bench
+async def test_of_an_instance_with_keys_the_next_turn_has_the_key_that_it_says(bench: Bench) -> None:
+    prefill = await bench.instance(HANDS_OVER, P)
+    keyed = info(mode="pull", conversations="on", role="kv_consumer", engine_id="d-0", server_key="k" * 40)
+    decode = await bench.instance(STREAM, keyed)
+    await bench.route([prefill.url], [decode.url], conversations=True)
+    await ask(bench, "a", stream=True)
+    await ask(bench, "a", "b", "c")
+    assert turns(prefill)[1]["pd_connector"] == {"server_key": "k" * 40}
+
+
+def several(bench: Bench, handler: Any, **says: Any) -> Any:
+    """A decode instance with three data-parallel engines, `d-0` to `d-2`, that keep turns."""
+    engines = [
+        info(
+            mode="pull", conversations="on", role="kv_consumer", engine_id=f"d-{i}", side_channel_port=5700 + i, **says
+        )
+        for i in range(3)
+    ]
+    return bench.instance(handler, says=engines)
+
+
+@over_bench
+async def test_the_router_chooses_among_data_parallel_engines_and_asks_the_one_that_it_chose(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER, P), await several(bench, STREAM)
+    await bench.route([prefill.url], [decode.url], conversations=True)
+    for said in "xyz":
+        await ask(bench, said, stream=True)
+    assert sorted(decode.ranks) == ["0", "1", "2"], "idle engines take turns"
+    for said in "zxy":
+        await ask(bench, said, "b", "c", stream=True)
+    assert decode.ranks[3:] == [decode.ranks[2], *decode.ranks[:2]], "the one that had the last turn"
+    names = [asked["kv_transfer_params"]["transfer_id"] for asked in decode.asked]
+    found = [(t["remote_engine_id"], t["remote_port"], t["remote_request_id"]) for t in turns(prefill)[3:]]
+    assert found == [
+        (f"d-{decode.ranks[i]}", 5700 + int(decode.ranks[i]), names[i]) for i in (2, 0, 1)
+    ]  # fmt: skip
+
+
+@over_bench
+async def test_a_data_parallel_engine_s_answer_in_one_piece_goes_to_the_next_turn(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER, P), await several(bench, KEEPS)
+    await bench.route([prefill.url], [decode.url], conversations=True)
+    await ask(bench, "a")
+    await ask(bench, "a", "b", "c")
+    assert turns(prefill) == [{}, {"remote_engine_id": "d-0", "remote_block_ids": [[7]]}]
+    assert decode.ranks[0] == decode.ranks[1] is not None
+
+
+@over_bench
+async def test_an_engine_that_is_busier_than_others_by_more_than_the_slack_does_not_get_its_next_turn(
+    bench: Bench,
+) -> None:
+    prefill = await bench.instance(HANDS_OVER, P)
+    decode = await several(bench, STREAM)
+    await bench.route([prefill.url], [decode.url], conversations=True, slack=0)
+    await ask(bench, "a", stream=True)
+    [instance] = bench.router.fleet.usable(InstanceRole.DECODE)
+    instance.at_engine[int(decode.ranks[0])] += 1
+    await ask(bench, "a", "b", "c", stream=True)
+    assert decode.ranks[1] != decode.ranks[0]
+    assert +instance.at_engine == {int(decode.ranks[0]): 1}, "what has ended is not counted"
+
+
+@over_bench
+async def test_without_conversations_vllm_chooses_among_its_engines(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER, P), await several(bench, KEEPS)
+    await bench.route([prefill.url], [decode.url])
+    await ask(bench, "a")
+    assert decode.ranks == [None]

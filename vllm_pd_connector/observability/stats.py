@@ -10,6 +10,7 @@ Source: vLLM 0.32, `kv_connector/v1/metrics.py` (KVConnectorStats, KVConnectorPr
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -23,7 +24,9 @@ from vllm_pd_connector.compat.base import (
     PromMetricT,
 )
 from vllm_pd_connector.compat.model.facts import engine_info
-from vllm_pd_connector.instance_info import INFO_SERIES, INFO_TEXT, LABELS
+from vllm_pd_connector.config import parse_config
+from vllm_pd_connector.instance_info import INFO_SERIES, INFO_TEXT, LABELS, EngineInfo
+from vllm_pd_connector.sidechannel.net.keys import keys_of
 
 
 class Phase(StrEnum):
@@ -224,7 +227,7 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
         )
         info = gauge(name=INFO_SERIES, documentation=INFO_TEXT, labelnames=[*labelnames, *LABELS])
         for index, values in per_engine_labelvalues.items():
-            own = engine_info(vllm_config, index).labels()
+            own = _said(vllm_config, index).labels()
             info.labels(*map(str, values), *(own[name] for name in LABELS)).set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -242,3 +245,9 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
             self._gauges[key].labels(*labels).set(value)
         for protocol, transport in transfer_stats_data["protocols"].items():
             self._protocols.labels(*labels, transport, protocol).set(1)
+
+
+def _said(vllm_config: Any, index: int) -> EngineInfo:
+    """What engine `index` tells routers: its facts, and the key that its side channel has."""
+    keys = keys_of(parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config))
+    return replace(engine_info(vllm_config, index), server_key=keys.public if keys is not None else "")

@@ -83,14 +83,14 @@ class Sources:
         """The name of the conversation that a prefill goes on with, if its parameters have nothing else of it.
 
         Raises:
-            ProtocolError: it is none, its host an unauthenticated peer, or this instance reads from no decode instance.
+            ProtocolError: it is none, names an unauthenticated peer, or this instance reads from no decode instance.
         """
         if not self._config.conversations:
             raise ProtocolError("conversations: not set here, so nothing is read from decode instances")
         if not is_named_alone(params := transfer_params(request)):
             return None
         named = parse_named(params)
-        self._require_known(named.remote_host, None)
+        self._require_known(named.remote_host, named.server_key)
         return named
 
     def conversation(self, params: object) -> Conversation:
