@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +10,6 @@ from vllm.v1.request import RequestStatus
 from tests.support.scheduler.engines import (
     BLOCK,
     FULL,
-    KEEP,
     SAMPLED,
     STATES,
     WINDOWED,
@@ -23,59 +19,25 @@ from tests.support.scheduler.engines import (
     read,
     transfer,
 )
-from tests.support.scheduler.halves import make_request, until
-from vllm_pd_connector.errors import UnauthenticatedPeer
+from tests.support.scheduler.talks import (
+    ANSWER,
+    NEXT,
+    ON,
+    PROMPT,
+    both,
+    computed,
+    decoded,
+    first_turn,
+    next_prompt,
+    told,
+    turn,
+)
 from vllm_pd_connector.metadata import WorkerReport
-from vllm_pd_connector.sidechannel.net.keys import create_keys, public_key
-
-PROMPT = list(range(100, 140))
-ANSWER = 9
-NEXT = [50, 51, 52, 53, 54]
-"""What the client says in the next turn."""
-ON = {"conversations": True}
-
-
-def told(engine: Engine, name: str) -> dict[str, Any] | None:
-    """The parameters of a finished request, as a router keeps them."""
-    params = engine.ended(name).kv_transfer_params
-    found: dict[str, Any] | None = json.loads(json.dumps(params))
-    return found
-
-
-def decoded(decode: Engine, name: str, prompt: list[int], params: Any, **ends: Any) -> dict[str, Any] | None:
-    """A decode request from its load to its end; what it answers."""
-    request = decode.add(name, prompt, params, **{"max_tokens": ANSWER, **ends})
-    decode.step()
-    if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-        assert read(decode.receive_of(name))
-        decode.step(received={name})
-    decode.run(name)
-    decode.rest()
-    return told(decode, name)
-
-
-def turn(prefill: Engine, name: str, prompt: list[int], params: Any) -> Any:
-    """The prefill of the next turn, until it is loading or computed."""
-    request = prefill.add(name, prompt, params, max_tokens=1)
-
-    def decided() -> bool:
-        prefill.step()
-        return request.status is not RequestStatus.WAITING
-
-    until(decided, "the decode instance says what it holds")
-    return request
 
 
 @pytest.fixture
 def pair(engine: Any) -> tuple[Engine, Engine]:
     return engine(transfer("kv_producer", **ON)), engine(transfer("kv_consumer", **ON))
-
-
-def first_turn(prefill: Engine, decode: Engine) -> dict[str, Any]:
-    params = decoded(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
-    assert params is not None
-    given_back(prefill)
-    return params
 
 
 def test_a_turn_reads_all_but_what_is_new(pair: tuple[Engine, Engine]) -> None:
@@ -104,21 +66,6 @@ def test_a_turn_reads_all_but_what_is_new(pair: tuple[Engine, Engine]) -> None:
     assert request.num_tokens == len(prompt) + 1
 
 
-def computed(prefill: Engine, name: str, prompt: list[int], params: Any) -> None:
-    """A turn that reads nothing and is computed, beside what its instance has in its own prefix cache."""
-    hit = prefill.shared(prompt)
-    request = turn(prefill, name, prompt, params)
-    assert request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS
-    prefill.run(name)
-    handed = told(prefill, name)
-    assert handed is not None and handed["do_remote_prefill"] and handed["remote_num_tokens"] == len(prompt)
-    assert sum(step.get(name, 0) for step in prefill.scheduled) == len(prompt) - hit
-
-
-def next_prompt(answer: int = ANSWER) -> list[int]:
-    return PROMPT + [SAMPLED] * answer + NEXT
-
-
 def test_a_prompt_that_leaves_the_conversation_early_reads_what_is_common(pair: tuple[Engine, Engine]) -> None:
     prefill, decode = pair
     params = first_turn(prefill, decode)
@@ -132,84 +79,6 @@ def test_a_prompt_that_leaves_the_conversation_early_reads_what_is_common(pair: 
     prefill.step(received={"p-2"})
     assert prefill.step().num_scheduled_tokens == {"p-2": len(prompt) - len(PROMPT)}
     prefill.run("p-2")
-    given_back(decode)
-
-
-def named(decode: Engine, name: str) -> dict[str, Any]:
-    """What a router sends that has seen a stream, in which vLLM tells no parameters."""
-    home = decode.connector.scheduler.producer.home
-    found = {"remote_engine_id": home.engine_id, "remote_host": home.host, "remote_port": home.port}
-    return KEEP | found | {"remote_request_id": name}
-
-
-def test_a_conversation_is_found_by_its_name(pair: tuple[Engine, Engine]) -> None:
-    prefill, decode = pair
-    handed = prefilled(prefill, "p-1", PROMPT) | {"transfer_id": "the first turn"}
-    assert decoded(decode, "d-1", PROMPT, handed) is not None
-    request = turn(prefill, "p-2", next_prompt(), named(decode, "the first turn"))
-    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert prefill.receive_of("p-2").stop == len(PROMPT) + ANSWER - 1
-    assert read(prefill.receive_of("p-2"))
-    prefill.step(received={"p-2"})
-    prefill.run("p-2")
-    given_back(decode)
-    computed(prefill, "p-3", next_prompt(), named(decode, "the first turn"))
-
-
-def keyed(directory: Path) -> dict[str, dict[str, Any]]:
-    """What two instances say that know each other's key, by role; a third has a key that nobody knows."""
-    for name in ("p", "d", "stranger"):
-        create_keys(directory / name, name)
-    shutil.copy(directory / "p" / "p.key", directory / "d")
-    shutil.copy(directory / "d" / "d.key", directory / "p")
-    return {role: {"side_channel_keys": str(directory / name), **ON} for role, name in
-            (("kv_producer", "p"), ("kv_consumer", "d"))}  # fmt: skip
-
-
-def test_with_keys_a_conversation_is_found_by_its_name_and_the_key_that_the_instance_says(
-    engine: Any, tmp_path: Path
-) -> None:
-    told_of = keyed(tmp_path)
-    prefill, decode = (engine(transfer(role, **told_of[role])) for role in told_of)
-    handed = prefilled(prefill, "p-1", PROMPT) | {"transfer_id": "the first turn"}
-    decode.add("d-1", PROMPT, handed, max_tokens=ANSWER)
-    decode.step()
-    decode.step(received={"d-1"})
-    decode.run("d-1")
-    decode.rest()
-    own = {"pd_connector": {"server_key": decode.connector.scheduler.producer.home.server_key}}
-    stranger = {"pd_connector": {"server_key": public_key(tmp_path / "stranger" / "stranger.key")}}
-    for unknown, why in (({}, "no side-channel key"), (stranger, "none of the 2 public keys")):
-        with pytest.raises(UnauthenticatedPeer, match=why):
-            bad = make_request("p-2", named(decode, "the first turn") | unknown)
-            prefill.connector.scheduler.consumer.sources.named_conversation(bad)
-    computed(prefill, "p-2", [1, *next_prompt()], named(decode, "the first turn"))
-    request = turn(prefill, "p-3", next_prompt(), named(decode, "the first turn") | own)
-    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert prefill.receive_of("p-3").stop == len(PROMPT) + ANSWER - 1
-
-
-@pytest.mark.parametrize("mode", ["push", "auto"])
-def test_prefill_reads_what_decode_has_kept_whichever_way_prefills_go(engine: Any, mode: str) -> None:
-    prefill = engine(transfer("kv_producer", mode=mode, **ON))
-    decode = engine(transfer("kv_consumer", mode=mode, **ON))
-    decode.add("d-1", PROMPT, prefilled(prefill, "p-1", PROMPT), max_tokens=ANSWER)
-    decode.step()
-    assert decode.receive_of("d-1").push is not None
-    decode.step(received={"d-1"})
-    decode.run("d-1")
-    decode.rest()
-    params = told(decode, "d-1")
-    assert params is not None and params["transfer_mode"] == "push"
-    request = turn(prefill, "p-2", next_prompt(), params | {"transfer_id": "both legs at once"})
-    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert read(prefill.receive_of("p-2"))
-    prefill.step(received={"p-2"})
-    known = len(PROMPT) + ANSWER - 1
-    assert prefill.step().num_scheduled_tokens == {"p-2": len(next_prompt()) - known}
-    prefill.run("p-2")
-    handed = told(prefill, "p-2")
-    assert handed is not None and handed["remote_num_tokens"] == len(next_prompt())
     given_back(decode)
 
 
@@ -372,7 +241,3 @@ def test_an_instance_takes_part_only_where_it_is_allowed(engine: Any, side: str)
     assert (params is None) == (side == "decode")
     if params is not None:
         computed(prefill, "p-2", next_prompt(), params)
-
-
-def both(engine: Any, **arguments: Any) -> tuple[Engine, Engine]:
-    return engine(transfer("kv_producer", **ON), **arguments), engine(transfer("kv_consumer", **ON), **arguments)

@@ -2,7 +2,8 @@
 
     python tests/faults/campaign.py [--world pair|restarts|workers|network|both|operated|elastic|talks]
                                     [--mode pull|push] [--transport nixl|mooncake] [--verify off|sample|all]
-                                    [--family NAME] [--faults N] [--seed S] [--only TEXT] [--skip N] [--seconds S] [--into DIR]
+                                    [--family NAME] [--faults N] [--seed S] [--only TEXT] [--skip N] [--seconds S]
+                                    [--into DIR]
 
 Worlds: one prefill and one decode instance, of which nothing is restarted, with a router; two of each, killed and
 started again in turn; one of each with two workers, of which one is killed or stopped; one of each in network
