@@ -176,6 +176,30 @@ async def test_the_router_chooses_among_data_parallel_engines_and_asks_the_one_t
 
 
 @over_bench
+async def test_a_conversation_is_read_by_any_prefill_instance_and_lost_with_its_decode_instance(bench: Bench) -> None:
+    prefills = [
+        await bench.instance(HANDS_OVER, info(mode="pull", conversations="on", engine_id=f"p-{i}")) for i in "01"
+    ]
+    says = [info(mode="pull", conversations="on", role="kv_consumer", engine_id=f"d-{i}") for i in "01"]
+    decodes = [await bench.instance(STREAM, each) for each in says]
+    await bench.route([p.url for p in prefills], [d.url for d in decodes], conversations=True)
+    said = ["a"]
+    for _ in range(3):
+        await ask(bench, *said, stream=True)
+        said += ["b", "c"]
+    known = [turn for prefill in prefills for turn in turns(prefill) if turn]
+    assert len(known) == 2 and {turn["remote_engine_id"] for turn in known} <= {"d-0", "d-1"}
+    last = max(decodes, key=lambda decode: len(decode.asked[-1]["messages"]) if decode.asked else 0)
+    await last.server.close()
+    await bench.check()
+    await bench.check()
+    before = sum(len(prefill.asked) for prefill in prefills)
+    await ask(bench, *said, stream=True)
+    assert sum(len(prefill.asked) for prefill in prefills) == before + 1
+    assert len([turn for prefill in prefills for turn in turns(prefill) if turn]) == 2, "nothing is told of who is gone"
+
+
+@over_bench
 async def test_a_data_parallel_engine_s_answer_in_one_piece_goes_to_the_next_turn(bench: Bench) -> None:
     prefill, decode = await bench.instance(HANDS_OVER, P), await several(bench, KEEPS)
     await bench.route([prefill.url], [decode.url], conversations=True)
