@@ -95,6 +95,8 @@ faults: setup
 	$(RUN) tests/faults/lines.py --seed $(FAULTS_SEED)
 	$(RUN) tests/faults/two_hosts.py
 	$(RUN) tests/faults/campaign.py --world elastic --faults 4 --seed $(FAULTS_SEED)
+	$(RUN) tests/faults/campaign.py --world talks --faults 12 --seed $(FAULTS_SEED)
+	$(RUN) tests/faults/campaign.py --world talks --mode push --skip 12 --faults 24 --seed $(FAULTS_SEED)
 	$(RUN) tests/faults/soak.py --seconds 600 --seed $(FAULTS_SEED)
 
 # SOAK: other options than 100 000 requests in mode pull, see tests/faults/soak.py --help.

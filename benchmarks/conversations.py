@@ -8,6 +8,7 @@ variants gave the same answers is said at the end.
 
     off          PDConnector: every turn is prefilled whole
     on           PDConnector with `conversations`
+    on-push      the same in mode push
     nixl-quiet   vLLM's in-tree NixlConnector with `bidirectional_kv_xfer` (see `quiet_nixl`)
 
     python benchmarks/conversations.py [--model gqa] [--conversations 4] [--into out/bench/conversations.json]
@@ -41,6 +42,7 @@ ASK = {"do_remote_decode": True, "do_remote_prefill": False}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "off": ("PDConnector", {}),
     "on": ("PDConnector", {"conversations": True}),
+    "on-push": ("PDConnector", {"conversations": True, "mode": "push"}),
     "nixl-quiet": ("NixlConnector", {"bidirectional_kv_xfer": True}),
 }
 

@@ -138,6 +138,14 @@ def test_a_decode_instance_that_only_reads_is_nobodys_target(mode, decode):
     assert config.is_target(prefills=False, decodes=True) is decode
 
 
+@pytest.mark.parametrize(("mode", "decode"), [("pull", True), ("push", False), ("auto", True)])
+def test_prefill_reads_conversations_of_decode_in_every_mode(mode, decode):
+    config = parse_config({"mode": mode, "conversations": True})
+    assert config.starts_transfers(prefills=True, decodes=False)
+    assert config.starts_transfers(prefills=False, decodes=True) is decode
+    assert config.is_target(prefills=True, decodes=False) and config.is_target(prefills=False, decodes=True)
+
+
 @pytest.mark.parametrize(
     ("mode", "prefill", "decode"), [("pull", False, True), ("push", True, False), ("auto", True, True)]
 )

@@ -37,7 +37,8 @@ class EngineInfo:
     `handoff` is how requests are to be brought here, "serial" or "concurrent" (`Config.handoff`). `kv_events` and
     `kv_events_replay` are the endpoints at which it publishes and replays vLLM's KV-cache events, as it binds them;
     empty where it does not. `conversations` is "on" where it keeps turns, or reads them, and empty elsewhere.
-    `version` is this package's, empty where an older release does not say it."""
+    `version` is this package's, empty where an older release does not say it; `server_key` is its side channel's public
+    key, empty where it has none."""
 
     role: str
     mode: str
@@ -54,6 +55,7 @@ class EngineInfo:
     kv_events_replay: str = ""
     conversations: str = ""
     version: str = ""
+    server_key: str = ""
 
     def labels(self) -> dict[str, str]:
         """Names and values of the series' own labels."""
@@ -61,7 +63,7 @@ class EngineInfo:
 
 
 LABELS: tuple[str, ...] = tuple(EngineInfo.__dataclass_fields__)
-_MAY_BE_EMPTY = ("kv_events", "kv_events_replay", "conversations", "version")
+_MAY_BE_EMPTY = ("kv_events", "kv_events_replay", "conversations", "version", "server_key")
 _NUMBERS = ("side_channel_port", "tp_size", "pp_size", "dcp_size", "dp_size")
 
 

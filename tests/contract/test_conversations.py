@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,57 +20,25 @@ from tests.support.scheduler.engines import (
     read,
     transfer,
 )
-from tests.support.scheduler.halves import until
+from tests.support.scheduler.talks import (
+    ANSWER,
+    NEXT,
+    ON,
+    PROMPT,
+    both,
+    computed,
+    decoded,
+    first_turn,
+    next_prompt,
+    told,
+    turn,
+)
 from vllm_pd_connector.metadata import WorkerReport
-
-PROMPT = list(range(100, 140))
-ANSWER = 9
-NEXT = [50, 51, 52, 53, 54]
-"""What the client says in the next turn."""
-ON = {"conversations": True}
-
-
-def told(engine: Engine, name: str) -> dict[str, Any] | None:
-    """The parameters of a finished request, as a router keeps them."""
-    params = engine.ended(name).kv_transfer_params
-    found: dict[str, Any] | None = json.loads(json.dumps(params))
-    return found
-
-
-def decoded(decode: Engine, name: str, prompt: list[int], params: Any, **ends: Any) -> dict[str, Any] | None:
-    """A decode request from its load to its end; what it answers."""
-    request = decode.add(name, prompt, params, **{"max_tokens": ANSWER, **ends})
-    decode.step()
-    if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-        assert read(decode.receive_of(name))
-        decode.step(received={name})
-    decode.run(name)
-    decode.rest()
-    return told(decode, name)
-
-
-def turn(prefill: Engine, name: str, prompt: list[int], params: Any) -> Any:
-    """The prefill of the next turn, until it is loading or computed."""
-    request = prefill.add(name, prompt, params, max_tokens=1)
-
-    def decided() -> bool:
-        prefill.step()
-        return request.status is not RequestStatus.WAITING
-
-    until(decided, "the decode instance says what it holds")
-    return request
 
 
 @pytest.fixture
 def pair(engine: Any) -> tuple[Engine, Engine]:
     return engine(transfer("kv_producer", **ON)), engine(transfer("kv_consumer", **ON))
-
-
-def first_turn(prefill: Engine, decode: Engine) -> dict[str, Any]:
-    params = decoded(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
-    assert params is not None
-    given_back(prefill)
-    return params
 
 
 def test_a_turn_reads_all_but_what_is_new(pair: tuple[Engine, Engine]) -> None:
@@ -102,21 +67,6 @@ def test_a_turn_reads_all_but_what_is_new(pair: tuple[Engine, Engine]) -> None:
     assert request.num_tokens == len(prompt) + 1
 
 
-def computed(prefill: Engine, name: str, prompt: list[int], params: Any) -> None:
-    """A turn that reads nothing and is computed, beside what its instance has in its own prefix cache."""
-    hit = prefill.shared(prompt)
-    request = turn(prefill, name, prompt, params)
-    assert request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS
-    prefill.run(name)
-    handed = told(prefill, name)
-    assert handed is not None and handed["do_remote_prefill"] and handed["remote_num_tokens"] == len(prompt)
-    assert sum(step.get(name, 0) for step in prefill.scheduled) == len(prompt) - hit
-
-
-def next_prompt(answer: int = ANSWER) -> list[int]:
-    return PROMPT + [SAMPLED] * answer + NEXT
-
-
 def test_a_prompt_that_leaves_the_conversation_early_reads_what_is_common(pair: tuple[Engine, Engine]) -> None:
     prefill, decode = pair
     params = first_turn(prefill, decode)
@@ -133,64 +83,18 @@ def test_a_prompt_that_leaves_the_conversation_early_reads_what_is_common(pair: 
     given_back(decode)
 
 
-def named(decode: Engine, name: str) -> dict[str, Any]:
-    """What a router sends that has seen a stream, in which vLLM tells no parameters."""
-    home = decode.connector.scheduler.producer.home
-    found = {"remote_engine_id": home.engine_id, "remote_host": home.host, "remote_port": home.port}
-    return KEEP | found | {"remote_request_id": name}
-
-
-def test_a_conversation_is_found_by_its_name(pair: tuple[Engine, Engine]) -> None:
-    prefill, decode = pair
-    handed = prefilled(prefill, "p-1", PROMPT) | {"transfer_id": "the first turn"}
-    assert decoded(decode, "d-1", PROMPT, handed) is not None
-    request = turn(prefill, "p-2", next_prompt(), named(decode, "the first turn"))
-    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert prefill.receive_of("p-2").stop == len(PROMPT) + ANSWER - 1
-    assert read(prefill.receive_of("p-2"))
-    prefill.step(received={"p-2"})
-    prefill.run("p-2")
-    given_back(decode)
-    computed(prefill, "p-3", next_prompt(), named(decode, "the first turn"))
-
-
-def test_a_conversation_is_found_by_its_name_after_a_long_time_in_the_queue(
-    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its second question is asked when vLLM comes to it, and has its own time."""
-    prefill, decode = pair
-    handed = prefilled(prefill, "p-1", PROMPT) | {"transfer_id": "the first turn"}
-    assert decoded(decode, "d-1", PROMPT, handed) is not None
-    request = prefill.add("p-2", next_prompt(), named(decode, "the first turn"), max_tokens=1)
-    [receive] = prefill.connector.scheduler.consumer._receives.values()
-    until(lambda: bool(receive.answers), "the first answer")
-    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 60.0)
-    monkeypatch.setattr("vllm_pd_connector.scheduler.conversations.turns.time", later)
-
-    def decided() -> bool:
-        prefill.step()
-        return request.status is not RequestStatus.WAITING
-
-    until(decided, "the decode instance says that it holds it")
-    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert read(prefill.receive_of("p-2"))
-    prefill.step(received={"p-2"})
-    prefill.run("p-2")
-    given_back(decode)
-
-
 def test_a_prefill_that_conversations_alone_hold_back_begins_at_once(engine: Any) -> None:
     """Nothing would ask for another step."""
-    prefill, both = engine("kv_producer"), engine(transfer("kv_both", **ON), blocks=21)
-    assert decoded(both, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT)) is not None
+    prefill, either = engine("kv_producer"), engine(transfer("kv_both", **ON), blocks=21)
+    assert decoded(either, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT)) is not None
     for i in range(4):
-        prefilled(both, f"p-{i}", [i, *PROMPT[1:]])
-    both.rest()
-    share = both.connector.scheduler.share
+        prefilled(either, f"p-{i}", [i, *PROMPT[1:]])
+    either.rest()
+    share = either.connector.scheduler.share
     assert share.num_leased == 15 < share.limit == 16
-    both.add("p-5", [5, *PROMPT[1:]], KEEP, max_tokens=1)
-    assert both.step().num_scheduled_tokens == {"p-5": len(PROMPT)}
-    both.run("p-5")
+    either.add("p-5", [5, *PROMPT[1:]], KEEP, max_tokens=1)
+    assert either.step().num_scheduled_tokens == {"p-5": len(PROMPT)}
+    either.run("p-5")
     assert share.num_leased == 15, "the conversation made room"
 
 
@@ -353,10 +257,6 @@ def test_an_instance_takes_part_only_where_it_is_allowed(engine: Any, side: str)
     assert (params is None) == (side == "decode")
     if params is not None:
         computed(prefill, "p-2", next_prompt(), params)
-
-
-def both(engine: Any, **arguments: Any) -> tuple[Engine, Engine]:
-    return engine(transfer("kv_producer", **ON), **arguments), engine(transfer("kv_consumer", **ON), **arguments)
 
 
 def test_what_is_kept_for_a_next_turn_is_told_apart_from_leases_that_a_drain_waits_for(

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.handed_over import handed_over
+from tests.support.handed_over import handed_over, kept
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.instance_info import EngineInfo
 from vllm_pd_connector.protocol.params.answer import require_signature
 from vllm_pd_connector.protocol.params.bootstrap import HostPort, encode_answer, parse_answer, parse_bootstrap_address
+from vllm_pd_connector.protocol.params.conversation import is_named_alone, names_conversation, parse_conversation
 from vllm_pd_connector.protocol.params.parse import (
     Kind,
     is_answer,
@@ -108,6 +109,33 @@ def test_a_router_may_say_where_the_prefill_instance_is(name: str) -> None:
     require_signature(other, None)
     with pytest.raises(ProtocolError, match="changed on the way"):
         require_signature(other, SECRET)
+
+
+TALKING = [name for name, router in ROUTERS.items() if "next_turn" in router]
+
+
+@pytest.mark.parametrize("name", TALKING)
+def test_a_next_turn_is_read_as_decode_told_it(name: str) -> None:
+    """What a decode instance has answered, with the flags of a prefill and a host of the router's."""
+    answered = json.loads(json.dumps(kept()))
+    sent = {**answered, **ROUTERS[name]["next_turn"]}
+    assert kind_of(sent) is Kind.REMOTE_DECODE and names_conversation(sent) and not is_named_alone(sent)
+    found, told = parse_conversation(sent), parse_conversation(answered)
+    assert found.lease == told.lease and found.tables == told.tables
+    assert found.remote_host == ROUTERS[name]["next_turn"]["remote_host"]
+
+
+@pytest.mark.parametrize("name", TALKING)
+def test_a_next_turn_of_the_in_tree_connector_s_is_refused_by_name(name: str) -> None:
+    in_tree = {key: value for key, value in kept().items() if key != "pd_connector"} | ROUTERS[name]["next_turn"]
+    assert names_conversation(in_tree)
+    with pytest.raises(ProtocolError, match="does not run PDConnector"):
+        parse_conversation(in_tree)
+
+
+@pytest.mark.parametrize("name", sorted(set(ROUTERS) - set(TALKING)))
+def test_who_knows_nothing_of_conversations_names_none(name: str) -> None:
+    assert not names_conversation(ROUTERS[name]["prefill"]["kv_transfer_params"])
 
 
 @pytest.mark.parametrize("name", ASKING)

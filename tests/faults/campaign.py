@@ -1,13 +1,15 @@
 """Run a campaign of faults against real servers and print what became of it.
 
-    python tests/faults/campaign.py [--world pair|restarts|workers|network|both|operated|elastic] [--mode pull|push]
-                                    [--transport nixl|mooncake] [--verify off|sample|all] [--family NAME]
-                                    [--faults N] [--seed S] [--only TEXT] [--skip N] [--seconds S] [--into DIR]
+    python tests/faults/campaign.py [--world pair|restarts|workers|network|both|operated|elastic|talks]
+                                    [--mode pull|push] [--transport nixl|mooncake] [--verify off|sample|all]
+                                    [--family NAME] [--faults N] [--seed S] [--only TEXT] [--skip N] [--seconds S]
+                                    [--into DIR]
 
 Worlds: one prefill and one decode instance, of which nothing is restarted, with a router; two of each, killed and
 started again in turn; one of each with two workers, of which one is killed or stopped; one of each in network
 namespaces, with a bad network between them (needs root); two that each prefill for the other; one of each whose weights
-change, that is paused, and whose caches are reset; two of each behind the router, which leave and come back under load.
+change, that is paused, and whose caches are reset; two of each behind the router, which leave and come back under load;
+one of each that keeps conversations, of which an instance may be killed and started again.
 On the bad network the side channel has keys, in mode push none, so that both legs can be sent at once there.
 
 After every fault these must hold: no request was answered with wrong tokens or an empty 200; every request ended
@@ -43,6 +45,7 @@ from tests.faults.plan import (  # noqa: E402
     ONE_PAIR_PUSH,
     OPERATED,
     RESTARTS,
+    TALKS,
     WORKERS,
     WORKERS_PUSH,
     Fault,
@@ -50,7 +53,7 @@ from tests.faults.plan import (  # noqa: E402
     plan,
 )
 from tests.faults.results import PROBLEMS, Result, by_kind, count  # noqa: E402
-from tests.faults.strikes import operating, restarts  # noqa: E402
+from tests.faults.strikes import conversing, operating, restarts  # noqa: E402
 from tests.faults.strikes.giving_back import FULL_S  # noqa: E402
 from tests.faults.strikes.leaving import FLAGS as LEAVING_FLAGS  # noqa: E402
 from tests.faults.strikes.leaving import LEAVES, drained  # noqa: E402
@@ -60,14 +63,17 @@ from tests.faults.system.network import Network, NotPossible  # noqa: E402
 from tests.faults.world import World  # noqa: E402
 from vllm_pd_connector.sidechannel.net.keys import create_keys  # noqa: E402
 
-WORLDS = ("pair", "restarts", "workers", "network", "both", "operated", "elastic")
+WORLDS = ("pair", "restarts", "workers", "network", "both", "operated", "elastic", "talks")
 ALL_STRIKES = {
     **STRIKES,
     **dict.fromkeys(restarts.KINDS, restarts.ended),
     "outlived": outlived,
     **operating.KINDS,
     "drained": drained,
+    **conversing.KINDS,
 }
+ENDS_ONE = (*restarts.KINDS, "outlived", "conversation killed")
+"""Kinds that end an instance."""
 BOTH_ROLES = {"kv_lease_duration": FULL_S / 2, "kv_lease_limit": FULL_S}
 """Long enough for all prefills of a fault, and short enough that who waits gives up."""
 TRIES = 3
@@ -81,7 +87,7 @@ def kinds_of(world: str, mode: str, verify: str) -> tuple[Kind, ...]:
     if world == "workers" and mode == "push":
         return WORKERS_PUSH
     worlds = {"pair": ONE_PAIR, "restarts": RESTARTS, "workers": WORKERS, "network": NETWORK, "both": BOTH}
-    return {**worlds, "operated": OPERATED, "elastic": ELASTIC}[world]
+    return {**worlds, "operated": OPERATED, "elastic": ELASTIC, "talks": TALKS}[world]
 
 
 def make_world(
@@ -94,20 +100,25 @@ def make_world(
 ) -> World:
     """The instances of a campaign, see above. One of two decode instances computes itself what it cannot read. `hold`:
     where prefill workers in mode push are held."""
-    two, elastic = name in ("restarts", "elastic"), name == "elastic"
+    two, elastic, talks = name in ("restarts", "elastic"), name == "elastic", name == "talks"
+    own = {
+        **(BOTH_ROLES if name == "both" else {}),
+        **(LEAVES if elastic else {}),
+        **(conversing.TALKS if talks else {}),
+    }
     return World(
         servers,
         family,
         prefills=2 if two else 1,
         policies=("fail", "fail" if elastic else "recompute") if two else ("fail",),
-        extra={**(extra or {}), **(BOTH_ROLES if name == "both" else {}), **(LEAVES if elastic else {})},
+        extra={**(extra or {}), **own},
         network=network,
         tp_size=2 if name == "workers" else 1,
         routed=name in ("pair", "elastic"),
         both=name == "both",
         hold=hold if name == "workers" and (extra or {}).get("mode") == "push" else None,
-        flags=LEAVING_FLAGS if elastic else (),
-        relayed=not elastic,
+        flags=LEAVING_FLAGS if elastic else conversing.FLAGS if talks else (),
+        relayed=not (elastic or talks),
     )
 
 
@@ -116,7 +127,7 @@ def strike(world: World, number: int, fault: Fault) -> Result:
     result = Result(fault)
     began = time.monotonic()
     p, d = world.pair(number)
-    killed = restarts.instance_of(p, d, fault).name if fault.kind in (*restarts.KINDS, "outlived") else ""
+    killed = restarts.instance_of(p, d, fault).name if fault.kind in ENDS_ONE else ""
     for attempt in range(TRIES):
         struck = ALL_STRIKES[fault.kind](world, p, d, replace(fault, salt=fault.salt + attempt))
         result.judge(struck.outcomes, killed)

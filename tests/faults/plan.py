@@ -150,6 +150,16 @@ OPERATED: tuple[Kind, ...] = (
 )  # fmt: skip
 """One prefill and one decode instance whose operator does something while requests are handed over."""
 
+TALKS: tuple[Kind, ...] = (
+    Kind("conversation gone", ("lease over", "blocks used", "forgotten"), ("told", "named"), 3),
+    Kind("conversation forged", ("nonce", "incarnation", "request", "engine", "blocks", "far blocks", "tokens", "port",
+                                 "groups", "digest", "version", "first blocks", "prefixes", "another's", "twice"),
+         ("told",), 4),
+    Kind("conversation stopped", ("decode engine", "decode server", "prefill engine"), ("between", "reading"), 3),
+    Kind("conversation killed", ("decode engine", "decode server", "prefill engine"), ("between", "reading"), 2),
+)  # fmt: skip
+"""Turns of conversations, see `strikes/conversing.py`: nothing is refused, whatever became of what decode had kept."""
+
 BOTH: tuple[Kind, ...] = (Kind("full", ("in turn", "one after the other"), ("prefill",)),)
 """Two instances, each of which prefills for the other, with more prefills than leave room to decode one."""
 

@@ -236,9 +236,10 @@ class World:
         text = f"{wrong[0]} instead of {want}" if wrong else ""
         return Outcome(end, text, answer.get("kv_transfer_params"), name)
 
-    def prefill(self, p: Instance, prompt: Prompt, held_s: float = 0.0) -> Outcome:
-        """The first leg. Its parameters name the relay where the instance has one."""
-        outcome = self.ask(p, prompt, dict(KEEP), held_s, max_tokens=1)
+    def prefill(self, p: Instance, prompt: Prompt, held_s: float = 0.0, asked: Params = KEEP) -> Outcome:
+        """The first leg, `asked` with a conversation's parameters in its next turn. Its own name the relay where the
+        instance has one."""
+        outcome = self.ask(p, prompt, dict(asked), held_s, max_tokens=1)
         # Its token is nobody's answer: with windows and states prefill stops one token before the prompt's end.
         if outcome.end not in (End.RIGHT, End.WRONG):
             return outcome

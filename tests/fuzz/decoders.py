@@ -27,7 +27,7 @@ from tests.fuzz.forms import (
     of_json,
 )
 from tests.support.geometry.world import Model, Side, instance
-from tests.support.handed_over import NAMED, answer_of, kept, use_turn
+from tests.support.handed_over import NAMED, NAMED_WITH_KEY, answer_of, kept, use_turn
 from tests.support.proxy.caches import CLEARED, FULL, batch, removed, stored
 from vllm_pd_connector.cli import instances
 from vllm_pd_connector.cli.output import NotReadable
@@ -259,6 +259,7 @@ DECODERS: dict[str, Decoder] = {
         PARAMS,
         kept(b"s" * 32),
         NAMED,
+        NAMED_WITH_KEY,
         {"do_remote_decode": True, "remote_host": None},
         {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "cmpl-1"},
         {

@@ -11,9 +11,11 @@ from aiohttp import web
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import HANDS_OVER, PARAMS, Instance, answers, info, streams
 from vllm_pd_connector.proxy.conversations import Conversations, turn_keys
+from vllm_pd_connector.proxy.fleet import InstanceRole
 from vllm_pd_connector.routing.handoff import ASK_PREFILL
 
 KEPT = {"do_remote_prefill": False, "do_remote_decode": True, "remote_engine_id": "d-0", "remote_block_ids": [[7]]}
+STREAM = streams(b"data: {}\n\n", b"data: [DONE]\n\n")
 KEEPS = answers({"choices": [{"message": {"content": "b"}}], "kv_transfer_params": KEPT})
 P = info(mode="pull", conversations="on")
 D = info(mode="pull", conversations="on", role="kv_consumer", engine_id="d-0", side_channel_port=5700)
@@ -57,7 +59,7 @@ async def test_what_a_decode_instance_answers_goes_to_the_next_turn_s_prefill_on
 @over_bench
 async def test_of_a_stream_the_next_turn_has_the_name_that_decode_was_given(bench: Bench) -> None:
     prefill = await bench.instance(HANDS_OVER, P)
-    decode = await bench.instance(streams(b"data: {}\n\n", b"data: [DONE]\n\n"), D)
+    decode = await bench.instance(STREAM, D)
     await bench.route([prefill.url], [decode.url], conversations=True)
     await ask(bench, "a", stream=True)
     await ask(bench, "a", "b", "c")
@@ -217,3 +219,99 @@ def test_a_stream_that_failed_is_no_finished_turn(events: tuple[bytes, ...]) -> 
         assert turns(prefill) == [{}, {}]
 
     run()
+
+
+@over_bench
+async def test_of_an_instance_with_keys_the_next_turn_has_the_key_that_it_says(bench: Bench) -> None:
+    prefill = await bench.instance(HANDS_OVER, P)
+    keyed = info(mode="pull", conversations="on", role="kv_consumer", engine_id="d-0", server_key="k" * 40)
+    decode = await bench.instance(STREAM, keyed)
+    await bench.route([prefill.url], [decode.url], conversations=True)
+    await ask(bench, "a", stream=True)
+    await ask(bench, "a", "b", "c")
+    assert turns(prefill)[1]["pd_connector"] == {"server_key": "k" * 40}
+
+
+def several(bench: Bench, handler: Any, **says: Any) -> Any:
+    """A decode instance with three data-parallel engines, `d-0` to `d-2`, that keep turns."""
+    engines = [
+        info(
+            mode="pull", conversations="on", role="kv_consumer", engine_id=f"d-{i}", side_channel_port=5700 + i, **says
+        )
+        for i in range(3)
+    ]
+    return bench.instance(handler, says=engines)
+
+
+@over_bench
+async def test_the_router_chooses_among_data_parallel_engines_and_asks_the_one_that_it_chose(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER, P), await several(bench, STREAM)
+    await bench.route([prefill.url], [decode.url], conversations=True)
+    for said in "xyz":
+        await ask(bench, said, stream=True)
+    assert sorted(decode.ranks) == ["0", "1", "2"], "idle engines take turns"
+    for said in "zxy":
+        await ask(bench, said, "b", "c", stream=True)
+    assert decode.ranks[3:] == [decode.ranks[2], *decode.ranks[:2]], "the one that had the last turn"
+    names = [asked["kv_transfer_params"]["transfer_id"] for asked in decode.asked]
+    found = [(t["remote_engine_id"], t["remote_port"], t["remote_request_id"]) for t in turns(prefill)[3:]]
+    assert found == [
+        (f"d-{decode.ranks[i]}", 5700 + int(decode.ranks[i]), names[i]) for i in (2, 0, 1)
+    ]  # fmt: skip
+
+
+@over_bench
+async def test_a_conversation_is_read_by_any_prefill_instance_and_lost_with_its_decode_instance(bench: Bench) -> None:
+    prefills = [
+        await bench.instance(HANDS_OVER, info(mode="pull", conversations="on", engine_id=f"p-{i}")) for i in "01"
+    ]
+    says = [info(mode="pull", conversations="on", role="kv_consumer", engine_id=f"d-{i}") for i in "01"]
+    decodes = [await bench.instance(STREAM, each) for each in says]
+    await bench.route([p.url for p in prefills], [d.url for d in decodes], conversations=True)
+    said = ["a"]
+    for _ in range(3):
+        await ask(bench, *said, stream=True)
+        said += ["b", "c"]
+    known = [turn for prefill in prefills for turn in turns(prefill) if turn]
+    assert len(known) == 2 and {turn["remote_engine_id"] for turn in known} <= {"d-0", "d-1"}
+    last = max(decodes, key=lambda decode: len(decode.asked[-1]["messages"]) if decode.asked else 0)
+    await last.server.close()
+    await bench.check()
+    await bench.check()
+    before = sum(len(prefill.asked) for prefill in prefills)
+    await ask(bench, *said, stream=True)
+    assert sum(len(prefill.asked) for prefill in prefills) == before + 1
+    assert len([turn for prefill in prefills for turn in turns(prefill) if turn]) == 2, "nothing is told of who is gone"
+
+
+@over_bench
+async def test_a_data_parallel_engine_s_answer_in_one_piece_goes_to_the_next_turn(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER, P), await several(bench, KEEPS)
+    await bench.route([prefill.url], [decode.url], conversations=True)
+    await ask(bench, "a")
+    await ask(bench, "a", "b", "c")
+    assert turns(prefill) == [{}, {"remote_engine_id": "d-0", "remote_block_ids": [[7]]}]
+    assert decode.ranks[0] == decode.ranks[1] is not None
+
+
+@over_bench
+async def test_an_engine_that_is_busier_than_others_by_more_than_the_slack_does_not_get_its_next_turn(
+    bench: Bench,
+) -> None:
+    prefill = await bench.instance(HANDS_OVER, P)
+    decode = await several(bench, STREAM)
+    await bench.route([prefill.url], [decode.url], conversations=True, slack=0)
+    await ask(bench, "a", stream=True)
+    [instance] = bench.router.fleet.usable(InstanceRole.DECODE)
+    instance.at_engine[int(decode.ranks[0])] += 1
+    await ask(bench, "a", "b", "c", stream=True)
+    assert decode.ranks[1] != decode.ranks[0]
+    assert +instance.at_engine == {int(decode.ranks[0]): 1}, "what has ended is not counted"
+
+
+@over_bench
+async def test_without_conversations_vllm_chooses_among_its_engines(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER, P), await several(bench, KEEPS)
+    await bench.route([prefill.url], [decode.url])
+    await ask(bench, "a")
+    assert decode.ranks == [None]

@@ -23,7 +23,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.support.handed_over import handed_over
+from tests.support.handed_over import handed_over, kept
 from tests.support.ports import free_port
 from tests.support.proxy.stand_ins import Instance, answers, info, streams
 from vllm_pd_connector.protocol.params.bootstrap import EngineRegistry, HostPort, encode_answer, parse_bootstrap_address
@@ -142,6 +142,18 @@ def test_static_instances(path: str, body: dict[str, Any], connector: str) -> No
         await bench.start()
         answer = json.loads(await bench.ask(path, body))
         assert answer["choices"][0]["text"] == "right"
+        bench.check_parameters()
+
+    over_bench(test, connector)()
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_what_decode_keeps_of_a_turn_disturbs_no_next_one(connector: str) -> None:
+    async def test(bench: Bench) -> None:
+        bench.decode = Instance(answers(finished(kv_transfer_params=kept())), info(role="kv_consumer"))
+        await bench.start()
+        for said in ([1, 2], [1, 2, 3, 4]):
+            await bench.ask("/v1/completions", {"model": "m", "prompt": said, "max_tokens": 2})
         bench.check_parameters()
 
     over_bench(test, connector)()

@@ -59,6 +59,10 @@ NAMED = {
 """What a router sends that knows a conversation by its name alone."""
 
 
+NAMED_WITH_KEY = NAMED | {"pd_connector": {"server_key": "k" * 40}}
+"""The same of an instance with keys."""
+
+
 def kept(secret: bytes | None = None) -> dict[str, Any]:
     """What a decode instance answers that keeps a conversation."""
     params = handed_over() | {"do_remote_prefill": False, "do_remote_decode": True}

@@ -19,6 +19,7 @@ from tests.faults.plan import (
     ONE_PAIR_PUSH,
     OPERATED,
     RESTARTS,
+    TALKS,
     WORKERS,
     Fault,
     plan,
@@ -35,6 +36,7 @@ WORLDS = {
     "both": BOTH,
     "operated": OPERATED,
     "elastic": ELASTIC,
+    "talks": TALKS,
 }
 LINES = [line for lane in LANES for line in lane]
 by_name = pytest.mark.parametrize("kinds", WORLDS.values(), ids=WORLDS)

@@ -12,6 +12,7 @@ from vllm_pd_connector.instance_info import parse
 from vllm_pd_connector.metadata import WorkerReport
 from vllm_pd_connector.observability.series import PDPromMetrics
 from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
+from vllm_pd_connector.sidechannel.net.keys import create_keys, public_key
 from vllm_pd_connector.worker.outbox import Outbox
 
 
@@ -107,6 +108,21 @@ def test_routers_are_told_of_each_engine_what_that_engine_itself_uses():
     engines = parse(generate_latest(registry).decode())
     told = [(e.engine_id, e.side_channel_port, e.tp_size, e.role, e.mode) for e in engines.values()]
     assert told == [("e_dp0", 5600, 4, "kv_producer", "pull"), ("e_dp1", 5601, 4, "kv_producer", "pull")]
+
+
+def test_routers_are_told_the_key_of_an_instance_s_side_channel(tmp_path):
+    create_keys(tmp_path, "own")
+    transfer = SimpleNamespace(**vars(CONFIG.kv_transfer_config))
+    transfer.kv_connector_extra_config = {**transfer.kv_connector_extra_config, "side_channel_keys": str(tmp_path)}
+    registry = CollectorRegistry()
+    kinds = {
+        Counter: MagicMock(),
+        Gauge: lambda multiprocess_mode="all", **kwargs: Gauge(registry=registry, **kwargs),
+        Histogram: MagicMock(),
+    }
+    PDPromMetrics(SimpleNamespace(**vars(CONFIG) | {"kv_transfer_config": transfer}), kinds, ["engine"], {0: ["0"]})
+    [engine] = parse(generate_latest(registry).decode()).values()
+    assert engine.server_key == public_key(tmp_path / "own.key")
 
 
 def test_the_protocol_in_use_is_a_label_and_ranks_that_differ_are_two_rows():

@@ -9,6 +9,7 @@ Source: vLLM 0.32, `kv_connector/v1/metrics.py` (KVConnectorPromMetrics).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.instance_info import INFO_SERIES, INFO_TEXT, LABELS
 from vllm_pd_connector.observability.nixl_series import NixlSeries
 from vllm_pd_connector.observability.stats import BY_PEER, BY_REASON, FailureKind, Phase, peer_row
+from vllm_pd_connector.sidechannel.net.keys import keys_of
 
 _PHASE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -138,14 +140,16 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
         )
         self._peers: dict[str, dict[str, None]] = {what: {} for what in BY_PEER}
         self._transports: dict[int, str] = {}
+        config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        keys = keys_of(config)
+        public = keys.public if keys is not None else ""
         info = gauge(name=INFO_SERIES, documentation=INFO_TEXT, labelnames=[*labelnames, *LABELS])
         for index, values in per_engine_labelvalues.items():
-            own = engine_info(vllm_config, index)
+            own = replace(engine_info(vllm_config, index), server_key=public)
             self._transports[index] = own.transport
             labels = own.labels()
             info.labels(*map(str, values), *(labels[name] for name in LABELS)).set(1)
             self._begin([str(value) for value in values])
-        config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._nixl = NixlSeries(metric_types, labelnames, per_engine_labelvalues) if config.nixl_series else None
 
     def _begin(self, labels: list[str]) -> None:

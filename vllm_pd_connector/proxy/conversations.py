@@ -7,7 +7,9 @@ What is found is used once, since it can be read once. It may be wrong (two clie
 conversation here): the prefill instance compares the tokens, and computes what is not the same.
 
 vLLM tells a request's parameters where it answers in one piece. Of a stream the router knows the name that it gave the
-decode request, under which the prefill instance asks the decode instance.
+decode request, under which the prefill instance asks the decode instance, and the engine: of several data-parallel ones
+it chooses itself, by the header that vLLM's API server obeys. The one that had the last turn goes first, unless it has
+`slack` requests more than the least busy one.
 
 Bounded by number and by size; the oldest are forgotten first, and what is of an instance that is gone.
 """
@@ -17,17 +19,19 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.proxy.choice import prefix_keys
+from vllm_pd_connector.proxy.fleet import DATA_PARALLEL_RANK
+from vllm_pd_connector.routing.handoff import NOTHING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from vllm_pd_connector.instance_info import EngineInfo
     from vllm_pd_connector.proxy.fleet import Instance
+    from vllm_pd_connector.proxy.legs import Headers
 
 MAX_TURNS = 1 << 16
 MAX_BYTES = 256 << 20
@@ -80,23 +84,12 @@ class Conversations:
         while self._turns and (len(self._turns) > MAX_TURNS or self._bytes > self._max_bytes):
             self._pop(next(iter(self._turns)))
 
-    def take(self, keys: Sequence[bytes], usable: set[str]) -> Taken | None:
+    def take(self, keys: Sequence[bytes], usable: Collection[str]) -> Taken | None:
         """What is known for a prefill with these keys; `usable` are the ids of the engines that are there."""
         for key in reversed(keys):
             if (turn := self._pop(key)) is not None and turn.engine_id in usable and turn.until > time.monotonic():
                 return Taken(key, turn)
         return None
-
-    @contextmanager
-    def at_hand(self, keys: Sequence[bytes], usable: set[str], told: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-        """Parameters as `take` has them, empty if there are none; if in the end they were `told` to nobody, they are
-        put back."""
-        taken = self.take(keys, usable)
-        try:
-            yield {} if taken is None else taken.params
-        finally:
-            if taken is not None and not told():
-                self.put_back(taken)
 
     def put_back(self, taken: Taken) -> None:
         """It was told to nobody: it is there for the next, unless a newer one has its place."""
@@ -108,6 +101,83 @@ class Conversations:
         if turn is not None:
             self._bytes -= len(turn.params)
         return turn
+
+
+class Turn:
+    """One request: what is known of its conversation, and what will be. Without a memory nothing is.
+
+    `usable` are the ids of the engines of decode instances that are there.
+    """
+
+    def __init__(
+        self,
+        memory: Conversations | None = None,
+        body: Mapping[str, Any] = NOTHING,
+        usable: Collection[str] = (),
+        slack: int = 0,
+    ):
+        self._memory = memory
+        self._slack = slack
+        self._keys = turn_keys(body) if memory is not None else []
+        self._taken = memory.take(self._keys, usable) if memory is not None else None
+        self._params = self._taken.params if self._taken is not None else {}
+        self._told = False
+        self._engine: EngineInfo | None = None
+        self._counted: tuple[Instance, int] | None = None
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+        if self._memory is not None and self._taken is not None and not self._told:
+            self._memory.put_back(self._taken)
+
+    @property
+    def found(self) -> bool:
+        """Whether an engine holds the prompt's beginning."""
+        return bool(self._params)
+
+    def brought_to(self, instance: Instance) -> dict[str, Any]:
+        """Parameters for a prefill instance beside the usual."""
+        return self._params if reads_turns(instance) else {}
+
+    def was_brought(self) -> None:
+        """A prefill instance was sent the request; without that the turn is there for the next attempt."""
+        self._told = True
+
+    def sent_to(self, instance: Instance) -> Headers:
+        """A decode instance gets the request: which of its engines, as headers. A former one did not take it."""
+        self._leave()
+        self._engine = None
+        if self._memory is None or not reads_turns(instance):
+            return {}
+        index = self._choose(instance)
+        self._engine, self._counted = instance.engines[index], (instance, index)
+        instance.at_engine[index] += 1
+        return {DATA_PARALLEL_RANK: str(index)} if len(instance.engines) > 1 else {}
+
+    def ended(self, name: str, answer: object = None) -> None:
+        """The turn was answered in full: in one piece, or by a stream, in which only its name is known."""
+        if self._memory is None or self._engine is None:
+            return
+        params = by_name(self._engine, name) if answer is None else told(answer)
+        if params is not None:
+            self._memory.remember(self._keys, self._engine.engine_id, params)
+
+    def _choose(self, instance: Instance) -> int:
+        least = min(instance.at_engine[index] for index in instance.engines)
+        home = self._taken.turn.engine_id if self._taken is not None else ""
+        for index, engine in instance.engines.items():
+            if engine.engine_id == home and instance.at_engine[index] <= least + self._slack:
+                return index
+        return min(instance.in_turn(), key=lambda index: instance.at_engine[index])
+
+    def _leave(self) -> None:
+        if self._counted is not None:
+            instance, index = self._counted
+            instance.at_engine[index] -= 1
+            self._counted = None
 
 
 def turn_keys(body: Mapping[str, Any]) -> list[bytes]:
@@ -124,14 +194,8 @@ def turn_keys(body: Mapping[str, Any]) -> list[bytes]:
     return keys
 
 
-def keeps_turns(instance: Instance) -> EngineInfo | None:
-    """The engine of a decode instance that keeps turns; None if it does not, or has several, of which vLLM chooses."""
-    engines = list(instance.engines.values())
-    return engines[0] if len(engines) == 1 and engines[0].conversations else None
-
-
 def reads_turns(instance: Instance) -> bool:
-    """Whether a prefill instance reads what decode instances keep."""
+    """Whether a prefill instance reads what decode instances keep, or a decode instance keeps it: all its engines."""
     return bool(instance.engines) and all(engine.conversations for engine in instance.engines.values())
 
 
@@ -142,6 +206,7 @@ def by_name(engine: EngineInfo, name: str) -> dict[str, Any]:
         "remote_host": engine.side_channel_host,
         "remote_port": engine.side_channel_port,
         "remote_request_id": name,
+        **({"pd_connector": {"server_key": engine.server_key}} if engine.server_key else {}),
     }
 
 

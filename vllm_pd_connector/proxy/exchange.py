@@ -21,11 +21,12 @@ from aiohttp import web
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.proxy.choice import PromptPrefix, prompt_prefix
+from vllm_pd_connector.proxy.conversations import Turn
 from vllm_pd_connector.proxy.legs import Headers, LegError
 from vllm_pd_connector.routing.handoff import Body, check_client_body
 
 if TYPE_CHECKING:
-    from vllm_pd_connector.proxy.fleet import Instance, InstanceRole
+    from vllm_pd_connector.proxy.fleet import InstanceRole
     from vllm_pd_connector.proxy.tracing import Untraced
 
 logger = logging.getLogger(__name__)
@@ -58,12 +59,8 @@ class Exchange:
     headers: Headers
     started: float
     trace: Untraced
-    turn: Body = field(default_factory=dict)
-    """Where a decode instance holds the beginning of the prompt."""
-    sent: bool = False
-    """A prefill instance was sent it."""
-    decoder: Instance | None = None
-    """The decode instance that was asked last."""
+    turn: Turn = field(default_factory=Turn)
+    """What is known of its conversation."""
     answer: web.StreamResponse | None = None
     """Set when the first byte goes to the client."""
 

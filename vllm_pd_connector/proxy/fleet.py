@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAILURES = 2
+DATA_PARALLEL_RANK = "X-data-parallel-rank"
+"""Header by which vLLM 0.32's API server gives a request to one of its engines."""
 
 
 class InstanceRole(StrEnum):
@@ -73,7 +76,8 @@ class InstanceState(StrEnum):
 @dataclass(slots=True)
 class Instance:
     """One instance. `asked` is the role that it was added with, None to use what it says; `deaf` counts checks in a row
-    for which nobody listened there; `unanswered` are the legs of which it has not answered anything."""
+    for which nobody listened there; `unanswered` are the legs of which it has not answered anything; `at_engine` counts
+    those that were given to one of its engines (`conversations`)."""
 
     url: str
     asked: InstanceRole | None
@@ -84,6 +88,7 @@ class Instance:
     failures: int = 0
     asked_at: float = 0.0
     turn: int = 0
+    at_engine: Counter[int] = field(default_factory=Counter)
     deaf: int = 0
     unanswered: set[asyncio.Timeout] = field(default_factory=set)
 
@@ -95,11 +100,15 @@ class Instance:
 
     def next_engine(self) -> tuple[int, EngineInfo] | None:
         """The data-parallel engine whose turn it is, None where the instance said nothing of itself."""
-        if not self.engines:
-            return None
+        order = self.in_turn()
+        return (order[0], self.engines[order[0]]) if order else None
+
+    def in_turn(self) -> list[int]:
+        """Its data-parallel engines, first the one whose turn it is."""
         self.turn += 1
-        index = sorted(self.engines)[self.turn % len(self.engines)]
-        return index, self.engines[index]
+        order = sorted(self.engines)
+        first = self.turn % max(len(order), 1)
+        return order[first:] + order[:first]
 
     def describe(self) -> dict[str, Any]:
         """What the admin interface tells."""

@@ -27,14 +27,7 @@ import aiohttp
 from aiohttp import web
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.proxy.conversations import (
-    Conversations,
-    by_name,
-    keeps_turns,
-    reads_turns,
-    told,
-    turn_keys,
-)
+from vllm_pd_connector.proxy.conversations import Conversations, Turn
 from vllm_pd_connector.proxy.exchange import (
     Exchange,
     InstanceRefusal,
@@ -53,14 +46,14 @@ from vllm_pd_connector.proxy.exchange import (
     to_client,
     whole_events,
 )
-from vllm_pd_connector.proxy.fleet import Fleet, Instance, InstanceRole
+from vllm_pd_connector.proxy.fleet import DATA_PARALLEL_RANK, Fleet, Instance, InstanceRole
 from vllm_pd_connector.proxy.legs import Headers, LegError, Legs, Limits, make_session
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 from vllm_pd_connector.proxy.tracing import Tracer, Untraced
 from vllm_pd_connector.routing.handoff import Body, decode_body, decode_body_beside, prefill_body
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from vllm_pd_connector.instance_info import EngineInfo
 
@@ -68,8 +61,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")
-DATA_PARALLEL_RANK = "X-data-parallel-rank"
-"""Header by which vLLM 0.32's API server gives a request to one of its engines."""
 CLIENT_LEFT = 499
 
 Handoff = Literal["auto", "serial", "concurrent"]
@@ -204,31 +195,26 @@ class Router:
             return exchange.answer
 
     async def _hand_off(self, exchange: Exchange) -> web.StreamResponse:
+        if self._conversations is None:
+            return await self._by_both(exchange)
+        there = {e.engine_id for i in self.fleet.usable(InstanceRole.DECODE) for e in i.engines.values()}
+        with Turn(self._conversations, exchange.body, there, self._options.slack) as exchange.turn:
+            self.metrics.turns.labels("found" if exchange.turn.found else "new").inc()
+            return await self._by_both(exchange)
+
+    async def _by_both(self, exchange: Exchange) -> web.StreamResponse:
         if not self._concurrent():
-            with self._turn_of(exchange):
-                return await self._serial(exchange)
+            return await self._serial(exchange)
         if exchange.request_id in self._in_use:
             raise LegError(409, f"X-Request-Id: {exchange.request_id} is in use by a request in flight; send another")
         self._in_use.add(exchange.request_id)
         try:
-            with self._turn_of(exchange):
-                answer, prefill = await self._side_by_side(exchange)
+            answer, prefill = await self._side_by_side(exchange)
         except BaseException:
             self._in_use.discard(exchange.request_id)
             raise
         self._let_end(prefill, exchange.request_id)
         return answer
-
-    @contextlib.contextmanager
-    def _turn_of(self, exchange: Exchange) -> Iterator[None]:
-        """Give it what is known of its conversation, and take that back if no prefill instance was sent the request."""
-        if self._conversations is None:
-            yield
-            return
-        there = {e.engine_id for i in self.fleet.usable(InstanceRole.DECODE) for e in i.engines.values()}
-        with self._conversations.at_hand(turn_keys(exchange.body), there, lambda: exchange.sent) as exchange.turn:
-            self.metrics.turns.labels("found" if exchange.turn else "new").inc()
-            yield
 
     def _concurrent(self) -> bool:
         if self._options.handoff != "auto":
@@ -239,11 +225,8 @@ class Router:
         )
 
     async def _serial(self, exchange: Exchange) -> web.StreamResponse:
-        plain = prefill_body(exchange.body)
-        turn = prefill_body(exchange.body, turn=exchange.turn) if exchange.turn else plain
-
         def prepare(instance: Instance) -> tuple[Body, Headers]:
-            return turn if exchange.turn and reads_turns(instance) else plain, exchange.headers
+            return prefill_body(exchange.body, turn=exchange.turn.brought_to(instance)), exchange.headers
 
         answer = await self._prefill(exchange, prepare)
         name = uuid.uuid4().hex if self._conversations is not None else ""
@@ -262,7 +245,7 @@ class Router:
             index, engine = found
             chosen[:] = [engine]
             pinned = {DATA_PARALLEL_RANK: str(index)} if len(instance.engines) > 1 else {}
-            turn = exchange.turn if reads_turns(instance) else {}
+            turn = exchange.turn.brought_to(instance)
             return prefill_body(exchange.body, exchange.request_id, turn), {**exchange.headers, **pinned}
 
         def on_sent(_instance: Instance) -> None:
@@ -310,7 +293,7 @@ class Router:
         """What the prefill instance answers, read."""
 
         def sent(instance: Instance) -> None:
-            exchange.sent = True
+            exchange.turn.was_brought()
             if on_sent is not None:
                 on_sent(instance)
 
@@ -323,20 +306,11 @@ class Router:
         check_finished(answer, who)
         return answer
 
-    def _remember(self, exchange: Exchange, name: str, answer: object = None) -> None:
-        """The turn was answered in full: in one piece, or by a stream, in which only its name is known."""
-        if self._conversations is None or exchange.decoder is None or (engine := keeps_turns(exchange.decoder)) is None:
-            return
-        params = by_name(engine, name) if answer is None else told(answer)
-        if params is not None:
-            self._conversations.remember(turn_keys(exchange.body), engine.engine_id, params)
-
     async def _decode(self, exchange: Exchange, body: Body, name: str) -> web.StreamResponse:
         """Answer the client from a decode instance, which knows the request by `name`."""
 
         def prepare(instance: Instance) -> tuple[Body, Headers]:
-            exchange.decoder = instance
-            return body, exchange.headers
+            return body, {**exchange.headers, **exchange.turn.sent_to(instance)}
 
         async with self._legs.send(InstanceRole.DECODE, exchange, prepare) as response:
             if response.status != 200 or response.content_type != "text/event-stream":
@@ -346,7 +320,7 @@ class Router:
                     raise InstanceRefusal(who, response.status, content, response.content_type)
                 answer = parsed_json(content)
                 check_finished(answer, who)
-                self._remember(exchange, name, answer or {})
+                exchange.turn.ended(name, answer or {})
                 content, headers = for_client(content, answer, who), {"X-Request-Id": exchange.request_id}
                 return web.Response(body=content, content_type=response.content_type, headers=headers)
             return await self._stream(exchange, response, name)
@@ -367,7 +341,7 @@ class Router:
                 with to_client():
                     await answer.prepare(exchange.request)
             if is_end(event) and not failed:  # the client may go on with the conversation as soon as it has this
-                self._remember(exchange, name)
+                exchange.turn.ended(name)
             with to_client():
                 await answer.write(event)
         if exchange.answer is None:

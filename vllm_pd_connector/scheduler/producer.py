@@ -269,8 +269,7 @@ class Producer:
 
     def ends_prefill(self, output: SchedulerOutput) -> bool:
         """Whether a prefill for a decode instance is complete after this step."""
-        computed = computed_after(output, self._unfinished)
-        return any(tokens >= self._unfinished[request_id] for request_id, tokens in computed)
+        return any(tokens >= self._unfinished[name] for name, tokens in computed_after(output, self._unfinished))
 
     def _drop_older_choice(self, request_id: str) -> None:
         """Of a request with `n` > 1 the router gets the parameters of the choice that ended last, and nobody else can

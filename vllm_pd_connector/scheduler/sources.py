@@ -38,6 +38,7 @@ class Sources:
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
         self.home: InstanceAddress | None = None
         self._config = config
+        self._prefills = vllm_config.kv_transfer_config.is_kv_producer
         self._groups = len(kv_cache_config.transfer_group_ids)
         self._keys = keys_of(config)
         self._secret = config.secret()
@@ -83,14 +84,16 @@ class Sources:
         """The name of the conversation that a prefill goes on with, if its parameters have nothing else of it.
 
         Raises:
-            ProtocolError: it is none, its host an unauthenticated peer, or this instance reads from no decode instance.
+            ProtocolError: it is none, names an unauthenticated peer, or this instance reads from no decode instance.
         """
         if not self._config.conversations:
             raise ProtocolError("conversations: not set here, so nothing is read from decode instances")
+        if not self._prefills:  # its workers may be unable to read at all
+            raise ProtocolError("kv_role: kv_consumer here: send turns to a prefill instance, which reads them")
         if not is_named_alone(params := transfer_params(request)):
             return None
         named = parse_named(params)
-        self._require_known(named.remote_host, None)
+        self._require_known(named.remote_host, named.server_key)
         return named
 
     def conversation(self, params: object) -> Conversation:
@@ -109,8 +112,12 @@ class Sources:
         only be advanced.
 
         Raises:
-            ProtocolError: there is none, or of another number of groups.
+            ProtocolError: there is none, or of another number of groups, or this instance itself holds them.
         """
+        if self.home is not None and remote.remote_engine_id == self.home.engine_id:
+            raise ProtocolError(
+                f"remote_engine_id: {remote.remote_engine_id} is this instance: what it holds is in its prefix cache"
+            )
         self._require_groups(remote)
         prefixes = [entry for entry in remote.pd_connector.prefixes if entry[0] < request.num_prompt_tokens]
         if is_text(request):

@@ -125,6 +125,16 @@ GUARANTEES = [
         "test_what_is_not_this_conversation_is_computed[one step-prompt]",
     ),
     Guarantee(
+        "a conversation is asked for by name of those alone whose keys are known",
+        "Sources", "self._require_known(named.remote_host, named.server_key)", "pass",
+        "test_with_keys_a_conversation_is_found_by_its_name_and_the_key_that_the_instance_says[one step]",
+    ),
+    Guarantee(
+        "a decode instance reads no turns",
+        "Sources", "if not self._prefills:", "if False:",
+        "test_a_decode_instance_reads_no_turns[one step-push]",
+    ),
+    Guarantee(
         "changed prefixes of a conversation name a lease that is not held",
         "Conversation", "(bare.nonce, self.pd_connector.prefixes)", "(bare.nonce, ())",
         "test_a_change_of_any_field_that_is_read_names_another_lease",

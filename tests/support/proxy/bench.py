@@ -27,7 +27,9 @@ class Bench:
         self.router: Router
         self.url = ""
 
-    async def instance(self, handler: Handler, says: EngineInfo | None = None, **more: Any) -> Instance:
+    async def instance(
+        self, handler: Handler, says: EngineInfo | Sequence[EngineInfo] | None = None, **more: Any
+    ) -> Instance:
         instance = Instance(handler, says, **more)
         await instance.server.start_server()
         self._stack.push_async_callback(instance.server.close)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -21,7 +21,13 @@ LIMIT = 10.0
 class Instance:
     """A stand-in for a vLLM instance: notes what it is asked, answers what it is told to."""
 
-    def __init__(self, handler: Handler, says: EngineInfo | None = None, engines: int = 1, port: int | None = None):
+    def __init__(
+        self,
+        handler: Handler,
+        says: EngineInfo | Sequence[EngineInfo] | None = None,
+        engines: int = 1,
+        port: int | None = None,
+    ):
         self.asked: list[dict[str, Any]] = []
         self.request_ids: list[str | None] = []
         self.ranks: list[str | None] = []
@@ -56,7 +62,8 @@ class Instance:
     async def _show_metrics(self, _request: web.Request) -> web.Response:
         if self.page is not None:
             return web.Response(body=self.page, content_type="text/plain")
-        rows = [exposition(self.says, index) for index in range(self.engines)] if self.says else []
+        said = [self.says] * self.engines if isinstance(self.says, EngineInfo) else self.says or []
+        rows = [exposition(says, index) for index, says in enumerate(said)]
         return web.Response(text="".join(rows))
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:

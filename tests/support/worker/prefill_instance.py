@@ -90,7 +90,18 @@ class PrefillInstance:
 
 def serve(pipe: Connection, engine_id: str, transport: str, options: Mapping[str, Any]) -> None:
     """Main of a process with a prefill instance: tells its port, then hands requests over until the pipe is closed."""
-    prefill = PrefillInstance(engine_id, make=lambda: create(transport, options))
+    _hand_over(pipe, PrefillInstance(engine_id, make=lambda: create(transport, options)))
+
+
+def keep(pipe: Connection, engine_id: str, transport: str, options: Mapping[str, Any]) -> None:
+    """The same of a decode instance that keeps conversations: one rank, in a layout of its own."""
+    side = Side(tp=1, layout="NHD")
+    workers = instance(MODEL, side, engine_id)
+    write(MODEL, side, workers[0], [table(*P_BLOCKS)], workers[0].memory, 0, TOKENS)
+    _hand_over(pipe, PrefillInstance(engine_id, make=lambda: create(transport, options), workers=workers))
+
+
+def _hand_over(pipe: Connection, prefill: PrefillInstance) -> None:
     pipe.send(prefill.server.port)
     try:
         while True:

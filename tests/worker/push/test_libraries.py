@@ -16,11 +16,13 @@ import pytest
 
 from tests.support.worker.decode_instance import D_BLOCKS, PATIENCE_S, until
 from tests.support.worker.library_processes import VARIANTS, Instance, instances
-from tests.support.worker.prefill_instance import MODEL, TOKENS, table, write
-from tests.support.worker.writer import DIGEST, Writer, freed
+from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKENS, keep, table, write
+from tests.support.worker.writer import DIGEST, SOURCE, Writer, freed
 from tests.support.worker.written_instance import WRITTEN_SIDE, be_written
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.metadata import ReadFrom, ReceiveRequest
+from vllm_pd_connector.protocol.params.parse import RemotePrefill
 from vllm_pd_connector.protocol.wire.push_messages import PrefillRef, Pushed, PushInto, PushState
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
@@ -105,6 +107,47 @@ def know(writer: Writer, *targets: Instance) -> None:
 def test_the_bytes_arrive(writer: Writer, start: Start) -> None:
     target = start("d-0")
     assert pushed(writer, target, "a").end().state is PushState.DONE
+    assert (target.ask("memory") == expected(target)).all()
+    freed(writer, "a")
+
+
+def read(writer: Writer, remote: RemotePrefill) -> list[bool]:
+    """Have the writer's workers read a conversation's turn into the blocks of a prefill; whether each of them has."""
+    source = ReadFrom(remote.peer, remote.remote_engine_id, remote.lease, remote.tables)
+    turn = ReceiveRequest("p-a", source, SOURCE, 0, TOKENS, spare=True)
+    for loop in writer.loops:
+        loop.submit([turn], [])
+    ended: list[bool] = []
+
+    def all_ended() -> bool:
+        for loop in writer.loops:
+            results, report = loop._outbox.take_results(), loop._outbox.take_report()
+            assert not results.failed_recving, "of which vLLM is told nothing"
+            ended.extend(report is None or name not in report.spared for name in results.finished_recving)
+        return len(ended) == len(writer.loops)
+
+    until(all_ended, "every worker to have read")
+    return ended
+
+
+def test_an_instance_that_writes_reads_what_decode_has_kept_and_writes_it_on(
+    writer: Writer, variant: str, start: Start
+) -> None:
+    """From one rank in one layout, to two in another, to one again."""
+    target = start("d-0")
+    with instances(keep, variant) as start_keeping:
+        held = start_keeping("d-1")
+        assert read(writer, held.ask("turn")) == [True, True]
+        for worker in writer.workers:
+            right = worker.memory.copy()
+            write(MODEL, P_SIDE, worker, [table(*P_BLOCKS)], right, 0, TOKENS)
+            assert (worker.memory == right).all()
+        lost = held.ask("lost")
+        held.kill()
+        assert read(writer, lost) == [False, False], "and is computed"
+    writer.begin("a")
+    writer.finish("a")
+    assert Wanted(writer, target, "a").end().state is PushState.DONE
     assert (target.ask("memory") == expected(target)).all()
     freed(writer, "a")
 

@@ -31,7 +31,16 @@ from vllm_pd_connector.protocol.params.parse import (
     kind_of,
     require_one_form,
 )
-from vllm_pd_connector.protocol.wire.fields import NONCE_BYTES, EngineId, Host, LeaseRef, Port, RequestId, Tokens
+from vllm_pd_connector.protocol.wire.fields import (
+    NONCE_BYTES,
+    EngineId,
+    Host,
+    LeaseRef,
+    Port,
+    RequestId,
+    ServerKey,
+    Tokens,
+)
 
 MAX_PREFIXES: Final = 66
 LEAST_STEP: Final = 16
@@ -61,6 +70,13 @@ class Conversation(RemotePrefill, frozen=True, kw_only=True):
         return LeaseRef(bare.request_id, hashlib.blake2b(read, digest_size=NONCE_BYTES).digest())
 
 
+class NamedExtension(ParamsStruct, frozen=True):
+    """The value of "pd_connector" where a router has nothing but a name: the key that the decode instance says it has
+    (`instance_info`). It decides nothing: whose key is not known here is not spoken to."""
+
+    server_key: ServerKey
+
+
 class NamedConversation(ParamsStruct, frozen=True):
     """The same from a router that has not seen a decode instance's answer, since vLLM leaves it out of streams:
     `remote_request_id` is the name that it gave the decode request (`transfer_id`, see `pairing_name`)."""
@@ -78,7 +94,11 @@ class NamedConversation(ParamsStruct, frozen=True):
     remote_num_tokens: None = None
     remote_blocks_expiry_time: None = None
     transfer_mode: None = None
-    pd_connector: None = None
+    pd_connector: NamedExtension | None = None
+
+    @property
+    def server_key(self) -> str | None:
+        return self.pd_connector.server_key if self.pd_connector is not None else None
 
 
 def prefix_lengths(least: int, most: int, also: int) -> list[int]:
@@ -103,9 +123,7 @@ def names_conversation(params: object) -> bool:
 
 def is_named_alone(params: object) -> bool:
     """Whether they give a conversation's name, under which the decode instance is to be asked for the rest."""
-    return isinstance(params, Mapping) and all(
-        params.get(name) is None for name in ("remote_block_ids", "pd_connector")
-    )
+    return isinstance(params, Mapping) and params.get("remote_block_ids") is None
 
 
 def parse_named(params: object) -> NamedConversation:

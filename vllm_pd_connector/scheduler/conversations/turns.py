@@ -51,7 +51,7 @@ class Turns:
             if (named := self._sources.named_conversation(request)) is None:
                 self._ask(receive, self._sources.conversation(transfer_params(request)))
             elif not was_refused(request):
-                where = endpoint(named.remote_host, named.remote_port)
+                where = endpoint(named.remote_host, named.remote_port, named.server_key)
                 self._renewer.find(where, named.remote_request_id, receive.answers.append)
         except ProtocolError as error:
             self._compute(request, str(error))
