@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,7 +59,7 @@ def test_blocks_that_a_group_names_before_the_range_are_not_reported_as_received
 
 
 def test_a_receive_whose_blanks_cannot_be_zeroed_fails(prefill, decode, monkeypatch):
-    def broken(copy: Copy) -> None:
+    def broken(copies: Iterable[Copy]) -> None:
         raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(decode.loop._stager.copier, "blank", broken)
