@@ -202,23 +202,31 @@ def vllm_spec(
     cache_bytes: int = CACHE_BYTES,
     host: str = "127.0.0.1",
     prefix: Sequence[str] = (),
+    on_cpu: bool = True,
 ) -> Spec:
-    """A `vllm serve` on the CPU; `transfer` is its KVTransferConfig (None: no connector).
+    """A `vllm serve`, on the CPU with what that needs; `transfer` is its KVTransferConfig (None: no connector).
 
     It serves HTTP on `host`; `prefix` are words before the command (`ip netns exec …`). The side channel gets a port of
     its own, by both ways in which connectors of vLLM take one.
     """
     port, side_port = free_port(), free_port()
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--port", str(port)]
+    command = [*_vllm(), "serve", str(model), "--port", str(port)]
     command += ["--host", host, "--served-model-name", model.name]
-    command += [*CPU_FLAGS, "--kv-cache-memory-bytes", str(cache_bytes), "-tp", str(tp_size), *flags]
-    env = {**CPU_ENVIRONMENT}
+    command += ["--kv-cache-memory-bytes", str(cache_bytes), "-tp", str(tp_size)]
+    command += [*(CPU_FLAGS if on_cpu else ()), *flags]
+    env = {**CPU_ENVIRONMENT} if on_cpu else {}
     if transfer is not None:
         side = {"side_channel_host": "127.0.0.1", "side_channel_port": side_port}
         extra = {**side, **transfer.get("kv_connector_extra_config", {})}
         env |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
         command += ["--kv-transfer-config", json.dumps({**transfer, "kv_connector_extra_config": extra})]
     return Spec(name, (*prefix, *command), port, {**env, **(environment or {})}, host)
+
+
+def _vllm() -> list[str]:
+    """vLLM's command; without its script, where this interpreter only sees another's packages."""
+    script = Path(sys.executable).with_name("vllm")
+    return [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
 def router_spec(name: str, prefill: Sequence[str], decode: Sequence[str]) -> Spec:
