@@ -89,6 +89,14 @@ def test_a_protocol_or_a_device_that_is_not_used_is_refused(
     assert check_started(found("rdma", "mlx5_0", "mlx5_1"), options, "rdma") == "rdma"
 
 
+def test_a_build_for_another_protocol_is_refused() -> None:
+    """The library's own way with a protocol that it was not built for: it takes one that it was."""
+    assert check_started(found("nvlink"), MooncakeOptions(protocol="nvlink"), "nvlink") == "nvlink"
+    module = load_module("nvlink", HERE)
+    with pytest.raises(TransferError, match=r"was to use nvlink and uses tcp: the installed one was not built for it"):
+        start_engine(module, MooncakeOptions(protocol="nvlink"), "nvlink", HERE, serves=False)
+
+
 def test_what_forces_tcp_and_meets_rdma_is_refused() -> None:
     with pytest.raises(TransferError, match="was to use tcp"):
         check_started(found("rdma", "mlx5_0"), MooncakeOptions(protocol="tcp"), "tcp")

@@ -228,6 +228,36 @@ def require_lasting_memory(config: VllmConfig) -> None:
         )
 
 
+SERVED_DEVICES = ("cpu", "cuda")
+"""Types of devices, as torch names them: cuda is a GPU of NVIDIA or AMD."""
+
+
+def require_served_device(config: VllmConfig) -> None:
+    """Refuse caches on devices that no transport here reaches, and buffers that nobody would use.
+
+    vLLM's own connector moves the caches of some devices by way of host memory (`kv_buffer_device: cpu`); this one
+    moves them between where they lie.
+
+    Raises:
+        InvalidConfig: vLLM's platform has neither CPUs nor CUDA devices, or buffers are asked for elsewhere.
+
+    Source: vLLM 0.32, `KVTransferConfig.kv_buffer_device`, `_NIXL_SUPPORTED_DEVICE` of its NIXL connector.
+    """
+    from vllm.platforms import current_platform
+
+    device, asked = str(current_platform.device_type), str(config.kv_transfer_config.kv_buffer_device)
+    if device not in SERVED_DEVICES:
+        raise InvalidConfig(
+            f"vLLM's platform has its caches on {device} devices, and PDConnector serves those on "
+            f"{' and '.join(SERVED_DEVICES)} only; use vLLM's NixlConnector there"
+        )
+    if asked != device:
+        raise InvalidConfig(
+            f"kv_buffer_device is {asked}, and the caches are on {device}: PDConnector moves them from where they lie "
+            "and has no buffers elsewhere; leave kv_buffer_device out"
+        )
+
+
 def world_size(config: VllmConfig) -> int:
     """Workers of one instance: tensor by pipeline by prefill-context parallel ranks."""
     return int(config.parallel_config.world_size)
