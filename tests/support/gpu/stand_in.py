@@ -105,7 +105,6 @@ def _install(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
         patch.setattr(torch.Tensor, name, _counted(gpus, getattr(torch.Tensor, name)))
     for name, value in _cuda(gpus).items():
         patch.setattr(torch.cuda, name, value)
-    patch.setattr(torch, "Event", lambda: _Event(gpus))
     patch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     _nixl(patch)
 
@@ -113,6 +112,14 @@ def _install(patch: pytest.MonkeyPatch, gpus: Gpus) -> None:
 def _cuda(gpus: Gpus) -> dict[str, Any]:
     def properties(device: Any = 0) -> Any:
         return SimpleNamespace(name="stand-in", total_memory=MEMORY_BYTES, major=9, minor=0, multi_processor_count=1)
+
+    class Stream(_Stream):  # types, as torch's are: others name them in annotations
+        def __init__(self, device: Any = None) -> None:
+            super().__init__(gpus, device)
+
+    class Event(_Event):
+        def __init__(self) -> None:
+            super().__init__(gpus)
 
     @contextmanager
     def stream(one: Any) -> Iterator[None]:
@@ -129,8 +136,8 @@ def _cuda(gpus: Gpus) -> dict[str, Any]:
         "get_device_name": lambda device=0: "stand-in",
         "get_device_properties": properties,
         "mem_get_info": lambda device=None: (gpus.free, MEMORY_BYTES),
-        "Stream": lambda device=None: _Stream(gpus, device),
-        "Event": lambda **_: _Event(gpus),
+        "Stream": Stream,
+        "Event": Event,
         "stream": stream,
     }
 

@@ -58,6 +58,9 @@ def drafts_with_caches(config: VllmConfig) -> bool:
 def _speculative(config: VllmConfig, name: str, version: str | None) -> str:
     """The draft method and model, which decide what the draft layers' caches hold; empty if there are none.
 
+    How many tokens are drafted is not among them: a drafter's pass over a prompt writes one entry per token, whatever
+    it drafts afterwards. Where the number changes what is cached, in states' taps, tensors are compared.
+
     Drafters that are part of the served model (MTP) have its path as the draft's: there the model's `name` stands,
     which `model_id` makes the same on both sides. Another draft model is told by its weights, too, which a weights
     `version` stands for.
@@ -71,11 +74,7 @@ def _speculative(config: VllmConfig, name: str, version: str | None) -> str:
     draft = getattr(speculative, "draft_model_config", None)
     path = getattr(draft, "model", None)
     own = path in (config.model_config.model, config.model_config.model_weights)
-    facts = {
-        "method": speculative.method,
-        "model": name if own else path,
-        "tokens": speculative.num_speculative_tokens,
-    }
+    facts = {"method": speculative.method, "model": name if own else path}
     if draft is not None and not own and version is None:
         facts["weights"] = weights_of(draft, config.load_config)
     return _canonical(facts)
