@@ -198,7 +198,7 @@ _ADVICE = {
     "dtype": "start both with the same --dtype",
     "kv_cache_dtype": "start both with the same --kv-cache-dtype",
     "rope": "start both with the same --rope-scaling, --max-model-len and --hf-overrides",
-    "speculative": "start both with the same --speculative-config",
+    "speculative": "start both with the same method and model in --speculative-config, however many tokens they draft",
     "weights": "load the same weights on both sides; where these are the same, name them alike with weights_version",
     "quantization": "start both with the same --quantization, or set allow_mixed_quantization on both",
 }

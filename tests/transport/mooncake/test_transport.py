@@ -22,7 +22,7 @@ from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.liveness import LivenessState
 from vllm_pd_connector.transport.mooncake import opening as mooncake_opening
-from vllm_pd_connector.transport.mooncake.engine import BUILT_FOR, MooncakeOptions, check_options, choose_protocol
+from vllm_pd_connector.transport.mooncake.engine import MooncakeOptions, check_options, choose_protocol
 from vllm_pd_connector.transport.mooncake.whereabouts import Whereabouts
 from vllm_pd_connector.transport.registry import create
 
@@ -63,15 +63,6 @@ def test_the_protocol_follows_the_machine_unless_it_is_given(tmp_path: Path) -> 
     assert choose_protocol(MooncakeOptions(), two, "cuda") == "rdma"
     assert choose_protocol(MooncakeOptions(protocol="tcp"), two, "cuda") == "tcp"
     assert choose_protocol(MooncakeOptions(protocol="rdma", device="mlx5_1,mlx5_0"), two, "cuda") == "rdma"
-
-
-@pytest.mark.parametrize("protocol", sorted(BUILT_FOR))
-def test_protocols_of_builds_of_their_own_are_taken_at_their_word(tmp_path: Path, protocol: Any) -> None:
-    none = tmp_path / "none"
-    assert choose_protocol(MooncakeOptions(protocol=protocol), none, "cuda") == protocol
-    if protocol != "efa":
-        with pytest.raises(InvalidConfig, match=f"'mlx5_0' and the protocol is {protocol}, whose devices"):
-            choose_protocol(MooncakeOptions(protocol=protocol, device="mlx5_0"), none, "cuda")
 
 
 def test_cpu_memory_moves_over_tcp_unless_rdma_is_asked_for(tmp_path: Path) -> None:
