@@ -69,7 +69,12 @@ class CpuCopier:
         return Memory(Segment(address, length, "cpu", 0), owner)
 
     def begin(self, base: int, copies: Iterable[Copy], *, gather: bool = False) -> Copying:
-        return _Now(self.copy(base, copy, gather=gather) for copy in copies)
+        def each() -> Iterator[None]:
+            for copy in copies:
+                self.copy(base, copy, gather=gather)
+                yield
+
+        return _Now(each())
 
     def copy(self, base: int, copy: Copy, *, gather: bool = False) -> None:
         """Make one copy."""
