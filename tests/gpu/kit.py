@@ -87,7 +87,7 @@ def run_section(section: Section, into: Path) -> Outcome:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Politely first: a section that gets the signal ends the servers that it has in groups of their own."""
+    """Politely first. Servers have groups of their own; the kernel ends them with the section that started them."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
