@@ -76,7 +76,7 @@ def fleet() -> Iterator[Fleet]:
         yield Fleet({1: one, 3: three}, {"pull": reads, "push": written}, expected, found)
 
 
-@pytest.mark.parametrize(("tokens", "mode"), product((1, 3), ("pull", "push")))
+@pytest.mark.parametrize(("tokens", "mode"), list(product((1, 3), ("pull", "push"))))
 def test_as_many_drafts_are_accepted_as_by_a_plain_instance(fleet: Fleet, tokens: int, mode: str) -> None:
     prefill, decode = fleet.prefill[tokens], fleet.decode[mode]
     before = drafts(decode)
