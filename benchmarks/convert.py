@@ -192,7 +192,7 @@ def measure_copies(rounds: int) -> list[Copies]:
     from vllm_pd_connector.worker.staging.copiers import CpuCopier
 
     copier = CpuCopier()
-    staging, memory = copier.allocate(SLAB_BYTES), Memory()
+    staging, memory = copier.allocate(SLAB_BYTES, "the staging buffer"), Memory()
     limit, results = SLAB_BYTES // chunking.CHUNKS_PER_BUFFER, []
     bytes_of = np.asarray(staging.owner)[staging.segment.address - staging.owner.ctypes.data :]
     for source, destination in UNEQUAL:

@@ -294,24 +294,31 @@ def vllm_spec(
     cache_bytes: int = CACHE_BYTES,
     host: str = "127.0.0.1",
     prefix: Sequence[str] = (),
+    on_cpu: bool = True,
 ) -> Spec:
-    """A `vllm serve` on the CPU; `transfer` is its KVTransferConfig (None: no connector).
+    """A `vllm serve`, on the CPU with what that needs; `transfer` is its KVTransferConfig (None: no connector).
 
     It serves HTTP on `host`; `prefix` are words before the command (`ip netns exec …`). The side channel gets a port of
     its own, by both ways in which connectors of vLLM take one.
     """
     port, side_port = free_port(), free_port()
-    own = [*CPU_FLAGS, *roles.cache_flags(cache_bytes), "-tp", str(tp_size), *flags]
-    env = {**CPU_ENVIRONMENT}
+    own = [*(CPU_FLAGS if on_cpu else ()), *roles.cache_flags(cache_bytes), "-tp", str(tp_size), *flags]
+    env = {**CPU_ENVIRONMENT} if on_cpu else {}
     if transfer is not None:
         side = {"side_channel_host": "127.0.0.1", "side_channel_port": side_port}
         extra = {**side, **transfer.get("kv_connector_extra_config", {})}
         env |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
         transfer = {**transfer, "kv_connector_extra_config": extra}
     _, *words = roles.serve_words(str(model), host, port, transfer, ["--served-model-name", model.name, *own])
-    command = (*prefix, str(Path(sys.executable).with_name("vllm")), *words)
+    command = (*prefix, *_vllm(), *words)
     what = " ".join([name, str(model), *own])
     return Spec(name, command, port, {**env, **(environment or {})}, host, what=what, elsewhere=bool(prefix))
+
+
+def _vllm() -> list[str]:
+    """vLLM's command; without its script, where this interpreter only sees another's packages."""
+    script = Path(sys.executable).with_name("vllm")
+    return [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
 def router_spec(name: str, prefill: Sequence[str], decode: Sequence[str]) -> Spec:

@@ -334,6 +334,44 @@ DEEP = replace(MODELS["gqa"], name="deep", family="GQA, 16 layers", build=functo
 """As many layers as a push that is written layer by layer has waves."""
 
 
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    network = LlamaForCausalLM(LlamaConfig(**sizes, **_common()))
+    tokens = network.model.embed_tokens.weight.data
+    tokens.div_(tokens.square().mean(dim=1, keepdim=True).sqrt())  # as its first norm makes them: see `make_eagle`
+    return network
+
+
+EAGLE_TARGET = Model("llama", "GQA, for an EAGLE head", _llama)
+
+
+def make_eagle(directory: Path = DEFAULT_DIR) -> Path:
+    """Write an EAGLE head for EAGLE_TARGET unless this file wrote it already, and return its path.
+
+    An EAGLE head reads the next token's embedding beside the target's hidden state. This one has the target's layers
+    and ignores the hidden state: it is the target that has not seen the first token of the prompt. Its drafts are often
+    right, without training, and are right by what its own caches hold. It has no norm before its first layer and none
+    behind its last: the first does nothing to the target's embeddings, and the last changes no order of logits.
+    """
+    base = make(EAGLE_TARGET, directory)
+
+    def write(partial: Path) -> None:
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(base / "model.safetensors")
+        kept = {name.removeprefix("model."): value for name, value in weights.items() if ".layers." in name}
+        del kept["layers.0.input_layernorm.weight"]
+        hidden = weights["model.norm.weight"].numel()
+        kept["fc.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1)
+        save_file(kept, partial / "model.safetensors", metadata={"format": "pt"})
+        shutil.copy(base / "config.json", partial)
+
+    return _made(directory / f"{EAGLE_TARGET.name}-eagle", write)
+
+
 ADAPTER_RANK = 8
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Keys and values among them, so that what is cached depends on the adapter."""

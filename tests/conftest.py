@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.distributions import use_checkout
+from tests.support.gpu.stand_in import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = os.environ.get("PD_TEST_VLLM", "")
     if wanted and not (found := importlib.metadata.version("vllm")).startswith(f"{wanted}."):
         raise pytest.UsageError(f"PD_TEST_VLLM={wanted}, but the vllm in this environment is {found}")
+    prepare()
     metadata = tempfile.TemporaryDirectory()
     config.add_cleanup(metadata.cleanup)
     use_checkout(Path(metadata.name))

@@ -15,7 +15,7 @@ from vllm_pd_connector.errors import InvalidConfig
 
 
 def engine(**model: Any) -> Any:
-    transfer = SimpleNamespace(kv_connector_extra_config={})
+    transfer = SimpleNamespace(kv_connector_extra_config={}, kv_buffer_device="cpu")
     return SimpleNamespace(
         kv_transfer_config=transfer,
         model_config=SimpleNamespace(**model),
@@ -36,6 +36,24 @@ def test_an_engine_whose_caches_go_without_a_word_is_refused(monkeypatch, follow
         with pytest.raises(InvalidConfig, match="enable_sleep_mode"):
             PDConnector(asleep, role, cache)
     PDConnector(asleep if follows else engine(enable_sleep_mode=False), KVConnectorRole.WORKER, cache).shutdown()
+
+
+@pytest.mark.parametrize(
+    ("platform", "buffer", "says"),
+    [
+        ("cuda", "cpu", "kv_buffer_device is cpu, and the caches are on cuda"),
+        ("cpu", "cuda", "kv_buffer_device is cuda, and the caches are on cpu"),
+        ("xpu", "cpu", "caches on xpu devices, and PDConnector serves those on cpu and cuda only"),
+        ("tpu", "tpu", "caches on tpu devices"),
+    ],
+)
+def test_caches_and_buffers_that_nobody_would_move_stop_the_engine(monkeypatch, platform, buffer, says):
+    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(device_type=platform))
+    made = engine(enable_sleep_mode=False)
+    made.kv_transfer_config.kv_buffer_device = buffer
+    for role in KVConnectorRole:
+        with pytest.raises(InvalidConfig, match=says):
+            PDConnector(made, role, SimpleNamespace())
 
 
 def test_the_release_that_tells_is_known_by_what_it_calls():

@@ -33,6 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 LIGHT = ROOT / ".venv-light"
+GPU = ROOT / ".venv-gpu"
 PYTHON = VENV / "bin" / "python"
 STEPS = VENV / ".pd-steps"
 TEST_PLUGINS = ROOT / "tests" / "plugins"
@@ -219,6 +220,28 @@ def setup_light() -> None:
     run(*command, "--editable", f"{ROOT}[light]")
 
 
+def python_with_vllm() -> str:
+    """An interpreter that has vLLM for GPUs, as that of vLLM's image; else one that can get it."""
+    has_it = "import importlib.util; raise SystemExit(importlib.util.find_spec('vllm') is None)"
+    for name in filter(None, [os.environ.get("PYTHON", ""), "python3", "python"]):
+        path = shutil.which(name)
+        if path and subprocess.run([path, "-c", has_it], capture_output=True).returncode == 0:
+            return path
+    return find_python()
+
+
+def setup_gpu() -> None:
+    """`.venv-gpu`: vLLM for GPUs, from the interpreter that has it or from the package index, and what the acceptance
+    kit needs beside it."""
+    python = python_with_vllm()
+    if not has_venv_module(python):
+        require_debian_packages(python)
+    say(f"creating {GPU.name} over the packages of {python}")
+    run(python, "-m", "venv", "--system-site-packages", GPU)
+    own = GPU / "bin" / "python"
+    run(own, "-m", "pip", "--disable-pip-version-check", "install", "--editable", f"{ROOT}[vllm,nixl,light]")
+
+
 def install_project(editable: bool) -> None:
     say("installing this project" + (" (editable, with the tools of development)" if editable else ""))
     # setuptools would pack what an earlier build left in this directory, modules deleted since included.
@@ -255,11 +278,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Make .venv for the demo and the tests.")
     parser.add_argument("--plain", action="store_true", help="install the project as a user would, not editable")
     parser.add_argument("--light", action="store_true", help=f"make {LIGHT.name} instead, without vLLM and torch")
+    parser.add_argument("--gpu", action="store_true", help=f"make {GPU.name} instead, for a machine with GPUs")
     options = parser.parse_args()
 
     project = ROOT / "pyproject.toml"
     if options.light:
         return make([("light", setup_light, fingerprint("light", project))], LIGHT / STEPS.name)
+    if options.gpu:
+        return make([("gpu", setup_gpu, fingerprint("gpu", project))], GPU / STEPS.name)
     installed: list[str | Path] = (
         ["plain", project, ROOT / "vllm_pd_connector"] if options.plain else ["editable", project]
     )

@@ -40,7 +40,7 @@ KEYS: Final[dict[str, tuple[str, str]]] = {
     "kv_recompute_threshold": (_NIXL, "no counterpart: whatever decode holds of a conversation's last turn is read"),
     "decoder_kv_blocks_ttl": (_NIXL, "conversation_lease, how long decode keeps a turn"),
     "push_registration_timeout": (_NIXL, "kv_lease_duration, which is also how long a request waits for its prefill"),
-    "mooncake_protocol": (_MOONCAKE, '"transport_options": {"protocol": "rdma"} or "tcp"'),
+    "mooncake_protocol": (_MOONCAKE, '"transport_options": {"protocol": "rdma"}, "tcp" or another of its builds'),
     "device_name": (_MOONCAKE, '"transport_options": {"device": …}'),
     "num_workers": (_MOONCAKE, "no counterpart: one thread posts and polls all transfers of a worker"),
     "bootstrap_server_address": (_MOONCAKE, "bootstrap_port, at side_channel_host of the prefill instance"),
@@ -48,7 +48,8 @@ KEYS: Final[dict[str, tuple[str, str]]] = {
 """Keys of their `kv_connector_extra_config` that ours lacks: whose they are, and what to do instead."""
 
 TOP_LEVEL: Final[dict[str, str]] = {
-    "kv_buffer_device": "no counterpart: bytes move between the caches where they lie; leave it out",
+    "kv_buffer_device": "no counterpart: bytes move between the caches where they lie; leave it out, another device "
+    "than theirs is refused",
     "kv_port": "side_channel_port in kv_connector_extra_config",
     "kv_connector_module_path": "not needed: the plugin makes PDConnector known to vLLM",
     "enable_permute_local_kv": "no counterpart: unequal layouts are converted by themselves (staging_bytes)",

@@ -46,11 +46,12 @@ NARROWER = {
 }
 """Parts that may know less than what lies above them."""
 
-LIBRARIES = {"vllm", "torch", "nixl", "mooncake", "aiohttp", "ray"}
+LIBRARIES = {"vllm", "torch", "triton", "nixl", "mooncake", "aiohttp", "ray"}
 KNOW_A_LIBRARY = {
     "vllm_pd_connector/compat": {"vllm", "torch"},
     "vllm_pd_connector/connector.py": {"vllm", "torch"},
     "vllm_pd_connector/worker": {"torch"},
+    "vllm_pd_connector/worker/staging/kernel.py": {"triton"},
     "vllm_pd_connector/transport/nixl": {"nixl"},
     "vllm_pd_connector/transport/mooncake": {"mooncake"},
     "vllm_pd_connector/proxy": {"aiohttp"},

@@ -83,3 +83,21 @@ def test_the_wheel_that_names_vllm_installs_and_holds_no_modules(tmp_path: Path)
     assert [path.name for path in target.iterdir()] == [f"vllm-{setup_env.VLLM_VERSION}+cpu.dist-info"]
     with zipfile.ZipFile(wheel) as archive:
         assert all(".dist-info/" in name for name in archive.namelist())
+
+
+def test_the_environment_for_gpus_stands_on_the_interpreter_that_has_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, ...]] = []
+    monkeypatch.setattr(setup_env, "GPU", tmp_path / ".venv-gpu")
+    monkeypatch.setattr(setup_env, "run", lambda *command, **_: ran.append(tuple(map(str, command))))
+    without, having = tmp_path / "without", tmp_path / "python3"
+    for path, status in ((without, 1), (having, 0)):
+        path.write_text(f"#!/bin/sh\ncase $2 in *ensurepip*) exit 0;; esac\nexit {status}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setenv("PYTHON", str(without))
+    setup_env.setup_gpu()
+    made, installed = ran
+    assert made == (str(having), "-m", "venv", "--system-site-packages", str(tmp_path / ".venv-gpu"))
+    assert installed[0] == str(tmp_path / ".venv-gpu/bin/python") and installed[-1].endswith("[vllm,nixl,light]")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import logging
 import mmap
+import os
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,8 @@ from vllm_pd_connector.errors import InvalidConfig, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.endpoint import seal, unseal
-from vllm_pd_connector.transport.nixl.agents import ours
+from vllm_pd_connector.transport.nixl import bindings
+from vllm_pd_connector.transport.nixl.agents import Library, ours
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, described
 from vllm_pd_connector.transport.registry import create, names
 from vllm_pd_connector.worker import hugepages
@@ -66,6 +70,61 @@ def test_nothing_of_nixl_is_replaced_for_its_other_users() -> None:
     transport = create("nixl")
     assert (dict(vars(nixl._bindings)), dict(vars(nixl._api))) == before
     transport.close()
+
+
+@pytest.mark.libraries
+@pytest.mark.parametrize(("set_before", "then"), [(None, "1024"), ("inf", "inf")])
+def test_the_cache_of_registrations_is_bounded_unless_the_environment_says_how(
+    monkeypatch: pytest.MonkeyPatch, set_before: str | None, then: str
+) -> None:
+    monkeypatch.delenv("UCX_RCACHE_MAX_UNRELEASED", raising=False)
+    if set_before is not None:
+        monkeypatch.setenv("UCX_RCACHE_MAX_UNRELEASED", set_before)
+    bindings.bindings()
+    assert os.environ["UCX_RCACHE_MAX_UNRELEASED"] == then
+
+
+@pytest.mark.parametrize(
+    ("installed", "amd", "chosen"),
+    [
+        (("nixl",), False, "nixl"),
+        (("nixl",), True, "nixl"),
+        (("nixl_rocm",), False, "nixl_rocm"),
+        (("nixl", "nixl_rocm"), False, "nixl"),
+        (("nixl", "nixl_rocm"), True, "nixl_rocm"),
+        ((), True, "nixl"),
+    ],
+)
+def test_the_module_of_nixl_is_that_for_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, installed: tuple[str, ...], amd: bool, chosen: str
+) -> None:
+    monkeypatch.setattr(bindings.importlib.util, "find_spec", lambda name: object() if name in installed else None)
+    driver = tmp_path / "kfd"
+    if amd:
+        driver.touch()
+    assert bindings.module_name(driver) == chosen
+
+
+@pytest.mark.parametrize(("asked", "posting"), [(False, False), (True, True)])
+def test_agents_that_post_have_a_progress_thread_where_it_is_asked_for(asked: bool, posting: bool) -> None:
+    made: list[bool] = []
+
+    class Config:
+        useProgThread, syncMode, pthrDelay = False, None, 0
+
+    class Agent:
+        def __init__(self, name: str, config: Config) -> None:
+            made.append(config.useProgThread)
+
+        def createBackend(self, *_: object) -> None:
+            return
+
+    library = Library.__new__(Library)
+    library.options, library.errors = NixlOptions(progress_thread=asked), ()
+    library.nixl = SimpleNamespace(nixlAgentConfig=Config, nixlAgent=Agent, NIXL_THREAD_SYNC_STRICT=0)
+    for threaded in (True, False):
+        library.start(threaded=threaded)
+    assert made == [True, posting]
 
 
 def test_an_error_of_nixl_holds_no_frame_and_so_no_agent() -> None:

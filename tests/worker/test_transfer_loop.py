@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +64,7 @@ def test_blocks_that_a_group_names_before_the_range_are_not_reported_as_received
 
 
 def test_a_receive_whose_blanks_cannot_be_zeroed_fails(prefill, decode, monkeypatch):
-    def broken(copy: Copy) -> None:
+    def broken(copies: Iterable[Copy]) -> None:
         raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(decode.loop._stager.copier, "blank", broken)

@@ -198,7 +198,7 @@ _ADVICE = {
     "dtype": "start both with the same --dtype",
     "kv_cache_dtype": "start both with the same --kv-cache-dtype",
     "rope": "start both with the same --rope-scaling, --max-model-len and --hf-overrides",
-    "speculative": "start both with the same --speculative-config",
+    "speculative": "start both with the same method and model in --speculative-config, however many tokens they draft",
     "weights": "load the same weights on both sides; where these are the same, name them alike with weights_version",
     "quantization": "start both with the same --quantization, or set allow_mixed_quantization on both",
 }
@@ -277,10 +277,15 @@ def _meaning(tensor: Tensor, group: Group) -> tuple[object, ...]:
     return tensor.dtype, tensor.itemsize, tensor.opaque, pages, extents, box, group.kind, group.window
 
 
+_SAME_DTYPES = (
+    "start both with the same --dtype, --kv-cache-dtype and mamba dtypes, and weights with the same k_scale and v_scale"
+)
+
+
 def pair_differences(local: Tensor, local_group: Group, remote: Tensor, remote_group: Group) -> list[Difference]:
     """Why the bytes of one tensor would not mean the same on the other side; empty if they would."""
     fields: list[tuple[str, object, object, str]] = [
-        ("dtype", local.dtype, remote.dtype, "start both with the same --dtype, --kv-cache-dtype and mamba dtypes"),
+        ("dtype", local.dtype, remote.dtype, _SAME_DTYPES),
         ("item size", local.itemsize, remote.itemsize, "start both with the same dtypes"),
         ("group kind", local_group.kind, remote_group.kind, "use the same hybrid KV cache manager setting on both"),
         ("window", local_group.window, remote_group.window, "serve the same model and --revision on both sides"),

@@ -138,13 +138,21 @@ def _view(
         offset=cache.tensor.data_ptr() - segment.address,
         shape=(pages, heads, states, content * size),
         strides=(strides[0], strides[1], strides[2], strides[3] // size),
-        dtype=cache.cache_dtype,
+        dtype=_elements(cache),
         itemsize=size,
         pages_per_block=per_block,
         heads=held,
         total_heads=total,
         state_tokens=cache.state_tokens,
     )
+
+
+def _elements(cache: LayerCache) -> str:
+    """The elements' type, and by what elements of one byte are multiplied to mean what was computed: pages of fp8 with
+    other scales look alike and mean something else. Scales come with the weights, but those may be named by hand."""
+    if cache.tensor.element_size() > 1 or cache.facts.scales == (1.0, 1.0):
+        return cache.cache_dtype
+    return "{} times {!r} (K) and {!r} (V)".format(cache.cache_dtype, *cache.facts.scales)
 
 
 def _heads(cache: LayerCache, heads: int, model: ModelFacts, place: Coordinates) -> tuple[Interval, int]:

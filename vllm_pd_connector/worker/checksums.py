@@ -22,7 +22,7 @@ from vllm_pd_connector.protocol.wire.messages import (
     ChecksumPart,
     JobChecksums,
 )
-from vllm_pd_connector.worker.staging.copiers import device_rows
+from vllm_pd_connector.worker.staging.cuda import device_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -32,7 +32,6 @@ from vllm_pd_connector.worker.receive.active import ActiveReceive
 from vllm_pd_connector.worker.receive.compare import ChecksumComparison
 from vllm_pd_connector.worker.receive.driver import Receives
 from vllm_pd_connector.worker.rpc import PendingCalls
-from vllm_pd_connector.worker.staging.copiers import Memory, copier_for
 from vllm_pd_connector.worker.staging.stager import Stager
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from vllm_pd_connector.transport.addresses import Address
     from vllm_pd_connector.transport.base import Transport
     from vllm_pd_connector.worker.outbox import Outbox
+    from vllm_pd_connector.worker.staging.base import Memory
 
 logger = init_logger(__name__)
 
@@ -163,7 +163,7 @@ class TransferLoop:
         ending.callback(self._transport.close)
         self._stager = Stager(self._transport, self._manifest.segments, self._config.staging_bytes)
         if self._config.mode == "auto" or self._push is not None:
-            self._scratch = copier_for(self._manifest.segments).allocate(SCRATCH_BYTES)
+            self._scratch = self._stager.copier.allocate(SCRATCH_BYTES, "the self-test")
         scratch = () if self.scratch is None else (self.scratch,)
         self._transport.register((*self._manifest.segments, *self._stager.segments, *scratch))
         self._calls = PendingCalls(self._keys)

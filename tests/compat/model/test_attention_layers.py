@@ -45,14 +45,19 @@ INDEXER = MLAAttentionSpec(
 )
 
 
-def instance(spec: MLAAttentionSpec, tp_size: int, monkeypatch: pytest.MonkeyPatch) -> list[Manifest]:
+def instance(
+    spec: MLAAttentionSpec,
+    tp_size: int,
+    monkeypatch: pytest.MonkeyPatch,
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> list[Manifest]:
     """The manifests of an instance with one layer of this spec."""
     config: Any = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)])
     content = spec.state_content_size_bytes // spec.dtype.itemsize
     monkeypatch.setattr(facts, "model_facts", lambda *_: FACTS)
     monkeypatch.setattr(facts, "engine_id", lambda _: "p-0")
     backend = "DEEPSEEK_V32_INDEXER" if spec is INDEXER else "FLASHMLA"
-    monkeypatch.setattr(caches, "layer_facts", lambda _: {LAYER: LayerFacts(backend, 128)})
+    monkeypatch.setattr(caches, "layer_facts", lambda _: {LAYER: LayerFacts(backend, 128, scales)})
     found = []
     for rank in range(tp_size):
         monkeypatch.setattr(facts, "coordinates", lambda _, rank=rank: Coordinates(rank, tp_size, 0, 1, 0, 1, 1, 1))
@@ -61,6 +66,17 @@ def instance(spec: MLAAttentionSpec, tp_size: int, monkeypatch: pytest.MonkeyPat
         found.append(build_manifest(None, config, {LAYER: cache}, **described))
         validate(found[-1])
     return found
+
+
+def test_bytes_that_are_multiplied_by_other_scales_are_other_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two checkpoints may be named alike by their operator, or be quantized otherwise with leave."""
+    one, same, other = (instance(FP8, 1, monkeypatch, (scale, 1.0)) for scale in (0.1, 0.1, 0.10000001))
+    assert check_pd_topology(one, same).allowed
+    result = check_pd_topology(one, other)
+    [difference] = result.differences
+    assert "times 0.1 (K) and 1.0 (V)" in difference.local and "times 0.10000001 (K)" in difference.remote
+    assert "the same k_scale and v_scale" in difference.advice
+    assert check_pd_topology(*(instance(FP8, 1, monkeypatch) for _ in range(2))).allowed
 
 
 @pytest.mark.parametrize("spec", [FP8, PACKED, INDEXER], ids=["fp8", "fp8_ds_mla", "indexer"])
@@ -112,12 +128,14 @@ def test_a_layer_s_heads_are_those_that_the_configuration_states_for_it(
         def __getitem__(self, number: int) -> SimpleNamespace:
             return stated[number]
 
-    layer = SimpleNamespace(sliding_window=window, get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "B"))
+    backend = SimpleNamespace(get_name=lambda: "B")
+    scales = {"_k_scale_float": 0.5, "_v_scale_float": None}
+    layer = SimpleNamespace(sliding_window=window, get_attn_backend=lambda: backend, **scales)
     monkeypatch.setattr(vllm.config, "get_layers_from_vllm_config", lambda *_: {name: layer})
     arch = Arch(total_num_hidden_layers=2, total_num_kv_heads=16)
     hf = SimpleNamespace(swa_num_key_value_heads=8)
     config: Any = SimpleNamespace(model_config=SimpleNamespace(model_arch_config=arch, hf_text_config=hf))
-    assert layer_facts(config) == {name: LayerFacts("B", heads)}
+    assert layer_facts(config) == {name: LayerFacts("B", heads, (0.5, 1.0))}
 
 
 def test_a_window_whose_hits_are_computed_again_is_refused_by_name() -> None:

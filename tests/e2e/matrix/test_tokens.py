@@ -42,6 +42,19 @@ def test_every_prompt_moves_bytes(pair: Cluster) -> None:
     assert not any(record.start for record in records)
 
 
+@over(PLAIN_ROWS)
+def test_a_decode_prompt_may_go_on_where_its_prefill_ended(pair: Cluster) -> None:
+    """Decode computes what its prompt has more, up to many tokens, behind the caches that it received."""
+    pair.forget_prefixes()
+    for prompt in SCENARIOS["moved"][1:]:
+        for prefilled in (len(prompt) // 2, len(prompt) - 2):
+            pair.forget_prefixes()
+            answer = pair.decode_with(prompt, pair.prefill_only(prompt[:prefilled]))
+            assert not pair.disagreement(prompt, answer), f"{prefilled} of {len(prompt)} tokens"
+    stops = {record.stop for record in received(pair.peek_digests())}
+    assert any(stop > 900 for stop in stops), stops
+
+
 @over([QUICK_MOONCAKE_ROW])
 def test_the_transports_protocol_is_on_the_metrics_page_of_both(pair: Cluster) -> None:
     """ "rdma" that became TCP without a word would be seen here."""

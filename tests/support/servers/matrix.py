@@ -151,6 +151,8 @@ def _rows() -> list[Row]:
     for family in HYBRIDS:
         caching = MODELS[family].prefix_caching
         rows += [Row(family, *sizes, prefix_caching=caching) for sizes in ((1, 1), (2, 1), (1, 2))]
+    # Equal sizes above one: each rank has a share of the states' heads, and the attention's latent whole or not.
+    rows += [Row(family, 2, 2, prefix_caching=MODELS[family].prefix_caching) for family in ("kimi", "qwen3next")]
     # The same of every family: states by mode none, and a prefill in steps.
     rows += [Row("kimi", prefix_caching=False), Row("kimi", chunked=True)]
     rows += [Row("kimi", p_conv="DS", d_conv="DS"), Row("kimi16", 1, 2, p_conv="SD", d_conv="DS")]
@@ -183,6 +185,7 @@ UNEQUAL_ROWS: list[Row] = [
     _layouts("gqa", 1, 1, ("HND", 16), ("NHD", 64)),
     _layouts("gqa", 2, 1, ("NHD", 48), ("HND", 32)),
     _layouts("gqa", 1, 2, ("HND", 48), ("NHD", 32)),
+    replace(_layouts("gqa", 2, 1, ("HND", 48), ("NHD", 32)), chunked=True),
     _layouts("gqa", 1, 2, ("NHD", 128), ("HND", 32)),
     _layouts("gqa", 2, 1, ("HND", 32), ("NHD", 128)),
     _layouts("gqa", 1, 1, ("BLNHC", 64), ("BHLNC", 16)),

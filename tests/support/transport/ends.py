@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.forked import PROCESSES
+from tests.support.gpu.stand_in import prepare
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, Use
@@ -49,7 +50,7 @@ class End:
     new for the next of them.
     """
 
-    device = "cpu"
+    device, number = "cpu", 0
 
     def __init__(self, transport: str, options: dict[str, Any], length: int, *, serves: bool = True) -> None:
         self.length = length
@@ -57,10 +58,10 @@ class End:
         self.address = self.allocate(length)
         half = length // 2
         self.segments = (
-            Segment(address=self.address, length=half, device=self.device, device_id=0),
-            Segment(address=self.address + half, length=length - half, device=self.device, device_id=0),
+            Segment(address=self.address, length=half, device=self.device, device_id=self.number),
+            Segment(self.address + half, length - half, device=self.device, device_id=self.number),
         )
-        self.transport: Any = create(transport, options, Use(serves=serves, memory=self.device))
+        self.transport: Any = create(transport, options, Use(serves=serves, memory=self.device, device_id=self.number))
         self.transport.register(self.segments)
         self.endpoint: bytes = self.transport.describe()
         self._peers: dict[bytes, Any] = {}
@@ -128,8 +129,10 @@ class GpuEnd(End):
     def allocate(self, length: int) -> int:
         import torch
 
+        prepare()
         self._torch = torch
-        self.tensor = torch.zeros(length, dtype=torch.uint8, device="cuda:0")
+        torch.cuda.set_device(self.number)
+        self.tensor = torch.zeros(length, dtype=torch.uint8, device=f"cuda:{self.number}")
         torch.cuda.synchronize()
         return int(self.tensor.data_ptr())
 
@@ -147,6 +150,12 @@ class GpuEnd(End):
 
     def digest(self) -> bytes:
         return hashlib.blake2b(self.content(0, self.length)).digest()
+
+
+class SecondGpuEnd(GpuEnd):
+    """On the second."""
+
+    number = 1
 
 
 def whole(source: int, destination: int, length: int) -> Runs:

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +23,12 @@ from vllm_pd_connector.transport.mooncake import engine as mooncake_engine
 from vllm_pd_connector.transport.mooncake import transport as mooncake_transport
 from vllm_pd_connector.transport.mooncake.descriptor import Device, SegmentDescriptor, fetch_descriptor
 from vllm_pd_connector.transport.mooncake.engine import (
+    BUILT_FOR,
     DEFAULTS,
     MooncakeOptions,
     check_reachability,
     check_started,
+    choose_protocol,
     load_module,
     own_devices,
     start_engine,
@@ -87,6 +90,23 @@ def test_a_protocol_or_a_device_that_is_not_used_is_refused(
     with pytest.raises(TransferError, match=r"was to use rdma .*unlimited locked memory"):
         check_started(descriptor, options, "rdma")
     assert check_started(found("rdma", "mlx5_0", "mlx5_1"), options, "rdma") == "rdma"
+
+
+@pytest.mark.parametrize("protocol", sorted(BUILT_FOR))
+def test_protocols_of_builds_of_their_own_are_taken_at_their_word(tmp_path: Path, protocol: Any) -> None:
+    none = tmp_path / "none"
+    assert choose_protocol(MooncakeOptions(protocol=protocol), none, "cuda") == protocol
+    if protocol != "efa":
+        with pytest.raises(InvalidConfig, match=f"'mlx5_0' and the protocol is {protocol}, whose devices"):
+            choose_protocol(MooncakeOptions(protocol=protocol, device="mlx5_0"), none, "cuda")
+
+
+def test_a_build_for_another_protocol_is_refused() -> None:
+    """The library's own way with a protocol that it was not built for: it takes one that it was."""
+    assert check_started(found("nvlink"), MooncakeOptions(protocol="nvlink"), "nvlink") == "nvlink"
+    module = load_module("nvlink", HERE)
+    with pytest.raises(TransferError, match=r"was to use nvlink and uses tcp: the installed one was not built for it"):
+        start_engine(module, MooncakeOptions(protocol="nvlink"), "nvlink", HERE, serves=False)
 
 
 def test_what_forces_tcp_and_meets_rdma_is_refused() -> None:

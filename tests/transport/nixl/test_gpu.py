@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.transport.ends import End, GpuEnd, ProcessPeer, pattern, runs, whole
 
-SIZE = 64 << 20
+SIZE = 20 << 20
 KINDS = {"cpu": End, "cuda": GpuEnd}
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 def test_rows_of_a_gpu_arrive_on_the_host() -> None:
     import torch
 
-    from vllm_pd_connector.worker.staging.copiers import device_rows
+    from vllm_pd_connector.worker.staging.cuda import device_rows
 
     memory = torch.randint(0, 256, (4096,), dtype=torch.uint8, device="cuda")
     rows = np.array([7, 0, 3])

@@ -20,8 +20,9 @@ from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.staging.strided_copy import Copy
 from vllm_pd_connector.metadata import ReceiveRequest
 from vllm_pd_connector.worker.peers.pool import IDLE_LINK_S
-from vllm_pd_connector.worker.staging.copiers import CpuCopier, cache_array, element_arrays
+from vllm_pd_connector.worker.staging.copiers import CpuCopier
 from vllm_pd_connector.worker.staging.stager import StagingBuffer
+from vllm_pd_connector.worker.staging.views import cache_array, element_arrays
 
 # Of the small worlds of test_loop, one page of one layer of one rank has 64 bytes: the smallest chunk there is.
 TINY = 512
@@ -265,7 +266,7 @@ def test_what_a_copy_names_of_the_cache_is_zeroed_and_nothing_else(copy):
     by_items, by_elements = wanted.copy(), wanted.copy()
     for in_cache in places(copy, 2):
         wanted[in_cache + 3 :][: copy.item] = 0
-    CpuCopier().blank(replace(copy, cache=by_items.ctypes.data + 3))
+    CpuCopier().blank([replace(copy, cache=by_items.ctypes.data + 3)])
     assert (by_items == wanted).all()
     # The GPU's form of the same place.
     np.asarray(cache_array(replace(copy, cache=by_elements.ctypes.data + 3)))[...] = 0
@@ -283,7 +284,7 @@ def widths(copy: Copy) -> set[str]:
 
 
 def test_memory_for_the_slab_is_aligned_and_of_the_asked_length():
-    memory = CpuCopier().allocate(1000)
+    memory = CpuCopier().allocate(1000, "a test")
     assert memory.segment == Segment(memory.segment.address, 1000, "cpu", 0)
     assert memory.segment.address % 4096 == 0
     assert memory.owner.ctypes.data <= memory.segment.address <= memory.owner.ctypes.data + len(memory.owner) - 1000

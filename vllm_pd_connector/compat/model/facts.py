@@ -59,6 +59,9 @@ def drafts_with_caches(config: VllmConfig) -> bool:
 def _speculative(config: VllmConfig, name: str, version: str | None) -> str:
     """The draft method and model, which decide what the draft layers' caches hold; empty if there are none.
 
+    How many tokens are drafted is not among them: a drafter's pass over a prompt writes one entry per token, whatever
+    it drafts afterwards. Where the number changes what is cached, in states' taps, tensors are compared.
+
     Drafters that are part of the served model (MTP) have its path as the draft's: there the model's `name` stands,
     which `model_id` makes the same on both sides. Another draft model is told by its weights, too, which a weights
     `version` stands for.
@@ -72,11 +75,7 @@ def _speculative(config: VllmConfig, name: str, version: str | None) -> str:
     draft = getattr(speculative, "draft_model_config", None)
     path = getattr(draft, "model", None)
     own = path in (config.model_config.model, config.model_config.model_weights)
-    facts = {
-        "method": speculative.method,
-        "model": name if own else path,
-        "tokens": speculative.num_speculative_tokens,
-    }
+    facts = {"method": speculative.method, "model": name if own else path}
     if draft is not None and not own and version is None:
         facts["weights"] = weights_of(draft, config.load_config)
     return _canonical(facts)
@@ -227,6 +226,36 @@ def require_lasting_memory(config: VllmConfig) -> None:
             f"enable_sleep_mode: an engine of vLLM {vllm_version()} that sleeps gives the caches' memory away without "
             "a word, while transports have it registered, and other caches would be read and written after it; serve "
             "without --enable-sleep-mode, or with vLLM 0.33 or later"
+        )
+
+
+SERVED_DEVICES = ("cpu", "cuda")
+"""Types of devices, as torch names them: cuda is a GPU of NVIDIA or AMD."""
+
+
+def require_served_device(config: VllmConfig) -> None:
+    """Refuse caches on devices that no transport here reaches, and buffers that nobody would use.
+
+    vLLM's own connector moves the caches of some devices by way of host memory (`kv_buffer_device: cpu`); this one
+    moves them between where they lie.
+
+    Raises:
+        InvalidConfig: vLLM's platform has neither CPUs nor CUDA devices, or buffers are asked for elsewhere.
+
+    Source: vLLM 0.32, `KVTransferConfig.kv_buffer_device`, `_NIXL_SUPPORTED_DEVICE` of its NIXL connector.
+    """
+    from vllm.platforms import current_platform
+
+    device, asked = str(current_platform.device_type), str(config.kv_transfer_config.kv_buffer_device)
+    if device not in SERVED_DEVICES:
+        raise InvalidConfig(
+            f"vLLM's platform has its caches on {device} devices, and PDConnector serves those on "
+            f"{' and '.join(SERVED_DEVICES)} only; use vLLM's NixlConnector there"
+        )
+    if asked != device:
+        raise InvalidConfig(
+            f"kv_buffer_device is {asked}, and the caches are on {device}: PDConnector moves them from where they lie "
+            "and has no buffers elsewhere; leave kv_buffer_device out"
         )
 
 

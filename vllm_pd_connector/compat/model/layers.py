@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """The backend that reads and writes a layer's pages, and the KV heads that the model's configuration states for
-    it; 0 if it states none."""
+    """The backend that reads and writes a layer's pages, the KV heads that the model's configuration states for it (0
+    if it states none), and by what a K and a V of one byte are multiplied."""
 
     backend: str
     kv_heads: int
+    scales: tuple[float, float] = (1.0, 1.0)
 
 
 UNKNOWN_LAYER = LayerFacts("unknown", 0)
@@ -32,16 +33,23 @@ def layer_facts(vllm_config: VllmConfig) -> dict[str, LayerFacts]:
     """Of every layer with a cache, by its name.
 
     Source: vLLM 0.32, `ModelArchitectureConfig.__getitem__` (layers that differ), `mimo_v2.py`
-    (`swa_num_key_value_heads`).
+    (`swa_num_key_value_heads`), `set_default_quant_scales` of `layers/attention/attention.py`.
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     layer_type: Any = AttentionLayerBase
     return {
-        name: LayerFacts(layer.get_attn_backend().get_name(), _stated_heads(vllm_config.model_config, name, layer))
+        name: LayerFacts(
+            layer.get_attn_backend().get_name(), _stated_heads(vllm_config.model_config, name, layer), _scales(layer)
+        )
         for name, layer in get_layers_from_vllm_config(vllm_config, layer_type).items()
     }
+
+
+def _scales(layer: Any) -> tuple[float, float]:
+    key, value = (getattr(layer, name, None) for name in ("_k_scale_float", "_v_scale_float"))
+    return float(key or 1.0), float(value or 1.0)
 
 
 def _stated_heads(model: Any, name: str, layer: Any) -> int:

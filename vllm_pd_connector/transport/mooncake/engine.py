@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Protocol = Literal["tcp", "rdma"]
+Protocol = Literal["tcp", "rdma", "barex", "efa", "hip", "nvlink", "nvlink_intra"]
+"""Those of the library that move memory of a CPU or a CUDA device. All but the first two are of builds of their own."""
+
+BUILT_FOR = {"barex", "efa", "hip", "nvlink", "nvlink_intra"}
 
 INSTALL_HINT = (
     "install one of mooncake-transfer-engine (CUDA 12), mooncake-transfer-engine-cuda13 and "
@@ -64,7 +67,8 @@ MIN_RUN_BYTES, MAX_RUN_BYTES = 1 << 20, 8 << 20
 class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options of one engine.
 
-    `protocol`: "auto" is "rdma" for device memory on a machine with RDMA devices, else "tcp". `device`: RDMA devices to
+    `protocol`: "auto" is "rdma" for device memory on a machine with RDMA devices, else "tcp"; the others are of builds
+    of the library for them alone, and refused when its engine says that it uses another. `device`: RDMA devices to
     use, separated by commas; "" is all, of which the library takes those nearest to a block's device. Lists separated
     by semicolons are for the GPUs 0, 1 … of the machine. `address`: the IP address (4 or 6) that peers reach this
     worker at; "" takes the source address of the route to `route_to`, or of the default route when that is "" as well.
@@ -75,7 +79,7 @@ class MooncakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     and stop this worker.
     """
 
-    protocol: Literal["auto", "tcp", "rdma"] = "auto"
+    protocol: Literal["auto", "tcp", "rdma", "barex", "efa", "hip", "nvlink", "nvlink_intra"] = "auto"
     device: str = ""
     address: str = ""
     route_to: str = ""
@@ -140,6 +144,13 @@ def choose_protocol(options: MooncakeOptions, devices: Path, memory: str) -> Pro
     Raises:
         InvalidConfig: RDMA, or a device, that this machine does not have, or a device for TCP.
     """
+    if options.protocol in BUILT_FOR:
+        if options.device and options.protocol != "efa":
+            raise InvalidConfig(
+                f"transport_options.device is {options.device!r} and the protocol is {options.protocol}, whose devices "
+                "the library finds; leave device out"
+            )
+        return options.protocol  # type: ignore[return-value]
     present = sorted(entry.name for entry in devices.iterdir()) if devices.is_dir() else []
     if options.protocol == "tcp" or (options.protocol == "auto" and (memory == "cpu" or not present)):
         if options.device:
@@ -171,6 +182,11 @@ def check_started(found: SegmentDescriptor, options: MooncakeOptions, chosen: Pr
         if chosen == "rdma":
             logger.info("Mooncake uses the RDMA devices %s", ", ".join(devices))
         return chosen
+    if chosen in BUILT_FOR and found.protocol != chosen:
+        raise TransferError(
+            f"Mooncake was to use {chosen} and uses {found.protocol}: the installed one was not built for it, or found "
+            "no such devices; install one that was, or set transport_options.protocol to what both sides have"
+        )
     text = (
         f"Mooncake was to use {chosen} with the devices {options.device or 'that there are'} and uses {found.protocol} "
         f"with {', '.join(devices) or 'none'}: a device cannot be opened (a container needs /dev/infiniband and "

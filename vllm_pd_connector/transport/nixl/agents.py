@@ -65,14 +65,14 @@ class Library:
         self._ending: list[threading.Thread] = []
 
     def start(self, *, threaded: bool) -> Agent:
-        """An agent with no memory. `threaded`: it has a progress thread.
+        """An agent with no memory. `threaded`: it has a progress thread, which options may give to all.
 
         Raises:
             TransferError: NIXL cannot start its backend.
         """
         name = f"pd-{uuid.uuid4().hex}"
         config = self.nixl.nixlAgentConfig()
-        config.useProgThread = threaded
+        config.useProgThread = threaded or self.options.progress_thread
         config.syncMode = self.nixl.NIXL_THREAD_SYNC_STRICT
         config.pthrDelay = self.options.progress_interval_us
         with self.translated(f"starting NIXL with backend {self.options.backend}"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,6 +18,15 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.transport.base import Use
 
+MODULES = ("nixl", "nixl_rocm")
+"""NIXL's own, which chooses among those for CUDA, and the one for AMD's GPUs, which may be there alone."""
+
+AMD_DRIVER = Path("/dev/kfd")
+
+ENVIRONMENT = {"UCX_RCACHE_MAX_UNRELEASED": "1024"}
+"""Of UCX, unless it is set: without a bound its cache of registrations may grow for ever. vLLM's connector sets it when
+it imports NIXL, so that without that nobody would (vLLM 0.32, `distributed/nixl_utils.py`)."""
+
 INSTALL_HINT = "install it with `pip install nixl`, or choose another transport"
 
 
@@ -26,7 +37,9 @@ class NixlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     prefix ({"TLS": "tcp"}), for this agent only; one in the environment wins, and only there can a list be given.
     `tcp_segment_size` is UCX's TCP segment size in both directions ("" leaves UCX's default; a UCX_TCP_*_SEG_SIZE in
     the environment or in `ucx` wins). `progress_interval_us` is the longest sleep of the progress thread in
-    microseconds, which events cut short. `batch_bytes` bounds what one call of the library is given.
+    microseconds, which events cut short. `progress_thread`: agents that post have one, too; without it they move what
+    they posted when they are polled, which a backend may not do. `batch_bytes` bounds what one call of the library is
+    given.
     """
 
     backend: str = "UCX"
@@ -34,6 +47,7 @@ class NixlOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ucx: dict[str, str] = {}
     tcp_segment_size: str = "256k"
     progress_interval_us: int = 2000
+    progress_thread: bool = False
     batch_bytes: int = 16 << 20
 
 
@@ -86,16 +100,27 @@ def backend_parameters(options: NixlOptions, environment: Mapping[str, str]) -> 
 def check(given: Mapping[str, object], _use: Use) -> None:
     """See `registry.check`."""
     backend_parameters(options_of("nixl", given, NixlOptions), os.environ)
-    require_library("nixl", "nixl", INSTALL_HINT)
+    require_library("nixl", module_name(), INSTALL_HINT)
+
+
+def module_name(driver: Path = AMD_DRIVER) -> str:
+    """The module of NIXL for this machine: AMD's where it and AMD's driver are, or where there is no other."""
+    there = [name for name in MODULES if importlib.util.find_spec(name) is not None]
+    if there == ["nixl_rocm"] or ("nixl_rocm" in there and driver.exists()):
+        return "nixl_rocm"
+    return "nixl"
 
 
 def bindings() -> Any:
-    """NIXL's bindings, for the CUDA of this machine or for none.
+    """NIXL's bindings, for the devices of this machine or for none.
 
     Raises:
         InvalidConfig: the library is missing or does not load.
     """
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
     try:
-        return importlib.import_module("nixl")._bindings
+        importlib.import_module(name := module_name())  # makes its parts known by their names
+        return importlib.import_module(f"{name}._bindings")
     except (ImportError, AttributeError) as error:
         raise InvalidConfig(f"transport: nixl cannot be imported ({error}); {INSTALL_HINT}") from error

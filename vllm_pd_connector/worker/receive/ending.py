@@ -18,7 +18,7 @@ from vllm_pd_connector.protocol.wire.push_messages import DeclinePush
 if TYPE_CHECKING:
     from vllm_pd_connector.worker.receive.active import ActiveReceive
     from vllm_pd_connector.worker.rpc import PendingCalls
-    from vllm_pd_connector.worker.staging.copiers import Copier
+    from vllm_pd_connector.worker.staging.base import Copier
 
 logger = init_logger(__name__)
 
@@ -49,9 +49,7 @@ def settle(active: ActiveReceive, copier: Copier) -> str:
     request = active.request
     try:
         copier.arrived()
-        for place in blanks(active.plan, request.blocks, request.start, request.stop, active.first_valid_tokens):
-            copier.blank(place)
-        copier.finish()
+        copier.blank(blanks(active.plan, request.blocks, request.start, request.stop, active.first_valid_tokens))
     except Exception as error:  # what is left there may be anything
         logger.exception("request %s: finishing what was received", request.request_id)
         return f"{type(error).__name__}: {error}"

@@ -5,8 +5,7 @@ staged transfer is a `Stream` of chunks (`geometry.staging.chunks`): each takes 
 it back in the end. Between, a chunk that reads is read into its slot and copied to where its bytes belong; one that
 writes is copied out of the cache into its slot and written from there. A stream has at most four chunks under way, so
 that some are moved while another is copied, and streams with fewer go first. When the staging buffer is full, streams
-wait; the deadlines of what they are for run on. One instance never holds more than half of the staging buffer, so that
-a frozen one does not stop the others.
+wait; their deadlines run on. One instance never holds more than half of it, so that a frozen one does not stop others.
 
 Nothing but our own copies writes to the destination of a staged read, so giving it up (`cancel`) takes effect at once.
 What may still be written to is the slot: it stays out until its read is terminal, or, if the transport cannot tell,
@@ -16,7 +15,7 @@ of its slots: until the last of them is back, `holds` says so.
 A cache is read by a chunk that writes when its turn comes, and not before its stream is started: who starts it knows
 that the bytes are final and stay so until the stream has ended.
 
-All of it runs in the transfer thread, in slices of a few milliseconds. Figures: docs/design/conversion.md.
+All of it runs in the transfer thread, in slices of milliseconds. Figures: docs/design/conversion.md.
 """
 
 from __future__ import annotations
@@ -32,17 +31,18 @@ from vllm_pd_connector.geometry.staging.chunks import CHUNKS_PER_BUFFER, Chunk
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, Transport, TransportPeer
 from vllm_pd_connector.worker.peers.process_watch import LOOK_S, ProcessWatch
 from vllm_pd_connector.worker.poll_interval import pause
-from vllm_pd_connector.worker.staging.copiers import Copier, copier_for
+from vllm_pd_connector.worker.staging.copiers import copier_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from vllm_pd_connector.geometry.manifest import Segment
-    from vllm_pd_connector.geometry.staging.strided_copy import Copy
+    from vllm_pd_connector.worker.staging.base import Copier, Copying
 
 logger = init_logger(__name__)
 
 SLICE_S = 0.005
+POLL_DEVICE_S = 0.0001  # a device copies a chunk in less
 POLL_DRAINING_S = 0.05
 CHUNKS_UNDER_WAY = 4
 _ALIGNMENT = 64
@@ -82,12 +82,12 @@ class StagingBuffer:
 
 @dataclass(eq=False, slots=True)
 class _InFlightChunk:
-    """A chunk in its slot: while `transfer` is set it is read or written, else `copiers` are to do."""
+    """A chunk in its slot: while `transfer` is set it is read or written, else `copying`."""
 
     stream: Stream
     chunk: Chunk
     slot: int
-    copies: Iterator[Copy]
+    copying: Copying
     transfer: Transfer | None = None
 
 
@@ -129,7 +129,7 @@ class Stager:
         self.copier: Copier = copier_for(segments)
         # A chunk of the largest size must fit beside the gaps that smaller ones leave.
         self.chunk_bytes = length // CHUNKS_PER_BUFFER // _ALIGNMENT * _ALIGNMENT
-        self._memory = self.copier.allocate(length) if self.chunk_bytes else None
+        self._memory = self.copier.allocate(length, "the staging buffer (staging_bytes)") if self.chunk_bytes else None
         self.staging = StagingBuffer(length if self._memory else 0)
         self._streams: list[Stream] = []
         self._orphans: list[_InFlightChunk] = []
@@ -145,7 +145,7 @@ class Stager:
     @property
     def converting(self) -> bool:
         """Whether there may be work that does not wait for anything."""
-        return self._posted or any(flight.transfer is None for stream in self._streams for flight in stream.in_flight)
+        return self._posted or any(not flight.copying.launched for flight in self._being_copied())
 
     @property
     def active(self) -> bool:
@@ -156,6 +156,8 @@ class Stager:
         """Seconds until a `poll` is due; None if there is nothing to look at."""
         if self.converting:
             return 0.0
+        if any(self._being_copied()):
+            return POLL_DEVICE_S
         if self._streams:
             return pause(time.monotonic() - self._posted_at)
         if self._orphans:
@@ -235,6 +237,9 @@ class Stager:
             f"{self.staging.length} bytes of the slab are free"
         )
 
+    def _being_copied(self) -> Iterator[_InFlightChunk]:
+        return (flight for stream in self._streams for flight in stream.in_flight if not flight.transfer)
+
     def _bury(self, now: float) -> None:
         """Take back slots under transfers of which nothing is heard any more, when the worker there has ended."""
         for flight in [f for f in self._stuck if f.stream.watch is not None]:
@@ -247,11 +252,22 @@ class Stager:
     def _abandon(self, stream: Stream) -> None:
         self._streams.remove(stream)
         for flight in stream.in_flight:
-            if flight.transfer is None:
+            if flight.transfer is not None:
+                self._orphans.append(flight)
+            elif self._stopped(flight):
                 self.staging.give(flight.slot)
             else:
-                self._orphans.append(flight)
+                self._stuck.append(flight)
         stream.in_flight = []
+
+    def _stopped(self, flight: _InFlightChunk) -> bool:
+        """End a chunk's copies; False if the device does not say that they have ended."""
+        try:
+            flight.copying.stop()
+            return True
+        except Exception as error:  # a device that has failed: no forward will work either
+            _defect(error)
+            return False
 
     def _poll_orphans(self) -> Iterator[tuple[Stream, TransferError]]:
         """Look at what was given up; yields what failed of streams that write."""
@@ -304,28 +320,17 @@ class Stager:
                 if stream in failed:
                     break
                 try:
-                    if not self._copy(flight, until):
+                    if flight.copying.advance(until):
+                        if flight.chunk.writes:
+                            self._post(flight)
+                        else:
+                            self._land(flight)
+                    elif time.monotonic() >= until:
                         return
-                    if flight.chunk.writes:
-                        self._post(flight)
-                    else:
-                        self._land(flight)
                 except TransferError as error:
                     failed[stream] = _seen_by_owner(flight.chunk, error)
                 except Exception as error:  # a defect of ours that one stream met must not reach the others
                     failed[stream] = _defect(error)
-
-    def _copy(self, flight: _InFlightChunk, until: float) -> bool:
-        """Go on with a chunk's copies; whether all are done."""
-        assert self._memory is not None
-        base = self._memory.segment.address + flight.slot
-        for copy in flight.copies:
-            self.copier.copy(base, copy, gather=flight.chunk.writes)
-            if time.monotonic() >= until:
-                self.copier.finish()
-                return False
-        self.copier.finish()
-        return True
 
     def _refill(self, failed: dict[Stream, TransferError]) -> bool:
         """Start one chunk if there is room; whether it did. The first that does not fit keeps its turn."""
@@ -338,7 +343,9 @@ class Stager:
         if stream is None or stream.waiting is None or (slot := self.staging.take(stream.waiting.size)) is None:
             return False
         chunk, stream.waiting = stream.waiting, None
-        flight = _InFlightChunk(stream, chunk, slot, iter(chunk.copies))
+        assert self._memory is not None
+        copying = self.copier.begin(self._memory.segment.address + slot, chunk.copies, gather=chunk.writes)
+        flight = _InFlightChunk(stream, chunk, slot, copying)
         stream.in_flight.append(flight)
         if not chunk.writes:
             try:
@@ -362,8 +369,7 @@ class Stager:
             runs = Runs(runs.source, runs.destination + base, runs.length)
             flight.transfer = self._transport.read(stream.peer, runs)
         self._posted_at = time.monotonic()
-        stream.bytes += runs.total_bytes
-        stream.runs += len(runs)
+        stream.bytes, stream.runs = stream.bytes + runs.total_bytes, stream.runs + len(runs)
         stream.descriptors += flight.transfer.descriptors
 
     def _next(self, stream: Stream, failed: dict[Stream, TransferError]) -> bool:
