@@ -15,7 +15,7 @@ from vllm_pd_connector.errors import InvalidConfig
 
 
 def engine(**model: Any) -> Any:
-    transfer = SimpleNamespace(kv_connector_extra_config={}, kv_buffer_device="cpu")
+    transfer = SimpleNamespace(kv_connector_extra_config={}, kv_buffer_device="cpu", is_kv_producer=True)
     return SimpleNamespace(
         kv_transfer_config=transfer,
         model_config=SimpleNamespace(**model),

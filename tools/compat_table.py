@@ -72,7 +72,7 @@ def cells(row: Record) -> tuple[str, ...]:
     dcp = row.get("p_dcp", 1), row.get("d_dcp", 1)  # results of former releases have none
     return (
         row["family"],
-        f"{row['transport']}, {row['mode']}",
+        f"{row['transport']}, {row['mode']}" + (" by layer" if row.get("by_layer") else ""),
         f"{row['p_tp']} → {row['d_tp']}" + (f" (DCP {' → '.join(map(str, dcp))})" if dcp != (1, 1) else ""),
         f"{row['p_pp']} → {row['d_pp']}",
         blocks,
@@ -83,14 +83,18 @@ def cells(row: Record) -> tuple[str, ...]:
     )
 
 
-def table(records: Sequence[Record]) -> str:
+def table(records: Sequence[Record], kept: str = "") -> str:
+    """The lines of these results; of a table that was `kept` those of other pairs stay, as far as they come."""
     outcomes: defaultdict[tuple[str, ...], list[bool]] = defaultdict(list)
     for record in records:
         outcomes[cells(record["row"])].append(record["passed"])
     head = ("model", "transport, mode", "TP, P → D", "PP, P → D", "block size", "layout", "states")
     head = (*head, "chunked prefill", "prefix caching", "passed")
     lines = [head, tuple("---" for _ in head)]
-    lines += [(*pair, f"{sum(passed)} of {len(passed)}") for pair, passed in outcomes.items()]
+    counted = {pair: f"{sum(passed)} of {len(passed)}" for pair, passed in outcomes.items()}
+    rows = [line.strip("| ").split(" | ") for line in kept.splitlines() if line.startswith("|")]
+    counted = {tuple(pair): passed for *pair, passed in rows[2:]} | counted
+    lines += [(*pair, passed) for pair, passed in counted.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -100,8 +104,9 @@ def sections_of(page: str) -> dict[str, str]:
     return {name.strip(): text.strip() for name, _, text in parts}
 
 
-def render(runs: Sequence[dict[str, Any]], page: str = "") -> str:
-    """A page with the sections that these runs of the matrix make, and the others that it had."""
+def render(runs: Sequence[dict[str, Any]], page: str = "", *, add: bool = False) -> str:
+    """A page with the sections that these runs of the matrix make, and the others that it had. `add`: the runs are of a
+    part of the matrix, so other lines of their sections stay, too."""
     records: defaultdict[str, list[Record]] = defaultdict(list)
     said: dict[str, str] = {}
     for run in runs:
@@ -110,8 +115,12 @@ def render(runs: Sequence[dict[str, Any]], page: str = "") -> str:
             said.setdefault(name, ran_with(name, run["versions"]))
             assert said[name] == ran_with(name, run["versions"]), f"runs of different versions make section {name}"
             records[name].append(record)
-    made = {name: f"Run with {said[name]}.\n\n{table(found)}" for name, found in records.items()}
-    whole = sections_of(page) | made
+    before = sections_of(page)
+    kept = {name: before.get(name, "") if add else "" for name in records}
+    changed = [name for name, text in kept.items() if text and not text.startswith(f"Run with {said[name]}.")]
+    assert not changed, f"lines of other versions stand in sections {changed}: run the whole matrix"
+    made = {name: f"Run with {said[name]}.\n\n{table(found, kept[name])}" for name, found in records.items()}
+    whole = before | made
     order = sorted(whole, key=lambda name: ("→" in name, [int(part) for part in re.findall(r"\d+", name)], name))
     return HEAD + "\n\n".join(f"{SECTION}{name}\n\n{whole[name]}" for name in order) + "\n"
 
@@ -120,10 +129,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("results", nargs="*", type=Path, default=[RESULTS], help="of one run, or of a run in parts")
     parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--add", action="store_true", help="keep the lines of pairs that these runs did not run")
     options = parser.parse_args()
     runs = [json.loads(path.read_text()) for path in options.results]
     before = options.page.read_text(encoding="utf-8") if options.page.exists() else ""
-    options.page.write_text(render(runs, before), encoding="utf-8")
+    options.page.write_text(render(runs, before, add=options.add), encoding="utf-8")
     print(f"wrote {options.page}")
 
 

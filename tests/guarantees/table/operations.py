@@ -38,7 +38,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a prefix that former weights computed is not handed over",
-        "Epochs", "NO_EPOCH if hit and self._outdated else self.own.now.epoch", "self.own.now.epoch",
+        "Epochs", "NO_EPOCH if hit and self._outdated else self._epoch", "self._epoch",
         "test_a_prefix_that_the_old_weights_computed_is_not_handed_over",
     ),
     Guarantee(

@@ -136,6 +136,9 @@ class World:
     def drop(self, request_id: str) -> None:
         self.leases.drop(request_id, self.now)
 
+    def take_given(self) -> list[Any]:
+        return []
+
     def take_freed(self) -> list[Any]:
         return self.pushes.settle(self.now)
 
