@@ -82,12 +82,12 @@ def _file(package: Path, module: str) -> Path | None:
 
 
 def top_level(package: Path, module: str) -> set[str]:
-    """Names that a module defines or imports; those that it makes when they are asked for, as it tells type checkers."""
+    """Names that a module defines or imports, and those that it tells type checkers of."""
     path = _file(package, module)
     assert path is not None
     names: set[str] = set()
     body = _parse(path).body
-    for node in [*body, *(told for node in body if isinstance(node, ast.If) for told in node.body)]:
+    for node in [*body, *(told for block in body if isinstance(block, ast.If) for told in block.body)]:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.ImportFrom | ast.Import):

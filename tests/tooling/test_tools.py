@@ -75,6 +75,20 @@ def test_a_run_renews_the_section_of_its_vllm_and_no_other() -> None:
     assert compat_table.sections_of(again) == texts | {"1.9": texts["1.9"].replace("1 of 2", "1 of 1")}
 
 
+def test_a_run_of_a_part_of_the_matrix_adds_to_its_section() -> None:
+    def run(torch: str, *records: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"versions": {"vllm": "1.9.0", "torch": torch}, "records": records}]
+
+    whole = compat_table.render(run("3", record(False), record(True, family="mla")))
+    added = compat_table.render(run("3", record(True), record(True, by_layer=True, mode="push")), whole, add=True)
+    lines = [line.strip("| ").split(" | ") for line in added.splitlines() if line.startswith("|")][2:]
+    assert [(cells[0], cells[1], cells[-1]) for cells in lines] == [
+        ("gqa", "nixl, pull", "1 of 1"), ("mla", "nixl, pull", "1 of 1"), ("gqa", "nixl, push by layer", "1 of 1")
+    ]  # fmt: skip
+    with pytest.raises(AssertionError, match=r"lines of other versions stand in sections \['1.9'\]"):
+        compat_table.render(run("4", record(True)), whole, add=True)
+
+
 def test_the_wheel_that_names_vllm_installs_and_holds_no_modules(tmp_path: Path) -> None:
     wheel = setup_env.write_vllm_wheel(tmp_path)
     target = tmp_path / "site"
