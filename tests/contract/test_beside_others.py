@@ -9,27 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
-    MultiConnector,
-    MultiKVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from tests.support.scheduler.engines import Engine, loading, read, transfer
+from tests.support.scheduler.beside import PROMPT, among_others, beside, prefilled_beside, run_to_its_end
+from tests.support.scheduler.engines import Engine, loading, read
 from vllm_pd_connector.metadata import WorkerReport
-
-PROMPT = list(range(40))
-
-
-def beside(role: str) -> dict[str, Any]:
-    other = {"kv_connector": "KeepingConnector", "kv_role": role, "kv_connector_module_path": "pd_test_plugins.keeping"}
-    extra = {"connectors": [transfer(role), other]}
-    return {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": extra}
-
-
-def among_others(report: WorkerReport) -> MultiKVConnectorWorkerMetadata:
-    return MultiKVConnectorWorkerMetadata((report, None))
 
 
 @pytest.fixture
@@ -49,22 +35,6 @@ def test_a_prefill_is_kept_by_both_and_freed_when_both_are_done(pair: tuple[Engi
     run_to_its_end(decode)
     assert decode.ended("d-1").finish_reason is FinishReason.LENGTH
     decode.check_empty()
-
-
-def prefilled_beside(prefill: Engine) -> dict[str, Any]:
-    prefill.add("p-1", PROMPT, {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=1)
-    while not prefill.said:
-        prefill.step()
-    prefill.step(sent={"p-1"})
-    params = prefill.ended("p-1").kv_transfer_params
-    assert params is not None
-    return params
-
-
-def run_to_its_end(decode: Engine) -> None:
-    while not decode.said or decode.said[-1].finish_reason is None:
-        decode.step()
-    decode.step(sent={"d-1"})
 
 
 def test_a_request_that_ends_while_it_loads_is_freed_by_its_receive(pair: tuple[Engine, Engine]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -243,10 +244,26 @@ def test_a_request_that_needs_the_blocks_gets_them(engine: Any) -> None:
 def test_the_oldest_conversation_gives_way_to_the_newest(engine: Any) -> None:
     prefill = engine(transfer("kv_producer", **ON))
     decode = engine(transfer("kv_consumer", conversation_share=0.3, **ON), blocks=32)
+    kept = []
     for number in range(4):
         prompt = [number, *PROMPT]
-        decoded(decode, f"d-{number}", prompt, prefilled(prefill, f"p-{number}", prompt))
+        kept.append((prompt, decoded(decode, f"d-{number}", prompt, prefilled(prefill, f"p-{number}", prompt))))
         assert decode.held() == 4 * min(number + 1, 2)
+    for number, (prompt, params) in enumerate(kept):
+        request = turn(prefill, f"next-{number}", [*prompt, *[SAMPLED] * ANSWER, *NEXT], params)
+        assert (request.status is RequestStatus.WAITING_FOR_REMOTE_KVS) == (number >= 2), f"conversation {number}"
+
+
+def test_a_conversation_that_never_comes_back_costs_one_lease(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Of its own length, which is no prefill's; nobody had to come for it."""
+    prefill = engine(transfer("kv_producer", **ON))
+    decode = engine(transfer("kv_consumer", conversation_lease=0.2, kv_lease_duration=600.0, **ON))
+    params = first_turn(prefill, decode)
+    assert params["pd_connector"]["lease_seconds"] == 0.2
+    with caplog.at_level(logging.WARNING):
+        given_back(decode)
+    assert "its lease" not in caplog.text
+    computed(prefill, "p-2", next_prompt(), params)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -9,12 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.v1.request import RequestStatus
 
-from tests.support.scheduler.engines import BLOCK, Engine, given_back, prefilled, read, transfer
+from tests.support.scheduler.beside import among_others, beside, prefilled_beside, run_to_its_end
+from tests.support.scheduler.engines import BLOCK, SAMPLED, Engine, given_back, prefilled, read, transfer
 from tests.support.scheduler.halves import make_request, until
 from tests.support.scheduler.talks import (
     ANSWER,
+    NEXT,
     ON,
     PROMPT,
     computed,
@@ -32,6 +35,66 @@ from vllm_pd_connector.sidechannel.net.keys import create_keys, public_key
 @pytest.fixture
 def pair(engine: Any) -> tuple[Engine, Engine]:
     return engine(transfer("kv_producer", **ON)), engine(transfer("kv_consumer", **ON))
+
+
+def test_two_instances_of_both_roles_read_each_other_s_conversations(engine: Any) -> None:
+    here, there = engine(transfer("kv_both", **ON)), engine(transfer("kv_both", **ON))
+    for prefill, decode, number in ((here, there, 1), (there, here, 2)):
+        prompt = [number, *PROMPT]
+        kept = decoded(decode, f"d-{number}", prompt, prefilled(prefill, f"p-{number}", prompt))
+        request = turn(prefill, f"p-{number}-next", [*prompt, *[SAMPLED] * ANSWER, *NEXT], kept)
+        assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        assert prefill.receive_of(request.request_id).stop == len(prompt) + ANSWER - 1
+        assert read(prefill.receive_of(request.request_id))
+        prefill.step(received={request.request_id})
+        prefill.run(request.request_id)
+        assert told(prefill, request.request_id) is not None
+
+
+def test_what_decode_answers_has_the_fields_of_the_in_tree_connector_s(pair: tuple[Engine, Engine]) -> None:
+    """All that its prefill instances look for, by the same names and of the same types, and one key of ours."""
+    params = first_turn(*pair)
+    request = SimpleNamespace(
+        request_id="d-1", kv_transfer_params={"do_remote_decode": False}, num_computed_tokens=48,
+        status=RequestStatus.FINISHED_LENGTH_CAPPED,
+    )  # fmt: skip
+    theirs = NixlPullConnectorScheduler.__new__(NixlPullConnectorScheduler)
+    theirs.__dict__.update(
+        is_bidirectional_kv_xfer_enabled=True, _reqs_need_send={}, decoder_kv_blocks_ttl=480, _kv_lease_duration=30,
+        engine_id="d", side_channel_host="127.0.0.1", side_channel_port=5600, transfer_tp_size=1,
+        get_exchange_clipped_blocks=lambda blocks: blocks, _stop_heartbeat=lambda name: None,
+        vllm_config=SimpleNamespace(
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1)
+        ),
+    )  # fmt: skip
+    _, told_by_theirs = theirs.request_finished(request, ([1, 2, 3],))
+    # Theirs is a moment of its own host's clock, which means nothing on another.
+    theirs_typed = {name: type(value) for name, value in told_by_theirs.items() if name != "remote_blocks_expiry_time"}
+    assert {name: type(params[name]) for name in theirs_typed} == {**theirs_typed, "remote_block_ids": list}
+    assert params.keys() - told_by_theirs.keys() == {"pd_connector"}
+    assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
+    assert (told_by_theirs["do_remote_decode"], told_by_theirs["do_remote_prefill"]) == (True, False)
+
+
+def test_a_conversation_is_kept_and_read_beside_another_connector(engine: Any) -> None:
+    """In vLLM's MultiConnector; the other one has every finished request kept, and lets go of it a step later."""
+    prefill, decode = (engine(beside(role, **ON), wrap=among_others) for role in ("kv_producer", "kv_consumer"))
+    decode.add("d-1", PROMPT, prefilled_beside(prefill, PROMPT), max_tokens=ANSWER)
+    decode.step()
+    assert read(decode.receive_of("d-1"))
+    decode.step(received={"d-1"})
+    run_to_its_end(decode)
+    decode.rest()
+    kept = told(decode, "d-1")
+    assert kept is not None and decode.held() == 3
+    request = turn(prefill, "p-2", next_prompt(), kept)
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert prefill.receive_of("p-2").stop == len(PROMPT) + ANSWER - 1
+    assert read(prefill.receive_of("p-2"))
+    prefill.step(received={"p-2"})
+    scheduled = prefill.step()
+    assert scheduled.num_scheduled_tokens == {"p-2": len(next_prompt()) - (len(PROMPT) + ANSWER - 1)}
+    given_back(decode)
 
 
 def test_a_conversation_is_found_by_its_name(pair: tuple[Engine, Engine]) -> None:

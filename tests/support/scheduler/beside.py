@@ -1,0 +1,39 @@
+"""Engines with this connector in vLLM's MultiConnector, beside one that has every finished request kept and lets go of
+it in the next step (`pd_test_plugins.keeping`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
+
+from tests.support.scheduler.engines import Engine, transfer
+from vllm_pd_connector.metadata import WorkerReport
+
+PROMPT = list(range(40))
+
+
+def beside(role: str, **extra_config: Any) -> dict[str, Any]:
+    other = {"kv_connector": "KeepingConnector", "kv_role": role, "kv_connector_module_path": "pd_test_plugins.keeping"}
+    extra = {"connectors": [transfer(role, **extra_config), other]}
+    return {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": extra}
+
+
+def among_others(report: WorkerReport) -> MultiKVConnectorWorkerMetadata:
+    return MultiKVConnectorWorkerMetadata((report, None))
+
+
+def prefilled_beside(prefill: Engine, prompt: list[int] = PROMPT) -> dict[str, Any]:
+    prefill.add("p-1", prompt, {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=1)
+    while not prefill.said:
+        prefill.step()
+    prefill.step(sent={"p-1"})
+    params = prefill.ended("p-1").kv_transfer_params
+    assert params is not None
+    return params
+
+
+def run_to_its_end(decode: Engine) -> None:
+    while not decode.said or decode.said[-1].finish_reason is None:
+        decode.step()
+    decode.step(sent={"d-1"})
