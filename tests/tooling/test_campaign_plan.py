@@ -96,6 +96,14 @@ def test_make_faults_spoils_the_network_in_every_way_and_phase(seed: int) -> Non
 
 
 @seeds
+def test_make_faults_strikes_conversations_in_every_way_and_forges_each_of_their_fields(seed: int) -> None:
+    faults = [fault for line in LINES if "talks" in line.words for fault in faults_in(line, seed)]
+    assert {(f.kind, f.where, f.phase) for f in faults} == {
+        (kind.name, where, phase) for kind in TALKS for where in kind.where for phase in kind.phases
+    }
+
+
+@seeds
 def test_make_faults_has_every_kind_in_every_world_and_a_few_in_mode_push(seed: int) -> None:
     for words, pushes, kinds in (
         ("--world pair", False, ONE_PAIR),
@@ -105,7 +113,7 @@ def test_make_faults_has_every_kind_in_every_world_and_a_few_in_mode_push(seed: 
     ):
         lines = [line for line in LINES if words in line.words and ("push" in line.words) == pushes]
         assert {fault.kind for line in lines for fault in faults_in(line, seed)} == {kind.name for kind in kinds}
-    for world in ("restarts", "network"):
+    for world in ("restarts", "network", "talks"):
         lines = [line for line in LINES if f"--world {world}" in line.words]
         assert {"push" in line.words for line in lines} == {True, False}
         assert all(len(faults_in(line, seed)) >= 6 for line in lines)
@@ -119,9 +127,13 @@ def test_make_faults_runs_these_lines_enough_faults_and_ends_in_time() -> None:
     assert all(sum(line.seconds for line in lane) + 120 <= LONGEST_S for lane in LANES)
 
 
+def skipped(line: Line) -> int:
+    return int(parser().parse_args(line.arguments(1)).skip)
+
+
 def test_lines_with_the_same_kinds_go_on_where_the_other_stopped() -> None:
-    for world, kinds in [("restarts", RESTARTS), ("network", NETWORK)]:
-        lines = [line for line in LINES if f"--world {world}" in line.words]
+    for world, kinds in [("restarts", RESTARTS), ("network", NETWORK), ("talks", TALKS)]:
+        lines = sorted((line for line in LINES if f"--world {world}" in line.words), key=skipped)
         assert [fault for line in lines for fault in faults_in(line, 1)] == plan(
             kinds, sum(len(faults_in(line, 1)) for line in lines), 1
         )

@@ -24,6 +24,7 @@ from tests.support.ports import free_ports
 from tests.support.servers.agreement import disagreement
 from tests.support.servers.cluster import PATIENCE, until
 from tests.support.servers.engine import rounds_to_bfloat16
+from tests.support.servers.load import vllm_router_spec
 from tests.support.servers.matrix import CONTEXT_ROWS, Row
 from tests.support.servers.pairs import Pairs
 from tests.support.servers.workload import LOGPROBS, Answer, Prompt, Stream, ask, completion, prompts
@@ -67,6 +68,7 @@ ROWS = [
     Row("kimi"),
     Row("kimi", prefix_caching=False, **MOONCAKE),
     Row("kimi", prefix_caching=False, mode="push"),
+    Row("kimi", 1, 2),
     Row("qwen3next", prefix_caching=False),
 ]
 if transport := os.environ.get("PD_TEST_TRANSPORT"):
@@ -240,7 +242,8 @@ CHATS = 2
 
 def test_several_instances_and_engines_with_keys_behind_the_router(pairs: Pairs, tmp_path: Path) -> None:
     """Two prefill and two decode instances, one of which has two data-parallel engines, all with keys. Streams: each
-    turn is read, whichever prefill instance has it. Then the decode instance that holds a conversation is killed."""
+    turn is read, whichever prefill instance has it. vLLM's own router, which tells nothing of them, is served as ever.
+    Then the decode instance that holds a conversation is killed."""
     pairs.end()
     row, servers = Row("gqa"), pairs.servers
     create_keys(tmp_path / "keys", "all")
@@ -273,6 +276,7 @@ def test_several_instances_and_engines_with_keys_behind_the_router(pairs: Pairs,
         read = sum(_series(prefill, "pd_turns_read_total") for prefill in prefills)
         assert read == CHATS * (TURNS - 2)
         assert sum(_series(decode, "pd_conversations_kept_total") for decode in decodes) == len(turns)
+        _by_vllm_router(pairs, prefills, decodes, turns[: 2 * CHATS])
         victim = max(decodes, key=lambda decode: _series(decode, "pd_conversations_kept_total"))
         os.killpg(victim.process.pid, signal.SIGKILL)
         victim.process.wait()
@@ -280,3 +284,20 @@ def test_several_instances_and_engines_with_keys_behind_the_router(pairs: Pairs,
         _check(prefills[0], "gqa", turns)
     finally:
         servers.stop(router, *prefills, *decodes)
+
+
+def _by_vllm_router(
+    pairs: Pairs, prefills: Sequence[Server], decodes: Sequence[Server], turns: Sequence[tuple[Prompt, Answer]]
+) -> None:
+    """The same turns again: decode keeps each, and nobody comes for it."""
+    read = sum(_series(prefill, "pd_turns_read_total") for prefill in prefills)
+    kept = sum(_series(decode, "pd_conversations_kept_total") for decode in decodes)
+    [router] = pairs.servers.start(vllm_router_spec("talk-several-vllm-router", prefills, decodes))
+    try:
+        for number, (prompt, answer) in enumerate(turns):
+            assert ask(router.url, completion("gqa", prompt)).tokens == answer.tokens, f"turn {number}"
+    finally:
+        pairs.servers.stop(router)
+    kept_now = sum(_series(decode, "pd_conversations_kept_total") for decode in decodes)
+    assert kept_now - kept == len(turns)
+    assert sum(_series(prefill, "pd_turns_read_total") for prefill in prefills) == read

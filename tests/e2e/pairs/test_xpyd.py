@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import random
 import re
-import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 
-from examples.launch import Server, Servers, Spec, free_port, router_spec, vllm_spec
+from examples.launch import Server, Servers, Spec, router_spec, vllm_spec
 from examples.make_models import MODELS, make
 from tests.support.servers.cluster import HOLDINGS, PATIENCE, Baselines, until
 from tests.support.servers.excuses import Down, legs_of, unexcused
-from tests.support.servers.load import Load
+from tests.support.servers.load import Load, vllm_router_spec
 from tests.support.servers.matrix import HYBRID_BLOCKS, HYBRIDS
 from tests.support.servers.pairs import ROOT, Pairs
 from tests.support.servers.workload import ask, completion, prompts
@@ -116,17 +114,6 @@ def fleet(request: pytest.FixtureRequest, pairs: Pairs) -> Iterator[Fleet]:
     fleet = Fleet(request.param, pairs.servers, Baselines(pairs.servers, ROOT / ".cache" / "baselines", ASKED))
     yield fleet
     fleet.servers.stop(*fleet.instances)
-
-
-def vllm_router_spec(name: str, prefills: Sequence[Server], decodes: Sequence[Server]) -> Spec:
-    """vLLM's router over instances that run already."""
-    port = free_port()
-    command = [str(Path(sys.executable).with_name("vllm-router")), "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
-    command += ["--policy", "round_robin", "--worker-startup-check-interval", "1"]
-    for kind, servers in (("--prefill", prefills), ("--decode", decodes)):
-        command += [word for server in servers for word in (kind, server.url)]
-    return Spec(name, tuple(command), port)
 
 
 def test_vllm_router_spreads_the_work_and_every_answer_is_right(fleet: Fleet) -> None:

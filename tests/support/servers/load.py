@@ -1,7 +1,8 @@
-"""Clients of a router that ask all the time, and what became of each of their requests."""
+"""Clients of a router that ask all the time, and what became of each of their requests; and vLLM's own router."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import urllib.error
@@ -9,7 +10,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from examples.launch import Server, Spec, free_port
 from tests.support.servers.cluster import Baselines
 from tests.support.servers.excuses import Sent
 from tests.support.servers.workload import Prompt, Refused, ask, completion
@@ -56,3 +59,14 @@ class Load:
     @property
     def answered(self) -> list[Sent]:
         return [one for one in self.sent if one.status == 200]
+
+
+def vllm_router_spec(name: str, prefills: Sequence[Server], decodes: Sequence[Server]) -> Spec:
+    """vLLM's router over instances that run already."""
+    port = free_port()
+    command = [str(Path(sys.executable).with_name("vllm-router")), "--vllm-pd-disaggregation", "--kv-connector", "nixl"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    command += ["--policy", "round_robin", "--worker-startup-check-interval", "1"]
+    for kind, servers in (("--prefill", prefills), ("--decode", decodes)):
+        command += [word for server in servers for word in (kind, server.url)]
+    return Spec(name, tuple(command), port)
