@@ -131,6 +131,7 @@ bench: setup
 	$(RUN) benchmarks/waiting.py
 	$(RUN) benchmarks/overlap.py
 	$(RUN) benchmarks/rates.py
+	$(RUN) benchmarks/conversations.py
 	$(RUN) benchmarks/routing.py --json out/bench/routing.json
 	$(RUN) benchmarks/accuracy/recall.py
 	$(RUN) tools/performance_page.py --take out/bench

@@ -17,7 +17,6 @@ variants gave the same answers is said at the end.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import statistics
@@ -32,8 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 import quiet_nixl  # noqa: E402
-from pull import body, machine  # noqa: E402
+from pull import body  # noqa: E402
 
+from benchmarks.report import write  # noqa: E402
 from examples.launch import Server, Servers, post, vllm_spec  # noqa: E402
 from examples.make_models import MODELS, make  # noqa: E402
 
@@ -79,6 +79,17 @@ def conversation(prefill: Server, decode: Server, model: str, seed: int, both_wa
     return found
 
 
+def row(variant: str, runs: dict[str, list[Any]]) -> dict[str, Any]:
+    """A variant's figures by turn: the median time to the first token, and the tokens that prefill computed, the most
+    in any conversation."""
+    times, computed = ([list(turn) for turn in zip(*runs[key], strict=True)] for key in ("first_token_ms", "computed"))
+    return {
+        "variant": variant,
+        **{f"first token {turn}, ms": statistics.median(each) for turn, each in enumerate(times, 1)},
+        **{f"computed {turn}": max(each) for turn, each in enumerate(computed, 1)},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
@@ -86,7 +97,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=4, help="per variant, after one that is not counted")
     parser.add_argument("--into", type=Path, default=ROOT / "out" / "bench" / "conversations.json")
     arguments = parser.parse_args()
-    model, results = MODELS[arguments.model], dict[str, Any]()
+    model, results, rows = MODELS[arguments.model], dict[str, Any](), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as directory, Servers(Path(directory)) as servers:
         quiet = quiet_nixl.environment(Path(directory))
         for name in arguments.variants:
@@ -112,13 +123,13 @@ def main() -> None:
                 ][1:]
             finally:
                 servers.stop(prefill, decode)
-            per_turn = [statistics.median(run["first_token_ms"][turn] for run in runs) for turn in range(TURNS)]
-            results[name] = {"first_token_ms": per_turn, "computed": runs[0]["computed"], "runs": runs}
-            print(name, "first token, ms:", per_turn, "computed:", runs[0]["computed"], flush=True)
-    answers = [[run["answers"] for run in result["runs"]] for result in results.values()]
-    print("answers equal:", all(each == answers[0] for each in answers))
-    arguments.into.parent.mkdir(parents=True, exist_ok=True)
-    arguments.into.write_text(json.dumps({"machine": machine(), "model": arguments.model, **results}, indent=1))
+            results[name] = {key: [run[key] for run in runs] for key in runs[0]}
+            rows.append(row(name, results[name]))
+            print(rows[-1], flush=True)
+    answers = [result.pop("answers") for result in results.values()]
+    equal = all(each == answers[0] for each in answers)
+    print("answers equal:", equal)
+    write(arguments.into, {"model": arguments.model, "answers equal": equal, "rows": rows, "runs": results})
 
 
 if __name__ == "__main__":

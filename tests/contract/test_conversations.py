@@ -222,12 +222,19 @@ def test_a_state_serves_the_prefix_at_whose_end_it_stands(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, STATES)], ids=["attention", "states"])
-def test_what_a_step_under_way_computes_is_not_offered(engine: Any, groups: Any) -> None:
+def test_what_a_step_under_way_computes_is_not_offered(
+    engine: Any, groups: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     prefill, decode = both(engine, groups=groups)
-    params = decoded(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT), stop=SAMPLED)
-    if decode.overlapping and len(groups) > 1:
-        assert params is None, "the state stands where the step has taken it"
-        return
+    with caplog.at_level(logging.INFO):
+        params = decoded(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT), stop=SAMPLED)
+        if decode.overlapping and len(groups) > 1:
+            assert params is None, "the state stands where the step has taken it"
+            again = [1, *PROMPT]
+            assert decoded(decode, "d-2", again, prefilled(prefill, "p-2", again), stop=SAMPLED) is None
+            assert caplog.text.count("--no-async-scheduling") == 1, "what is to be done about it, once"
+            return
+    assert "not kept" not in caplog.text
     assert params is not None and params["remote_num_tokens"] == len(PROMPT)
 
 

@@ -28,6 +28,7 @@ from tests.support.scheduler.talks import (
     told,
     turn,
 )
+from vllm_pd_connector.checks import port_problems
 from vllm_pd_connector.errors import UnauthenticatedPeer
 from vllm_pd_connector.sidechannel.net.keys import create_keys, public_key
 
@@ -167,6 +168,17 @@ def test_with_keys_a_conversation_is_found_by_its_name_and_the_key_that_the_inst
     request = turn(prefill, "p-3", next_prompt(), named(decode, "the first turn") | own)
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert prefill.receive_of("p-3").stop == len(PROMPT) + ANSWER - 1
+
+
+@pytest.mark.parametrize("conversations", [False, True], ids=["", "conversations"])
+@pytest.mark.parametrize("mode", ["pull", "push", "auto"])
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_what_listens_at_the_side_channel(engine: Any, role: str, mode: str, conversations: bool) -> None:
+    """The table of docs/configuration.md; `vllm-pd check-config` tries the same ports."""
+    config = transfer(role, mode=mode, conversations=conversations)
+    listens = role != "kv_consumer" or mode != "pull" or conversations
+    assert (engine(config).connector.scheduler.producer.home is not None) == listens
+    assert bool(port_problems(role, config["kv_connector_extra_config"], [0])) == listens, "the port is taken"
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])

@@ -213,7 +213,7 @@ class Producer:
         if self._server is None or self._blocks is None or not self.lending.enabled or not any(block_ids):
             return None
         if why := self.lending.why_not(request) or self._epochs.mixed(request.request_id):
-            logger.debug("request %s: its caches are not kept for a next turn: %s", request.request_id, why)
+            self.lending.not_kept(request.request_id, why)
             return None
         num_tokens = known_tokens(request)
         tables = tuple(self._table(group, ids, num_tokens) for group, ids in enumerate(block_ids))

@@ -10,9 +10,11 @@ at whose end it stands.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.conversations import is_text, known_tokens, prefix_digests, steps_beyond
 from vllm_pd_connector.compat.model import facts
 from vllm_pd_connector.compat.model.caches import group_block_tokens, group_kinds, group_windows
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from vllm_pd_connector.config import Config
     from vllm_pd_connector.geometry.blocks import BlockTables
 
+logger = init_logger(__name__)
+
 
 class Lending:
     """Which conversations are kept, oldest first, and what of them can be read.
@@ -38,6 +42,7 @@ class Lending:
         transfer = vllm_config.kv_transfer_config
         self.enabled = config.conversations and transfer.is_kv_consumer
         self.counted: Counter[str] = Counter()
+        self._said: set[str] = set()
         self._share = config.conversation_share
         self._adapter_ids = config.adapter_ids
         self._states = state_groups(kv_cache_config)
@@ -62,10 +67,19 @@ class Lending:
         if choice_of(request.request_id):
             return "it is one of several answers (n > 1), of which nobody can say which goes on"
         if self._states and steps_beyond(request, known_tokens(request)):
-            return "its recurrent state goes on behind the last known token: a step was under way when it ended"
+            return (
+                "its recurrent state goes on behind the last known token: a step was under way when it ended. Without "
+                "overlapping steps (vllm serve --no-async-scheduling) such turns are kept"
+            )
         if any(group.scratch for group in self._states.values()):
             return "its recurrent state is that of drafts"
         return ""
+
+    def not_kept(self, request_id: str, why: str) -> None:
+        """Say it in the log: once for each reason, since all turns of an instance may have it, then at level debug."""
+        level = logging.DEBUG if why in self._said else logging.INFO
+        self._said.add(why)
+        logger.log(level, "request %s: its caches are not kept for a next turn: %s", request_id, why)
 
     def prefixes(self, request: Request, tables: BlockTables, num_tokens: int) -> tuple[Prefix, ...]:
         """What can be read of `num_tokens` tokens in these blocks: each prefix's length and digest.
