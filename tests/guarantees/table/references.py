@@ -165,6 +165,11 @@ GUARANTEES = [
         "test_a_request_that_needs_the_blocks_gets_them[one step]",
     ),
     Guarantee(
+        "of conversations the oldest gives way",
+        "Lending", "next(iter(self._held)) if above", "next(reversed(self._held)) if above",
+        "test_the_oldest_conversation_gives_way_to_the_newest[one step]",
+    ),
+    Guarantee(
         "a conversation is forgotten when the prefix cache is",
         "SchedulerHalf", "        self.producer.make_room()\n", "",
         "test_a_conversation_is_forgotten_with_all_that_is_cached[one step]",
