@@ -28,7 +28,7 @@ def prefilled_beside(prefill: Engine, prompt: list[int] = PROMPT) -> dict[str, A
     while not prefill.said:
         prefill.step()
     prefill.step(sent={"p-1"})
-    params = prefill.ended("p-1").kv_transfer_params
+    params: dict[str, Any] | None = prefill.ended("p-1").kv_transfer_params
     assert params is not None
     return params
 
