@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import itertools
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.make_models import MODELS, make
 from tests.support.ports import free_port
 from vllm_pd_connector.cli import main
 from vllm_pd_connector.cli.load.bench import Measured
@@ -59,23 +61,47 @@ def stand(tmp_path: Path) -> Stand:
     return Stand(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """A server that names models, below any path but /odd."""
+class Naming(http.server.BaseHTTPRequestHandler):
+    """Names a model, below any path but /odd."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path.endswith("/v1/models") and "odd" not in self.path else 404)
-            self.end_headers()
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path.endswith("/v1/models") and "odd" not in self.path else 404)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        model = {"id": "gqa", "root": str(make(MODELS["gqa"]))}
+        self.wfile.write(json.dumps({"data": [model]}).encode())
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+
+class Serving(Naming):
+    """Answers completions, too, in four events."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        asked = self.path == "/v1/completions"
+        self.send_response(200 if asked else 404)
+        self.end_headers()
+        if asked:
+            events = [{"choices": [{"text": "a"}]}] * 4 + [{"choices": [], "usage": {"completion_tokens": 4}}]
+            self.wfile.write("".join(f"data: {json.dumps(event)}\n\n" for event in events).encode())
+            self.wfile.write(b"data: [DONE]\n\n")
+
+
+@contextlib.contextmanager
+def serving(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(Naming) as where:
+        yield where
 
 
 def test_two_set_ups_get_the_same_load_and_are_compared(
@@ -151,3 +177,13 @@ def test_wrong_words_are_refused_before_anything_is_asked(capsys: pytest.Capture
     for words in (["a=http://x", "a=http://y"], ["a=x"], ["http://x", "--requests", "0"]):
         assert main(["bench", *words]) == Exit.USAGE
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.libraries
+def test_vllms_own_command_takes_the_words_and_leaves_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(Serving) as url:
+        words = ["--requests", "3", "--prompt-tokens", "20", "--answer-tokens", "4", "--at-once", "2", "--rate", "50"]
+        assert main(["bench", url, *words, "--json"]) == Exit.OK, capsys.readouterr()
+        [row] = json.loads(capsys.readouterr().out)["setups"]
+    assert (row["completed"], row["failed"]) == (3, 0)
+    assert 0 < row["p50_ttft_ms"] <= row["p99_ttft_ms"] <= row["p99_e2el_ms"] and row["output_throughput"] > 0
