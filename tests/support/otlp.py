@@ -1,14 +1,24 @@
-"""A collector of OpenTelemetry spans, over gRPC as vLLM exports by default: what came, by name."""
+"""A collector of OpenTelemetry spans, over gRPC as vLLM exports by default: what came, by name.
+
+gRPC starts its threads again in every child of a fork. One that is about to become a server has its descriptors closed,
+and such a thread, which waits on one, then ends the process: about one start in a hundred. So gRPC is told to leave
+forks alone, in this process only.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, NamedTuple, Self
+from unittest import mock
 
-import grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+with mock.patch.dict(os.environ, GRPC_ENABLE_FORK_SUPPORT="0"):
+    import grpc
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+    grpc.server(ThreadPoolExecutor(max_workers=1)).stop(None)  # it is read with the first of these
 
 
 class Span(NamedTuple):

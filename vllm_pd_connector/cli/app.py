@@ -18,9 +18,10 @@ from vllm_pd_connector.arguments import base_url, seconds
 from vllm_pd_connector.cli.doctor import doctor
 from vllm_pd_connector.cli.explain import explain, manifest
 from vllm_pd_connector.cli.keygen import keygen
+from vllm_pd_connector.cli.load.bench import bench
+from vllm_pd_connector.cli.load.plan import plan
 from vllm_pd_connector.cli.options import Address, Json, Urls, taken
 from vllm_pd_connector.cli.output import CommandError, Exit, Late, NotReached, emit, emit_json, say_failure
-from vllm_pd_connector.cli.plan import plan
 from vllm_pd_connector.cli.settings import check_config, migrate
 from vllm_pd_connector.cli.top import top
 from vllm_pd_connector.errors import InvalidConfig
@@ -136,5 +137,5 @@ def proxy() -> None:
     """Route requests to prefill and decode instances; see vllm-pd proxy --help."""
 
 
-for _command in (explain, manifest, doctor, plan, check_config, migrate, keygen, announce, drain, top, proxy):
+for _command in (explain, manifest, doctor, plan, bench, check_config, migrate, keygen, announce, drain, top, proxy):
     app.command()(_command)

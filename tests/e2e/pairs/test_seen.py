@@ -82,6 +82,21 @@ def test_a_request_is_seen_from_the_client_to_both_instances(pairs: Pairs, mode:
         until(
             lambda: _shows_a_rate(page(f"{admin}/ui"), prefill.log.with_name(f"ui-{mode}.html")), "the page to show it"
         )
+        if mode == "pull":
+            _check_bench(router, prefill, decode)
+
+
+def _check_bench(router: Server, prefill: Server, decode: Server) -> None:
+    """The same load by way of both instances, and on one alone."""
+    before = look(prefill).values["given_requests_total"]
+    words = ["--requests", "6", "--prompt-tokens", "200", "--answer-tokens", "8", "--at-once", "2", "--json"]
+    command = [sys.executable, "-m", "vllm_pd_connector.cli", "bench", f"pd={router.url}", f"plain={decode.url}"]
+    ended = subprocess.run([*command, *words], capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    pd, plain = json.loads(ended.stdout)["setups"]
+    assert (pd["name"], pd["completed"], plain["name"], plain["completed"]) == ("pd", 6, "plain", 6)
+    assert 0 < pd["p50_ttft_ms"] <= pd["p99_ttft_ms"] < pd["p99_e2el_ms"] and plain["p50_ttft_ms"] > 0
+    until(lambda: look(prefill).values["given_requests_total"] >= before + 6, "the first set-up's caches to be counted")
 
 
 def _shows_a_rate(text: str, kept: Path) -> bool:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_pd_connector.cli import main
+from vllm_pd_connector.cli.load.plan import size
 from vllm_pd_connector.cli.output import Exit
-from vllm_pd_connector.cli.plan import size
 
 WORDS = [
     "--rate",
