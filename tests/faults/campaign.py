@@ -2,15 +2,16 @@
 
     python tests/faults/campaign.py [--world pair|restarts|workers|network|both|operated|elastic|talks]
                                     [--mode pull|push] [--transport nixl|mooncake] [--verify off|sample|all]
-                                    [--family NAME] [--faults N] [--seed S] [--only TEXT] [--skip N] [--seconds S]
-                                    [--into DIR]
+                                    [--family NAME] [--stored] [--faults N] [--seed S] [--only TEXT] [--skip N]
+                                    [--seconds S] [--into DIR]
 
 Worlds: one prefill and one decode instance, of which nothing is restarted, with a router; two of each, killed and
 started again in turn; one of each with two workers, of which one is killed or stopped; one of each in network
 namespaces, with a bad network between them (needs root); two that each prefill for the other; one of each whose weights
 change, that is paused, and whose caches are reset; two of each behind the router, which leave and come back under load;
 one of each that keeps conversations, of which an instance may be killed and started again.
-On the bad network the side channel has keys, in mode push none, so that both legs can be sent at once there.
+On the bad network the side channel has keys, in mode push none, so that both legs can be sent at once there. With
+--stored every instance has a store of prefixes beside this connector, in a MultiConnector.
 
 After every fault these must hold: no request was answered with wrong tokens or an empty 200; every request ended
 within its deadline; every block is free again on every instance; no server or engine died but those that were killed;
@@ -97,9 +98,10 @@ def make_world(
     extra: Mapping[str, object] | None = None,
     network: Network | None = None,
     hold: Path | None = None,
+    stores: Path | None = None,
 ) -> World:
     """The instances of a campaign, see above. One of two decode instances computes itself what it cannot read. `hold`:
-    where prefill workers in mode push are held."""
+    where prefill workers in mode push are held. `stores`: where instances keep prefixes, if they do."""
     two, elastic, talks = name in ("restarts", "elastic"), name == "elastic", name == "talks"
     own = {
         **(BOTH_ROLES if name == "both" else {}),
@@ -119,6 +121,7 @@ def make_world(
         hold=hold if name == "workers" and (extra or {}).get("mode") == "push" else None,
         flags=LEAVING_FLAGS if elastic else conversing.FLAGS if talks else (),
         relayed=not (elastic or talks),
+        stores=stores,
     )
 
 
@@ -183,6 +186,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--only", default="", help="kinds whose name contains this text")
     made.add_argument("--family", default="gqa")
+    made.add_argument("--stored", action="store_true", help="a store of prefixes beside this connector")
     made.add_argument("--ipv6", action="store_true", help="the two hosts of world network speak it")
     made.add_argument("--seconds", type=float, default=1800.0, help="begin no further fault after this time")
     made.add_argument("--into", type=Path, help="directory for what is written down (default: one under out/faults)")
@@ -211,7 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 create_keys(directory / "keys", "all")
                 extra["side_channel_keys"] = str(directory / "keys")
-        world = make_world(servers, options.world, options.family, extra, network, directory / "hold")
+        stores = directory / "stores" if options.stored else None
+        world = make_world(servers, options.world, options.family, extra, network, directory / "hold", stores)
         try:
             results = run(world, faults, directory / "results.jsonl", until, options.skip)
         finally:

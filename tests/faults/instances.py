@@ -15,7 +15,7 @@ from examples.make_models import MODELS, make
 from tests.faults.system import processes
 from tests.faults.system.network import Host
 from tests.faults.system.relay import Relay
-from tests.support.servers.cluster import HOLDINGS
+from tests.support.servers.cluster import HOLDINGS, sibling, together
 
 LEASE_S = 4.0
 LIMITS = {"handshake_timeout": 3.0, "transfer_timeout": 4.0, "confirm_timeout": 3.0, "kv_lease_duration": LEASE_S}
@@ -64,9 +64,10 @@ class Instance:
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """Its `kv_connector_extra_config`."""
+        """This project's `kv_connector_extra_config`; beside others it is the first connector."""
         extra: Mapping[str, Any] = self._transfer["kv_connector_extra_config"]
-        return extra
+        own: Mapping[str, Any] = extra["connectors"][0]["kv_connector_extra_config"] if "connectors" in extra else extra
+        return own
 
     def processes(self, part: str) -> list[processes.Process]:
         """The processes of a part: "server" (the HTTP server), "engine", "worker"."""
@@ -94,9 +95,11 @@ def spec_of(
     hold: Path | None = None,
     more: Sequence[str] = (),
     variables: Mapping[str, str] = MappingProxyType({}),
+    store: Path | None = None,
 ) -> Spec:
     """How an instance is started, on this host or on one of a `Network`. `hold`: its prompts take several steps, and
-    its workers can be held (`pd_test_plugins.hold`). `more` are flags of `vllm serve`, `variables` are for it."""
+    its workers can be held (`pd_test_plugins.hold`). `more` are flags of `vllm serve`, `variables` are for it. `store`:
+    where a connector beside this project's, in a MultiConnector, keeps prefixes."""
     model = MODELS[family]
     own = {**LIMITS, **extra}
     environment = {"VLLM_SERVER_DEV_MODE": "1", "PD_TEST_POLITE": "1", **model.environment, **variables}
@@ -119,6 +122,9 @@ def spec_of(
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": own,
     }
+    if store is not None:
+        both = together(transfer, sibling("StoringConnector", role, store))
+        transfer = {**both, "kv_load_failure_policy": policy}
     return vllm_spec(
         name,
         make(model),

@@ -60,6 +60,7 @@ LANES: tuple[tuple[Line, ...], ...] = (
         Line("pair, Mooncake", 200, "--world pair --transport mooncake --faults 35"),
         Line("pair, Mooncake, push", 190, "--world pair --transport mooncake --mode push --faults 25"),
         Line("pair, several groups", 150, "--world pair --family swa --faults 20"),
+        Line("pair, beside a store", 120, "--world pair --stored --skip 80 --faults 95"),
         Line("network", 150, "--world network --faults 9"),
         Line("network, push, IPv6", 140, "--world network --mode push --ipv6 --skip 9 --faults 18"),
         Line("network, Mooncake", 140, "--world network --transport mooncake --skip 18 --faults 27"),

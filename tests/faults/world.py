@@ -55,6 +55,7 @@ class World:
         relayed: whether a man in the middle stands before prefill instances on this host. Where none does, requests of
             a pull may go by the router, which has an interface for operators (`admin`).
         environment: more variables of every instance.
+        stores: directory in which each instance has a store of prefixes, a connector beside this project's; None: none.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class World:
         asked: Sequence[Prompt] = (),
         relayed: bool = True,
         environment: Mapping[str, str] | None = None,
+        stores: Path | None = None,
     ) -> None:
         self.network = network
         self.hold = hold
@@ -104,6 +106,7 @@ class World:
                         hold if side == "prefill" else None,
                         flags,
                         environment or {},
+                        stores / f"{side}{number}" if stores else None,
                     )
                 )
         instances = [Instance(spec, server) for spec, server in zip(specs, servers.start(*specs), strict=True)]

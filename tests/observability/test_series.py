@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlPromMetrics
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 
-from vllm_pd_connector import __version__
+from vllm_pd_connector import __version__, plugin
 from vllm_pd_connector.instance_info import parse
 from vllm_pd_connector.observability.series import PDPromMetrics
 from vllm_pd_connector.observability.stats import MAX_PEERS, MAX_SAMPLES, OTHER, FailureKind, PDStats, Phase
@@ -147,3 +150,30 @@ def test_the_in_tree_connector_s_series_count_receives():
     assert page.value("vllm:nixl_bytes_transferred_sum") == 4096 and page.value("vllm:nixl_num_descriptors_sum") == 12
     assert page.value("vllm:nixl_num_failed_transfers_total") == 1
     assert page.value("vllm:nixl_num_kv_expired_reqs_total") == 1
+
+
+def test_beside_another_connector_the_series_of_both_are_on_the_page():
+    """vLLM's MultiConnector keeps each connector's counts under the name of its class, also between processes."""
+    plugin.register()
+    offloading = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 1 << 20}
+    entries = [
+        {"kv_connector": "PDConnector", "kv_role": "kv_consumer", "kv_connector_extra_config": {"mode": "push"}},
+        {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": offloading},
+    ]
+    made = config()
+    made.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": entries}
+    )
+    registry = CollectorRegistry()
+    page = MultiConnector.build_prom_metrics(made, kinds(registry), ["engine"], {0: ["0"]})
+    ours, theirs = PDStats(), OffloadingConnectorStats()
+    ours.count("receives", 3)
+    theirs.increase_counter("vllm:kv_offload_load_bytes", 64)
+    sent = MultiKVConnectorStats(data={"PDConnector": ours, "OffloadingConnector": theirs}).to_dict()
+    page.observe(sent)
+    assert registry.get_sample_value("vllm:pd_receives_total", {"engine": "0"}) == 3
+    assert registry.get_sample_value("vllm:kv_offload_load_bytes_total", {"engine": "0"}) == 64
+    [info] = parse(generate_latest(registry).decode()).values()
+    assert (info.role, info.mode) == ("kv_consumer", "push"), "its own entry's"
+    logged = MultiConnector.build_kv_connector_stats(sent).reduce()
+    assert set(logged) == {"PDConnector", "OffloadingConnector"} and all(logged.values())

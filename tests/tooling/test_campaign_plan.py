@@ -119,6 +119,11 @@ def test_make_faults_has_every_kind_in_every_world_and_a_few_in_mode_push(seed: 
         assert all(len(faults_in(line, seed)) >= 6 for line in lines)
 
 
+def test_make_faults_has_a_pair_beside_another_connector() -> None:
+    [line] = [line for line in LINES if parser().parse_args(line.arguments(1)).stored]
+    assert len({fault.kind for fault in faults_in(line, 1)}) > 5
+
+
 def test_make_faults_runs_these_lines_enough_faults_and_ends_in_time() -> None:
     assert re.search(r"^faults: setup\n\t\$\(RUN\) tests/faults/lines\.py ", Path(ROOT / "Makefile").read_text(), re.M)
     assert sum(len(faults_in(line, 1)) for line in LINES) >= LEAST

@@ -28,6 +28,9 @@ from tests.support.servers.pairs import ROOT, Pairs
 pytestmark = pytest.mark.e2e
 
 SOURCES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "vllm_pd_connector")
+FIRST_START_S = 960.0
+"""Longer than the launcher waits for its instances, so that it tells what they did. In a new environment no module is
+compiled yet."""
 ENVIRONMENT = {**os.environ, "PYTHONPATH": "", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
@@ -109,7 +112,8 @@ def test_every_extra_is_found(extra: str, built: dict[str, Path], tmp_path: Path
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The environment that docker/Dockerfile.cpu makes, by its COPY lines and its set-up in an empty directory.
 
-    The image's base, its user and apt's lists are not there. Below it lies some GB, for as long as this module runs.
+    The image's base, its user and apt's lists are not there. Below it lie some GB, for as long as this module runs. The
+    set-up took 12 minutes on two cores that other work wanted, too.
     """
     directory = tmp_path_factory.mktemp("image")
     lines = (ROOT / "docker" / "Dockerfile.cpu").read_text().replace("\\\n", " ").splitlines()
@@ -157,7 +161,7 @@ def test_the_quickstart_runs_from_the_wheel(image: Path, built: dict[str, Path],
         base,
         {"PYTHONPATH": "", "PATH": os.pathsep.join([str(image), "/usr/bin", "/bin"])},
     )
-    [launcher] = pairs.servers.start(spec)
+    [launcher] = pairs.servers.start(spec, timeout=FIRST_START_S)
     try:
         body = {"model": str(tmp_path / "gqa"), "prompt": "San Francisco is", "max_tokens": 16, "temperature": 0}
         answer = post(f"{launcher.url}/v1/completions", body)
