@@ -116,6 +116,8 @@ EVERY = (
     Setup("Triton fp8/head NHD", "TRITON_ATTN", layout="LBNHC", dtype="fp8_per_token_head", tp=(2, 4)),
     Setup("Triton int4/head", "TRITON_ATTN", dtype="int4_per_token_head", tp=(2, 4)),
     Setup("FlashInfer NVFP4", "FLASHINFER", 100, dtype="nvfp4", tp=(2, 4)),
+    Setup("FlashInfer NVFP4, Hopper", "FLASHINFER", dtype="nvfp4", tp=(2, 4)),
+    Setup("FlashInfer NVFP4 NHD, SM120", "FLASHINFER", 120, layout="LBNHC", dtype="nvfp4", block=32, tp=(2, 8)),
     Setup("TurboQuant", "TURBOQUANT", layout="LBNHC", dtype="turboquant_k8v4", tp=(2, 4)),
     Setup("HPC NHD", "HPC_ATTN", layout="LBNHC", block=64, tp=(2, 4)),
     Setup("B12X", "B12X", 120, dtype="auto", block=64, tp=(2, 4)),
