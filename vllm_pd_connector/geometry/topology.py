@@ -201,7 +201,10 @@ _ADVICE = {
     "dtype": "start both with the same --dtype",
     "kv_cache_dtype": "start both with the same --kv-cache-dtype",
     "rope": "start both with the same --rope-scaling, --max-model-len and --hf-overrides",
-    "speculative": "start both with the same method and model in --speculative-config, however many tokens they draft, or one without",
+    "speculative": (
+        "start both with the same method and model in --speculative-config, however many tokens they draft, or one "
+        "without"
+    ),
     "weights": "load the same weights on both sides; where these are the same, name them alike with weights_version",
     "quantization": "start both with the same --quantization, or set allow_mixed_quantization on both",
 }
