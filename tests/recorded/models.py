@@ -203,6 +203,8 @@ MODELS = (
     Model("DeepSeek-V4", "DeepseekV4ForCausalLM", 43, 1, _V4, V4_SETUPS),
     Model("Nemotron-H 30B", "NemotronHForCausalLM", 52, 2,
           (*((State("mamba2", (4096, 8, 64, 64, 128, 4), groups=8),),) * 3, (Attention(2, 128),)), HYBRID),
+    Model("Gemma-3 27B", "Gemma3ForConditionalGeneration", 62, 16,
+          (*((Attention(16, 128, window=1024),),) * 5, (Attention(16, 128),)), PLAIN),
     Model("Gemma-4 26B", "Gemma4ForConditionalGeneration", 30, 8,
           (*((Attention(8, 256, window=1024),),) * 2, (Attention(2, 512),)), WITH_IMAGES, per_layer=True),
     Model("Gemma-4 31B", "Gemma4ForConditionalGeneration", 60, 16,
