@@ -47,6 +47,7 @@ def test_one_side_may_draft_alone_and_nothing_is_moved_for_its_drafter() -> None
     moved = [p for edge in plan.edges for p in edge.pairings]
     layers = [{name for p in pairings for b in p.batches for name in b.layers} for pairings in (moved, plan.absent)]
     assert layers == [{"layers.0.attn", "layers.1.attn"}, {"layers.2.attn"}]
+    assert plan.unfilled == {"layers.2.attn"}
     assert not make_plan(plain[0], drafting()).absent
 
 

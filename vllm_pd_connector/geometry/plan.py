@@ -157,6 +157,11 @@ class Plan:
     edges: tuple[Edge, ...]
     absent: tuple[PagePairing, ...] = ()
 
+    @property
+    def unfilled(self) -> frozenset[str]:
+        """The layers of `absent`."""
+        return frozenset(layer for family in self.absent for batch in family.batches for layer in batch.layers)
+
     def edge(self, source: Rank) -> Edge | None:
         """The edge from this source rank, or None if it gives nothing."""
         return next((edge for edge in self.edges if edge.source == source), None)
@@ -228,8 +233,8 @@ def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
         for rank, source, mine in zip(ranks, sources, parts, strict=True)
         if mine
     ]
-    unfilled = _pairings(destination, destination, absent)
-    return Plan(destination.parallel.rank, tuple(sorted(edges, key=lambda edge: edge.source)), unfilled)
+    alone_here = _pairings(destination, destination, absent)
+    return Plan(destination.parallel.rank, tuple(sorted(edges, key=lambda edge: edge.source)), alone_here)
 
 
 def _shape(tensor: Tensor) -> tuple[object, ...]:
