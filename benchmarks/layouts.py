@@ -6,6 +6,7 @@ The model has 8 layers of 8 KV heads of 128 channels in bfloat16, in blocks of 1
 follow each other: the figures are counts, and the same on every machine. They are those of one decode rank and all the
 ranks that it reads from. `straight` are the runs between the two caches; `way` is what the connector does with them,
 with the price of a run that `--run-cost` gives: where they are short, it reads whole pages and converts.
+The second table is that of docs/performance.md.
 """
 
 from __future__ import annotations
@@ -57,6 +58,31 @@ def table(tokens: int, run_cost: int) -> list[dict[str, object]]:
     return [row(layout, sizes, tokens, run_cost) for sizes in SIZES for layout in LAYOUTS]
 
 
+NAMES = {
+    "LBNHC": "LBNHC (NHD, vLLM's choice on most GPUs)",
+    "LBHNC": "LBHNC (HND, what this connector asks for)",
+}
+
+
+def page(rows: Sequence[dict[str, object]]) -> list[str]:
+    """The table of docs/performance.md, a line per layout."""
+    heads = [f"TP {p} → {d}" for p, d in SIZES]
+    lines = [f"| layout | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for layout in LAYOUTS:
+        cells = [_cell(one) for one in rows if one["layout"] == layout]
+        lines.append(f"| {NAMES.get(layout, layout)} | {' | '.join(cells)} |")
+    return lines
+
+
+def _cell(one: dict[str, object]) -> str:
+    size = int(str(one["mean bytes"]))
+    text = f"{one['straight runs']:,} of {f'{size >> 10} KiB' if size >= 1 << 10 else f'{size} B'}"
+    if one["way"] == "converted":
+        text += f"; converted: {one['runs']:,}"
+        text += f", reading {read} times the bytes" if (read := one["bytes read / needed"]) != 1.0 else ""
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4001, help="length of the request (default: 4001)")
@@ -71,6 +97,7 @@ def main() -> None:
     print("| --- " * len(names) + "|")
     for one in rows:
         print("| " + " | ".join(str(one[name]) for name in names) + " |")
+    print("", *page(rows), sep="\n")
     if options.json:
         given = {"tokens": options.tokens, "run_cost": options.run_cost}
         options.json.write_text(json.dumps({"options": given, "results": rows}, indent=2) + "\n")

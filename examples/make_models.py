@@ -334,6 +334,18 @@ DEEP = replace(MODELS["gqa"], name="deep", family="GQA, 16 layers", build=functo
 """As many layers as a push that is written layer by layer has waves."""
 
 
+def _moe() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    # All experts for every token: see `_qwen3next`.
+    experts = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=2, **heads, **experts, **_common()))
+
+
+EXPERTS = Model("moe", "GQA, a mixture of experts", _moe)
+
+
 def _llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 

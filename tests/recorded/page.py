@@ -30,7 +30,7 @@ A model's table has prefill setups as rows and decode setups as columns, by numb
 | in a table | means |
 | --- | --- |
 | ● | works between all tensor-parallel sizes listed for the two |
-| = | works only where both have the same tensor-parallel size; other sizes are refused |
+| = *a letter* | works only where both have the same tensor-parallel size; why other sizes are refused |
 | *a letter* | refused; the letters are explained below each table |
 
 "Affine" pages are cut by token, head and channel: block sizes, layouts and tensor-parallel sizes may differ. "Opaque"
@@ -122,10 +122,9 @@ def _cell(judged: list[tuple[Fixture, Fixture, Verdict]], letters: dict[tuple[st
     if all(verdict.allowed for _, _, verdict in judged):
         return "●"
     equal = [verdict for prefill, decode, verdict in judged if prefill.tp == decode.tp]
-    if equal and all(verdict.allowed for verdict in equal):
-        return "="
     refused = _cause(next(verdict.fields for _, _, verdict in judged if not verdict.allowed))
-    return letters.setdefault(refused, chr(ord("a") + len(letters)))
+    letter = letters.setdefault(refused, chr(ord("a") + len(letters)))
+    return f"= {letter}" if equal and all(verdict.allowed for verdict in equal) else letter
 
 
 def _cause(fields: tuple[str, ...]) -> tuple[str, ...]:

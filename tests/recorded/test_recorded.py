@@ -61,6 +61,10 @@ HOPPER, BLACKWELL = "FlashMLA sparse fp8_ds_mla, Hopper", "FlashMLA sparse fp8_d
         ("Llama-3 70B", ("Triton int8/head", 2), ("Triton int8/head", 4), "affine"),
         ("Llama-3 70B", ("FlashInfer NVFP4", 2), ("FlashInfer NVFP4", 2), "opaque"),
         ("Llama-3 70B", ("FlashInfer NVFP4", 2), ("FlashInfer NVFP4", 4), "page bytes"),
+        # Blackwell's 10.x has the scales of V in tiles of four tokens, in pages that look the same.
+        ("Llama-3 70B", ("FlashInfer NVFP4, Hopper", 2), ("FlashInfer NVFP4, Hopper", 4), "affine"),
+        ("Llama-3 70B", ("FlashInfer NVFP4, Hopper", 4), ("FlashInfer NVFP4 NHD, SM120", 8), "affine"),
+        ("Llama-3 70B", ("FlashInfer NVFP4, Hopper", 2), ("FlashInfer NVFP4", 2), "caches"),
         ("Bailing-linear", ("FA NHD", 2), ("FA NHD", 8), "affine"),
     ],
 )

@@ -47,7 +47,7 @@ from vllm_pd_connector.geometry.sharding import (
     intersect,
     require_one_writer,
 )
-from vllm_pd_connector.geometry.topology import box_of, logical_axes, pair_differences, share_box
+from vllm_pd_connector.geometry.topology import box_of, drafts_alone, logical_axes, pair_differences, share_box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -150,10 +150,17 @@ def _of_layers(batch: LayerBatch, wanted: Callable[[str], bool]) -> LayerBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """One edge per source rank that contributes, ordered by rank."""
+    """One edge per source rank that contributes, ordered by rank. `absent` are the destination's tensors that no source
+    has, those of a drafter, each paired with itself: there is nothing to move, and nothing may be left there."""
 
     destination: Rank
     edges: tuple[Edge, ...]
+    absent: tuple[PagePairing, ...] = ()
+
+    @property
+    def unfilled(self) -> frozenset[str]:
+        """The layers of `absent`."""
+        return frozenset(layer for family in self.absent for batch in family.batches for layer in batch.layers)
 
     def edge(self, source: Rank) -> Edge | None:
         """The edge from this source rank, or None if it gives nothing."""
@@ -198,8 +205,15 @@ def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
     known: dict[object, tuple[_Cut, ...]] = {}
     chosen: list[tuple[Tensor, _Cut, list[tuple[int, Tensor]], dict[str, int]]] = []
     served: dict[tuple[int, ...], dict[str, int]] = {}  # replicas to the layers they can serve, numbered
+    absent: list[_Part] = []
     for tensor in destination.tensors:
         candidates = holders.get((tensor.layer, tensor.role), [])
+        # A state cannot be missing: decode would go on from nothing.
+        paged = destination.groups[tensor.group].kind is not GroupKind.STATE
+        alone = bool(sources) and drafts_alone(tensor.layer, destination.model, sources[0].model)
+        if not candidates and paged and alone:
+            absent.append(_Part(tensor.layer, tensor, tensor, box_of(tensor.axes)))
+            continue
         shape = (_shape(tensor), tuple((i, _shape(peer)) for i, peer in candidates))
         if (cuts := known.get(shape)) is None:
             cuts = known[shape] = _cut(tensor, candidates, destination, sources)
@@ -219,7 +233,8 @@ def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
         for rank, source, mine in zip(ranks, sources, parts, strict=True)
         if mine
     ]
-    return Plan(destination.parallel.rank, tuple(sorted(edges, key=lambda edge: edge.source)))
+    alone_here = _pairings(destination, destination, absent)
+    return Plan(destination.parallel.rank, tuple(sorted(edges, key=lambda edge: edge.source)), alone_here)
 
 
 def _shape(tensor: Tensor) -> tuple[object, ...]:

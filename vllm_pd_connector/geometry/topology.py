@@ -7,6 +7,8 @@ The check is made of two questions, each answered completely before the next is 
    logical tensor.
 2. Do the cached numbers mean the same? Model facts, dtypes, roles, extents, windows: compared by name.
 
+One side may draft alone: the caches of its drafter are then nobody's to give or to want (`drafts_alone`).
+
 Block sizes, layouts, tensor, pipeline and context parallel sizes, the interleaving of tokens and capacities may differ:
 the planner converts between them.
 A result that nobody computed denies.
@@ -16,6 +18,7 @@ Source: xLLM, `check_pd_topo` (statuses, order of evaluation).
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
@@ -198,10 +201,28 @@ _ADVICE = {
     "dtype": "start both with the same --dtype",
     "kv_cache_dtype": "start both with the same --kv-cache-dtype",
     "rope": "start both with the same --rope-scaling, --max-model-len and --hf-overrides",
-    "speculative": "start both with the same method and model in --speculative-config, however many tokens they draft",
+    "speculative": (
+        "start both with the same method and model in --speculative-config, however many tokens they draft, or one "
+        "without"
+    ),
     "weights": "load the same weights on both sides; where these are the same, name them alike with weights_version",
     "quantization": "start both with the same --quantization, or set allow_mixed_quantization on both",
 }
+
+
+_LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\b")
+
+
+def drafts_alone(layer: str, own: ModelFacts, peer: ModelFacts) -> bool:
+    """Whether a layer is a drafter's whose like the peer, which serves the same model, does not have since it does not
+    draft. A drafter's layers are numbered behind the model's, or are another model's.
+
+    Source: vLLM 0.32, `llama_eagle.py` (`start_layer_id`), `deepseek_mtp.py`, `v1/spec_decode/draft_model.py`.
+    """
+    if not own.speculative or peer.speculative:
+        return False
+    number = _LAYER_NUMBER.search(layer)
+    return layer.startswith("draft_model.") or (number is not None and int(number[1]) >= own.num_layers)
 
 
 def instance_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) -> list[Difference]:
@@ -211,6 +232,7 @@ def instance_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) 
         Difference(name, repr(here), repr(there), _ADVICE[name])
         for name in ModelFacts.__struct_fields__
         if (here := getattr(mine.model, name)) != (there := getattr(theirs.model, name))
+        and not (name == "speculative" and "" in (here, there))
     ]
     if mine.transport != theirs.transport:
         advice = "set the same transport in kv_connector_extra_config"
@@ -223,7 +245,10 @@ def _role_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) -> 
     # One worker of a pipeline holds some of the layers; what only the other side has is then no difference.
     whole = len({m.parallel.pp_rank for m in local}) == local[0].parallel.pp_size
     found: dict[tuple[str, str], list[str]] = {}
+    mine, theirs = local[0].model, remote[0].model
     for layer in sorted(here.keys() | (there.keys() if whole else set())):
+        if drafts_alone(layer, *((mine, theirs) if layer in here else (theirs, mine))):
+            continue
         sides = here.get(layer, frozenset()), there.get(layer, frozenset())
         if sides[0] != sides[1]:
             printed = [", ".join(sorted(roles)) or "absent" for roles in sides]

@@ -128,7 +128,8 @@ def _view(
             f"{group.block_tokens} tokens over {group.share.size} ranks; this cache is stored in a way that this "
             "version does not know"
         )
-    held, total = _heads(cache, heads, model, place)
+    slots = 2 if cache.page.form is Form.KEY_VALUE_REGIONS else 1  # of the view, for each head
+    held, total = _heads(cache, heads // slots, model, place)
     size = cache.tensor.element_size()
     strides = byte_strides(cache.tensor)
     return PageView(
@@ -189,6 +190,8 @@ def _tensors(cache: LayerCache, view: PageView) -> tuple[Tensor, ...]:
             return attention.values_then_scales(view, page.values, page.scales, page.role)
         case Form.KEY_VALUE_SCALED:
             return attention.key_value_scaled(view, page.values, page.scales)
+        case Form.KEY_VALUE_REGIONS:
+            return attention.key_value_regions(view, page.values, page.scales)
         case Form.RING:
             return attention.ring(view, page.role)
         case Form.KEY_VALUE:

@@ -137,6 +137,25 @@ def per_token_head(at: Written) -> Record:
     return record
 
 
+def nvfp4(at: Written) -> Record:
+    """`flashinfer.py`, `_nvfp4_kv_views`: [K data | K scale | V data | V scale], each side being half of the page, each
+    region in the order of the page's slots."""
+    _, slots, tokens, content = at.view.shape
+    heads, page = slots // 2, at.view.storage_offset() + PAGE * at.view.stride(0)
+    by_head = at.view.stride(1) > at.view.stride(2)
+    everything = torch.as_strided(at.view, (slots * tokens * content,), (1,), page)
+    record: Record = {}
+    for side, roles in enumerate(((Role.KEY, Role.KEY_SCALE), (Role.VALUE, Role.VALUE_SCALE))):
+        half = everything[side * heads * tokens * content :][: heads * tokens * content]
+        data = heads * tokens * content * 8 // 9
+        for role, region, width in ((roles[0], half[:data], content * 8 // 9), (roles[1], half[data:], content // 9)):
+            shape = (heads, tokens, width) if by_head else (tokens, heads, width)
+            where = region.view(shape)[:, at.slot] if by_head else region.view(shape)[at.slot]
+            record[role] = at.draw(heads * width)
+            put(where, record[role].reshape(heads, width))
+    return record
+
+
 def kpool_tail(at: Written) -> Record:
     """`glm5next`: the raw key and the gate's score are the two heads of a slot of the ring."""
     heads, content = at.view.shape[1], at.view.shape[3]
@@ -174,6 +193,8 @@ WRITERS = [
     ("Llama-3 70B", "Triton int8/head", "attn", per_token_head),
     ("Llama-3 70B", "Triton fp8/head NHD", "attn", per_token_head),
     ("Llama-3 70B", "Triton int4/head", "attn", per_token_head),
+    ("Llama-3 70B", "FlashInfer NVFP4, Hopper", "attn", nvfp4),
+    ("Llama-3 70B", "FlashInfer NVFP4 NHD, SM120", "attn", nvfp4),
     ("GLM-5-Next", "FlashMLA sparse bf16, Hopper", "tail_cache", kpool_tail),
 ]
 

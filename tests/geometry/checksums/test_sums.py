@@ -71,6 +71,7 @@ def test_what_no_source_has_is_told() -> None:
     theirs = [Checksum("l", "key", 1, np.array([2, 3], dtype=np.uint64)), Checksum("l", "value", 0, mine[0].values)]
     assert difference(mine, theirs) == "l key index 0 is not known to the prefill side (1 of 2)"
     assert difference(mine, [*theirs, Checksum("l", "key", 0, np.array([1], dtype=np.uint64))]) == ""
+    assert difference(mine, theirs, {"l"}) == "", "nobody has what a drafter of ours alone has cached"
 
 
 def test_every_replica_must_agree() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -19,6 +20,8 @@ from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable
 from vllm_pd_connector.geometry.plan import make_plan
 from vllm_pd_connector.geometry.staging.blanks import blanks
 from vllm_pd_connector.geometry.staging.strided_copy import Copy
+
+change = msgspec.structs.replace
 
 
 def as_ordered(move: Move) -> Move:
@@ -89,6 +92,25 @@ def test_a_page_s_tail_is_blank_where_only_tokens_move(source: str, blank: int) 
     [worker] = instance(move.model, move.destination, "decode-1")
     plan = make_plan(worker.manifest, [s.manifest for s in sources])
     assert len(places(worker, list(blanks(plan, move.destination_tables, 0, 5, {})))) == blank
+
+
+def test_pages_of_a_drafter_that_prefill_has_not_are_blank_whole() -> None:
+    model = Model(layers=3, heads=2, key=1, value=1)
+    move = make_move(model, Side(), Side(), 0, 5)
+    sources, [worker] = instance(replace(model, layers=2), Side(), "p-0"), instance(model, Side(), "decode-1")
+    drafts, plain = (
+        change(one.manifest, model=change(one.manifest.model, speculative=name))
+        for one, name in ((worker, "eagle"), (sources[0], ""))
+    )
+    blank = set(places(worker, list(blanks(make_plan(drafts, [plain]), move.destination_tables, 0, 5, {}))))
+    wanted = slots(worker, move)
+    drafter = {
+        at
+        for (layer, _), index in worker.where.items()
+        if layer == "layers.2.attn"
+        for at in index[move.destination_tables[0].ids].ravel().tolist()
+    }
+    assert drafter and drafter <= blank <= wanted
 
 
 def test_many_layers_and_pages_are_few_fills() -> None:

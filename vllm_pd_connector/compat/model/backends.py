@@ -45,6 +45,9 @@ INDEX_ROWS = frozenset({"MINIMAX_M3_SPARSE_INDEXER"})
 INLINE_SCALES = frozenset({"TRITON_ATTN"})
 """Backends that keep the scales of each token and head behind its K, and behind its V."""
 
+FP4_REGIONS = frozenset({"FLASHINFER"})
+"""Backends whose NVFP4 pages have K, its scales, V and its scales in regions of their own."""
+
 
 def register_plain_backend(name: str) -> None:
     """Say that a backend's pages are plain; `name` is its `get_name()`.

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_pd_connector.compat.model.layers import UNKNOWN_LAYER, LayerFacts, layer_facts
-from vllm_pd_connector.compat.model.pages import Page, page_of
+from vllm_pd_connector.compat.model.pages import Page, nvfp4_in_order, page_of
 from vllm_pd_connector.compat.model.recurrent import representative, state_block_tokens, states_of
 from vllm_pd_connector.errors import UnsupportedCache
 from vllm_pd_connector.geometry.manifest import WHOLE, Coordinates, Group, GroupKind, TokenShare
@@ -222,7 +222,7 @@ def layer_caches(
         UnsupportedCache: a layer of a transfer group was not handed over.
     """
     facts = layer_facts(vllm_config)
-    rocm = torch.version.hip is not None
+    rocm, in_order = torch.version.hip is not None, nvfp4_in_order()
     caches = []
     for index, layer, spec, tensor in _layers(config, kv_caches):
         if not isinstance(spec, AttentionSpec):
@@ -232,7 +232,7 @@ def layer_caches(
             LayerCache(
                 layer=layer,
                 group=index,
-                page=page_of(spec, known.backend, rocm=rocm),
+                page=page_of(spec, known.backend, rocm=rocm, nvfp4_in_order=in_order),
                 facts=known,
                 head_size=spec.head_size,
                 head_size_v=spec.head_size_v,

@@ -6,7 +6,7 @@ between instances that store it alike.
 
 Source: vLLM 0.32, by form: `flashmla_sparse.py` (the note on fp8 formats), `rocm_aiter_mla_sparse.py`
 (`_indexer_k_quant_and_cache_kernel`), `models/deepseek_v4/common/ops/cache_utils.py`, `triton_attn.py`
-(`_ensure_scale_caches`).
+(`_ensure_scale_caches`), `flashinfer.py` (`_nvfp4_kv_views`), `csrc/libtorch_stable/nvfp4_kv_cache_kernels.cu`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Form(Enum):
 
     KEY_VALUE = "K and V of every head"
     KEY_VALUE_SCALED = "K with its scale, then V with its scale, of every head"
+    KEY_VALUE_REGIONS = "K of all heads and tokens, its scales, then V and its scales"
     ROWS = "one record per token"
     VALUES_THEN_SCALES = "the values of all tokens, then the scales of all tokens"
     RING = "the latest tokens of a request, in a ring"
@@ -65,8 +66,20 @@ INDEX_VALUES, INDEX_SCALES = 128, 4
 SCALE_BYTES = 4
 
 
-def page_of(spec: AttentionSpec, backend: str, *, rocm: bool) -> Page:
-    """The form of the pages of one layer."""
+FP4_BLOCK = 16
+"""Elements of NVFP4 that share a scale of one byte; two elements are a byte."""
+
+
+def nvfp4_in_order() -> bool:
+    """Whether this device's NVFP4 pages have the scales of V in the order of their tokens. Those of the Blackwell
+    family 10.x have them in tiles of four tokens, as its kernels read them; pages of the two look alike and are not."""
+    from vllm.platforms import current_platform
+
+    return any(current_platform.is_device_capability_family(family) for family in (80, 90, 120))
+
+
+def page_of(spec: AttentionSpec, backend: str, *, rocm: bool, nvfp4_in_order: bool = False) -> Page:
+    """The form of the pages of one layer; `nvfp4_in_order` is the device's, as the function of that name tells it."""
     if isinstance(spec, CircularBufferSpec):
         return Page(Form.RING, Role.INDEX)
     if spec.tokens_per_state != 1:
@@ -75,7 +88,7 @@ def page_of(spec: AttentionSpec, backend: str, *, rocm: bool) -> Page:
         return _vectors(spec, backend, rocm)
     if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec):
         return _opaque(f"a {type(spec).__name__}")
-    return _heads(spec, backend)
+    return _heads(spec, backend, nvfp4_in_order)
 
 
 def _opaque(reason: str) -> Page:
@@ -111,7 +124,7 @@ def _vectors(spec: MLAAttentionSpec | SlidingWindowMLASpec, backend: str, rocm: 
     return _opaque(f"{spec.cache_dtype_str} with {content} bytes a token")
 
 
-def _heads(spec: AttentionSpec, backend: str) -> Page:
+def _heads(spec: AttentionSpec, backend: str, nvfp4_in_order: bool) -> Page:
     mode = spec.kv_quant_mode
     plain = spec.num_head_slots is None and spec.state_content_bytes is None
     # One scale per tensor, kept with the weights: the page holds plain one-byte elements.
@@ -124,5 +137,15 @@ def _heads(spec: AttentionSpec, backend: str) -> Page:
             return Page(Form.KEY_VALUE_SCALED, Role.KEY, content // 2 - SCALE_BYTES, SCALE_BYTES)
         return _opaque(f"{mode.name} of {backend}, whose writer was not read")
     if mode.is_nvfp4:
-        return _opaque("NVFP4: how its kernels order the block scales of several tokens was not read")
+        return _nvfp4(spec, backend, nvfp4_in_order)
     return _opaque(f"{mode.name} of {backend} in {spec.num_heads} slots of {content} bytes a token")
+
+
+def _nvfp4(spec: AttentionSpec, backend: str, in_order: bool) -> Page:
+    content, values, scales = spec.state_content_size_bytes, spec.head_size // 2, spec.head_size // FP4_BLOCK
+    slots = spec.num_head_slots == 2 * spec.num_kv_heads and content == values + scales
+    if backend not in backends.FP4_REGIONS or not slots or spec.head_size != spec.head_size_v:
+        return _opaque(f"NVFP4 of {backend}, whose writer was not read")
+    if not in_order:
+        return _opaque("NVFP4, where this device has the scales of V in tiles of four tokens")
+    return Page(Form.KEY_VALUE_REGIONS, Role.KEY, values, scales)

@@ -19,7 +19,7 @@ from vllm_pd_connector.geometry.checksums.digest import Memory, Values, digests,
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Sequence
 
     from vllm_pd_connector.geometry.blocks import BlockTables
 
@@ -64,12 +64,15 @@ def checksums(
     return found
 
 
-def difference(mine: Iterable[Checksum], theirs: Iterable[Checksum]) -> str:
-    """Where a destination's checksums are not those of every source that has them too, or of none; empty if nowhere."""
+def difference(mine: Iterable[Checksum], theirs: Iterable[Checksum], unfilled: Container[str] = ()) -> str:
+    """Where a destination's checksums are not those of every source that has them too, or of none; empty if nowhere.
+    Layers that are `unfilled` no source has (`Plan.unfilled`)."""
     sources: dict[tuple[str, str], list[Checksum]] = defaultdict(list)
     for there in theirs:
         sources[there.layer, there.role].append(there)
     for here in mine:
+        if here.layer in unfilled:
+            continue
         seen = np.zeros(len(here.values), dtype=bool)
         wrong = np.zeros(len(here.values), dtype=bool)
         for there in sources[here.layer, here.role]:

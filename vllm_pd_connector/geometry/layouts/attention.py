@@ -5,6 +5,7 @@ which of its six physical layouts was chosen, so one codec per *content* is enou
 
     key_value           C holds K then V of one token and head
     key_value_scaled    C holds K, its scale, V and its scale of one token and head
+    key_value_regions   a page holds K of all tokens and heads, the scales of K, then V and the scales of V likewise
     cpu_attention       per page and head, N*C bytes hold K transposed [D, N], then V [N, D]
     latent              C holds one vector per token, the same on every rank (MLA, shared indexers)
     values_then_scales  a page's N*C bytes hold the values of all its tokens, then the scales of all
@@ -87,6 +88,31 @@ def key_value_scaled(view: PageView, values: int, scales: int) -> tuple[Tensor, 
         tensors.append(_tensor(view, role, start, token_stride, head_stride, elements, view.itemsize))
         of_scale = replace(view, dtype="scale", itemsize=scales)
         tensors.append(_tensor(of_scale, scale, start + values, token_stride, head_stride, 1, scales))
+    return tuple(tensors)
+
+
+def key_value_regions(view: PageView, values: int, scales: int) -> tuple[Tensor, ...]:
+    """A page in four regions: K, the scales of K, V, the scales of V, each over all heads and tokens; `values` and
+    `scales` are bytes of one side of one token and head. The view has two slots a head, and a region the slots' order:
+    the heads one after the other, or the tokens.
+
+    Raises:
+        UnsupportedCache: other sizes, or the slots of a page are not side by side.
+    """
+    _, slots, tokens, content = view.shape
+    heads, size = len(view.heads), values + scales
+    by_head, by_token = (tokens * size, size, 1), (size, slots * size, 1)
+    if content != size or slots != 2 * heads or view.strides[1:] not in (by_head, by_token):
+        raise UnsupportedCache(
+            f"{view.layer}: slots of shape {view.shape[1:]} with byte strides {view.strides[1:]} are not those of "
+            f"{heads} heads and {size} bytes a token; a page of values and scales is one contiguous piece"
+        )
+    tensors, start = [], 0
+    for role, scale in ((Role.KEY, Role.KEY_SCALE), (Role.VALUE, Role.VALUE_SCALE)):
+        for part, channels in ((role, values), (scale, scales)):
+            steps = (heads * channels, channels) if view.strides[1:] == by_token else (channels, tokens * channels)
+            tensors.append(_tensor(view, part, start, *steps, channels, 1))
+            start += heads * tokens * channels
     return tuple(tensors)
 
 

@@ -8,7 +8,8 @@ old bytes may be read as NaN, and zero times NaN is NaN.
 
 What a run covers follows from the plan, in a pull as in a push: every pairing has its own end of the range. So the
 destination finds its blanks alone, whoever moves the bytes, and each element belongs to one edge of the plan. States
-have no slots and always come whole.
+have no slots and always come whole. Where decode drafts and prefill does not, the drafter's pages are blank altogether:
+it drafts as if it had not seen the prompt.
 
 Source: vLLM 0.32, `KVCacheConfig.needs_kv_cache_zeroing`, `KVCacheCoordinator.allocate_new_computed_blocks`.
 """
@@ -47,6 +48,9 @@ def blanks(
             if family.kind is not GroupKind.STATE:
                 late = late_starts.get(family.destination.group, 0)
                 yield from _of_family(family, destination[family.destination.group], max(start, late), stop)
+    for family in plan.absent:
+        table, block = destination[family.destination.group], block_tokens(family.destination)
+        yield from _between(family, table, table.first_block * block, table.end * block)
 
 
 def _of_family(family: PagePairing, table: BlockTable, start: int, stop: int) -> Iterator[Copy]:
@@ -57,12 +61,19 @@ def _of_family(family: PagePairing, table: BlockTable, start: int, stop: int) ->
     if family.whole:  # pages move with all of their slots
         start = token_at(share, held_before(share, start) // page * page)
     for low, high in ((begin, min(start, end)), (max(begin, stop), end)):
-        first, tokens = cut(low, high, (family.source.share, page), (share, page))
-        pages, absent = pages_of(paging, table, first)
-        kinds = np.stack((local_position(share, first) % page, tokens), axis=1)
-        for slot, count in np.unique(kinds[~absent], axis=0).tolist():
-            alike = (kinds == (slot, count)).all(axis=1) & ~absent
-            yield from _in_pages(family, slot, count, np.sort(pages[alike]) * paging.page_stride)
+        yield from _between(family, table, low, high)
+
+
+def _between(family: PagePairing, table: BlockTable, low: int, high: int) -> Iterator[Copy]:
+    """The slots of tokens [low, high)."""
+    paging = family.destination
+    page, share = paging.page_tokens, paging.share
+    first, tokens = cut(low, high, (family.source.share, page), (share, page))
+    pages, absent = pages_of(paging, table, first)
+    kinds = np.stack((local_position(share, first) % page, tokens), axis=1)
+    for slot, count in np.unique(kinds[~absent], axis=0).tolist():
+        alike = (kinds == (slot, count)).all(axis=1) & ~absent
+        yield from _in_pages(family, slot, count, np.sort(pages[alike]) * paging.page_stride)
 
 
 def _in_pages(family: PagePairing, slot: int, count: int, pages: Addresses) -> Iterator[Copy]:

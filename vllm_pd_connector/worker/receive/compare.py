@@ -42,15 +42,15 @@ class ChecksumComparison:
     def begin(self, active: ActiveReceive, calls: PendingCalls, drive: Drive, now: float) -> None:
         """Ask for the prefill side's checksums and make ours; what they say comes back to this thread."""
         request, lease = active.request, active.lease
-        assert lease is not None
-        active.verified = True
+        assert lease is not None and active.plan is not None
+        active.verified, unfilled = True, active.plan.unfilled
         starts = starts_of(request, self._manifest, active.first_valid_tokens)
         mine = self._summing.submit(received_checksums, self._manifest, self._memory, request, starts)
 
         def compare(outcome: Outcome) -> str:
             match outcome:
                 case LeaseChecksums(pieces):
-                    return difference(mine.result(), of_pieces(pieces))
+                    return difference(mine.result(), of_pieces(pieces), unfilled)
                 case Failure(message=reason):
                     return reason
                 case _:
