@@ -200,6 +200,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         self.worker.restore()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        self.worker.restore()  # vLLM 0.33 asks after every waking, also after a sleep that was refused half-way
         own = EncodedManifest(self.worker.encoded_manifest(), self.worker.token, weights=self.worker.weights)
         return replace(own, replicas=facts.of_replicas(self._vllm_config, own))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.proxy.stand_ins import exposition, info
@@ -35,6 +37,13 @@ def test_a_look_has_what_a_page_says():
     assert (look.requests, look.values["leases"], look.values.get("quarantined_blocks")) == (3, 3, None)
     assert look.failures == {"deadline": 0, "transfer_failed": 2} and look.protocols == {"rdma"}
     assert look.links == {("to", "d", "nixl"): 5e6}
+
+
+def test_who_is_left_by_clients_alone_is_well():
+    [row] = instance_rows([read(PREFILL, "http://p", 1.0)], {})
+    assert row.wrong
+    assert not replace(row, failures="3 aborted").wrong and not replace(row, failures="").wrong
+    assert replace(row, failures="3 aborted, 1 deadline").wrong and replace(row, failures="", problem="away").wrong
 
 
 def test_two_looks_give_rates_and_one_gives_none():

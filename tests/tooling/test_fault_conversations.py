@@ -61,7 +61,7 @@ class StandInWorld:
 
     def holdings(self, instance: StandIn) -> dict[str, float]:
         held, instance.holds = instance.holds, False  # a lease ends while one looks
-        return {"pd_leases": float(held)} if instance is self.d else self._keep(held)
+        return {"pd_conversations_held": float(held)} if instance is self.d else self._keep(held)
 
     def _keep(self, held: bool) -> dict[str, float]:
         self.p.holds = held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from tests.support.geometry.world import instance
 from tests.support.ports import free_port
+from tests.support.worker.decode_instance import until
 from tests.support.worker.prefill_instance import MODEL, P_SIDE, real
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import PDConnectorError, TransferError
@@ -24,6 +26,7 @@ from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker import checksum_server, transfer_loop
 from vllm_pd_connector.worker import half as half_module
 from vllm_pd_connector.worker.half import WorkerHalf
+from vllm_pd_connector.worker.push.waves import WaveCount
 
 
 @pytest.mark.parametrize(
@@ -140,6 +143,27 @@ def test_steps_while_asleep_move_nothing_and_end_nothing(half: WorkerHalf) -> No
     take_step(half, StepMetadata(step=3))
     assert half._loop is not None and half._loop._push is not None
     assert half._loop._push.clock.done() == 3
+
+
+def test_layers_of_steps_while_asleep_are_nobody_s(half: WorkerHalf) -> None:
+    half._count = WaveCount([("a",), ("b",)])
+    half.layer_launched(1, "a")
+    half.unregister()
+    half.layer_launched(2, "a")
+    half.restore()
+    assert half._loop is not None and half._loop._push is not None
+    assert half._loop._push.clock.ahead() < (2, 0)
+
+
+def test_sleeping_leaves_no_descriptor_behind(half: WorkerHalf) -> None:
+    def cycle() -> int:
+        half.unregister()
+        half.restore()
+        return len(os.listdir("/proc/self/fd"))
+
+    cycle()
+    found = cycle()
+    until(lambda: cycle() <= found, "as many as before")
 
 
 def test_a_waking_that_failed_can_be_asked_for_again(half: WorkerHalf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def view(looks: Sequence[Look], before: Mapping[str, Look]) -> Group:
     """Both tables, for a terminal."""
     instances, links = Table(*INSTANCE_HEADS, box=None), Table(*LINK_HEADS, box=None)
     for row in instance_rows(looks, before):
-        style = "red" if row.problem or row.failures else ""
+        style = "red" if row.wrong else ""
         instances.add_row(*map(Text, instance_cells(row)), style=style)  # Text: no markup of others is obeyed
     for link in link_rows(looks, before):
         links.add_row(*map(Text, link_cells(link)))

@@ -67,6 +67,11 @@ class InstanceRow:
     failures: str
     problem: str
 
+    @property
+    def wrong(self) -> bool:
+        """Whether somebody should look at it: clients that leave (`aborted`) are no reason."""
+        return bool(self.problem) or any(not told.endswith(" aborted") for told in self.failures.split(", ") if told)
+
 
 @dataclass(frozen=True, slots=True)
 class LinkRow:

@@ -52,6 +52,8 @@ class ChecksumServer:
         self._stop = True
         self._wake.set()
         self._thread.join(timeout=_CLOSE_S)
+        if not self.runs:
+            self._wake.close()
 
     @property
     def runs(self) -> bool:

@@ -278,7 +278,9 @@ class WorkerHalf:
         """What one layer writes in a step was launched. Called by every layer of every step: it must cost nothing."""
         if self._count is None or (waves := self._count.launched(step, layer)) is None:
             return
-        assert self._mark is not None and self._loop is not None
+        if self._loop is None:  # vLLM takes steps while asleep, too
+            return
+        assert self._mark is not None
         self._loop.step_launched(step, self._mark().query, waves)
 
     @property

@@ -134,6 +134,8 @@ class TransferLoop:
         self._wake.set()
         self._thread.join(timeout=SHUTDOWN_S)
         self._comparison.close()
+        if not self.runs:
+            self._wake.close()
 
     @property
     def runs(self) -> bool:

@@ -188,7 +188,8 @@ def test_waves_of_layers_go_before_their_step_is_done_each_once() -> None:
 
 
 def test_no_wave_goes_of_the_command_that_ends_a_prefill() -> None:
-    assert drive(p.Commanded(LAST), p.Linked(), p.WavesDone(2, 1))[1] == []
+    push, actions = drive(p.Commanded(LAST), p.Linked(), p.WavesDone(2, 1))
+    assert actions == [] and push.waves == 1, "nobody asks for this wave again"
 
 
 def test_nothing_is_written_before_the_decode_instance_is_linked_and_the_step_is_done() -> None:

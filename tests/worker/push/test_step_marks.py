@@ -188,7 +188,9 @@ def make_worker(
     monkeypatch.setattr(half_module, "TransferLoop", Loop)
     monkeypatch.setattr(half_module.msgspec.structs, "replace", lambda given, **_: given)
     extra = {"mode": mode, "push_when": push_when, "huge_pages": False}
-    transfer = SimpleNamespace(kv_connector_extra_config=extra, is_kv_producer=True, is_kv_consumer=False)
+    transfer = SimpleNamespace(
+        kv_connector_extra_config=extra, is_kv_producer=True, is_kv_consumer=False, kv_buffer_device="cpu"
+    )
     config: Any = SimpleNamespace(
         kv_transfer_config=transfer,
         model_config=SimpleNamespace(enable_sleep_mode=False),

@@ -288,9 +288,11 @@ class Push:
         return [Bind(command)]
 
     def _go_ahead(self, step: int, waves: int) -> list[Action]:
-        if step != self.next_step or waves <= self._waves or self._commands[0].final:
+        if step != self.next_step or waves <= self._waves:
             return []
         first, self._waves = self._waves, waves
+        if self._commands[0].final:
+            return []  # known to be there, so that nobody asks again before the step's end
         self._answers = (Bound, GivenUp)
         return [BindWaves(self._commands[0], first, waves)]
 

@@ -88,8 +88,9 @@ def render(known: Sequence[Mapping[str, Any]], looks: Sequence[Look], before: Ma
     routed = [
         (str(i["url"]), ", ".join(i["roles"]), str(i["state"]), str(i["why"]), str(i["in_flight"])) for i in known
     ]
-    instances = [instance_cells(row) for row in instance_rows(looks, before)]
-    bad = {look.url for look in looks if look.problem or any(look.failures.values())}
+    rows = instance_rows(looks, before)
+    instances = [instance_cells(row) for row in rows]
+    bad = {row.url for row in rows if row.wrong}
     links = [link_cells(row) for row in link_rows(looks, before)]
     return "".join(
         (

@@ -3,15 +3,15 @@
 Orders come over the instance's own side channel and not with the step's metadata, because an idle engine has no steps
 and a decode instance may ask when the prefill finished long ago. A worker keeps one question for commands open there;
 waiting costs nothing. An order may name a step that is still being computed: the worker writes when its own forward
-of that step is done.
+of that step is done, or wave by wave of its layers (`waves`).
 
 A push is written with a cursor, and its end is reported once everything was written: done when all transfers are, or
 failed with the reason. A failure is reported at once, and again when no transfer can write any more. Every order's
 attempt is reported, also by a rank whose part is empty.
 
 Where a part goes by way of the staging buffer (`staging.stager`), its copies read this worker's cache in the transfer
-thread, some time after the part was bound. They see what a direct write would: the part is bound when the step's
-forward is done, and the scheduler half keeps the blocks until this side has reported that nothing writes any more.
+thread, some time after the part was bound. They see what a direct write would: the part is bound when what it
+reads was computed, and the scheduler half keeps the blocks until this side has reported that nothing writes any more.
 """
 
 from __future__ import annotations
