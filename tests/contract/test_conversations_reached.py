@@ -63,14 +63,16 @@ def test_what_decode_answers_has_the_fields_of_the_in_tree_connector_s(pair: tup
     theirs.__dict__.update(
         is_bidirectional_kv_xfer_enabled=True, _reqs_need_send={}, decoder_kv_blocks_ttl=480, _kv_lease_duration=30,
         engine_id="d", side_channel_host="127.0.0.1", side_channel_port=5600, transfer_tp_size=1,
+        _registration_generation=0,
         get_exchange_clipped_blocks=lambda blocks: blocks, _stop_heartbeat=lambda name: None,
         vllm_config=SimpleNamespace(
             parallel_config=SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1)
         ),
     )  # fmt: skip
     _, told_by_theirs = theirs.request_finished(request, ([1, 2, 3],))
-    # Theirs is a moment of its own host's clock, which means nothing on another.
-    theirs_typed = {name: type(value) for name, value in told_by_theirs.items() if name != "remote_blocks_expiry_time"}
+    # A moment of its own host's clock, which means nothing on another; 0.33's count of sleeps, 0 where it is not said.
+    not_said = ("remote_blocks_expiry_time", "remote_registration_generation")
+    theirs_typed = {name: type(value) for name, value in told_by_theirs.items() if name not in not_said}
     assert {name: type(params[name]) for name in theirs_typed} == {**theirs_typed, "remote_block_ids": list}
     assert params.keys() - told_by_theirs.keys() == {"pd_connector"}
     assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
