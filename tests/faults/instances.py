@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 from examples.launch import Server, Spec, vllm_spec
 from examples.make_models import MODELS, make
 from tests.faults.system import processes
-from tests.faults.system.network import Host
+from tests.faults.system.network import OF_A_NETWORK, Host
 from tests.faults.system.relay import Relay
 from tests.support.servers.cluster import HOLDINGS, sibling, together
 
@@ -84,6 +85,17 @@ class Instance:
         return {name: float(value) for name, value in HOLDINGS.findall(self.metrics())}
 
 
+def lasting_interfaces() -> list[str]:
+    """This host's network interfaces without those of a `Network` that another campaign has made."""
+    return [name for _, name in socket.if_nameindex() if not OF_A_NETWORK.fullmatch(name)]
+
+
+def kept_to(interfaces: Sequence[str]) -> dict[str, str]:
+    """What has an instance's UCX use these alone: it takes all that are there when it starts, and UCX 1.23 ends its
+    process (`ucp_ep_set_lanes_failed`) when it connects and one of them is gone."""
+    return {"UCX_NET_DEVICES": ",".join(interfaces)} if interfaces else {}
+
+
 def spec_of(
     name: str,
     role: str,
@@ -109,7 +121,9 @@ def spec_of(
         environment["PD_TEST_HOLD"] = str(hold)
         flags += ["--max-num-batched-tokens", str(CHUNK)]
     place: dict[str, Any] = {}
-    if host is not None:
+    if host is None:
+        environment |= kept_to(lasting_interfaces())
+    else:
         place = {"host": host.control, "prefix": host.command()}
         environment |= {"VLLM_HOST_IP": host.control, "GLOO_SOCKET_IFNAME": "ctl"}
         options: dict[str, Any] = {"ucx": UCX_OVER_NETWORK}

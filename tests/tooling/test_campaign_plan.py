@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import instances
 from tests.faults.campaign import ALL_STRIKES, ROOT, faults_of, parser
 from tests.faults.lines import LANES, LEAST, LONGEST_S, Line
 from tests.faults.plan import (
@@ -142,3 +143,10 @@ def test_lines_with_the_same_kinds_go_on_where_the_other_stopped() -> None:
         assert [fault for line in lines for fault in faults_in(line, 1)] == plan(
             kinds, sum(len(faults_in(line, 1)) for line in lines), 1
         )
+
+
+def test_instances_of_this_host_do_not_use_the_links_of_another_campaign(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [(1, "lo"), (2, "eth0"), (7, "pd4353d"), (8, "pd4353p"), (9, "pdx")]
+    monkeypatch.setattr(instances.socket, "if_nameindex", lambda: there)
+    assert instances.kept_to(instances.lasting_interfaces()) == {"UCX_NET_DEVICES": "lo,eth0,pdx"}
+    assert instances.kept_to([]) == {}

@@ -175,6 +175,10 @@ class Network:
                         os.write(target, packet)
 
 
+OF_A_NETWORK = re.compile(r"pd\d+[a-z]")
+"""The names of `_control`'s links, of any process."""
+
+
 def _control(side: str) -> str:
     """The link to a host, at this end."""
     return f"pd{os.getpid()}{side[0]}"
