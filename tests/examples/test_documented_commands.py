@@ -79,11 +79,11 @@ def check_serve(words: list[str]) -> None:
 
 @cache
 def serve_parser() -> argparse.ArgumentParser:
-    """vLLM's own parser of `vllm serve`."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    """vLLM's own parser of `vllm serve`. 0.33 moved the module that defines it, but not the command that uses it."""
+    from vllm.entrypoints.cli import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser: argparse.ArgumentParser = make_arg_parser(FlexibleArgumentParser())
+    parser: argparse.ArgumentParser = serve.make_arg_parser(FlexibleArgumentParser())
     return parser
 
 

@@ -25,12 +25,17 @@ change = msgspec.structs.replace
 
 
 def as_ordered(move: Move) -> Move:
-    """The move of a request whose prefix hit is whole blocks; the table names those that are to be filled."""
+    """The move of a request whose prefix hit is whole blocks; the table names those that are to be filled. Where that is
+    more than before, a window of the source may begin after it."""
     tables, size = move.destination_tables, move.destination.block_tokens
     named = np.flatnonzero((tables[0].ids != NULL_BLOCK) & (np.arange(len(tables[0].ids)) >= move.start // size))
     first = int(named[0]) if len(named) else len(tables[0].ids)
     trimmed = BlockTable.of(first, tables[0].ids[first:].tolist())
-    return replace(move, start=move.start // size * size, destination_tables=[trimmed, *tables[1:]])
+    start, held = move.start // size * size, 0
+    if move.model.window:
+        held = int(np.argmax(move.source_tables[0].ids != NULL_BLOCK)) * move.source.block_tokens
+    late = max(move.late_start, held) if held > start else move.late_start
+    return replace(move, start=start, destination_tables=[trimmed, *tables[1:]], late_start=late)
 
 
 def places(worker: Worker, copies: list[Copy]) -> list[int]:
