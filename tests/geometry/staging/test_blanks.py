@@ -25,8 +25,8 @@ change = msgspec.structs.replace
 
 
 def as_ordered(move: Move) -> Move:
-    """The move of a request whose prefix hit is whole blocks; the table names those that are to be filled. Where that is
-    more than before, a window of the source may begin after it."""
+    """The move of a request whose prefix hit is whole blocks; the table names those that are to be filled. A window of
+    the source may begin after the hit."""
     tables, size = move.destination_tables, move.destination.block_tokens
     named = np.flatnonzero((tables[0].ids != NULL_BLOCK) & (np.arange(len(tables[0].ids)) >= move.start // size))
     first = int(named[0]) if len(named) else len(tables[0].ids)
