@@ -31,7 +31,7 @@ BEHIND_SIDECAR = 8200
 """Where llm-d's sidecar finds its vLLM by default."""
 KEYS = "/etc/pd/keys"
 
-PAUSE_S, DRAIN_S, GRACE_S = 5, 90, 120
+PAUSE_S, DRAIN_S, GRACE_S = 5, 90, 140
 """preStop; how long what has begun may take to end (`--shutdown-timeout`); until the kernel ends it."""
 HANDED_OVER_S = 35
 """How long prefill keeps what nobody has read yet when it ends: a little more than `kv_lease_duration`."""

@@ -1,6 +1,6 @@
 """What this package relies on in vLLM, checked against a wheel or a source tree without importing it.
 
-    python tests/contract/contract.py WHEEL_OR_DIRECTORY        # `make contract WHEEL=…`
+    python -m tests.contract.contract WHEEL_OR_DIRECTORY        # `make contract WHEEL=…`
 
 `docs/design/contract.md` says it in words; here each line of it is a fact that can be looked up in vLLM's sources:
 a name that `compat` imports, a member of a class, of an enum, the parameters of a method that vLLM calls, or the order

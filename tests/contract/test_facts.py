@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from tests.contract.contract import ORDERS, broken, main
 
+ROOT = Path(__file__).parents[2]
 BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
 
 
@@ -70,3 +73,11 @@ def test_the_report_of_a_directory_ends_with_its_result(installed, capsys, monke
     monkeypatch.setattr("sys.argv", ["contract.py", str(installed)])
     assert main() == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("0 of ")
+
+
+def test_the_command_runs_by_itself(installed):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.contract.contract", str(installed)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.splitlines()[-1].startswith("0 of "), done.stderr
+    assert "$(RUN) -m tests.contract.contract $(WHEEL)" in (ROOT / "Makefile").read_text()

@@ -28,6 +28,12 @@ def cores(engine: Callable[..., Any]) -> Callable[..., Core]:
     return lambda role, **arguments: Core(lambda: engine(role, **arguments))
 
 
+def wake(core: Core) -> None:
+    """As vLLM 0.33 does it: the memory is there again, and the workers' metadata is handed over."""
+    core.wake_up()
+    core.engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): METADATA})
+
+
 def held(core: Core) -> dict[str, Any]:
     """The parameters of a prefill that is held for a decode instance."""
     params = prefilled(core.engine, "p-1", PROMPT)
@@ -262,8 +268,7 @@ def test_an_engine_that_sleeps_leaves_and_comes_back_as_another(cores):
     before = decode.engine.receive_of("d-1").read
     prefill.wait(prefill.sleep(1, "abort"))
     assert prefill.model_executor.asked[-1] == "sleep" and prefill.engine.held() == 0
-    prefill.wake_up()
-    prefill.engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): METADATA})
+    wake(prefill)
     params = prefilled(prefill.engine, "p-2", PROMPT)
     loading(decode.engine, "d-2", PROMPT, params)
     after = decode.engine.receive_of("d-2").read
@@ -271,20 +276,32 @@ def test_an_engine_that_sleeps_leaves_and_comes_back_as_another(cores):
     assert read(decode.engine.receive_of("d-2")) and not read(decode.engine.receive_of("d-1"))
 
 
+@pytest.mark.parametrize("mode", ["push", "auto"])
+def test_a_request_that_queues_while_its_engine_sleeps_names_it_as_it_is_afterwards(cores, mode):
+    prefill, decode = cores(transfer("kv_producer", mode=mode)), cores(transfer("kv_consumer", mode=mode))
+    params = held(prefill)
+    before = decode.engine.connector.scheduler.producer.home
+    decode.wait(decode.sleep(1, "abort"))
+    decode.engine.add("d-1", PROMPT, params)
+    wake(decode)
+    decode.engine.step()
+    receive = decode.engine.receive_of("d-1")
+    source = receive.source if mode == "push" else receive.source.push
+    assert source.home == decode.engine.connector.scheduler.producer.home != before
+
+
 def test_an_engine_that_slept_without_losing_its_caches_is_the_same(cores):
     prefill, decode = cores("kv_producer"), cores("kv_consumer")
     loading(decode.engine, "d-1", PROMPT, held(prefill))
     prefill.wait(prefill.sleep(0, "abort"))
-    prefill.wake_up()
-    prefill.engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): METADATA})
+    wake(prefill)
     assert read(decode.engine.receive_of("d-1"))
 
 
 def test_weights_that_a_sleep_did_not_keep_are_nobodys(cores):
     prefill = cores("kv_producer")
     prefill.wait(prefill.sleep(2, "abort"))
-    prefill.wake_up()
-    prefill.engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): METADATA})
+    wake(prefill)
     prefill.engine.add("p-1", PROMPT, KEEP, max_tokens=1)
     prefill.engine.run("p-1")
     assert prefill.engine.ended("p-1").kv_transfer_params is None

@@ -194,8 +194,9 @@ def test_an_instance_is_ready_when_it_can_serve(fleet: str, name: str) -> None:
 def test_an_instance_may_end_what_it_has_begun_before_it_is_killed(fleet: str, name: str) -> None:
     drains = int(flag(words(fleet, "StatefulSet", name), "--shutdown-timeout"))
     pause = int(container(fleet, "StatefulSet", name)["lifecycle"]["preStop"]["exec"]["command"][-1])
-    assert pod(fleet, "StatefulSet", name)["terminationGracePeriodSeconds"] > pause + drains
     own = config(fleet, name)
+    grace = pod(fleet, "StatefulSet", name)["terminationGracePeriodSeconds"]
+    assert grace > pause + drains + own.shutdown_timeout
     assert drains > own.shutdown_timeout
     if name == "pd-prefill":
         assert own.shutdown_timeout > own.kv_lease_duration

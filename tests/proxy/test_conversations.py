@@ -131,6 +131,17 @@ def test_memory_is_bounded_and_the_oldest_go_first() -> None:
     assert taken(found, turn_keys(chat("99", "b")), {"d"})["turn"] == 99
 
 
+@pytest.mark.parametrize(
+    "prompts", [[[*range(8000), i] * 2 for i in range(2)], [f"{'words ' * 8000}{i}" * 2 for i in range(2)]]
+)
+def test_conversations_with_one_long_beginning_are_two(prompts: list[Any]) -> None:
+    found = Conversations()
+    for i, prompt in enumerate(prompts):
+        found.remember(turn_keys({"model": "m", "prompt": prompt}), "d", {"turn": i})
+    for i, prompt in enumerate(prompts):
+        assert taken(found, turn_keys({"model": "m", "prompt": prompt + prompt}), {"d"}) == {"turn": i}
+
+
 def test_a_prompt_of_tokens_is_known_by_its_pieces() -> None:
     found, prompt = Conversations(), list(range(200))
     found.remember(turn_keys({"model": "m", "prompt": prompt[:150]}), "d", {"turn": 1})

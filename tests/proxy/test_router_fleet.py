@@ -33,6 +33,35 @@ async def test_an_instance_that_went_away_is_passed_over_and_used_again_when_it_
     assert len(back.asked) == 1
 
 
+ABORTS = answers({"choices": [{"text": "", "finish_reason": "abort"}]})
+"""vLLM that was told to end, while it lets run what it has; its `/health` is good."""
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_an_instance_that_is_ending_loses_no_request_and_is_asked_last(leg: str) -> None:
+    async def test(bench: Bench) -> None:
+        usual = {"prefill": HANDS_OVER, "decode": DONE}
+        ending, other = await bench.instance(ABORTS), await bench.instance(usual[leg])
+        rest = await bench.instance(usual["decode" if leg == "prefill" else "prefill"])
+        both, one = [ending.url, other.url], [rest.url]
+        await bench.route(*((both, one) if leg == "prefill" else (one, both)))
+        assert [(await bench.ask())[0] for _ in range(6)] == [200] * 6
+        await bench.check()
+        assert [(await bench.ask())[0] for _ in range(2)] == [200] * 2
+        assert (len(ending.asked), len(other.asked)) == (1, 8)
+
+    over_bench(test)()
+
+
+@over_bench
+async def test_an_ending_instance_is_asked_where_there_is_no_other_and_once(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(ABORTS)
+    await bench.route([prefill.url], [decode.url])
+    for count in (1, 2):
+        assert (await bench.ask())[0] == 502
+        assert len(decode.asked) == len(prefill.asked) == count
+
+
 @over_bench
 async def test_an_unhealthy_instance_gets_nothing_until_it_is_healthy(bench: Bench) -> None:
     sick, prefill, decode = [await bench.instance(h) for h in (HANDS_OVER, HANDS_OVER, DONE)]

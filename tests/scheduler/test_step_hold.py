@@ -14,6 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from tests.support.scheduler.halves import EMPTY_STEP, TOKEN, allocate, hand_over, make_half, make_request, until
 from vllm_pd_connector.compat.engine import EngineLoop, calling_loop
 from vllm_pd_connector.metadata import WorkerReport
+from vllm_pd_connector.protocol.wire.messages import FoundConversation
 from vllm_pd_connector.scheduler import step_hold as hold_module
 from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.scheduler.step_hold import LONGEST_S, SHORT_S, StepHold
@@ -284,6 +285,29 @@ def test_an_idle_engine_is_asked_to_give_back_what_was_read(producer: tuple[Sche
     assert pool.get_num_free_blocks() == free
     assert stats is not None
     assert stats.data["gauges"] | {"leases": 0, "free blocks": free} == stats.data["gauges"]
+
+
+def test_a_turn_that_asks_for_its_conversation_is_waited_for_as_a_receive_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    half, _ = make_half("kv_producer", conversations=True)
+    loop = Loop()
+    half.hold = StepHold(loop)
+    half.consumer.turns._wake = half.hold.ask
+    half.serve([b"manifest"], [TOKEN])
+    half.hold._rung(TOKEN)
+    half.build_metadata(EMPTY_STEP)
+    asked: list[Callable[[object], None]] = []
+    monkeypatch.setattr(half.consumer.turns._renewer, "find", lambda where, name, heard: asked.append(heard))
+    where = {"remote_engine_id": "d", "remote_host": "127.0.0.1", "remote_port": 5, "remote_request_id": "d-1"}
+    turn = make_request("p-2", {"do_remote_decode": True, "do_remote_prefill": False, **where})
+    half.on_new_request(turn)
+    half.build_metadata(EMPTY_STEP)
+    assert half.num_matched_tokens(turn, 0) == (None, False)
+    half.build_metadata(EMPTY_STEP)
+    assert loop.waits == [LONGEST_S] * len(loop.waits) != []
+    asked[0](FoundConversation(b""))
+    assert half.hold.asked
+    assert half.num_matched_tokens(turn, 0) == (0, False)
+    half.shutdown()
 
 
 def test_a_decode_instance_holds_its_steps_from_the_order_to_the_report(

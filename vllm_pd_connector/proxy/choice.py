@@ -26,7 +26,7 @@ from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.proxy.kv_events.block_keys import PromptBlocks, prompt_blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 PIECE_TOKENS = 64
 PIECE_CHARACTERS = 256
@@ -60,20 +60,21 @@ def prompt_prefix(body: Mapping[str, Any]) -> PromptPrefix:
     return PromptPrefix(prefix_keys(body), prompt_blocks(body))
 
 
-def prefix_keys(body: Mapping[str, Any]) -> list[bytes]:
-    """One key per full piece of the prompt (token ids or text) or of the chat's messages, shortest beginning first."""
+def prefix_keys(body: Mapping[str, Any], most: int = MAX_PIECES) -> list[bytes]:
+    """One key per full piece of the prompt (token ids or text) or of the chat's messages, shortest beginning first, for
+    at `most` so many pieces."""
     prompt = body.get("prompt")
-    pieces: list[bytes]
+    pieces: Iterator[bytes]
     if isinstance(prompt, list):
         full = range(PIECE_TOKENS, len(prompt) + 1, PIECE_TOKENS)
-        pieces = [repr(prompt[end - PIECE_TOKENS : end]).encode() for end in full]
+        pieces = (repr(prompt[end - PIECE_TOKENS : end]).encode() for end in full)
     else:
         text = prompt if isinstance(prompt, str) else json.dumps(body.get("messages"), separators=(",", ":"))
         full = range(PIECE_CHARACTERS, len(text) + 1, PIECE_CHARACTERS)
-        pieces = [text[end - PIECE_CHARACTERS : end].encode(errors="surrogatepass") for end in full]
+        pieces = (text[end - PIECE_CHARACTERS : end].encode(errors="surrogatepass") for end in full)
     digest = hashlib.blake2b(str(body.get("model")).encode(errors="surrogatepass"), digest_size=16)
     keys = []
-    for piece in pieces[:MAX_PIECES]:
+    for piece in itertools.islice(pieces, most):
         digest.update(piece)
         keys.append(digest.digest())
     return keys

@@ -22,7 +22,7 @@ from aiohttp import web
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.proxy.choice import PromptPrefix, prompt_prefix
 from vllm_pd_connector.proxy.conversations import Turn
-from vllm_pd_connector.proxy.legs import Headers, LegError
+from vllm_pd_connector.proxy.legs import Aborted, Headers, LegError
 from vllm_pd_connector.routing.handoff import Body, check_client_body
 
 if TYPE_CHECKING:
@@ -116,13 +116,15 @@ def check_finished(answer: object, who: str) -> None:
     gave it.
 
     Raises:
-        LegError: it says so.
+        Aborted: it was cut off.
+        LegError: it failed.
     """
     choices = answer.get("choices") if isinstance(answer, dict) else None
     for choice in choices if isinstance(choices, list) else ():
         # vLLM answers "abort" to what still runs when it is told to end; a client of ours that left is not answered.
         if isinstance(choice, dict) and (reason := choice.get("finish_reason")) in ("error", "abort"):
-            raise LegError(502, f"{who} could not finish the request (finish_reason: {reason}); see its log")
+            kind = Aborted if reason == "abort" else LegError
+            raise kind(502, f"{who} could not finish the request (finish_reason: {reason}); see its log")
 
 
 def for_client(content: bytes, answer: object, who: str) -> bytes:

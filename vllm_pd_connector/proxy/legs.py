@@ -4,12 +4,17 @@ An instance that refuses the connection has seen nothing of the request, so anot
 final, because the request may have been run: 502 for an instance that breaks off, or at which nobody listens any more
 before it has answered, 504 for one that stays silent, 503 when none can be reached. A leg whose task is cancelled
 closes its connection, and vLLM aborts a request whose connection is closed.
+
+vLLM that was told to end goes on to answer `/health` with 200 and each new request with an abort (`EngineCoreProc.
+_reject_add_in_shutdown`), until what it has is done. It would be the least busy of all; so who has aborted a request of
+ours is asked last for a while.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -33,6 +38,9 @@ IDLE_CONNECTION = 2.0
 """Seconds for which a connection without a request is kept. vLLM closes it after five (VLLM_HTTP_TIMEOUT_KEEP_ALIVE),
 and a request that meets it closing would have to fail, because nobody knows whether it has been run."""
 
+ASKED_LAST_S = 30.0
+"""For so long an instance that aborted a request is asked only where there is no other."""
+
 Headers = dict[str, str]
 Prepare = Callable[[Instance], tuple[Body, Headers]]
 """Body and headers for the instance that was chosen."""
@@ -44,6 +52,13 @@ class LegError(Exception):
     def __init__(self, status: int, message: str):
         super().__init__(message)
         self.status = status
+
+
+class Aborted(LegError):
+    """The instance aborted the request, which nobody else did: it is ending, or its operator pauses it. `elsewhere`:
+    whether there is another for this leg, of which that is not known."""
+
+    elsewhere = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +88,7 @@ class Legs:
         self._metrics = metrics
         self._session = session
         self._limits = limits
+        self._asked_last: dict[str, float] = {}
 
     @asynccontextmanager
     async def send(
@@ -103,7 +119,7 @@ class Legs:
         on_sent: Callable[[Instance], None] | None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         refused: dict[str, str] = {}
-        while (instance := self._fleet.choose(role, prefix, set(refused))) is not None:
+        while (instance := self._choose(role, prefix, set(refused))) is not None:
             body, headers = prepare(instance)
             content, headers = encoded_body(body), {**headers, "Content-Type": "application/json"}
             logger.debug("request %s: %s at %s", headers["X-Request-Id"], role, instance.url)
@@ -129,10 +145,21 @@ class Legs:
                     ) from error
                 silence = f"{self._limits.read_timeout:g} s"
                 raise LegError(504, f"{role} instance {instance.url} sent nothing for {silence}") from error
+            except Aborted as error:
+                self._asked_last[instance.url] = time.monotonic() + ASKED_LAST_S
+                logger.warning("%s instance %s aborts requests: asked last for %g s", role, instance.url, ASKED_LAST_S)
+                error.elsewhere = any(other.url not in self._asked_last for other in self._fleet.usable(role))
+                raise
             except aiohttp.ClientError as error:
                 self._fleet.suspect()
                 raise LegError(502, f"{role} instance {instance.url} broke off: {error!r}") from error
         raise LegError(503, f"no {role} instance can be reached: {self._fleet.reasons(role)}")
+
+    def _choose(self, role: InstanceRole, prefix: PromptPrefix, without: set[str]) -> Instance | None:
+        now = time.monotonic()
+        self._asked_last = {url: until for url, until in self._asked_last.items() if until > now}
+        first = self._fleet.choose(role, prefix, without | self._asked_last.keys())
+        return first or self._fleet.choose(role, prefix, without)
 
 
 def encoded_body(body: Body) -> bytes:

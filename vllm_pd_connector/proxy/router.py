@@ -47,7 +47,7 @@ from vllm_pd_connector.proxy.exchange import (
     whole_events,
 )
 from vllm_pd_connector.proxy.fleet import DATA_PARALLEL_RANK, Fleet, Instance, InstanceRole
-from vllm_pd_connector.proxy.legs import Headers, LegError, Legs, Limits, make_session
+from vllm_pd_connector.proxy.legs import Aborted, Headers, LegError, Legs, Limits, make_session
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 from vllm_pd_connector.proxy.tracing import Tracer, Untraced
 from vllm_pd_connector.routing.handoff import Body, decode_body, decode_body_beside, prefill_body
@@ -62,6 +62,8 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 1024 * 1024
 COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")
 CLIENT_LEFT = 499
+ATTEMPTS = 3
+"""For a request whose instances are told to end: by then somebody of a rolling update has come back."""
 
 Handoff = Literal["auto", "serial", "concurrent"]
 Policy = Literal["prefix", "kv-events"]
@@ -204,7 +206,7 @@ class Router:
 
     async def _by_both(self, exchange: Exchange) -> web.StreamResponse:
         if not self._concurrent():
-            return await self._serial(exchange)
+            return await self._serial_again(exchange)
         if exchange.request_id in self._in_use:
             raise LegError(409, f"X-Request-Id: {exchange.request_id} is in use by a request in flight; send another")
         self._in_use.add(exchange.request_id)
@@ -223,6 +225,18 @@ class Router:
         return bool(prefills) and all(
             i.engines and all(engine.handoff == "concurrent" for engine in i.engines.values()) for i in prefills
         )
+
+    async def _serial_again(self, exchange: Exchange) -> web.StreamResponse:
+        """Once more by other instances where one that is ending has aborted a leg: the client has had nothing of it.
+        Not where both legs are sent at once: the one that goes on has the request's name."""
+        for left in reversed(range(ATTEMPTS)):
+            try:
+                return await self._serial(exchange)
+            except Aborted as error:
+                if exchange.answer is not None or not error.elsewhere or not left:
+                    raise
+                logger.info("request %s: sent again: %s", exchange.request_id, error)
+        raise AssertionError("the last attempt has raised")
 
     async def _serial(self, exchange: Exchange) -> web.StreamResponse:
         def prepare(instance: Instance) -> tuple[Body, Headers]:
@@ -301,9 +315,9 @@ class Router:
             content, who = await response.read(), named(InstanceRole.PREFILL, response)
             if response.status != 200:
                 raise InstanceRefusal(who, response.status, content, response.content_type)
-        self._observe("prefill", exchange)
-        answer = parsed_json(content)
-        check_finished(answer, who)
+            self._observe("prefill", exchange)
+            answer = parsed_json(content)
+            check_finished(answer, who)
         return answer
 
     async def _decode(self, exchange: Exchange, body: Body, name: str) -> web.StreamResponse:

@@ -40,14 +40,14 @@ from vllm_pd_connector.protocol.params.parse import (
 )
 from vllm_pd_connector.scheduler.conversations.turns import Turns
 from vllm_pd_connector.scheduler.leases.lease_renewer import LeaseRenewer
-from vllm_pd_connector.scheduler.pending import Receive, reading_of
+from vllm_pd_connector.scheduler.pending import Receive, reading_of, start_of
 from vllm_pd_connector.scheduler.sources import Sources, named
 from vllm_pd_connector.sidechannel.bootstrap_http import EngineDirectory
 from vllm_pd_connector.sidechannel.net.keys import keys_of
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from concurrent.futures import Future
 
     from vllm_pd_connector.compat.types import (
@@ -68,9 +68,17 @@ REMEMBER = 4096
 
 
 class Consumer:
-    """Requests that read their prompt's caches from a prefill instance."""
+    """Requests that read their prompt's caches from a prefill instance. `wake` tells that a step may find out more."""
 
-    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, own: OwnWeights):
+    def __init__(
+        self,
+        config: Config,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        own: OwnWeights,
+        wake: Callable[[], None] = lambda: None,
+    ):
+        self._wake = wake
         self.sources = Sources(config, vllm_config, kv_cache_config)
         self._own = own
         self._arrived: set[str] = set()  # received, and not scheduled since
@@ -84,7 +92,7 @@ class Consumer:
         self._aborts: list[str] = []
         self._ended: Bounded[str, None] = Bounded(REMEMBER)
         self._renewer = LeaseRenewer(keys_of(config), config.kv_lease_duration)
-        self.turns = Turns(self.sources, self._renewer, own)
+        self.turns = Turns(self.sources, self._renewer, own, wake)
         self._directory = EngineDirectory(config.handshake_timeout)
         self._states = state_groups(kv_cache_config)
         self._known: Bounded[LeaseRef | PrefillRef, None] = Bounded(REMEMBER)  # what requests came for
@@ -186,7 +194,9 @@ class Consumer:
     def _find(self, remote: RemoteBootstrap) -> Future[HostPort]:
         bootstrap = parse_bootstrap_address(remote.remote_bootstrap_addr)
         self.sources.require_concurrent(bootstrap.host)
-        return self._directory.find(bootstrap, remote.remote_engine_id)
+        found = self._directory.find(bootstrap, remote.remote_engine_id)
+        found.add_done_callback(lambda _: self._wake())
+        return found
 
     def _address(self, found: Future[HostPort]) -> str | None:
         """Of a prefill instance that was looked up: None if it is not known yet, nowhere, or an unauthenticated peer,
@@ -286,9 +296,9 @@ class Consumer:
         self._orders.append(
             ReceiveRequest(
                 request_id=request.request_id,
-                source=receive.source,
+                source=self.sources.from_here(receive.source),
                 blocks=tables,
-                start=self._start(tables, hit),
+                start=start_of(tables, hit, self._block_tokens, self._states),
                 stop=stop,
                 attempt=receive.reading.attempt if receive.reading is not None else draw_attempt(),
                 shared=receive.reading is not None and receive.reading.shared,
@@ -307,15 +317,6 @@ class Consumer:
             return BlockTable.of(0, (state.state_block([block.block_id for block in blocks], stop),))
         first = first_lacking(blocks, hit // self._block_tokens[group])
         return BlockTable.of(first, [block.block_id for block in blocks[first:]])
-
-    def _start(self, tables: Sequence[BlockTable], hit: int) -> int:
-        """Where the range of a request begins: behind the prefix hit, or before, where a group lacks a part of that."""
-        lacking = (
-            table.first_block * self._block_tokens[group]
-            for group, table in enumerate(tables)
-            if group not in self._states
-        )
-        return min((hit, *lacking))
 
     def finished(self, request: Request) -> None:
         """The request ended: normally, or aborted in any state."""
@@ -364,6 +365,11 @@ class Consumer:
         """The blocks that a loading request's reads may write."""
         receive = self._receives.get(request_id)
         return receive.blocks if receive is not None else []
+
+    @property
+    def num_waiting(self) -> int:
+        """Those, and those of which it is not known yet what they load."""
+        return sum(receive.loading or receive.asks for receive in self._receives.values())
 
     @property
     def num_loading(self) -> int:

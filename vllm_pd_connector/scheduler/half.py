@@ -59,7 +59,7 @@ class SchedulerHalf:
         self.hold = StepHold(calling_loop())
         self.epochs = Epochs()
         self.producer = Producer(config, vllm_config, kv_cache_config, self.epochs, ended=self.hold.ask)
-        self.consumer = Consumer(config, vllm_config, kv_cache_config, self.epochs.own)
+        self.consumer = Consumer(config, vllm_config, kv_cache_config, self.epochs.own, self.hold.ask)
         self.operations = Operations(self.epochs, self.producer, self.consumer, lambda: self._quarantine)
         dcp_size = vllm_config.parallel_config.decode_context_parallel_size
         self.share = LeaseShare(config.kv_lease_share, partial(leased_blocks, kv_cache_config, dcp_size))
@@ -118,7 +118,7 @@ class SchedulerHalf:
         """None: vLLM leaves the request in its queue, schedules what is behind it, and asks again in the next step."""
         self.producer.make_room(self.producer.lending.blocks_for(request))
         # Rather than a prefill, a conversation goes, which may never go on.
-        if not computes_itself(request) and not self.share.admits(request.request_id, self.producer.make_room):
+        if not computes_itself(request) and not self.share.admits(request.request_id, self.producer.give_up_oldest):
             return None, False
         count = self.consumer.num_remote_tokens(request, num_computed_tokens)
         return count, bool(count)
@@ -166,7 +166,7 @@ class SchedulerHalf:
         computes = bool(output.num_scheduled_tokens)
         tells = bool(receives or aborts or output.finished_req_ids)
         held_back = self.share.step()
-        waiting = 0 if computes else self.consumer.num_loading + held_back or int(self.operations.busy)
+        waiting = 0 if computes else self.consumer.num_waiting + held_back or int(self.operations.busy)
         calm = self.hold.step(computes=computes, tells=tells, waiting=waiting)
         self.producer.drain()
         self.producer.make_room(len(output.num_scheduled_tokens) * self.producer.lending.groups)

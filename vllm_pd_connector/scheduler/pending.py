@@ -12,9 +12,11 @@ from vllm_pd_connector.protocol.wire.fields import Reading
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Sequence
     from concurrent.futures import Future
 
     from vllm_pd_connector.compat.types import KVCacheBlock, Request
+    from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.metadata import Source
     from vllm_pd_connector.protocol.params.bootstrap import HostPort
     from vllm_pd_connector.protocol.wire.fields import Weights
@@ -39,8 +41,19 @@ class Receive:
     asked_at: float = field(default_factory=time.monotonic)  # when a turn's latest question went out
     blocks: list[KVCacheBlock] = field(default_factory=list)
 
+    @property
+    def asks(self) -> bool:
+        """Whether somebody was asked what it loads, and has not answered."""
+        return self.found is not None or (self.turn is not None and not self.asked)
+
 
 def reading_of(remote: RemotePrefill, request: Request) -> tuple[str, Reading]:
     """Where a lease is held, and a request's use of it."""
     lease, address = remote.lease, endpoint(remote.remote_host, remote.remote_port, remote.pd_connector.server_key)
     return address, Reading(lease.request_id, lease.nonce, draw_attempt(), bool(choice_of(request.request_id)))
+
+
+def start_of(tables: Iterable[BlockTable], hit: int, block_tokens: Sequence[int], states: Container[int]) -> int:
+    """Where the range of a request begins: behind the prefix hit, or before, where a group lacks a part of that."""
+    lacking = (table.first_block * block_tokens[i] for i, table in enumerate(tables) if i not in states)
+    return min((hit, *lacking))

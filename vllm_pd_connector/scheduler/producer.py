@@ -151,13 +151,8 @@ class Producer:
                 self._bootstrap = answer_proxies(
                     self._config, self._parallel, self._rank, self._engine_id, self._first_engine, place
                 )
-        logger.info(
-            "side channel of engine %s listens on %s:%d, %s",
-            self._engine_id,
-            self._host,
-            self._port,
-            admits(self._keys, self._host),
-        )
+        at, who = f"{self._host}:{self._port}", admits(self._keys, self._host)
+        logger.info("side channel of engine %s listens on %s, %s", self._engine_id, at, who)
 
     def add(self, request: Request) -> None:
         """A prefill for a decode instance arrived; what decode must compute itself is cut off.
@@ -226,14 +221,17 @@ class Producer:
 
     def make_room(self, needed: int = sys.maxsize) -> None:
         """Give back the oldest conversations until `needed` blocks are free, or none is left."""
-        if not self.lending.holding:
-            return
-        assert self._blocks is not None and self._server is not None
-        while (oldest := self.lending.to_drop(*self._blocks.pool_sizes, needed)) is not None:
-            self._server.drop(oldest)
-            self.drain()
-            if self.lending.holds(oldest):
-                return  # it is being written from: its blocks come when that has ended
+        if self._blocks is not None:
+            while self.lending.crowded(*self._blocks.pool_sizes, needed) and self.give_up_oldest():
+                pass
+
+    def give_up_oldest(self) -> bool:
+        """Give back the oldest conversation; False if there is none, or it is read from: then its blocks come later."""
+        if self._server is None or (oldest := self.lending.oldest) is None:
+            return False
+        self._server.drop(oldest)
+        self.drain()
+        return not self.lending.holds(oldest)
 
     def _lease(self, request: Request, answer: RemotePrefill, tables: tuple[BlockTable, ...]) -> dict[str, Any]:
         """Hold these blocks under a lease; returns the answer for the router."""

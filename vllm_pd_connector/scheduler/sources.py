@@ -6,6 +6,7 @@ that fit another prompt or model than the request's. Nothing here speaks to anyb
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.blocks import computes_itself, prompt_digest, transfer_params
@@ -29,6 +30,7 @@ from vllm_pd_connector.sidechannel.net.keys import keys_of, require_known_server
 if TYPE_CHECKING:
     from vllm_pd_connector.compat.types import KVCacheConfig, Request, VllmConfig
     from vllm_pd_connector.config import Config
+    from vllm_pd_connector.metadata import Source
     from vllm_pd_connector.protocol.params.bootstrap import HostPort
 
 
@@ -142,6 +144,14 @@ class Sources:
         prefill = PrefillRef(lease.request_id, lease.nonce)
         push = PushFrom(read.peer, read.engine_id, prefill, self.home, remote.pd_connector.prompt_digest)
         return Either(read, push) if self._config.mode == "auto" else push
+
+    def from_here(self, source: Source) -> Source:
+        """A source as it is to be asked now: this instance may have slept since the request came, and is another."""
+        if self.home is not None and isinstance(source, PushFrom):
+            return replace(source, home=self.home)
+        if self.home is not None and isinstance(source, Either):
+            return replace(source, push=replace(source.push, home=self.home))
+        return source
 
     def concurrent(self, request: Request, engine_id: str, place: HostPort) -> PushFrom:
         """A prefill that the router sends at the same time.

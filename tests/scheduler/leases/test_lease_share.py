@@ -57,6 +57,24 @@ def test_a_prefill_begins_while_what_is_leased_and_under_way_leaves_room_for_it(
     assert of.step() == of.num_held_back == 1
 
 
+def test_no_more_is_given_up_for_a_prefill_than_it_needs() -> None:
+    of, kept = share(), {"oldest": 3, "older": 3, "new": 3}
+
+    def give_up() -> bool:
+        if not kept:
+            return False
+        del kept[next(iter(kept))]
+        return True
+
+    of.held = kept
+    of.add("a", 4)
+    assert of.admits("a", give_up) and list(kept) == ["older", "new"]
+    of.add("b", 20)
+    of.begin("a")
+    assert not of.admits("b", give_up) and not kept
+    assert not of.admits("b", give_up), "and nothing is given up behind one that is held back"
+
+
 def test_a_preempted_prefill_begins_again() -> None:
     of = share()
     of.add("a", 4)

@@ -52,7 +52,8 @@ def make_half(
     }  # fmt: skip
     ranks = SimpleNamespace(**alone | dict(parallel or {}))
     index = ranks.data_parallel_index
-    transfer = SimpleNamespace(engine_id=f"{role}-{index}", is_kv_producer=role == "kv_producer")
+    produces = role == "kv_producer"
+    transfer = SimpleNamespace(engine_id=f"{role}-{index}", is_kv_producer=produces, is_kv_consumer=not produces)
     config = Config(**{"side_channel_port": free_port() - index, **changes})
     half = SchedulerHalf(
         config,

@@ -109,23 +109,19 @@ class Lending:
         self.counted["conversations_dropped"] += reason is End.DROPPED
         return True
 
-    def to_drop(self, pool_blocks: int, free_blocks: int, needed: int) -> str | None:
-        """The oldest conversation, if it must be given back: there are more of them than may be, or of `needed` blocks
-        fewer are free."""
-        if not self._held:
-            return None
-        above = sum(self._held.values()) > self._share * pool_blocks
-        return next(iter(self._held)) if above or free_blocks < needed else None
+    def crowded(self, pool_blocks: int, free_blocks: int, needed: int) -> bool:
+        """Whether one must be given back: there are more of them than may be, or of `needed` blocks fewer are free."""
+        return bool(self._held) and (sum(self._held.values()) > self._share * pool_blocks or free_blocks < needed)
+
+    @property
+    def oldest(self) -> str | None:
+        """The conversation that goes first."""
+        return next(iter(self._held), None)
 
     @property
     def num_held(self) -> int:
         """How many conversations are kept."""
         return len(self._held)
-
-    @property
-    def holding(self) -> bool:
-        """Whether any conversation is kept."""
-        return bool(self._held)
 
     def holds(self, request_id: str) -> bool:
         return request_id in self._held

@@ -24,6 +24,8 @@ from vllm_pd_connector.scheduler.pending import Receive, reading_of
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm_pd_connector.compat.types import Request
     from vllm_pd_connector.protocol.params.conversation import Conversation
     from vllm_pd_connector.protocol.weights import OwnWeights
@@ -36,12 +38,14 @@ PATIENCE_S = 3 * ASK_TIMEOUT_S
 
 
 class Turns:
-    """See the module. `counted`: by the names of `observability.stats`."""
+    """See the module. `counted`: by the names of `observability.stats`; `wake` is called, from any thread, when there
+    is an answer to look at."""
 
-    def __init__(self, sources: Sources, renewer: LeaseRenewer, own: OwnWeights):
+    def __init__(self, sources: Sources, renewer: LeaseRenewer, own: OwnWeights, wake: Callable[[], None]):
         self._own_weights = own
         self._sources = sources
         self._renewer = renewer
+        self._wake = wake
         self.counted: Counter[str] = Counter()
 
     def begin(self, request: Request) -> Receive | None:
@@ -52,7 +56,7 @@ class Turns:
                 self._ask(receive, self._sources.conversation(transfer_params(request)))
             elif not was_refused(request):
                 where = endpoint(named.remote_host, named.remote_port, named.server_key)
-                self._renewer.find(where, named.remote_request_id, receive.answers.append)
+                self._renewer.find(where, named.remote_request_id, self._heard(receive))
         except ProtocolError as error:
             self._compute(request, str(error))
             return None
@@ -77,7 +81,14 @@ class Turns:
         receive.reading, receive.weights = reading, remote.pd_connector.weights
         receive.asked_at = time.monotonic()
         receive.source = ReadFrom(remote.peer, remote.remote_engine_id, remote.lease, remote.tables)
-        self._renewer.ask(receive.address, reading, remote.pd_connector.lease_seconds, receive.answers.append)
+        self._renewer.ask(receive.address, reading, remote.pd_connector.lease_seconds, self._heard(receive))
+
+    def _heard(self, receive: Receive) -> Callable[[object], None]:
+        def heard(answer: object) -> None:
+            receive.answers.append(answer)
+            self._wake()
+
+        return heard
 
     def may_read(self, receive: Receive) -> bool | None:
         """Whether a turn can read what it came for; None while that is not known. Said no once, it is forgotten."""

@@ -52,17 +52,17 @@ class LeaseShare:
         """A prefill of which `num_tokens` will be leased arrived."""
         self._needs[request_id] = self._blocks_of(num_tokens)
 
-    def admits(self, request_id: str, make_room: Callable[[], object] = lambda: None) -> bool:
+    def admits(self, request_id: str, give_up: Callable[[], bool] = lambda: False) -> bool:
         """Whether a request may begin; yes for what is no prefill for a decode instance. Before it is held back,
-        `make_room` gives back what need not be leased."""
+        `give_up` is called until it returns False: it gives back one thing that need not be leased."""
         need, blocks = self._needs.get(request_id), self._blocks
         if need is None or blocks is None or request_id in self._begun:
             return True
         if not self._held_back:
-            if self._fits(need, blocks):
-                return True
-            make_room()
-            if self._fits(need, blocks):
+            fits = self._fits(need, blocks)
+            while not fits and give_up():
+                fits = self._fits(need, blocks)
+            if fits:
                 return True
         self._held_back.add(request_id)
         return False
