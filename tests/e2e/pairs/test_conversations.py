@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from examples.launch import Server, Spec, router_spec, vllm_spec
+from examples.launch import Server, Spec, post, router_spec, vllm_spec
 from examples.make_models import MODELS, make
 from tests.support.ports import free_ports
 from tests.support.servers.agreement import disagreement
@@ -166,10 +166,11 @@ def _spec(row: Row, side: str, name: str = "", more: Sequence[str] = (), **extra
     verify = "off" if max(row.p_dcp, row.d_dcp) > 1 else "all"
     ours = {"conversations": True, "verify": verify, "transport": row.transport, "mode": row.mode, **PATIENCE, **extra}
     role = "kv_producer" if side == "p" else "kv_consumer"
+    alone = ["--no-enable-prefix-caching"] if side == "p" and "--enable-prefix-caching" not in more else []
     return vllm_spec(
         f"talk-{row.id}-{name or side}",
         make(model),
-        flags=[*model.flags, *row.flags(side), *(["--no-enable-prefix-caching"] if side == "p" else []), *more],
+        flags=[*model.flags, *row.flags(side), *alone, *more],
         tp_size=row.p_tp if side == "p" else row.d_tp,
         transfer={"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": ours},
         environment={"PD_TEST_POLITE": "1", "VLLM_SERVER_DEV_MODE": "1", **model.environment, **row.environment(side)},
@@ -178,6 +179,47 @@ def _spec(row: Row, side: str, name: str = "", more: Sequence[str] = (), **extra
 
 def _talking(router: Spec) -> Spec:
     return replace(router, command=(*router.command, "--conversations", "on"))
+
+
+@pytest.mark.parametrize("family", ["gqa", "kimi"])
+def test_prefill_reads_behind_its_own_hits_also_of_chats(pairs: Pairs, family: str) -> None:
+    """One prefill instance with a prefix cache, as in most set-ups: it has each prompt, and reads the answer. Chats
+    come by the router; their prompts are made by a template, of text."""
+    pairs.end()
+    row = Row(family)
+    prefill, decode = pairs.servers.start(_spec(row, "p", "caches", ["--enable-prefix-caching"]), _spec(row, "d"))
+    [router] = pairs.servers.start(_talking(router_spec(f"talk-{row.id}-chats", [prefill.url], [decode.url])))
+    try:
+        turns, prompt, kept, new = list[tuple[Prompt, Answer]](), Prompt(), dict[str, Any](KEEP), 0
+        for words in said(family):
+            prompt, new = (*prompt, *words), new + len(words) + LEFT
+            answer, kept = _turn(prefill, decode, family, prompt, kept)
+            assert _computed(prefill) <= new, f"turn {len(turns)}"
+            turns.append((prompt, answer))
+            prompt = (*prompt, *answer.tokens)
+        read = _series(prefill, "prompt_tokens_by_source_total", 'source="external_kv_transfer"')
+        assert 0 < _series(prefill, "pd_turns_read_total") <= TURNS - 1
+        assert 0 < read < sum(len(prompt) for prompt, _ in turns[:-1]), "the rest it had itself"
+        before = _series(prefill, "pd_turns_read_total")
+        messages, chats = list[dict[str, str]](), list[tuple[list[dict[str, str]], str]]()
+        for number in range(3):
+            messages.append({"role": "user", "content": f"{number} " * 60})
+            chats.append((list(messages), _chat(router, family, messages)))
+            messages.append({"role": "assistant", "content": chats[-1][1]})
+        assert _series(prefill, "pd_turns_read_total") > before, "turns of chats are found again"
+        _forget(prefill)
+        _check(prefill, family, turns)
+        for asked, answered in chats:
+            _forget(prefill)
+            assert _chat(prefill, family, asked) == answered
+    finally:
+        pairs.servers.stop(router, prefill, decode)
+
+
+def _chat(server: Server, model: str, messages: Sequence[dict[str, str]]) -> str:
+    body = {"model": model, "messages": messages, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    answer = post(f"{server.url}/v1/chat/completions", body, timeout=120.0)
+    return str(answer["choices"][0]["message"]["content"])
 
 
 def _forget(server: Server) -> None:
