@@ -29,7 +29,7 @@ help:
 	@echo "make test-full  lint and every test, the whole end-to-end matrix included"
 	@echo "make test-next  what touches vLLM on its next release, and pairs of both (a sample; VLLM=… for all)"
 	@echo "make gpu        on a machine with GPUs: tests, conversion, transports, a pair; one report, in 15 minutes"
-	@echo "make faults     at least 300 faults against real servers (45 minutes; the network part needs root)"
+	@echo "make faults     at least 300 faults against real servers (an hour; the network part needs root)"
 	@echo "make soak       100 000 random requests through one pair with few blocks (hours; SOAK='--requests N …')"
 	@echo "make fuzz       coverage-guided fuzzing of every decoder of bytes from the network (FUZZ_SECONDS each)"
 	@echo "make contract   WHEEL=…: what the package relies on in vLLM, looked up in that release's wheel"
