@@ -102,7 +102,10 @@ def test_who_was_written_into_is_told_with_its_span_and_by_what_was_written(coll
         writer.whole()
         target.loop.submit([replace(target.request(writer), trace=HEADERS)], [])
         assert target.wait_for("d") == [True]
-        whole = collector.wait_for({"pd.receive"}, TRACE, LONG_S)["pd.receive"]
+        spans = collector.wait_for({"pd.receive", "pd.queue", "pd.transfer", "pd.confirm"}, TRACE, LONG_S)
+        whole = spans["pd.receive"]
+        assert {spans[f"pd.{part}"].parent for part in ("queue", "transfer", "confirm")} == {whole.id}
+        assert spans["pd.queue"].ended <= spans["pd.transfer"].ended <= spans["pd.confirm"].ended + 10**6
         freed(writer, "a")
         [given] = writer.server.take_given()
     assert (given.request_id, given.taken.engine_id, given.whole) == ("p-a", "decode-1", True)

@@ -270,6 +270,8 @@ class Receives:
         """Carry out what a receive's machine asks for."""
         if kind is not None:
             active.kind = kind
+        if isinstance(event, receives.PushDone) and not active.reported:
+            self._phase(active, Phase.TRANSFER, now)
         for action in active.machine.handle(event, now):
             match action:
                 case receives.StartReads():
