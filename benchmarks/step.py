@@ -84,13 +84,16 @@ class Engine:
 def _connector(role: KVConnectorRole, kv_role: str, settings: dict[str, Any]) -> PDConnector:
     transfer = SimpleNamespace(
         engine_id=kv_role,
+        kv_role=kv_role,
         is_kv_producer=kv_role == "kv_producer",
         is_kv_consumer=kv_role == "kv_consumer",
         kv_connector_extra_config=settings,
+        kv_buffer_device="cpu",
     )
     parallel = SimpleNamespace(
         data_parallel_index=0,
         data_parallel_rank_local=None,
+        data_parallel_master_ip="127.0.0.1",
         local_engines_only=False,
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
@@ -121,6 +124,7 @@ def request(number: int, params: dict[str, Any], **changes: Any) -> Any:
         "lora_request": None,
         "max_tokens": 9,
         "abort_immediately": False,
+        "trace_headers": None,
         "get_skip_reading_prefix_cache": lambda: False,
     }
     return SimpleNamespace(**(fields | changes))
@@ -131,7 +135,9 @@ def scheduled(tokens: dict[str, tuple[int, int]]) -> Any:
     return SimpleNamespace(
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(
-            req_ids=list(tokens), num_computed_tokens=[before for before, _ in tokens.values()]
+            resumed_req_ids=set(),
+            req_ids=list(tokens),
+            num_computed_tokens=[before for before, _ in tokens.values()],
         ),
         num_scheduled_tokens={name: now for name, (_, now) in tokens.items()},
         finished_req_ids=set(),
