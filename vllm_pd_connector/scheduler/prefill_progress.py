@@ -29,10 +29,12 @@ TablesOf = Callable[[str], Sequence[list[int]]]
 
 @dataclass(slots=True)
 class _Running:
-    """A prefill of which `num_tokens` will be handed over; `step` is the latest that computes some of it."""
+    """A prefill of which `num_tokens` will be handed over; `step` is the latest that computes some of it, `held` what
+    was offered of it, whose blocks are held."""
 
     num_tokens: int
     step: int = 0
+    held: tuple[BlockTable, ...] = ()
 
 
 class PrefillProgress:
@@ -78,11 +80,13 @@ class PrefillProgress:
         offers = []
         needed = pushes.needed(computed)
         for request_id in filter(needed.__contains__, computed):
-            ids = self.tables(request_id)
+            ids, running = self.tables(request_id), self._running[request_id]
             tables = tuple(BlockTable.of(0, ids[i] if full else ()) for i, full in enumerate(self._full))
-            blocks.hold(request_id, tables)
+            if added := _added(tables, running.held):
+                blocks.hold(request_id, added)
+            running.held = tables
             self._offered.add(request_id)
-            offers.append((request_id, tables, min(computed[request_id], self._running[request_id].num_tokens)))
+            offers.append((request_id, tables, min(computed[request_id], running.num_tokens)))
         if offers:
             pushes.progressed(offers, self.number)
 
@@ -107,4 +111,13 @@ class PrefillProgress:
     def _release(self, request_ids: Collection[str], blocks: HeldBlocks) -> None:
         for request_id in request_ids:
             self._offered.discard(request_id)
+            self._running[request_id].held = ()
             blocks.release(request_id)
+
+
+def _added(tables: tuple[BlockTable, ...], before: tuple[BlockTable, ...]) -> tuple[BlockTable, ...]:
+    """What tables have more than before; all of them if they do not go on where those end, as after a preemption."""
+    if not before or not all(now.packed.startswith(old.packed) for now, old in zip(tables, before, strict=True)):
+        return tables
+    grown = ((now, old) for now, old in zip(tables, before, strict=True) if len(now.packed) > len(old.packed))
+    return tuple(BlockTable(old.end, now.packed[len(old.packed) :]) for now, old in grown)
