@@ -113,7 +113,7 @@ class WriteLink(PeerLink):
         self.outgoing = {}
 
     def reach(self, into: PushInto, ready: int, cursor: int, final: bool) -> int:
-        """How far the cursor of a push may go: to the last page boundary of both sides before `ready`, or the end, where
+        """How far the cursor of a push may go: to the last page boundary of both sides before `ready`, or to the end if
         no token is missing.
 
         Raises:
