@@ -129,6 +129,7 @@ bench: setup
 	$(RUN) benchmarks/waiting.py
 	$(RUN) benchmarks/overlap.py
 	$(RUN) benchmarks/overlap.py --one-step
+	$(RUN) benchmarks/late_legs.py
 	$(RUN) benchmarks/long_prompts.py
 	$(RUN) benchmarks/rates.py
 	$(RUN) benchmarks/conversations.py

@@ -81,18 +81,21 @@ PAIRS = {
 }
 
 
-def describe(layout: Layout, tokens: int, engine: str, memory: np.ndarray) -> Manifest:
+def describe(
+    layout: Layout, tokens: int, engine: str, memory: np.ndarray, layers: int = LAYERS, channels: int = CHANNELS
+) -> Manifest:
     """A worker whose caches have room for a prompt of so many tokens."""
     blocks = tokens // layout.block_tokens + 1
-    page = layout.block_tokens * 2 * CHANNELS * ITEM
+    token = 2 * channels * ITEM
+    page = layout.block_tokens * token
     by_layer = layout.name.startswith("L")
-    of_block, of_layer = (page, blocks * page) if by_layer else (LAYERS * page, page)
+    of_block, of_layer = (page, blocks * page) if by_layer else (layers * page, page)
     tensors = []
-    for layer in range(LAYERS):
-        shape, strides = (blocks, 1, layout.block_tokens, 2 * CHANNELS * ITEM), (of_block, page, 2 * CHANNELS * ITEM, 1)
+    for layer in range(layers):
+        shape, strides = (blocks, 1, layout.block_tokens, token), (of_block, page, token, 1)
         name, offset = f"model.layers.{layer}.self_attn.attn", layer * of_layer
         view = PageView(name, 0, 0, offset, shape, strides, "bfloat16", ITEM, 1, Interval(0, 1), 1)
-        tensors += key_value(view, CHANNELS, CHANNELS)
+        tensors += key_value(view, channels, channels)
     return Manifest(
         version=MANIFEST_VERSION,
         engine_id=engine,

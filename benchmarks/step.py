@@ -103,7 +103,7 @@ class Engine:
     def __init__(self, kv_role: str, **extra: Any):
         settings = {"side_channel_port": free_port(), "kv_lease_duration": 600.0, **extra}
         self.scheduler, self.worker = (
-            _connector(role, kv_role, settings) for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
+            connector(role, kv_role, settings) for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
         )
         self.pool = BlockPool(num_gpu_blocks=IN_FLIGHT * BLOCKS + 2, enable_caching=False, hash_block_size=BLOCK_TOKENS)
         self.tables: dict[str, list[list[int]]] = {}
@@ -116,7 +116,7 @@ class Engine:
         return list(self.pool.get_new_blocks(BLOCKS))
 
 
-def _connector(role: KVConnectorRole, kv_role: str, settings: dict[str, Any]) -> PDConnector:
+def connector(role: KVConnectorRole, kv_role: str, settings: dict[str, Any]) -> PDConnector:
     transfer = SimpleNamespace(
         engine_id=kv_role,
         kv_role=kv_role,
@@ -260,7 +260,7 @@ def announce_layers(count: int, reps: int) -> dict[str, Any]:
     """Microseconds of the forward's thread for one of so many layers, with a thread in the transfer thread's place that
     looks at the clock when it is woken."""
     settings = {"side_channel_port": free_port(), "mode": "push", "push_when": "layers"}
-    connector = _connector(KVConnectorRole.WORKER, "kv_producer", settings)
+    made = connector(KVConnectorRole.WORKER, "kv_producer", settings)
     layers = [f"model.layers.{i}.self_attn.attn" for i in range(count)]
     clock, wake, ends = StepClock(), Wake(), threading.Event()
 
@@ -277,17 +277,17 @@ def announce_layers(count: int, reps: int) -> dict[str, Any]:
             clock.done()
             clock.ahead()
 
-    half = connector.worker
+    half = made.worker
     half._count, half._mark = WaveCount(waves_of(layers)), marker(())
     half._loop = SimpleNamespace(step_launched=launched)  # type: ignore[assignment]
     thread = threading.Thread(target=look)
     thread.start()
     times = []
     for step in range(1, reps + 1):
-        connector.bind_connector_metadata(StepMetadata(step=step))
+        made.bind_connector_metadata(StepMetadata(step=step))
         began = time.perf_counter()
         for layer in layers:
-            connector.save_kv_layer(layer, None, None)  # type: ignore[arg-type]
+            made.save_kv_layer(layer, None, None)  # type: ignore[arg-type]
         times.append((time.perf_counter() - began) * 1e6 / count)
         clock.launched(step, lambda: True)
         time.sleep(0.0005)  # what is computed
