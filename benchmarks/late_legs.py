@@ -2,8 +2,8 @@
 
 The halves of both instances are real (the prefill's scheduler half, its side channel and transfer thread, the decode
 worker's transfer thread), and so is the transport, over a link that is slowed to where moving the whole prompt takes as
-long as its step. The forward is not: it takes its time layer by layer and no processor, as one on a device does. So what
-is seen is the connector's own, where `overlap.py` has four servers on the same cores.
+long as its step. The forward is not: it takes its time layer by layer and no processor, as one on a device does. So
+what is seen is the connector's own, where `overlap.py` has four servers on the same cores.
 
 A leg that comes LATE seconds after the step was scheduled has its caches so much later than the step's end at best: the
 link is busy until then. `exposed` is the time from the end of the prefill to the end of the receive, as a part of that
