@@ -83,8 +83,7 @@ class SchedulerHalf:
         around_reset(pool, self._give_back, self.epochs.was_reset)
 
     def _give_back(self) -> None:
-        """What is cached is to be forgotten: so are conversations, and what was offered of running prefills."""
-        self.producer.take_back()
+        """What is cached is to be forgotten: so are conversations."""
         self.producer.make_room()
         self.producer.drain()
 
