@@ -128,6 +128,9 @@ bench: setup
 	$(RUN) benchmarks/pull.py
 	$(RUN) benchmarks/waiting.py
 	$(RUN) benchmarks/overlap.py
+	$(RUN) benchmarks/overlap.py --one-step
+	$(RUN) benchmarks/late_legs.py
+	$(RUN) benchmarks/long_prompts.py
 	$(RUN) benchmarks/rates.py
 	$(RUN) benchmarks/conversations.py
 	$(RUN) benchmarks/routing.py --json out/bench/routing.json

@@ -8,7 +8,9 @@ benchmark fails: bytes that arrived wrong, or too late, are no gain.
 
 With `--one-step` the prompt takes a single step, of a model of 16 layers, and pushes are written layer by layer
 (`push_when`): what is exposed is the time from the end of the prefill to the first token, less that of a prompt of
-which the decode instance has all blocks, as a part of what the whole transfer takes.
+which the decode instance has all blocks and computes one token, as it does behind a push; as a part of what the whole
+transfer takes. What the decode leg needs to come there (its own server, its engine, the question) is exposed, too: the
+transfer takes as long as the step and cannot begin before.
 
 Everything runs in a network namespace of its own (`unshare --net`), whose only link is slowed by `tc` (a token bucket);
 NIXL is confined to TCP, so no bytes pass beside it. Needs root or the right to make namespaces.
@@ -208,8 +210,10 @@ def measure(model: str, requests: int, logs: Path, step_tokens: int = STEP_TOKEN
                 sys.exit(f"request {len(pulls) + 1}: {wrong}")
             pulls.append(pulled.seconds)
             pushes.append(pushed.seconds)
-            locals_.append(event_times(pusher.url, body(model, prompt))[0])
-            print(f"  pull {1e3 * pulls[-1]:.0f} ms, push {1e3 * pushes[-1]:.0f} ms", flush=True)
+            # One more token: of a prompt of whole blocks vLLM computes the last block again.
+            locals_.append(event_times(pusher.url, body(model, [*prompt, 0]))[0])
+            told = ((name, 1e3 * times[-1]) for name, times in (("pull", pulls), ("push", pushes), ("alone", locals_)))
+            print("  " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in told), flush=True)
         slow_down(None)
     pull, push, local = (1e3 * float(np.median(times)) for times in (pulls, pushes, locals_))
     return Result(

@@ -8,7 +8,9 @@ the interpreter from the threads that are measured. The cases:
 - idle steps, also with leases that nobody reads;
 - IN_FLIGHT requests wait for their caches, in steps that compute nothing and in steps of as many that decode;
 - IN_FLIGHT prefills are computed for decode instances (in mode push), with nobody who wants them yet, and with a want
-  of each, where the steps of AT_ONCE become orders.
+  of each, where the steps of AT_ONCE become orders; a process in a worker's place takes them;
+- a forward announces LAYERS layers (`push_when: layers`) while a push waits for it, so that the transfer thread is
+  woken by every wave; per layer.
 
 Times are of the median and of the least step: where other processes want the processor, the least says what it costs.
 
@@ -20,8 +22,11 @@ from __future__ import annotations
 import argparse
 import pickle
 import secrets
+import select
 import socket
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,18 +47,48 @@ sys.path.append(str(ROOT))
 from benchmarks.report import write  # noqa: E402
 from vllm_pd_connector.compat.base import KVConnectorRole  # noqa: E402
 from vllm_pd_connector.compat.blocks import prompt_digest  # noqa: E402
+from vllm_pd_connector.compat.memory import marker  # noqa: E402
 from vllm_pd_connector.connector import PDConnector  # noqa: E402
 from vllm_pd_connector.geometry.blocks import BlockTable  # noqa: E402
+from vllm_pd_connector.metadata import StepMetadata  # noqa: E402
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef, PushInto  # noqa: E402
 from vllm_pd_connector.sidechannel.client import SideChannelClient  # noqa: E402
 from vllm_pd_connector.sidechannel.net.sockets import endpoint  # noqa: E402
+from vllm_pd_connector.wake import Wake  # noqa: E402
+from vllm_pd_connector.worker.push.step_clock import StepClock  # noqa: E402
+from vllm_pd_connector.worker.push.waves import MAX_WAVES, WaveCount, waves_of  # noqa: E402
 
 BLOCK_TOKENS = 16
 IN_FLIGHT = 256
 BLOCKS = 16  # of a request
 AT_ONCE = 8  # prefills in one step's budget of tokens
 PROMPT = list(range(BLOCKS * BLOCK_TOKENS))
+LAYERS = (16, 80)
 GOALS = {"idle": {"scheduler": 10.0, "forward": 10.0}, "in flight": {"scheduler": 100.0, "forward": 20.0}}
+LAYER_GOAL = 5.0
+WORKER = """
+import sys, time
+from vllm_pd_connector.protocol.wire.push_messages import AwaitCommands, Commands
+from vllm_pd_connector.wake import Wake
+from vllm_pd_connector.worker.rpc import PendingCalls
+
+calls, wake, left = PendingCalls(None), Wake(), False
+
+def ask(seen):
+    calls.ask(sys.argv[1], AwaitCommands(bytes(16), 0, seen), 60.0, taken)
+
+def taken(outcome, now):
+    global left
+    left = not isinstance(outcome, Commands)
+    if not left:
+        ask(outcome.last)
+
+ask(0)
+while not left:
+    calls.wait(wake, None)
+    calls.deliver(time.monotonic())
+"""
+"""What a worker's process does that is ordered to write: it asks for orders until the instance leaves."""
 
 
 def free_port() -> int:
@@ -68,7 +103,7 @@ class Engine:
     def __init__(self, kv_role: str, **extra: Any):
         settings = {"side_channel_port": free_port(), "kv_lease_duration": 600.0, **extra}
         self.scheduler, self.worker = (
-            _connector(role, kv_role, settings) for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
+            connector(role, kv_role, settings) for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
         )
         self.pool = BlockPool(num_gpu_blocks=IN_FLIGHT * BLOCKS + 2, enable_caching=False, hash_block_size=BLOCK_TOKENS)
         self.tables: dict[str, list[list[int]]] = {}
@@ -81,16 +116,19 @@ class Engine:
         return list(self.pool.get_new_blocks(BLOCKS))
 
 
-def _connector(role: KVConnectorRole, kv_role: str, settings: dict[str, Any]) -> PDConnector:
+def connector(role: KVConnectorRole, kv_role: str, settings: dict[str, Any]) -> PDConnector:
     transfer = SimpleNamespace(
         engine_id=kv_role,
+        kv_role=kv_role,
         is_kv_producer=kv_role == "kv_producer",
         is_kv_consumer=kv_role == "kv_consumer",
         kv_connector_extra_config=settings,
+        kv_buffer_device="cpu",
     )
     parallel = SimpleNamespace(
         data_parallel_index=0,
         data_parallel_rank_local=None,
+        data_parallel_master_ip="127.0.0.1",
         local_engines_only=False,
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
@@ -121,6 +159,7 @@ def request(number: int, params: dict[str, Any], **changes: Any) -> Any:
         "lora_request": None,
         "max_tokens": 9,
         "abort_immediately": False,
+        "trace_headers": None,
         "get_skip_reading_prefix_cache": lambda: False,
     }
     return SimpleNamespace(**(fields | changes))
@@ -131,7 +170,9 @@ def scheduled(tokens: dict[str, tuple[int, int]]) -> Any:
     return SimpleNamespace(
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(
-            req_ids=list(tokens), num_computed_tokens=[before for before, _ in tokens.values()]
+            resumed_req_ids=set(),
+            req_ids=list(tokens),
+            num_computed_tokens=[before for before, _ in tokens.values()],
         ),
         num_scheduled_tokens={name: now for name, (_, now) in tokens.items()},
         finished_req_ids=set(),
@@ -140,6 +181,18 @@ def scheduled(tokens: dict[str, tuple[int, int]]) -> Any:
 
 IDLE = scheduled({})
 DECODING = scheduled({f"d-{number}": (1000, 1) for number in range(IN_FLIGHT)})
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline, f"not within 60 s: {what}"
+        time.sleep(0.01)
+
+
+def asked(engine: Engine) -> bool:
+    """Whether a worker waits for orders."""
+    return engine.scheduler.scheduler.producer._server.counts().get("AwaitCommands", 0) > 0  # type: ignore[union-attr]
 
 
 def hold_leases(engine: Engine, count: int) -> list[dict[str, Any]]:
@@ -186,11 +239,13 @@ def begin_prefills(engine: Engine, *, wanted: bool) -> Callable[[int], Any]:
             into = PushInto(PrefillRef(f"t-{number}", None), there, *place, theirs, 0, len(PROMPT), digest)
             sent.append(client.send(address, into, 60.0))
     pushes = engine.scheduler.scheduler.producer._server.pushes  # type: ignore[union-attr]
-    deadline = time.monotonic() + 60.0
-    while wanted and len(pushes.wanted(names)) < len(names):
-        assert time.monotonic() < deadline, "not every prefill is wanted"
+
+    def all_wanted() -> bool:
         client.receive()
-        time.sleep(0.01)
+        return len(pushes.wanted(names)) == len(names)
+
+    if wanted:
+        until(all_wanted, "every prefill to be wanted")
     client.close()
 
     def step(number: int) -> Any:
@@ -199,6 +254,58 @@ def begin_prefills(engine: Engine, *, wanted: bool) -> Callable[[int], Any]:
         return scheduled({name: (turn * BLOCK_TOKENS, BLOCK_TOKENS) for name in now})
 
     return step
+
+
+def announce_layers(count: int, reps: int) -> dict[str, Any]:
+    """Microseconds of the forward's thread for one of so many layers, with a thread in the transfer thread's place that
+    looks at the clock when it is woken."""
+    settings = {"side_channel_port": free_port(), "mode": "push", "push_when": "layers"}
+    made = connector(KVConnectorRole.WORKER, "kv_producer", settings)
+    layers = [f"model.layers.{i}.self_attn.attn" for i in range(count)]
+    clock, wake, ends = StepClock(), Wake(), threading.Event()
+
+    def launched(step: int, is_done: Callable[[], bool], waves: int | None = None) -> None:
+        clock.launched(step, is_done, waves)
+        wake.set()
+
+    def look() -> None:
+        poller = select.poll()
+        poller.register(wake.fileno(), select.POLLIN)
+        while not ends.is_set():
+            poller.poll(100)
+            wake.clear()
+            clock.done()
+            clock.ahead()
+
+    half = made.worker
+    half._count, half._mark = WaveCount(waves_of(layers)), marker(())
+    half._loop = SimpleNamespace(step_launched=launched)  # type: ignore[assignment]
+    thread = threading.Thread(target=look)
+    thread.start()
+    times = []
+    for step in range(1, reps + 1):
+        made.bind_connector_metadata(StepMetadata(step=step))
+        began = time.perf_counter()
+        for layer in layers:
+            made.save_kv_layer(layer, None, None)  # type: ignore[arg-type]
+        times.append((time.perf_counter() - began) * 1e6 / count)
+        clock.launched(step, lambda: True)
+        time.sleep(0.0005)  # what is computed
+    ends.set()
+    thread.join()
+    assert clock.ahead() == (reps, min(count, MAX_WAVES)), "not every wave was told"
+    return row(f"a layer of {count}, written layer by layer", "forward", times, LAYER_GOAL)
+
+
+def row(name: str, thread: str, times: list[float], goal: float) -> dict[str, Any]:
+    return {
+        "case": name,
+        "thread": thread,
+        "median_us": round(float(np.median(times)), 2),
+        "p99_us": round(float(np.percentile(times, 99)), 2),
+        "least_us": round(min(times), 2),
+        "goal_us": goal,
+    }
 
 
 def measure(name: str, engine: Engine, steps: Callable[[int], Any], reps: int) -> list[dict[str, Any]]:
@@ -233,17 +340,7 @@ def measure(name: str, engine: Engine, steps: Callable[[int], Any], reps: int) -
         timed("scheduler", lambda o=came: scheduler.update_connector_output(o))
         timed("scheduler", scheduler.get_kv_connector_stats)
     goals = GOALS["idle" if name.startswith("idle") else "in flight"]
-    return [
-        {
-            "case": name,
-            "thread": thread,
-            "median_us": round(float(np.median(values)), 2),
-            "p99_us": round(float(np.percentile(values, 99)), 2),
-            "least_us": round(min(values), 2),
-            "goal_us": goals[thread],
-        }
-        for thread, values in times.items()
-    ]
+    return [row(name, thread, values, goals[thread]) for thread, values in times.items()]
 
 
 def cases(reps: int) -> list[dict[str, Any]]:
@@ -260,6 +357,10 @@ def cases(reps: int) -> list[dict[str, Any]]:
     for wanted, told in ((False, "nobody wants them yet"), (True, "written step by step")):
         engine = Engine("kv_producer", mode="push")
         steps = begin_prefills(engine, wanted=wanted)
+        home = engine.scheduler.scheduler.producer.home
+        words = [sys.executable, "-c", WORKER, endpoint(home.host, home.port)]  # type: ignore[union-attr]
+        worker = subprocess.Popen(words, cwd=ROOT)
+        until(lambda e=engine: asked(e), "the worker's first question")
         rows += measure(
             f"{IN_FLIGHT} prefills, {AT_ONCE} a step, {told}",
             engine,
@@ -267,6 +368,8 @@ def cases(reps: int) -> list[dict[str, Any]]:
             min(reps, IN_FLIGHT // AT_ONCE * (BLOCKS - 1)),
         )
         engine.scheduler.shutdown()
+        assert worker.wait(30.0) == 0, "the process in the worker's place failed"
+    rows += [announce_layers(count, min(reps, 1000)) for count in LAYERS]
     loader.scheduler.shutdown()
     holder.scheduler.shutdown()
     return rows

@@ -104,6 +104,35 @@ def test_a_prompt_above_the_share_is_computed_alone(engine: Any) -> None:
     decode.step(received={"d-small"})
 
 
+def test_a_running_prefill_that_nobody_has_asked_for_is_preempted_with_all_its_blocks(engine: Any) -> None:
+    """What its steps complete may be written from, and is held, from before anybody has asked."""
+    prefill = engine(transfer("kv_producer", mode="push"), blocks=6, step_tokens=BLOCK + 1, scheduling="priority")
+    prefill.add("other", PROMPT[: BLOCK - 1], max_tokens=2 * BLOCK, priority=-1)
+    prefill.step()
+    running = prefill.add("p", list(range(100, 100 + 4 * BLOCK)), KEEP, max_tokens=1, priority=5)
+    blocks, held = prefill.connector.scheduler.producer._blocks, 0
+    for _ in range(10):
+        prefill.step()
+        if running.status is RequestStatus.PREEMPTED:
+            break
+        held = max(held, blocks.num_held_for("p"))
+    assert running.status is RequestStatus.PREEMPTED and held > 1
+    assert prefill.held() == len(prefill.blocks_of("other"))
+    prefill.run("other", "p")
+    assert prefill.ended("p").kv_transfer_params is not None and prefill.held() == 4
+
+
+def test_a_reset_in_the_midst_of_a_prefill_that_nobody_has_asked_for_comes_about(engine: Any) -> None:
+    prefill = engine(transfer("kv_producer", mode="push"), step_tokens=BLOCK)
+    prefill.add("p", PROMPT, KEEP, max_tokens=1)
+    prefill.step()
+    assert prefill.connector.scheduler.producer._blocks.num_held_for("p")
+    assert prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert prefill.held() == 0
+    prefill.run("p")
+    assert prefill.ended("p").kv_transfer_params is not None
+
+
 def test_prefills_that_wait_for_leases_begin_in_the_order_of_their_priority(engine: Any) -> None:
     prefill, decode = engine("kv_producer", blocks=TINY, scheduling="priority"), engine("kv_consumer")
     params = leased(prefill, 5)

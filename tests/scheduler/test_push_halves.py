@@ -26,6 +26,7 @@ from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.wire.push_messages import (
     AwaitCommands,
     CancelCommand,
+    DeclinePush,
     PrefillRef,
     Pushed,
     PushState,
@@ -75,7 +76,7 @@ def test_blocks_that_another_connector_failed_to_load_fail_the_push_that_wrote_f
     step(prefill.half, p_1=(0, 30))
     assert len(prefill.commands()) == 1
     prefill.half.update_output(KVConnectorOutput(invalid_block_ids={9}))  # of a request that nobody waits for
-    assert not prefill.half.producer._server.pushes.given_up(["p-1"]) and prefill.held() == 3
+    assert prefill.half.producer._server.pushes.wanted(["p-1"]) and prefill.held() == 3
     prefill.half.update_output(KVConnectorOutput(invalid_block_ids={6, 7}))
     reply = answer()
     assert (reply.state, reply.terminal) == (PushState.FAILED, False) and "failed to load" in reply.reason
@@ -112,16 +113,72 @@ def test_windows_are_not_ordered_before_the_end(prefill):
     assert prefill.held() == 2
 
 
-def test_a_step_in_which_nobody_asked_orders_and_holds_nothing(prefill):
+def test_who_asks_while_the_only_step_is_computed_is_written_to_in_its_course(prefill):
+    """Both legs are sent at once, and the prefill instance is idle: its step is scheduled before anybody can ask."""
     request = make_request("p-1", ASK)
     prefill.half.on_new_request(request)
+    prefill.tables["p-1"] = [[5, 6, 7]]
+    step(prefill.half, p_1=(0, 40))
+    assert prefill.held() == 3, "they may be written from as soon as somebody asks"
+    prefill.register(digest_of(request))
+    [order] = prefill.commands()
+    assert (order.ready, order.step, order.final) == (40, 1, False)
+    assert order.source == (BlockTable.of(0, (5, 6, 7)),)
+    assert prefill.held() == 3
+
+
+def test_what_nobody_has_asked_for_is_taken_back_where_blocks_are_needed_and_offered_again(prefill):
+    request = make_request("p-1", ASK)
+    prefill.half.on_new_request(request)
+    prefill.tables["p-1"] = [[5, 6]]
+    step(prefill.half, p_1=(0, 20))
+    prefill.half.producer.take_back()
+    assert prefill.held() == 0
+    prefill.register(digest_of(request))  # others may have the blocks by now
+    prefill.tables["p-1"] = [[7, 8]]
+    step(prefill.half, p_1=(0, 20))
+    prefill.half.producer.take_back()
+    assert prefill.held() == 2, "they are written from"
+    [order] = prefill.commands()
+    assert (order.ready, order.step, order.source) == (20, 2, (BlockTable.of(0, (7, 8)),))
+
+
+def test_blocks_that_nobody_has_asked_for_are_not_missed_when_another_connector_fails_to_load_them(prefill):
+    request = make_request("p-1", ASK)
+    prefill.half.on_new_request(request)
+    prefill.tables["p-1"] = [[5, 6]]
+    step(prefill.half, p_1=(0, 20))
+    prefill.half.update_output(KVConnectorOutput(invalid_block_ids={6}))
+    assert prefill.held() == 0
+    prefill.register(digest_of(request))  # what lies there is wrong
+    step(prefill.half, p_1=(16, 4))
+    [order] = prefill.commands()
+    assert (order.ready, order.step) == (20, 2)
+
+
+def test_the_end_of_a_prefill_waits_for_its_own_last_step_and_not_for_others_(prefill):
+    """vLLM may have begun the next step before it has the results of this one."""
+    request = make_request("p-1", ASK)
+    prefill.half.on_new_request(request)
+    prefill.register(digest_of(request))
+    prefill.tables["p-1"] = [[5, 6, 7]]
+    step(prefill.half, p_1=(0, 40))
+    step(prefill.half, other=(0, 100))
+    prefill.half.request_finished(request, ([5, 6, 7],))
+    assert [(order.step, order.final) for order in prefill.commands()] == [(1, False), (1, True)]
+
+
+@pytest.mark.parametrize("declined", [True, False])
+def test_of_a_prefill_that_nobody_needs_nothing_is_held(prefill, declined):
+    request = make_request("p-1", ASK)
+    prefill.half.on_new_request(request)
+    if declined:
+        prefill.send(DeclinePush(PrefillRef("t-1", None)))()
+    else:
+        prefill.register("f" * 16)()  # another prompt
+        prefill.half.producer._server.pushes.failed("p-1", "for the test")
     step(prefill.half, p_1=(0, 20))
     assert prefill.held() == 0
-    prefill.register(digest_of(request))
-    step(prefill.half)
-    prefill.half.request_finished(request, ([5, 6, 7],))
-    [receive] = prefill.commands()
-    assert receive.final
 
 
 def test_an_abort_in_mid_prefill_reaches_the_decode_side_and_keeps_the_blocks_until_nothing_is_written(prefill):

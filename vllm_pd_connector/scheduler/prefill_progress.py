@@ -1,12 +1,17 @@
-"""How far running prefills are: which of their blocks each engine step completes.
+"""Running prefills: which of their blocks each engine step completes, offered to whoever will ask for them.
 
 Only groups of full attention count here. Their blocks are final when they are full, and their tables only grow; what
 windows and states hold is known when the prefill has finished.
+
+A decode instance mostly asks while the step that computes its prompt runs, so what a step completes is offered before
+anybody has asked. It may be written from as soon as it is offered, without another word: its blocks are referenced
+before. What nobody has asked for is taken back where vLLM needs blocks, and offered again with the next step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.blocks import computed_after
@@ -15,9 +20,21 @@ from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.manifest import GroupKind
 
 if TYPE_CHECKING:
+    from vllm_pd_connector.compat.blocks import HeldBlocks
     from vllm_pd_connector.compat.types import KVCacheConfig, SchedulerOutput
+    from vllm_pd_connector.sidechannel.push_service import PushService
 
 TablesOf = Callable[[str], Sequence[list[int]]]
+
+
+@dataclass(slots=True)
+class _Running:
+    """A prefill of which `num_tokens` will be handed over; `step` is the latest that computes some of it, `held` what
+    was offered of it, whose blocks are held."""
+
+    num_tokens: int
+    step: int = 0
+    held: tuple[BlockTable, ...] = ()
 
 
 class PrefillProgress:
@@ -32,27 +49,75 @@ class PrefillProgress:
         self.tables: TablesOf | None = None
         self._full = [kind is GroupKind.FULL for kind in group_kinds(kv_cache_config)]
         self._enabled = enabled and any(self._full)
-        self._running: dict[str, int] = {}
+        self._running: dict[str, _Running] = {}
+        self._offered: set[str] = set()  # of which blocks are held
 
     def add(self, request_id: str, num_tokens: int) -> None:
         """Follow a prefill of which `num_tokens` will be handed over."""
-        self._running[request_id] = num_tokens
+        self._running[request_id] = _Running(num_tokens)
 
     def discard(self, request_id: str) -> bool:
-        """Follow it no more; whether it was followed."""
+        """Follow it no more, whose blocks are now held by a lease or given back with its end; whether it was
+        followed."""
+        self._offered.discard(request_id)
         return self._running.pop(request_id, None) is not None
 
-    def advance(
-        self, output: SchedulerOutput, wanted: Callable[[Iterable[str]], set[str]]
-    ) -> Iterator[tuple[str, tuple[BlockTable, ...], int]]:
-        """Begin the next step. For each prefill in it that is wanted: its id, its tables (empty for other groups than
-        those of full attention), and how many tokens they hold when the step is done."""
+    def last_step(self, request_id: str) -> int:
+        """The step whose end is that of all that was computed of a prefill: later ones are others'."""
+        running = self._running.get(request_id)
+        return running.step if running is not None and running.step else self.number
+
+    def advance(self, output: SchedulerOutput, pushes: PushService, blocks: HeldBlocks) -> None:
+        """Begin the next step, and offer what it will complete."""
         self.number += 1
-        if not self._enabled or not self._running or self.tables is None:
+        if not self._running:
             return
-        scheduled = output.num_scheduled_tokens
-        told = wanted([request_id for request_id in self._running if request_id in scheduled])
-        for request_id, computed in computed_after(output, told):
-            ids = self.tables(request_id)
+        computed = dict(computed_after(output, self._running))
+        for request_id in computed:
+            self._running[request_id].step = self.number
+        if not computed or not self._enabled or self.tables is None:
+            return
+        offers = []
+        needed = pushes.needed(computed)
+        for request_id in filter(needed.__contains__, computed):
+            ids, running = self.tables(request_id), self._running[request_id]
             tables = tuple(BlockTable.of(0, ids[i] if full else ()) for i, full in enumerate(self._full))
-            yield request_id, tables, min(computed, self._running[request_id])
+            if added := _added(tables, running.held):
+                blocks.hold(request_id, added)
+            running.held = tables
+            self._offered.add(request_id)
+            offers.append((request_id, tables, min(computed[request_id], running.num_tokens)))
+        if offers:
+            pushes.progressed(offers, self.number)
+
+    def let_go(self, pushes: PushService, blocks: HeldBlocks) -> None:
+        """Give back the blocks of running prefills whose push has failed: a preempted one may need them to go on."""
+        self._release(self._offered.intersection(pushes.take_given_up()), blocks)
+
+    def take_back(self, pushes: PushService, blocks: HeldBlocks) -> None:
+        """Give back what was offered and nobody has asked for."""
+        if self._offered:
+            self._release(pushes.taken_back(self._offered), blocks)
+
+    def fail(self, pushes: PushService, blocks: HeldBlocks, reason: str, among: Collection[int] | None = None) -> None:
+        """What running prefills have in their blocks, or in these alone, is not theirs any more: it is offered no
+        longer, and who writes from it fails."""
+        met = {name for name in self._offered if among is None or blocks.holds_any(name, among)}
+        taken = pushes.taken_back(met)
+        self._release(taken, blocks)
+        for request_id in met - taken:
+            pushes.failed(request_id, reason)
+
+    def _release(self, request_ids: Collection[str], blocks: HeldBlocks) -> None:
+        for request_id in request_ids:
+            self._offered.discard(request_id)
+            self._running[request_id].held = ()
+            blocks.release(request_id)
+
+
+def _added(tables: tuple[BlockTable, ...], before: tuple[BlockTable, ...]) -> tuple[BlockTable, ...]:
+    """What tables have more than before; all of them if they do not go on where those end, as after a preemption."""
+    if not before or not all(now.packed.startswith(old.packed) for now, old in zip(tables, before, strict=True)):
+        return tables
+    grown = ((now, old) for now, old in zip(tables, before, strict=True) if len(now.packed) > len(old.packed))
+    return tuple(BlockTable(old.end, now.packed[len(old.packed) :]) for now, old in grown)

@@ -98,7 +98,6 @@ class Producer:
         self._choices: dict[str, str] = {}  # latest lease of the choices of a request with n > 1
         self._blocks: HeldBlocks | None = None
         self._leased: set[str] = set()
-        self._partial: set[str] = set()  # running prefills with blocks that are written from
         self._going: set[str] = set()  # decode requests of which something may be kept
         self._unfinished: dict[str, int] = {}  # prefills for decode instances, with their prompts' lengths
         self._progress = PrefillProgress(config.push_when != "end", kv_cache_config)
@@ -247,12 +246,12 @@ class Producer:
         self._drop_older_choice(request.request_id)
         self._leased.add(request.request_id)
         self._spans.held(request)
-        self._partial.discard(request.request_id)
         self._blocks.hold(request.request_id, tables)
         lease = answer.lease
         self._server.hold(lease.request_id, lease.nonce, answer.pd_connector.lease_seconds, tables, named)
+        step = self._progress.last_step(request.request_id)
         self._progress.discard(request.request_id)
-        if not self._server.pushes.finished(request.request_id, lease.nonce, tables, self._progress.number):
+        if not self._server.pushes.finished(request.request_id, lease.nonce, tables, step):
             self._server.drop(request.request_id)
         if self._config.digest_dir is not None:
             self._held.append(HeldRequest(request.request_id, tables, answer.remote_num_tokens))
@@ -300,31 +299,20 @@ class Producer:
         if self._server is not None and self._blocks is not None:
             if output.num_scheduled_tokens:  # else the engine only looks whether it can go on
                 self._server.pushes.stepped()
-            prefills = list(self._progress.advance(output, self._server.pushes.wanted))
-            for request_id, tables, _ in prefills:
-                # Held before it is known to be there: from then on it may be written from at any time.
-                self._blocks.hold(request_id, tables)
-                self._partial.add(request_id)
-            if prefills:
-                self._server.pushes.progressed(prefills, self._progress.number)
+            self._progress.advance(output, self._server.pushes, self._blocks)
         return self._progress.number
-
-    def _let_go(self, server: SideChannelServer, blocks: HeldBlocks) -> None:
-        """Give back the blocks of running prefills whose push has failed: a preempted one may need them to go on."""
-        for request_id in server.pushes.given_up(self._partial) if self._partial else ():
-            self._partial.discard(request_id)
-            blocks.release(request_id)
 
     def loads_failed(self, block_ids: Collection[int]) -> None:
         """Another connector could not load these blocks, and a step that wrote from them had begun. vLLM computes their
         tokens again, but what was written of them stays written."""
-        if self._server is None or self._blocks is None:
-            return
-        for request_id in self._partial:
-            if self._blocks.holds_any(request_id, block_ids):
-                self._server.pushes.failed(
-                    request_id, "another connector of the prefill instance failed to load blocks that went out already"
-                )
+        if self._server is not None and self._blocks is not None:
+            reason = "another connector of the prefill instance failed to load blocks that went out already"
+            self._progress.fail(self._server.pushes, self._blocks, reason, block_ids)
+
+    def take_back(self) -> None:
+        """vLLM needs blocks: hold none of running prefills that nobody has asked for."""
+        if self._server is not None and self._blocks is not None:
+            self._progress.take_back(self._server.pushes, self._blocks)
 
     def abandon(self, request: Request, reason: str) -> None:
         """A prefill for a decode instance ended without a cache that could be handed over."""
@@ -335,8 +323,8 @@ class Producer:
         """Have nobody get any more what is held; it is given back when nothing is written from it any more."""
         if self._server is not None:
             self._server.drop_all(reason)
-            for request_id in self._partial:
-                self._server.pushes.failed(request_id, reason.value)
+            if self._blocks is not None:
+                self._progress.fail(self._server.pushes, self._blocks, reason.value)
             self.drain()
 
     def compute_with(self, reason: str) -> None:
@@ -354,7 +342,7 @@ class Producer:
         ended: list[str] = []
         if self._server is None or self._blocks is None:
             return ended
-        self._let_go(self._server, self._blocks)
+        self._progress.let_go(self._server.pushes, self._blocks)
         freed = [*self._traced, *self._server.take_freed()]
         self._given += self._spans.given(self._server.take_given())
         # Their digests are made in the next step: until then nobody else may write there.
@@ -363,7 +351,6 @@ class Producer:
             ended.append(request_id)
             self._spans.ended(request_id, reason)
             self._leased.discard(request_id)
-            self._partial.discard(request_id)
             if request_id in self._blocks:
                 self._blocks.release(request_id)
             if self.lending.ended(request_id, reason):

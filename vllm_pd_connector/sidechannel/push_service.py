@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.push.command_queue import Ticket
+    from vllm_pd_connector.protocol.push.registrations import Prefill
     from vllm_pd_connector.protocol.wire.fields import Weights
 
 
@@ -85,14 +86,26 @@ class PushService:
                 self._table.stepped(self._clock())
 
     def wanted(self, request_ids: Iterable[str]) -> set[str]:
-        """Those of them that `PushTable.wanted`."""
-        with self._lock:
-            return set(filter(self._table.wanted, request_ids)) if self._table is not None else set()
+        """Those of these running prefills of which somebody waits for more."""
+        return self._such(request_ids, lambda prefill: prefill.wanted)
 
-    def given_up(self, request_ids: Iterable[str]) -> set[str]:
-        """Those of them that `PushTable.given_up`."""
+    def needed(self, request_ids: Iterable[str]) -> set[str]:
+        """Those of which somebody waits for more, or may still ask."""
+        return self._such(request_ids, lambda prefill: prefill.needed)
+
+    def taken_back(self, request_ids: Iterable[str]) -> set[str]:
+        """Those of which nobody was told to read what they have computed; nobody will be."""
+        return self._such(request_ids, lambda prefill: prefill.take_back())
+
+    def _such(self, request_ids: Iterable[str], holds: Callable[[Prefill], bool]) -> set[str]:
         with self._lock:
-            return set(filter(self._table.given_up, request_ids)) if self._table is not None else set()
+            known = self._table.running(request_ids) if self._table is not None else ()
+            return {prefill.request_id for prefill in known if holds(prefill)}
+
+    def take_given_up(self) -> list[str]:
+        """See `PushTable.take_given_up`."""
+        with self._lock:
+            return self._table.take_given_up() if self._table is not None else []
 
     def progressed(self, prefills: Sequence[tuple[str, Sequence[BlockTable], int]], step: int) -> None:
         """See `PushTable.progressed`, for the request ids, sources and ready tokens of all prefills of a step."""
@@ -100,7 +113,9 @@ class PushService:
             assert self._table is not None
             for request_id, source, ready in prefills:
                 self._table.progressed(request_id, source, ready, step)
-        self._wake()
+            told = self._table.has_replies
+        if told:
+            self._wake()
 
     def finished(self, request_id: str, nonce: bytes, source: Sequence[BlockTable], step: int) -> bool:
         """See `PushTable.finished`; called after `hold`."""

@@ -12,6 +12,21 @@ GUARANTEES = [
         "test_every_order_of_events_ends_with_every_answer_given_and_every_block_free",
     ),
     Guarantee(
+        "blocks of a running prefill are referenced before anybody may write from them",
+        "PrefillProgress", "                blocks.hold(request_id, added)\n", "                pass\n",
+        "test_a_prefill_that_is_preempted_is_written_from_blocks_that_nobody_else_has",
+    ),
+    Guarantee(
+        "blocks of a running prefill that somebody was told to write from are not taken back",
+        "Prefill", "        if self.finished or self.registrations:", "        if self.finished:",
+        "test_a_prefill_that_is_preempted_is_written_from_blocks_that_nobody_else_has",
+    ),
+    Guarantee(
+        "a running prefill that nobody has asked for is preempted with all its blocks",
+        "PDConnector", "        self._scheduler.producer.take_back()", "        pass",
+        "test_a_running_prefill_that_nobody_has_asked_for_is_preempted_with_all_its_blocks",
+    ),
+    Guarantee(
         "a push is done when every worker of the prefill instance has written its part",
         "PushTable", "        if registration.ordered:\n            return\n        self._settle", "        self._settle",
         "test_without_failures_every_order_is_served",

@@ -47,6 +47,7 @@ LIMITS = r.PhaseLimits(wait_s=10.0, read_s=60.0, confirm_s=10.0, silent_s=15.0)
 WORKERS, READERS = 2, 2
 DISTURBING = ("D aborts", "P aborts", "lease ends", "link drops")
 EVENTS = ("D registers", "P schedules", "P finishes", *DISTURBING)
+PREEMPTING = ("D registers", "P schedules", "P is preempted", "P finishes", "P aborts", "link drops")
 
 History = tuple[str, ...]
 
@@ -62,6 +63,8 @@ def possible(event: str, before: History, serial: bool) -> bool:
             return told
         case "P schedules":
             return "P aborts" not in before
+        case "P is preempted":
+            return "P schedules" in before and not {"P finishes", "P aborts"} & {*before}
         case "P finishes":
             return "P schedules" in before and "P aborts" not in before
         case "P aborts":
@@ -69,12 +72,12 @@ def possible(event: str, before: History, serial: bool) -> bool:
     return True
 
 
-def histories(serial: bool, before: History = ()) -> Iterator[History]:
+def histories(serial: bool, events: History = EVENTS, before: History = ()) -> Iterator[History]:
     """Every order of every subset of the events, impossible ones aside."""
     yield before
-    for event in EVENTS:
+    for event in events:
         if event not in before and possible(event, before, serial):
-            yield from histories(serial, (*before, event))
+            yield from histories(serial, events, (*before, event))
 
 
 @dataclass
@@ -158,6 +161,8 @@ class World:
                 self.arrive()
                 self.ids = [block.block_id for block in self.pool.get_new_blocks(3)]
                 step(self.half, p_1=(0, 20))
+            case "P is preempted":
+                self.preempt()
             case "P finishes":
                 self.finished = True
                 params = self.prefill_ends(RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -179,6 +184,15 @@ class World:
     def forgotten(self) -> bool:
         """Whether P's failure was before D asked, and a lease's time ago."""
         return self.time_passed(before="D registers", after="P aborts")
+
+    def preempt(self) -> None:
+        """vLLM takes the prefill's blocks, gives them to others, and computes it again in the next step."""
+        self.half.producer.take_back()
+        self.half.producer.drain()
+        self.pool.free_blocks([self.pool.blocks[i] for i in reversed(self.ids)])
+        self.check()
+        self.ids = [block.block_id for block in self.pool.get_new_blocks(3)]
+        step(self.half, p_1=(0, 20))
 
     def arrive(self) -> None:
         if not self.arrived:

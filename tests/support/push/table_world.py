@@ -139,7 +139,7 @@ class World:
         self.started = self.table.started(REQUEST, NAME, STOP, DIGEST, self.now)
 
     def progress(self) -> None:
-        if self.table.wanted(REQUEST):
+        if any(prefill.needed for prefill in self.table.running([REQUEST])):
             self.table.progressed(REQUEST, TABLES, 16, 1)
 
     def finish(self) -> None:

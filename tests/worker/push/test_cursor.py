@@ -1,7 +1,8 @@
-"""How far each step of a prefill lets a push write: whole pages of both sides, and at the end everything.
+"""How far each step of a prefill lets a push write: whole pages of both sides, and the step that ends it everything.
 
 Most cases are those of another engine's step window (first chunk, later chunk, partial block, shared prefix, sides with
-unequal blocks), in tokens in place of blocks. A partial page goes once, at the end: nothing is written twice.
+unequal blocks), in tokens in place of blocks. A partial page goes once, when no token is missing: nothing is written
+twice.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ def reached(source: Side, destination: Side, start: int, steps: list[int], stop:
     ("start", "steps", "stop", "cursors"),
     [
         pytest.param(0, [32, 64], 64, [32, 64, 64], id="first and later chunk"),
-        pytest.param(0, [33], 33, [32, 33], id="partial page"),
+        pytest.param(0, [33], 34, [32, 34], id="partial page"),
         pytest.param(0, [33, 48], 48, [32, 48, 48], id="partial page that fills"),
-        pytest.param(0, [15], 15, [0, 15], id="less than a page"),
+        pytest.param(0, [33], 33, [33, 33], id="partial page that nothing goes into any more"),
+        pytest.param(0, [15], 16, [0, 16], id="less than a page"),
+        pytest.param(0, [15], 15, [15, 15], id="a prompt of less than a page"),
         pytest.param(0, [80], 80, [80, 80], id="prefix that the prefill side had"),
         pytest.param(32, [80], 80, [80, 80], id="prefix that the decode side has"),
         pytest.param(32, [16, 32, 48], 48, [32, 32, 48, 48], id="chunk within what the decode side has"),
@@ -76,6 +79,6 @@ def test_a_step_stops_at_pages_of_both_sides(source: Side, destination: Side, cu
 
 
 def test_what_the_prefill_side_had_cached_goes_with_its_first_step() -> None:
-    """Eight of ten tokens, in blocks of four: the cursor begins at the first token all the same."""
+    """Eight of eleven tokens, in blocks of four: the cursor begins at the first token all the same."""
     small = Side(block_tokens=4)
-    assert reached(small, small, 0, [10], 10) == [8, 10]
+    assert reached(small, small, 0, [10], 11) == [8, 11]

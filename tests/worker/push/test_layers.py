@@ -19,13 +19,14 @@ def config(request: pytest.FixtureRequest) -> Config:
     return msgspec.structs.replace(CONFIG, staging_bytes=request.param, push_when="layers")
 
 
-def test_layers_go_out_while_their_own_step_computes_the_next(writer, target):
+@pytest.mark.parametrize("ready", [TOKENS - 1, TOKENS], ids=["tokens are missing", "the whole prompt"])
+def test_layers_go_out_while_their_own_step_computes_the_next(writer, target, ready):
     target.loop.submit([target.request(writer, start=0)], [])
     writer.begin()
     until(lambda: writer.server.pushes.wanted(["p-a"]), "the registration")
-    writer.server.pushes.progressed([("p-a", SOURCE, TOKENS)], 1)
+    writer.server.pushes.progressed([("p-a", SOURCE, ready)], 1)
     [page] = {tensor.page_tokens for tensor in target.worker.manifest.tensors}
-    complete = TOKENS // page * page
+    complete = ready if ready == TOKENS else ready // page * page
     expected, layers = target.before.copy(), [wave for waves in writer.waves for wave in waves]
     assert len(layers) > 1
     for wave in range(max(map(len, writer.waves))):
@@ -34,9 +35,39 @@ def test_layers_go_out_while_their_own_step_computes_the_next(writer, target):
         assert whole(target.worker.memory, expected), "before its forward is done"
         writer.waves_done(1, wave + 1)
         write(MODEL, D_SIDE, target.worker, [table(*D_BLOCKS)], expected, 0, complete, computed)
-        target.until(lambda: whole(target.worker.memory, expected), "whole pages of these layers, and no others")
+        target.until(lambda: whole(target.worker.memory, expected), "what is complete of these layers, and no others")
     writer.step_done(1)
     assert not target.finished
+    writer.finish(step=1)
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected(0))
+    freed(writer, "a")
+
+
+@pytest.mark.parametrize("known", ["when it is scheduled", "while it is computed"])
+def test_who_asks_in_the_midst_of_a_step_gets_at_once_what_is_computed_and_the_rest_in_its_course(
+    writer, target, known
+):
+    """Both legs of a request are sent at once: the only step of the prefill has begun when decode asks, and may be
+    half done."""
+    writer.begin()
+    writer.server.pushes.progressed([("p-a", SOURCE, TOKENS)], 1)
+    expected, layers = target.before.copy(), [layer for waves in writer.waves for wave in waves for layer in wave]
+    first = {layer for waves in writer.waves for layer in waves[0]}
+    assert 0 < len(first) < len(layers)
+    if known == "when it is scheduled":
+        target.loop.submit([target.request(writer, start=0)], [])
+    writer.compute(0, TOKENS, first)
+    writer.waves_done(1, 1)
+    if known == "while it is computed":
+        target.loop.submit([target.request(writer, start=0)], [])
+    write(MODEL, D_SIDE, target.worker, [table(*D_BLOCKS)], expected, 0, TOKENS, first)
+    target.until(lambda: whole(target.worker.memory, expected), "these layers, and no others")
+    writer.compute(0, TOKENS)
+    writer.step_done(1)
+    write(MODEL, D_SIDE, target.worker, [table(*D_BLOCKS)], expected, 0, TOKENS)
+    target.until(lambda: whole(target.worker.memory, expected), "the other layers, while vLLM ends the step")
+    assert not target.finished, "the prefill has not ended"
     writer.finish(step=1)
     assert target.wait_for("d") == [True]
     assert whole(target.worker.memory, target.expected(0))

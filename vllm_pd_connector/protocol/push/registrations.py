@@ -89,6 +89,29 @@ class Prefill:
         """What its blocks are held under, once it has finished."""
         return LeaseRef(self.request_id, self.nonce) if self.nonce else None
 
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for more of it."""
+        return bool(self.registrations) and not self.failure
+
+    @property
+    def needed(self) -> bool:
+        """Whether somebody waits for more of it, or may still ask."""
+        return not self.failure and (bool(self.registrations) or not self.declined)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it runs for nobody: it has failed, and nothing reads its blocks now or later."""
+        return bool(self.failure) and not self.finished and not self.registrations
+
+    def take_back(self) -> bool:
+        """What it was said to have computed must not be read any more, because its blocks go; no, if somebody was told
+        to read it."""
+        if self.finished or self.registrations:
+            return False
+        self.source, self.ready = (), 0
+        return True
+
 
 def contradiction(registration: PushRegistration, prefill: Prefill) -> str:
     """Why a prefill, with the other registrations that it has, cannot be written for this one; empty if it can."""

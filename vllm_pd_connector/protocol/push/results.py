@@ -21,6 +21,11 @@ class PushResults:
         self._failed: list[str] = []
         self._freed: list[str] = []
 
+    @property
+    def has_replies(self) -> bool:
+        """Whether answers are due."""
+        return bool(self._replies)
+
     def take_replies(self) -> list[tuple[Ticket, Reply]]:
         """Answers that are due, in order."""
         replies, self._replies = self._replies, []

@@ -54,7 +54,7 @@ from vllm_pd_connector.protocol.wire.push_messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from vllm_pd_connector.geometry.blocks import BlockTable
 
@@ -84,6 +84,7 @@ class PushTable(PushResults):
         self._answers: Bounded[bytes, Pushed] = Bounded(REMEMBER)
         self._commands = CommandQueue(workers)
         self._weights = Weights()
+        self._given_up: set[str] = set()
 
     # From decode instances
 
@@ -182,18 +183,18 @@ class PushTable(PushResults):
         """The engine begins a step, so it has not come to a standstill in an earlier one."""
         self._stepped = now
 
-    def wanted(self, request_id: str) -> bool:
-        """Whether somebody waits for more of a prefill. Only then is `progressed` called, and its blocks held."""
-        prefill = self._rendezvous.get(request_id)
-        return prefill is not None and bool(prefill.registrations) and not prefill.failure
+    def running(self, request_ids: Iterable[str]) -> Iterator[Prefill]:
+        """Those of these prefills that are known. Blocks are held and `progressed` is called for what is `needed`."""
+        return (prefill for name in request_ids if (prefill := self._rendezvous.get(name)) is not None)
 
-    def given_up(self, request_id: str) -> bool:
-        """Whether a running prefill has failed, and nothing reads its blocks now or later."""
-        prefill = self._rendezvous.get(request_id)
-        return prefill is not None and bool(prefill.failure) and not prefill.finished and not prefill.registrations
+    def take_given_up(self) -> list[str]:
+        """Request ids of running prefills that were given up since the last call."""
+        noted, self._given_up = self._given_up, set()
+        return [prefill.request_id for prefill in self.running(noted) if prefill.given_up]
 
     def progressed(self, request_id: str, source: Iterable[BlockTable], ready: int, step: int) -> None:
-        """Tokens below `ready` are in the blocks of `source` when the forward of `step` is done."""
+        """Tokens below `ready` are in the blocks of `source` when the forward of `step` is done. They may be read from
+        now on: who asks for them in the midst of the step is written to in its course."""
         prefill = self._rendezvous.get(request_id)
         if prefill is None or prefill.finished or prefill.failure or ready <= prefill.ready:
             return  # a preempted prefill computes again what was written, into other blocks
@@ -339,6 +340,8 @@ class PushTable(PushResults):
                 self._failed.append(prefill.request_id)
         for registration in list(prefill.registrations.values()):
             self._fail(registration, reason)
+        if prefill.given_up:
+            self._given_up.add(prefill.request_id)
 
     def _fail(self, registration: PushRegistration, reason: str) -> None:
         if registration.state in (PushState.DONE, PushState.FAILED):
@@ -366,6 +369,8 @@ class PushTable(PushResults):
             self._rendezvous.leave(registration)
             return
         prefill.registrations.pop(registration.into.attempt, None)
+        if prefill.given_up:
+            self._given_up.add(prefill.request_id)
         if registration.state is PushState.DONE:
             assert prefill.lease is not None
             into = registration.into

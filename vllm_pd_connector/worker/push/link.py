@@ -4,11 +4,11 @@ It checks the pair, plans for every rank of the decode instance with the manifes
 what the plan gives to itself: every rank comes to the same plan, so they need not talk. The decode side's link of a
 push is in `receive.push_link`.
 
-A push is bound in parts. Groups of full attention follow a cursor: only whole pages of both sides go out before the
-end, so that no byte is written twice and none of a page that is still being filled. Their layers come in waves
-(`push.waves`), which may be bound before the step has ended; the other layers are when it has. The rest (the last
-partial block, windows, recurrent states) is bound once, at the end. Where runs into the other side's pages would be
-short, a part goes by way of this side's staging buffer, by the rule of reads (`geometry.staging.chunks`).
+A push is bound in parts. Groups of full attention follow a cursor: only whole pages of both sides go out while tokens
+are missing, so that no byte is written twice and none of a page that is still being filled. Their layers come in waves
+(`push.waves`), which may be bound before the step has ended; the other layers are when it has. The rest (windows,
+recurrent states) is bound once, at the end. Where runs into the other side's pages would be short, a part goes by way
+of this side's staging buffer, by the rule of reads (`geometry.staging.chunks`).
 """
 
 from __future__ import annotations
@@ -113,13 +113,14 @@ class WriteLink(PeerLink):
         self.outgoing = {}
 
     def reach(self, into: PushInto, ready: int, cursor: int, final: bool) -> int:
-        """How far the cursor of a push may go: to the last page boundary of both sides before `ready`, or the end.
+        """How far the cursor of a push may go: to the last page boundary of both sides before `ready`, or to the end if
+        no token is missing.
 
         Raises:
             BindError: that rank is not connected.
         """
         edges = self._edges_to(into)
-        if final or edges is None:
+        if final or edges is None or ready >= into.stop:
             return into.stop
         return max(cursor, ready // edges.step * edges.step)
 
@@ -154,7 +155,7 @@ class WriteLink(PeerLink):
     ) -> Part:
         """Tokens from where each part of the layers begins to `reach`."""
         tables = source, into.blocks
-        tail = Tail.PAGE if final else Tail.EXACT
+        tail = Tail.PAGE if reach == into.stop else Tail.EXACT
         direct: list[tuple[PagePairing, Spans]] = []
         staged: list[tuple[PagePairing, Spans]] = []
         for begin, both in zip(begins, edges.growing, strict=True):

@@ -1,0 +1,265 @@
+"""What long prompts cost the transfer thread of a decode instance: between real halves, over real transports.
+
+A prefill worker in a process of its own holds prompts of 32 k, 128 k and 512 k tokens, in blocks that do not follow
+each other; a decode worker's transfer loop, in this process, reads each of them into blocks that do not either. Of
+every receive: bytes, runs, descriptors, the whole time, the processor time of the thread, its longest turn (in which
+nothing else is begun, ended or answered), and what the process has more of memory than before, the caches aside.
+Whether all of it grows with the bytes and no faster is the ratio of microseconds per MiB to those of the shortest.
+
+The model has LAYERS layers of one KV head of CHANNELS channels in 16 bits, as a rank of a tensor-parallel instance
+has: 1 KiB a token. Its runs are shorter than those of most models, and so more.
+
+    python benchmarks/long_prompts.py [--tokens 32768 …] [--transports nixl mooncake] [--json results.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import multiprocessing
+import resource
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from benchmarks.bind import FACTS  # noqa: E402
+from benchmarks.report import write  # noqa: E402
+from vllm_pd_connector.config import Config  # noqa: E402
+from vllm_pd_connector.geometry.blocks import BlockTable  # noqa: E402
+from vllm_pd_connector.geometry.layouts.attention import PageView, key_value  # noqa: E402
+from vllm_pd_connector.geometry.manifest import (  # noqa: E402
+    MANIFEST_VERSION,
+    Coordinates,
+    Group,
+    GroupKind,
+    Manifest,
+    Segment,
+)
+from vllm_pd_connector.geometry.sharding import Interval  # noqa: E402
+from vllm_pd_connector.metadata import ReadFrom, ReceiveRequest  # noqa: E402
+from vllm_pd_connector.protocol.peer import PeerKey  # noqa: E402
+from vllm_pd_connector.protocol.wire.fields import LeaseRef  # noqa: E402
+from vllm_pd_connector.sidechannel.server import SideChannelServer  # noqa: E402
+from vllm_pd_connector.transport.registry import create  # noqa: E402
+from vllm_pd_connector.worker.outbox import Outbox  # noqa: E402
+from vllm_pd_connector.worker.peers.process_watch import ProcessWatches  # noqa: E402
+from vllm_pd_connector.worker.transfer_loop import TransferLoop  # noqa: E402
+
+LAYERS, CHANNELS, ITEM = 16, 16, 2
+TOKENS = (32_768, 131_072, 524_288)
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "nixl": {"ucx": {"TLS": "tcp"}},
+    "mooncake": {"protocol": "tcp", "address": "127.0.0.1"},
+}
+TURN_GOAL_MS = 5.0
+LOOPBACK = ipaddress.ip_address("127.0.0.1")
+PATIENCE_S = 300.0
+
+
+class Layout(NamedTuple):
+    """A side's blocks: their tokens, and vLLM's name of the order of layers, blocks, heads, tokens and content."""
+
+    name: str
+    block_tokens: int
+
+
+PAIRS = {
+    "blocks of 16": (Layout("LBNHC", 16), Layout("LBNHC", 16)),
+    "blocks of 128": (Layout("LBNHC", 128), Layout("LBNHC", 128)),
+    "blocks of 16 → 64": (Layout("LBNHC", 16), Layout("LBNHC", 64)),
+    "blocks of 64, a block's layers together → apart": (Layout("BLNHC", 64), Layout("LBNHC", 64)),
+}
+
+
+def describe(
+    layout: Layout, tokens: int, engine: str, memory: np.ndarray, layers: int = LAYERS, channels: int = CHANNELS
+) -> Manifest:
+    """A worker whose caches have room for a prompt of so many tokens."""
+    blocks = tokens // layout.block_tokens + 1
+    token = 2 * channels * ITEM
+    page = layout.block_tokens * token
+    by_layer = layout.name.startswith("L")
+    of_block, of_layer = (page, blocks * page) if by_layer else (layers * page, page)
+    tensors = []
+    for layer in range(layers):
+        shape, strides = (blocks, 1, layout.block_tokens, token), (of_block, page, token, 1)
+        name, offset = f"model.layers.{layer}.self_attn.attn", layer * of_layer
+        view = PageView(name, 0, 0, offset, shape, strides, "bfloat16", ITEM, 1, Interval(0, 1), 1)
+        tensors += key_value(view, channels, channels)
+    return Manifest(
+        version=MANIFEST_VERSION,
+        engine_id=engine,
+        incarnation=secrets.token_hex(16),
+        software="bench",
+        model=FACTS,
+        parallel=Coordinates(0, 1, 0, 1, 0, 1, 1, 1),
+        segments=(Segment(memory.ctypes.data, len(memory), "cpu", 0),),
+        groups=(Group(GroupKind.FULL, layout.block_tokens, blocks),),
+        tensors=tuple(tensors),
+        transport="loopback",
+        endpoint=b"",
+    )
+
+
+def make_memory(layout: Layout, tokens: int, filled: int) -> np.ndarray:
+    size = (tokens // layout.block_tokens + 1) * layout.block_tokens * LAYERS * 2 * CHANNELS * ITEM
+    return np.full(size, filled, dtype=np.uint8)
+
+
+def scattered(layout: Layout, tokens: int, seed: int) -> BlockTable:
+    ids = np.random.default_rng(seed).permutation(np.arange(1, tokens // layout.block_tokens + 1))
+    return BlockTable.of(0, ids.tolist())
+
+
+class Place(NamedTuple):
+    """Where a prefill instance is found, and what it holds its prompt under: once to connect, once to be measured."""
+
+    port: int
+    incarnation: str
+    leases: tuple[LeaseRef, LeaseRef]
+
+
+def prefill(pipe: Connection, layout: Layout, tokens: int, transport: str, options: Mapping[str, Any]) -> None:
+    """Main of a process with a prefill worker, until the pipe is closed."""
+    memory = make_memory(layout, tokens, 7)
+    end, life = create(transport, options), ProcessWatches(LOOPBACK, lambda: None)
+    manifest = describe(layout, tokens, "p-0", memory)
+    end.register(manifest.segments)
+    server = SideChannelServer("127.0.0.1", 0, "p-0", secrets.token_hex(16))
+    manifest = msgspec.structs.replace(manifest, transport=transport, endpoint=end.describe(), life=life.own)
+    server.set_manifests([msgspec.msgpack.encode(manifest)])
+    leases = LeaseRef("first", secrets.token_bytes(16)), LeaseRef("long", secrets.token_bytes(16))
+    for lease in leases:
+        server.hold(lease.request_id, lease.nonce, PATIENCE_S)
+    pipe.send(Place(server.port, server._incarnation, leases))
+    try:
+        pipe.recv()
+    except EOFError:
+        server.close()
+        end.close()
+        life.close()
+
+
+class Turns:
+    """Times the turns of a loop's thread."""
+
+    def __init__(self, loop: TransferLoop) -> None:
+        self.longest = self.in_all = 0.0
+        self._turn = loop._turn
+        loop._turn = self._timed  # type: ignore[method-assign]
+
+    def _timed(self, now: float) -> None:
+        began = time.thread_time()
+        self._turn(now)
+        took = time.thread_time() - began
+        self.longest, self.in_all = max(self.longest, took), self.in_all + took
+
+
+def receive(pair: str, tokens: int, transport: str) -> dict[str, Any]:
+    """One receive of a prompt between a pair that was connected before."""
+    theirs, ours = PAIRS[pair]
+    context = multiprocessing.get_context("spawn")
+    pipe, child = context.Pipe()
+    options = TRANSPORTS[transport]
+    process = context.Process(target=prefill, args=(child, theirs, tokens, transport, options), daemon=True)
+    process.start()
+    child.close()
+    assert pipe.poll(PATIENCE_S), "the prefill process does not come up"
+    place = pipe.recv()
+    memory = make_memory(ours, tokens, 0)
+    manifest = msgspec.structs.replace(describe(ours, tokens, "d-0", memory), transport=transport)
+    outbox = Outbox()
+    loop = TransferLoop(
+        Config(transport=transport, transport_options=options),
+        manifest,
+        lambda: create(transport, options),
+        outbox,
+        0,
+        1,
+    )
+    loop.start()
+    turns = Turns(loop)
+    table = scattered(theirs, tokens, 1), scattered(ours, tokens, 2)
+
+    def ask(lease: LeaseRef, stop: int) -> Mapping[str, Any]:
+        name = lease.request_id
+        source = ReadFrom(
+            PeerKey("127.0.0.1", place.port, place.incarnation), "p-0", lease,
+            (BlockTable.of(0, table[0].ids[: -(-stop // theirs.block_tokens)].tolist()),),
+        )  # fmt: skip
+        blocks = BlockTable.of(0, table[1].ids[: -(-stop // ours.block_tokens)].tolist())
+        loop.submit([ReceiveRequest(name, source, (blocks,), 0, stop)], [])
+        deadline = time.monotonic() + PATIENCE_S
+        while name not in (results := outbox.take_results()).finished_recving:
+            assert time.monotonic() < deadline, "the receive does not end"
+            time.sleep(0.0005)
+        assert name not in results.failed_recving, "the receive failed"
+        report = outbox.take_stats()
+        assert report is not None
+        return dict(report.data)
+
+    try:
+        ask(place.leases[0], max(theirs.block_tokens, ours.block_tokens))  # connects
+        turns.longest = turns.in_all = 0.0
+        before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+        counted = ask(place.leases[1], tokens)
+        took = time.perf_counter() - began
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert (memory[LAYERS * ours.block_tokens * 2 * CHANNELS * ITEM :] == 7).any(), "nothing arrived"
+    finally:
+        loop.close()
+        pipe.close()
+        process.join(10.0)
+        process.kill()
+    size = counted["bytes"]
+    return {
+        "pair": pair,
+        "transport": transport,
+        "prompt": f"{tokens} tokens",
+        "MiB": size >> 20,
+        "runs": counted["runs"],
+        "descriptors": counted["descriptors"],
+        "ms": round(1e3 * took, 1),
+        "thread_ms": round(1e3 * turns.in_all, 1),
+        "longest_turn_ms": round(1e3 * turns.longest, 2),
+        "memory_MiB": round(grown / 1024, 1),
+        "goal_ms": TURN_GOAL_MS,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=tuple(TRANSPORTS))
+    parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=tuple(PAIRS))
+    parser.add_argument("--json", type=Path, default=ROOT / "out" / "bench" / "long_prompts.json")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for transport in options.transports:
+        for pair in options.pairs:
+            rows += series(pair, options.tokens, transport)
+    write(options.json, {"layers": LAYERS, "channels": CHANNELS, "rows": rows})
+
+
+def series(pair: str, lengths: Sequence[int], transport: str) -> list[dict[str, Any]]:
+    rows = []
+    for tokens in sorted(lengths):
+        rows.append(receive(pair, tokens, transport))
+        per_mib = [row["thread_ms"] / row["MiB"] for row in (rows[0], rows[-1])]
+        rows[-1]["per_byte_ratio"] = round(per_mib[1] / per_mib[0], 2)
+        print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
