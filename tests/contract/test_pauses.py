@@ -13,7 +13,7 @@ from vllm.v1.engine import FinishReason
 
 from tests.support.scheduler.cores import METADATA, Core
 from tests.support.scheduler.engines import BLOCK, KEEP, given_back, loading, passed_over, prefilled, read, transfer
-from tests.support.scheduler.halves import make_half
+from tests.support.scheduler.halves import make_half, until
 from tests.support.scheduler.push_halves import ASK, PushPeer, digest_of
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.metadata import WorkerReport
@@ -288,6 +288,20 @@ def test_a_request_that_queues_while_its_engine_sleeps_names_it_as_it_is_afterwa
     receive = decode.engine.receive_of("d-1")
     source = receive.source if mode == "push" else receive.source.push
     assert source.home == decode.engine.connector.scheduler.producer.home != before
+
+
+def test_a_prefill_that_queues_while_its_engine_sleeps_is_known_afterwards(cores):
+    prefill = cores(transfer("kv_producer", mode="push"))
+    prefill.wait(prefill.sleep(1, "abort"))
+    request = prefill.engine.add("p-1", PROMPT, ASK, max_tokens=1)
+    wake(prefill)
+    peer = PushPeer(prefill.engine.connector.scheduler)
+    answer = peer.register(digest_of(request), len(PROMPT))
+    prefill.engine.run("p-1")
+    until(lambda: [command.final for command in peer.commands()][-1:] == [True], "all of it is ordered")
+    peer.ended()
+    assert answer().state is PushState.DONE
+    peer.close()
 
 
 def test_an_engine_that_slept_without_losing_its_caches_is_the_same(cores):

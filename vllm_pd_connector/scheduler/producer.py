@@ -99,7 +99,7 @@ class Producer:
         self._blocks: HeldBlocks | None = None
         self._leased: set[str] = set()
         self._going: set[str] = set()  # decode requests of which something may be kept
-        self._unfinished: dict[str, int] = {}  # prefills for decode instances, with their prompts' lengths
+        self._unfinished: dict[str, Request] = {}  # prefills for decode instances
         self._progress = PrefillProgress(config.push_when != "end", kv_cache_config)
 
     @property
@@ -145,6 +145,8 @@ class Producer:
         if self._keeps and self._config.pushes:
             self._server.pushes.enable(tokens, self._config.kv_lease_duration, self._config.step_timeout)
             self.compute_with("")
+            for request in self._unfinished.values():  # which queued while this instance slept
+                self._announce(request)
             if self._bootstrap is None:
                 place = self._host, self._port
                 self._bootstrap = answer_proxies(
@@ -161,7 +163,11 @@ class Producer:
         """
         stop_short(request, self._backoff)
         self._spans.started(request)
-        self._unfinished[request.request_id] = request.num_prompt_tokens
+        self._unfinished[request.request_id] = request
+        self._announce(request)
+
+    def _announce(self, request: Request) -> None:
+        """Let decode instances ask for a prefill."""
         if self._server is None or not self._keeps:
             return
         num_tokens = request.num_prompt_tokens
@@ -266,7 +272,8 @@ class Producer:
 
     def ends_prefill(self, output: SchedulerOutput) -> bool:
         """Whether a prefill for a decode instance is complete after this step."""
-        return any(tokens >= self._unfinished[name] for name, tokens in computed_after(output, self._unfinished))
+        computed = computed_after(output, self._unfinished)
+        return any(tokens >= self._unfinished[name].num_prompt_tokens for name, tokens in computed)
 
     def _drop_older_choice(self, request_id: str) -> None:
         """Of a request with `n` > 1 the router gets the parameters of the choice that ended last, and nobody else can

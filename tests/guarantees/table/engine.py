@@ -60,7 +60,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "the step that completes a prefill says so",
-        "Producer", "tokens >= self._unfinished[name]", "False",
+        "Producer", "tokens >= self._unfinished[name].num_prompt_tokens", "False",
         "test_the_step_that_completes_a_prefill_for_a_decode_instance_says_so",
     ),
     # Other connectors in the engine
