@@ -161,6 +161,7 @@ def main() -> int:
     parser.add_argument("--python", default=str(ROOT / ".venv" / "bin" / "python"), help="one that has vLLM")
     parser.add_argument("--into", type=Path, help="an empty directory to keep; else one that is removed")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was launched is ended, too
     with tempfile.TemporaryDirectory() as temporary:
         follower = Follower((options.into or Path(temporary)).resolve(), options.python)
         try:

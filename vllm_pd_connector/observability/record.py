@@ -199,19 +199,26 @@ def read(path: Path) -> list[Record]:
         raise Unreadable(f"{path}: {error.strerror if isinstance(error, OSError) else error}") from error
     if len(content) > MAX_FILE_BYTES:
         raise Unreadable(f"{path}: more than {MAX_FILE_BYTES} bytes")
-    found = [_record(f"{path}: line {i}", line) for i, line in enumerate(content.splitlines(), 1) if line.strip()]
+    found = [record_of(f"{path}: line {i}", line) for i, line in enumerate(content.splitlines(), 1) if line.strip()]
     if not found:
         raise Unreadable(f"{path}: no record in it")
     return found
 
 
-def _record(place: str, line: bytes) -> Record:
+def record_of(place: str, line: bytes) -> Record:
+    """The record in a line of the file `place`.
+
+    Raises:
+        Unreadable: there is none of this release in it.
+    """
     try:
         version: Any = msgspec.json.decode(line, type=_Versioned).version
         if version != RECORD_VERSION:
             raise Unreadable(f"{place}: a record of version {version}; this release reads version {RECORD_VERSION}")
-        return msgspec.json.decode(line, type=Record)
-    except (msgspec.MsgspecError, PDConnectorError, ValueError, RecursionError) as error:
+        found = msgspec.json.decode(line, type=Record)
+        msgspec.msgpack.encode(found)  # JSON has numbers of any length, manifests on the wire have not
+        return found
+    except (msgspec.MsgspecError, PDConnectorError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, Unreadable):
             raise
         raise Unreadable(f"{place}: no record of a receive: {error}") from error

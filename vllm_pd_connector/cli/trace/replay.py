@@ -18,6 +18,7 @@ from typing import Final
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_pd_connector.cli.output import CommandError
 from vllm_pd_connector.cli.trace.numbers import Caches, fill, put_beside, touched_beside, wrong
@@ -79,8 +80,8 @@ def replay(record: Record) -> Replayed:
     _require_little(record, tables)
     with contextlib.ExitStack() as ending:
         copier = CpuCopier()
-        memory = copier.allocate(max(1, record.chunk_bytes), "the staging buffer")  # as long as it is used
-        staging = memory.segment
+        buffer = _memory(max(1, record.chunk_bytes))
+        staging = _segment(buffer)
         here = ending.enter_context(_worker(record.destination, staging))
         there = [ending.enter_context(_worker(manifest, staging)) for manifest in sources]
         moves = _reads(record, here, there, tables) if record.way == "pull" else _writes(record, here, there, tables)
@@ -112,15 +113,8 @@ Work = tuple[_Worker, TransportPeer, Runs | Iterable[Chunk], bool]
 @contextlib.contextmanager
 def _worker(manifest: Manifest, staging: Segment) -> Iterator[_Worker]:
     validate(manifest)
-    try:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-        memory = tuple(
-            np.frombuffer(mmap.mmap(-1, one.length, flags=flags), dtype=np.uint8) for one in manifest.segments
-        )
-    except (OSError, ValueError, OverflowError) as error:
-        sizes = sum(one.length for one in manifest.segments)
-        raise CommandError(f"there is no address space for {sizes} bytes of caches: {error}") from error
-    segments = tuple(Segment(one.ctypes.data, len(one), "cpu", 0) for one in memory)
+    memory = tuple(_memory(one.length) for one in manifest.segments)
+    segments = tuple(map(_segment, memory))
     transport = LoopbackTransport()
     try:
         transport.register((*segments, staging))
@@ -135,6 +129,23 @@ def _worker(manifest: Manifest, staging: Segment) -> Iterator[_Worker]:
         yield _Worker(bare, memory, transport)
     finally:
         transport.close()
+
+
+def _memory(length: int) -> NDArray[np.uint8]:
+    """Memory of which only what is touched takes any.
+
+    Raises:
+        CommandError: there is no address space for it.
+    """
+    try:
+        mapped = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    except (OSError, ValueError, OverflowError) as error:
+        raise CommandError(f"there is no address space for {length} bytes: {error}") from error
+    return np.frombuffer(mapped, dtype=np.uint8)
+
+
+def _segment(memory: NDArray[np.uint8]) -> Segment:
+    return Segment(memory.ctypes.data, len(memory), "cpu", 0)
 
 
 def _require_little(record: Record, tables: BlockTables) -> None:
