@@ -14,6 +14,7 @@ from tests.support.geometry.world import Model, Side
 from tests.support.records import records
 from vllm_pd_connector.cli import main
 from vllm_pd_connector.cli.output import Exit
+from vllm_pd_connector.cli.trace.replay import replay
 from vllm_pd_connector.observability.record import Moved, Order, Record, append, take_order
 
 GQA = make_move(Model(layers=3, heads=8), Side(tp=2, layout="HND"), Side(tp=2, block_tokens=6), 0, 37)
@@ -100,10 +101,20 @@ def test_replay_says_what_came_right(path: Path, capsys: pytest.CaptureFixture[s
     words = write(path, *records(GQA))
     assert main(["trace", "replay", *words]) == Exit.OK
     said = capsys.readouterr().out
-    assert said.count("every element came where it belongs") == 2 and "recorded: 640 bytes in 4 runs" in said
+    assert (
+        said.count("every element came where it belongs") == 2
+        and "recorded: 640 bytes in 4 runs: this release plans it otherwise" in said
+    )
     code, found = ask(capsys, "replay", *words)
     assert code == Exit.OK and found["good"] and [one["wrong"] for one in found["replays"]] == [[], []]
     assert found["replays"][0]["moved"]["bytes"] > 0
+
+
+def test_replay_of_what_moved_as_it_does_now_says_no_more(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [first, _] = records(GQA)
+    again = replay(first).moved
+    assert main(["trace", "replay", *write(path, msgspec.structs.replace(first, moved=again))]) == Exit.OK
+    assert f"recorded: {again.bytes} bytes in {again.runs} runs\n" in capsys.readouterr().out
 
 
 def test_replay_of_a_failure_says_that_the_plan_was_right(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

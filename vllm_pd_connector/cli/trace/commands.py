@@ -104,7 +104,9 @@ def _replay_lines(record: Record, found: Replayed | None, why: str) -> list[str]
     moved = record.moved
     lines.append(f"  replayed: {found.moved.bytes} bytes in {found.moved.runs} runs")
     if record.ok:
-        lines.append(f"  recorded: {moved.bytes} bytes in {moved.runs} runs")
+        alike = record.way == "push" or (moved.bytes, moved.runs) == (found.moved.bytes, found.moved.runs)
+        other = "" if alike else ": this release plans it otherwise"
+        lines.append(f"  recorded: {moved.bytes} bytes in {moved.runs} runs{other}")
     if found.wrong:
         return [*lines, *(f"  wrong: {one}" for one in found.wrong)]
     here = "" if record.ok else "; what failed was not the plan: look at the transport, the lease and the times"
