@@ -34,7 +34,7 @@ def in_browser(test: Callable[[Bench, Page], Awaitable[None]]) -> Callable[[Path
             async with open_browser(tmp_path) as page:
                 await test(bench, page)
 
-        over_bench(both)()
+        over_bench(both, 3 * PATIENCE_S)()
 
     run.__name__ = test.__name__
     return run
