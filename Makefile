@@ -18,7 +18,7 @@ PARALLEL := -n $(JOBS) --dist worksteal
 # bytes with it on a CPU.
 COMPUTING := tests/models
 
-.PHONY: help setup setup-light test-light demo lint test test-unit test-kernels test-full test-next gpu faults soak fuzz contract bench bench-compare clean
+.PHONY: help setup setup-light test-light demo lint test test-unit test-kernels test-full test-next browser test-browser gpu faults soak fuzz contract bench bench-compare clean
 
 help:
 	@echo "make demo       P, D and a router on the CPU; compares every answer with a plain run"
@@ -28,6 +28,7 @@ help:
 	@echo "make test-kernels  what computes, with torch's kernels for AVX2 and for any processor"
 	@echo "make test-full  lint and every test, the whole end-to-end matrix included"
 	@echo "make test-next  what touches vLLM on its next release, and pairs of both (a sample; VLLM=… for all)"
+	@echo "make test-browser  the router's page /ui in Chromium, which it installs when root"
 	@echo "make gpu        on a machine with GPUs: tests, conversion, transports, a pair; one report, in 15 minutes"
 	@echo "make faults     at least 300 faults against real servers (an hour; the network part needs root)"
 	@echo "make soak       100 000 random requests through one pair with few blocks (hours; SOAK='--requests N …')"
@@ -90,6 +91,13 @@ test-next: setup
 	$(OVERLAY) $(NEXT)
 	PD_TEST_VLLM=$(NEXT) PYTHONPATH="$$($(OVERLAY) $(NEXT))" .venv/bin/pytest $(PARALLEL) $(TOUCHING)
 	.venv/bin/pytest -m e2e --row vllm -k gqa --results out/e2e-next.json tests/e2e/matrix/test_tokens.py
+
+# The router's page in a headless Chromium, which Debian's packages bring where one is root.
+browser: setup
+	@$(SETUP) --browser
+
+test-browser: browser
+	$(PYTEST) -m browser tests/proxy
 
 # On a machine with one GPU or more; vLLM comes from the interpreter that has it (PYTHON), or is installed.
 gpu:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from vllm_pd_connector.config import parse_config
+from vllm_pd_connector.config import own_directory, parse_config
 from vllm_pd_connector.errors import Difference, IncompatiblePeer, InvalidConfig
 
 
@@ -169,3 +172,22 @@ def test_the_side_that_starts_transfers_converts(mode, prefill, decode):
 )
 def test_both_legs_are_sent_at_once_only_where_decode_accepts_it(changes: dict[str, str], handoff: str) -> None:
     assert parse_config(changes).handoff == handoff
+
+
+def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
+    own_directory("trace_dir", f"{tmp_path}/absent")
+    own_directory("trace_dir", f"{tmp_path}/made", make=True)
+    assert stat.S_IMODE((tmp_path / "made").stat().st_mode) == 0o700
+    (tmp_path / "file").touch()
+    for make in (False, True):
+        with pytest.raises(InvalidConfig, match="is no directory"):
+            own_directory("trace_dir", f"{tmp_path}/file", make=make)
+    (tmp_path / "made").chmod(0o770)
+    with pytest.raises(InvalidConfig, match="mode 770"):
+        own_directory("trace_dir", f"{tmp_path}/made")
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(InvalidConfig, match="a directory of its own"):
+        own_directory("trace_dir", str(tmp_path))

@@ -36,6 +36,7 @@ LIGHT = ROOT / ".venv-light"
 GPU = ROOT / ".venv-gpu"
 PYTHON = VENV / "bin" / "python"
 STEPS = VENV / ".pd-steps"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 TEST_PLUGINS = ROOT / "tests" / "plugins"
 
 TORCH = "torch==2.13.0"
@@ -123,6 +124,12 @@ def install_debian_packages(packages: Sequence[str]) -> None:
     say(f"installing system packages: {' '.join(packages)}")
     run("apt-get", "update")
     run(*install)
+
+
+def require_browser() -> None:
+    """Chromium for the tests of the router's page: seconds to half a minute, and only for those."""
+    if not any(map(shutil.which, BROWSERS)):
+        install_debian_packages([BROWSERS[0]])
 
 
 def find_python() -> str:
@@ -279,8 +286,11 @@ def main() -> int:
     parser.add_argument("--plain", action="store_true", help="install the project as a user would, not editable")
     parser.add_argument("--light", action="store_true", help=f"make {LIGHT.name} instead, without vLLM and torch")
     parser.add_argument("--gpu", action="store_true", help=f"make {GPU.name} instead, for a machine with GPUs")
+    parser.add_argument("--browser", action="store_true", help="install Chromium instead, if it is not there")
     options = parser.parse_args()
 
+    if options.browser:
+        return make([("browser", require_browser, "")], None)
     project = ROOT / "pyproject.toml"
     if options.light:
         return make([("light", setup_light, fingerprint("light", project))], LIGHT / STEPS.name)
@@ -301,9 +311,9 @@ def main() -> int:
     return make(steps, STEPS)
 
 
-def make(steps: Sequence[tuple[str, Callable[[], None], str]], remembered: Path) -> int:
-    """Do each step whose inputs are others than those that `remembered` has. Returns the exit status."""
-    done: dict[str, str] = json.loads(remembered.read_text()) if remembered.exists() else {}
+def make(steps: Sequence[tuple[str, Callable[[], None], str]], remembered: Path | None) -> int:
+    """Do each step whose inputs are others than those that `remembered` has; None: all. Returns the exit status."""
+    done: dict[str, str] = json.loads(remembered.read_text()) if remembered and remembered.exists() else {}
     started, anything = time.monotonic(), False
     try:
         for name, step, inputs in steps:
@@ -313,7 +323,8 @@ def make(steps: Sequence[tuple[str, Callable[[], None], str]], remembered: Path)
             anything = True
             step()
             done[name] = inputs
-            remembered.write_text(json.dumps(done))
+            if remembered:
+                remembered.write_text(json.dumps(done))
     except SetupError as error:
         print(f"[setup] FAILED: {error}", file=sys.stderr)
         return 1

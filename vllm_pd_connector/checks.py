@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_pd_connector import CONNECTOR_NAME, in_tree
-from vllm_pd_connector.config import Config, parse_config
+from vllm_pd_connector.config import Config, own_directory, parse_config
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.instance_info import ROLES
 from vllm_pd_connector.sidechannel.net.keys import keys_of, require_private_address
@@ -111,6 +111,7 @@ def setting_problems(role: object, extra: object, environ: Mapping[str, str] = o
         ),
         lambda: keys_of(config),
         config.secret,
+        lambda: None if config.trace_dir is None else own_directory("trace_dir", config.trace_dir),
         lambda: config.bootstrap(environ),
         address,
     )  # fmt: skip

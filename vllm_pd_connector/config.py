@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import ipaddress
 import os
+import stat
 import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -75,6 +76,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         huge_pages: collapse the caches' memory to huge pages in the background (CPU only; nearly doubles reads).
         transport_options: keys of the transport; see docs/configuration.md.
         nixl_series: show the series of vLLM's NixlConnector besides, for dashboards that were made for it.
+        trace_dir: directory in which an operator orders records of receives (`vllm-pd trace`), and where these go.
         digest_dir: test switch; every worker writes layout-invariant digests of what it sent or received there.
     """
 
@@ -107,6 +109,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     huge_pages: bool = True
     transport_options: dict[str, Any] = {}
     nixl_series: bool = False
+    trace_dir: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)] | None = None
     digest_dir: str | None = None
 
     @property
@@ -198,6 +201,35 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
                 "needed; make one with `vllm-pd keygen --params-secret FILE`"
             )
         return content
+
+
+def own_directory(key: str, name: str, *, make: bool = False) -> Path:
+    """The directory that a key names, into which nobody else may write. One that is not there is right, unless it is
+    to be made and cannot be.
+
+    Raises:
+        InvalidConfig: there is something else than a directory that only its owner, who is this user, can write into,
+            or it cannot be made.
+    """
+    directory = Path(name)
+    try:
+        if make:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.stat()
+    except FileExistsError:
+        raise InvalidConfig(f"{key}: {directory} is no directory; name one, or one that can be made") from None
+    except FileNotFoundError:
+        return directory
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"{key}: {directory}: {error}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise InvalidConfig(f"{key}: {directory} is no directory; name one, or one that can be made")
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise InvalidConfig(
+            f"{key}: {directory} is user {found.st_uid}'s with mode {stat.S_IMODE(found.st_mode):o}, this process "
+            f"is user {os.geteuid()}: give it a directory of its own that others cannot write into (chmod 700)"
+        )
+    return directory
 
 
 def _port(key: str, variable: str, base: int | str, data_parallel_index: int) -> int:

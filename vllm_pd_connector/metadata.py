@@ -69,6 +69,14 @@ Source = ReadFrom | PushFrom | Either | BadParameters
 """Whose caches a request gets, and by which way."""
 
 
+@dataclass(frozen=True, slots=True)
+class RecordInto:
+    """Each worker adds a record of its receive to this file, or, with `failures`, of one that fails."""
+
+    path: str
+    failures: bool
+
+
 def draw_attempt() -> bytes:
     """The name of one request's use of a lease."""
     return secrets.token_bytes(NONCE_BYTES)
@@ -83,7 +91,7 @@ class ReceiveRequest:
     `weights` are those that it will go on with; `same_weights`: the prefill's are known to be these, whatever the
     manifests say, which are as old as their instances.
     `spare`: the request is computed if it cannot be had, whatever vLLM's policy says of failed loads.
-    `trace`: the headers of its trace, None if it is not traced.
+    `trace`: the headers of its trace, None if it is not traced. `record`: None if it is not recorded.
     """
 
     request_id: str
@@ -98,6 +106,7 @@ class ReceiveRequest:
     same_weights: bool = False
     spare: bool = False
     trace: Mapping[str, str] | None = None
+    record: RecordInto | None = None
 
     @property
     def read(self) -> ReadFrom | None:

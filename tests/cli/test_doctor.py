@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from vllm_pd_connector.cli.machine import findings
 from vllm_pd_connector.cli.output import Exit
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.registry import create
+
+ROOT = Path(__file__).parents[2]
 
 
 def examined(capsys: pytest.CaptureFixture[str], code: Exit, *words: str) -> dict[str, dict[str, Any]]:
@@ -86,15 +90,29 @@ def test_an_instance_is_measured(capsys: pytest.CaptureFixture[str], make: Calla
         writer.server.set_manifests([msgspec.msgpack.encode(manifest) for manifest in told], writer.tokens)
         found = examined(capsys, Exit.OK, place, *options)
     assert "p-0 answered in" in found["side channel"]["says"]
-    measured = [one for topic, one in found.items() if topic.startswith(f"{name}, ")]
+    assert found["transport"]["says"].startswith(f"{name}, since p-0 has it; from here {name}")
+    measured = [one for topic, one in found.items() if topic.startswith(f"{name}, pp")]
     assert len(measured) == len(writer.workers)
     assert all("GB/s, writes " in one["says"] and one["state"] == "good" for one in measured)
 
 
-def test_one_without_memory_for_that_is_only_connected(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_without_memory_for_that_is_only_read_from(capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.closing(PrefillInstance()) as prefill:
         found = examined(capsys, Exit.OK, f"tcp://127.0.0.1:{prefill.server.port}/p-0")
-    assert found["loopback, pp0 tp0"]["state"] == "note" and "nothing moved" in found["loopback, pp0 tp0"]["says"]
+    assert (
+        found["loopback, pp0 tp0"]["state"] == "note"
+        and "read from, not measured" in found["loopback, pp0 tp0"]["says"]
+    )
+
+
+def test_one_that_does_not_answer_a_read_is_bad(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_pd_connector.cli.doctor.SETTLE_S", 0.05)
+    with contextlib.closing(PrefillInstance()) as prefill:
+        prefill.transports[0].faults.frozen = True
+        found = examined(capsys, Exit.REFUSED, f"tcp://127.0.0.1:{prefill.server.port}")
+    assert found["peer"]["state"] == "bad" and "does not come in 0.05 s" in found["peer"]["says"]
 
 
 def test_what_cannot_be_asked_is_told_with_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,3 +127,17 @@ def test_what_cannot_be_asked_is_told_with_its_exit_code(capsys: pytest.CaptureF
         place = f"tcp://127.0.0.1:{prefill.server.port}"
         prefill.transports[0].close()
         assert "is gone" in examined(capsys, Exit.REFUSED, place)["peer"]["says"]
+
+
+@pytest.mark.libraries
+def test_it_says_which_way_ucx_took_to_the_instance_and_of_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, as operators start it: UCX reads what it is to say when it is loaded."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with contextlib.closing(PrefillInstance(make=lambda: create("nixl", {}), transport="nixl")) as prefill:
+        command = [sys.executable, "-m", "vllm_pd_connector.cli", "doctor", f"tcp://127.0.0.1:{prefill.server.port}"]
+        done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True)
+    found = {one["topic"]: one["says"] for one in json.loads(done.stdout)["findings"]}
+    assert (done.returncode, done.stderr) == (Exit.OK, "")
+    assert "from here nixl UCX UCX_TLS=tcp" in found["transport"]
+    assert found["nixl, ways"].startswith("UCX took ") and "tcp/lo" in found["nixl, ways"]
+    assert found["nixl, ways"].endswith(" for a peer on this host")

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import socket
 from collections.abc import Iterator
-from json import loads
+from json import dumps, loads
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,13 @@ NHD = Side(layout="NHD", block_tokens=16, num_blocks=12)
 
 def manifests(engine: str = "p-0", model: Model = MODEL, side: Side = NHD) -> list[Manifest]:
     return [worker.manifest for worker in instance(model, side, engine)]
+
+
+def long_number() -> bytes:
+    """Manifests in JSON with a number that cannot be printed."""
+    [one] = loads(msgspec.json.encode(manifests()))
+    one["tensors"][0]["offset"] = "here"
+    return dumps([one]).replace('"here"', "9" * 4300).encode()
 
 
 @pytest.fixture
@@ -186,6 +193,7 @@ def test_what_cannot_be_answered_says_why_in_one_line_and_by_its_exit_code(serve
             (str(files.directory / "absent"), Exit.UNREADABLE, "No such file"),
             (files("junk", b"\x81\xa1x\x01"), Exit.UNREADABLE, "not manifests of this release"),
             (files("junk.json", b'[{"version": 1}]'), Exit.UNREADABLE, "not manifests of this release"),
+            (files("long.json", long_number()), Exit.UNREADABLE, "not manifests of this release"),
             ("a\0b", Exit.UNREADABLE, "null byte"),
             ("tcp://nowhere", Exit.UNREADABLE, "tcp://host:port"),
             ("tcp://127.0.0.1:70000", Exit.UNREADABLE, "tcp://host:port"),

@@ -63,6 +63,7 @@ def test_a_decode_instance_over_mooncake_may_keep_conversations(mode: str, capsy
         (transfer(side_channel_port=70000), "is outside 1..65535"),
         (transfer(side_channel_keys="/nowhere"), "exactly 1 is needed"),
         (transfer(params_secret="/nowhere"), "No such file"),
+        (transfer(trace_dir="/dev/null"), "trace_dir: /dev/null is no directory"),
         (transfer(transport="nixel"), "'nixel' is unknown, choose one of loopback, mooncake, nixl"),
         (transfer(transport_options={"ucx": {"NET_DEVICES": "a,b"}}), "of which NIXL would take 'a' alone"),
         (transfer(transport_options={"ucs": {}}), "unknown field `ucs`"),

@@ -26,6 +26,7 @@ from tests.fuzz.forms import (
     frames_of,
     of_json,
 )
+from tests.fuzz.records import OF_RECORDS
 from tests.support.geometry.world import Model, Side, instance
 from tests.support.handed_over import NAMED, NAMED_WITH_KEY, answer_of, kept, use_turn
 from tests.support.proxy.caches import CLEARED, FULL, batch, removed, stored
@@ -380,6 +381,7 @@ DECODERS: dict[str, Decoder] = {
         lambda content: json.loads(content) if content[:1] == b"[" else msgspec.msgpack.decode(content),
         msgspec.msgpack.encode,
     ),
+    "record": OF_RECORDS,
     "endpoint": Decoder(
         lambda content: unseal("nixl", content),
         TransferError,

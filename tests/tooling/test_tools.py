@@ -115,3 +115,22 @@ def test_the_environment_for_gpus_stands_on_the_interpreter_that_has_vllm(
     made, installed = ran
     assert made == (str(having), "-m", "venv", "--system-site-packages", str(tmp_path / ".venv-gpu"))
     assert installed[0] == str(tmp_path / ".venv-gpu/bin/python") and installed[-1].endswith("[vllm,nixl,light]")
+
+
+def test_a_browser_is_installed_where_one_is_root_and_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(setup_env, "install_debian_packages", asked.append)
+    monkeypatch.setattr(setup_env.shutil, "which", lambda name: "/usr/bin/x" if name == "google-chrome" else None)
+    setup_env.require_browser()
+    assert asked == []
+    monkeypatch.setattr(setup_env.shutil, "which", lambda _: None)
+    setup_env.require_browser()
+    assert asked == [["chromium"]]
+
+
+def test_without_root_it_is_said_what_to_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(setup_env.shutil, "which", lambda _: None)
+    assert setup_env.make([("browser", setup_env.require_browser, "")], None) == 1
+    assert "as root run: apt-get update && apt-get install -y" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from vllm_pd_connector.cli.options import Address, Json, Urls, taken
 from vllm_pd_connector.cli.output import CommandError, Exit, Late, NotReached, emit, emit_json, say_failure
 from vllm_pd_connector.cli.settings import check_config, migrate
 from vllm_pd_connector.cli.top import top
+from vllm_pd_connector.cli.trace.commands import app as trace
 from vllm_pd_connector.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -139,3 +140,4 @@ def proxy() -> None:
 
 for _command in (explain, manifest, doctor, plan, bench, check_config, migrate, keygen, announce, drain, top, proxy):
     app.command()(_command)
+app.add_typer(trace, name="trace")

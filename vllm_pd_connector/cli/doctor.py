@@ -18,10 +18,11 @@ from vllm_pd_connector.cli.options import Json, KeysDirectory, ServerKey, Timeou
 from vllm_pd_connector.cli.output import CommandError, Exit, NotReadable, emit, emit_json, table
 from vllm_pd_connector.errors import PDConnectorError
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
+from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.sharding import describe_rank
 from vllm_pd_connector.geometry.validate import validate
 from vllm_pd_connector.transport import registry
-from vllm_pd_connector.transport.base import Transport, Use
+from vllm_pd_connector.transport.base import TransferStatus, Transport, TransportPeer, Use
 from vllm_pd_connector.transport.endpoint import protocol_of
 from vllm_pd_connector.worker.peers.bandwidth_test import SCRATCH_BYTES, Bandwidth, measure_bandwidth
 
@@ -86,10 +87,19 @@ def _examine(peer: str, timeout: float, identity: Identity | None, options: dict
 
 def _transport(manifests: list[Manifest], options: dict[str, Any]) -> Iterator[Finding]:
     name = manifests[0].transport
+    with registry.ways(name) as ways:
+        yield from _connected(name, manifests, options)
+        for way in ways():
+            yield Finding(f"{name}, ways", "good", way)
+
+
+def _connected(name: str, manifests: list[Manifest], options: dict[str, Any]) -> Iterator[Finding]:
     memory = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
     here = Segment(memory.ctypes.data, len(memory), "cpu", 0)
     transport = registry.create(name, options, Use(serves=False, posts=True))
     try:
+        told = getattr(transport, "over", name)
+        yield Finding("transport", "good", f"{name}, since {manifests[0].engine_id} has it; from here {told}")
         transport.register((here,))
         for manifest in manifests:
             yield _measured(transport, here, manifest)
@@ -105,13 +115,29 @@ def _measured(transport: Transport, here: Segment, manifest: Manifest) -> Findin
     peer = transport.connect(manifest.endpoint, where)
     try:
         if manifest.scratch is None:
+            _touch(transport, peer, here, manifest)
             return Finding(
-                topic, "note", f"connected{over}, nothing moved: only in mode push or auto it has memory for that"
+                topic, "note", f"read from{over}, not measured: only in mode push or auto it has memory for that"
             )
         test = measure_bandwidth(transport, peer, here, manifest.scratch, lambda: True, SETTLE_S)
         return Finding(topic, "good", f"{_run(test)}{over}")
     finally:
         transport.disconnect(peer)
+
+
+def _touch(transport: Transport, peer: TransportPeer, here: Segment, manifest: Manifest) -> None:
+    """Read one byte of its caches, which nobody looks at: a connection is made when something moves, and not before.
+
+    Raises:
+        PDConnectorError: it cannot be read.
+    """
+    one = np.ones(1, dtype=np.int64)
+    transfer = transport.read(peer, Runs(one * manifest.segments[0].address, one * here.address, one))
+    late = time.monotonic() + SETTLE_S
+    while transport.poll(transfer) is not TransferStatus.DONE:
+        if time.monotonic() > late:
+            raise CommandError(f"{describe_rank(manifest.parallel.rank)}: a byte of it does not come in {SETTLE_S:g} s")
+        time.sleep(0.001)
 
 
 def _run(test: Generator[None, None, Bandwidth]) -> Bandwidth:

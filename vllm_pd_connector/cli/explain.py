@@ -128,8 +128,10 @@ def _instance(manifests: Sequence[Manifest]) -> str:
     )
 
 
-def as_text(prefill: Sequence[Manifest], decode: Sequence[Manifest], found: Explanation) -> str:
-    """The explanation for a person."""
+def as_text(
+    prefill: Sequence[Manifest], decode: Sequence[Manifest], found: Explanation, *, recorded: bool = False
+) -> str:
+    """The explanation for a person; `recorded`: of a request that was, with its blocks."""
     check = found.check
     lines = [f"prefill: {_instance(prefill)}", f"decode:  {_instance(decode)}", f"verdict: {check.status}"]
     if not check.allowed:
@@ -140,12 +142,13 @@ def as_text(prefill: Sequence[Manifest], decode: Sequence[Manifest], found: Expl
     header = ("from", "to", "group", "layers", "tokens per page", "way", "bytes", "runs", "neighbours", of_runs,
               "mean run", "copies")  # fmt: skip
     how = "pushed by prefill" if found.push else "pulled by decode"
-    lines += ["", f"A request of {found.tokens} tokens in blocks that are not neighbours, {how}:"]
+    where = "from and into the blocks above" if recorded else "in blocks that are not neighbours"
+    lines += ["", f"A request of {found.tokens} tokens {where}, {how}:"]
     lines += table([header, *(_row(movement) for movement in found.movements)])
     converted = [m for m in found.movements if m.converted]
     runs, moved = sum(m.runs for m in found.movements), sum(m.bytes for m in found.movements)
     fewest = sum(m.neighbouring_runs for m in found.movements)
-    fresh = f", or {fewest} where blocks are neighbours (a fresh cache)"
+    fresh = "" if recorded else f", or {fewest} where blocks are neighbours (a fresh cache)"
     lines += ["", f"in all: {moved} bytes in {runs} runs{fresh}; a run counts as {found.run_cost} bytes"]
     if converted:
         saved = sum(m.unconverted_runs for m in converted)

@@ -78,7 +78,8 @@ def _decode(name: str, content: bytes) -> list[Manifest]:
     decode = msgspec.json.decode if content.lstrip()[:1] in (b"[", b"{") else msgspec.msgpack.decode
     try:
         found: Any = decode(content, type=kind)
-    except (msgspec.MsgspecError, PDConnectorError, ValueError, RecursionError) as error:
+        msgspec.msgpack.encode(found)  # JSON has numbers of any length, manifests on the wire have not
+    except (msgspec.MsgspecError, PDConnectorError, ValueError, OverflowError, RecursionError) as error:
         raise NotReadable(f"{name}: not manifests of this release: {error}") from error
     return found if isinstance(found, list) else [found]
 

@@ -15,16 +15,19 @@ import numpy as np
 
 from vllm_pd_connector.errors import BindError, IncompatiblePeer
 from vllm_pd_connector.geometry.bind import Tail, pair, runs_of
-from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.geometry.blocks import BlockTable, BlockTables
 from vllm_pd_connector.geometry.plan import Edge, PagePairing, make_plan
 from vllm_pd_connector.geometry.sharding import describe_rank
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, chunks, run_count, split
 from vllm_pd_connector.geometry.topology import TopologyCheck, TopologyStatus, check_pd_topology
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from vllm_pd_connector.geometry.manifest import Group, Manifest, TokenShare
+
+
+Tables = tuple[BlockTables, BlockTables]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +100,57 @@ def explain_pair(
         return Explanation(check, tokens, (), push, run_cost)
     held = min(_capacity(group) for side in (prefill, decode) for m in side for group in m.groups)
     tokens = min(tokens, held)
+
+    def tables(edge: Edge, scattered: bool) -> Tables:
+        source = [_table(group, tokens, descending=False) for group in edge.source_groups]
+        return source, [_table(group, tokens, filled=True, descending=scattered) for group in edge.destination_groups]
+
+    return _explain(check, prefill, decode, _Request(0, tokens, tables), chunk_bytes, push, run_cost)
+
+
+def explain_request(
+    prefill: Sequence[Manifest],
+    decode: Manifest,
+    source: BlockTables,
+    destination: BlockTables,
+    tokens: range,
+    chunk_bytes: int,
+    *,
+    push: bool = False,
+    run_cost: int = RUN_COST_BYTES,
+) -> Explanation:
+    """The same of one worker's receive of these tokens, from and into these blocks, neighbours or not."""
+    check = check_pd_topology(decode, prefill)
+    if not check.allowed:
+        return Explanation(check, len(tokens), (), push, run_cost)
+    request = _Request(tokens.start, tokens.stop, lambda edge, scattered: (source, destination))
+    return _explain(check, prefill, (decode,), request, chunk_bytes, push, run_cost)
+
+
+def blocks_for(group: Group, tokens: int) -> BlockTable:
+    """The blocks of a request of this many tokens, where only their number is known: one after the other."""
+    return _table(group, tokens, descending=False)
+
+
+def _explain(
+    check: TopologyCheck,
+    prefill: Sequence[Manifest],
+    decode: Sequence[Manifest],
+    request: _Request,
+    chunk_bytes: int,
+    push: bool,
+    run_cost: int,
+) -> Explanation:
     movements: list[Movement] = []
+    tokens = request.stop - request.start
     try:
         for manifest in decode:
             for edge in make_plan(manifest, prefill).edges:
-                movements += _edge(edge, tokens, chunk_bytes, push, run_cost)
+                movements += _edge(edge, request, chunk_bytes, push, run_cost)
     except IncompatiblePeer as error:
         refused = TopologyCheck(TopologyStatus.DENY, error.summary, error.differences)
         return Explanation(refused, tokens, (), push, run_cost)
-    except BindError as error:  # instances that would be paired, but not for a request of this length
+    except BindError as error:  # instances that would be paired, but not for this request
         return Explanation(TopologyCheck(TopologyStatus.DENY, str(error)), tokens, (), push, run_cost)
     return Explanation(check, tokens, tuple(movements), push, run_cost)
 
@@ -115,9 +160,9 @@ def _capacity(group: Group) -> int:
     return max(1, group.num_blocks - 1) * max(1, group.block_tokens)
 
 
-def _edge(edge: Edge, tokens: int, chunk_bytes: int, push: bool, run_cost: int) -> list[Movement]:
+def _edge(edge: Edge, request: _Request, chunk_bytes: int, push: bool, run_cost: int) -> list[Movement]:
     _, staged = split(edge, chunk_bytes, writes=push, run_cost=run_cost)
-    ways = _Ways(tokens, push, run_cost)
+    ways = _Ways(request, push, run_cost)
     movements = []
     for pairing in edge.pairings:
         only, converted = replace(edge, pairings=(pairing,)), pairing in staged.pairings
@@ -148,10 +193,19 @@ def _edge(edge: Edge, tokens: int, chunk_bytes: int, push: bool, run_cost: int) 
     return movements
 
 
+class _Request(NamedTuple):
+    """Tokens [start, stop), and the tables of an edge's two sides; with `scattered`, of blocks that are no
+    neighbours."""
+
+    start: int
+    stop: int
+    tables: Callable[[Edge, bool], Tables]
+
+
 class _Ways(NamedTuple):
     """Of what request the work is, and how it is moved."""
 
-    tokens: int
+    request: _Request
     push: bool
     run_cost: int
 
@@ -168,10 +222,9 @@ class _Work(NamedTuple):
 def _work(edge: Edge, ways: _Ways, chunk_bytes: int, *, scattered: bool) -> tuple[_Work, int]:
     """The work along an edge of one pairing, by way of the staging buffer unless `chunk_bytes` is 0, and about how many
     runs there are without one."""
-    tokens = ways.tokens
-    source = [_table(group, tokens, descending=False) for group in edge.source_groups]
-    destination = [_table(group, tokens, filled=True, descending=scattered) for group in edge.destination_groups]
-    paired = pair(edge, source, destination, 0, tokens, tail=Tail.PAGE, late=True)
+    request = ways.request
+    source, destination = request.tables(edge, scattered)
+    paired = pair(edge, source, destination, request.start, request.stop, tail=Tail.PAGE, late=True)
     if not chunk_bytes:
         bound = runs_of(paired)
         return _Work(len(bound), bound.total_bytes, bound.total_bytes, 0), len(bound)

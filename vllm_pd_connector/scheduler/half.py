@@ -33,6 +33,7 @@ from vllm_pd_connector.scheduler.epochs import Epochs
 from vllm_pd_connector.scheduler.leases.lease_share import LeaseShare
 from vllm_pd_connector.scheduler.operations import Operations
 from vllm_pd_connector.scheduler.producer import Producer
+from vllm_pd_connector.scheduler.recording import Recording
 from vllm_pd_connector.scheduler.step_hold import StepHold
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class SchedulerHalf:
     """See the module. One per engine."""
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
+        self._recording = Recording(config.trace_dir)
         self.group_ids = tuple(kv_cache_config.transfer_group_ids)
         self.hold = StepHold(calling_loop())
         self.epochs = Epochs()
@@ -163,6 +165,7 @@ class SchedulerHalf:
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """vLLM's step begins here. Where it only waits for caches, this returns when some may have come."""
         receives, aborts = self.consumer.take()
+        receives = self._recording.marked(receives)
         computes = bool(output.num_scheduled_tokens)
         tells = bool(receives or aborts or output.finished_req_ids)
         held_back = self.share.step()

@@ -7,6 +7,7 @@ need not be there. How another package brings one: docs/design/transports.md.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from importlib.metadata import EntryPoint, entry_points
@@ -16,7 +17,8 @@ from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
 from vllm_pd_connector.transport.base import Use
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from vllm_pd_connector.transport.base import Transport
 
@@ -95,6 +97,21 @@ def check(name: str, options: Mapping[str, object] | None = None, use: Use | Non
             f"transport: {name!r} of {_origin(entry)} cannot be used: {type(error).__name__}: {error}; install a "
             "version of it that fits this one, or choose another transport"
         ) from error
+
+
+def ways(name: str) -> AbstractContextManager[Callable[[], tuple[str, ...]]]:
+    """Around `create` and `connect`, for tools: gives what the library says of the ways that it chose for its peers, a
+    line each. Asks `ways` in the entry's module; a transport without one says nothing, and of one that is broken
+    `create` says how.
+
+    Raises:
+        InvalidConfig: as `find`.
+    """
+    entry = find(name)
+    ask = None
+    with contextlib.suppress(ImportError):
+        ask = getattr(importlib.import_module(entry.module), "ways", None)
+    return ask() if ask is not None else contextlib.nullcontext(tuple)
 
 
 def _origin(entry: EntryPoint) -> str:

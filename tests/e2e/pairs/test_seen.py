@@ -1,5 +1,5 @@
 """What an operator sees of a real pair behind the router: one trace from the client to both instances, counts that
-agree on both sides, and the tables of `vllm-pd top` and `/ui`."""
+agree on both sides, the tables of `vllm-pd top` and `/ui`, and the record of a request, moved again."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,11 @@ SPANS = {
 EXPORTED_S = 60.0
 
 
+def records_of(logs: Path, mode: str, side: str) -> Path:
+    """Where an instance's records of receives go."""
+    return logs / f"seen-{mode}-{side}-records"
+
+
 @contextmanager
 def fleet(pairs: Pairs, mode: str, collector: Collector) -> Iterator[tuple[Server, Server, Server, str]]:
     """A prefill and a decode instance, a router before them, and where its operators ask."""
@@ -50,7 +56,12 @@ def fleet(pairs: Pairs, mode: str, collector: Collector) -> Iterator[tuple[Serve
                 "kv_connector": "PDConnector",
                 "kv_role": role,
                 "engine_id": side,
-                "kv_connector_extra_config": {"mode": mode, "nixl_series": True, **PATIENCE},
+                "kv_connector_extra_config": {
+                    "mode": mode,
+                    "nixl_series": True,
+                    "trace_dir": str(records_of(pairs.servers.logs, mode, side)),
+                    **PATIENCE,
+                },
             },
             environment=model.environment,
         )
@@ -78,12 +89,34 @@ def test_a_request_is_seen_from_the_client_to_both_instances(pairs: Pairs, mode:
         _check_first_lines(prefill, decode, mode)
         _check_tables(prefill, decode, admin)
         page(f"{admin}/ui")
+        records = records_of(decode.log.parent, mode, "decode")
+        tool("trace", "next", str(records))
         post(f"{router.url}/v1/completions", completion(FAMILY, second))
+        _check_record(records, mode)
         until(
             lambda: _shows_a_rate(page(f"{admin}/ui"), prefill.log.with_name(f"ui-{mode}.html")), "the page to show it"
         )
         if mode == "pull":
             _check_bench(router, prefill, decode)
+
+
+def tool(*words: str) -> dict[str, Any]:
+    """What a command answers."""
+    command = [sys.executable, "-m", "vllm_pd_connector.cli", *words, "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return dict(json.loads(ended.stdout))
+
+
+def _check_record(records: Path, mode: str) -> None:
+    """The request after the order is recorded, and no other, and its bytes move again without the servers."""
+    until(lambda: any(records.glob("trace-*.jsonl")), "the request's record")
+    [file] = records.glob("trace-*.jsonl")
+    [record] = tool("trace", "show", str(file))["records"]
+    assert (record["ok"], record["way"]) == (True, mode) and record["moved"]["bytes"] > 0
+    assert record["plan"]["allowed"] and {"queue", "transfer"} <= {stage["name"] for stage in record["stages"]}
+    [again] = tool("trace", "replay", str(file))["replays"]
+    assert again["wrong"] == [] and (mode == "push" or again["moved"]["bytes"] == record["moved"]["bytes"])
 
 
 def _check_bench(router: Server, prefill: Server, decode: Server) -> None:

@@ -65,11 +65,11 @@ class Bench:
             return response.status, json.loads(text) if is_json else text, response.headers
 
 
-def over_bench(test: Callable[[Bench], Awaitable[None]]) -> Callable[[], None]:
+def over_bench(test: Callable[[Bench], Awaitable[None]], seconds: float = 3 * LIMIT) -> Callable[[], None]:
     """Run a test as a coroutine, within the limit of time."""
 
     async def main() -> None:
-        async with asyncio.timeout(3 * LIMIT), AsyncExitStack() as stack:
+        async with asyncio.timeout(seconds), AsyncExitStack() as stack:
             await test(Bench(stack))
 
     def run() -> None:

@@ -44,6 +44,7 @@ from vllm_pd_connector.transport.base import Transfer, TransferStatus, Transport
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.nixl.agents import Agent, Library, Preparation, ours
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, check, described  # noqa: F401  # see `registry.check`
+from vllm_pd_connector.transport.nixl.ways import ways  # noqa: F401  # see `registry.ways`
 from vllm_pd_connector.transport.ranges import Descriptors, Ranges, batches, cut
 
 if TYPE_CHECKING:

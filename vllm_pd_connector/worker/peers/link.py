@@ -35,7 +35,8 @@ class PeerLink(ABC):
     `ranks` are those that the transport is connected to. `stalled` says what has not ended in time though it was
     started, empty if nothing. `watches` has every rank of the peer, since it was connected first, None for one that
     cannot be watched. `same_weights`: that both sides have the same is known otherwise, or is for the prefill side to
-    say; manifests tell those with which their instances began. `handshake`: when the latest one began and ended.
+    say; manifests tell those with which their instances began. `handshake`: when the latest one began and ended;
+    `met`: the manifests it was made with, kept where receives may be recorded.
     """
 
     machine: Peer
@@ -48,6 +49,7 @@ class PeerLink(ABC):
     watches: dict[Rank, ProcessWatch | None] = field(default_factory=dict)
     same_weights: bool = False
     handshake: tuple[float, float] | None = None
+    met: Sequence[bytes] = ()
     _liveness: dict[Rank, LivenessAddress | None] = field(default_factory=dict)
 
     @property

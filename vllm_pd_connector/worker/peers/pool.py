@@ -290,7 +290,7 @@ class Links(Generic[LinkKind]):
             link.disconnect(self._transport)
             return self._not_connected(link, error)
         finally:
-            link.manifests = ()
+            link.met, link.manifests = (link.manifests if self._config.trace_dir is not None else ()), ()
         link.handshake = began, time.monotonic()
         seconds = link.handshake[1] - began
         self._observe(Phase.HANDSHAKE, seconds)

@@ -32,6 +32,7 @@ from vllm_pd_connector.worker.receive.ending import give_back, log_failure, miss
 from vllm_pd_connector.worker.receive.push_link import AskLink
 from vllm_pd_connector.worker.receive.push_request import PushRequester
 from vllm_pd_connector.worker.receive.read_link import ReadLink
+from vllm_pd_connector.worker.receive.recorded import record
 from vllm_pd_connector.worker.receive.told import begin_span, count_failed, count_good, end_span
 
 if TYPE_CHECKING:
@@ -373,6 +374,7 @@ class Receives:
         groups = self._manifest.groups
         late = {group: token // groups[group].block_tokens for group, token in active.first_valid_tokens.items()}
         end_span(active, now, "" if ok else reason)
+        record(active, self._manifest, self._stager.chunk_bytes, "" if ok else reason, quarantined, now)
         self._outbox.finished(request.request_id, ok=ok, quarantined=quarantined, unshareable=late, spare=request.spare)
 
     def _trace(self, active: ActiveReceive) -> None:

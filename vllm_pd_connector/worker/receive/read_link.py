@@ -13,6 +13,7 @@ from vllm_pd_connector.worker.peers.link import PeerLink, run_cost_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from vllm_pd_connector.geometry.blocks import BlockTables
     from vllm_pd_connector.geometry.manifest import Manifest, Segment
     from vllm_pd_connector.geometry.runs import Runs
     from vllm_pd_connector.metadata import ReceiveRequest
@@ -77,17 +78,18 @@ class ReadLink(PeerLink):
         Raises:
             BindError: the request's block ids do not fit the manifests.
         """
-        assert self.plan is not None and request.read is not None
-        source, destination = request.read.blocks, request.blocks
+        assert request.read is not None
+        return self.bind_tables(request.read.blocks, request.blocks, request.start, request.stop)
+
+    def bind_tables(self, source: BlockTables, destination: BlockTables, start: int, stop: int) -> Bound:
+        """The same of tables and a range of tokens."""
+        assert self.plan is not None
         reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = []
         late = []
         for edges in self.edges:
             peer = self.ranks[edges[0].source]
             # Slots after the last prompt token hold nothing yet, so a whole page may take the place of its tail.
-            direct, staged = (
-                pair(edge, source, destination, request.start, request.stop, tail=Tail.PAGE, late=True)
-                for edge in edges
-            )
+            direct, staged = (pair(edge, source, destination, start, stop, tail=Tail.PAGE, late=True) for edge in edges)
             if len(runs := runs_of(direct)):
                 reads.append((peer, runs))
             if any(len(spans.tokens) for _, spans in staged):

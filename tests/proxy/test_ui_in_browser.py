@@ -1,0 +1,126 @@
+"""`/ui` in a real browser: it shows rows, loads itself again, obeys nobody's words, and complains of nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.proxy.bench import Bench, over_bench
+from tests.support.proxy.browser import PATIENCE_S, NoBrowser, Page, open_browser
+from tests.support.proxy.stand_ins import HANDS_OVER, exposition, info
+from vllm_pd_connector.proxy.fleet import FAILURES
+from vllm_pd_connector.proxy.serve import admin_application
+
+pytestmark = pytest.mark.browser
+
+HOSTILE = (
+    "<script>document.title='owned'</script>",
+    "<img src=x onerror=document.title='owned'>",
+    "</td></tr></table><h1>owned</h1>",
+    "&lt;b&gt;&#x22; onmouseover=alert(1)",
+)
+
+
+def gave(peer: str) -> str:
+    return f'vllm:pd_peer_given_bytes_total{{engine="0",peer="{peer}",transport="nixl"}} 4096.0\n'
+
+
+def in_browser(test: Callable[[Bench, Page], Awaitable[None]]) -> Callable[[Path], None]:
+    def run(tmp_path: Path) -> None:
+        async def both(bench: Bench) -> None:
+            async with open_browser(tmp_path) as page:
+                await test(bench, page)
+
+        over_bench(both, 3 * PATIENCE_S)()
+
+    run.__name__ = test.__name__
+    return run
+
+
+async def seen(what: str, holds: Callable[[], Awaitable[bool]]) -> None:
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not await holds():
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        pytest.fail(f"not within {PATIENCE_S:g} s: {what}")
+
+
+@in_browser
+async def test_rows_are_seen_and_an_instance_that_goes_away_is_seen_to_go(bench: Bench, page: Page) -> None:
+    prefill = await bench.instance(HANDS_OVER, info(engine_id="p"))
+    decode = await bench.instance(HANDS_OVER, info(engine_id="d", role="kv_consumer"))
+    stays, goes = prefill.url, decode.url
+    await bench.route([stays], [goes])
+    await bench.check()
+    await page.open(f"{await bench.serve(admin_application(bench.router))}/ui")
+
+    async def states() -> dict[str, str]:
+        return {row[0]: row[2] for row in await page.rows("router")}
+
+    async def both_up() -> bool:
+        return await states() == {stays: "up", goes: "up"}
+
+    await seen("both instances", both_up)
+    assert {row[0] for row in await page.rows("instances")} == {stays, goes}
+    await decode.server.close()
+    for _ in range(FAILURES):
+        await bench.check()
+
+    async def one_down() -> bool:  # the page loads itself again; nobody reloads it here
+        return await states() == {stays: "up", goes: "down"}
+
+    await seen("the one that went away", one_down)
+    assert await page.value("document.querySelectorAll('#router tr.bad').length") == 1
+    assert await page.value("getComputedStyle(document.querySelector('#router tr.bad td')).color") == "rgb(176, 0, 32)"
+    assert page.complaints == []
+
+
+@in_browser
+async def test_hostile_names_are_text(bench: Bench, page: Page) -> None:
+    prefill = await bench.instance(HANDS_OVER, info(engine_id="p"))
+    prefill.page = (exposition(info(engine_id="p")) + "".join(map(gave, HOSTILE))).encode()
+    await bench.route([prefill.url])
+    await bench.check()
+    await page.open(f"{await bench.serve(admin_application(bench.router))}/ui")
+
+    async def shown() -> bool:
+        return {row[2] for row in await page.rows("links")} == set(HOSTILE)
+
+    await seen("each name as it is", shown)
+    assert await page.value("document.title") == "vllm-pd"
+    assert await page.value("document.querySelectorAll('script, img, h1 ~ h1').length") == 0
+    assert page.complaints == []
+
+
+@in_browser
+async def test_even_a_script_that_came_through_would_not_run(bench: Bench, page: Page) -> None:
+    """The page's policy is the second wall: what is put into it as markup is not run, and the browser says so."""
+    await bench.route()
+    await page.open(f"{await bench.serve(admin_application(bench.router))}/ui")
+
+    async def loaded() -> bool:
+        return await page.value("document.querySelector('#router') !== null") is True
+
+    await seen("the page", loaded)
+    await page.value("document.body.insertAdjacentHTML('beforeend', `<img src=x onerror=\"document.title='owned'\">`)")
+
+    async def refused() -> bool:
+        return any("Content Security Policy" in one for one in page.complaints)
+
+    await seen("the browser's refusal", refused)
+    assert await page.value("document.title") == "vllm-pd"
+
+
+def test_without_a_browser_it_is_said_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    async def start() -> None:
+        async with open_browser(tmp_path):
+            pytest.fail("there is a browser")
+
+    with pytest.raises(NoBrowser, match="make test-browser"):
+        asyncio.run(start())
