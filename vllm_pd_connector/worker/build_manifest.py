@@ -200,7 +200,7 @@ def _tensors(cache: LayerCache, view: PageView) -> tuple[Tensor, ...]:
             if (
                 cache.facts.backend == backends.CPU
                 and cache.head_size == cache.head_size_v
-                and cpu_attention_is_affine(cache.head_size, cache.tensor.dtype, view.shape[2])
+                and cpu_attention_is_affine(cache.head_size, cache.model_dtype, view.shape[2])
             ):
                 return attention.cpu_attention(view, cache.head_size)
             reason = f"the writer of {cache.facts.backend} was not read"
