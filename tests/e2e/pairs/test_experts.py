@@ -33,7 +33,7 @@ def spec(name: str, role: str = "", mode: str = "") -> Spec:
     transfer = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": extra} if role else None
     flags = ["--no-enable-prefix-caching"]
     flags += ["--data-parallel-size", str(len(ENGINES)), "--enable-expert-parallel"] if role else []
-    environment = {"PD_TEST_POLITE": "1"}
+    environment = {"PD_TEST_POLITE": "1", "PD_TEST_EXPERTS": "1"}
     return vllm_spec(name, make(EXPERTS), flags=flags, transfer=transfer, environment=environment)
 
 
