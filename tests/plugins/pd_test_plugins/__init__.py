@@ -7,7 +7,6 @@
     PD_TEST_POLITE                vLLM's processes sleep for 0.1 ms where they would poll a queue without pause; more of
                                   them than cores otherwise keep each other from running for tens of seconds
     PD_TEST_WINDOWED_HYBRID       Qwen3NextForCausalLM with a window in one of its attention layers
-    PD_TEST_EXPERTS               experts that data-parallel engines share, on the CPU
     PD_TEST_POISON                caches that hold NaN at the start, and the reference attention reads what it masks
     PD_TEST_AVX2                  vLLM finds a processor with AVX2 alone, and takes its kernels for that; torch takes
                                   its own with ATEN_CPU_CAPABILITY=avx2
@@ -40,10 +39,6 @@ def register() -> None:
         _register_kimi()
     if _wanted("PD_TEST_WINDOWED_HYBRID"):
         _register_windowed_hybrid()
-    if _wanted("PD_TEST_EXPERTS"):
-        from pd_test_plugins.experts import gather_unequal_numbers
-
-        gather_unequal_numbers()
     if _wanted("PD_TEST_POISON"):
         from pd_test_plugins.poison import have_new_blocks_zeroed
 
