@@ -198,7 +198,7 @@ def _deepseek() -> _Predicts:
 
 
 MIMO = Model("mimo", "GQA, with an MTP layer", _mimo, made_by=Path(__file__))
-# Drafts are verified by a prefill of a few tokens over what is cached; vLLM's for MLA on the CPU does not look there.
+# Prompts of more than one step are computed right by the plugin's MLA alone, on the CPU.
 DEEPSEEK = Model(
     "deepseek",
     "MLA, with an MTP layer",

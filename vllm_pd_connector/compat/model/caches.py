@@ -47,7 +47,6 @@ class LayerCache:
     `tensor` has shape [B, H, N, C]; `group` indexes the transfer groups; `head_size` and `head_size_v` are elements,
     `state_tokens` how many tokens one of the N stored states stands for. `facts.kv_heads` are those of all ranks.
     `replicated`: every tensor-parallel rank holds all of it, however many heads the model has (MLA and its indexers).
-    `model_dtype` is what the model computes in.
     """
 
     layer: str
@@ -61,7 +60,6 @@ class LayerCache:
     spec_name: str
     state_tokens: int
     quantized: bool
-    model_dtype: torch.dtype
     tensor: torch.Tensor
 
 
@@ -243,7 +241,6 @@ def layer_caches(
                 spec_name=type(spec).__name__,
                 state_tokens=int(spec.tokens_per_state),
                 quantized=spec.kv_quant_mode is not KVQuantMode.NONE,
-                model_dtype=vllm_config.model_config.dtype,
                 tensor=tensor,
             )
         )
@@ -283,7 +280,7 @@ def _layers(
             yield index, layer, spec, kv_caches[layer]
 
 
-def cpu_attention_is_affine(head_size: int, model_dtype: torch.dtype, block_tokens: int) -> bool:
+def cpu_attention_is_affine(head_size: int, model_dtype: str, block_tokens: int) -> bool:
     """Whether CPU_ATTN stores K transposed and V token-major (its `vec` kernels), in whichever precision; AMX packs K
     in another form. The backend chooses by the dtype that the model computes in, not by the cache's.
 
@@ -291,4 +288,4 @@ def cpu_attention_is_affine(head_size: int, model_dtype: torch.dtype, block_toke
     """
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    return _get_attn_isa(model_dtype, block_tokens, head_size) in ("vec", "vec16")
+    return _get_attn_isa(getattr(torch, model_dtype), block_tokens, head_size) in ("vec", "vec16")
