@@ -140,7 +140,7 @@ class ReferenceAttention(CPUAttentionBackendImpl):
             raise NotImplementedError("reference attention does not quantize its output")
         if attn_metadata is None:  # vLLM's profiling run
             return output
-        self._scales = (layer._k_scale_float, layer._v_scale_float)
+        self._layer = layer
         starts: Sequence[int] = attn_metadata.query_start_loc.tolist()
         lengths: Sequence[int] = attn_metadata.seq_lens.tolist()
         for request, (start, stop) in enumerate(itertools.pairwise(starts)):
@@ -200,8 +200,8 @@ class ReferenceAttention(CPUAttentionBackendImpl):
         """What pages [pages, heads, tokens, K and V] hold, in float64."""
         if stored := FP8.get(self.kv_cache_dtype):
             numbers = pages.view(stored).double()
-            numbers[..., : self.head_size] *= self._scales[0]
-            numbers[..., self.head_size :] *= self._scales[1]
+            numbers[..., : self.head_size] *= self._layer._k_scale_float
+            numbers[..., self.head_size :] *= self._layer._v_scale_float
             return numbers
         return pages.double()
 
