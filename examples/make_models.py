@@ -36,7 +36,7 @@ CPU_MLA = ("--attention-backend", "CPU_MLA")
 """On machines with AMX the platform would take a backend that knows bfloat16 only."""
 
 SOURCE_STAMP = "made-by.sha256"
-"""File in a checkpoint with the hash of this file, so that a changed model is made anew."""
+"""File in a checkpoint with the hash of the files that made it, so that a changed model is made anew."""
 
 DEFAULT_DIR = Path(__file__).resolve().parent.parent / ".cache" / "models"
 
@@ -57,6 +57,8 @@ class Model:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that its server needs."""
     sliding_layers: tuple[int, ...] = ()
+    made_by: Path = Path(__file__)
+    """The file with `build`."""
 
     def window_of(self, layer: str) -> int | None:
         """Tokens that a layer, by vLLM's name for it, looks back at; None if all."""
@@ -64,7 +66,8 @@ class Model:
         return WINDOW if match and int(match[1]) in self.sliding_layers else None
 
 
-def _common() -> dict[str, Any]:
+def common() -> dict[str, Any]:
+    """What every configuration of transformers has here."""
     return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 128,
@@ -82,7 +85,7 @@ def _gqa(kv_heads: int = 4, layers: int = 4) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     heads = {"num_attention_heads": 8, "num_key_value_heads": kv_heads, "head_dim": 64}
-    return Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=layers, **heads, **_common()))
+    return Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=layers, **heads, **common()))
 
 
 def _swa() -> Any:
@@ -97,7 +100,7 @@ def _swa() -> Any:
         query_pre_attn_scalar=64,
         sliding_window=WINDOW,
         layer_types=["sliding_attention" if i in SLIDING_LAYERS else "full_attention" for i in range(layers)],
-        **_common(),
+        **common(),
     )
     return Gemma3ForCausalLM(config)
 
@@ -123,7 +126,7 @@ def _mla() -> Any:
         n_group=1,
         topk_group=1,
         topk_method="greedy",
-        **_common(),
+        **common(),
     )
     return DeepseekV2ForCausalLM(config)
 
@@ -131,7 +134,7 @@ def _mla() -> Any:
 def _gqa6() -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    sizes = {**_common(), "vocab_size": TP3_VOCAB_SIZE, "intermediate_size": 384}
+    sizes = {**common(), "vocab_size": TP3_VOCAB_SIZE, "intermediate_size": 384}
     return Qwen3ForCausalLM(
         Qwen3Config(num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=6, head_dim=64, **sizes)
     )
@@ -158,7 +161,7 @@ def _qwen3next(attention_layers: tuple[int, ...] = (3,)) -> Any:
         num_experts_per_tok=4,
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
-        **_common(),
+        **common(),
     )
     network = Qwen3NextForCausalLM(config)
     # Runs in bfloat16, whose steps grow with a logit: this keeps one step below 0.04, so near-ties stay recognizable.
@@ -184,7 +187,7 @@ def _granite() -> Any:
         num_experts_per_tok=0,
         shared_intermediate_size=256,
         attention_multiplier=32**-0.5,
-        **_common(),
+        **common(),
     )
     return GraniteMoeHybridForCausalLM(config)
 
@@ -199,7 +202,7 @@ class _KimiLinear:
     def __init__(self, kda_heads: int, kda_head_size: int):
         layers, heads, latent, rope, nope, value = 4, 4, 512, 64, 64, 64
         self.config = {
-            **_common(),
+            **common(),
             "architectures": ["KimiLinearForCausalLM"],
             "model_type": "kimi_linear",
             "num_hidden_layers": layers,
@@ -340,48 +343,10 @@ def _moe() -> Any:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
     # All experts for every token: see `_qwen3next`.
     experts = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=2, **heads, **experts, **_common()))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=2, **heads, **experts, **common()))
 
 
 EXPERTS = Model("moe", "GQA, a mixture of experts", _moe)
-
-
-def _llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-    network = LlamaForCausalLM(LlamaConfig(**sizes, **_common()))
-    tokens = network.model.embed_tokens.weight.data
-    tokens.div_(tokens.square().mean(dim=1, keepdim=True).sqrt())  # as its first norm makes them: see `make_eagle`
-    return network
-
-
-EAGLE_TARGET = Model("llama", "GQA, for an EAGLE head", _llama)
-
-
-def make_eagle(directory: Path = DEFAULT_DIR) -> Path:
-    """Write an EAGLE head for EAGLE_TARGET unless this file wrote it already, and return its path.
-
-    An EAGLE head reads the next token's embedding beside the target's hidden state. This one has the target's layers
-    and ignores the hidden state: it is the target that has not seen the first token of the prompt. Its drafts are often
-    right, without training, and are right by what its own caches hold. It has no norm before its first layer and none
-    behind its last: the first does nothing to the target's embeddings, and the last changes no order of logits.
-    """
-    base = make(EAGLE_TARGET, directory)
-
-    def write(partial: Path) -> None:
-        import torch
-        from safetensors.torch import load_file, save_file
-
-        weights = load_file(base / "model.safetensors")
-        kept = {name.removeprefix("model."): value for name, value in weights.items() if ".layers." in name}
-        del kept["layers.0.input_layernorm.weight"]
-        hidden = weights["model.norm.weight"].numel()
-        kept["fc.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1)
-        save_file(kept, partial / "model.safetensors", metadata={"format": "pt"})
-        shutil.copy(base / "config.json", partial)
-
-    return _made(directory / f"{EAGLE_TARGET.name}-eagle", write)
 
 
 ADAPTER_RANK = 8
@@ -456,22 +421,23 @@ def make(model: Model, directory: Path = DEFAULT_DIR) -> Path:
         network.save_pretrained(partial)
         _tokenizer(model.vocab_size).save_pretrained(partial)
 
-    return _made(directory / model.name, write)
+    return made(directory / model.name, write, model.made_by)
 
 
 def make_adapter(model: Model, number: int, directory: Path = DEFAULT_DIR) -> Path:
     """Write the LoRA adapter `directory/<name>-adapter-<number>` of a model whose attention layers have the projections
     ADAPTED, unless this file wrote it already, and return its path. Adapters of other numbers have other weights."""
     base = make(model, directory)
-    return _made(directory / f"{model.name}-adapter-{number}", lambda partial: _adapter(base, SEED + number, partial))
+    return made(directory / f"{model.name}-adapter-{number}", lambda partial: _adapter(base, SEED + number, partial))
 
 
-def _made(path: Path, write: Callable[[Path], None]) -> Path:
-    """`path`, written by `write` into an empty directory unless this file made it already.
+def made(path: Path, write: Callable[[Path], None], by: Path = Path(__file__)) -> Path:
+    """`path`, written by `write`, a function of the file `by`, into an empty directory, unless that file and this one
+    wrote it as they are.
 
     What is half-written is never found under that name: it is written beside it and renamed.
     """
-    source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    source = hashlib.sha256(b"".join(one.read_bytes() for one in sorted({Path(__file__), by}))).hexdigest()
     stamp = path / SOURCE_STAMP
     if stamp.exists() and stamp.read_text() == source:
         return path

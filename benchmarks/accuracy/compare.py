@@ -26,6 +26,8 @@ from benchmarks.accuracy.recall_task import END, samples
 RECALL = "recall"
 RECALL_PAIRS = (40, 80, 160, 240)
 """Prompts of 82 to 482 tokens."""
+STATES_PAIRS = (8, 16, 32, 48)
+"""Prompts of 18 to 98 tokens, for the model whose states keep them."""
 RECALL_SEED = 7
 """Not the seed of any training."""
 
@@ -46,14 +48,14 @@ class Outcome:
         return self.pd - self.plain
 
 
-def recall_config(count: int) -> dict[str, Any]:
-    """The recall task for lm-eval, with `count` questions."""
+def recall_config(count: int, lengths: Sequence[int] = RECALL_PAIRS) -> dict[str, Any]:
+    """The recall task for lm-eval, with `count` questions over so many pairs each in turn."""
 
     def dataset(**_: Any) -> dict[str, Any]:
         from datasets import Dataset
 
-        each = -(-count // len(RECALL_PAIRS))
-        drawn = [s for pairs in RECALL_PAIRS for s in samples(RECALL_SEED + pairs, each, pairs)]
+        each = -(-count // len(lengths))
+        drawn = [s for pairs in lengths for s in samples(RECALL_SEED + pairs, each, pairs)]
         return {"test": Dataset.from_list([{"prompt": s.prompt, "answer": s.answer} for s in drawn[:count]])}
 
     return {

@@ -2,8 +2,8 @@
 
     python benchmarks/accuracy/recall.py [--pairs pull pull-blocks …] [--questions 200] [--json FILE]
 
-Trains the model first if it is not there (minutes). Exits with 1 if a pair's score is not the plain one, or if one with
-corrupted transfers scores CORRUPT_BELOW or more: then the task could not see a wrong cache.
+Trains the models first if they are not there (minutes). Exits with 1 if a pair's score is not the plain one, or if one
+with corrupted transfers scores CORRUPT_BELOW or more: then the task could not see a wrong cache.
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
-from benchmarks.accuracy.compare import Outcome, evaluate, outcomes, recall_config, table  # noqa: E402
-from benchmarks.accuracy.train_recall import ensure  # noqa: E402
-from examples.launch import Server, Servers, router_spec, vllm_spec  # noqa: E402
+from benchmarks.accuracy.compare import (  # noqa: E402
+    RECALL_PAIRS,
+    STATES_PAIRS,
+    Outcome,
+    evaluate,
+    outcomes,
+    recall_config,
+    table,
+)
+from benchmarks.accuracy.train_recall import ATTENTION, STATES, ensure  # noqa: E402
+from examples.launch import Server, Servers, Spec, router_spec, vllm_spec  # noqa: E402
+from examples.make_models import MODELS  # noqa: E402
 
 CORRUPT_BELOW = 0.5
 GOOD = 0.95
@@ -30,12 +39,16 @@ GOOD = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One kind of pair; block sizes are tokens."""
+    """One kind of pair; block sizes are tokens, None for what a model with states needs."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
-    p_block: int = 32
-    d_block: int = 32
+    p_block: int | None = 32
+    d_block: int | None = 32
     corrupt: bool = False
+    model: str = ATTENTION
+
+
+OF_STATES: dict[str, Any] = {"p_block": None, "d_block": None, "model": STATES}
 
 
 PAIRS = {
@@ -48,29 +61,40 @@ PAIRS = {
     "mooncake-push": Pair({"transport": "mooncake", "mode": "push"}),
     "mooncake-push-blocks": Pair({"transport": "mooncake", "mode": "push"}, p_block=128, d_block=32),
     "corrupt": Pair(corrupt=True),
+    "states": Pair(**OF_STATES),
+    "states-push": Pair({"mode": "push"}, **OF_STATES),
+    "states-mooncake": Pair({"transport": "mooncake"}, **OF_STATES),
+    "states-corrupt": Pair(corrupt=True, **OF_STATES),
 }
 
 
-def ask(server: Server, questions: int) -> Any:
-    return evaluate(server.url, "recall", [recall_config(questions)], limit=None, at_once=8, few=0)
+def spec(name: str, model: str, block: int | None, corrupt: bool = False, transfer: Any = None) -> Spec:
+    like = MODELS["qwen3next"]  # as which vLLM runs the model with states on a CPU
+    flags = like.flags if model == STATES else ()
+    environment = {**(like.environment if model == STATES else {}), "PD_TEST_POLITE": "1"}
+    if corrupt:
+        environment["PD_TEST_CORRUPT"] = "1"
+    flags = (*flags, "--block-size", str(block)) if block else flags
+    return vllm_spec(name, ensure(model), flags=flags, transfer=transfer, environment=environment)
 
 
-def run(name: str, servers: Servers, model: Path, plain: Any, questions: int) -> Outcome:
+def ask(server: Server, model: str, questions: int) -> Any:
+    config = recall_config(questions, STATES_PAIRS if model == STATES else RECALL_PAIRS)
+    return evaluate(server.url, model, [config], limit=None, at_once=8, few=0)
+
+
+def run(name: str, servers: Servers, plain: Any, questions: int) -> Outcome:
     """Start a pair, ask it everything, end it."""
     pair = PAIRS[name]
-    environment = {"PD_TEST_POLITE": "1", **({"PD_TEST_CORRUPT": "1"} if pair.corrupt else {})}
 
-    def spec(side: str, role: str, block: int) -> Any:
+    def side(role: str, block: int | None) -> Spec:
         transfer = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": dict(pair.config)}
-        flags = ("--block-size", str(block))
-        return vllm_spec(f"{name}-{side}", model, flags=flags, transfer=transfer, environment=environment)
+        return spec(f"{name}-{role.removeprefix('kv_')}", pair.model, block, pair.corrupt, transfer)
 
-    prefill, decode = servers.start(
-        spec("prefill", "kv_producer", pair.p_block), spec("decode", "kv_consumer", pair.d_block)
-    )
+    prefill, decode = servers.start(side("kv_producer", pair.p_block), side("kv_consumer", pair.d_block))
     [router] = servers.start(router_spec(f"{name}-router", [prefill.url], [decode.url]))
     try:
-        [found] = outcomes(plain, ask(router, questions))
+        [found] = outcomes(plain, ask(router, pair.model, questions))
         return found
     finally:
         servers.stop(router, prefill, decode)
@@ -83,14 +107,15 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the outcomes there")
     parser.add_argument("--logs", type=Path, default=ROOT / "out" / "accuracy")
     options = parser.parse_args()
-    model = ensure()
     found: dict[str, Outcome] = {}
     with Servers(options.logs) as servers:
-        [server] = servers.start(vllm_spec("plain", model, flags=("--block-size", "32")))
-        plain = ask(server, options.questions)
-        servers.stop(server)
+        plain = {}
+        for model in sorted({PAIRS[name].model for name in options.pairs}):
+            [server] = servers.start(spec(f"plain-{model}", model, 32 if model == ATTENTION else None))
+            plain[model] = ask(server, model, options.questions)
+            servers.stop(server)
         for name in options.pairs:
-            found[name] = run(name, servers, model, plain, options.questions)
+            found[name] = run(name, servers, plain[PAIRS[name].model], options.questions)
             print(f"{name}:\n{table([found[name]])}\n", flush=True)
             if options.json:
                 outcome = {name: asdict(one) for name, one in found.items()}

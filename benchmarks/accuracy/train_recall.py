@@ -1,6 +1,8 @@
 """Train a tiny model for the recall task, in minutes on two cores, and write it as a checkpoint that vLLM serves.
 
-    python benchmarks/accuracy/train_recall.py [--into DIR] [--seed N]
+    python benchmarks/accuracy/train_recall.py [--model recall-states] [--into DIR] [--seed N]
+
+The other model, which keeps the pairs in recurrent states, is in `recall_states.py`.
 
 Looking a value up takes two layers of attention: the first writes beside each value which key stood before it, the
 second finds the value by its key. From random weights that is learned only after a plateau of thousands of steps, so
@@ -9,7 +11,7 @@ keys compare contents. What to do with that, and how to do it reliably among hun
 begins with a few pairs and lengthens the context whenever the model has understood the present length. A sequence is
 pairs followed by questions about many of them, which makes each one worth many examples.
 
-Ends with 1 if the model does not reach GOAL at full length within STEPS steps.
+Ends with 1 if the model does not reach its goal at full length within STEPS steps.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import hashlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +31,18 @@ from torch.nn import functional
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.accuracy import recall_states
 from benchmarks.accuracy.recall_task import ASK, BOS, END, EOS, KEYS, VALUES, VOCAB_SIZE, WORD_IDS, WORDS
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULT_DIR = ROOT / ".cache" / "models" / "recall"
+DEFAULT_DIR = ROOT / ".cache" / "models"
 
 STAMP = "made-by.sha256"
 """File in the checkpoint with the hash of the code that made it."""
 
-LENGTHS = (8, 16, 32, 64, 128, 240)
-"""Pairs per sequence, one after the other; the last is what the benchmark asks at most."""
 ENOUGH = 0.97
 """Share of right answers at one length before the next begins."""
-GOAL = 0.995
-"""Share at the last length at which training ends."""
-TOKENS_PER_STEP = 4096
 STEPS = 6000
-LEARNING_RATE = 5e-4
 WIDTH, HEADS, KV_HEADS, HEAD_SIZE = 128, 4, 2, 64
 ROPE_THETA = 1e6
 FAST, SLOW = 0.05, 1e-3
@@ -136,25 +135,47 @@ def batch(generator: torch.Generator, pairs: int, asked: int, rows: int) -> tupl
     return torch.cat([told, questions], 1), torch.cat([starts + 1, starts + 2])
 
 
-def train(seed: int) -> tuple[Any, float]:
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How a model is trained: with so many pairs per sequence, one length after the other, of which at most `asked` are
+    asked for, until the last length's share of right answers is `goal`."""
+
+    network: Callable[[], Any]
+    lengths: tuple[int, ...]
+    asked: int
+    tokens_per_step: int
+    learning_rate: float
+    goal: float
+
+
+ATTENTION, STATES = "recall", "recall-states"
+COURSES = {
+    ATTENTION: Course(network, (8, 16, 32, 64, 128, 240), 64, 4096, 5e-4, 0.995),
+    STATES: Course(recall_states.network, (4, 8, 16, 32, 48), 32, 2048, 1e-3, 0.99),
+}
+"""By the checkpoint's name; the last length is what the benchmark asks at most."""
+
+
+def train(course: Course, seed: int) -> tuple[Any, float]:
     """The trained network and its share of right values at the last length."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
-    started, right, level = time.monotonic(), 0.0, 0
+    model = course.network()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=course.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    started, right, level, last = time.monotonic(), 0.0, 0, len(course.lengths) - 1
     for step in range(1, STEPS + 1):
-        pairs = LENGTHS[level]
-        asked = min(pairs, 64)
-        rows = max(4, TOKENS_PER_STEP // (2 * pairs + 4 * asked))
+        pairs = course.lengths[level]
+        asked = min(pairs, course.asked)
+        rows = max(4, course.tokens_per_step // (2 * pairs + 4 * asked))
         tokens, positions = batch(generator, pairs, asked, rows)
         logits = model(tokens).logits[:, positions]
         wanted = tokens[:, positions + 1]
         loss = functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, step / 50)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.param_groups[0]["lr"] = course.learning_rate * min(1.0, step / 50)
         optimizer.step()
         # Of the positions the first half precedes values; what follows a value is always END.
         now = (logits.argmax(-1) == wanted)[:, : len(positions) // 2].float().mean().item()
@@ -162,20 +183,21 @@ def train(seed: int) -> tuple[Any, float]:
         if step % CHECK_EVERY == 0:
             print(f"step {step:5}  pairs {pairs:3}  loss {loss.item():.3f}  right {right:.3f}  "
                   f"{time.monotonic() - started:.0f} s", flush=True)  # fmt: skip
-        if right >= (GOAL if level == len(LENGTHS) - 1 else ENOUGH):
-            if level == len(LENGTHS) - 1:
+        if right >= (course.goal if level == last else ENOUGH):
+            if level == last:
                 break
             level, right = level + 1, 0.0
-    return model, right if level == len(LENGTHS) - 1 else 0.0
+    return model, right if level == last else 0.0
 
 
-def ensure(into: Path = DEFAULT_DIR) -> Path:
-    """The checkpoint's directory; trained first, in a process of its own, unless this very code has written it."""
-    sources = [Path(__file__), Path(__file__).with_name("recall_task.py")]
+def ensure(name: str) -> Path:
+    """The checkpoint of one of COURSES; trained first, in its own process, unless this very code has written it."""
+    into = DEFAULT_DIR / name
+    sources = [Path(__file__), *(Path(__file__).with_name(one) for one in ("recall_task.py", "recall_states.py"))]
     made_by = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     stamp = into / STAMP
     if not stamp.exists() or stamp.read_text() != made_by:
-        subprocess.run([sys.executable, __file__, "--into", str(into)], check=True)
+        subprocess.run([sys.executable, __file__, "--model", name, "--into", str(into)], check=True)
         stamp.write_text(made_by)
     return into
 
@@ -193,18 +215,20 @@ def write(model: Any, into: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--into", type=Path, default=DEFAULT_DIR)
+    parser.add_argument("--model", choices=COURSES, default=ATTENTION)
+    parser.add_argument("--into", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     assert len(WORDS) <= VOCAB_SIZE
-    model, right = train(options.seed)
-    if right < GOAL:
+    course, into = COURSES[options.model], options.into or DEFAULT_DIR / options.model
+    model, right = train(course, options.seed)
+    if right < course.goal:
         print(f"not learned within {STEPS} steps; try another --seed", file=sys.stderr)
         return 1
-    write(model, options.into)
-    print(f"{options.into}: {right:.3f} of the values right with {LENGTHS[-1]} pairs")
+    write(model, into)
+    print(f"{into}: {right:.3f} of the values right with {course.lengths[-1]} pairs")
     return 0
 
 

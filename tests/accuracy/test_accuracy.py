@@ -23,9 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pd_test_plugins.corrupt import exchanged
 
-from benchmarks.accuracy.compare import RECALL_PAIRS
+from benchmarks.accuracy.compare import RECALL_PAIRS, STATES_PAIRS
 from benchmarks.accuracy.recall_task import END, KEYS, VALUES, VOCAB_SIZE, WORD_IDS, WORDS, samples
-from benchmarks.accuracy.train_recall import DEFAULT_DIR, batch
+from benchmarks.accuracy.train_recall import ATTENTION, COURSES, STATES, batch
 from vllm_pd_connector.geometry.runs import Runs
 
 COMPARE = Path(__file__).resolve().parents[2] / "benchmarks" / "accuracy" / "compare.py"
@@ -52,7 +52,8 @@ def test_training_teaches_the_same_task() -> None:
         for position in positions[:5].tolist():
             assert words[position + 1] == told[words[position]] and words[position + 2] == END
     assert max(WORD_IDS.values()) < VOCAB_SIZE and len(WORDS) == KEYS + VALUES + 4
-    assert DEFAULT_DIR.name == "recall" and max(RECALL_PAIRS) <= KEYS
+    for model, asked in ((ATTENTION, RECALL_PAIRS), (STATES, STATES_PAIRS)):
+        assert max(asked) == COURSES[model].lengths[-1] <= KEYS
 
 
 @given(st.lists(st.sampled_from([16, 64, 256]), min_size=1, max_size=30))

@@ -18,7 +18,7 @@ PAGE, HEADS, SIZE = 4, 2, 8
 def rank_of(rank: int, ranks: int, interleave: int) -> Any:
     one: Any = object.__new__(ReferenceAttention)
     one.dcp_world_size, one.dcp_rank, one.sliding_window, one.scale = ranks, rank, -1, 0.3
-    one.head_size, one.num_queries_per_kv = SIZE, HEADS
+    one.head_size, one.num_queries_per_kv, one.kv_cache_dtype = SIZE, HEADS, "auto"
     one._parallel = SimpleNamespace(cp_kv_cache_interleave_size=interleave)
     return one
 

@@ -178,6 +178,7 @@ def test_attention_of_a_token_does_not_depend_on_its_chunk(window: int) -> None:
 
     heads, size = 2, 12
     attention = ReferenceAttention.__new__(ReferenceAttention)
+    attention.kv_cache_dtype = "auto"
     attention.head_size, attention.num_queries_per_kv = size, 2
     attention.scale, attention.sliding_window = size**-0.5, window
     generator = torch.Generator().manual_seed(1)

@@ -69,7 +69,8 @@ def build_manifest(
     tensors: list[Tensor] = []
     for cache in layer_caches(vllm_config, kv_cache_config, kv_caches):
         segment, index = _segment(segments, cache.tensor)
-        tensors.extend(_tensors(cache, _view(cache, segment, index, groups[cache.group], model, place)))
+        view = _view(cache, segment, index, groups[cache.group], model, place)
+        tensors.extend(_tensors(cache, view, model.dtype))
     for states in layer_states(vllm_config, kv_cache_config, kv_caches, place):
         segment, index = _segment(segments, states.tensor)
         page = _state_page(states, segment, index, groups[states.group])
@@ -181,7 +182,7 @@ def _heads(cache: LayerCache, heads: int, model: ModelFacts, place: Coordinates)
 _VECTORS = (Form.ROWS, Form.VALUES_THEN_SCALES)
 
 
-def _tensors(cache: LayerCache, view: PageView) -> tuple[Tensor, ...]:
+def _tensors(cache: LayerCache, view: PageView, model_dtype: str) -> tuple[Tensor, ...]:
     page, reason = cache.page, cache.page.reason
     match page.form:
         case Form.ROWS:
@@ -200,7 +201,7 @@ def _tensors(cache: LayerCache, view: PageView) -> tuple[Tensor, ...]:
             if (
                 cache.facts.backend == backends.CPU
                 and cache.head_size == cache.head_size_v
-                and cpu_attention_is_affine(cache.head_size, cache.tensor.dtype, view.shape[2])
+                and cpu_attention_is_affine(cache.head_size, model_dtype, view.shape[2])
             ):
                 return attention.cpu_attention(view, cache.head_size)
             reason = f"the writer of {cache.facts.backend} was not read"

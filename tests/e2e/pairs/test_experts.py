@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
 ENGINES = (0, 1)
 PROMPTS = prompts("experts", (33, 300, 700, 1500))
+WORKER = "pd_test_plugins.experts.SharedExpertsWorker"
 TRANSPORT = os.environ.get("PD_TEST_TRANSPORT", "nixl")
 
 
@@ -32,7 +33,8 @@ def spec(name: str, role: str = "", mode: str = "") -> Spec:
     extra = {"mode": mode, "transport": TRANSPORT, "verify": "all", "side_channel_port": free_ports(ENGINES)}
     transfer = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": extra} if role else None
     flags = ["--no-enable-prefix-caching"]
-    flags += ["--data-parallel-size", str(len(ENGINES)), "--enable-expert-parallel"] if role else []
+    if role:
+        flags += ["--data-parallel-size", str(len(ENGINES)), "--enable-expert-parallel", "--worker-cls", WORKER]
     environment = {"PD_TEST_POLITE": "1"}
     return vllm_spec(name, make(EXPERTS), flags=flags, transfer=transfer, environment=environment)
 

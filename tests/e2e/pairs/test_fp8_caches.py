@@ -1,6 +1,7 @@
-"""Caches in fp8 on real servers: unequal blocks, read and written, give a plain fp8 instance's tokens.
+"""Caches in fp8 on real servers: unequal blocks and layouts, read and written, give a plain fp8 instance's tokens.
 
-vLLM's CPU attention has fp8 caches on processors with AVX-512 alone; on others there is nothing to run.
+vLLM's CPU attention has fp8 caches on processors with AVX-512 alone; the reference attention has them on all, in the
+pages of a GPU.
 """
 
 from __future__ import annotations
@@ -16,20 +17,38 @@ from examples.make_models import MODELS, make
 from tests.support.servers.pairs import ROOT
 from tests.support.servers.workload import Prompt, ask, completion, prompts
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.matrix,
-    pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM has no fp8 caches on this processor"),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
 
 PROMPTS = prompts("fp8", (2, 33, 100, 700))
 
 
-def spec(name: str, block: int, role: str = "", mode: str = "", dtype: str = "fp8") -> Spec:
-    flags = ["--kv-cache-dtype", dtype, "--block-size", str(block), "--no-enable-prefix-caching"]
+class Pages(NamedTuple):
+    """Tokens per block, and the layout of the reference attention's pages; "" is vLLM's own attention."""
+
+    block: int
+    layout: str = ""
+
+
+class Setup(NamedTuple):
+    prefill: Pages
+    reads: Pages
+    is_written: Pages
+
+
+SETUPS = {
+    "vllm": Setup(Pages(64), Pages(32), Pages(64)),
+    "reference": Setup(Pages(48, "NHD"), Pages(32, "HND"), Pages(64, "NHD")),
+}
+
+
+def spec(name: str, pages: Pages, role: str = "", mode: str = "") -> Spec:
+    flags = ["--kv-cache-dtype", "fp8", "--block-size", str(pages.block), "--no-enable-prefix-caching"]
     options = {"mode": mode, "verify": "all"}
     transfer = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": options} if role else None
-    return vllm_spec(name, make(MODELS["gqa"]), flags=flags, transfer=transfer, environment={"PD_TEST_POLITE": "1"})
+    environment = {"PD_TEST_POLITE": "1"}
+    if pages.layout:
+        environment |= {"PD_TEST_REFERENCE_ATTENTION": "1", "VLLM_KV_CACHE_LAYOUT": pages.layout}
+    return vllm_spec(name, make(MODELS["gqa"]), flags=flags, transfer=transfer, environment=environment)
 
 
 class Fleet(NamedTuple):
@@ -38,16 +57,28 @@ class Fleet(NamedTuple):
     expected: dict[Prompt, tuple[int, ...]]
 
 
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    with Servers(ROOT / "out" / "e2e" / "fp8") as servers:
-        [plain] = servers.start(spec("plain", 32))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            "vllm",
+            marks=pytest.mark.skipif(
+                not torch.cpu._is_avx512_supported(), reason="vLLM's attention has no fp8 caches on this processor"
+            ),
+        ),
+        "reference",
+    ],
+)
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    setup = SETUPS[request.param]
+    with Servers(ROOT / "out" / "e2e" / "fp8" / request.param) as servers:
+        [plain] = servers.start(spec("plain", setup.prefill))
         expected = {prompt: ask(plain.url, completion("gqa", prompt)).tokens for prompt in PROMPTS}
         servers.stop(plain)
         prefill, reads, written = servers.start(
-            spec("prefill", 64, "kv_producer", "push"),
-            spec("decode-reads", 32, "kv_consumer", "pull"),
-            spec("decode-is-written", 64, "kv_consumer", "push"),
+            spec("prefill", setup.prefill, "kv_producer", "push"),
+            spec("decode-reads", setup.reads, "kv_consumer", "pull"),
+            spec("decode-is-written", setup.is_written, "kv_consumer", "push"),
         )
         yield Fleet(prefill, {"pull": reads, "push": written}, expected)
 

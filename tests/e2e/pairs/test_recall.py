@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.matrix]
         ("mooncake-pull", "mooncake-pull-blocks"),
         ("mooncake-push", "mooncake-push-blocks"),
         ("corrupt",),
+        ("states", "states-push"),
+        ("states-corrupt",),
     ],
     ids=", ".join,
 )

@@ -5,12 +5,15 @@ addresses the cache through vLLM's logical view [blocks, heads, tokens, content]
 view has, so every layout and every block size that is a multiple of 16 can be served. It computes in float64, so that a
 token's numbers do not depend on how many others are computed with it. Clear, not fast.
 
+Caches in fp8 hold K and V divided by their layer's scales, rounded as torch rounds, on any processor.
+
 Under decode context parallelism a rank attends with the heads of its whole group over the tokens that it holds; outputs
 and the logarithms of their normalisers are exchanged and combined.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -24,11 +27,14 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
 )
 
 from pd_test_plugins.poison import POISONED, poison_caches
 
 BLOCK_TOKENS = 16
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""By vLLM's name of the cache's dtype; vLLM's tensors of them are bytes."""
 
 if POISONED:
     poison_caches()
@@ -66,6 +72,21 @@ class ReferenceAttentionBackend(CPUAttentionBackend):
     def get_impl_cls() -> type[ReferenceAttention]:
         return ReferenceAttention
 
+    @staticmethod
+    def get_builder_cls() -> type[ReferenceMetadataBuilder]:
+        return ReferenceMetadataBuilder
+
+
+class ReferenceMetadataBuilder(CPUAttentionMetadataBuilder):
+    """CPU_ATTN's, not asked whether its kernels have fp8 caches on this processor."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        told = copy.copy(vllm_config)
+        told.cache_config = copy.copy(told.cache_config)
+        told.cache_config.cache_dtype = "auto"
+        super().__init__(kv_cache_spec, layer_names, told, device)
+        self.vllm_config = vllm_config
+
 
 class ReferenceAttention(CPUAttentionBackendImpl):
     """Causal attention with an optional window; sinks, soft caps and position biases are refused."""
@@ -94,6 +115,12 @@ class ReferenceAttention(CPUAttentionBackendImpl):
         slots = slot_mapping[written].long()
         block, token = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
         count = slot_mapping.shape[0]
+        if stored := FP8.get(self.kv_cache_dtype):
+            largest = torch.finfo(stored).max
+            key, value = (
+                (part / scale).clamp(-largest, largest).to(stored).view(torch.uint8)
+                for part, scale in ((key, layer._k_scale_float), (value, layer._v_scale_float))
+            )
         kv_cache[block, :, token] = torch.cat([key[:count][written], value[:count][written]], dim=-1).to(kv_cache.dtype)
 
     def forward(
@@ -113,6 +140,7 @@ class ReferenceAttention(CPUAttentionBackendImpl):
             raise NotImplementedError("reference attention does not quantize its output")
         if attn_metadata is None:  # vLLM's profiling run
             return output
+        self._layer = layer
         starts: Sequence[int] = attn_metadata.query_start_loc.tolist()
         lengths: Sequence[int] = attn_metadata.seq_lens.tolist()
         for request, (start, stop) in enumerate(itertools.pairwise(starts)):
@@ -130,7 +158,7 @@ class ReferenceAttention(CPUAttentionBackendImpl):
         page, queries = kv_cache.shape[2], query.shape[0]
         lowest = max(0, tokens - queries + 1 - self.sliding_window) if self.sliding_window > 0 else 0
         first, last = lowest // page, -(-tokens // page)
-        slots = kv_cache[table[first:last].long()].transpose(1, 2).flatten(0, 1).transpose(0, 1).double()
+        slots = self._numbers(kv_cache[table[first:last].long()]).transpose(1, 2).flatten(0, 1).transpose(0, 1)
         if not POISONED:
             slots = slots[:, : tokens - first * page]
         keys, values = (
@@ -156,8 +184,9 @@ class ReferenceAttention(CPUAttentionBackendImpl):
         positions = positions[
             positions // self._parallel.cp_kv_cache_interleave_size % self.dcp_world_size == self.dcp_rank
         ]
-        held = kv_cache[table[: -(-len(positions) // page)].long()].transpose(1, 2).flatten(0, 1)[: len(positions), 0]
-        keys, values = held.double().split(self.head_size, dim=-1)
+        held = self._numbers(kv_cache[table[: -(-len(positions) // page)].long()])
+        held = held.transpose(1, 2).flatten(0, 1)[: len(positions), 0]
+        keys, values = held.split(self.head_size, dim=-1)
         scores = torch.einsum("qhc,kc->qhk", heads, keys) * self.scale
         unseen = positions[None, :] > torch.arange(tokens - queries, tokens)[:, None]
         scores = scores.masked_fill(unseen[:, None], float("-inf"))
@@ -166,6 +195,15 @@ class ReferenceAttention(CPUAttentionBackendImpl):
         partial = (scores - whole[..., None]).exp() @ values
         combined = torch.stack(_from_all(partial)).sum(dim=0)
         return combined[:, self.dcp_rank * own : (self.dcp_rank + 1) * own]
+
+    def _numbers(self, pages: torch.Tensor) -> torch.Tensor:
+        """What pages [pages, heads, tokens, K and V] hold, in float64."""
+        if stored := FP8.get(self.kv_cache_dtype):
+            numbers = pages.view(stored).double()
+            numbers[..., : self.head_size] *= self._layer._k_scale_float
+            numbers[..., self.head_size :] *= self._layer._v_scale_float
+            return numbers
+        return pages.double()
 
     def _visible(self, queries: int, tokens: int) -> torch.Tensor:
         """Mask [queries, tokens]: the last `queries` tokens see themselves and what precedes them in the window."""

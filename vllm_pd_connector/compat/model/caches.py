@@ -280,12 +280,12 @@ def _layers(
             yield index, layer, spec, kv_caches[layer]
 
 
-def cpu_attention_is_affine(head_size: int, dtype: torch.dtype, block_tokens: int) -> bool:
-    """Whether CPU_ATTN stores K transposed and V token-major (its `vec` kernels); AMX packs K in another form, and
-    the form of one-byte caches was not checked.
+def cpu_attention_is_affine(head_size: int, model_dtype: str, block_tokens: int) -> bool:
+    """Whether CPU_ATTN stores K transposed and V token-major (its `vec` kernels), in whichever precision; AMX packs K
+    in another form. The backend chooses by the dtype that the model computes in, not by the cache's.
 
     Source: vLLM 0.32, `v1/attention/backends/cpu_attn.py` (_get_attn_isa); bytes compared on a real cache.
     """
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    return dtype.itemsize > 1 and _get_attn_isa(dtype, block_tokens, head_size) in ("vec", "vec16")
+    return _get_attn_isa(getattr(torch, model_dtype), block_tokens, head_size) in ("vec", "vec16")
