@@ -218,6 +218,19 @@ def test_a_running_prefill_whose_push_has_failed_gets_its_blocks_back_once_nothi
     assert prefill.held() == 0
 
 
+def test_a_request_that_finds_no_block_waits_for_those_of_a_push_that_has_failed(prefill):
+    """Another would be preempted for it, and what the push has left would be free in the next step."""
+    request = make_request("p-1", ASK)
+    prefill.half.on_new_request(request)
+    prefill.register(digest_of(request))
+    prefill.tables["p-1"] = [[5, 6]]
+    step(prefill.half, p_1=(0, 20))
+    assert not prefill.half.frees_blocks()
+    prefill.ended(ok=False, reason="a link dropped")
+    assert prefill.half.frees_blocks()
+    assert not prefill.half.frees_blocks() and prefill.held() == 0
+
+
 def test_a_prefill_that_ends_by_a_stop_token_is_handed_over_like_any_other(prefill):
     request = make_request("p-1", ASK, status=RequestStatus.FINISHED_STOPPED)
     prefill.half.on_new_request(request)
