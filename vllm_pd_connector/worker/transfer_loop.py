@@ -228,7 +228,7 @@ class TransferLoop:
             self._receives.begin(request, now)
         except Exception as error:  # a defect of ours that one request met must not reach the others
             logger.exception("request %s: its receive could not begin", request.request_id)
-            self._receives.fail(request.request_id, f"unexpected {type(error).__name__}: {error}", now)
+            self._receives.fail(request, f"unexpected {type(error).__name__}: {error}", now)
 
     def _poll_staged(self, now: float) -> None:
         for stream, failure in self._stager.poll():

@@ -29,7 +29,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "one order that cannot begin costs no other",
-        "TransferLoop", "            self._receives.fail(request.request_id,", "            raise\n            self._receives.fail(request.request_id,",
+        "TransferLoop", "            self._receives.fail(request,", "            raise\n            self._receives.fail(request,",
         "test_an_order_that_cannot_begin_costs_no_other",
     ),
     Guarantee(

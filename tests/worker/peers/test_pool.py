@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,9 +123,11 @@ def test_an_order_that_cannot_begin_costs_no_other(prefill, decode, monkeypatch)
 
     monkeypatch.setattr(Links, "get", broken)
     requests = [prefill.request("before"), prefill.request("a", remote_engine_id="broken"), prefill.request("after")]
-    decode.loop.submit(requests, [])
+    turn = replace(prefill.request("turn", remote_engine_id="broken"), spare=True)
+    decode.loop.submit([*requests, turn], [])
     assert decode.wait_for("before", "a", "after") == [True, False, True]
-    assert decode.failures == {"internal": 1}
+    decode.until(lambda: decode.spared == {"turn"}, "the turn to be computed")
+    assert decode.failures == {"internal": 2}
 
 
 @pytest.mark.parametrize("decode", [{"handshake_timeout": 5.0}], indirect=True)
