@@ -35,7 +35,8 @@ def with_parallel(given: Sequence[Manifest], **fields: object) -> list[Manifest]
 
 def drafting(**side: object) -> list[Manifest]:
     """An instance of MODEL whose drafter has a layer behind its own."""
-    return with_model(manifests(Model(layers=3, heads=4), engine="d-1", **side), speculative="eagle")
+    made = with_model(manifests(Model(layers=3, heads=4), engine="d-1", **side), speculative="eagle")
+    return [change(m, draft_layers=("layers.2.attn",)) for m in made]
 
 
 def test_one_side_may_draft_alone_and_nothing_is_moved_for_its_drafter() -> None:
@@ -52,17 +53,19 @@ def test_one_side_may_draft_alone_and_nothing_is_moved_for_its_drafter() -> None
 
 
 @pytest.mark.parametrize(
-    ("here", "there"),
+    ("layers", "here", "there"),
     [
-        ({"speculative": "eagle"}, {"speculative": "mtp"}),
-        ({"speculative": "eagle", "num_layers": 3}, {"speculative": "", "num_layers": 3}),  # the layer is the model's
-        ({"speculative": ""}, {"speculative": ""}),
-        ({"speculative": ""}, {"speculative": "eagle"}),  # it is the other that drafts
+        (("layers.2.attn",), "eagle", "mtp"),
+        ((), "eagle", ""),  # the layer is the model's
+        ((), "", ""),
+        ((), "", "eagle"),  # it is the other that drafts
     ],
 )
-def test_a_layer_that_is_no_drafter_s_or_another_drafter_s_is_not_left_out(here: dict, there: dict) -> None:
-    local = with_model(manifests(Model(layers=3, heads=4), engine="d-1"), **here)
-    remote = with_model(manifests(), **there)
+def test_a_layer_that_is_no_drafter_s_or_another_drafter_s_is_not_left_out(
+    layers: tuple[str, ...], here: str, there: str
+) -> None:
+    local = [change(m, draft_layers=layers) for m in with_model(drafting(), speculative=here)]
+    remote = with_model(manifests(), speculative=there)
     assert "caches of layers.2.attn" in fields(check_pd_topology(local, remote))
     with pytest.raises(IncompatiblePeer, match=r"layers\.2\.attn"):
         make_plan(local[0], remote)
