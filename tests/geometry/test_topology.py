@@ -41,15 +41,15 @@ def drafting(**side: object) -> list[Manifest]:
 
 def test_one_side_may_draft_alone_and_nothing_is_moved_for_its_drafter() -> None:
     plain = with_model(manifests(tp=2), speculative="")
-    for one, other in ((drafting(), plain), (plain, drafting())):
+    [destination] = drafts = drafting()
+    for one, other in ((drafts, plain), (plain, drafts)):
         assert check_pd_topology(one, other).allowed and check_pd_topology(one[0], other).allowed
-    [destination] = drafting()
     plan = make_plan(destination, plain)
     moved = [p for edge in plan.edges for p in edge.pairings]
     layers = [{name for p in pairings for b in p.batches for name in b.layers} for pairings in (moved, plan.absent)]
     assert layers == [{"layers.0.attn", "layers.1.attn"}, {"layers.2.attn"}]
     assert plan.unfilled == {"layers.2.attn"}
-    assert not make_plan(plain[0], drafting()).absent
+    assert not make_plan(plain[0], drafts).absent
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,7 @@ def test_one_side_may_draft_alone_and_nothing_is_moved_for_its_drafter() -> None
         ((), "", "eagle"),  # it is the other that drafts
     ],
 )
-def test_a_layer_that_is_no_drafter_s_or_another_drafter_s_is_not_left_out(
-    layers: tuple[str, ...], here: str, there: str
-) -> None:
+def test_a_layer_that_is_no_drafter_s_or_another_drafter_s_is_not_left_out(layers, here: str, there: str) -> None:
     local = [change(m, draft_layers=layers) for m in with_model(drafting(), speculative=here)]
     remote = with_model(manifests(), speculative=there)
     assert "caches of layers.2.attn" in fields(check_pd_topology(local, remote))

@@ -22,14 +22,11 @@ from tests.support.worker.decode_instance import (
     D_SIDE,
     Prefill,
     changed_model,
-    decode,
     lacking,
-    prefill,
     request_of,
     until,
 )
 from tests.support.worker.prefill_instance import MODEL, instance, real
-from tests.support.worker.writer import CONFIG, TINY, Target, Writer
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.staging.strided_copy import Copy
@@ -40,8 +37,6 @@ from vllm_pd_connector.worker.outbox import Outbox
 from vllm_pd_connector.worker.receive import ending
 from vllm_pd_connector.worker.receive.read_link import Bound, ReadLink
 from vllm_pd_connector.worker.transfer_loop import TransferLoop
-
-__all__ = ["decode", "prefill"]
 
 
 def test_a_read_puts_the_logical_elements_in_place_and_ends_the_lease(prefill, decode):
@@ -372,32 +367,6 @@ def test_a_transport_that_cannot_start_stops_the_engine_with_its_reason():
     loop = TransferLoop(Config(transport="loopback"), real(worker), broken, Outbox(), 0, 1)
     with pytest.raises(TransferError, match="mlx5_9"):
         loop.start()
-
-
-def test_a_loop_that_is_closed_waits_for_the_copies_of_its_pushes(monkeypatch):
-    """What they copy out of the caches may be unmapped next."""
-    copying, stopped = threading.Event(), []
-
-    class Copies:
-        launched = True
-
-        def advance(self, until: float) -> bool:
-            copying.set()
-            return False
-
-        def stop(self) -> None:
-            stopped.append(self)
-
-    config = msgspec.structs.replace(CONFIG, staging_bytes=TINY)
-    with contextlib.closing(Writer(config)) as writer, contextlib.closing(Target(config)) as target:
-        for loop in writer.loops:
-            monkeypatch.setattr(loop._stager.copier, "begin", lambda *_, **__: Copies())
-        writer.whole()
-        target.loop.submit([target.request(writer)], [])
-        until(copying.is_set, "a copy to begin")
-        for loop in writer.loops:
-            loop.close()
-        assert stopped
 
 
 def test_an_idle_loop_burns_nothing(prefill, decode):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.worker.decode_instance import Decode, Prefill, decode, prefill, until
+from tests.support.worker.decode_instance import Decode, Prefill, until
 from tests.support.worker.writer import CONFIG, Target, Writer, freed
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
@@ -20,8 +20,6 @@ from vllm_pd_connector.sidechannel import server
 from vllm_pd_connector.worker.peers.event_queue import EventQueue
 from vllm_pd_connector.worker.peers.pool import IDLE_LINK_S, Links
 from vllm_pd_connector.worker.receive.read_link import ReadLink
-
-__all__ = ["decode", "prefill"]
 
 
 def leave_a_read_that_may_still_write(decode: Decode, prefill: Prefill) -> None:
