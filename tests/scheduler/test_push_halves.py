@@ -16,9 +16,9 @@ from tests.support.scheduler.halves import (
     TOKEN,
     WINDOW,
     allocate,
-    make_half,
     make_request,
     new_prompt,
+    serving_half,
     until,
 )
 from tests.support.scheduler.push_halves import ASK, ATTEMPT, Prefill, digest_of, receive_of, step
@@ -37,13 +37,6 @@ from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 LEASE_S = 2.0
-
-
-@pytest.fixture
-def prefill(request: pytest.FixtureRequest):
-    made = Prefill(**getattr(request, "param", {}))
-    yield made
-    made.close()
 
 
 def test_each_step_orders_what_it_completes_and_holds_it_first(prefill):
@@ -276,8 +269,7 @@ def test_orders_are_only_for_who_knows_the_workers_secret(prefill):
 
 
 def test_an_instance_that_does_not_push_says_so():
-    half, _ = make_half("kv_producer")
-    half.serve([b"manifest"], [TOKEN])
+    half, _ = serving_half("kv_producer")
     prefill = Prefill.__new__(Prefill)
     prefill.half, prefill.client, prefill.come = half, SideChannelClient(), {}
     prefill.address = endpoint("127.0.0.1", half.producer._port)
@@ -291,10 +283,7 @@ def test_an_instance_that_does_not_push_says_so():
 
 @pytest.fixture
 def consumer():
-    half, pool = make_half("kv_consumer", mode="push")
-    half.serve([b"manifest"], [TOKEN])
-    yield half, pool
-    half.shutdown()
+    return serving_half("kv_consumer", mode="push")
 
 
 def concurrent(port: int = 5600, **changes: Any) -> dict[str, Any]:
@@ -338,8 +327,7 @@ def test_a_serial_router_s_request_is_asked_for_by_its_lease(prefill, consumer):
 
 @pytest.mark.parametrize("prefill", [{"kv_lease_duration": LEASE_S}], indirect=True)
 def test_a_prefill_is_kept_while_the_decode_request_queues(prefill):
-    half, _ = make_half("kv_consumer", mode="push", kv_lease_duration=0.3)
-    half.serve([b"manifest"], [TOKEN])
+    half, _ = serving_half("kv_consumer", mode="push", kv_lease_duration=0.3)
     request = make_request("d-1", concurrent(prefill.half.producer._port, transfer_id="t-1"))
     half.on_new_request(request)
     first = make_request("p-1", ASK)
