@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.support.effort import examples
 from tests.support.geometry.opaque import opaque_worker
+from tests.support.geometry.request import bind
 from tests.support.geometry.world import LAYOUTS, Model, Side, instance, table
 from vllm_pd_connector.errors import BindError, Difference, IncompatiblePeer, InvalidTopology
-from vllm_pd_connector.geometry.bind import bind
 from vllm_pd_connector.geometry.manifest import Manifest, ModelFacts, Role, TokenShare
 from vllm_pd_connector.geometry.plan import make_plan
 from vllm_pd_connector.geometry.topology import TopologyCheck, TopologyStatus, check_instance, check_pd_topology

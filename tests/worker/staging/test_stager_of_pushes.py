@@ -47,7 +47,7 @@ def carry_out(link: WriteLink, stager: Stager, transport: LoopbackTransport, int
         assert transport.poll(transport.write(peer, part.runs)) is TransferStatus.DONE
     if part.staged is not None:
         stager.start(into, 0, link, peer, part.staged)
-        while stager.active:
+        while stager._streams:
             assert all(failure is None for _, failure in stager.poll())
 
 
