@@ -107,7 +107,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "leases are renewed while a request queues, whatever the engine does",
-        "LeaseRenewer", "                self._send(address, Renew(batch))", "                pass",
+        "LeaseRenewer", "                self._send(address, m.Renew(batch))", "                pass",
         "test_a_lease_lives_as_long_as_the_request_queues_and_ends_when_it_leaves",
     ),
     Guarantee(
