@@ -47,12 +47,12 @@ class PushService:
 
     # From the scheduler half, in any thread
 
-    def enable(self, tokens: Sequence[bytes], patience_s: float, step_s: float = inf) -> None:
+    def enable(self, tokens: Sequence[bytes], wait_timeout_s: float, step_s: float = inf) -> None:
         """Accept pushes from now on; `tokens` are those of this instance's workers, in rank order, and the times those
         of `PushTable`."""
         with self._lock:
             self._tokens = tuple(tokens)
-            self._table = PushTable(len(tokens), patience_s, step_s)
+            self._table = PushTable(len(tokens), wait_timeout_s, step_s)
 
     def started(self, request_id: str, name: str, num_tokens: int, prompt_digest: str) -> bool:
         """See `PushTable.started`; false also if this instance does not push."""

@@ -37,7 +37,7 @@ GUARANTEES = [
         "test_another_prompt_is_not_written",
     ),
     Guarantee(
-        "a write by way of the slab touches nothing but what was asked for",
+        "a write by way of the staging buffer touches nothing but what was asked for",
         "_gap", "return 0 if writes or pairing.kind is", "return 0 if pairing.kind is",
         "test_a_rank_that_writes_its_heads_between_others_writes_them_token_by_token",
     ),

@@ -72,11 +72,11 @@ class LeaseRenewer:
         self._submit(lambda: self._add(address, reading, lease_seconds))
 
     def ask(self, address: str, reading: Reading, lease_seconds: float, answered: Callable[[object], None]) -> None:
-        """As `keep`; `answered` is called once, in the keeper's thread, with the answer to a first renewal."""
+        """As `keep`; `answered` is called once, in the renewer's thread, with the answer to a first renewal."""
         self._submit(lambda: self._add(address, reading, lease_seconds, answered))
 
     def find(self, address: str, name: str, answered: Callable[[object], None]) -> None:
-        """Ask what is kept of a conversation; `answered` is called once, in the keeper's thread, with the answer."""
+        """Ask what is kept of a conversation; `answered` is called once, in the renewer's thread, with the answer."""
         self._submit(lambda: self._ask(address, m.FindConversation(name), answered))
 
     def drop(self, address: str, reading: Reading, *, release: bool) -> None:
@@ -86,7 +86,7 @@ class LeaseRenewer:
 
     def keep_prefill(self, request_id: str, where: Callable[[], str | None], prefill: PrefillRef) -> None:
         """Keep a prefill for a request that queues here until `drop_prefill`. `where` gives the prefill side's address,
-        None while that is not known, in the keeper's thread."""
+        None while that is not known, in the renewer's thread."""
         self._submit(lambda: self._add_prefill(request_id, where, prefill))
 
     def drop_prefill(self, request_id: str) -> None:
@@ -113,11 +113,11 @@ class LeaseRenewer:
                 return
             self._commands.append(command)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="pd-lease-keeper", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="pd-lease-renew", daemon=True)
                 self._thread.start()
         self._wake.set()
 
-    # Everything below runs in the keeper's thread.
+    # Everything below runs in the renewer's thread.
 
     def _run(self) -> None:
         self._client = SideChannelClient(keys=self._keys)

@@ -229,7 +229,7 @@ class Stager:
         return (
             f"{sum(stream.bytes for stream in streams)} bytes were posted; {moving} chunks being moved, "
             f"{len(flights) - moving} being copied, {waiting} waiting for room; {self.staging.free} of "
-            f"{self.staging.length} bytes of the slab are free"
+            f"{self.staging.length} bytes of the staging buffer are free"
         )
 
     def _being_copied(self) -> Iterator[_InFlightChunk]:
