@@ -49,7 +49,8 @@ def ended_halves() -> Iterator[None]:
     """Shuts down in the end what `make_half` has made meanwhile, if nobody has. Decode first: what it holds it gives
     back, and it waits some seconds for an answer."""
     global _made
-    _made = made = []
+    made: list[SchedulerHalf] = []
+    _made = made
     yield
     _made = None
     for half in sorted(made, key=lambda half: half.producer._keeps):
