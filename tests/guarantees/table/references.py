@@ -166,7 +166,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "of conversations the oldest gives way",
-        "Lending", "next(iter(self._held)) if above", "next(reversed(self._held)) if above",
+        "Lending", "next(iter(self._held), None)", "next(reversed(self._held), None)",
         "test_the_oldest_conversation_gives_way_to_the_newest[one step]",
     ),
     Guarantee(
