@@ -34,7 +34,6 @@ from vllm_pd_connector.protocol.lease import End, Freed
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.protocol.wire.fields import MAX_LEASES, MAX_REQUEST_FRAME, LeaseRef, Reading
-from vllm_pd_connector.sidechannel import server as server_module
 from vllm_pd_connector.sidechannel import unsent
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
@@ -264,14 +263,14 @@ def test_an_answer_that_cannot_be_sent_is_a_failure_for_its_client_and_the_other
     server.pushes.enable([A, B], 30.0)
     workers = [client.send(address(server), pm.AwaitCommands(t, n, 0), PATIENCE_S) for n, t in enumerate((A, B))]
     wait_for(lambda: server.counts().get("AwaitCommands") == 2)
-    unlucky = iter(workers[:1])
+    unlucky, encode = iter(workers[:1]), m.encode
 
-    def encode(seq: int, message: m.Reply) -> bytes:
+    def encode_most(seq: int, message: m.Reply) -> bytes:
         if isinstance(message, pm.Commands) and seq == next(unlucky, 0):
             raise ProtocolError("too large")
-        return m.encode(seq, message)
+        return encode(seq, message)
 
-    monkeypatch.setattr(server_module, "encode", encode)
+    monkeypatch.setattr(m, "encode", encode_most)
     blocks = (BlockTable(0, b"\1\0\0\0"),)
     home = pm.InstanceAddress("decode-0", INCARNATION, "127.0.0.1", 5600)
     assert server.pushes.started("req", "name", 16, "0" * 16)

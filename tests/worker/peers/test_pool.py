@@ -15,8 +15,7 @@ from tests.support.worker.writer import CONFIG, Target, Writer, freed
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.protocol.peer import REFUSAL_S, PeerKey, PeerState
-from vllm_pd_connector.protocol.wire.messages import PROTOCOL_VERSION
-from vllm_pd_connector.sidechannel import server
+from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.worker.peers.event_queue import EventQueue
 from vllm_pd_connector.worker.peers.pool import IDLE_LINK_S, Links
 from vllm_pd_connector.worker.receive.read_link import ReadLink
@@ -81,9 +80,13 @@ def test_a_refusal_of_whoever_is_there_is_asked_again_after_a_while(monkeypatch)
 
 def test_who_answers_in_another_version_of_the_protocol_is_refused_at_once(monkeypatch):
     with contextlib.closing(Target(CONFIG)) as target, contextlib.closing(Writer(CONFIG)) as writer:
-        encode = server.encode
-        later = struct.pack("!H", PROTOCOL_VERSION + 1)
-        monkeypatch.setattr(server, "encode", lambda *told: (frame := encode(*told))[:4] + later + frame[6:])
+        encode, later = m.encode, struct.pack("!H", m.PROTOCOL_VERSION + 1)
+
+        def encode_later(seq: int, message: Any) -> bytes:
+            frame = encode(seq, message)
+            return frame[:4] + later + frame[6:] if isinstance(message, m.Manifests) else frame
+
+        monkeypatch.setattr(m, "encode", encode_later)
         target.loop.submit([target.request(writer, "a")], [])
         assert target.wait_for("a") == [False]
         [link] = target.loop._receives._asked._links.values()
