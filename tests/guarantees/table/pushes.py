@@ -23,7 +23,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a running prefill that nobody has asked for is preempted with all its blocks",
-        "PDConnector", "        self._scheduler.producer.take_back()", "        pass",
+        "SchedulerHalf", "        self.producer.take_back()", "        pass",
         "test_a_running_prefill_that_nobody_has_asked_for_is_preempted_with_all_its_blocks",
     ),
     Guarantee(
