@@ -16,11 +16,12 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from vllm_pd_connector.geometry.bind import Tail, bind
+from vllm_pd_connector.geometry.bind import Tail, pair, runs_of
 from vllm_pd_connector.geometry.blocks import BlockTable, BlockTables
 from vllm_pd_connector.geometry.checksums.digest import digests
 from vllm_pd_connector.geometry.layouts.attention import PageView, cpu_attention, key_value, latent
@@ -35,6 +36,7 @@ from vllm_pd_connector.geometry.manifest import (
     Tensor,
 )
 from vllm_pd_connector.geometry.plan import Edge, Plan, make_plan
+from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.sharding import Interval, shard
 from vllm_pd_connector.geometry.staging.blanks import blanks
 from vllm_pd_connector.geometry.topology import check_pd_topology
@@ -45,6 +47,11 @@ HEADS, CHANNELS, ITEM, LATENT = 8, 128, 2, 576
 FACTS = ModelFacts(
     "bench", "LlamaForCausalLM", 80, 8192, HEADS, CHANNELS, "bfloat16", "auto", "default", "none", "content 0", ""
 )
+
+
+def bind(edge: Edge, *tokens: Any, tail: Tail = Tail.EXACT) -> Runs:
+    """What a worker does of a request: all of its runs along an edge."""
+    return runs_of(pair(edge, *tokens, tail=tail))
 
 
 def make_worker(

@@ -34,7 +34,7 @@ import bind as bench_bind
 import msgspec
 import numpy as np
 
-from vllm_pd_connector.geometry.bind import bind, pair
+from vllm_pd_connector.geometry.bind import pair, runs_of
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
 from vllm_pd_connector.geometry.plan import Edge, make_plan
@@ -153,7 +153,7 @@ class Request:
     ) -> int:
         """What the transfer loop does with one receive or push; returns the number of runs that were moved."""
         args = self.source, self.destination, 0, self.tokens
-        runs = bind(direct, *args)
+        runs = runs_of(pair(direct, *args))
         count = len(runs)
         start = transport.write if writes else transport.read
         transfers = [start(peer, runs)] if count else []

@@ -168,11 +168,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
 
     def has_pending_block_frees(self) -> bool:
         """Whether a running request that finds no block should try again in the next step before one is preempted for
-        it: yes if leases have ended since the last, whose blocks are given back here. Others may be held for long."""
-        if self._scheduler is None:
-            return False
-        self._scheduler.producer.take_back()  # of one that is preempted nothing stays referenced
-        return bool(self._scheduler.producer.drain())
+        it: yes if blocks are given back here, of leases and pushes that have ended. Others may be held for long."""
+        return self._scheduler is not None and self._scheduler.frees_blocks()
 
     def has_pending_push_work(self) -> bool:
         """Whether an idle engine should take a step, or is not idle yet for a pause: vLLM has no more general word."""

@@ -103,9 +103,5 @@ class PeerLost(TransferError):
         super().__init__(message, retryable=True, terminal=True)
 
 
-class LeaseExpired(PDConnectorError):
-    """The prefill side no longer holds the blocks that were to be read."""
-
-
 class DeadlineExceeded(PDConnectorError):
     """A phase of a request took longer than its deadline."""

@@ -3,8 +3,9 @@
     python -m tests.contract.contract WHEEL_OR_DIRECTORY        # `make contract WHEEL=…`
 
 `docs/design/contract.md` says it in words; here each line of it is a fact that can be looked up in vLLM's sources:
-a name that `compat` imports, a member of a class, of an enum, the parameters of a method that vLLM calls, or the order
-in which a function of vLLM calls others. Prints one line per fact that does not hold and exits with 1 if there is one.
+a name that `compat` imports, a member of a class, of an enum, the parameters of a method that vLLM calls, the order in
+which a function of vLLM calls others, or its decorators. Prints one line per fact that does not hold and exits with 1
+if there is one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.contract.describe_vllm import CLASSES, class_methods, imported_names, top_level
-from tests.contract.relied_on import MEMBERS, ORDERS, TAKES
+from tests.contract.relied_on import DECORATED, MEMBERS, ORDERS, TAKES
 
 CONNECTOR = Path(__file__).parents[2] / "vllm_pd_connector" / "connector.py"
 
@@ -102,6 +103,7 @@ def broken(package: Path) -> list[str]:
         *_overrides(package),
         *_lacking_members(sources),
         *_orders(sources),
+        *_decorators(sources),
         *_parameters(sources),
     ]
 
@@ -179,9 +181,17 @@ def _orders(sources: Sources) -> Iterator[str]:
             yield f"{fact.of}: it does not call {', then '.join(fact.calls)}; relied on: {fact.says}"
 
 
-def _follow(calls: list[str], wanted: tuple[str, ...]) -> bool:
-    """Whether the wanted calls stand in this order among all calls, whatever stands between them."""
-    rest = iter(calls)
+def _decorators(sources: Sources) -> Iterator[str]:
+    for fact in DECORATED:
+        node = sources.find(fact.of)
+        have = [ast.unparse(decorator) for decorator in node.decorator_list] if node is not None else []
+        if not _follow(have, fact.decorators):
+            yield f"{fact.of}: it is not decorated by {', then '.join(fact.decorators)}; relied on: {fact.says}"
+
+
+def _follow(names: list[str], wanted: tuple[str, ...]) -> bool:
+    """Whether the wanted names stand in this order among all, whatever stands between them."""
+    rest = iter(names)
     return all(name in rest for name in wanted)
 
 
@@ -220,7 +230,7 @@ def report(package: Path) -> int:
     """Print what does not hold, then what is new; 1 if something does not hold."""
     found = broken(package)
     facts = sum(map(len, imported_names().values())) + sum(len(fact.names) for fact in MEMBERS)
-    facts += len(ORDERS) + len(TAKES)
+    facts += len(ORDERS) + len(DECORATED) + len(TAKES)
     for line in found:
         print(f"broken  {line}")
     newest = max(Path(__file__).parent.glob("vllm-*.json"))

@@ -33,6 +33,15 @@ class Takes:
     parameters: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Decorated:
+    """A function of vLLM has these decorators, the outermost first, among others."""
+
+    of: str
+    decorators: tuple[str, ...]
+    says: str
+
+
 def _members(of: str, names: str) -> Members:
     return Members(of, tuple(names.split()))
 
@@ -110,7 +119,7 @@ MEMBERS = (
         "vllm.config.parallel:ParallelConfig",
         "tensor_parallel_size pipeline_parallel_size data_parallel_rank data_parallel_size data_parallel_index "
         "data_parallel_rank_local data_parallel_master_ip local_engines_only decode_context_parallel_size "
-        "prefill_context_parallel_size world_size cp_kv_cache_interleave_size dcp_kv_cache_interleave_size "
+        "prefill_context_parallel_size cp_kv_cache_interleave_size dcp_kv_cache_interleave_size "
         "data_parallel_size_local data_parallel_backend node_rank_within_dp _allow_auto_resolve_cp_interleave_size",
     ),
     _members(
@@ -118,6 +127,7 @@ MEMBERS = (
         "is_kv_producer is_kv_consumer kv_connector kv_role engine_id kv_connector_extra_config kv_load_failure_policy "
         "__post_init__",
     ),
+    _members("vllm.platforms.interface:Platform", "is_device_capability_family"),
     _members(
         "vllm.v1.outputs:KVConnectorOutput",
         "finished_sending finished_recving failed_recving kv_connector_worker_meta",
@@ -183,6 +193,20 @@ ORDERS = (
         ),
         "the order of a step's calls on a worker (runner V1)",
     ),
+    Order(
+        "vllm.model_executor.layers.attention.kv_transfer_utils:maybe_transfer_kv_layer",
+        ("wait_for_layer_load", "func", "save_kv_layer"),
+        "a layer is announced when what it writes was launched",
+    ),
+)
+
+_ANNOUNCED = "layers announce their pages one by one, also between the parts of a CUDA graph"
+DECORATED = tuple(
+    Decorated(operator, ("eager_break_during_capture", "maybe_transfer_kv_layer"), _ANNOUNCED)
+    for operator in (
+        "vllm.model_executor.layers.attention.attention:unified_attention_with_output",
+        "vllm.model_executor.layers.attention.mla_attention:unified_mla_attention_with_output",
+    )
 )
 
 TAKES = (
@@ -199,5 +223,6 @@ TAKES = (
         "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.register_connector",
         ("cls", "name", "module_path", "class_name"),
     ),
+    Takes("vllm.platforms.interface:Platform.is_device_capability_family", ("cls", "capability")),
     Takes("vllm.v1.attention.backends.cpu_attn:_get_attn_isa", ("dtype", "block_size", "head_size")),
 )

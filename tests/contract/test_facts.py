@@ -62,6 +62,7 @@ def test_every_fact_holds_in_the_installed_vllm(installed):
         (BASE, "def get_loaded_kv_cache_group_ids(self, ", "def get_loaded_kv_cache_group_ids(self, step, ", "step"),
         ("v1/worker/kv_connector_model_runner_mixin.py", "wait_for_save()", "saved()", "does not call wait_for_save"),
         ("v1/core/sched/scheduler.py", "self.connector.on_new_request", "self.on_new", "does not call on_new_request"),
+        ("model_executor/layers/attention/mla_attention.py", "@maybe_transfer_kv_layer\n", "", "is not decorated by"),
     ],
 )
 def test_a_break_is_named(doctored, path, old, new, named):

@@ -51,24 +51,8 @@ from vllm_pd_connector.protocol.params import parse as p
 from vllm_pd_connector.protocol.params.answer import encode_params, require_signature
 from vllm_pd_connector.protocol.peer import Peer, PeerKey
 from vllm_pd_connector.protocol.wire import messages as m
+from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
-from vllm_pd_connector.protocol.wire.push_messages import (
-    AwaitCommands,
-    BeginCommand,
-    CancelCommand,
-    Commands,
-    DeclinePush,
-    InstanceAddress,
-    KeepPrefills,
-    Moved,
-    PrefillRef,
-    Pushed,
-    PushEnded,
-    PushInto,
-    PushState,
-    WithdrawPush,
-    WriteCommand,
-)
 from vllm_pd_connector.proxy.exchange import InstanceRefusal, check_event, check_finished, parsed_json, read_body
 from vllm_pd_connector.proxy.kv_events.block_keys import PromptBlocks
 from vllm_pd_connector.proxy.kv_events.known_prefixes import Announcements
@@ -88,11 +72,11 @@ REMOTE = [worker.manifest for worker in instance(MODEL, Side(tp=2, layout="HND")
 OWN = tuple(map(msgspec.msgpack.encode, REMOTE))
 LEASE = LeaseRef("cmpl-1", bytes(range(16)))
 READING = Reading("cmpl-1", bytes(range(16)), bytes(16))
-PREFILL = PrefillRef("cmpl-1", None)
+PREFILL = pm.PrefillRef("cmpl-1", None)
 TABLES = (BlockTable(0, b"\1\0\0\0\2\0\0\0"),)
-INTO = PushInto(
+INTO = pm.PushInto(
     PREFILL,
-    InstanceAddress("decode-0", "ab" * 16, "10.0.0.2", 5600, "k" * 40),
+    pm.InstanceAddress("decode-0", "ab" * 16, "10.0.0.2", 5600, "k" * 40),
     0,
     0,
     0,
@@ -192,7 +176,7 @@ def use_push_manifest(content: bytes) -> object:
 def use_push(content: bytes) -> object:
     """A push order: from the decode side's bytes to what is written of which addresses."""
     _, request = m.decode_request(content)
-    if not isinstance(request, PushInto):
+    if not isinstance(request, pm.PushInto):
         return None
     link = write_link(msgspec.msgpack.encode(INTO_LOCAL))
     parts = []
@@ -231,11 +215,11 @@ DECODERS: dict[str, Decoder] = {
         m.FindConversation("cmpl-1"),
         m.NextChecksumJob(bytes(16), 1),
         INTO,
-        WithdrawPush(PREFILL, bytes(16)),
-        DeclinePush(PrefillRef("cmpl-1", bytes(16))),
-        KeepPrefills((PrefillRef("cmpl-1", bytes(16)), PREFILL)),
-        AwaitCommands(bytes(16), 1, 7),
-        PushEnded(bytes(16), 1, bytes(16), False, "lost", True, {0: 5}, Moved(64, 2, 3)),
+        pm.WithdrawPush(PREFILL, bytes(16)),
+        pm.DeclinePush(pm.PrefillRef("cmpl-1", bytes(16))),
+        pm.KeepPrefills((pm.PrefillRef("cmpl-1", bytes(16)), PREFILL)),
+        pm.AwaitCommands(bytes(16), 1, 7),
+        pm.PushEnded(bytes(16), 1, bytes(16), False, "lost", True, {0: 5}, pm.Moved(64, 2, 3)),
     ),
     "reply": framed(
         m.decode_reply,
@@ -250,9 +234,14 @@ DECODERS: dict[str, Decoder] = {
         m.Ack(),
         m.Accepted(),
         m.FoundConversation(b"{}"),
-        Pushed(PushState.DONE, "", True, {0: 5}, Moved(64, 2, 3), "cmpl-1", LEASE),
-        Commands(
-            7, (BeginCommand(INTO), WriteCommand(bytes(16), TABLES, 7, 3, True), CancelCommand(bytes(16), "gone"))
+        pm.Pushed(pm.PushState.DONE, "", True, {0: 5}, pm.Moved(64, 2, 3), "cmpl-1", LEASE),
+        pm.Commands(
+            7,
+            (
+                pm.BeginCommand(INTO),
+                pm.WriteCommand(bytes(16), TABLES, 7, 3, True),
+                pm.CancelCommand(bytes(16), "gone"),
+            ),
         ),
     ),
     "parameters": of_json(

@@ -7,10 +7,10 @@ import pytest
 
 from tests.support.geometry.edges import BASE, ONE, edge, manifest, offsets
 from tests.support.geometry.opaque import opaque_worker
-from tests.support.geometry.request import copy
+from tests.support.geometry.request import bind, copy
 from tests.support.geometry.world import Model, table
 from vllm_pd_connector.errors import BindError
-from vllm_pd_connector.geometry.bind import Tail, bind, first_valid_tokens, pair, runs_of, window_start
+from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, pair, runs_of, window_start
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.manifest import Axis, AxisName, Group, GroupKind
 from vllm_pd_connector.geometry.plan import Edge, make_plan

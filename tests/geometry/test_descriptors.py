@@ -11,9 +11,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tests.support.geometry.request import bind
 from tests.support.geometry.world import FACTS, Model, Side, instance, table
 from vllm_pd_connector.errors import BindError, IncompatiblePeer, InvalidManifest
-from vllm_pd_connector.geometry.bind import bind
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.manifest import (
     MANIFEST_VERSION,

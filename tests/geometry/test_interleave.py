@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.effort import FULL, examples
-from tests.support.geometry.request import make_move
+from tests.support.geometry.request import bind, make_move
 from tests.support.geometry.world import Model, Side, instance, shares_heads
-from vllm_pd_connector.geometry.bind import Tail, bind
+from vllm_pd_connector.geometry.bind import Tail
 from vllm_pd_connector.geometry.interleave import cut, held_before, holds, local_position, meet, token_at
 from vllm_pd_connector.geometry.manifest import WHOLE, TokenShare
 from vllm_pd_connector.geometry.plan import make_plan

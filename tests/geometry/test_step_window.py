@@ -10,9 +10,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.geometry.edges import ONE, edge, offsets
+from tests.support.geometry.request import bind
 from tests.support.geometry.world import Model, table
 from vllm_pd_connector.errors import BindError
-from vllm_pd_connector.geometry.bind import bind
 from vllm_pd_connector.geometry.blocks import BlockTable
 
 TOKEN_BYTES = 4

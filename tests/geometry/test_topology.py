@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.support.effort import examples
 from tests.support.geometry.opaque import opaque_worker
+from tests.support.geometry.request import bind
 from tests.support.geometry.world import LAYOUTS, Model, Side, instance, table
 from vllm_pd_connector.errors import BindError, Difference, IncompatiblePeer, InvalidTopology
-from vllm_pd_connector.geometry.bind import bind
 from vllm_pd_connector.geometry.manifest import Manifest, ModelFacts, Role, TokenShare
 from vllm_pd_connector.geometry.plan import make_plan
 from vllm_pd_connector.geometry.topology import TopologyCheck, TopologyStatus, check_instance, check_pd_topology
@@ -35,34 +35,35 @@ def with_parallel(given: Sequence[Manifest], **fields: object) -> list[Manifest]
 
 def drafting(**side: object) -> list[Manifest]:
     """An instance of MODEL whose drafter has a layer behind its own."""
-    return with_model(manifests(Model(layers=3, heads=4), engine="d-1", **side), speculative="eagle")
+    made = with_model(manifests(Model(layers=3, heads=4), engine="d-1", **side), speculative="eagle")
+    return [change(m, draft_layers=("layers.2.attn",)) for m in made]
 
 
 def test_one_side_may_draft_alone_and_nothing_is_moved_for_its_drafter() -> None:
     plain = with_model(manifests(tp=2), speculative="")
-    for one, other in ((drafting(), plain), (plain, drafting())):
+    [destination] = drafts = drafting()
+    for one, other in ((drafts, plain), (plain, drafts)):
         assert check_pd_topology(one, other).allowed and check_pd_topology(one[0], other).allowed
-    [destination] = drafting()
     plan = make_plan(destination, plain)
     moved = [p for edge in plan.edges for p in edge.pairings]
     layers = [{name for p in pairings for b in p.batches for name in b.layers} for pairings in (moved, plan.absent)]
     assert layers == [{"layers.0.attn", "layers.1.attn"}, {"layers.2.attn"}]
     assert plan.unfilled == {"layers.2.attn"}
-    assert not make_plan(plain[0], drafting()).absent
+    assert not make_plan(plain[0], drafts).absent
 
 
 @pytest.mark.parametrize(
-    ("here", "there"),
+    ("layers", "here", "there"),
     [
-        ({"speculative": "eagle"}, {"speculative": "mtp"}),
-        ({"speculative": "eagle", "num_layers": 3}, {"speculative": "", "num_layers": 3}),  # the layer is the model's
-        ({"speculative": ""}, {"speculative": ""}),
-        ({"speculative": ""}, {"speculative": "eagle"}),  # it is the other that drafts
+        (("layers.2.attn",), "eagle", "mtp"),
+        ((), "eagle", ""),  # the layer is the model's
+        ((), "", ""),
+        ((), "", "eagle"),  # it is the other that drafts
     ],
 )
-def test_a_layer_that_is_no_drafter_s_or_another_drafter_s_is_not_left_out(here: dict, there: dict) -> None:
-    local = with_model(manifests(Model(layers=3, heads=4), engine="d-1"), **here)
-    remote = with_model(manifests(), **there)
+def test_a_layer_that_is_no_drafter_s_or_another_drafter_s_is_not_left_out(layers, here: str, there: str) -> None:
+    local = [change(m, draft_layers=layers) for m in with_model(drafting(), speculative=here)]
+    remote = with_model(manifests(), speculative=there)
     assert "caches of layers.2.attn" in fields(check_pd_topology(local, remote))
     with pytest.raises(IncompatiblePeer, match=r"layers\.2\.attn"):
         make_plan(local[0], remote)

@@ -85,6 +85,7 @@ TOKEN, HEAD, CHANNEL = range(3)
         (change(GOOD, tensors=()), "tensors is 0 entries"),
         (change(GOOD, tensors=GOOD.tensors[:1] * (rules.MAX_TENSORS + 1)), "must have 1 to 16384"),
         (change(GOOD, tensors=GOOD.tensors * 2), r"layers\.0\.attn key\) is twice: duplicate"),
+        (change(GOOD, draft_layers=("layers.0.attn", "layers.9.attn")), "draft_layers is layers.9.attn: must name"),
         (with_parallel(tp_size=0), "tp_size is 0"),
         (with_parallel(dp_size=0), "dp_size is 0"),
         (with_parallel(tp_rank=2), "tp_rank is 2: must be below tp_size 2"),

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Handler, answers, info, stall, streams
-from vllm_pd_connector.proxy.choice import NOTHING_KNOWN
+from vllm_pd_connector.proxy.choice import PromptPrefix
 from vllm_pd_connector.proxy.fleet import InstanceRole
 
 
@@ -92,7 +92,7 @@ async def test_a_prefill_that_fails_after_the_first_byte_does_not_end_the_answer
 
     async def wait_until_prefill_failed(_request: web.Request) -> None:
         seen.set()
-        while bench.router.fleet.choose(InstanceRole.PREFILL, NOTHING_KNOWN, set()).in_flight:
+        while bench.router.fleet.choose(InstanceRole.PREFILL, PromptPrefix(), set()).in_flight:
             await asyncio.sleep(0)
 
     prefill = await bench.instance(fail_late, info())

@@ -12,7 +12,7 @@ from aiohttp import web
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import DONE, HANDS_OVER, answers, info
 from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, EngineInfo, parse
-from vllm_pd_connector.proxy.choice import NOTHING_KNOWN
+from vllm_pd_connector.proxy.choice import PromptPrefix
 from vllm_pd_connector.proxy.fleet import InstanceRole
 from vllm_pd_connector.proxy.legs import LegError, encoded_body
 from vllm_pd_connector.proxy.serve import admin_application
@@ -94,7 +94,7 @@ async def test_a_leg_that_is_being_ended_is_not_ended_again(bench: Bench) -> Non
     prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
     await bench.route([prefill.url], [decode.url])
     fleet = bench.router.fleet
-    instance = fleet.choose(InstanceRole.PREFILL, NOTHING_KNOWN, set())
+    instance = fleet.choose(InstanceRole.PREFILL, PromptPrefix(), set())
     assert instance is not None
     begun, ending, let_go = asyncio.Event(), asyncio.Event(), asyncio.Event()
 

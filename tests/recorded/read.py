@@ -156,7 +156,8 @@ def manifests(fixture: Fixture) -> tuple[Manifest, ...]:
     modules = {
         row.layer: SimpleNamespace(norm=SimpleNamespace(n_groups=row.groups)) for row in fixture.rows if row.groups
     }
-    vllm_config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=modules))
+    compilation = SimpleNamespace(static_forward_context=modules)
+    vllm_config: Any = SimpleNamespace(compilation_config=compilation, speculative_config=None)
     told = ModelFacts(
         model.name, model.architecture, model.layers, 4096, model.heads, 128, "bfloat16", fixture.setup.dtype, "", "",
         "content 0", "",

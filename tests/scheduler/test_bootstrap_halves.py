@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import RequestStatus
 
 from tests.support.ports import free_port
-from tests.support.scheduler.halves import TOKEN, allocate, make_half, make_request, until
+from tests.support.scheduler.halves import allocate, make_half, make_request, serving_half, until
 from tests.support.scheduler.push_halves import digest_of, receive_of, step
 from vllm_pd_connector.metadata import PushFrom
 from vllm_pd_connector.protocol.params.bootstrap import EngineRegistry, HostPort, encode_answer
@@ -24,10 +24,7 @@ from vllm_pd_connector.sidechannel.bootstrap_http import BootstrapServer
 
 @pytest.fixture
 def consumer():
-    half, pool = make_half("kv_consumer", mode="push")
-    half.serve([b"manifest"], [TOKEN])
-    yield half, pool
-    half.shutdown()
+    return serving_half("kv_consumer", mode="push")
 
 
 def bootstrapped(port: int, **changes: Any) -> dict[str, Any]:
@@ -44,12 +41,9 @@ def bootstrapped(port: int, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def proxied():
-    """A prefill instance that answers such proxies; yields it and its bootstrap port."""
+    """A prefill instance that answers such proxies; it and its bootstrap port."""
     port = free_port()
-    half, _ = make_half("kv_producer", mode="push", bootstrap_port=port)
-    half.serve([b"manifest"], [TOKEN])
-    yield half, port
-    half.shutdown()
+    return serving_half("kv_producer", mode="push", bootstrap_port=port)[0], port
 
 
 def test_a_bootstrap_address_leads_to_the_side_channel(consumer, proxied):
@@ -74,8 +68,7 @@ def test_a_proxy_is_told_of_all_engines_of_a_server(consumer, balancing):
     for local in (1, 0):  # the first engine is the last one ready
         changes = {"data_parallel_index": first_rank + local, "data_parallel_rank_local": local}
         changes["local_engines_only"] = bool(first_rank)
-        made, _ = make_half("kv_producer", parallel=changes, mode="push", bootstrap_port=port)
-        made.serve([b"manifest"], [TOKEN])
+        made, _ = serving_half("kv_producer", parallel=changes, mode="push", bootstrap_port=port)
         engines.append(made)
     for engine in engines:
         wanted = engine.producer._engine_id
@@ -94,8 +87,6 @@ def test_a_proxy_is_told_of_all_engines_of_a_server(consumer, balancing):
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/query", timeout=20) as answer:
         told = {rank: engine["engine_id"] for rank, engine in json.load(answer).items()}
     assert told == {str(i): engine.producer._engine_id for i, engine in enumerate(reversed(engines))}
-    for engine in engines:
-        engine.shutdown()
 
 
 def test_while_the_answer_is_awaited_nothing_is_allocated_and_a_refusal_fails_the_request(consumer, proxied):
@@ -120,15 +111,11 @@ def test_a_request_that_is_aborted_while_the_answer_is_awaited_is_forgotten(cons
 
 
 def test_a_request_that_queues_keeps_its_prefill_once_its_instance_is_found():
-    half, _ = make_half("kv_consumer", mode="push", kv_lease_duration=0.3)
-    half.serve([b"manifest"], [TOKEN])
+    half, _ = serving_half("kv_consumer", mode="push", kv_lease_duration=0.3)
     port = free_port()
     half.on_new_request(make_request("d-1", bootstrapped(port)))
-    prefill, _ = make_half("kv_producer", mode="push", bootstrap_port=port)
-    prefill.serve([b"manifest"], [TOKEN])
+    prefill, _ = serving_half("kv_producer", mode="push", bootstrap_port=port)
     until(lambda: prefill.producer._server.counts().get("KeepPrefills", 0) > 1, "the word that the prefill is wanted")
-    half.shutdown()
-    prefill.shutdown()
 
 
 def declines(prefill: SchedulerHalf) -> int:
@@ -142,10 +129,8 @@ def test_a_request_that_is_aborted_before_its_prefill_instance_is_found_gives_up
     half.on_new_request(request)
     request.status = RequestStatus.FINISHED_ABORTED
     half.request_finished(request, ([],))
-    prefill, _ = make_half("kv_producer", mode="push", bootstrap_port=port)
-    prefill.serve([b"manifest"], [TOKEN])
+    prefill, _ = serving_half("kv_producer", mode="push", bootstrap_port=port)
     until(lambda: declines(prefill) == 1, "the word that nothing is needed")
-    prefill.shutdown()
 
 
 def test_a_request_that_reads_no_cache_gives_up_its_prefill_before_that_is_found(consumer):
@@ -156,10 +141,8 @@ def test_a_request_that_reads_no_cache_gives_up_its_prefill_before_that_is_found
     half.on_new_request(request)
     assert half.num_matched_tokens(request, 0) == (None, False)
     half.update_after_alloc(request, KVCacheBlocks((pool.get_new_blocks(3),)), 0)
-    prefill, _ = make_half("kv_producer", mode="push", bootstrap_port=port)
-    prefill.serve([b"manifest"], [TOKEN])
+    prefill, _ = serving_half("kv_producer", mode="push", bootstrap_port=port)
     until(lambda: declines(prefill) == 1, "the word that nothing is needed")
-    prefill.shutdown()
 
 
 def test_an_instance_that_pulls_gives_up_the_prefill_of_what_it_refuses(proxied):
@@ -167,7 +150,6 @@ def test_an_instance_that_pulls_gives_up_the_prefill_of_what_it_refuses(proxied)
     prefill, port = proxied
     assert receive_of(half, pool, make_request("d-1", bootstrapped(port))).source.reason
     until(lambda: declines(prefill) == 1, "the word that nothing is needed")
-    half.shutdown()
 
 
 def test_a_prefill_instance_that_is_found_at_a_stranger_s_is_told_nothing(consumer, monkeypatch):
@@ -204,7 +186,6 @@ def test_an_instance_that_pulls_says_what_such_a_proxy_needs():
     half, pool = make_half("kv_consumer")
     receive = receive_of(half, pool, make_request("d-1", bootstrapped(1)))
     assert "set mode to push on both sides" in receive.source.reason
-    half.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -224,7 +205,6 @@ def test_an_engine_registers_on_its_own_host_only_if_the_first_engine_is_there(m
     monkeypatch.setattr("vllm_pd_connector.scheduler.bootstrap.EngineRegistration", register)
     ranks = {"data_parallel_index": 1, "data_parallel_master_ip": first}
     changes = {"mode": "push", "bootstrap_port": 8998, "side_channel_host": "127.0.0.2"}
-    half, _ = make_half("kv_producer", parallel=ranks, **changes)
-    half.serve([b"manifest"], [TOKEN])
+    half, _ = serving_half("kv_producer", parallel=ranks, **changes)
     half.shutdown()
     assert leaders == [[HostPort(host, 8998) for host in asked]]

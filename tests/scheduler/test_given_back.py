@@ -12,16 +12,15 @@ from vllm.v1.request import RequestStatus
 from tests.support.scheduler.halves import (
     EMPTY_STEP,
     PROMPT,
-    TOKEN,
     allocate,
-    end,
     freed,
     hand_over,
     make_half,
     make_request,
+    serving_half,
     until,
 )
-from tests.support.scheduler.push_halves import ASK, Prefill, digest_of
+from tests.support.scheduler.push_halves import ASK, digest_of
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.protocol.lease import SHARED_S
@@ -36,11 +35,9 @@ LONG_S = 600.0
 
 @pytest.fixture
 def pair():
-    producer, _ = make_half("kv_producer", kv_lease_duration=LONG_S)
-    producer.serve([b"manifest"], [TOKEN])
+    producer, _ = serving_half("kv_producer", kv_lease_duration=LONG_S)
     consumer, pool = make_half("kv_consumer")
-    yield producer, consumer, pool
-    end(producer, consumer)
+    return producer, consumer, pool
 
 
 def count(producer: SchedulerHalf, message: str) -> int:
@@ -144,22 +141,16 @@ def test_what_a_failed_request_came_for_is_not_given_back_twice(pair, caplog):
     assert count(producer, "Release") == 0 and not caplog.records
 
 
-def test_a_prefill_is_declined_for_a_request_that_vllm_refused_behind_a_concurrent_router():
-    prefill = Prefill()
-    consumer, _ = make_half("kv_consumer", mode="push")
-    consumer.serve([b"manifest"], [TOKEN])
+def test_a_prefill_is_declined_for_a_request_that_vllm_refused_behind_a_concurrent_router(prefill):
+    consumer, _ = serving_half("kv_consumer", mode="push")
     home = prefill.half.producer.home
-    try:
-        request = make_request("p-1", ASK)
-        prefill.half.on_new_request(request)
-        reject(consumer, {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": home.engine_id,
-                          "remote_host": home.host, "remote_port": home.port, "transfer_id": "t-1"})  # fmt: skip
-        until(lambda: prefill.count("DeclinePush") == 1, "the message")
-        prefill.half.request_finished(request, ([5, 6, 7],))
-        until(lambda: prefill.held() == 0, "the blocks to be given back")
-    finally:
-        consumer.shutdown()
-        prefill.close()
+    request = make_request("p-1", ASK)
+    prefill.half.on_new_request(request)
+    reject(consumer, {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": home.engine_id,
+                      "remote_host": home.host, "remote_port": home.port, "transfer_id": "t-1"})  # fmt: skip
+    until(lambda: prefill.count("DeclinePush") == 1, "the message")
+    prefill.half.request_finished(request, ([5, 6, 7],))
+    until(lambda: prefill.held() == 0, "the blocks to be given back")
 
 
 # -- several choices ---------------------------------------------------------------------------------------------------
@@ -195,11 +186,9 @@ def test_a_choice_that_leaves_the_queue_takes_nothing_from_the_others(pair):
 
 
 def test_the_choices_of_a_request_are_read_also_where_its_prefill_would_be_asked_to_write():
-    producer, _ = make_half("kv_producer", mode="push", kv_lease_duration=LONG_S)
-    producer.serve([b"manifest"], [TOKEN])
+    producer, _ = serving_half("kv_producer", mode="push", kv_lease_duration=LONG_S)
     for mode in ("push", "auto"):
-        consumer, pool = make_half("kv_consumer", mode=mode)
-        consumer.serve([b"manifest"], [TOKEN])
+        consumer, pool = serving_half("kv_consumer", mode=mode)
         params = hand_over(producer, f"p-{mode}")
         alone, choice = make_request("d-1", params), make_request("0_d-2", params)
         receives = {}
@@ -209,8 +198,6 @@ def test_the_choices_of_a_request_are_read_also_where_its_prefill_would_be_asked
             [receives[request.request_id]] = consumer.build_metadata(EMPTY_STEP).receives
         assert receives["d-1"].push is not None and receives["0_d-2"].push is None
         assert receives["0_d-2"].read is not None and receives["0_d-2"].shared
-        consumer.shutdown()
-    producer.shutdown()
 
 
 def test_only_the_choice_that_ended_last_keeps_its_blocks_for_the_router(pair):
@@ -225,28 +212,22 @@ def test_only_the_choice_that_ended_last_keeps_its_blocks_for_the_router(pair):
     assert not producer.producer._choices
 
 
-def test_the_choices_of_two_legs_that_are_sent_at_once_pair_off_one_by_one():
-    prefill = Prefill()
-    consumer, pool = make_half("kv_consumer", mode="push")
-    consumer.serve([b"manifest"], [TOKEN])
+def test_the_choices_of_two_legs_that_are_sent_at_once_pair_off_one_by_one(prefill):
+    consumer, pool = serving_half("kv_consumer", mode="push")
     home = prefill.half.producer.home
     params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": home.engine_id,
               "remote_host": home.host, "remote_port": home.port, "transfer_id": "t-1"}  # fmt: skip
-    try:
-        table = prefill.half.producer._server.pushes._table
-        for choice in (0, 1):
-            prefill.half.on_new_request(make_request(f"{choice}_p-1", ASK))
-        for choice in (0, 1):
-            request = make_request(f"{choice}_d-1", params)
-            consumer.on_new_request(request)
-            allocate(consumer, pool, request)
-            [receive] = consumer.build_metadata(EMPTY_STEP).receives
-            found = table._rendezvous.find(receive.push.prefill)
-            assert found is not None and found.request_id == f"{choice}_p-1"
-            assert receive.push.prompt_digest == digest_of(make_request("any", ASK))
-    finally:
-        consumer.shutdown()
-        prefill.close()
+    table = prefill.half.producer._server.pushes._table
+    for choice in (0, 1):
+        prefill.half.on_new_request(make_request(f"{choice}_p-1", ASK))
+    for choice in (0, 1):
+        request = make_request(f"{choice}_d-1", params)
+        consumer.on_new_request(request)
+        allocate(consumer, pool, request)
+        [receive] = consumer.build_metadata(EMPTY_STEP).receives
+        found = table._rendezvous.find(receive.push.prefill)
+        assert found is not None and found.request_id == f"{choice}_p-1"
+        assert receive.push.prompt_digest == digest_of(make_request("any", ASK))
 
 
 # -- leases that nobody ends -------------------------------------------------------------------------------------------
@@ -258,8 +239,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_no_decode_instance_keeps_blocks_for_longer_than_the_limit(caplog):
     """Two instances that prefill for each other may each keep what the other needs to go on."""
-    producer, _ = make_half("kv_producer", kv_lease_duration=0.5, kv_lease_limit=1.5)
-    producer.serve([b"manifest"], [TOKEN])
+    producer, _ = serving_half("kv_producer", kv_lease_duration=0.5, kv_lease_limit=1.5)
     consumer, pool = make_half("kv_consumer")
     request = make_request("d-1", hand_over(producer, "p-1"))
     consumer.on_new_request(request)
@@ -271,12 +251,10 @@ def test_no_decode_instance_keeps_blocks_for_longer_than_the_limit(caplog):
     allocate(consumer, pool, request)
     [verdict] = reports(producer, consumer)
     assert not verdict.held and "kv_lease_limit" in verdict.reason
-    end(producer, consumer)
 
 
 def test_the_advice_of_a_lease_that_expired_is_that_for_its_cause(caplog):
-    producer, _ = make_half("kv_producer", kv_lease_duration=0.3)
-    producer.serve([b"manifest"], [TOKEN])
+    producer, _ = serving_half("kv_producer", kv_lease_duration=0.3)
     hand_over(producer, "p-unclaimed")
     until(lambda: freed(producer) == ["p-unclaimed"], "the lease to end")
     consumer, _ = make_half("kv_consumer")
@@ -288,7 +266,6 @@ def test_the_advice_of_a_lease_that_expired_is_that_for_its_cause(caplog):
     unclaimed, silent = (line for line in warnings(caplog) if "its blocks are freed" in line)
     assert "p-unclaimed" in unclaimed and "sent no decode request" in unclaimed
     assert "p-silent" in silent and "fell silent" in silent
-    end(producer, consumer)
 
 
 def test_a_limit_below_the_duration_is_refused():

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -23,38 +21,22 @@ from tests.support.scheduler.halves import (
     TOKEN,
     WINDOW,
     allocate,
-    end,
     freed,
     hand_over,
     make_half,
     make_request,
     new_prompt,
+    serving_half,
     until,
 )
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.metadata import WorkerReport
 from vllm_pd_connector.protocol.wire.messages import ReadDone
 from vllm_pd_connector.protocol.wire.push_messages import Moved, Taken
-from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.sidechannel.waiting import ask
 from vllm_pd_connector.wake import Wake
-
-
-@pytest.fixture
-def producer() -> Iterator[SchedulerHalf]:
-    half, _ = make_half("kv_producer", kv_lease_duration=2.0)
-    half.serve([b"manifest"], [TOKEN])
-    yield half
-    half.shutdown()
-
-
-@pytest.fixture
-def consumer() -> Iterator[tuple[SchedulerHalf, BlockPool]]:
-    half, pool = make_half("kv_consumer")
-    yield half, pool
-    half.shutdown()
 
 
 def test_a_finished_prefill_is_held_and_its_parameters_lead_to_an_order(producer, consumer):
@@ -75,8 +57,7 @@ def test_a_finished_prefill_is_held_and_its_parameters_lead_to_an_order(producer
 
 
 def test_held_blocks_stay_out_of_the_pool_until_the_lease_ends():
-    half, pool = make_half("kv_producer", kv_lease_duration=60)
-    half.serve([b"manifest"], [TOKEN])
+    half, pool = serving_half("kv_producer", kv_lease_duration=60)
     free = pool.get_num_free_blocks()
     hand_over(half, "p-1")
     assert pool.get_num_free_blocks() == free - 3 and half.producer.num_leases == 1
@@ -85,18 +66,15 @@ def test_held_blocks_stay_out_of_the_pool_until_the_lease_ends():
     half.producer._server.drop("p-1")
     half.on_new_request(make_request("other", None))
     assert pool.get_num_free_blocks() == free and half.producer.num_leases == 0
-    half.shutdown()
 
 
 def test_an_idle_prefill_instance_whose_leases_ended_can_forget_its_prefixes():
-    half, pool = make_half("kv_producer")
-    half.serve([b"manifest"], [TOKEN])
+    half, pool = serving_half("kv_producer")
     hand_over(half)
     assert not pool.reset_prefix_cache(), "the blocks are under a lease"
     half.producer._server.drop("p-1")
     assert pool.reset_prefix_cache(), "no step was taken since"
     assert half.producer.num_leases == 0
-    half.shutdown()
 
 
 def test_leading_null_blocks_are_left_out_and_counted(producer):
@@ -210,9 +188,8 @@ def test_an_abort_while_loading_is_passed_to_the_workers_and_ends_with_their_rep
 @pytest.mark.parametrize(("spec", "left"), [(FULL, 0), (WINDOW, 1)])
 def test_prefill_leaves_decode_what_decode_must_compute_itself(spec, left):
     """With a window, the block of a token that the last prompt token attends to is gone once the prompt is whole."""
-    producer, _ = make_half("kv_producer", spec=spec)
+    producer, _ = serving_half("kv_producer", spec=spec)
     consumer, pool = make_half("kv_consumer", spec=spec)
-    producer.serve([b"manifest"], [TOKEN])
     prefill = new_prompt("p-1", {"do_remote_decode": True}, PROMPT)
     producer.on_new_request(prefill)
     assert len(prefill.prompt_token_ids) == prefill.num_prompt_tokens == len(PROMPT) - left
@@ -223,7 +200,6 @@ def test_prefill_leaves_decode_what_decode_must_compute_itself(spec, left):
     assert allocate(consumer, pool, decode)[0] == len(PROMPT) - left
     [receive] = consumer.build_metadata(EMPTY_STEP).receives
     assert receive.read is not None and receive.stop == len(PROMPT) - left
-    end(producer, consumer)
 
 
 def test_a_prompt_of_one_token_is_computed_by_decode_where_prefill_must_leave_one(producer):
@@ -232,7 +208,6 @@ def test_a_prompt_of_one_token_is_computed_by_decode_where_prefill_must_leave_on
     half.on_new_request(request)
     assert allocate(half, pool, request)[0] == 0
     until(lambda: freed(producer) == ["p-1"], "the lease to be released")
-    half.shutdown()
 
 
 def test_refused_parameters_fail_a_prompt_of_one_token_too(producer):
@@ -242,7 +217,6 @@ def test_refused_parameters_fail_a_prompt_of_one_token_too(producer):
     assert allocate(half, pool, request)[0] == 1
     [receive] = half.build_metadata(EMPTY_STEP).receives
     assert "surprise" in receive.source.reason
-    half.shutdown()
 
 
 def test_a_whole_prompt_offered_to_a_windowed_model_is_refused(producer):
@@ -252,7 +226,6 @@ def test_a_whole_prompt_offered_to_a_windowed_model_is_refused(producer):
     allocate(half, pool, request)
     [receive] = half.build_metadata(EMPTY_STEP).receives
     assert "remote_num_tokens" in receive.source.reason
-    half.shutdown()
 
 
 def test_a_whole_prompt_that_decode_computes_anyway_is_given_back(producer):
@@ -355,19 +328,14 @@ def test_a_request_id_that_no_decode_instance_would_accept_holds_nothing(produce
 
 
 def test_two_instances_at_one_port_are_refused_with_the_reason():
-    first, _ = make_half("kv_producer")
-    first.serve([b"manifest"], [TOKEN])
-    with contextlib.closing(SimpleNamespace(close=first.shutdown)):
-        second, _ = make_half("kv_producer", side_channel_port=first.producer._port)
-        with pytest.raises(Exception, match=str(first.producer._port)):
-            second.serve([b"manifest"], [TOKEN])
+    first, _ = serving_half("kv_producer")
+    with pytest.raises(Exception, match=str(first.producer._port)):
+        serving_half("kv_producer", side_channel_port=first.producer._port)
 
 
 def test_a_decode_instance_that_ends_gives_back_what_queues_there():
-    producer, _ = make_half("kv_producer", kv_lease_duration=600.0)  # so that only a release ends the lease
-    producer.serve([b"manifest"], [TOKEN])
+    producer, _ = serving_half("kv_producer", kv_lease_duration=600.0)  # so that only a release ends the lease
     half, _ = make_half("kv_consumer")
     half.on_new_request(make_request("d-1", hand_over(producer)))
     half.shutdown()
     until(lambda: freed(producer) == ["p-1"], "the lease to be released")
-    producer.shutdown()

@@ -9,7 +9,16 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import RequestStatus
 
-from tests.support.scheduler.halves import EMPTY_STEP, TOKEN, allocate, freed, hand_over, make_half, make_request, until
+from tests.support.scheduler.halves import (
+    EMPTY_STEP,
+    allocate,
+    freed,
+    hand_over,
+    make_half,
+    make_request,
+    serving_half,
+    until,
+)
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.metadata import BadParameters
 from vllm_pd_connector.scheduler.half import SchedulerHalf
@@ -28,8 +37,8 @@ def refusal(half: SchedulerHalf, pool: BlockPool, params: Any) -> str:
 def test_a_producer_without_keys_does_not_listen_where_others_reach_it():
     with pytest.raises(InvalidConfig, match=r"side_channel_host 0\.0\.0\.0"):
         make_half("kv_producer", side_channel_host="0.0.0.0")
-    make_half("kv_consumer", side_channel_host="0.0.0.0")[0].shutdown()
-    make_half("kv_producer", side_channel_host="0.0.0.0", allow_unauthenticated_peers=True)[0].shutdown()
+    make_half("kv_consumer", side_channel_host="0.0.0.0")
+    make_half("kv_producer", side_channel_host="0.0.0.0", allow_unauthenticated_peers=True)
 
 
 @pytest.mark.parametrize(
@@ -40,27 +49,21 @@ def test_the_log_says_whom_a_side_channel_without_keys_lets_in(host, who):
 
 
 def test_a_consumer_without_keys_asks_nobody_on_another_host():
-    producer, _ = make_half("kv_producer")
-    producer.serve([b"manifest"], [TOKEN])
+    producer, _ = serving_half("kv_producer")
     half, pool = make_half("kv_consumer")
     assert "10.9.8.7 is on another host" in refusal(half, pool, hand_over(producer) | {"remote_host": "10.9.8.7"})
     assert not half.consumer._renewer._commands
-    half.shutdown()
-    producer.shutdown()
 
 
 def test_a_secret_on_both_sides_lets_only_true_parameters_in(tmp_path):
     secret = tmp_path / "params.secret"
     create_secret(secret)
-    producer, _ = make_half("kv_producer", params_secret=str(secret))
-    producer.serve([b"manifest"], [TOKEN])
+    producer, _ = serving_half("kv_producer", params_secret=str(secret))
     half, pool = make_half("kv_consumer", params_secret=str(secret))
     params = hand_over(producer)
     assert "signature" in refusal(half, pool, params | {"remote_block_ids": [[1, 2, 3]]})
     half.consumer.received("d-1")
     assert refusal(half, pool, params) == ""
-    half.shutdown()
-    producer.shutdown()
 
 
 def test_keys_on_both_sides_keep_a_lease_alive_and_give_it_back(tmp_path):
@@ -68,13 +71,10 @@ def test_keys_on_both_sides_keep_a_lease_alive_and_give_it_back(tmp_path):
         create_keys(tmp_path / name, name)
     shutil.copy(tmp_path / "p" / "p.key", tmp_path / "d")
     shutil.copy(tmp_path / "d" / "d.key", tmp_path / "p")
-    producer, _ = make_half("kv_producer", side_channel_keys=str(tmp_path / "p"), kv_lease_duration=30.0)
-    producer.serve([b"manifest"], [TOKEN])
+    producer, _ = serving_half("kv_producer", side_channel_keys=str(tmp_path / "p"), kv_lease_duration=30.0)
     half, _ = make_half("kv_consumer", side_channel_keys=str(tmp_path / "d"))
     request = make_request("d-1", hand_over(producer))
     half.on_new_request(request)
     request.status = RequestStatus.FINISHED_ABORTED
     half.request_finished(request, ([],))
     until(lambda: freed(producer) == ["p-1"], "the lease to be released")
-    half.shutdown()
-    producer.shutdown()

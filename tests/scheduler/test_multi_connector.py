@@ -6,19 +6,27 @@ another connector's, and passes the workers' handshake metadata on as it finds i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from tests.support.scheduler.halves import EMPTY_STEP, TOKEN, allocate, freed, hand_over, make_half, make_request, until
+from tests.support.scheduler.halves import (
+    EMPTY_STEP,
+    TOKEN,
+    allocate,
+    freed,
+    hand_over,
+    make_half,
+    make_request,
+    serving_half,
+    until,
+)
 from tests.support.scheduler.push_halves import step
 from vllm_pd_connector.connector import EncodedManifest, PDConnector
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
@@ -57,18 +65,8 @@ def together(*connectors: Any) -> Any:
 
 
 @pytest.fixture
-def producer() -> Iterator[SchedulerHalf]:
-    half, _ = make_half("kv_producer", kv_lease_duration=60.0)
-    half.serve([b"manifest"], [TOKEN])
-    yield half
-    half.shutdown()
-
-
-@pytest.fixture
-def consumer() -> Iterator[tuple[SchedulerHalf, BlockPool]]:
-    half, pool = make_half("kv_consumer")
-    yield half, pool
-    half.shutdown()
+def producer() -> SchedulerHalf:
+    return serving_half("kv_producer", kv_lease_duration=60.0)[0]
 
 
 def test_a_finished_prefill_is_handed_over(producer: SchedulerHalf) -> None:
@@ -168,7 +166,6 @@ def test_manifests_of_the_workers_are_served(by_stage: bool) -> None:
     else:
         multi.set_xfer_handshake_metadata({1: metas[1], 0: metas[0]})
     assert served == [([b"\0", b"\1"], [TOKEN, TOKEN])]
-    half.shutdown()
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
@@ -182,7 +179,6 @@ def test_another_connectors_handshake_metadata_is_refused(role: str, by_stage: b
         else:
             multi.set_xfer_handshake_metadata({0: foreign})
     assert half.producer.home is None
-    half.shutdown()
 
 
 def test_who_cannot_hear_of_failures_is_not_told_of_successes(consumer: Any) -> None:

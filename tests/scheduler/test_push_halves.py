@@ -16,34 +16,18 @@ from tests.support.scheduler.halves import (
     TOKEN,
     WINDOW,
     allocate,
-    make_half,
     make_request,
     new_prompt,
+    serving_half,
     until,
 )
 from tests.support.scheduler.push_halves import ASK, ATTEMPT, Prefill, digest_of, receive_of, step
 from vllm_pd_connector.geometry.blocks import BlockTable
-from vllm_pd_connector.protocol.wire.push_messages import (
-    AwaitCommands,
-    CancelCommand,
-    DeclinePush,
-    PrefillRef,
-    Pushed,
-    PushState,
-    WithdrawPush,
-    WriteCommand,
-)
+from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 LEASE_S = 2.0
-
-
-@pytest.fixture
-def prefill(request: pytest.FixtureRequest):
-    made = Prefill(**getattr(request, "param", {}))
-    yield made
-    made.close()
 
 
 def test_each_step_orders_what_it_completes_and_holds_it_first(prefill):
@@ -63,7 +47,7 @@ def test_each_step_orders_what_it_completes_and_holds_it_first(prefill):
     assert [(o.ready, o.step, o.final) for o in prefill.commands()] == [(40, 2, False), (40, 2, True)]
     assert prefill.held() == 3
     prefill.ended()
-    assert answer() == Pushed(PushState.DONE, "", True, request_id="p-1")
+    assert answer() == pm.Pushed(pm.PushState.DONE, "", True, request_id="p-1")
     assert prefill.held() == 0
 
 
@@ -79,8 +63,8 @@ def test_blocks_that_another_connector_failed_to_load_fail_the_push_that_wrote_f
     assert prefill.half.producer._server.pushes.wanted(["p-1"]) and prefill.held() == 3
     prefill.half.update_output(KVConnectorOutput(invalid_block_ids={6, 7}))
     reply = answer()
-    assert (reply.state, reply.terminal) == (PushState.FAILED, False) and "failed to load" in reply.reason
-    assert [type(receive) for receive in prefill.commands()] == [CancelCommand]
+    assert (reply.state, reply.terminal) == (pm.PushState.FAILED, False) and "failed to load" in reply.reason
+    assert [type(receive) for receive in prefill.commands()] == [pm.CancelCommand]
     prefill.ended(ok=False)
     step(prefill.half, p_1=(16, 24))
     assert prefill.held() == 0, "blocks of a push that has failed"
@@ -97,7 +81,7 @@ def test_everything_can_be_kept_for_the_end(prefill):
     assert prefill.held() == 0
     prefill.half.request_finished(request, ([5, 6, 7],))
     [receive] = prefill.commands()
-    assert isinstance(receive, WriteCommand) and receive.final
+    assert isinstance(receive, pm.WriteCommand) and receive.final
 
 
 @pytest.mark.parametrize("prefill", [{"spec": (FULL, WINDOW)}], indirect=True)
@@ -173,7 +157,7 @@ def test_of_a_prefill_that_nobody_needs_nothing_is_held(prefill, declined):
     request = make_request("p-1", ASK)
     prefill.half.on_new_request(request)
     if declined:
-        prefill.send(DeclinePush(PrefillRef("t-1", None)))()
+        prefill.send(pm.DeclinePush(pm.PrefillRef("t-1", None)))()
     else:
         prefill.register("f" * 16)()  # another prompt
         prefill.half.producer._server.pushes.failed("p-1", "for the test")
@@ -190,9 +174,9 @@ def test_an_abort_in_mid_prefill_reaches_the_decode_side_and_keeps_the_blocks_un
     request.status = RequestStatus.FINISHED_ABORTED
     assert prefill.half.request_finished(request, ([5, 6],)) == (False, None)
     told = answer()
-    assert told.state is PushState.FAILED and not told.terminal and "FINISHED_ABORTED" in told.reason
+    assert told.state is pm.PushState.FAILED and not told.terminal and "FINISHED_ABORTED" in told.reason
     assert prefill.held() == 2
-    over = prefill.send(WithdrawPush(PrefillRef("t-1", None), ATTEMPT))
+    over = prefill.send(pm.WithdrawPush(pm.PrefillRef("t-1", None), ATTEMPT))
     prefill.ended(ok=False, reason="given up")
     assert over().terminal
     assert prefill.held() == 0
@@ -218,6 +202,19 @@ def test_a_running_prefill_whose_push_has_failed_gets_its_blocks_back_once_nothi
     assert prefill.held() == 0
 
 
+def test_a_request_that_finds_no_block_waits_for_those_of_a_push_that_has_failed(prefill):
+    """Another would be preempted for it, and what the push has left would be free in the next step."""
+    request = make_request("p-1", ASK)
+    prefill.half.on_new_request(request)
+    prefill.register(digest_of(request))
+    prefill.tables["p-1"] = [[5, 6]]
+    step(prefill.half, p_1=(0, 20))
+    assert not prefill.half.frees_blocks()
+    prefill.ended(ok=False, reason="a link dropped")
+    assert prefill.half.frees_blocks()
+    assert not prefill.half.frees_blocks() and prefill.held() == 0
+
+
 def test_a_prefill_that_ends_by_a_stop_token_is_handed_over_like_any_other(prefill):
     request = make_request("p-1", ASK, status=RequestStatus.FINISHED_STOPPED)
     prefill.half.on_new_request(request)
@@ -225,7 +222,7 @@ def test_a_prefill_that_ends_by_a_stop_token_is_handed_over_like_any_other(prefi
     prefill.half.request_finished(request, ([5, 6, 7],))
     prefill.commands()
     prefill.ended()
-    assert answer() == Pushed(PushState.DONE, "", True, request_id="p-1")
+    assert answer() == pm.Pushed(pm.PushState.DONE, "", True, request_id="p-1")
 
 
 @pytest.mark.parametrize("prefill", [{"kv_lease_duration": 0.3}], indirect=True)
@@ -253,23 +250,22 @@ def test_who_waits_for_a_prefill_hears_whether_the_engine_goes_on(prefill):
         step(prefill.half)  # nothing could be scheduled: that is no step
         server._wake.set()
         states.append(answer().state)
-    assert states == [PushState.COMPUTING, PushState.COMPUTING, PushState.FAILED]
+    assert states == [pm.PushState.COMPUTING, pm.PushState.COMPUTING, pm.PushState.FAILED]
 
 
 def test_orders_are_only_for_who_knows_the_workers_secret(prefill):
-    answer = prefill.send(AwaitCommands(b"x" * 16, 0, 0))()
+    answer = prefill.send(pm.AwaitCommands(b"x" * 16, 0, 0))()
     assert "token" in answer.message
-    assert "token" in prefill.send(AwaitCommands(TOKEN, 1, 0))().message
+    assert "token" in prefill.send(pm.AwaitCommands(TOKEN, 1, 0))().message
 
 
 def test_an_instance_that_does_not_push_says_so():
-    half, _ = make_half("kv_producer")
-    half.serve([b"manifest"], [TOKEN])
+    half, _ = serving_half("kv_producer")
     prefill = Prefill.__new__(Prefill)
     prefill.half, prefill.client, prefill.come = half, SideChannelClient(), {}
     prefill.address = endpoint("127.0.0.1", half.producer._port)
     told = prefill.register("0" * 16)()
-    assert told.state is PushState.FAILED and told.terminal and "mode push" in told.reason
+    assert told.state is pm.PushState.FAILED and told.terminal and "mode push" in told.reason
     prefill.close()
 
 
@@ -278,10 +274,7 @@ def test_an_instance_that_does_not_push_says_so():
 
 @pytest.fixture
 def consumer():
-    half, pool = make_half("kv_consumer", mode="push")
-    half.serve([b"manifest"], [TOKEN])
-    yield half, pool
-    half.shutdown()
+    return serving_half("kv_consumer", mode="push")
 
 
 def concurrent(port: int = 5600, **changes: Any) -> dict[str, Any]:
@@ -309,7 +302,7 @@ def test_a_concurrent_router_s_request_is_registered_under_the_name_of_both_legs
     request = make_request("cmpl-7-0-0123abcd", params)
     receive = receive_of(half, pool, request, computed=16)
     assert (receive.start, receive.stop, receive.read) == (16, 40, None)
-    assert receive.push.prefill == PrefillRef(name, None) and receive.push.peer.incarnation == ""
+    assert receive.push.prefill == pm.PrefillRef(name, None) and receive.push.peer.incarnation == ""
     assert receive.push.home == half.producer.home and receive.push.prompt_digest == digest_of(request)
 
 
@@ -325,8 +318,7 @@ def test_a_serial_router_s_request_is_asked_for_by_its_lease(prefill, consumer):
 
 @pytest.mark.parametrize("prefill", [{"kv_lease_duration": LEASE_S}], indirect=True)
 def test_a_prefill_is_kept_while_the_decode_request_queues(prefill):
-    half, _ = make_half("kv_consumer", mode="push", kv_lease_duration=0.3)
-    half.serve([b"manifest"], [TOKEN])
+    half, _ = serving_half("kv_consumer", mode="push", kv_lease_duration=0.3)
     request = make_request("d-1", concurrent(prefill.half.producer._port, transfer_id="t-1"))
     half.on_new_request(request)
     first = make_request("p-1", ASK)

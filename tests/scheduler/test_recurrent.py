@@ -17,7 +17,6 @@ from tests.support.scheduler.halves import (
     FULL,
     PROMPT,
     TOKEN,
-    end,
     found,
     make_half,
     make_request,
@@ -72,22 +71,20 @@ def prefilled(producer: SchedulerHalf, block_ids: tuple[list[int], ...]) -> dict
     ],
 )
 def test_prefill_names_the_block_of_each_group_that_holds_the_state_of_what_it_computed(spec, ids, block):
-    producer, consumer, _ = pair_of(spec)
+    producer, _, _ = pair_of(spec)
     params = prefilled(producer, ([1, 2, 3], ids, [8, *ids[1:]]))
     assert params["remote_num_tokens"] == COMPUTED
     assert params["remote_block_ids"][:2] == [[1, 2, 3], [block]]
     assert params["pd_connector"]["first_blocks"] == [0, 0, 0]
     held = producer.producer._blocks
     assert held is not None and held._blocks["p-1"].keys() >= {1, 2, 3, block}
-    end(producer, consumer)
 
 
 def test_a_prefill_without_the_state_of_its_last_token_is_not_handed_over():
-    producer, consumer, _ = pair_of(state("align"))
+    producer, _, _ = pair_of(state("align"))
     request = make_request("p-1", {"do_remote_decode": True}, num_computed_tokens=COMPUTED)
     assert producer.request_finished(request, ([1, 2, 3], [5, 0], [6, 0])) == (False, None)
     assert producer.producer.num_leases == 0
-    end(producer, consumer)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +108,6 @@ def test_decode_loads_all_but_the_last_token_into_the_block_that_its_own_mode_na
         BlockTable.of(0, (second[0].block_id,)),
     )
     assert consumer.group_ids == (0, 1, 2), "a group that is not named is wiped while its state arrives"
-    end(producer, consumer)
 
 
 def test_a_prompt_that_is_cached_but_for_its_last_token_loads_nothing():
@@ -122,7 +118,6 @@ def test_a_prompt_that_is_cached_but_for_its_last_token_loads_nothing():
     blocks = pool.get_new_blocks(3)
     consumer.update_after_alloc(request, KVCacheBlocks((blocks, [], [])), 0)
     assert consumer.build_metadata(EMPTY_STEP).receives == []
-    end(producer, consumer)
 
 
 def test_a_single_token_is_computed_by_decode():
@@ -135,4 +130,3 @@ def test_a_single_token_is_computed_by_decode():
     request = new_prompt("d-1", json.loads(json.dumps(params)), [7])
     consumer.on_new_request(request)
     assert consumer.num_matched_tokens(request, 0) == (0, False)
-    end(producer, consumer)

@@ -262,13 +262,12 @@ def test_vllms_idle_engine_leaves_its_queue_to_step_when_it_is_asked() -> None:
 
 
 @pytest.fixture
-def producer() -> Iterator[tuple[SchedulerHalf, Any, Loop]]:
+def producer() -> tuple[SchedulerHalf, Any, Loop]:
     half, pool = make_half("kv_producer", kv_lease_duration=600.0)
     half.hold = StepHold(loop := Loop())
     half.producer._ended = half.hold.ask
     half.serve([b"manifest"], [TOKEN])
-    yield half, pool, loop
-    half.shutdown()
+    return half, pool, loop
 
 
 def test_an_idle_engine_is_asked_to_give_back_what_was_read(producer: tuple[SchedulerHalf, Any, Loop]) -> None:
@@ -334,4 +333,3 @@ def test_a_decode_instance_holds_its_steps_from_the_order_to_the_report(
     half.update_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(), finished_recving={"d-1"}))
     half.build_metadata(EMPTY_STEP)
     assert loop.waits == [LONGEST_S]
-    half.shutdown()

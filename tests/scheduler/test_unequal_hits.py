@@ -27,10 +27,9 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from tests.support.scheduler.halves import EMPTY_STEP, TOKEN, end, make_half, new_prompt
+from tests.support.scheduler.halves import EMPTY_STEP, make_half, new_prompt, serving_half
 from vllm_pd_connector.compat.model.caches import transfer_groups
 from vllm_pd_connector.metadata import ReceiveRequest
-from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.worker.checksums import starts_of
 
 BLOCK, WINDOW = 16, 64
@@ -105,10 +104,9 @@ class Decode:
         self.manager.block_pool.evict_blocks({blocks[i].block_id for i in numbers})
 
 
-def prefilled(specs: tuple[KVCacheSpec, ...]) -> tuple[SchedulerHalf, Any]:
-    """A prefill instance that has computed the prompt, and its answer."""
-    producer, _ = make_half("kv_producer", spec=specs)
-    producer.serve([b"manifest"], [TOKEN])
+def prefilled(specs: tuple[KVCacheSpec, ...]) -> Any:
+    """The answer of a prefill instance that has computed the prompt."""
+    producer, _ = serving_half("kv_producer", spec=specs)
     request = new_prompt("p-1", {"do_remote_decode": True}, PROMPT)
     producer.on_new_request(request)
     request.num_computed_tokens = STOP
@@ -116,7 +114,7 @@ def prefilled(specs: tuple[KVCacheSpec, ...]) -> tuple[SchedulerHalf, Any]:
     last = {FullAttentionSpec: count, SlidingWindowSpec: WINDOW // BLOCK + 1, MambaSpec: 1}
     ids = tuple([NULL] * (count - last[type(spec)]) + list(range(1, last[type(spec)] + 1)) for spec in specs)
     _, params = producer.request_finished(request, ids)
-    return producer, json.loads(json.dumps(params))
+    return json.loads(json.dumps(params))
 
 
 def fetched(receive: ReceiveRequest, group: int) -> range:
@@ -137,7 +135,7 @@ def fetched(receive: ReceiveRequest, group: int) -> range:
     ],
 )
 def test_each_group_gets_what_it_has_lost_of_a_prefix(specs, lost, begins):
-    producer, params = prefilled(specs)
+    params = prefilled(specs)
     decode = Decode(specs)
     _, first = decode.receive("first", params)
     assert fetched(first, 0) == range(STOP) and fetched(first, 1).start == (144 if WINDOWED in specs else 0)
@@ -160,14 +158,13 @@ def test_each_group_gets_what_it_has_lost_of_a_prefix(specs, lost, begins):
         if (i + 1) * BLOCK > receive.start
     }
     assert not written & shared, "what others find in the prefix cache is written"
-    end(producer, decode.half)
 
 
 def test_plain_use_of_a_prefix_loses_the_part_that_the_window_needs() -> None:
     """Long requests that begin alike keep the full group's blocks in use and never touch the window's, which go to
     others."""
     specs = (FULL, WINDOWED, STATES)
-    producer, params = prefilled(specs)
+    params = prefilled(specs)
     decode = Decode(specs)
     decode.receive("first", params)
     decode.manager.free(decode.requests["first"])
@@ -176,4 +173,3 @@ def test_plain_use_of_a_prefix_loses_the_part_that_the_window_needs() -> None:
     hit, receive = decode.receive("second", params)
     assert hit == HIT and fetched(receive, 0) == range(HIT, STOP)
     assert fetched(receive, 1) == range(144, STOP)
-    end(producer, decode.half)

@@ -32,17 +32,8 @@ from vllm_pd_connector.errors import InvalidConfig, ProtocolError
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.lease import End, Freed
 from vllm_pd_connector.protocol.wire import messages as m
+from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.protocol.wire.fields import MAX_LEASES, MAX_REQUEST_FRAME, LeaseRef, Reading
-from vllm_pd_connector.protocol.wire.push_messages import (
-    AwaitCommands,
-    BeginCommand,
-    Commands,
-    InstanceAddress,
-    PrefillRef,
-    PushInto,
-    WriteCommand,
-)
-from vllm_pd_connector.sidechannel import server as server_module
 from vllm_pd_connector.sidechannel import unsent
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
@@ -90,13 +81,13 @@ def test_a_foreign_engine_id_is_refused_naming_both(server, client):
 
 def test_another_life_does_not_answer_for_what_the_last_one_was_asked(server, client):
     server.pushes.enable([b"t" * 16], 30.0)
-    prefill, home = PrefillRef("cmpl-1", None), InstanceAddress("d", "d" * 32, "127.0.0.1", 1)
+    prefill, home = pm.PrefillRef("cmpl-1", None), pm.InstanceAddress("d", "d" * 32, "127.0.0.1", 1)
     for life, refused in (("a" * 32, True), (server._incarnation, False), ("", False)):
-        message = m.WithdrawPush(prefill, secrets.token_bytes(16), life)
+        message = pm.WithdrawPush(prefill, secrets.token_bytes(16), life)
         reply = ask(client, server, message)
-        assert isinstance(reply, m.Failure if refused else m.Pushed), "its word would end a quarantine"
+        assert isinstance(reply, m.Failure if refused else pm.Pushed), "its word would end a quarantine"
         assert not refused or (reply.code is m.FailureCode.FOREIGN_ENGINE and life in reply.message)
-    asked = m.PushInto(prefill, home, 0, 0, 0, 0, 1, B, (), 0, 1, "0" * 16, incarnation="a" * 32)
+    asked = pm.PushInto(prefill, home, 0, 0, 0, 0, 1, B, (), 0, 1, "0" * 16, incarnation="a" * 32)
     assert ask(client, server, asked).code is m.FailureCode.FOREIGN_ENGINE
 
 
@@ -270,36 +261,36 @@ def test_an_answer_that_cannot_be_sent_is_a_failure_for_its_client_and_the_other
     server, client, monkeypatch
 ):
     server.pushes.enable([A, B], 30.0)
-    workers = [client.send(address(server), AwaitCommands(t, n, 0), PATIENCE_S) for n, t in enumerate((A, B))]
+    workers = [client.send(address(server), pm.AwaitCommands(t, n, 0), PATIENCE_S) for n, t in enumerate((A, B))]
     wait_for(lambda: server.counts().get("AwaitCommands") == 2)
-    unlucky = iter(workers[:1])
+    unlucky, encode = iter(workers[:1]), m.encode
 
-    def encode(seq: int, message: m.Reply) -> bytes:
-        if isinstance(message, Commands) and seq == next(unlucky, 0):
+    def encode_most(seq: int, message: m.Reply) -> bytes:
+        if isinstance(message, pm.Commands) and seq == next(unlucky, 0):
             raise ProtocolError("too large")
-        return m.encode(seq, message)
+        return encode(seq, message)
 
-    monkeypatch.setattr(server_module, "encode", encode)
+    monkeypatch.setattr(m, "encode", encode_most)
     blocks = (BlockTable(0, b"\1\0\0\0"),)
-    home = InstanceAddress("decode-0", INCARNATION, "127.0.0.1", 5600)
+    home = pm.InstanceAddress("decode-0", INCARNATION, "127.0.0.1", 5600)
     assert server.pushes.started("req", "name", 16, "0" * 16)
     client.send(
-        address(server), PushInto(PrefillRef("name", None), home, 0, 0, 0, 0, 1, A, blocks, 0, 16, "0" * 16), 60.0
+        address(server), pm.PushInto(pm.PrefillRef("name", None), home, 0, 0, 0, 0, 1, A, blocks, 0, 16, "0" * 16), 60.0
     )
     wait_for(lambda: server.pushes.wanted(["req"]))
     server.pushes.progressed([("req", blocks, 16)], 1)
     outcomes = collect(client, 2)
     failure = outcomes[workers[0]]
     assert isinstance(failure, m.Failure) and failure.code is m.FailureCode.INTERNAL and "too large" in failure.message
-    assert isinstance(outcomes[workers[1]], Commands)
+    assert isinstance(outcomes[workers[1]], pm.Commands)
 
 
 def test_a_server_remembers_no_large_answers_that_were_taken(server, client):
     server.pushes.enable([A], 30.0)
     blocks = (BlockTable(0, bytes(4 * 65536)),)
-    home = InstanceAddress("decode-0", INCARNATION, "127.0.0.1", 5600)
+    home = pm.InstanceAddress("decode-0", INCARNATION, "127.0.0.1", 5600)
     tokens = 1 << 20
-    into = PushInto(PrefillRef("name", None), home, 0, 0, 0, 0, 1, A, blocks, 0, tokens, "0" * 16)
+    into = pm.PushInto(pm.PrefillRef("name", None), home, 0, 0, 0, 0, 1, A, blocks, 0, tokens, "0" * 16)
     assert server.pushes.started("req", "name", tokens, "0" * 16)
     decode = SideChannelClient()  # of its own: it is told how far the push is whenever that takes long
     decode.send(address(server), into, 60.0)
@@ -309,9 +300,9 @@ def test_a_server_remembers_no_large_answers_that_were_taken(server, client):
     def take_order() -> None:
         nonlocal seen
         server.pushes.progressed([("req", blocks, seen + 1)], seen + 1)
-        orders = ask(client, server, AwaitCommands(A, 0, seen))
-        assert isinstance(orders, Commands)
-        assert [type(order) for order in orders.orders if not isinstance(order, BeginCommand)] == [WriteCommand]
+        orders = ask(client, server, pm.AwaitCommands(A, 0, seen))
+        assert isinstance(orders, pm.Commands)
+        assert [type(order) for order in orders.orders if not isinstance(order, pm.BeginCommand)] == [pm.WriteCommand]
         seen = orders.last
 
     for _ in range(30):

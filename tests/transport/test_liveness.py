@@ -7,7 +7,6 @@ import errno
 import os
 import resource
 import selectors
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.descriptors import no_descriptor_left
-from tests.support.forked import PROCESSES
+from tests.support.forked import Child
 from tests.support.processor_time import seconds_of
 from tests.support.transport.ends import until
 from vllm_pd_connector.errors import TransferError
@@ -314,20 +313,16 @@ def listen(pipe: Connection) -> None:
 
 
 def test_a_stopped_process_keeps_its_links_beyond_the_silence_that_ends_them() -> None:
-    ours, theirs = PROCESSES.Pipe()
-    process = PROCESSES.Process(target=listen, args=(theirs,), daemon=True)
-    process.start()
+    process = Child(60.0, listen)
     with contextlib.closing(LivenessHub(HOST, "here", silence_s=3)) as here:
-        line = here.dial(HOST, ours.recv(), "there", 10.0)
+        line = here.dial(HOST, process.answer(), "there", 10.0)
         until(lambda: line.state is LivenessState.OPEN, "an answer")
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGSTOP)
+        process.freeze()
         stopped = time.monotonic()
         until(lambda: line.state is LivenessState.LOST or time.monotonic() > stopped + 7, "twice that silence")
         assert line.state is LivenessState.OPEN, line.reason
         process.kill()
         assert "closed the connection" in lost(line) or line.ended
-        process.join()
 
 
 def test_an_idle_exchange_burns_no_cpu(exchange: Callable[..., LivenessHub]) -> None:

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.worker.decode_instance import Prefill
+from tests.support.worker.decode_instance import Prefill, decode, prefill
 from tests.support.worker.writer import Target, Writer
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.worker.peers import process_watch
+
+__all__ = ["decode", "prefill"]
 
 
 @pytest.fixture(autouse=True)
@@ -19,12 +21,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_watch, "SETTLE_S", 0.1)
     monkeypatch.setattr(process_watch, "AGAIN_S", 0.05)
     monkeypatch.setattr(process_watch, "LOOK_S", 0.02)
-
-
-@pytest.fixture
-def prefill() -> Iterator[Prefill]:
-    with contextlib.closing(Prefill()) as made:
-        yield made
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.worker.decode_instance import Decode, Prefill, until
-from vllm_pd_connector.config import Config
+from tests.support.worker.decode_instance import Prefill, until
 from vllm_pd_connector.protocol.lease import End, Freed
 from vllm_pd_connector.sidechannel.net.keys import create_keys, load_keys
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
@@ -26,13 +25,6 @@ NONCE = secrets.token_bytes(16)
 def server() -> Iterator[SideChannelServer]:
     with contextlib.closing(SideChannelServer("127.0.0.1", 0, "p-0", "ab" * 16)) as made:
         yield made
-
-
-@pytest.fixture
-def decode() -> Iterator[Decode]:
-    made = Decode(Config(transport="loopback", staging_bytes=0))
-    yield made
-    made.loop.close()
 
 
 def test_without_readers_a_worker_ends_at_once(server):

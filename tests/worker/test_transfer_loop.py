@@ -22,9 +22,7 @@ from tests.support.worker.decode_instance import (
     D_SIDE,
     Prefill,
     changed_model,
-    decode,
     lacking,
-    prefill,
     request_of,
     until,
 )
@@ -39,8 +37,6 @@ from vllm_pd_connector.worker.outbox import Outbox
 from vllm_pd_connector.worker.receive import ending
 from vllm_pd_connector.worker.receive.read_link import Bound, ReadLink
 from vllm_pd_connector.worker.transfer_loop import TransferLoop
-
-__all__ = ["decode", "prefill"]
 
 
 def test_a_read_puts_the_logical_elements_in_place_and_ends_the_lease(prefill, decode):

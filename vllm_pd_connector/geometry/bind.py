@@ -76,31 +76,12 @@ class Spans:
     first_valid_token: int = 0
 
 
-def bind(
-    edge: Edge,
-    source: BlockTables,
-    destination: BlockTables,
-    start: int,
-    stop: int,
-    *,
-    tail: Tail = Tail.EXACT,
-    states: bool = True,
-) -> Runs:
-    """Runs that move tokens [start, stop), in absolute positions, along one edge.
-
-    States have no token positions: the last block of each side's table moves, once, whatever the range; with
-    `layouts.recurrent=False` (a push in the middle of a prefill) they stay. Opaque pages move whole, so the range must
-    start at one of their boundaries and their last page moves with all its slots.
+def runs_of(paired: Sequence[tuple[PagePairing, Spans]]) -> Runs:
+    """The runs of paired spans.
 
     Raises:
-        BindError: a block id outside [1, num_blocks), a table that does not reach the range, a destination block
-            that would stay partly unfilled, a range that a tensor cannot follow, or more runs than can be moved.
+        BindError: more runs than can be moved.
     """
-    return runs_of(pair(edge, source, destination, start, stop, tail=tail, states=states))
-
-
-def runs_of(paired: Sequence[tuple[PagePairing, Spans]]) -> Runs:
-    """The runs of paired spans: the second half of `bind`, with its last error."""
     return concatenate([_pairing_runs(pairing, spans) for pairing, spans in paired])
 
 
@@ -176,10 +157,17 @@ def pair(
     states: bool = True,
     late: bool = False,
 ) -> list[tuple[PagePairing, Spans]]:
-    """The spans of every pairing that moves: the first half of `bind`, with its arguments and its errors.
+    """The spans of every pairing that moves, for tokens [start, stop), in absolute positions, along one edge.
 
-    With `late`, which is for the last move of a request only, the first block of a window may lack tokens that the
-    source does not hold and that nobody who computes position `stop` looks at; see `first_valid_tokens`.
+    States have no token positions: the last block of each side's table moves, once, whatever the range; without
+    `states` (a push in the middle of a prefill) they stay. Opaque pages move whole, so the range must start at one of
+    their boundaries and their last page moves with all its slots. With `late`, which is for the last move of a request
+    only, the first block of a window may lack tokens that the source does not hold and that nobody who computes
+    position `stop` looks at; see `first_valid_tokens`.
+
+    Raises:
+        BindError: a block id outside [1, num_blocks), a table that does not reach the range, a destination block
+            that would stay partly unfilled, or a range that a tensor cannot follow.
     """
     if not 0 <= start <= stop:
         raise BindError(f"token range [{start}, {stop}) is not a range; start must lie between 0 and stop")

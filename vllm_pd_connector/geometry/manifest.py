@@ -221,7 +221,7 @@ class Manifest(ManifestStruct, frozen=True):
 
     `scratch` is memory that holds nothing and that peers may read and write to see how fast that is; None if this
     worker cannot be asked to write, so that there is nothing to choose. `life`: None if it can only be guessed whether
-    this worker is there, so that it is never asked to write.
+    this worker is there, so that it is never asked to write. `draft_layers` are those of `tensors` that a drafter has.
     """
 
     version: int
@@ -237,3 +237,4 @@ class Manifest(ManifestStruct, frozen=True):
     endpoint: bytes
     scratch: Segment | None = None
     life: LivenessAddress | None = None
+    draft_layers: tuple[str, ...] = ()

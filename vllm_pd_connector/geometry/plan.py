@@ -47,7 +47,7 @@ from vllm_pd_connector.geometry.sharding import (
     intersect,
     require_one_writer,
 )
-from vllm_pd_connector.geometry.topology import box_of, drafts_alone, logical_axes, pair_differences, share_box
+from vllm_pd_connector.geometry.topology import box_of, drafted_alone, logical_axes, pair_differences, share_box
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -202,6 +202,7 @@ def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
         for tensor in source.tensors:
             holders.setdefault((tensor.layer, tensor.role), []).append((i, tensor))
 
+    alone = drafted_alone([destination], sources[0]) if sources else frozenset()
     known: dict[object, tuple[_Cut, ...]] = {}
     chosen: list[tuple[Tensor, _Cut, list[tuple[int, Tensor]], dict[str, int]]] = []
     served: dict[tuple[int, ...], dict[str, int]] = {}  # replicas to the layers they can serve, numbered
@@ -210,8 +211,7 @@ def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
         candidates = holders.get((tensor.layer, tensor.role), [])
         # A state cannot be missing: decode would go on from nothing.
         paged = destination.groups[tensor.group].kind is not GroupKind.STATE
-        alone = bool(sources) and drafts_alone(tensor.layer, destination.model, sources[0].model)
-        if not candidates and paged and alone:
+        if not candidates and paged and tensor.layer in alone:
             absent.append(_Part(tensor.layer, tensor, tensor, box_of(tensor.axes)))
             continue
         shape = (_shape(tensor), tuple((i, _shape(peer)) for i, peer in candidates))

@@ -7,7 +7,7 @@ The check is made of two questions, each answered completely before the next is 
    logical tensor.
 2. Do the cached numbers mean the same? Model facts, dtypes, roles, extents, windows: compared by name.
 
-One side may draft alone: the caches of its drafter are then nobody's to give or to want (`drafts_alone`).
+One side may draft alone: the caches of its drafter are then nobody's to give or to want (`drafted_alone`).
 
 Block sizes, layouts, tensor, pipeline and context parallel sizes, the interleaving of tokens and capacities may differ:
 the planner converts between them.
@@ -18,7 +18,6 @@ Source: xLLM, `check_pd_topo` (statuses, order of evaluation).
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
@@ -210,19 +209,9 @@ _ADVICE = {
 }
 
 
-_LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\b")
-
-
-def drafts_alone(layer: str, own: ModelFacts, peer: ModelFacts) -> bool:
-    """Whether a layer is a drafter's whose like the peer, which serves the same model, does not have since it does not
-    draft. A drafter's layers are numbered behind the model's, or are another model's.
-
-    Source: vLLM 0.32, `llama_eagle.py` (`start_layer_id`), `deepseek_mtp.py`, `v1/spec_decode/draft_model.py`.
-    """
-    if not own.speculative or peer.speculative:
-        return False
-    number = _LAYER_NUMBER.search(layer)
-    return layer.startswith("draft_model.") or (number is not None and int(number[1]) >= own.num_layers)
+def drafted_alone(own: Iterable[Manifest], peer: Manifest) -> frozenset[str]:
+    """Layers of a drafter whose like the peer, which serves the same model, does not have since it does not draft."""
+    return frozenset(layer for m in own for layer in m.draft_layers if not peer.model.speculative)
 
 
 def instance_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) -> list[Difference]:
@@ -245,10 +234,8 @@ def _role_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) -> 
     # One worker of a pipeline holds some of the layers; what only the other side has is then no difference.
     whole = len({m.parallel.pp_rank for m in local}) == local[0].parallel.pp_size
     found: dict[tuple[str, str], list[str]] = {}
-    mine, theirs = local[0].model, remote[0].model
-    for layer in sorted(here.keys() | (there.keys() if whole else set())):
-        if drafts_alone(layer, *((mine, theirs) if layer in here else (theirs, mine))):
-            continue
+    layers = here.keys() | (there.keys() - drafted_alone(remote, local[0]) if whole else set())
+    for layer in sorted(layers - drafted_alone(local, remote[0])):
         sides = here.get(layer, frozenset()), there.get(layer, frozenset())
         if sides[0] != sides[1]:
             printed = [", ".join(sorted(roles)) or "absent" for roles in sides]

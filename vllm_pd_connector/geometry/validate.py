@@ -100,6 +100,8 @@ def validate(manifest: Manifest) -> None:
             _refuse(field, "twice", "duplicate layer and role; skip layers that share another layer's cache")
         seen.add((tensor.layer, tensor.role))
         _check_tensor(field, tensor, manifest)
+    if unknown := sorted(set(manifest.draft_layers) - {layer for layer, _ in seen}):
+        _refuse("draft_layers", unknown[0][:MAX_TEXT], "must name layers of tensors")
     _check_overlaps(manifest)
 
 

@@ -12,19 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from vllm_pd_connector.bounded import Bounded
+from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.fields import MAX_REPLY_FRAME, LeaseRef
-from vllm_pd_connector.protocol.wire.messages import (
-    Accepted,
-    ChecksumJob,
-    ChecksumPart,
-    Failure,
-    FailureCode,
-    GetChecksums,
-    JobChecksums,
-    LeaseChecksums,
-    Reply,
-    body_size,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,9 +31,9 @@ MAX_JOB_BYTES = (
 
 @dataclass(slots=True)
 class _Work(Generic[B]):
-    job: ChecksumJob
+    job: m.ChecksumJob
     waiting: list[B] = field(default_factory=list)
-    pieces: dict[int, list[ChecksumPart]] = field(default_factory=dict)
+    pieces: dict[int, list[m.ChecksumPart]] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)  # bytes that each worker has sent
     done: set[int] = field(default_factory=set)
 
@@ -53,9 +42,9 @@ class _Work(Generic[B]):
         self.pieces.pop(worker, None)
         self.sizes.pop(worker, None)
 
-    def take(self, found: JobChecksums, workers: int) -> None:
+    def take(self, found: m.JobChecksums, workers: int) -> None:
         """Keep a message's checksums. When all are too large for an answer none are kept, and nobody makes more."""
-        self.sizes[found.worker] = self.sizes.get(found.worker, 0) + body_size(found)
+        self.sizes[found.worker] = self.sizes.get(found.worker, 0) + m.body_size(found)
         self.pieces.setdefault(found.worker, []).extend(found.pieces)
         if found.last:
             self.done.add(found.worker)
@@ -77,20 +66,20 @@ class Verification(Generic[B]):
         self._idle: dict[int, B] = {}
         self._number = 0
 
-    def ask(self, back: B, request: GetChecksums, tables: Sequence[BlockTable]) -> list[tuple[B, Reply]]:
+    def ask(self, back: B, request: m.GetChecksums, tables: Sequence[BlockTable]) -> list[tuple[B, m.Reply]]:
         """A reader of a held lease wants its checksums. Readers with the same range share a job."""
         key = (request.lease, request.starts, request.stop)
         if (work := self._work.get(key)) is None:
             self._number += 1
             # Of a job that is forgotten for this one, the readers' deadline ends them.
-            work = self._work[key] = _Work(ChecksumJob(self._number, tuple(tables), request.starts, request.stop))
+            work = self._work[key] = _Work(m.ChecksumJob(self._number, tuple(tables), request.starts, request.stop))
         if len(work.done) == self.workers:
             return [(back, _verified(work))]
         work.waiting = [*work.waiting[-MAX_WAITING + 1 :], back]
         idle = [worker for worker in self._idle if worker not in work.done]
         return [(self._idle.pop(worker), work.job) for worker in idle]
 
-    def next_job(self, back: B, worker: int) -> list[tuple[B, Reply]]:
+    def next_job(self, back: B, worker: int) -> list[tuple[B, m.Reply]]:
         """A worker has nothing to do."""
         for work in self._work.values():
             if worker not in work.done:
@@ -99,9 +88,9 @@ class Verification(Generic[B]):
         self._idle[worker] = back
         return []
 
-    def add(self, back: B, found: JobChecksums) -> list[tuple[B, Reply]]:
+    def add(self, back: B, found: m.JobChecksums) -> list[tuple[B, m.Reply]]:
         """A worker has made checksums."""
-        answers: list[tuple[B, Reply]] = [(back, Accepted())]
+        answers: list[tuple[B, m.Reply]] = [(back, m.Accepted())]
         for work in self._work.values():
             if work.job.job != found.job or found.worker in work.done or found.worker >= self.workers:
                 continue
@@ -112,7 +101,7 @@ class Verification(Generic[B]):
         return answers
 
 
-def _verified(work: _Work[B]) -> LeaseChecksums | Failure:
+def _verified(work: _Work[B]) -> m.LeaseChecksums | m.Failure:
     if work.too_large:
-        return Failure(FailureCode.NOT_OFFERED, f"the sums of this request take more than {MAX_JOB_BYTES} bytes")
-    return LeaseChecksums(tuple(piece for pieces in work.pieces.values() for piece in pieces))
+        return m.Failure(m.FailureCode.NOT_OFFERED, f"the sums of this request take more than {MAX_JOB_BYTES} bytes")
+    return m.LeaseChecksums(tuple(piece for pieces in work.pieces.values() for piece in pieces))

@@ -53,9 +53,6 @@ class PromptPrefix:
     blocks: PromptBlocks | None = None
 
 
-NOTHING_KNOWN = PromptPrefix()
-
-
 def prompt_prefix(body: Mapping[str, Any]) -> PromptPrefix:
     return PromptPrefix(prefix_keys(body), prompt_blocks(body))
 

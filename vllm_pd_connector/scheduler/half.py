@@ -183,6 +183,16 @@ class SchedulerHalf:
             held=self.producer.take_held(),
         )
 
+    def frees_blocks(self) -> bool:
+        """Give back the blocks of leases that have ended and of failed pushes, and what was offered in vain of running
+        prefills, so that of one that is preempted nothing stays referenced; whether any became free by it."""
+        if self._quarantine is None:
+            return False
+        before = self._quarantine.num_free_blocks
+        self.producer.take_back()
+        self.producer.drain()
+        return self._quarantine.num_free_blocks > before
+
     def update_output(self, output: KVConnectorOutput) -> None:
         """Called before vLLM frees the blocks of failed requests and caches those of received ones, so that quarantine
         and privacy come first."""

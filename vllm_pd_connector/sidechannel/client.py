@@ -23,16 +23,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError, Unreachable
-from vllm_pd_connector.protocol.wire.messages import (
-    REPLY_OF,
-    Failure,
-    FailureCode,
-    Reply,
-    Request,
-    decode_reply,
-    encode,
-    sequence_of,
-)
+from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.sidechannel.net.dial import Dial
 from vllm_pd_connector.sidechannel.net.sockets import MAX_PENDING, connect, dealer, place_of, take
 from vllm_pd_connector.sidechannel.net.watch import Watch
@@ -46,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Outcome = Reply | ProtocolError | DeadlineExceeded
+Outcome = m.Reply | ProtocolError | DeadlineExceeded
 
 MAX_SERVERS = 512  # at a time; see `_make_room`
 REDIAL_S = 0.25
@@ -108,7 +99,7 @@ class SideChannelClient:
         self._departed: list[str] = []
         self._due: list[tuple[int, Outcome]] = []  # for the next `receive`
 
-    def send(self, endpoint: str, request: Request, timeout_s: float) -> int:
+    def send(self, endpoint: str, request: m.Request, timeout_s: float) -> int:
         """Send a request to the server at `endpoint` (see `net.sockets.endpoint`); returns its token.
 
         Raises:
@@ -117,7 +108,7 @@ class SideChannelClient:
         """
         token = next(self._tokens)
         now = self._clock()
-        frame = encode(token, request)
+        frame = m.encode(token, request)
         link = self._links.get(endpoint)
         if link is None:
             place = place_of(endpoint)
@@ -126,7 +117,7 @@ class SideChannelClient:
             link = self._links[endpoint] = _Link(endpoint, *place, *made, now)
         if len(link.pending) >= MAX_PENDING:
             raise ProtocolError(f"{len(link.pending)} requests are under way there, the limit is {MAX_PENDING}")
-        link.pending[token] = _Pending(frame, REPLY_OF[type(request)], now + timeout_s, timeout_s)
+        link.pending[token] = _Pending(frame, m.REPLY_OF[type(request)], now + timeout_s, timeout_s)
         link.used_at = now
         if link.connected:
             _transmit(link, frame)
@@ -252,17 +243,17 @@ class SideChannelClient:
         try:
             if len(parts) != 1:
                 raise ProtocolError(f"message parts: {len(parts)} there, 1 here")
-            seq, reply = decode_reply(parts[0])
+            seq, reply = m.decode_reply(parts[0])
         except ProtocolError as error:
-            seq = sequence_of(parts[0])
+            seq = m.sequence_of(parts[0])
             # What names no request of ours says that none of them will be understood there.
             blamed = [seq] if seq in link.pending else list(link.pending) if seq == 0 else []
             for token in blamed:
                 del link.pending[token]
             return [(token, error) for token in blamed]
         link.answered = True
-        if seq == 0 and isinstance(reply, Failure):
-            if reply.code is FailureCode.LEAVING:
+        if seq == 0 and isinstance(reply, m.Failure):
+            if reply.code is m.FailureCode.LEAVING:
                 self._departed.append(link.endpoint)
             tokens = list(link.pending)
             link.pending.clear()
@@ -270,7 +261,7 @@ class SideChannelClient:
         pending = link.pending.pop(seq, None)
         if pending is None:  # a reply that came after its deadline, or a second one
             return []
-        if isinstance(reply, Failure | pending.expected):
+        if isinstance(reply, m.Failure | pending.expected):
             return [(seq, reply)]
         wrong = f"{type(reply).__name__} there, {pending.expected.__name__} or Failure here"
         return [(seq, ProtocolError(f"kind of reply: {wrong}"))]

@@ -11,17 +11,8 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.protocol.lease import End, Freed, LeaseTable
 from vllm_pd_connector.protocol.push.table import ANSWER_S, PushTable
+from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.protocol.wire.messages import Ack, Failure, FailureCode, Reply
-from vllm_pd_connector.protocol.wire.push_messages import (
-    AwaitCommands,
-    DeclinePush,
-    KeepPrefills,
-    Pushed,
-    PushEnded,
-    PushInto,
-    PushState,
-    WithdrawPush,
-)
 from vllm_pd_connector.sidechannel.worker_auth import refusal
 
 if TYPE_CHECKING:
@@ -56,12 +47,12 @@ class PushService:
 
     # From the scheduler half, in any thread
 
-    def enable(self, tokens: Sequence[bytes], patience_s: float, step_s: float = inf) -> None:
+    def enable(self, tokens: Sequence[bytes], wait_timeout_s: float, step_s: float = inf) -> None:
         """Accept pushes from now on; `tokens` are those of this instance's workers, in rank order, and the times those
         of `PushTable`."""
         with self._lock:
             self._tokens = tuple(tokens)
-            self._table = PushTable(len(tokens), patience_s, step_s)
+            self._table = PushTable(len(tokens), wait_timeout_s, step_s)
 
     def started(self, request_id: str, name: str, num_tokens: int, prompt_digest: str) -> bool:
         """See `PushTable.started`; false also if this instance does not push."""
@@ -142,12 +133,12 @@ class PushService:
 
     def serve(
         self,
-        request: PushInto | WithdrawPush | DeclinePush | KeepPrefills | AwaitCommands | PushEnded,
+        request: pm.PushInto | pm.WithdrawPush | pm.DeclinePush | pm.KeepPrefills | pm.AwaitCommands | pm.PushEnded,
         ticket: Ticket,
         now: float,
     ) -> Reply | None:
         """The reply, or None if it comes later, out of `take_replies`."""
-        if isinstance(request, AwaitCommands | PushEnded):
+        if isinstance(request, pm.AwaitCommands | pm.PushEnded):
             return self._serve_worker(request, ticket, now)
         return self._serve_push(request, ticket, now)
 
@@ -183,35 +174,35 @@ class PushService:
         return self._table.next_deadline() if self._table is not None else None
 
     def _serve_push(
-        self, request: PushInto | WithdrawPush | DeclinePush | KeepPrefills, ticket: Ticket, now: float
-    ) -> Pushed | Ack | None:
+        self, request: pm.PushInto | pm.WithdrawPush | pm.DeclinePush | pm.KeepPrefills, ticket: Ticket, now: float
+    ) -> pm.Pushed | Ack | None:
         if self._table is None:
-            if isinstance(request, DeclinePush | KeepPrefills):
+            if isinstance(request, pm.DeclinePush | pm.KeepPrefills):
                 return Ack()
             here = "this instance does not push: start it as kv_producer with mode push, or both sides with mode pull"
-            return Pushed(PushState.FAILED, here, True)
+            return pm.Pushed(pm.PushState.FAILED, here, True)
         match request:
-            case PushInto():
+            case pm.PushInto():
                 if (lease := self._table.register(request, ticket, now)) is not None:
                     self._leases.extend(lease, now, 2 * ANSWER_S)
-            case WithdrawPush():
+            case pm.WithdrawPush():
                 self._table.withdraw(request, ticket, now)
-            case DeclinePush():
+            case pm.DeclinePush():
                 self._table.decline(request, now)
                 return Ack()
-            case KeepPrefills(prefills):
+            case pm.KeepPrefills(prefills):
                 for lease in map(self._table.keep, prefills):
                     if lease is not None:
                         self._leases.extend(lease, now, 0.0)
                 return Ack()
         return None
 
-    def _serve_worker(self, request: AwaitCommands | PushEnded, ticket: Ticket, now: float) -> Reply | None:
+    def _serve_worker(self, request: pm.AwaitCommands | pm.PushEnded, ticket: Ticket, now: float) -> Reply | None:
         if self._table is None:
             return Failure(FailureCode.NOT_READY, "this instance has no workers that push, or not yet")
         if (failure := refusal(request, self._tokens)) is not None:
             return failure
-        if isinstance(request, PushEnded):
+        if isinstance(request, pm.PushEnded):
             self._table.ended(request)
             return Ack()
         self._table.await_commands(request, ticket, now)

@@ -26,42 +26,9 @@ from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.lease import UNTOLD, End, Freed, Given, LeaseTable, Told
 from vllm_pd_connector.protocol.verification import Verification
+from vllm_pd_connector.protocol.wire import messages as m
+from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.protocol.wire.fields import MAX_TEXT
-from vllm_pd_connector.protocol.wire.messages import (
-    Describe,
-    Failure,
-    FailureCode,
-    FindConversation,
-    FoundConversation,
-    GetChecksums,
-    GetLeaseCount,
-    GetManifests,
-    JobChecksums,
-    LeaseCount,
-    Manifests,
-    NextChecksumJob,
-    ReadDone,
-    Release,
-    Released,
-    Renew,
-    Renewed,
-    Reply,
-    Request,
-    VersionMismatch,
-    decode_request,
-    encode,
-    sequence_of,
-)
-from vllm_pd_connector.protocol.wire.push_messages import (
-    AwaitCommands,
-    DeclinePush,
-    KeepPrefills,
-    Pushed,
-    PushEnded,
-    PushInto,
-    PushState,
-    WithdrawPush,
-)
 from vllm_pd_connector.sidechannel.net.keys import ZAP_DOMAIN, Keys, proved_key
 from vllm_pd_connector.sidechannel.net.sockets import bound_router, take
 from vllm_pd_connector.sidechannel.net.watch import Watch
@@ -128,14 +95,14 @@ class SideChannelServer:
         self._wake = Wake()
         self.pushes = PushService(self._leases, self._lock, self._wake.set, clock)
         self._freed: list[Freed] = []
-        self._manifests: Manifests | None = None
+        self._manifests: m.Manifests | None = None
         self._tokens: tuple[bytes, ...] = ()
         self._verifies = verifies
         self._keyed = keys is not None
         self._tell_freed = freed
         self._verification: Verification[Ticket] = Verification(0)
         self._counts: Counter[str] = Counter()
-        self._due: list[tuple[Ticket, Reply]] = []  # to others than the client that is being answered
+        self._due: list[tuple[Ticket, m.Reply]] = []  # to others than the client that is being answered
         self._unsent = UnsentReplies()
         self._log_at = -math.inf
         self._closing = False
@@ -166,8 +133,8 @@ class SideChannelServer:
         Raises:
             ProtocolError: they do not fit one reply.
         """
-        message = Manifests(self._engine_id, self._incarnation, tuple(manifests))
-        encode(0, message)
+        message = m.Manifests(self._engine_id, self._incarnation, tuple(manifests))
+        m.encode(0, message)
         with self._lock:
             self._manifests, self._tokens = message, tuple(tokens)
             self._verification.workers = len(manifests)
@@ -260,7 +227,7 @@ class SideChannelServer:
         with self._lock:
             self._leases.drop_all(self._clock())
         for client in self._clients:
-            self._send(client, 0, Failure(FailureCode.LEAVING, "the prefill instance is shutting down"))
+            self._send(client, 0, m.Failure(m.FailureCode.LEAVING, "the prefill instance is shutting down"))
         self._router.close(linger=_GOODBYE_MS)
 
     def _sleep_ms(self) -> int:
@@ -279,109 +246,118 @@ class SideChannelServer:
             self._watch.took(frames[-1] if frames else first)
             client, parts = first.bytes, [frame.bytes for frame in frames]
             self._clients[client] = None
-            seq = sequence_of(parts[0]) if parts else 0
+            seq = m.sequence_of(parts[0]) if parts else 0
             asker = proved_key(frames[-1]) if self._keyed and frames else None
             reply = self._answer(parts, (client, seq), asker)
             if reply is not None:
                 self._send(client, seq, reply)
 
-    def _answer(self, parts: list[bytes], ticket: Ticket, asker: object) -> Reply | None:
+    def _answer(self, parts: list[bytes], ticket: Ticket, asker: object) -> m.Reply | None:
         """The reply, or None if it comes later. `asker` is the client's key, None without keys."""
         try:
             if len(parts) != 1:
                 raise ProtocolError(f"message parts: {len(parts)} there, 1 here; use a DEALER socket")
-            _, request = decode_request(parts[0])
-            if isinstance(request, PushInto) and request.home.server_key != asker:
-                return Pushed(PushState.FAILED, _not_home(request.home.server_key, asker), True)
+            _, request = m.decode_request(parts[0])
+            if isinstance(request, pm.PushInto) and request.home.server_key != asker:
+                return pm.Pushed(pm.PushState.FAILED, _not_home(request.home.server_key, asker), True)
             with self._lock:
                 self._counts[type(request).__name__] += 1
                 return self._serve(request, ticket)
-        except VersionMismatch as error:
-            return self._failure(FailureCode.VERSION, str(error))
+        except m.VersionMismatch as error:
+            return self._failure(m.FailureCode.VERSION, str(error))
         except ProtocolError as error:
-            return self._failure(FailureCode.MALFORMED, str(error))
+            return self._failure(m.FailureCode.MALFORMED, str(error))
         except Exception as error:  # a defect of ours must not take the other requests with it
             logger.exception("side channel: a request failed")
-            return self._failure(FailureCode.INTERNAL, f"{type(error).__name__}: {error}")
+            return self._failure(m.FailureCode.INTERNAL, f"{type(error).__name__}: {error}")
 
-    def _verify(self, request: GetChecksums | NextChecksumJob | JobChecksums, ticket: Ticket) -> Reply | None:
+    def _verify(self, request: m.GetChecksums | m.NextChecksumJob | m.JobChecksums, ticket: Ticket) -> m.Reply | None:
         """The reply to this request, if it is due; those to others that become due are sent after it."""
-        answers: list[tuple[Ticket, Reply]] = []
+        answers: list[tuple[Ticket, m.Reply]] = []
         if (
-            isinstance(request, NextChecksumJob | JobChecksums)
+            isinstance(request, m.NextChecksumJob | m.JobChecksums)
             and (failure := refusal(request, self._tokens)) is not None
         ):
             return failure
         match request:
-            case NextChecksumJob():
+            case m.NextChecksumJob():
                 answers = self._verification.next_job(ticket, request.worker)
-            case JobChecksums():
+            case m.JobChecksums():
                 answers = self._verification.add(ticket, request)
-            case GetChecksums():
+            case m.GetChecksums():
                 tables = self._leases.tables_of(request.lease, self._clock())
                 if not self._verifies:
                     text = "verify is off on the prefill instance: set it there too, or switch it off here"
-                    return Failure(FailureCode.NOT_OFFERED, text)
+                    return m.Failure(m.FailureCode.NOT_OFFERED, text)
                 if tables is None:
-                    return Failure(FailureCode.NOT_OFFERED, "the lease is not held any more")
+                    return m.Failure(m.FailureCode.NOT_OFFERED, "the lease is not held any more")
                 answers = self._verification.ask(ticket, request, tables)
         self._due += [(other, reply) for other, reply in answers if other != ticket]
         return dict(answers).get(ticket)
 
-    def _serve(self, request: Request, ticket: Ticket) -> Reply | None:
+    def _serve(self, request: m.Request, ticket: Ticket) -> m.Reply | None:
         now = self._clock()
         match request:
-            case GetManifests(engine_id):
+            case m.GetManifests(engine_id):
                 return self._describe(engine_id)
-            case Describe():
+            case m.Describe():
                 return self._describe(self._engine_id)
-            case Renew(leases):
-                return Renewed(tuple(self._leases.renew(leases, now)))
-            case ReadDone():
+            case m.Renew(leases):
+                return m.Renewed(tuple(self._leases.renew(leases, now)))
+            case m.ReadDone():
                 return self._leases.read_done(request, now)
-            case Release(leases):
+            case m.Release(leases):
                 self._leases.release(leases, now)
-                return Released()
-            case GetChecksums() | NextChecksumJob() | JobChecksums():
+                return m.Released()
+            case m.GetChecksums() | m.NextChecksumJob() | m.JobChecksums():
                 return self._verify(request, ticket)
-            case FindConversation(name):
-                return FoundConversation(self._leases.answer_of(name, now))
-            case GetLeaseCount():
+            case m.FindConversation(name):
+                return m.FoundConversation(self._leases.answer_of(name, now))
+            case m.GetLeaseCount():
                 self._leases.tick(now)
-                return LeaseCount(self._leases.awaited())
-            case PushInto() | WithdrawPush() if request.incarnation not in ("", self._incarnation):
-                return Failure(
-                    FailureCode.FOREIGN_ENGINE,
+                return m.LeaseCount(self._leases.awaited())
+            case pm.PushInto() | pm.WithdrawPush() if request.incarnation not in ("", self._incarnation):
+                return m.Failure(
+                    m.FailureCode.FOREIGN_ENGINE,
                     f"incarnation: {request.incarnation} asked for, {self._incarnation} here; the prefill instance at "
                     "this address was restarted or replaced, and what its former workers do is not known here",
                 )
-            case PushInto() | WithdrawPush() | DeclinePush() | KeepPrefills() | AwaitCommands() | PushEnded():
+            case (
+                pm.PushInto()
+                | pm.WithdrawPush()
+                | pm.DeclinePush()
+                | pm.KeepPrefills()
+                | pm.AwaitCommands()
+                | pm.PushEnded()
+            ):
                 return self.pushes.serve(request, ticket, now)
 
-    def _describe(self, engine_id: str) -> Reply:
+    def _describe(self, engine_id: str) -> m.Reply:
         if engine_id != self._engine_id:
-            return Failure(
-                FailureCode.FOREIGN_ENGINE,
+            return m.Failure(
+                m.FailureCode.FOREIGN_ENGINE,
                 f"engine_id: {engine_id!r} asked for, {self._engine_id!r} here; the prefill instance at this address "
                 "was replaced, or two instances share it",
             )
         if self._manifests is None:
-            return Failure(FailureCode.NOT_READY, "the prefill instance's workers have not described themselves yet")
+            return m.Failure(
+                m.FailureCode.NOT_READY, "the prefill instance's workers have not described themselves yet"
+            )
         return self._manifests
 
-    def _failure(self, code: FailureCode, message: str) -> Failure:
+    def _failure(self, code: m.FailureCode, message: str) -> m.Failure:
         self._log(f"side channel: refused a request ({code}): {message}")
-        return Failure(code, message[:MAX_TEXT])
+        return m.Failure(code, message[:MAX_TEXT])
 
-    def _send(self, client: bytes, seq: int, reply: Reply) -> None:
-        if isinstance(reply, Manifests) and not self._unsent.has_room(client):
-            reply = Failure(FailureCode.BUSY, "earlier replies were not taken yet; ask again later")
+    def _send(self, client: bytes, seq: int, reply: m.Reply) -> None:
+        if isinstance(reply, m.Manifests) and not self._unsent.has_room(client):
+            reply = m.Failure(m.FailureCode.BUSY, "earlier replies were not taken yet; ask again later")
         try:
-            frame = encode(seq, reply)
+            frame = m.encode(seq, reply)
         except Exception as error:  # this client's answer alone is lost, and it is told so
-            reply = self._failure(FailureCode.INTERNAL, f"{type(error).__name__}: {error}")
-            frame = encode(seq, reply)
-        if isinstance(reply, Failure):
+            reply = self._failure(m.FailureCode.INTERNAL, f"{type(error).__name__}: {error}")
+            frame = m.encode(seq, reply)
+        if isinstance(reply, m.Failure):
             with self._lock:
                 self._counts[f"failure:{reply.code}"] += 1
         try:

@@ -20,6 +20,7 @@ from vllm_pd_connector.compat.model.caches import (
     layer_states,
     transfer_groups,
 )
+from vllm_pd_connector.compat.model.layers import draft_layers
 from vllm_pd_connector.compat.model.pages import Form
 from vllm_pd_connector.errors import InvalidTopology, UnsupportedCache
 from vllm_pd_connector.geometry.layouts import attention
@@ -87,6 +88,7 @@ def build_manifest(
         tensors=tuple(tensors),
         transport=transport,
         endpoint=b"",
+        draft_layers=draft_layers(vllm_config, dict.fromkeys(tensor.layer for tensor in tensors)),
     )
 
 

@@ -128,8 +128,8 @@ class TransferLoop:
             self._wake.set()
 
     def close(self) -> None:
-        """End the thread: receives under way fail and their leases are given back, but nobody takes their reports any
-        more. Nothing is written to memory after this returns, unless the thread still `runs`."""
+        """End the thread: receives and pushes under way fail and their leases are given back, but nobody takes their
+        reports any more. No cache is read or written after this returns, unless the thread still `runs`."""
         self._stop = True
         self._wake.set()
         self._thread.join(timeout=SHUTDOWN_S)
@@ -155,7 +155,12 @@ class TransferLoop:
             while not self._stop:
                 self._calls.wait(self._wake, self._next_deadline())
                 self._turn(time.monotonic())
-            self._receives.fail_all("this instance is shutting down", time.monotonic())
+            self._fail_all("this instance is shutting down", time.monotonic())
+
+    def _fail_all(self, reason: str, now: float) -> None:
+        self._receives.fail_all(reason, now)
+        if self._pushes is not None:
+            self._pushes.fail_all(reason, now)
 
     def _begin_work(self, ending: contextlib.ExitStack) -> None:
         """Make what the thread works with; `ending` gets what becomes of it, however far this comes."""
@@ -214,10 +219,7 @@ class TransferLoop:
             self._processes.tick(now)
         except Exception as error:
             logger.exception("the transfer thread met an unexpected error")
-            reason = f"unexpected {type(error).__name__}: {error}"
-            self._receives.fail_all(reason, now)
-            if self._pushes is not None:
-                self._pushes.fail_all(reason, now)
+            self._fail_all(f"unexpected {type(error).__name__}: {error}", now)
             self._wake.set()
         self._outbox.flush()
 
@@ -226,7 +228,7 @@ class TransferLoop:
             self._receives.begin(request, now)
         except Exception as error:  # a defect of ours that one request met must not reach the others
             logger.exception("request %s: its receive could not begin", request.request_id)
-            self._receives.fail(request.request_id, f"unexpected {type(error).__name__}: {error}", now)
+            self._receives.fail(request, f"unexpected {type(error).__name__}: {error}", now)
 
     def _poll_staged(self, now: float) -> None:
         for stream, failure in self._stager.poll():

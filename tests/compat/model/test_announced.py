@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention.static_sink_attention import StaticSinkAttention
 
 from vllm_pd_connector.compat.model.announced import announced_layers
 
@@ -22,18 +23,26 @@ def config(modules: dict[str, object], **changes: object) -> Any:
     return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=modules), **settings)
 
 
+class OwnForward(MLAAttention):
+    """As DeepSeek-V3.2's, which calls its kernels itself."""
+
+    def forward(self, *_: Any) -> Any: ...
+
+
 LAYERS = {
     "0.attn": layer(Attention, attn_type="decoder", kv_sharing_target_layer_name=None),
     "0.indexer": object(),
     "1.attn": layer(MLAAttention),
     "2.attn": layer(Attention, attn_type="decoder", kv_sharing_target_layer_name="0.attn"),
     "3.attn": layer(Attention, attn_type="encoder_only", kv_sharing_target_layer_name=None),
+    "own.attn": layer(OwnForward),
+    "sink.attn": layer(StaticSinkAttention, attn_type="decoder", kv_sharing_target_layer_name=None),
     "4.attn": layer(Attention, attn_type="decoder", kv_sharing_target_layer_name=None),
 }
 
 
 def test_layers_with_pages_of_their_own_in_the_order_of_the_forward() -> None:
-    assert announced_layers(config(LAYERS), LAYERS) == (("0.attn", "1.attn", "4.attn"), "")
+    assert announced_layers(config(LAYERS), LAYERS) == (("0.attn", "1.attn", "sink.attn", "4.attn"), "")
     assert announced_layers(config(LAYERS), ["4.attn", "0.attn"]) == (("0.attn", "4.attn"), "")
 
 
@@ -53,8 +62,13 @@ def test_drafts_from_the_tokens_alone_write_nothing() -> None:
     assert announced_layers(config(LAYERS, speculative_config=SimpleNamespace(method="ngram")), LAYERS)[0]
 
 
-def test_where_no_layer_is_announced_it_is_said() -> None:
-    assert announced_layers(config({"0.indexer": object()}), LAYERS) == (
-        (),
-        "no layer of this worker announces its pages",
-    )
+@pytest.mark.parametrize("silent", ["0.indexer", "own.attn"])
+def test_where_no_layer_is_announced_it_is_said(silent: str) -> None:
+    said = "no layer of this worker announces its pages"
+    assert announced_layers(config({silent: LAYERS[silent]}), LAYERS) == ((), said)
+
+
+def test_the_attention_of_deepseek_v32_announces_nothing() -> None:
+    from vllm.models.deepseek_v32.attention import DeepseekV32Attention
+
+    assert announced_layers(config({"0.attn": layer(DeepseekV32Attention)}), LAYERS)[0] == ()

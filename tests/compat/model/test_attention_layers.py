@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_pd_connector.compat.model import caches, facts
-from vllm_pd_connector.compat.model.layers import LayerFacts, layer_facts
+from vllm_pd_connector.compat.model.layers import LayerFacts, draft_layers, layer_facts
 from vllm_pd_connector.compat.model.recurrent import StateGroup, state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import UnsupportedCache
@@ -63,7 +63,7 @@ def instance(
         monkeypatch.setattr(facts, "coordinates", lambda _, rank=rank: Coordinates(rank, tp_size, 0, 1, 0, 1, 1, 1))
         cache = torch.zeros((4, 1, 64, content), dtype=spec.dtype)
         described = {"incarnation": "0" * 32, "config": Config(), "software": "test", "transport": "nixl"}
-        found.append(build_manifest(None, config, {LAYER: cache}, **described))
+        found.append(build_manifest(SimpleNamespace(speculative_config=None), config, {LAYER: cache}, **described))
         validate(found[-1])
     return found
 
@@ -154,3 +154,19 @@ def test_a_ring_of_latest_tokens_is_a_state_to_both_halves() -> None:
     config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)])
     assert [(group.kind, group.block_tokens) for group in caches.transfer_groups(config)] == [(GroupKind.STATE, 0)]
     assert state_groups(config) == {0: StateGroup(scratch=0, block_tokens=0)}
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [("eagle", ("model.layers.2.self_attn.attn", "draft_model.layers.0.self_attn.attn")), ("ngram", ()), (None, ())],
+)
+def test_the_layers_of_a_drafter_are_numbered_behind_the_models_or_are_another_models(
+    method: str | None, expected: tuple[str, ...]
+) -> None:
+    config: Any = SimpleNamespace(
+        speculative_config=method and SimpleNamespace(method=method),
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 2),
+    )
+    own = ["model.layers.0.self_attn.attn", "model.layers.1.mixer", "lm_head.index"]
+    drafted = ["model.layers.2.self_attn.attn", "draft_model.layers.0.self_attn.attn"]
+    assert draft_layers(config, [*own, *drafted]) == expected

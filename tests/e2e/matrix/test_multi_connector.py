@@ -4,7 +4,7 @@ ExampleConnector loads synchronously, before the forward of the step, and knows 
 calls other methods in another order than it does alone. StoringConnector (of the tests) loads and saves between steps,
 as OffloadingConnector does where there is a GPU. KeepingConnector (of the tests) has vLLM keep the blocks of
 every finished request, and says in the next step that it is done with them. That every block is free again, and every
-byte right, is checked by the `pair` fixture after each test.
+byte right, is checked by the `pair` fixture after each test. Clients of a push that leave are in `test_push_orders`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from examples.launch import Server
 from tests.support.servers.cluster import SHORT_LEASE_S, Cluster, until
-from tests.support.servers.legs import LONG, legs, paused, refused_within
+from tests.support.servers.legs import legs, paused
 from tests.support.servers.matrix import BESIDE_ROWS, STORED_ROWS, Row
 from tests.support.servers.over import over
 from tests.support.servers.workload import AT_ONCE_S, SCENARIOS, Stream, ask, by_length, prompts
@@ -97,26 +97,6 @@ def test_a_decode_whose_client_leaves_while_it_loads_keeps_nothing(pair: Cluster
         with Stream(pair.decode.url, pair.body(prompt, kv_transfer_params=pair.prefill_only(prompt))):
             pass
     until(lambda: pair.is_settled(pair.prefill), "the prefills to be freed", seconds=SHORT_LEASE_S / 2)
-
-
-@over(PUSH_ROWS)
-def test_a_decode_client_that_leaves_before_the_prefill_came_keeps_nothing(pair: Cluster) -> None:
-    with legs(pair) as both:
-        with Stream(pair.decode.url, both.decode_body):
-            both.registered()
-        until(lambda: pair.is_settled(pair.decode), "the decode instance to give up", seconds=AT_ONCE_S)
-        both.prefill().result()
-
-
-@over(PUSH_ROWS)
-def test_a_prefill_client_that_leaves_fails_the_decode_at_once(pair: Cluster) -> None:
-    with legs(pair) as both:
-        answer = both.decode()
-        both.registered()
-        with Stream(pair.prefill.url, both.prefill_body | {"max_tokens": 2048 - LONG}):
-            until(lambda: pair.holds_blocks(pair.prefill), "the prefill to compute")
-        with refused_within(AT_ONCE_S):
-            answer.result()
 
 
 @over(PULL_ROWS)

@@ -17,7 +17,7 @@ import pytest
 from tests.support.servers.cluster import SHORT_LEASE_S, Cluster, until
 from tests.support.servers.digests import received
 from tests.support.servers.legs import LONG, Legs, legs, paused, refused_within
-from tests.support.servers.matrix import LAYER_ROWS, ORDER_ROWS
+from tests.support.servers.matrix import LAYER_ROWS, ORDER_ROWS, STORED_ROWS
 from tests.support.servers.over import over
 from tests.support.servers.workload import AT_ONCE_S, Refused, Stream, ask, prompts
 from vllm_pd_connector.config import Config
@@ -26,6 +26,9 @@ from vllm_pd_connector.protocol.push.table import ANSWER_S
 assert AT_ONCE_S < ANSWER_S / 2, "who is told only when the time for an answer has come is not told at once"
 SILENCE_S = Config().handshake_timeout + ANSWER_S
 """After which a decode instance gives up a prefill instance that says nothing."""
+
+LEAVING_ROWS = [*ORDER_ROWS, *(row for row in STORED_ROWS if row.mode == "push")]
+"""Also beside another connector."""
 
 
 @over(ORDER_ROWS)
@@ -141,7 +144,7 @@ def test_a_prefill_that_ends_by_a_stop_token_is_written_whole(pair: Cluster) -> 
         assert received(pair.take_digests())
 
 
-@over(ORDER_ROWS)
+@over(LEAVING_ROWS)
 def test_a_decode_client_that_leaves_before_the_prefill_came_keeps_nothing(pair: Cluster) -> None:
     with legs(pair) as both:
         with Stream(pair.decode.url, both.decode_body):
@@ -161,7 +164,7 @@ def test_a_decode_client_that_leaves_while_chunks_are_written_keeps_nothing(pair
         answer.result()
 
 
-@over(ORDER_ROWS)
+@over(LEAVING_ROWS)
 def test_a_prefill_client_that_leaves_fails_the_decode_at_once(pair: Cluster) -> None:
     with legs(pair) as both:
         answer = both.decode()

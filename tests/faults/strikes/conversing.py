@@ -36,13 +36,13 @@ PRESSED_TOKENS = 40
 READING_S = 0.06
 """A moment in the first milliseconds after the second turn's prefill was asked: its questions, or its read."""
 LONGEST_STOP_S = 3.0
-COUNTED = re.compile(r"^vllm:pd_turns_(read|computed)_total\{[^}]*\} (\S+)$", re.MULTILINE)
+COUNTED = re.compile(r"^vllm:pd_(turns_read|turns_computed|conversations_kept)_total\{[^}]*\} (\S+)$", re.MULTILINE)
 
 
-def turns(world: World, p: Instance) -> dict[str, float]:
-    """How many turns a prefill instance has read, and computed."""
-    world.holdings(p)  # renews its metrics
-    return {name: float(value) for name, value in COUNTED.findall(p.metrics())}
+def counted(world: World, instance: Instance, what: str) -> float:
+    """How many turns an instance has read or computed, or conversations kept."""
+    world.holdings(instance)  # renews its metrics
+    return {name: float(value) for name, value in COUNTED.findall(instance.metrics())}[what]
 
 
 def press(world: World, d: Instance, rng: random.Random) -> None:
@@ -65,6 +65,7 @@ class Talk:
         world.answers[self.prompt] = world.compute(d, self.prompt)
         world.forget_prefixes()
         name = secrets.token_hex(8)
+        self.kept_before = counted(world, d, "conversations_kept")
         self.first = world.prefill(p, began)
         if self.first.params is not None:
             self.first = world.decode(d, began, {**self.first.params, "transfer_id": name})
@@ -109,15 +110,16 @@ def _told(strike: Callable[[Talk, Fault], Struck]) -> Callable[[World, Instance,
 def gone(talk: Talk, fault: Fault) -> Struck:
     """What is held ends before the next turn comes, which is computed."""
     world, d = talk.world, talk.d
-    before = turns(world, talk.p)["computed"]
+    before = counted(world, talk.p, "turns_computed")
     if fault.where == "lease over":
         held = d.at_start.get("pd_conversations_held", 0.0)
+        wait_until(lambda: counted(world, d, "conversations_kept") > talk.kept_before, "what is kept is counted")
         wait_until(lambda: world.holdings(d).get("pd_conversations_held", 0.0) == held, "the lease ends")
     elif fault.where == "forgotten":
         world.forget_prefixes()
     press(world, d, talk.rng)
     outcomes = talk.go_on(talk.prefill())
-    return talk.end(outcomes, turns(world, talk.p)["computed"] - before)
+    return talk.end(outcomes, counted(world, talk.p, "turns_computed") - before)
 
 
 @_told

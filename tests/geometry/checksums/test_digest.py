@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from tests.support.geometry.mismatches import mismatches
 from tests.support.geometry.moves import moves
 from tests.support.geometry.request import Move, make_move
 from tests.support.geometry.world import Model, Side, instance, table, write
 from tests.support.geometry.written import written
 from vllm_pd_connector.errors import BindError
-from vllm_pd_connector.geometry.checksums.digest import digests, mismatches
+from vllm_pd_connector.geometry.checksums.digest import digests
 
 
 @settings(max_examples=150, deadline=None)

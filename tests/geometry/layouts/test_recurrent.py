@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.geometry.mismatches import mismatches
+from tests.support.geometry.request import bind
 from tests.support.geometry.world import FACTS
 from vllm_pd_connector.errors import UnsupportedCache
-from vllm_pd_connector.geometry.bind import Tail, bind, pair
+from vllm_pd_connector.geometry.bind import Tail, pair
 from vllm_pd_connector.geometry.blocks import BlockTable
-from vllm_pd_connector.geometry.checksums.digest import digests, mismatches
+from vllm_pd_connector.geometry.checksums.digest import digests
 from vllm_pd_connector.geometry.layouts.attention import PageView, key_value, latent
 from vllm_pd_connector.geometry.layouts.recurrent import Convolution, Projection, Recurrent, StatePage, state_tensors
 from vllm_pd_connector.geometry.manifest import (

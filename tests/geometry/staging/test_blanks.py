@@ -104,8 +104,8 @@ def test_pages_of_a_drafter_that_prefill_has_not_are_blank_whole() -> None:
     move = make_move(model, Side(), Side(), 0, 5)
     sources, [worker] = instance(replace(model, layers=2), Side(), "p-0"), instance(model, Side(), "decode-1")
     drafts, plain = (
-        change(one.manifest, model=change(one.manifest.model, speculative=name))
-        for one, name in ((worker, "eagle"), (sources[0], ""))
+        change(one.manifest, model=change(one.manifest.model, speculative=name), draft_layers=layers)
+        for one, name, layers in ((worker, "eagle", ("layers.2.attn",)), (sources[0], "", ()))
     )
     blank = set(places(worker, list(blanks(make_plan(drafts, [plain]), move.destination_tables, 0, 5, {}))))
     wanted = slots(worker, move)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.support.effort import examples
 from tests.support.geometry.moves import moves, windows
-from tests.support.geometry.request import Move, copy, make_move
+from tests.support.geometry.request import Move, bind, copy, make_move
 from tests.support.geometry.world import LAYOUTS, Model, Side, Worker, instance, legal, table, write
-from vllm_pd_connector.geometry.bind import Tail, bind, pair, runs_of
+from vllm_pd_connector.geometry.bind import Tail, pair, runs_of
 from vllm_pd_connector.geometry.plan import Edge, LayerBatch, Paging, StridedAxis, TensorSlice, make_plan
 from vllm_pd_connector.geometry.staging import strided_copy
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chunks, split
@@ -53,7 +53,7 @@ def carry_out(chunk: Chunk, source: Worker, destination: Worker, limit: int, wri
             to, from_ = places(part)
             staging[to] = source.memory[from_ - of_cache]
             np.add.at(filled, to, 1)
-        assert (filled == 1).all(), "the slab holds what is written and nothing else"
+        assert (filled == 1).all(), "the staging buffer holds what is written and nothing else"
     runs = chunk.runs
     for from_, to, length in zip(runs.source.tolist(), runs.destination.tolist(), runs.length.tolist(), strict=True):
         if chunk.writes:
@@ -151,7 +151,7 @@ def test_exactly_the_asked_bytes_arrive(move: Move, cost: int, forced: bool, wri
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(moves(), st.sampled_from([0, 12, 1 << 20]), st.integers(1, 4000), st.integers(2, 200), st.booleans())
-def test_a_small_slab_and_small_copies_change_nothing(
+def test_a_small_staging_buffer_and_small_copies_change_nothing(
     move: Move, cost: int, limit: int, most: int, writes: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -193,7 +193,7 @@ def test_other_block_sizes_move_directly_where_their_runs_are_long() -> None:
     assert staged_families(replace(hnd, block_tokens=128), replace(hnd, block_tokens=64)) == 0
 
 
-def test_pages_that_the_slab_cannot_take_move_directly() -> None:
+def test_pages_that_the_staging_buffer_cannot_take_move_directly() -> None:
     page = 16 * 8 * 2 * 128 * 2
     other = replace(NHD, layout="HND")
     assert staged_families(NHD, other, limit=page) == 1
@@ -251,7 +251,7 @@ def test_a_page_tail_is_staged_like_it_is_bound() -> None:
 
 
 @pytest.mark.parametrize(("second", "staged"), [(4, 1), (20, 0)], ids=["side by side", "interleaved"])
-def test_pages_whose_tokens_would_lie_unevenly_in_the_slab_are_not_staged(second: int, staged: int) -> None:
+def test_pages_whose_tokens_would_lie_unevenly_in_the_staging_buffer_are_not_staged(second: int, staged: int) -> None:
     """Four pieces of two bytes per token, apart on the prefill side, two and two together on the decode side; there the
     second pair begins behind the first, or in the middle of its tokens."""
     edge = only_edge(Model(layers=1, heads=1), Side(), Side())

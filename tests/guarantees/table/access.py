@@ -13,7 +13,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "with keys, an instance has its own blocks written into and no other's",
-        "SideChannelServer", "isinstance(request, PushInto) and request.home.server_key != asker", "False",
+        "SideChannelServer", "isinstance(request, pm.PushInto) and request.home.server_key != asker", "False",
         "test_an_instance_has_its_own_blocks_written_into_and_no_other_s",
     ),
     Guarantee(
@@ -73,7 +73,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "replies that nobody takes are bounded",
-        "SideChannelServer", "isinstance(reply, Manifests) and not self._unsent.has_room(client)", "False",
+        "SideChannelServer", "isinstance(reply, m.Manifests) and not self._unsent.has_room(client)", "False",
         "test_a_client_that_takes_no_replies_cannot_make_the_server_hoard_them",
     ),
     Guarantee(

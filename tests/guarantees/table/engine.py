@@ -29,7 +29,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "one order that cannot begin costs no other",
-        "TransferLoop", "            self._receives.fail(request.request_id,", "            raise\n            self._receives.fail(request.request_id,",
+        "TransferLoop", "            self._receives.fail(request,", "            raise\n            self._receives.fail(request,",
         "test_an_order_that_cannot_begin_costs_no_other",
     ),
     Guarantee(
@@ -127,12 +127,17 @@ GUARANTEES = [
     ),
     Guarantee(
         "a decode worker that ends gives its leases back",
-        "TransferLoop", '            self._receives.fail_all("this instance is shutting down", time.monotonic())\n', "",
+        "TransferLoop", '            self._fail_all("this instance is shutting down", time.monotonic())\n', "",
         "test_a_decode_worker_that_ends_gives_its_leases_back",
     ),
     Guarantee(
+        "caches that a worker lets go of are not copied from any more",
+        "TransferLoop", "            self._pushes.fail_all(reason, now)\n", "            pass\n",
+        "test_a_loop_that_is_closed_waits_for_the_copies_of_its_pushes",
+    ),
+    Guarantee(
         "a decode instance that ends gives back what queues there",
-        "LeaseRenewer", "                self._send(address, Release(batch))", "                pass",
+        "LeaseRenewer", "                self._send(address, m.Release(batch))", "                pass",
         "test_a_decode_instance_that_ends_gives_back_what_queues_there",
     ),
     Guarantee(

@@ -92,7 +92,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "no request is preempted for blocks that a lease has given back",
-        "PDConnector", "bool(self._scheduler.producer.drain())", "False",
+        "PDConnector", "self._scheduler is not None and self._scheduler.frees_blocks()", "False",
         "test_a_running_request_is_not_preempted_for_blocks_that_a_lease_has_just_given_back",
     ),
     Guarantee(
@@ -107,7 +107,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "leases are renewed while a request queues, whatever the engine does",
-        "LeaseRenewer", "                self._send(address, Renew(batch))", "                pass",
+        "LeaseRenewer", "                self._send(address, m.Renew(batch))", "                pass",
         "test_a_lease_lives_as_long_as_the_request_queues_and_ends_when_it_leaves",
     ),
     Guarantee(

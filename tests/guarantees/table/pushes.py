@@ -23,7 +23,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a running prefill that nobody has asked for is preempted with all its blocks",
-        "PDConnector", "        self._scheduler.producer.take_back()", "        pass",
+        "SchedulerHalf", "        self.producer.take_back()", "        pass",
         "test_a_running_prefill_that_nobody_has_asked_for_is_preempted_with_all_its_blocks",
     ),
     Guarantee(
@@ -37,7 +37,7 @@ GUARANTEES = [
         "test_another_prompt_is_not_written",
     ),
     Guarantee(
-        "a write by way of the slab touches nothing but what was asked for",
+        "a write by way of the staging buffer touches nothing but what was asked for",
         "_gap", "return 0 if writes or pairing.kind is", "return 0 if pairing.kind is",
         "test_a_rank_that_writes_its_heads_between_others_writes_them_token_by_token",
     ),

@@ -6,36 +6,25 @@ from vllm_pd_connector.geometry.blocks import MAX_TABLE_BYTES, BlockTable
 from vllm_pd_connector.protocol.push.command_queue import MAX_COMMANDS_BYTES, CommandQueue
 from vllm_pd_connector.protocol.push.table import PushTable
 from vllm_pd_connector.protocol.wire import messages as m
-from vllm_pd_connector.protocol.wire.push_messages import (
-    AwaitCommands,
-    BeginCommand,
-    Command,
-    Commands,
-    InstanceAddress,
-    PrefillRef,
-    Pushed,
-    PushInto,
-    PushState,
-    WriteCommand,
-)
+from vllm_pd_connector.protocol.wire import push_messages as pm
 
-HOME = InstanceAddress("decode-0", "ab" * 16, "127.0.0.1", 5600)
+HOME = pm.InstanceAddress("decode-0", "ab" * 16, "127.0.0.1", 5600)
 DIGEST, STOP = "0" * 16, 131072
 LONG = (BlockTable(0, bytes(MAX_TABLE_BYTES)),)
 WORKER = (b"w", 0)
 
 
-def into(reader: int = 0, readers: int = 1, name: str = "t-1") -> PushInto:
+def into(reader: int = 0, readers: int = 1, name: str = "t-1") -> pm.PushInto:
     attempt = reader.to_bytes(16, "big")
-    return PushInto(PrefillRef(name, None), HOME, 0, 0, reader, reader, readers, attempt, LONG, 0, STOP, DIGEST)
+    return pm.PushInto(pm.PrefillRef(name, None), HOME, 0, 0, reader, reader, readers, attempt, LONG, 0, STOP, DIGEST)
 
 
-def taken(book: CommandQueue) -> list[list[Command]]:
+def taken(book: CommandQueue) -> list[list[pm.Command]]:
     """What a worker without any order gets, answer by answer."""
     seen, answers = 0, []
-    while replies := book.await_commands(AwaitCommands(b"t" * 16, 0, seen), WORKER, 0.0):
+    while replies := book.await_commands(pm.AwaitCommands(b"t" * 16, 0, seen), WORKER, 0.0):
         [(_, reply)] = replies
-        assert isinstance(reply, Commands)
+        assert isinstance(reply, pm.Commands)
         assert m.decode_reply(m.encode(1, reply)) == (1, reply)
         seen = reply.last
         answers.append(list(reply.orders))
@@ -44,7 +33,7 @@ def taken(book: CommandQueue) -> list[list[Command]]:
 
 def test_orders_that_do_not_fit_one_answer_come_in_several() -> None:
     book = CommandQueue(1)
-    added = [WriteCommand(into(reader).attempt, LONG, STOP, 1, final=True) for reader in range(40)]
+    added = [pm.WriteCommand(into(reader).attempt, LONG, STOP, 1, final=True) for reader in range(40)]
     for command in added:
         assert book.add(command) == []
     answers = taken(book)
@@ -62,12 +51,12 @@ def test_an_order_that_no_answer_could_hold_fails_its_prefill_and_stands_in_nobo
     table.progressed("p-1", LONG * (MAX_COMMANDS_BYTES // MAX_TABLE_BYTES), 16, 1)
     table.progressed("p-2", LONG, 16, 1)
     for reader, (ticket, reply) in enumerate(table.take_replies()):
-        assert isinstance(reply, Pushed) and ticket == (b"d", reader)
-        assert reply.state is PushState.FAILED and reply.terminal and "too many blocks" in reply.reason
-    table.await_commands(AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
+        assert isinstance(reply, pm.Pushed) and ticket == (b"d", reader)
+        assert reply.state is pm.PushState.FAILED and reply.terminal and "too many blocks" in reply.reason
+    table.await_commands(pm.AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
     begun = into(2, 3, "t-2")
-    write = WriteCommand(begun.attempt, LONG, 16, 1, final=False)
-    assert table.take_replies() == [(WORKER, Commands(2, (BeginCommand(begun), write)))]
+    write = pm.WriteCommand(begun.attempt, LONG, 16, 1, final=False)
+    assert table.take_replies() == [(WORKER, pm.Commands(2, (pm.BeginCommand(begun), write)))]
 
 
 def test_the_blocks_that_are_written_into_are_told_once() -> None:
@@ -77,11 +66,11 @@ def test_the_blocks_that_are_written_into_are_told_once() -> None:
     for ready in (16, 32, 48):
         table.progressed("p-1", (), ready, ready)
     table.finished("p-1", b"n" * 16, (), 64)
-    table.await_commands(AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
+    table.await_commands(pm.AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
     [(_, reply)] = table.take_replies()
-    assert isinstance(reply, Commands)
+    assert isinstance(reply, pm.Commands)
     first, *writes = reply.orders
-    assert first == BeginCommand(into())
+    assert first == pm.BeginCommand(into())
     assert [write.ready for write in writes] == [16, 32, 48, STOP]
     assert m.body_size(reply) < 1.1 * MAX_TABLE_BYTES
 
@@ -92,8 +81,8 @@ def test_what_a_client_wrote_into_the_reason_of_a_failure_can_be_sent() -> None:
     table.register(into(), (b"d", 0), 0.0)
     table.progressed("p-1", LONG, 16, 1)
     table.close("p-1", "unknown field `\ud800`", 0.0)
-    table.await_commands(AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
+    table.await_commands(pm.AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
     replies = dict(table.take_replies())
-    assert {type(reply) for reply in replies.values()} == {Pushed, Commands}
+    assert {type(reply) for reply in replies.values()} == {pm.Pushed, pm.Commands}
     for reply in replies.values():
         assert m.decode_reply(m.encode(1, reply))[1] == reply

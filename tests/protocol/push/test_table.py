@@ -10,15 +10,8 @@ from tests.support.push.table_world import DIGEST, NAME, NONCE, PATIENCE, REQUES
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.push.command_queue import IDLE_ANSWER_S
 from vllm_pd_connector.protocol.push.table import ANSWER_S, PushTable
+from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.protocol.wire.fields import LeaseRef
-from vllm_pd_connector.protocol.wire.push_messages import (
-    DeclinePush,
-    PrefillRef,
-    Pushed,
-    PushEnded,
-    PushState,
-    WithdrawPush,
-)
 
 NORMAL = ("register 0", "register 1", "start", "progress", "finish")
 FAILURES = ("close", "withdraw", "drop")
@@ -47,7 +40,7 @@ def test_every_order_of_events_ends_with_every_answer_given_and_every_block_free
             given = world.answers[into(reader).attempt]
             assert given[-1].terminal, command
             results.add(given[-1].state)
-    assert results == {PushState.DONE, PushState.FAILED}
+    assert results == {pm.PushState.DONE, pm.PushState.FAILED}
 
 
 def test_without_failures_every_order_is_served() -> None:
@@ -58,7 +51,7 @@ def test_without_failures_every_order_is_served() -> None:
         for event in command:
             world.do(event)
         world.work()
-        done = Pushed(PushState.DONE, "", True, request_id=REQUEST)
+        done = pm.Pushed(pm.PushState.DONE, "", True, request_id=REQUEST)
         assert [world.answers[into(r).attempt][-1] for r in (0, 1)] == [done] * 2, command
         served = sorted(world.table.take_served(), key=lambda report: report.reader)
         assert [(report.reader, report.taken.engine_id) for report in served] == [
@@ -73,7 +66,7 @@ def test_an_answer_is_repeated_for_a_message_that_is_repeated() -> None:
     world = World()
     for event in ("start", "finish", "register 0", "register 1", "register 0"):
         world.do(event)
-    assert [answer.state for answer in world.answers[into(0).attempt]] == [PushState.DONE] * 2
+    assert [answer.state for answer in world.answers[into(0).attempt]] == [pm.PushState.DONE] * 2
 
 
 def test_who_waits_hears_from_time_to_time_how_far_it_is() -> None:
@@ -94,7 +87,7 @@ def test_a_prefill_that_does_not_come_fails_who_waits_for_it() -> None:
     assert world.table.next_deadline() == ANSWER_S
     world.now = PATIENCE
     world.settle()
-    assert world.answers[into(0).attempt][-1].state is PushState.FAILED
+    assert world.answers[into(0).attempt][-1].state is pm.PushState.FAILED
     assert "no prefill request named cmpl-1 came within 30 s" in world.answers[into(0).attempt][-1].reason
 
 
@@ -112,10 +105,10 @@ def test_a_prefill_whose_engine_hangs_fails_who_waits_for_it() -> None:
             world.table.stepped(world.now)
         world.settle()
         world.do("register 0")
-    assert [answer.state for answer in answers[:10]] == [PushState.COMPUTING] * 10
+    assert [answer.state for answer in answers[:10]] == [pm.PushState.COMPUTING] * 10
     world.now = 110.0
     world.settle()
-    assert answers[-1].state is PushState.FAILED and "no engine step for 60 s" in answers[-1].reason
+    assert answers[-1].state is pm.PushState.FAILED and "no engine step for 60 s" in answers[-1].reason
     assert not answers[-1].terminal, "its workers may write when they go on"
     for worker in range(WORKERS):
         world.report(worker, into(0).attempt, ok=False, terminal=True)
@@ -131,7 +124,7 @@ def test_a_prefill_that_comes_after_a_pause_of_the_engine_has_its_time() -> None
         world.do(event)
     world.now += STEP_S
     world.settle()
-    assert world.answers[into(0).attempt][-1].state is PushState.COMPUTING
+    assert world.answers[into(0).attempt][-1].state is pm.PushState.COMPUTING
 
 
 def test_a_prefill_that_was_aborted_before_anybody_asked_is_remembered() -> None:
@@ -141,7 +134,7 @@ def test_a_prefill_that_was_aborted_before_anybody_asked_is_remembered() -> None
     message = into(0, waited_s=1.0)
     world.table.register(message, world.ticket(message.attempt), world.now)
     world.settle()
-    assert world.answers[message.attempt] == [Pushed(PushState.FAILED, f"prefill {NAME}: aborted", True)]
+    assert world.answers[message.attempt] == [pm.Pushed(pm.PushState.FAILED, f"prefill {NAME}: aborted", True)]
     world.now = PATIENCE
     world.settle()
     assert world.table.next_deadline() == pytest.approx(PATIENCE + IDLE_ANSWER_S), "only the workers wait"
@@ -165,28 +158,28 @@ def test_a_registration_that_contradicts_the_prefill_is_refused_and_harms_nobody
     world.table.register(message, world.ticket(message.attempt), world.now)
     world.settle()
     [answer] = world.answers[message.attempt]
-    assert answer.state is PushState.FAILED and answer.terminal and reason in answer.reason
+    assert answer.state is pm.PushState.FAILED and answer.terminal and reason in answer.reason
     world.do("register 1")
     world.work()
-    assert {world.answers[into(r).attempt][-1].state for r in (0, 1)} == {PushState.DONE}
+    assert {world.answers[into(r).attempt][-1].state for r in (0, 1)} == {pm.PushState.DONE}
 
 
 def test_a_prefill_that_nobody_needs_is_told_to_its_scheduler() -> None:
     table = PushTable(WORKERS, PATIENCE)
-    table.decline(DeclinePush(PrefillRef(NAME, None)), 0.0)
+    table.decline(pm.DeclinePush(pm.PrefillRef(NAME, None)), 0.0)
     assert table.started(REQUEST, NAME, STOP, DIGEST, 1.0)
     assert not table.finished(REQUEST, NONCE, TABLES, 1)
     table.close(REQUEST, "not needed", 1.0)
     assert table.take_freed() == [REQUEST]
     assert table.started(REQUEST, NAME, STOP, DIGEST, 2.0), "the word is used up"
     assert table.finished(REQUEST, NONCE, TABLES, 2)
-    table.decline(DeclinePush(PrefillRef(REQUEST, NONCE)), 3.0)
+    table.decline(pm.DeclinePush(pm.PrefillRef(REQUEST, NONCE)), 3.0)
     assert table.take_unneeded() == [REQUEST]
 
 
 def test_the_lease_of_a_finished_prefill_is_known_by_both_its_names() -> None:
     table = PushTable(WORKERS, PATIENCE)
-    named, by_id = PrefillRef(NAME, None), PrefillRef(REQUEST, NONCE)
+    named, by_id = pm.PrefillRef(NAME, None), pm.PrefillRef(REQUEST, NONCE)
     assert table.keep(named) is None
     assert table.started(REQUEST, NAME, STOP, DIGEST, 0.0)
     assert table.keep(named) is None, "it has none before it has finished"
@@ -200,12 +193,12 @@ def test_a_prefill_that_somebody_asks_for_is_not_declined_by_another() -> None:
     world = World(quick=False)
     for event in ("start", "register 0", "finish"):
         world.do(event)
-    world.table.decline(DeclinePush(PrefillRef(NAME, None)), 0.0)
-    stranger = WithdrawPush(PrefillRef(NAME, None), b"s" * 16)
+    world.table.decline(pm.DeclinePush(pm.PrefillRef(NAME, None)), 0.0)
+    stranger = pm.WithdrawPush(pm.PrefillRef(NAME, None), b"s" * 16)
     world.table.withdraw(stranger, world.ticket(stranger.attempt), world.now)
     world.do("register 1")
     world.work()
-    assert {world.answers[into(r).attempt][-1].state for r in (0, 1)} == {PushState.DONE}
+    assert {world.answers[into(r).attempt][-1].state for r in (0, 1)} == {pm.PushState.DONE}
 
 
 def test_a_router_s_second_attempt_is_served_although_the_first_gave_up_before_the_prefill_came() -> None:
@@ -216,7 +209,7 @@ def test_a_router_s_second_attempt_is_served_although_the_first_gave_up_before_t
     world.table.register(second, world.ticket(second.attempt), world.now)
     for event in ("start", "finish"):
         world.do(event)
-    assert world.answers[second.attempt][-1].state is PushState.DONE
+    assert world.answers[second.attempt][-1].state is pm.PushState.DONE
 
 
 def again(world: World, request_id: str, now: float) -> None:
@@ -244,7 +237,7 @@ def test_a_name_is_used_again_at_once_in_either_order(end: str, first: str) -> N
     if first == "decode":
         again(world, "cmpl-1-second", 6.5)
     world.work()
-    assert world.answers[second.attempt][-1].state is PushState.DONE
+    assert world.answers[second.attempt][-1].state is pm.PushState.DONE
 
 
 def test_a_late_leg_of_an_attempt_that_has_ended_is_told_so_and_one_that_waits_in_vain_why_it_may_be() -> None:
@@ -272,7 +265,7 @@ def test_what_a_request_declines_is_the_prefill_of_its_own_attempt(waited_s: flo
         table = PushTable(WORKERS, PATIENCE)
         assert table.started(REQUEST, NAME, STOP, DIGEST, 0.0)
         table.close(REQUEST, "aborted", 3.0)
-        word = DeclinePush(PrefillRef(NAME, None), waited_s)
+        word = pm.DeclinePush(pm.PrefillRef(NAME, None), waited_s)
         if late:
             assert table.started("cmpl-1-second", NAME, STOP, DIGEST, 4.0)
         table.decline(word, 4.0)
@@ -284,10 +277,10 @@ def test_what_a_request_declines_is_the_prefill_of_its_own_attempt(waited_s: flo
 def test_who_will_ask_takes_back_what_another_declined() -> None:
     for late in (False, True):
         table = PushTable(WORKERS, PATIENCE)
-        table.decline(DeclinePush(PrefillRef(NAME, None)), 0.0)
+        table.decline(pm.DeclinePush(pm.PrefillRef(NAME, None)), 0.0)
         if late:
             assert table.started(REQUEST, NAME, STOP, DIGEST, 1.0)
-        assert table.keep(PrefillRef(NAME, None)) is None
+        assert table.keep(pm.PrefillRef(NAME, None)) is None
         if not late:
             assert table.started(REQUEST, NAME, STOP, DIGEST, 1.0)
         assert table.finished(REQUEST, NONCE, TABLES, 1)
@@ -298,7 +291,7 @@ def test_a_failed_prefill_that_is_still_written_from_does_not_stand_for_the_next
     for event in ("start", "register 0", "finish"):
         world.do(event)
     world.now = 5.0
-    first = WithdrawPush(PrefillRef(NAME, None), into(0).attempt)
+    first = pm.WithdrawPush(pm.PrefillRef(NAME, None), into(0).attempt)
     world.table.withdraw(first, world.ticket(first.attempt), world.now)
     world.settle()
     assert any(world.owed.values())
@@ -309,7 +302,7 @@ def test_a_failed_prefill_that_is_still_written_from_does_not_stand_for_the_next
     assert second.attempt not in world.answers
     again(world, "cmpl-1-second", 6.0)
     world.work()
-    assert world.answers[second.attempt][-1].state is PushState.DONE
+    assert world.answers[second.attempt][-1].state is pm.PushState.DONE
 
 
 def test_a_request_id_that_is_still_written_from_is_not_taken_again() -> None:
@@ -324,7 +317,7 @@ def test_a_request_id_that_is_still_written_from_is_not_taken_again() -> None:
 COMPARE_S = 60.0
 
 
-def compared(world: World, *events: str, source: tuple[BlockTable, ...] = TABLES) -> Pushed:
+def compared(world: World, *events: str, source: tuple[BlockTable, ...] = TABLES) -> pm.Pushed:
     """The answer to the one reader of a prefill who compares what is written; `source` is that of the end."""
     message = into(readers=1, compare_s=COMPARE_S)
     for event in events:
@@ -343,7 +336,7 @@ def compared(world: World, *events: str, source: tuple[BlockTable, ...] = TABLES
 def test_a_reader_who_compares_is_given_the_lease_and_not_taken_for_served(events) -> None:
     world = World()
     answer = compared(world, *events)
-    assert answer == Pushed(PushState.DONE, "", True, request_id=REQUEST, lease=LeaseRef(REQUEST, NONCE))
+    assert answer == pm.Pushed(pm.PushState.DONE, "", True, request_id=REQUEST, lease=LeaseRef(REQUEST, NONCE))
     assert world.table.take_kept() == [(LeaseRef(REQUEST, NONCE), COMPARE_S)]
     assert not world.table.take_served() and not world.table.take_kept()
 
@@ -361,7 +354,7 @@ def test_a_part_that_was_written_before_a_preemption_is_not_compared() -> None:
 def test_who_gives_up_instead_of_comparing_frees_the_prefill() -> None:
     world = World()
     compared(world, "start", "finish", "ask")
-    message = WithdrawPush(into().prefill, into().attempt)
+    message = pm.WithdrawPush(into().prefill, into().attempt)
     world.table.withdraw(message, world.ticket(message.attempt), world.now)
     world.settle()
     assert world.answers[message.attempt][-1].terminal
@@ -376,14 +369,14 @@ def test_a_group_begins_as_late_as_the_worker_that_wrote_least_of_it() -> None:
     attempt = into().attempt
     for worker, late in enumerate(({1: 20}, {1: 12, 2: 8})):
         world.owed[attempt].discard(worker)
-        world.table.ended(PushEnded(b"t" * 16, worker, attempt, True, "", True, late))
+        world.table.ended(pm.PushEnded(b"t" * 16, worker, attempt, True, "", True, late))
     world.settle()
     last = world.answers[attempt][-1]
-    assert (last.state, last.late_starts) == (PushState.DONE, {1: 20, 2: 8})
+    assert (last.state, last.late_starts) == (pm.PushState.DONE, {1: 20, 2: 8})
 
 
 def test_reports_of_what_is_not_known_change_nothing() -> None:
     world = World()
-    world.table.ended(PushEnded(b"t" * 16, 0, b"q" * 16, True, "", True))
+    world.table.ended(pm.PushEnded(b"t" * 16, 0, b"q" * 16, True, "", True))
     world.table.close("unknown", "pulled", 0.0)
     assert world.table.take_freed() == ["unknown"], "a prefill that is read has no push"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.wire import messages as m
+from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.protocol.wire.fields import (
     MAX_LEASES,
     MAX_READERS,
@@ -22,31 +23,15 @@ from vllm_pd_connector.protocol.wire.fields import (
     LeaseRef,
     Reading,
 )
-from vllm_pd_connector.protocol.wire.push_messages import (
-    AwaitCommands,
-    BeginCommand,
-    CancelCommand,
-    Commands,
-    DeclinePush,
-    InstanceAddress,
-    KeepPrefills,
-    PrefillRef,
-    Pushed,
-    PushEnded,
-    PushInto,
-    PushState,
-    WithdrawPush,
-    WriteCommand,
-)
 
 HEADER = struct.Struct("!4sHQ")
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine decides nothing
 LEASE = LeaseRef("cmpl-1", bytes(range(16)))
 READING = Reading("cmpl-1", bytes(range(16)), b"a" * 16)
-PREFILL = PrefillRef("cmpl-1", None)
-PUSH = PushInto(
-    PrefillRef("cmpl-1", bytes(16)),
-    InstanceAddress("decode-0", "ab" * 16, "10.0.0.1", 5600),
+PREFILL = pm.PrefillRef("cmpl-1", None)
+PUSH = pm.PushInto(
+    pm.PrefillRef("cmpl-1", bytes(16)),
+    pm.InstanceAddress("decode-0", "ab" * 16, "10.0.0.1", 5600),
     pp_rank=0, pcp_rank=0, tp_rank=1, reader=1, readers=2, attempt=b"a" * 16,
     blocks=(BlockTable(0, b"\1\0\0\0"), BlockTable(3, b"")), start=16, stop=40, prompt_digest="0" * 16,
 )  # fmt: skip
@@ -58,11 +43,11 @@ REQUESTS = [
     m.Release((READING,)),
     m.GetLeaseCount(),
     PUSH,
-    WithdrawPush(PREFILL, b"a" * 16),
-    DeclinePush(PREFILL),
-    KeepPrefills((PREFILL, PrefillRef("é", bytes(16)))),
-    AwaitCommands(bytes(16), worker=3, seen=7),
-    PushEnded(bytes(16), 3, b"a" * 16, ok=False, reason="broken", terminal=False),
+    pm.WithdrawPush(PREFILL, b"a" * 16),
+    pm.DeclinePush(PREFILL),
+    pm.KeepPrefills((PREFILL, pm.PrefillRef("é", bytes(16)))),
+    pm.AwaitCommands(bytes(16), worker=3, seen=7),
+    pm.PushEnded(bytes(16), 3, b"a" * 16, ok=False, reason="broken", terminal=False),
     m.GetChecksums(LEASE, (0, 16), 33),
     m.NextChecksumJob(bytes(16), 1),
     m.JobChecksums(bytes(16), 7, 1, (m.ChecksumPart("layer", "key", 0, bytes(8)),), True),
@@ -78,9 +63,9 @@ REPLIES = [
     m.Accepted(),
     m.LeaseChecksums((m.ChecksumPart("layer", "key", 0, bytes(8)),)),
     m.Failure(m.FailureCode.NOT_READY, "later"),
-    Pushed(PushState.WRITING, "", terminal=False),
-    Commands(2, (BeginCommand(PUSH), WriteCommand(PUSH.attempt, PUSH.blocks, ready=32, step=5, final=False))),
-    Commands(3, (CancelCommand(b"a" * 16, "aborted"),)),
+    pm.Pushed(pm.PushState.WRITING, "", terminal=False),
+    pm.Commands(2, (pm.BeginCommand(PUSH), pm.WriteCommand(PUSH.attempt, PUSH.blocks, ready=32, step=5, final=False))),
+    pm.Commands(3, (pm.CancelCommand(b"a" * 16, "aborted"),)),
     m.Ack(),
     m.FoundConversation(b"{}"),
 ]

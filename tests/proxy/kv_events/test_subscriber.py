@@ -43,14 +43,16 @@ class Heard:
 
 
 @asynccontextmanager
-async def following(publisher: Publisher, *, replays: bool) -> AsyncIterator[Heard]:
-    heard = Heard()
+async def following(*log: bytes, replays: bool) -> AsyncIterator[tuple[Publisher, Heard]]:
+    """A publisher that has published `log`, and who follows it."""
+    publisher, heard = Publisher(log=list(log)), Heard()
     try:
         heard.subscriptions.follow(URL, EventSource(publisher.events, publisher.replay if replays else ""))
         await publisher.heard()
-        yield heard
+        yield publisher, heard
     finally:
         await heard.subscriptions.close()
+        await publisher.close()
 
 
 def within_limit(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
@@ -67,103 +69,78 @@ def within_limit(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
 
 @within_limit
 async def test_what_is_published_is_known_and_then_gone() -> None:
-    publisher = Publisher()
-    try:
-        async with following(publisher, replays=False) as heard:
-            await publisher.publish(A)
-            await heard.until(lambda: heard.holds(1))
-            await publisher.publish(A_GONE)
-            await heard.until(lambda: not heard.holds(1))
-            assert heard.known.losses == {}
-    finally:
-        await publisher.close()
+    async with following(replays=False) as (publisher, heard):
+        await publisher.publish(A)
+        await heard.until(lambda: heard.holds(1))
+        await publisher.publish(A_GONE)
+        await heard.until(lambda: not heard.holds(1))
+        assert heard.known.losses == {}
 
 
 @within_limit
 async def test_a_router_that_comes_late_asks_for_what_was_before() -> None:
-    publisher = Publisher(log=[A])
-    try:
-        async with following(publisher, replays=True) as heard:
-            await heard.until(lambda: heard.holds(1))
-            assert publisher.replays == [0]
-    finally:
-        await publisher.close()
+    async with following(A, replays=True) as (publisher, heard):
+        await heard.until(lambda: heard.holds(1))
+        assert publisher.replays == [0]
 
 
 @within_limit
 async def test_what_was_lost_is_asked_for() -> None:
-    publisher = Publisher()
-    try:
-        async with following(publisher, replays=True) as heard:
-            await publisher.publish(A)
-            await heard.until(lambda: heard.holds(1))
-            await publisher.publish(A_GONE, comes=False)
-            await publisher.publish(B)
-            await heard.until(lambda: heard.holds(2))
-            assert not heard.holds(1) and heard.known.losses == {}
-            assert publisher.replays[-1] == 1
-    finally:
-        await publisher.close()
+    async with following(replays=True) as (publisher, heard):
+        await publisher.publish(A)
+        await heard.until(lambda: heard.holds(1))
+        await publisher.publish(A_GONE, comes=False)
+        await publisher.publish(B)
+        await heard.until(lambda: heard.holds(2))
+        assert not heard.holds(1) and heard.known.losses == {}
+        assert publisher.replays[-1] == 1
 
 
 @within_limit
 async def test_without_a_replay_a_gap_makes_all_forgotten() -> None:
-    publisher = Publisher()
-    try:
-        async with following(publisher, replays=False) as heard:
-            await publisher.publish(A)
-            await publisher.publish(A_GONE, comes=False)
-            await publisher.publish(B)
-            await heard.until(lambda: heard.holds(2))
-            assert not heard.holds(1) and heard.known.losses == {Loss.GAP: 1}
-    finally:
-        await publisher.close()
+    async with following(replays=False) as (publisher, heard):
+        await publisher.publish(A)
+        await publisher.publish(A_GONE, comes=False)
+        await publisher.publish(B)
+        await heard.until(lambda: heard.holds(2))
+        assert not heard.holds(1) and heard.known.losses == {Loss.GAP: 1}
 
 
 @within_limit
 async def test_an_instance_that_was_started_anew_is_heard_again_and_known_by_what_it_says_then() -> None:
-    publisher = Publisher()
-    try:
-        async with following(publisher, replays=True) as heard:
-            await publisher.publish(A)
-            await publisher.publish(A)
-            await heard.until(lambda: heard.known.due == 2)
-            await publisher.close()
-            publisher = Publisher(publisher.events, publisher.replay)
-            await publisher.heard()
-            await publisher.publish(B)
-            await heard.until(lambda: heard.holds(2))
-            assert not heard.holds(1) and heard.known.losses == {Loss.RESTART: 1}
-    finally:
+    async with following(replays=True) as (publisher, heard):
+        await publisher.publish(A)
+        await publisher.publish(A)
+        await heard.until(lambda: heard.known.due == 2)
         await publisher.close()
+        again = Publisher(publisher.events, publisher.replay)
+        try:
+            await again.heard()
+            await again.publish(B)
+            await heard.until(lambda: heard.holds(2))
+        finally:
+            await again.close()
+        assert not heard.holds(1) and heard.known.losses == {Loss.RESTART: 1}
 
 
 @within_limit
 async def test_messages_of_another_form_are_passed_over() -> None:
-    publisher = Publisher()
-    try:
-        async with following(publisher, replays=False) as heard:
-            await publisher.send(b"12345678")
-            await publisher.send(b"1234567", A)
-            await publisher.send((-2).to_bytes(8, "big", signed=True), A)
-            await publisher.publish(A)
-            await heard.until(lambda: heard.holds(1))
-            assert heard.known.losses == {}
-    finally:
-        await publisher.close()
+    async with following(replays=False) as (publisher, heard):
+        await publisher.send(b"12345678")
+        await publisher.send(b"1234567", A)
+        await publisher.send((-2).to_bytes(8, "big", signed=True), A)
+        await publisher.publish(A)
+        await heard.until(lambda: heard.holds(1))
+        assert heard.known.losses == {}
 
 
 @within_limit
 async def test_an_instance_that_is_left_is_known_no_more() -> None:
-    publisher = Publisher()
-    try:
-        async with following(publisher, replays=False) as heard:
-            await publisher.publish(A)
-            await heard.until(lambda: heard.holds(1))
-            heard.subscriptions.leave(URL)
-            assert heard.subscriptions.known.lengths(PromptBlocks([1, 1], "m", ""), [URL]) == {}
-    finally:
-        await publisher.close()
+    async with following(replays=False) as (publisher, heard):
+        await publisher.publish(A)
+        await heard.until(lambda: heard.holds(1))
+        heard.subscriptions.leave(URL)
+        assert heard.subscriptions.known.lengths(PromptBlocks([1, 1], "m", ""), [URL]) == {}
 
 
 def test_an_endpoint_that_no_socket_takes_is_told_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:

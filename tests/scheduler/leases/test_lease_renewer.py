@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.scheduler.halves import TOKEN, hand_over, make_half, make_request, until
+from tests.support.scheduler.halves import hand_over, make_half, make_request, serving_half, until
 from vllm_pd_connector.protocol.params.parse import parse_remote_prefill
 from vllm_pd_connector.protocol.wire.fields import MAX_LEASES, Reading
 from vllm_pd_connector.protocol.wire.messages import Renew
@@ -18,8 +18,7 @@ from vllm_pd_connector.scheduler.leases import lease_renewer
 
 @pytest.mark.parametrize(("lease_seconds", "renewals"), [(1e-9, 20), (0.3, 10), (0.6, 5)])
 def test_a_lease_that_its_parameters_call_tiny_is_not_renewed_without_a_pause(monkeypatch, lease_seconds, renewals):
-    producer, _ = make_half("kv_producer")
-    producer.serve([b"manifest"], [TOKEN])
+    producer, _ = serving_half("kv_producer")
     params = hand_over(producer)
     producer.shutdown()
     remote = parse_remote_prefill(params)
@@ -71,8 +70,7 @@ def test_an_instance_that_ends_declines_the_prefills_that_it_kept():
 def test_addresses_that_never_answer_stop_no_renewal_at_those_that_do(monkeypatch):
     """Parameters that nobody has signed name as many as an unauthenticated peer likes."""
     monkeypatch.setattr("vllm_pd_connector.sidechannel.client.MAX_SERVERS", 4)
-    producer, _ = make_half("kv_producer", kv_lease_duration=2.0)
-    producer.serve([b"manifest"], [TOKEN])
+    producer, _ = serving_half("kv_producer", kv_lease_duration=2.0)
     half, _ = make_half("kv_consumer")
     good = hand_over(producer)
     with socket.create_server(("", 0)) as silent:
@@ -85,5 +83,3 @@ def test_addresses_that_never_answer_stop_no_renewal_at_those_that_do(monkeypatc
         half.on_new_request(make_request("d-1", good))
         until(lambda: producer.producer._server.counts().get("Renew", 0) >= 6, "renewals over two lease durations")
         assert not producer.producer.drain()
-    half.shutdown()
-    producer.shutdown()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from tests.support.geometry.world import Model, Side, Worker, instance, table, write
 from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, pair, runs_of
-from vllm_pd_connector.geometry.blocks import BlockTable
-from vllm_pd_connector.geometry.plan import make_plan
+from vllm_pd_connector.geometry.blocks import BlockTable, BlockTables
+from vllm_pd_connector.geometry.plan import Edge, make_plan
 from vllm_pd_connector.geometry.runs import Runs
 
 
@@ -20,6 +21,11 @@ def copy(runs: Runs, source: Worker, destination: Worker) -> None:
         from_, to = from_ - a.address, to - b.address
         assert length > 0 and from_ >= 0 and from_ + length <= a.length and to >= 0 and to + length <= b.length
         destination.memory[to : to + length] = source.memory[from_ : from_ + length]
+
+
+def bind(edge: Edge, source: BlockTables, destination: BlockTables, start: int, stop: int, **how: Any) -> Runs:
+    """The runs that move these tokens along an edge."""
+    return runs_of(pair(edge, source, destination, start, stop, **how))
 
 
 @dataclass

@@ -25,21 +25,9 @@ from vllm_pd_connector.protocol import receive as r
 from vllm_pd_connector.protocol.lease import LeaseTable
 from vllm_pd_connector.protocol.params.parse import parse_remote_prefill
 from vllm_pd_connector.protocol.push.table import ANSWER_S
+from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
 from vllm_pd_connector.protocol.wire.messages import Ack
-from vllm_pd_connector.protocol.wire.push_messages import (
-    AwaitCommands,
-    BeginCommand,
-    Commands,
-    DeclinePush,
-    PrefillRef,
-    Pushed,
-    PushEnded,
-    PushInto,
-    PushState,
-    WithdrawPush,
-    WriteCommand,
-)
 from vllm_pd_connector.sidechannel.push_service import PushService
 
 LEASE_S = 8.0
@@ -211,7 +199,7 @@ class World:
         if not self.readers and self.lease is not None and self.serial:
             self.leases.release([Reading(self.lease.request_id, self.lease.nonce, bytes(16))], self.now)
         elif not self.readers:
-            assert self.pushes.serve(DeclinePush(self.prefill, self.waited_s), self.ticket(), self.now) == Ack()
+            assert self.pushes.serve(pm.DeclinePush(self.prefill, self.waited_s), self.ticket(), self.now) == Ack()
 
     def elapse(self) -> None:
         """So much time that a lease ends, also one whose reader asked a moment ago."""
@@ -240,13 +228,13 @@ class World:
             self.pushes.tick(self.now)
             self.half.producer.drain()
             for worker in range(WORKERS):
-                self.pushes.serve(AwaitCommands(TOKEN, worker, self.seen[worker]), (b"worker", worker), self.now)
+                self.pushes.serve(pm.AwaitCommands(TOKEN, worker, self.seen[worker]), (b"worker", worker), self.now)
             replies = self.pushes.take_replies()
             for ticket, reply in replies:
-                if isinstance(reply, Commands):
+                if isinstance(reply, pm.Commands):
                     self.obey(ticket[1], reply)
                 else:
-                    assert isinstance(reply, Pushed)
+                    assert isinstance(reply, pm.Pushed)
                     self.answer(ticket, reply)
             self.check()
             if not replies:
@@ -262,11 +250,11 @@ class World:
         return self.now + 1.0
 
     @property
-    def prefill(self) -> PrefillRef:
+    def prefill(self) -> pm.PrefillRef:
         if not self.serial:
-            return PrefillRef(ASK["transfer_id"], None)
+            return pm.PrefillRef(ASK["transfer_id"], None)
         assert self.lease is not None
-        return PrefillRef(self.lease.request_id, self.lease.nonce)
+        return pm.PrefillRef(self.lease.request_id, self.lease.nonce)
 
     def check(self) -> None:
         """What a worker may still read or write is in nobody else's hands."""
@@ -277,14 +265,14 @@ class World:
 
     # The prefill side's workers
 
-    def obey(self, worker: int, receives: Commands) -> None:
+    def obey(self, worker: int, receives: pm.Commands) -> None:
         self.seen[worker] = max(self.seen[worker], receives.last)
         for receive in receives.orders:
-            if isinstance(receive, BeginCommand):
+            if isinstance(receive, pm.BeginCommand):
                 continue
             attempt = receive.attempt
             part = self.parts.get((worker, attempt))
-            if isinstance(receive, WriteCommand) and not (worker == 0 and self.link_down):
+            if isinstance(receive, pm.WriteCommand) and not (worker == 0 and self.link_down):
                 part = self.parts.setdefault((worker, attempt), Part())
                 part.source |= {i for table in receive.source for i in table.ids.tolist()}
                 part.final |= receive.final
@@ -305,7 +293,7 @@ class World:
                 self.settle()
 
     def report(self, worker: int, attempt: bytes, ok: bool, terminal: bool) -> None:
-        ended = PushEnded(TOKEN, worker, attempt, ok, "" if ok else "a link dropped", terminal)
+        ended = pm.PushEnded(TOKEN, worker, attempt, ok, "" if ok else "a link dropped", terminal)
         assert self.pushes.serve(ended, (b"worker", worker), self.now) == Ack()
 
     # The decode side's workers
@@ -319,32 +307,32 @@ class World:
                     seat = 0, 0, place, place, READERS, reader.attempt
                     stop, digest = len(PROMPT), digest_of(self.request)
                     self.ask(
-                        reader, PushInto(self.prefill, HOME, *seat, blocks, 0, stop, digest, waited_s=self.waited_s)
+                        reader, pm.PushInto(self.prefill, HOME, *seat, blocks, 0, stop, digest, waited_s=self.waited_s)
                     )
                 case r.Withdraw():
-                    self.ask(reader, WithdrawPush(self.prefill, reader.attempt))
+                    self.ask(reader, pm.WithdrawPush(self.prefill, reader.attempt))
                 case r.Report():
                     self.reported(reader, action)
                 case r.Drained():
                     self.quarantine.drain("d-1", 1)
 
-    def ask(self, reader: Reader, message: PushInto | WithdrawPush) -> None:
-        reader.question, reader.withdrawing = self.ticket(), isinstance(message, WithdrawPush)
+    def ask(self, reader: Reader, message: pm.PushInto | pm.WithdrawPush) -> None:
+        reader.question, reader.withdrawing = self.ticket(), isinstance(message, pm.WithdrawPush)
         assert self.pushes.serve(message, reader.question, self.now) is None
 
-    def answer(self, ticket: tuple[bytes, int], reply: Pushed) -> None:
+    def answer(self, ticket: tuple[bytes, int], reply: pm.Pushed) -> None:
         for reader in self.readers:
             if reader.question != ticket:
                 continue  # another was sent since
             reader.question = None
             if reader.withdrawing:
                 self.tell(reader, r.PushFailed(reply.reason, True) if reply.terminal else r.PushSilent())
-            elif reply.state is PushState.DONE:
+            elif reply.state is pm.PushState.DONE:
                 self.tell(reader, r.PushDone())
-            elif reply.state is PushState.FAILED:
+            elif reply.state is pm.PushState.FAILED:
                 self.tell(reader, r.PushFailed(reply.reason, reply.terminal))
             else:
-                self.tell(reader, r.PushAlive(reply.moved.descriptors if reply.state is PushState.WRITING else None))
+                self.tell(reader, r.PushAlive(reply.moved.descriptors if reply.state is pm.PushState.WRITING else None))
 
     def reported(self, reader: Reader, report: r.Report) -> None:
         """vLLM has the blocks back when all ranks have reported; here also after a success, as if decode had ended."""

@@ -12,31 +12,19 @@ from typing import Any
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.push.table import PushTable
 from vllm_pd_connector.protocol.wire import messages as m
-from vllm_pd_connector.protocol.wire.push_messages import (
-    AwaitCommands,
-    BeginCommand,
-    Commands,
-    InstanceAddress,
-    PrefillRef,
-    Pushed,
-    PushEnded,
-    PushInto,
-    PushState,
-    WithdrawPush,
-    WriteCommand,
-)
+from vllm_pd_connector.protocol.wire import push_messages as pm
 
-HOME = InstanceAddress("decode-0", "ab" * 16, "127.0.0.1", 5600)
+HOME = pm.InstanceAddress("decode-0", "ab" * 16, "127.0.0.1", 5600)
 NONCE, DIGEST, STOP = b"n" * 16, "0" * 16, 40
 TABLES = (BlockTable(0, b"\1\0\0\0"),)
 WORKERS, PATIENCE = 2, 30.0
 NAME, REQUEST = "cmpl-1", "cmpl-1-0123abcd"
 
 
-def into(reader: int = 0, *, nonce: bytes | None = None, readers: int = 2, **changes: Any) -> PushInto:
+def into(reader: int = 0, *, nonce: bytes | None = None, readers: int = 2, **changes: Any) -> pm.PushInto:
     fields: dict[str, Any] = {"attempt": bytes([reader]) * 16, "start": 0, "stop": STOP, "prompt_digest": DIGEST}
-    ref = PrefillRef(REQUEST if nonce else NAME, nonce)
-    return PushInto(ref, HOME, 0, 0, reader, reader, readers, blocks=TABLES, **(fields | changes))
+    ref = pm.PrefillRef(REQUEST if nonce else NAME, nonce)
+    return pm.PushInto(ref, HOME, 0, 0, reader, reader, readers, blocks=TABLES, **(fields | changes))
 
 
 @dataclass
@@ -57,7 +45,7 @@ class World:
     owed: dict[bytes, set[int]] = field(default_factory=dict)
     ordered_final: set[bytes] = field(default_factory=set)
     failed: set[bytes] = field(default_factory=set)
-    answers: dict[bytes, list[Pushed]] = field(default_factory=dict)
+    answers: dict[bytes, list[pm.Pushed]] = field(default_factory=dict)
     asked: dict[tuple[bytes, int], bytes] = field(default_factory=dict)
     tickets: int = 0
     closed: bool = False
@@ -75,7 +63,7 @@ class World:
         """What the server does after every event, and the workers' questions for commands."""
         self.table.tick(self.now)
         for worker in range(WORKERS):
-            self.table.await_commands(AwaitCommands(b"t" * 16, worker, self.seen[worker]), (b"w", worker), self.now)
+            self.table.await_commands(pm.AwaitCommands(b"t" * 16, worker, self.seen[worker]), (b"w", worker), self.now)
         for ticket, reply in self.table.take_replies():
             if ticket[0] == b"w":
                 self.obey(ticket[1], reply)
@@ -88,26 +76,26 @@ class World:
         assert not self.freed or not any(self.owed.values()), "blocks are given back while they may be read"
 
     def obey(self, worker: int, reply: m.Reply) -> None:
-        assert isinstance(reply, Commands)
+        assert isinstance(reply, pm.Commands)
         assert all(number > 0 for number in (reply.last,)) or not reply.orders
         self.seen[worker] = max(self.seen[worker], reply.last)
         for command in reply.orders:
-            if isinstance(command, BeginCommand):
+            if isinstance(command, pm.BeginCommand):
                 self.begun.add((worker, command.into.attempt))
-            if isinstance(command, WriteCommand):
+            if isinstance(command, pm.WriteCommand):
                 assert not self.freed and (worker, command.attempt) in self.begun
                 self.owed.setdefault(command.attempt, set()).add(worker)
                 if command.final:
                     self.ordered_final.add(command.attempt)
 
     def answered(self, attempt: bytes, reply: m.Reply) -> None:
-        assert isinstance(reply, Pushed)
+        assert isinstance(reply, pm.Pushed)
         self.answers.setdefault(attempt, []).append(reply)
         if reply.terminal:
             assert not self.owed.get(attempt), "terminal, and a worker may still write"
-        if reply.state is PushState.DONE:
+        if reply.state is pm.PushState.DONE:
             assert attempt in self.ordered_final and attempt not in self.failed and self.finished
-        if reply.state is PushState.FAILED:
+        if reply.state is pm.PushState.FAILED:
             assert reply.reason
 
     def report(self, worker: int, attempt: bytes, ok: bool, terminal: bool) -> None:
@@ -116,7 +104,7 @@ class World:
         if terminal:
             self.owed[attempt].discard(worker)
         reason = "" if ok else "a link dropped"
-        self.table.ended(PushEnded(b"t" * 16, worker, attempt, ok, reason, terminal))
+        self.table.ended(pm.PushEnded(b"t" * 16, worker, attempt, ok, reason, terminal))
         self.settle()
 
     def work(self) -> None:
@@ -127,7 +115,7 @@ class World:
 
     def is_over(self, attempt: bytes) -> bool:
         registration = self.table._registrations.get(attempt)
-        return registration is None or registration.state is PushState.FAILED
+        return registration is None or registration.state is pm.PushState.FAILED
 
     # What can happen
 
@@ -156,7 +144,7 @@ class World:
 
     def withdraw(self) -> None:
         for reader in (0, 1):
-            message = WithdrawPush(into(reader).prefill, into(reader).attempt)
+            message = pm.WithdrawPush(into(reader).prefill, into(reader).attempt)
             self.table.withdraw(message, self.ticket(message.attempt), self.now)
 
     def drop_link(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,22 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.005)
 
 
+_made: list[SchedulerHalf] | None = None
+
+
+@contextmanager
+def ended_halves() -> Iterator[None]:
+    """Shuts down in the end what `make_half` has made meanwhile, if nobody has. Decode first: what it holds it gives
+    back, and it waits some seconds for an answer."""
+    global _made
+    made: list[SchedulerHalf] = []
+    _made = made
+    yield
+    _made = None
+    for half in sorted(made, key=lambda half: half.producer._keeps):
+        half.shutdown()
+
+
 def make_half(
     role: str, lookahead: int = 0, spec: Any = FULL, parallel: Mapping[str, Any] | None = None, **changes: Any
 ) -> tuple[SchedulerHalf, BlockPool]:
@@ -65,13 +82,16 @@ def make_half(
     )
     pool = BlockPool(num_gpu_blocks=32, enable_caching=False, hash_block_size=BLOCK)
     half.bind_block_pool(pool)
+    if _made is not None:
+        _made.append(half)
     return half, pool
 
 
-def end(producer: SchedulerHalf, consumer: SchedulerHalf) -> None:
-    """Decode first: what it holds it gives back, and it waits some seconds for an answer."""
-    consumer.shutdown()
-    producer.shutdown()
+def serving_half(role: str, **changes: Any) -> tuple[SchedulerHalf, BlockPool]:
+    """The same, whose workers have described themselves."""
+    half, pool = make_half(role, **changes)
+    half.serve([b"manifest"], [TOKEN])
+    return half, pool
 
 
 def make_request(request_id: str, params: Any, prompt: list[int] = PROMPT, **changes: Any) -> Any:

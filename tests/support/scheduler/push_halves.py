@@ -11,22 +11,14 @@ from vllm.v1.core.block_pool import BlockPool
 from tests.support.scheduler.halves import FULL, PROMPT, TOKEN, allocate, make_half, until
 from vllm_pd_connector.compat.blocks import prompt_digest
 from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.protocol.wire.messages import Ack, Request
-from vllm_pd_connector.protocol.wire.push_messages import (
-    AwaitCommands,
-    BeginCommand,
-    Commands,
-    InstanceAddress,
-    PrefillRef,
-    PushEnded,
-    PushInto,
-)
 from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 ASK: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t-1"}
-HOME = InstanceAddress("kv_consumer-0", "ab" * 16, "127.0.0.1", 5600)
+HOME = pm.InstanceAddress("kv_consumer-0", "ab" * 16, "127.0.0.1", 5600)
 ATTEMPT = b"a" * 16
 
 
@@ -72,7 +64,8 @@ class PushPeer:
     def register(self, digest: str, stop: int = len(PROMPT)) -> Callable[[], Any]:
         before = self.count("PushInto")
         blocks = (BlockTable(0, b"\1\0\0\0"),)
-        answer = self.send(PushInto(PrefillRef("t-1", None), HOME, 0, 0, 0, 0, 1, ATTEMPT, blocks, 0, stop, digest))
+        prefill = pm.PrefillRef("t-1", None)
+        answer = self.send(pm.PushInto(prefill, HOME, 0, 0, 0, 0, 1, ATTEMPT, blocks, 0, stop, digest))
         until(lambda: self.count("PushInto") > before, "the registration")
         return answer
 
@@ -82,13 +75,13 @@ class PushPeer:
 
     def commands(self) -> list[Any]:
         """What the worker is told to write or to cancel since the last call."""
-        answer = self.send(AwaitCommands(TOKEN, 0, self.seen))()
-        assert isinstance(answer, Commands)
+        answer = self.send(pm.AwaitCommands(TOKEN, 0, self.seen))()
+        assert isinstance(answer, pm.Commands)
         self.seen = answer.last
-        return [order for order in answer.orders if not isinstance(order, BeginCommand)]
+        return [order for order in answer.orders if not isinstance(order, pm.BeginCommand)]
 
     def ended(self, ok: bool = True, reason: str = "", terminal: bool = True) -> None:
-        assert self.send(PushEnded(TOKEN, 0, ATTEMPT, ok, reason, terminal))() == Ack()
+        assert self.send(pm.PushEnded(TOKEN, 0, ATTEMPT, ok, reason, terminal))() == Ack()
 
     def close(self) -> None:
         self.client.close()

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-import os
-import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -17,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.forked import PROCESSES
+from tests.support.forked import Child
 from tests.support.gpu.stand_in import prepare
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
@@ -202,14 +200,11 @@ class InProcessPeer:
         self._end.transport.close()
 
 
-class ProcessPeer:
+class ProcessPeer(Child):
     """An `End` in a child process."""
 
     def __init__(self, transport: str, options: dict[str, Any], length: int, kind: type[End] = End) -> None:
-        self._pipe, child = PROCESSES.Pipe()
-        self._process = PROCESSES.Process(target=serve, args=(child, kind, transport, options, length), daemon=True)
-        self._process.start()
-        child.close()
+        super().__init__(PATIENCE_S, serve, kind, transport, options, length)
         self._told = False
         self.endpoint, self.segments, self.address = self.answer()
 
@@ -222,43 +217,22 @@ class ProcessPeer:
         self._pipe.send((method, arguments))
 
     def answer(self) -> Any:
-        assert self._pipe.poll(PATIENCE_S), "the peer does not answer"
-        failure, value = self._pipe.recv()
+        failure, value = super().answer()
         assert not failure, f"in the peer: {failure}"
         return value
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
-
-    def freeze(self) -> None:
-        self._signal(signal.SIGSTOP)
-        until(lambda: self._state() == "T", "the peer to stop")
-
-    def thaw(self) -> None:
-        self._signal(signal.SIGCONT)
 
     def tell_to_stop(self) -> None:
         """Begin what `stop` waits for."""
         if not self._told and self._process.is_alive():
-            self._signal(signal.SIGCONT)
+            self.thaw()
             self._pipe.send(None)
         self._told = True
 
     def stop(self) -> None:
         self.tell_to_stop()
-        self._process.join(PATIENCE_S)
-        assert self._process.exitcode in (0, -signal.SIGKILL), f"the peer ended with {self._process.exitcode}"
+        self.join()
         self._pipe.close()
         self._process.close()
-
-    def _signal(self, number: int) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
-
-    def _state(self) -> str:
-        with open(f"/proc/{self._process.pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0]
 
 
 def serve(pipe: Connection, kind: type[End], transport: str, options: dict[str, Any], length: int) -> None:

@@ -21,7 +21,7 @@ def be_core(pipe: Connection, engine_id: str, transport: str, options: Mapping[s
     try:
         manifests, tokens = pipe.recv()
         server.set_manifests(manifests, tokens)
-        server.pushes.enable(tokens, patience_s=60.0)
+        server.pushes.enable(tokens, wait_timeout_s=60.0)
         pipe.send("serves")
         while True:
             name, tables, tokens_held = pipe.recv()

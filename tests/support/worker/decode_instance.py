@@ -87,6 +87,7 @@ class Decode:
         self.finished: dict[str, bool] = {}
         self.quarantined: set[str] = set()
         self.drained: set[str] = set()
+        self.spared: set[str] = set()
         self.failures: dict[str, int] = {}
         self.of_peers: dict[str, dict[str, int]] = {}
         self.bytes = self.runs = self.verified = self.relinked = 0
@@ -101,6 +102,7 @@ class Decode:
         if (report := self.outbox.take_report()) is not None:
             self.quarantined |= report.quarantined.keys()
             self.drained |= report.drained.keys()
+            self.spared |= report.spared
         if (stats := self.outbox.take_stats()) is not None:
             self.bytes += stats.data["bytes"]
             self.runs += stats.data["runs"]

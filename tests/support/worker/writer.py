@@ -58,7 +58,7 @@ class Writer:
             manifests.append(msgspec.msgpack.encode(manifest))
             self.loops.append(loop)
         self.server.set_manifests(manifests, self.tokens)
-        self.server.pushes.enable(self.tokens, patience_s=config.kv_lease_duration)
+        self.server.pushes.enable(self.tokens, wait_timeout_s=config.kv_lease_duration)
 
     def compute(self, start: int, stop: int, layers: Container[str] | None = None) -> None:
         """The forward of the next step has filled tokens [start, stop), in all layers or these."""

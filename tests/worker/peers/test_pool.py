@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.worker.decode_instance import Decode, Prefill, decode, prefill, until
+from tests.support.worker.decode_instance import Decode, Prefill, until
 from tests.support.worker.writer import CONFIG, Target, Writer, freed
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.protocol.peer import REFUSAL_S, PeerKey, PeerState
-from vllm_pd_connector.protocol.wire.messages import PROTOCOL_VERSION
-from vllm_pd_connector.sidechannel import server
+from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.worker.peers.event_queue import EventQueue
 from vllm_pd_connector.worker.peers.pool import IDLE_LINK_S, Links
 from vllm_pd_connector.worker.receive.read_link import ReadLink
-
-__all__ = ["decode", "prefill"]
 
 
 def leave_a_read_that_may_still_write(decode: Decode, prefill: Prefill) -> None:
@@ -82,9 +80,13 @@ def test_a_refusal_of_whoever_is_there_is_asked_again_after_a_while(monkeypatch)
 
 def test_who_answers_in_another_version_of_the_protocol_is_refused_at_once(monkeypatch):
     with contextlib.closing(Target(CONFIG)) as target, contextlib.closing(Writer(CONFIG)) as writer:
-        encode = server.encode
-        later = struct.pack("!H", PROTOCOL_VERSION + 1)
-        monkeypatch.setattr(server, "encode", lambda *told: (frame := encode(*told))[:4] + later + frame[6:])
+        encode, later = m.encode, struct.pack("!H", m.PROTOCOL_VERSION + 1)
+
+        def encode_later(seq: int, message: Any) -> bytes:
+            frame = encode(seq, message)
+            return frame[:4] + later + frame[6:] if isinstance(message, m.Manifests) else frame
+
+        monkeypatch.setattr(m, "encode", encode_later)
         target.loop.submit([target.request(writer, "a")], [])
         assert target.wait_for("a") == [False]
         [link] = target.loop._receives._asked._links.values()
@@ -122,9 +124,11 @@ def test_an_order_that_cannot_begin_costs_no_other(prefill, decode, monkeypatch)
 
     monkeypatch.setattr(Links, "get", broken)
     requests = [prefill.request("before"), prefill.request("a", remote_engine_id="broken"), prefill.request("after")]
-    decode.loop.submit(requests, [])
+    turn = replace(prefill.request("turn", remote_engine_id="broken"), spare=True)
+    decode.loop.submit([*requests, turn], [])
     assert decode.wait_for("before", "a", "after") == [True, False, True]
-    assert decode.failures == {"internal": 1}
+    decode.until(lambda: decode.spared == {"turn"}, "the turn to be computed")
+    assert decode.failures == {"internal": 2}
 
 
 @pytest.mark.parametrize("decode", [{"handshake_timeout": 5.0}], indirect=True)

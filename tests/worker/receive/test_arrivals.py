@@ -18,12 +18,6 @@ def late(monkeypatch: pytest.MonkeyPatch) -> LateMemory:
     return LateMemory(monkeypatch)
 
 
-@pytest.fixture
-def prefill() -> Iterator[Prefill]:
-    with contextlib.closing(Prefill()) as made:
-        yield made
-
-
 @pytest.fixture(params=[0, 8 << 10], ids=["straight", "staged"])
 def decode(request: pytest.FixtureRequest) -> Iterator[Decode]:
     made = Decode(Config(transport="loopback", staging_bytes=request.param))

@@ -24,7 +24,7 @@ from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.push.link import WriteLink
 
 
-@pytest.fixture(params=[0, 8 << 10], ids=["straight", "slab"])
+@pytest.fixture(params=[0, 8 << 10], ids=["straight", "staged"])
 def reader(request: pytest.FixtureRequest) -> Iterator[Decode]:
     config = Config(transport="loopback", staging_bytes=request.param, transfer_timeout=0.5)
     made = Decode(config, transport=LoopbackTransport(serves=False))
@@ -146,7 +146,7 @@ def test_what_stands_still_beside_it_fails_at_once(prefill, reader):
     let_go(reader)
 
 
-@pytest.mark.parametrize("reader", [512], indirect=True, ids=["a full slab"])
+@pytest.mark.parametrize("reader", [512], indirect=True, ids=["a full staging buffer"])
 def test_a_receive_that_only_waited_for_room_says_nothing_of_its_peer(prefill, other, reader):
     staging = reader.loop._stager.staging
     reader.loop.submit([prefill.request("warm")], [])

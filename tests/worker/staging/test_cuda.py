@@ -87,6 +87,31 @@ def test_indices_of_either_width_find_the_same_elements(gpus: Gpus, wide: bool) 
     assert (memory[1] == expected).all()
 
 
+def test_no_table_of_a_chunk_needs_another_compilation(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    from vllm_pd_connector.worker.staging import kernel
+
+    compiled = JITFunction(kernel._move.fn, **{k: v for k, v in kernel._move.kwargs.items() if k.startswith("do_not")})
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    variant = create_function_from_signature(compiled.signature, compiled.params, backend)
+    seen: set[str] = set()
+
+    class Launches:
+        def __getitem__(self, grid: tuple[int]) -> object:
+            return lambda *tables, **constants: seen.add(str(variant(*tables, **constants)[1]))
+
+    monkeypatch.setattr(kernel, "_move", Launches())
+    kernel.compile_all("cuda:0")
+    ready = set(seen)
+    for axes in range(8):
+        for count in (1, 2, 4):  # the second table begins where 16 divides its address, or not
+            kernel._launch(2, [[0, 0, 5, axes, *[1] * 3 * axes]] * count, "cuda:0")
+    assert seen == ready
+
+
 def test_nothing_runs_on_the_forwards_stream_and_nobody_waits_for_one(gpus: Gpus) -> None:
     memory = np.zeros(4096, dtype=np.uint8)
     copier = with_kernel()

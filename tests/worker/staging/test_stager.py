@@ -52,7 +52,7 @@ def expected(decode: Decode, *blocks: tuple[int, ...]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("decode", [{"staging_bytes": size} for size in (0, TINY, 1 << 20)], indirect=True)
-def test_a_receive_is_exact_with_any_slab(prefill, decode):
+def test_a_receive_is_exact_with_any_staging_buffer(prefill, decode):
     decode.loop.submit([prefill.request("a")], [])
     assert decode.wait_for("a") == [True]
     assert (decode.worker.memory == decode.expected()).all()
@@ -61,14 +61,14 @@ def test_a_receive_is_exact_with_any_slab(prefill, decode):
     assert wanted <= decode.bytes <= wanted * 4 / 3, "more was read than gaps that cost less than a run"
 
 
-def test_the_slab_is_known_to_the_transport_and_to_nobody_else(decode):
+def test_the_staging_buffer_is_known_to_the_transport_and_to_nobody_else(decode):
     [staging] = decode.loop._stager.segments
     assert staging.length == TINY and staging not in decode.loop._manifest.segments
     ranges = decode.transport._ranges
     assert staging.address in ranges.start
 
 
-def test_chunks_are_never_larger_than_their_share_of_the_slab(prefill, decode, monkeypatch):
+def test_chunks_are_never_larger_than_their_share_of_the_staging_buffer(prefill, decode, monkeypatch):
     sizes = []
     read = decode.transport.read
     monkeypatch.setattr(decode.transport, "read", lambda peer, runs: sizes.append(runs.total_bytes) or read(peer, runs))
@@ -77,7 +77,7 @@ def test_chunks_are_never_larger_than_their_share_of_the_slab(prefill, decode, m
     assert len(sizes) > 4 and max(sizes) <= TINY // 8
 
 
-def test_many_requests_share_the_slab(prefill, other, decode):
+def test_many_requests_share_the_staging_buffer(prefill, other, decode):
     requests = [into(source.request(f"{name}{i}"), blocks) for i in range(8)
               for source, name, blocks in ((prefill, "a", A), (other, "b", B))]  # fmt: skip
     decode.loop.submit(requests, [])
@@ -112,7 +112,11 @@ def test_a_receive_that_is_given_up_says_how_far_it_was(prefill, decode, monkeyp
     decode.loop.submit([prefill.request("a")], [])
     assert decode.wait_for("a") == [False]
     [text] = said
-    assert "0 being copied" in text and f"of {TINY} bytes of the slab are free" in text and "longer than 0.5 s" in text
+    assert (
+        "0 being copied" in text
+        and f"of {TINY} bytes of the staging buffer are free" in text
+        and "longer than 0.5 s" in text
+    )
 
 
 @pytest.mark.parametrize("decode", [{"transfer_timeout": 0.5}], indirect=True)
@@ -124,7 +128,7 @@ def test_a_receive_that_finds_no_room_fails_in_time(prefill, other, decode):
         decode.loop.submit(
             [source.request(f"{i}{source.engine_id}") for i in range(2) for source in (prefill, other)], []
         )
-        until(lambda: free(decode) == 0, "the slab to fill")
+        until(lambda: free(decode) == 0, "the staging buffer to fill")
         decode.loop.submit([third.request("c")], [])
         assert decode.wait_for("c") == [False]
         assert set(decode.failures) == {"deadline"} and not decode.quarantined
@@ -148,7 +152,7 @@ def test_an_aborted_receive_writes_nothing_more(prefill, decode):
     assert (decode.worker.memory == at_the_report).all()
 
 
-def test_a_failed_read_of_a_chunk_fails_the_receive_and_frees_the_slab(prefill, decode):
+def test_a_failed_read_of_a_chunk_fails_the_receive_and_frees_the_staging_buffer(prefill, decode):
     decode.transport.faults.failures.append(TransferError("a cable was pulled"))
     decode.loop.submit([prefill.request("a")], [])
     assert decode.wait_for("a") == [False]
@@ -196,14 +200,14 @@ def test_a_lost_peer_fails_the_receive_and_a_new_life_of_it_works(prefill, decod
         assert decode.wait_for("b") == [True]
 
 
-def test_a_slab_of_negative_size_stops_the_engine():
+def test_a_staging_buffer_of_negative_size_stops_the_engine():
     with pytest.raises(InvalidConfig, match="staging_bytes is -1"):
         parse_config({"staging_bytes": -1})
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 4096), st.lists(st.one_of(st.integers(1, 700), st.none()), max_size=60))
-def test_slots_are_apart_and_inside_the_slab(length, steps):
+def test_slots_are_apart_and_inside_the_staging_buffer(length, steps):
     staging, held = StagingBuffer(length), {}
     for step in steps:
         if step is None:
@@ -246,8 +250,8 @@ def places(copy: Copy, side: int) -> list[int]:
 def test_a_copy_moves_its_items_and_nothing_else(copy, gather):
     noise = np.random.default_rng(1).integers(0, 255, (2, 1 << 14), dtype=np.uint8)
     wanted = noise.copy()
-    for in_slab, in_cache in zip(places(copy, 1), places(copy, 2), strict=True):
-        staging, cache = wanted[0, in_slab + 5 :][: copy.item], wanted[1, in_cache + 3 :][: copy.item]
+    for in_staging, in_cache in zip(places(copy, 1), places(copy, 2), strict=True):
+        staging, cache = wanted[0, in_staging + 5 :][: copy.item], wanted[1, in_cache + 3 :][: copy.item]
         (staging if gather else cache)[:] = cache if gather else staging
     by_items, by_elements = noise.copy(), noise.copy()
     CpuCopier().copy(by_items[0].ctypes.data, replace(copy, cache=by_items[1].ctypes.data + 3), gather=gather)
@@ -283,7 +287,7 @@ def widths(copy: Copy) -> set[str]:
     return {array.__array_interface__["typestr"] for array in element_arrays(1 << 20, copy)}
 
 
-def test_memory_for_the_slab_is_aligned_and_of_the_asked_length():
+def test_memory_for_the_staging_buffer_is_aligned_and_of_the_asked_length():
     memory = CpuCopier().allocate(1000, "a test")
     assert memory.segment == Segment(memory.segment.address, 1000, "cpu", 0)
     assert memory.segment.address % 4096 == 0

@@ -47,7 +47,7 @@ def carry_out(link: WriteLink, stager: Stager, transport: LoopbackTransport, int
         assert transport.poll(transport.write(peer, part.runs)) is TransferStatus.DONE
     if part.staged is not None:
         stager.start(into, 0, link, peer, part.staged)
-        while stager.active:
+        while stager._streams:
             assert all(failure is None for _, failure in stager.poll())
 
 
@@ -157,7 +157,7 @@ def in_steps(move: Move, steps: list[int]) -> list[int]:
     st.sampled_from([512, 2048, 1 << 16]),
     st.sets(st.integers(1, 3)),
 )
-def test_a_push_by_way_of_the_slab_or_in_waves_writes_what_a_direct_one_writes_and_nothing_else(
+def test_a_push_by_way_of_the_staging_buffer_or_in_waves_writes_what_a_direct_one_writes_and_nothing_else(
     move, steps, staging, early
 ):
     before = instance(move.model, move.destination, "decode-1")
@@ -206,7 +206,7 @@ def hold(writer: Writer, held: bool) -> None:
 
 
 @pytest.mark.parametrize("config", [{"staging_bytes": size} for size in (0, TINY, 1 << 20)], indirect=True)
-def test_a_push_is_exact_with_any_slab(writer, target):
+def test_a_push_is_exact_with_any_staging_buffer(writer, target):
     posted: list[Runs] = []
     for transport in writer.transports:
         original = transport.write
@@ -221,12 +221,12 @@ def test_a_push_is_exact_with_any_slab(writer, target):
     assert free(writer) == [size, size]
     assert sum(runs.total_bytes for runs in posted) == target.bytes == 6 * 4 * 8 * 2, "tokens 4 to 10, nothing twice"
     lengths = {length for runs in posted for length in runs.length.tolist()}
-    assert lengths == ({16} if size else {8}), "both heads of a rank are one run only by way of the slab"
-    slabs = [segment for loop in writer.loops for segment in loop._stager.segments]
+    assert lengths == ({16} if size else {8}), "both heads of a rank are one run only by way of the staging buffer"
+    buffers = [segment for loop in writer.loops for segment in loop._stager.segments]
     for source in (address for runs in posted for address in runs.source.tolist() if size):
-        assert any(0 <= source - staging.address < staging.length for staging in slabs)
+        assert any(0 <= source - staging.address < staging.length for staging in buffers)
     if size == TINY:
-        assert max(runs.total_bytes for runs in posted) <= TINY // 8, "a chunk is larger than its share of the slab"
+        assert max(runs.total_bytes for runs in posted) <= TINY // 8, "a chunk is larger than its share"
 
 
 def test_the_cache_is_read_only_when_its_step_is_done(writer, target, monkeypatch):
@@ -253,7 +253,7 @@ def test_the_cache_is_read_only_when_its_step_is_done(writer, target, monkeypatc
     assert threads == {(loop, loop._thread) for loop in writer.loops}
 
 
-def test_many_pushes_share_the_slab(writer, target, other):
+def test_many_pushes_share_the_staging_buffer(writer, target, other):
     names = [f"{i}" for i in range(8)]
     for i, name in enumerate(names):
         writer.whole(name)
@@ -270,9 +270,9 @@ def test_a_push_that_finds_no_room_waits_for_it(writer, target, other):
     for name in ("a", "b", "c", "d"):
         writer.whole(name)
     target.loop.submit([into(target, writer, "a"), into(target, writer, "b", B)], [])
-    until(lambda: free(writer) == [TINY // 2] * 2, "half of the slab to be taken")
+    until(lambda: free(writer) == [TINY // 2] * 2, "half of the staging buffer to be taken")
     other.loop.submit([into(other, writer, "c"), into(other, writer, "d", B)], [])
-    until(lambda: free(writer) == [0, 0], "the slab to fill")
+    until(lambda: free(writer) == [0, 0], "the staging buffer to fill")
     assert not target.finished and not other.finished
     hold(writer, False)
     assert target.wait_for("d-a", "d-b") == [True, True] and other.wait_for("d-c", "d-d") == [True, True]
@@ -330,7 +330,7 @@ def test_a_worker_that_was_told_to_cancel_says_that_it_is_over_when_its_slots_ar
     freed(writer, "a")
 
 
-def test_a_failed_write_of_a_chunk_fails_the_push_and_frees_the_slab(writer, target, caplog):
+def test_a_failed_write_of_a_chunk_fails_the_push_and_frees_the_staging_buffer(writer, target, caplog):
     writer.transports[0].faults.failures.append(TransferError("a cable was pulled"))
     writer.whole()
     target.loop.submit([into(target, writer, "a")], [])

@@ -1,4 +1,4 @@
-"""Staged receives whose chunks a device copies: what waits for it, and what ends with it."""
+"""Staged transfers whose chunks a device copies: what waits for it, and what ends with it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.support.worker.decode_instance import Decode, in_its_thread, until
+from tests.support.worker.writer import CONFIG, TINY
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.staging.strided_copy import Copy
 from vllm_pd_connector.worker.staging.stager import POLL_DEVICE_S
-
-TINY = 512
+from vllm_pd_connector.worker.transfer_loop import TransferLoop
 
 
 class Device:
@@ -51,11 +52,20 @@ def decode() -> Iterator[Decode]:
 
 
 @pytest.fixture
-def device(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> Device:
-    copier = decode.loop._stager.copier
+def config() -> Config:
+    return replace(CONFIG, staging_bytes=TINY)
+
+
+def device_of(loop: TransferLoop, monkeypatch: pytest.MonkeyPatch) -> Device:
+    copier = loop._stager.copier
     made = Device(copier.begin)
     monkeypatch.setattr(copier, "begin", made.begin)
     return made
+
+
+@pytest.fixture
+def device(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> Device:
+    return device_of(decode.loop, monkeypatch)
 
 
 def free(decode: Decode) -> int:
@@ -98,3 +108,14 @@ def test_slots_of_a_device_that_fails_stay_out(prefill, decode, device):
     decode.loop.submit([], ["a"])
     assert decode.wait_for("a") == [False]
     assert free(decode) < TINY
+
+
+def test_a_loop_that_is_closed_waits_for_the_copies_of_its_pushes(writer, target, monkeypatch):
+    """What they copy out of the caches may be unmapped next."""
+    devices = [device_of(loop, monkeypatch) for loop in writer.loops]
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    until(lambda: any(device.begun for device in devices), "a copy to begin")
+    for loop in writer.loops:
+        loop.close()
+    assert any(device.waited for device in devices)

@@ -2,8 +2,10 @@
 
 Source: vLLM 0.32, `model_executor/layers/attention/kv_transfer_utils.py` (`maybe_transfer_kv_layer`, around the
 operators of `Attention` and `MLAAttention`). A forward that is one CUDA graph does not come by there, and nothing is
-said of it. Whoever is told must know that the layer's pages are final: a layer that shares another's cache writes
-nothing, microbatches announce a layer several times, and a drafter runs its layers again after the forward.
+said of it; nor does a layer of a model that calls none of the two operators, as DeepSeek-V3.2's own
+(`models/deepseek_v32/attention.py`). Whoever is told must know that the layer's pages are final: a layer that shares
+another's cache writes nothing, microbatches announce a layer several times, and a drafter runs its layers again after
+the forward.
 """
 
 from __future__ import annotations
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Container
 
     from vllm.config import VllmConfig
+
+
+OPERATORS = "vllm.model_executor.layers.attention"
+"""Where the forwards are that call the two operators, and those that end in them."""
 
 
 def announced_layers(vllm_config: VllmConfig, cached: Container[str]) -> tuple[tuple[str, ...], str]:
@@ -36,6 +42,7 @@ def announced_layers(vllm_config: VllmConfig, cached: Container[str]) -> tuple[t
         name
         for name, module in modules.items()
         if isinstance(module, Attention | MLAAttention)
+        and type(module).forward.__module__.startswith(OPERATORS)
         and name in cached
         and getattr(module, "attn_type", "decoder") == "decoder"
         and getattr(module, "kv_sharing_target_layer_name", None) is None

@@ -259,11 +259,6 @@ def require_served_device(config: VllmConfig) -> None:
         )
 
 
-def world_size(config: VllmConfig) -> int:
-    """Workers of one instance: tensor by pipeline by prefill-context parallel ranks."""
-    return int(config.parallel_config.world_size)
-
-
 def vllm_version() -> str:
     import vllm
 

@@ -10,7 +10,11 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_pd_connector.compat.model.facts import drafts_with_caches
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import VllmConfig
 
 
@@ -47,6 +51,23 @@ def layer_facts(vllm_config: VllmConfig) -> dict[str, LayerFacts]:
     }
 
 
+def draft_layers(vllm_config: VllmConfig, cached: Iterable[str]) -> tuple[str, ...]:
+    """Those of these layers that a drafter has: they are numbered behind the model's, or are another model's.
+
+    Source: vLLM 0.32, `llama_eagle.py` (`start_layer_id`), `deepseek_mtp.py`, `v1/spec_decode/draft_model.py`.
+    """
+    if not drafts_with_caches(vllm_config):
+        return ()
+    first = vllm_config.model_config.get_total_num_hidden_layers()
+    return tuple(name for name in cached if name.startswith("draft_model.") or _number(name) >= first)
+
+
+def _number(name: str) -> int:
+    """A layer's number in its model, -1 if its name has none."""
+    found = _LAYER_NUMBER.search(name)
+    return int(found[1]) if found is not None else -1
+
+
 def _scales(layer: Any) -> tuple[float, float]:
     key, value = (getattr(layer, name, None) for name in ("_k_scale_float", "_v_scale_float"))
     return float(key or 1.0), float(value or 1.0)
@@ -57,7 +78,6 @@ def _stated_heads(model: Any, name: str, layer: Any) -> int:
     of_windows = getattr(model.hf_text_config, "swa_num_key_value_heads", None)
     if of_windows is not None and getattr(layer, "sliding_window", None) is not None:
         return int(of_windows)
-    number = _LAYER_NUMBER.search(name)
-    if number is not None and int(number[1]) < stated.total_num_hidden_layers:
-        stated = stated[int(number[1])]
+    if 0 <= (number := _number(name)) < stated.total_num_hidden_layers:
+        stated = stated[number]
     return int(stated.total_num_kv_heads)

@@ -26,7 +26,6 @@ from vllm_pd_connector.protocol.wire.fields import EngineId
 
 MAX_ANSWER_BYTES = 1 << 20
 MAX_REGISTRATION_BYTES = 1 << 16
-DEFAULT_PORT = 8998
 QUERY_PATH = "/query"
 REGISTER_PATH = "/register"
 

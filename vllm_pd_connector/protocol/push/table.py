@@ -36,22 +36,9 @@ from vllm_pd_connector.protocol.push.registrations import Prefill, PushRegistrat
 from vllm_pd_connector.protocol.push.rendezvous import Rendezvous
 from vllm_pd_connector.protocol.push.results import PushResults
 from vllm_pd_connector.protocol.weights import unlike
+from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef, Weights
 from vllm_pd_connector.protocol.wire.messages import ReadDone
-from vllm_pd_connector.protocol.wire.push_messages import (
-    AwaitCommands,
-    BeginCommand,
-    CancelCommand,
-    DeclinePush,
-    PrefillRef,
-    Pushed,
-    PushEnded,
-    PushInto,
-    PushState,
-    Taken,
-    WithdrawPush,
-    WriteCommand,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -81,14 +68,14 @@ class PushTable(PushResults):
         self._look_at = inf  # no ticket is due before
         self._rendezvous = Rendezvous(wait_timeout_s)
         self._registrations: dict[bytes, PushRegistration] = {}
-        self._answers: Bounded[bytes, Pushed] = Bounded(REMEMBER)
+        self._answers: Bounded[bytes, pm.Pushed] = Bounded(REMEMBER)
         self._commands = CommandQueue(workers)
         self._weights = Weights()
         self._given_up: set[str] = set()
 
     # From decode instances
 
-    def register(self, into: PushInto, ticket: Ticket, now: float) -> LeaseRef | None:
+    def register(self, into: pm.PushInto, ticket: Ticket, now: float) -> LeaseRef | None:
         """A decode worker wants a push, or asks again how far it is. Returns the lease that is to be renewed."""
         self._now, self._look_at = now, min(self._look_at, now + ANSWER_S)
         if (answer := self._answers.get(into.attempt)) is not None:
@@ -105,13 +92,13 @@ class PushTable(PushResults):
                 self._attach(registration, prefill)
             elif reason := self._rendezvous.await_prefill(registration, now):
                 self._fail(registration, reason)
-        elif registration.state is PushState.FAILED:
-            self._replies.append((ticket, Pushed(registration.state, registration.reason, False)))
+        elif registration.state is pm.PushState.FAILED:
+            self._replies.append((ticket, pm.Pushed(registration.state, registration.reason, False)))
         else:
             registration.tickets = {ticket: now + ANSWER_S}
         return registration.prefill.lease if registration.prefill is not None else None
 
-    def withdraw(self, message: WithdrawPush, ticket: Ticket, now: float) -> None:
+    def withdraw(self, message: pm.WithdrawPush, ticket: Ticket, now: float) -> None:
         """A decode worker has given up; the answer waits until nothing of this attempt can land.
 
         Its instance cannot use the other ranks' parts either, so the whole prefill is given up with it.
@@ -119,7 +106,7 @@ class PushTable(PushResults):
         self._now = now
         if (answer := self._answers.get(message.attempt)) is not None:
             held = answer.lease
-            prefill = self._rendezvous.find(PrefillRef(held.request_id, held.nonce)) if held is not None else None
+            prefill = self._rendezvous.find(pm.PrefillRef(held.request_id, held.nonce)) if held is not None else None
             if prefill is not None:  # it will not be compared
                 self._fail_prefill(prefill, "withdrawn by the decode side")
             self._replies.append((ticket, answer))
@@ -142,11 +129,11 @@ class PushTable(PushResults):
         else:
             registration.tickets[ticket] = inf
 
-    def decline(self, message: DeclinePush, now: float) -> None:
+    def decline(self, message: pm.DeclinePush, now: float) -> None:
         """A decode instance needs nothing of a prefill."""
         self._decline(message.prefill, now - message.waited_s, now)
 
-    def keep(self, ref: PrefillRef) -> LeaseRef | None:
+    def keep(self, ref: pm.PrefillRef) -> LeaseRef | None:
         """A decode instance will ask for a prefill. Returns its lease, if it is known and has finished."""
         self._rendezvous.keep(ref.name)
         if (prefill := self._rendezvous.find(ref)) is not None:
@@ -233,11 +220,11 @@ class PushTable(PushResults):
 
     # From the workers of this instance
 
-    def await_commands(self, message: AwaitCommands, ticket: Ticket, now: float) -> None:
+    def await_commands(self, message: pm.AwaitCommands, ticket: Ticket, now: float) -> None:
         """A worker is ready for commands after number `seen`."""
         self._replies += self._commands.await_commands(message, ticket, now)
 
-    def ended(self, message: PushEnded) -> None:
+    def ended(self, message: pm.PushEnded) -> None:
         """A worker's part of a push is written, has failed, or goes on."""
         registration = self._registrations.get(message.attempt)
         if registration is None or message.worker not in registration.ordered:
@@ -286,7 +273,7 @@ class PushTable(PushResults):
 
     # Inside
 
-    def _refusal(self, into: PushInto) -> str:
+    def _refusal(self, into: pm.PushInto) -> str:
         """Why nothing can be written for this one, whichever prefill it wants; empty if something can."""
         if len(self._registrations) >= MAX_WAITING:
             return f"{len(self._registrations)} pushes are under way, the limit here"
@@ -294,7 +281,7 @@ class PushTable(PushResults):
 
     def _attach(self, registration: PushRegistration, prefill: Prefill) -> None:
         into = registration.into
-        registration.prefill, registration.deadline, registration.state = prefill, inf, PushState.COMPUTING
+        registration.prefill, registration.deadline, registration.state = prefill, inf, pm.PushState.COMPUTING
         prefill.registrations[into.attempt] = registration
         if prefill.failure:
             self._fail(registration, prefill.failure)
@@ -310,18 +297,20 @@ class PushTable(PushResults):
         reached = (prefill.ready, prefill.finished)
         if reached == registration.last or prefill.ready == 0 or prefill.failure:
             return
-        write = WriteCommand(registration.into.attempt, prefill.source, prefill.ready, prefill.step, prefill.finished)
+        write = pm.WriteCommand(
+            registration.into.attempt, prefill.source, prefill.ready, prefill.step, prefill.finished
+        )
         first = registration.last == (0, False)
         try:
-            self._replies += self._commands.add(*([BeginCommand(registration.into)] if first else []), write)
+            self._replies += self._commands.add(*([pm.BeginCommand(registration.into)] if first else []), write)
         except ProtocolError as error:
             self._fail_prefill(prefill, str(error))
             return
-        registration.last, registration.state = reached, PushState.WRITING
+        registration.last, registration.state = reached, pm.PushState.WRITING
         registration.write_from(prefill.source)
         registration.ordered = set(range(self._workers))
 
-    def _decline(self, ref: PrefillRef, began: float, now: float) -> None:
+    def _decline(self, ref: pm.PrefillRef, began: float, now: float) -> None:
         prefill = self._rendezvous.find(ref)
         if prefill is None:
             if ref.nonce is None:
@@ -344,23 +333,26 @@ class PushTable(PushResults):
             self._given_up.add(prefill.request_id)
 
     def _fail(self, registration: PushRegistration, reason: str) -> None:
-        if registration.state in (PushState.DONE, PushState.FAILED):
+        if registration.state in (pm.PushState.DONE, pm.PushState.FAILED):
             return
         # A client's words may stand in it, and a command that cannot be encoded would be in the way of all others.
-        registration.state, registration.reason = PushState.FAILED, reason.encode(errors="replace").decode()[:MAX_TEXT]
+        registration.state, registration.reason = (
+            pm.PushState.FAILED,
+            reason.encode(errors="replace").decode()[:MAX_TEXT],
+        )
         if registration.ordered:
-            self._replies += self._commands.add(CancelCommand(registration.into.attempt, registration.reason))
-            self._answer(registration, Pushed(registration.state, registration.reason, False))
+            self._replies += self._commands.add(pm.CancelCommand(registration.into.attempt, registration.reason))
+            self._answer(registration, pm.Pushed(registration.state, registration.reason, False))
         else:
             self._settle(registration)
 
     def _settle(self, registration: PushRegistration) -> None:
         """No worker writes for this registration: it is done, or failed for good, or between two commands."""
         prefill = registration.prefill
-        if registration.state is not PushState.FAILED:
+        if registration.state is not pm.PushState.FAILED:
             if not registration.last[1]:
                 return
-            registration.state = PushState.DONE
+            registration.state = pm.PushState.DONE
         answer = registration.last_answer()
         self._answers[registration.into.attempt] = answer
         self._answer(registration, answer)
@@ -371,18 +363,18 @@ class PushTable(PushResults):
         prefill.registrations.pop(registration.into.attempt, None)
         if prefill.given_up:
             self._given_up.add(prefill.request_id)
-        if registration.state is PushState.DONE:
+        if registration.state is pm.PushState.DONE:
             assert prefill.lease is not None
             into = registration.into
             prefill.served.add(into.reader)
             if answer.lease is not None:
                 self._kept.append((answer.lease, into.compare_s))
             else:
-                taken = Taken(into.home.engine_id, registration.moved, into.trace)
+                taken = pm.Taken(into.home.engine_id, registration.moved, into.trace)
                 self._served.append(ReadDone(prefill.lease, into.reader, into.readers, into.reading, taken=taken))
         self._free(prefill)
 
-    def _answer(self, registration: PushRegistration, answer: Pushed) -> None:
+    def _answer(self, registration: PushRegistration, answer: pm.Pushed) -> None:
         self._replies += [(ticket, answer) for ticket in registration.tickets]
         registration.tickets.clear()
 

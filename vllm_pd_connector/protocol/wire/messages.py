@@ -23,6 +23,7 @@ from msgspec import Meta
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.validate import MAX_GROUPS
+from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.protocol.wire.fields import (
     MAX_CONVERSATION,
     MAX_LEASES,
@@ -43,17 +44,6 @@ from vllm_pd_connector.protocol.wire.fields import (
     Tokens,
     Worker,
     Workers,
-)
-from vllm_pd_connector.protocol.wire.push_messages import (
-    AwaitCommands,
-    Commands,
-    DeclinePush,
-    KeepPrefills,
-    Pushed,
-    PushEnded,
-    PushInto,
-    Taken,
-    WithdrawPush,
 )
 
 if TYPE_CHECKING:
@@ -97,7 +87,7 @@ class ReadDone(Message, frozen=True, tag="read_done"):
     readers: Workers
     attempt: Nonce
     shared: bool = False
-    taken: Taken = Taken()
+    taken: pm.Taken = pm.Taken()
 
 
 class Release(Message, frozen=True, tag="release"):
@@ -248,12 +238,12 @@ Request = (
     | Renew
     | ReadDone
     | Release
-    | PushInto
-    | WithdrawPush
-    | DeclinePush
-    | KeepPrefills
-    | AwaitCommands
-    | PushEnded
+    | pm.PushInto
+    | pm.WithdrawPush
+    | pm.DeclinePush
+    | pm.KeepPrefills
+    | pm.AwaitCommands
+    | pm.PushEnded
     | GetLeaseCount
     | GetChecksums
     | NextChecksumJob
@@ -266,8 +256,8 @@ Reply = (
     | ReadVerdict
     | Released
     | LeaseCount
-    | Pushed
-    | Commands
+    | pm.Pushed
+    | pm.Commands
     | Ack
     | LeaseChecksums
     | ChecksumJob
@@ -283,12 +273,12 @@ REPLY_OF: Final[dict[type[Message], type[Message]]] = {
     ReadDone: ReadVerdict,
     Release: Released,
     GetLeaseCount: LeaseCount,
-    PushInto: Pushed,
-    WithdrawPush: Pushed,
-    DeclinePush: Ack,
-    KeepPrefills: Ack,
-    AwaitCommands: Commands,
-    PushEnded: Ack,
+    pm.PushInto: pm.Pushed,
+    pm.WithdrawPush: pm.Pushed,
+    pm.DeclinePush: Ack,
+    pm.KeepPrefills: Ack,
+    pm.AwaitCommands: pm.Commands,
+    pm.PushEnded: Ack,
     GetChecksums: LeaseChecksums,
     NextChecksumJob: ChecksumJob,
     JobChecksums: Accepted,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-PATIENCE_S = 3 * ASK_TIMEOUT_S
+WAIT_S = 3 * ASK_TIMEOUT_S
 """For each of two questions, which ends by itself before; the turn may have queued for longer."""
 
 
@@ -95,7 +95,7 @@ class Turns:
         assert receive.turn is not None
         if receive.asked:
             return self._same_weights(receive, receive.turn)
-        if not receive.answers and time.monotonic() < receive.asked_at + PATIENCE_S:
+        if not receive.answers and time.monotonic() < receive.asked_at + WAIT_S:
             return None
         try:
             match receive.answers.pop() if receive.answers else "it was not asked in time":

@@ -17,14 +17,7 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.protocol.wire.messages import (
-    FindConversation,
-    Release,
-    Renew,
-    Renewed,
-    Request,
-    lease_batches,
-)
+from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, KeepPrefills, PrefillRef
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.waiting import wait
@@ -79,12 +72,12 @@ class LeaseRenewer:
         self._submit(lambda: self._add(address, reading, lease_seconds))
 
     def ask(self, address: str, reading: Reading, lease_seconds: float, answered: Callable[[object], None]) -> None:
-        """As `keep`; `answered` is called once, in the keeper's thread, with the answer to a first renewal."""
+        """As `keep`; `answered` is called once, in the renewer's thread, with the answer to a first renewal."""
         self._submit(lambda: self._add(address, reading, lease_seconds, answered))
 
     def find(self, address: str, name: str, answered: Callable[[object], None]) -> None:
-        """Ask what is kept of a conversation; `answered` is called once, in the keeper's thread, with the answer."""
-        self._submit(lambda: self._ask(address, FindConversation(name), answered))
+        """Ask what is kept of a conversation; `answered` is called once, in the renewer's thread, with the answer."""
+        self._submit(lambda: self._ask(address, m.FindConversation(name), answered))
 
     def drop(self, address: str, reading: Reading, *, release: bool) -> None:
         """Stop renewing; with `release`, tell the prefill side that this request will not read, also one that was
@@ -93,7 +86,7 @@ class LeaseRenewer:
 
     def keep_prefill(self, request_id: str, where: Callable[[], str | None], prefill: PrefillRef) -> None:
         """Keep a prefill for a request that queues here until `drop_prefill`. `where` gives the prefill side's address,
-        None while that is not known, in the keeper's thread."""
+        None while that is not known, in the renewer's thread."""
         self._submit(lambda: self._add_prefill(request_id, where, prefill))
 
     def drop_prefill(self, request_id: str) -> None:
@@ -120,11 +113,11 @@ class LeaseRenewer:
                 return
             self._commands.append(command)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="pd-lease-keeper", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="pd-lease-renew", daemon=True)
                 self._thread.start()
         self._wake.set()
 
-    # Everything below runs in the keeper's thread.
+    # Everything below runs in the renewer's thread.
 
     def _run(self) -> None:
         self._client = SideChannelClient(keys=self._keys)
@@ -147,7 +140,7 @@ class LeaseRenewer:
             if (awaited := self._awaited.pop(token, None)) is not None:
                 awaited(outcome)
                 continue
-            if isinstance(outcome, Renewed) and (gone := [name for name in outcome.gone if name not in self._gone]):
+            if isinstance(outcome, m.Renewed) and (gone := [name for name in outcome.gone if name not in self._gone]):
                 self._gone.update(dict.fromkeys(gone))
                 logger.warning("the prefill side no longer holds %s", ", ".join(gone))
             elif isinstance(outcome, Exception):
@@ -159,13 +152,13 @@ class LeaseRenewer:
         interval = max(lease_seconds / RENEWALS_PER_LEASE, MIN_RENEWAL_S)
         self._leases.setdefault(address, {})[reading] = interval
         if answered is not None:
-            self._ask(address, Renew((reading,)), answered)
+            self._ask(address, m.Renew((reading,)), answered)
         elif reading.shared:  # before another request that shares the lease has read it
-            self._send(address, Renew((reading,)))
+            self._send(address, m.Renew((reading,)))
         due = time.monotonic() + interval
         self._due[address] = min(self._due.get(address, due), due)
 
-    def _ask(self, address: str, request: Request, answered: Callable[[object], None]) -> None:
+    def _ask(self, address: str, request: m.Request, answered: Callable[[object], None]) -> None:
         try:
             token = self._client.send(address, request, ASK_TIMEOUT_S)
         except ProtocolError as error:
@@ -184,14 +177,14 @@ class LeaseRenewer:
             self._leases.pop(address, None)
             self._due.pop(address, None)
         if release:
-            self._send(address, Release((reading,)))
+            self._send(address, m.Release((reading,)))
 
     def _renew_due(self, now: float) -> None:
         for address in [address for address, due in self._due.items() if due <= now]:
             leases = self._leases[address]
             self._due[address] = now + min(leases.values())
-            for batch in lease_batches(list(leases)):
-                self._send(address, Renew(batch))
+            for batch in m.lease_batches(list(leases)):
+                self._send(address, m.Renew(batch))
 
     def _renew_prefills(self, now: float) -> None:
         if now < self._prefills_due:
@@ -202,10 +195,10 @@ class LeaseRenewer:
             if (address := where()) is not None:
                 by_address.setdefault(address, []).append(prefill)
         for address, prefills in by_address.items():
-            for batch in lease_batches(prefills):
+            for batch in m.lease_batches(prefills):
                 self._send(address, KeepPrefills(batch))
 
-    def _send(self, address: str, request: Request) -> None:
+    def _send(self, address: str, request: m.Request) -> None:
         try:
             self._asked[self._client.send(address, request, REPLY_TIMEOUT_S)] = address
         except ProtocolError as error:
@@ -214,8 +207,8 @@ class LeaseRenewer:
     def _end(self) -> None:
         """Nobody will read what still queues here."""
         for address, leases in self._leases.items():
-            for batch in lease_batches(list(leases)):
-                self._send(address, Release(batch))
+            for batch in m.lease_batches(list(leases)):
+                self._send(address, m.Release(batch))
         for where, prefill, began in self._prefills.values():
             if (place := where()) is not None:
                 self._send(place, DeclinePush(prefill, time.monotonic() - began))

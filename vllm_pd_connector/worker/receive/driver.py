@@ -117,8 +117,7 @@ class Receives:
         match request.source:
             case BadParameters(reason):
                 logger.debug("request %s: receive failed: %s", request.request_id, reason)  # the scheduler half said it
-                self._stats.fail(FailureKind.BAD_PARAMETERS)
-                self._outbox.finished(request.request_id, ok=False, quarantined=False)
+                self._refuse(request, FailureKind.BAD_PARAMETERS)
                 return
             case PushFrom() as push:
                 links, prefill = self._asked, push.prefill.name
@@ -191,14 +190,17 @@ class Receives:
                 moments.append(now + LOOK_S)
         return min(moments, default=None)
 
-    def fail(self, request_id: str, reason: str, now: float) -> None:
+    def fail(self, request: ReceiveRequest, reason: str, now: float) -> None:
         """End a receive that could not begin."""
-        active = self._active.get(request_id)
+        active = self._active.get(request.request_id)
         if active is None:
-            self._stats.fail(FailureKind.INTERNAL)
-            self._outbox.finished(request_id, ok=False, quarantined=False)
+            self._refuse(request, FailureKind.INTERNAL)
         elif not active.reported:
             self._drive(active, receives.PeerFailed(reason), now, FailureKind.INTERNAL)
+
+    def _refuse(self, request: ReceiveRequest, kind: FailureKind) -> None:
+        self._stats.fail(kind)
+        self._outbox.finished(request.request_id, ok=False, quarantined=False, spare=request.spare)
 
     def fail_all(self, reason: str, now: float) -> None:
         """End every receive that was not reported. Raises nothing: it is called where an error is handled."""

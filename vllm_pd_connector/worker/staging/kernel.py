@@ -36,7 +36,9 @@ _AXIS, _FIXED = 3, 4
 axes)."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Triton compiles a kernel again for an integer or an address that 16 divides, and for 1: tables of any size are to run
+# what `compile_all` has compiled.
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["rows", "programs"])  # type: ignore[untyped-decorator]
 def _move(rows, programs, length, WIDTH: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     program = programs + 2 * tl.program_id(0)
     row = rows + tl.load(program) * length

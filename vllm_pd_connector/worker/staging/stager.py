@@ -147,11 +147,6 @@ class Stager:
         """Whether there may be work that does not wait for anything."""
         return self._posted or any(not flight.copying.launched for flight in self._being_copied())
 
-    @property
-    def active(self) -> bool:
-        """Whether there are streams."""
-        return bool(self._streams)
-
     def pause(self) -> float | None:
         """Seconds until a `poll` is due; None if there is nothing to look at."""
         if self.converting:
@@ -234,7 +229,7 @@ class Stager:
         return (
             f"{sum(stream.bytes for stream in streams)} bytes were posted; {moving} chunks being moved, "
             f"{len(flights) - moving} being copied, {waiting} waiting for room; {self.staging.free} of "
-            f"{self.staging.length} bytes of the slab are free"
+            f"{self.staging.length} bytes of the staging buffer are free"
         )
 
     def _being_copied(self) -> Iterator[_InFlightChunk]:
