@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.scheduler.halves import EMPTY_STEP, TOKEN, allocate, end, hand_over, make_half, make_request
+from tests.support.scheduler.halves import EMPTY_STEP, TOKEN, allocate, hand_over, make_half, make_request
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.metadata import BadParameters, ReadFrom, ReceiveRequest, RecordInto
 from vllm_pd_connector.observability.record import ORDER, Order, place_order
@@ -81,17 +81,14 @@ def test_the_workers_of_a_decode_instance_are_told_of_an_order(tmp_path: Path) -
     producer, _ = make_half("kv_producer")
     producer.serve([b"manifest"], [TOKEN])
     consumer, pool = make_half("kv_consumer", trace_dir=str(tmp_path))
-    try:
-        told = []
-        for name in ("d-1", "d-2", "d-3"):
-            if name == "d-2":
-                place_order(tmp_path, Order())
-            request = make_request(name, hand_over(producer, f"p-{name}"))
-            consumer.consumer.add(request)
-            allocate(consumer, pool, request)
-            [receive] = consumer.build_metadata(EMPTY_STEP).receives
-            told.append(receive.record)
-        assert told[0] is None and told[2] is None
-        assert told[1] is not None and Path(told[1].path).name.startswith("trace-d-2-")
-    finally:
-        end(producer, consumer)
+    told = []
+    for name in ("d-1", "d-2", "d-3"):
+        if name == "d-2":
+            place_order(tmp_path, Order())
+        request = make_request(name, hand_over(producer, f"p-{name}"))
+        consumer.consumer.add(request)
+        allocate(consumer, pool, request)
+        [receive] = consumer.build_metadata(EMPTY_STEP).receives
+        told.append(receive.record)
+    assert told[0] is None and told[2] is None
+    assert told[1] is not None and Path(told[1].path).name.startswith("trace-d-2-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,6 @@ def test_what_the_model_computes_in_decides_and_not_the_precision_of_the_cache(
     )
     cache = torch.zeros((PAGES, HEADS, TOKENS, 2 * SIZE), dtype=torch.uint8)
     described = {"incarnation": "0" * 32, "config": Config(), "software": "test", "transport": "nixl"}
-    manifest = build_manifest(None, config, {LAYER: cache}, **described)
+    manifest = build_manifest(SimpleNamespace(speculative_config=None), config, {LAYER: cache}, **described)
     validate(manifest)
     assert {tensor.role for tensor in manifest.tensors} == ({Role.KEY, Role.VALUE} if affine else {Role.OPAQUE})

@@ -98,7 +98,9 @@ def test_a_push_fails_at_once_when_a_worker_has_ended() -> None:
         until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
         writer.loops[0].close()
         assert target.wait_for("d") == [False]
-        assert target.failures == {"peer_unreachable": 1} and target.quarantined == {"d"} and not target.drained
+        # By its own word, or by the end of its line: whichever comes first.
+        assert target.failures in ({"peer_unreachable": 1}, {"transfer_failed": 1})
+        assert target.quarantined == {"d"} and not target.drained
         writer.loops[1].close()
         target.until(lambda: target.drained == {"d"}, "the quarantine to end with the other worker")
 

@@ -100,7 +100,7 @@ class Receives:
             config.handshake_timeout, config.transfer_timeout, config.confirm_timeout, silent
         )
         self._events = events
-        shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, events, self, self._observe)
+        shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, events, self, stats.observe_phase)
         self._links = Links(*shared, ReadLink, connected=connected)
         self._asked = Links(*shared, AskLink)
         per_question = ANSWER_S + config.handshake_timeout / FETCH_ATTEMPTS
@@ -394,9 +394,6 @@ class Receives:
         active.arrived = arrived
         self._drive(active, receives.ReceiveTick(moved=True), now)
         return True
-
-    def _observe(self, phase: Phase, seconds: float) -> None:
-        self._stats.observe_phase(phase, seconds)
 
     def _phase(self, active: ActiveReceive, phase: Phase, now: float) -> None:
         self._stats.observe_phase(phase, active.passed(phase, now))
