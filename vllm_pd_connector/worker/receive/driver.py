@@ -100,17 +100,8 @@ class Receives:
             config.handshake_timeout, config.transfer_timeout, config.confirm_timeout, silent
         )
         self._events = events
-        shared = (
-            config,
-            manifest,
-            transport,
-            stager.chunk_bytes,
-            calls,
-            processes,
-            events,
-            self,
-            self._stats.observe_phase,
-        )
+        observe = self._stats.observe_phase
+        shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, events, self, observe)
         self._links = Links(*shared, ReadLink, connected=connected)
         self._asked = Links(*shared, AskLink)
         per_question = ANSWER_S + config.handshake_timeout / FETCH_ATTEMPTS
