@@ -206,7 +206,8 @@ def test_prefill_reads_behind_its_own_hits_also_of_chats(pairs: Pairs, family: s
             messages.append({"role": "user", "content": f"{number} " * 60})
             chats.append((list(messages), _chat(router, family, messages)))
             messages.append({"role": "assistant", "content": chats[-1][1]})
-        assert _series(prefill, "pd_turns_read_total") > before, "turns of chats are found again"
+        if family in WHOLE:  # a state stands behind the answer, which the template brings back as other tokens
+            assert _series(prefill, "pd_turns_read_total") > before, "turns of chats are found again"
         _forget(prefill)
         _check(prefill, family, turns)
         for asked, answered in chats:
