@@ -263,8 +263,9 @@ class World:
     def named(self, p: Instance, name: str = "") -> tuple[Params, Params]:
         """Parameters of two legs that find each other by their common name, in mode push."""
         common = {"transfer_id": name or secrets.token_hex(8)}
-        at = ("127.0.0.1", self.relay(p).port) if self.network is None else (p.extra["side_channel_host"], p.side_port)
-        place = {"remote_engine_id": p.engine_id, "remote_host": at[0], "remote_port": at[1]}
+        host = "127.0.0.1" if self.network is None else p.extra["side_channel_host"]
+        port = self.relay(p).port if self._relayed else p.side_port
+        place = {"remote_engine_id": p.engine_id, "remote_host": host, "remote_port": port}
         return {**KEEP, **common}, {**FETCH, **common, **place}
 
     def decode(self, d: Instance, prompt: Prompt, params: Params, held_s: float = 0.0) -> Outcome:
