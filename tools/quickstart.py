@@ -163,7 +163,9 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was launched is ended, too
     with tempfile.TemporaryDirectory() as temporary:
-        follower = Follower((options.into or Path(temporary)).resolve(), options.python)
+        where = (options.into or Path(temporary)).resolve()
+        where.mkdir(parents=True, exist_ok=True)
+        follower = Follower(where, options.python)
         try:
             follow(follower, PAGE.read_text())
         except (Failed, subprocess.TimeoutExpired) as error:
