@@ -69,7 +69,9 @@ class Follower:
         given, own = (subprocess.check_output([python, "-c", where], text=True).strip() for python in pythons)
         Path(own, "vllm-of-another.pth").write_text(f"{given}\n")
         program = Path(pythons[1]).with_name("vllm")  # the other's would run in its own environment
-        program.write_text(f"#!{pythons[1]}\nfrom vllm.entrypoints.cli.main import main\n\nmain()\n")
+        # Its engines are spawned, and import it again.
+        start = 'from vllm.entrypoints.cli.main import main\n\nif __name__ == "__main__":\n    main()\n'
+        program.write_text(f"#!{pythons[1]}\n{start}")
         program.chmod(0o755)
 
     def run(self, command: str, *, where: Path | None = None, counts: bool = True) -> str:
