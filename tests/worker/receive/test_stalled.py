@@ -348,13 +348,14 @@ def test_a_rank_that_is_not_connected_does_not_pass_for_one_that_gets_nothing():
 
 
 def test_a_decode_instance_whose_writes_stand_still_though_it_answers_is_linked_anew():
-    config = msgspec.structs.replace(CONFIG, transfer_timeout=0.5)
+    config = msgspec.structs.replace(CONFIG, transfer_timeout=3.0)  # within which every worker has begun
     with contextlib.closing(Writer(config)) as writer, contextlib.closing(Target(config)) as target:
         for transport in writer.transports:
             transport._serves = False  # as NIXL, whose target and whose initiator are two agents
             transport.faults.stalled = 1
         writer.whole("a")
         target.loop.submit([target.request(writer)], [])
+        until(lambda: all(writes(loop) for loop in writer.loops), "the writes of every worker")
         assert target.wait_for("d") == [False]
         until(
             lambda: all(transport._incarnation == 1 for transport in writer.transports), "every worker's new endpoint"
