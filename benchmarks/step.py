@@ -242,7 +242,7 @@ def begin_prefills(engine: Engine, *, wanted: bool) -> Callable[[int], Any]:
 
     def all_wanted() -> bool:
         client.receive()
-        return len(pushes.wanted(names)) == len(names)
+        return pushes._such(names, lambda prefill: bool(prefill.registrations)) == set(names)
 
     if wanted:
         until(all_wanted, "every prefill to be wanted")

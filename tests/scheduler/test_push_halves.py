@@ -9,6 +9,7 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from tests.support.push.asked import asked_for
 from tests.support.scheduler.halves import (
     BLOCK,
     FULL,
@@ -60,7 +61,7 @@ def test_blocks_that_another_connector_failed_to_load_fail_the_push_that_wrote_f
     step(prefill.half, p_1=(0, 30))
     assert len(prefill.commands()) == 1
     prefill.half.update_output(KVConnectorOutput(invalid_block_ids={9}))  # of a request that nobody waits for
-    assert prefill.half.producer._server.pushes.wanted(["p-1"]) and prefill.held() == 3
+    assert asked_for(prefill.half.producer._server.pushes, "p-1") and prefill.held() == 3
     prefill.half.update_output(KVConnectorOutput(invalid_block_ids={6, 7}))
     reply = answer()
     assert (reply.state, reply.terminal) == (pm.PushState.FAILED, False) and "failed to load" in reply.reason

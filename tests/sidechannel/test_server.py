@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from tests.support.processor_time import seconds_of
+from tests.support.push.asked import asked_for
 from tests.support.sidechannel.ends import (
     ENGINE,
     INCARNATION,
@@ -277,7 +278,7 @@ def test_an_answer_that_cannot_be_sent_is_a_failure_for_its_client_and_the_other
     client.send(
         address(server), pm.PushInto(pm.PrefillRef("name", None), home, 0, 0, 0, 0, 1, A, blocks, 0, 16, "0" * 16), 60.0
     )
-    wait_for(lambda: server.pushes.wanted(["req"]))
+    wait_for(lambda: asked_for(server.pushes, "req"))
     server.pushes.progressed([("req", blocks, 16)], 1)
     outcomes = collect(client, 2)
     failure = outcomes[workers[0]]
@@ -294,7 +295,7 @@ def test_a_server_remembers_no_large_answers_that_were_taken(server, client):
     assert server.pushes.started("req", "name", tokens, "0" * 16)
     decode = SideChannelClient()  # of its own: it is told how far the push is whenever that takes long
     decode.send(address(server), into, 60.0)
-    wait_for(lambda: server.pushes.wanted(["req"]))
+    wait_for(lambda: asked_for(server.pushes, "req"))
     seen = 0
 
     def take_order() -> None:

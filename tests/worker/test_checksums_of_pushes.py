@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from tests.support.push.asked import asked_for
 from tests.support.worker.auto import both_ways, found
 from tests.support.worker.decode_instance import until
 from tests.support.worker.prefill_instance import P_BLOCKS, real
@@ -74,7 +75,7 @@ def test_equal_contents_are_verified_counted_and_freed(writer, target, by_lease)
 def test_what_went_out_step_by_step_is_verified_as_a_whole(writer, target):
     target.loop.submit([target.request(writer, start=0)], [])
     writer.begin()
-    until(lambda: writer.server.pushes.wanted(["p-a"]), "the registration")
+    until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
     writer.compute(0, 6)
     writer.server.pushes.progressed([("p-a", SOURCE, 6)], 1)
     writer.step_done(1)
@@ -151,7 +152,7 @@ def test_an_aborted_request_gives_the_blocks_back(target, config):
 def test_a_prefill_that_was_preempted_is_not_compared(writer, target):
     target.loop.submit([target.request(writer, start=0)], [])
     writer.begin()
-    until(lambda: writer.server.pushes.wanted(["p-a"]), "the registration")
+    until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
     writer.compute(0, 10)
     writer.server.pushes.progressed([("p-a", OTHER_BLOCKS, 6)], 1)
     writer.step_done(1)

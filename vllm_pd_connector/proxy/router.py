@@ -229,14 +229,14 @@ class Router:
     async def _serial_again(self, exchange: Exchange) -> web.StreamResponse:
         """Once more by other instances where one that is ending has aborted a leg: the client has had nothing of it.
         Not where both legs are sent at once: the one that goes on has the request's name."""
-        for left in reversed(range(ATTEMPTS)):
+        for _ in range(ATTEMPTS - 1):
             try:
                 return await self._serial(exchange)
             except Aborted as error:
-                if exchange.answer is not None or not error.elsewhere or not left:
+                if exchange.answer is not None or not error.elsewhere:
                     raise
                 logger.info("request %s: sent again: %s", exchange.request_id, error)
-        raise AssertionError("the last attempt has raised")
+        return await self._serial(exchange)
 
     async def _serial(self, exchange: Exchange) -> web.StreamResponse:
         def prepare(instance: Instance) -> tuple[Body, Headers]:

@@ -76,7 +76,7 @@ class Consumer:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         own: OwnWeights,
-        wake: Callable[[], None] = lambda: None,
+        wake: Callable[[], None],
     ):
         self._wake = wake
         self.sources = Sources(config, vllm_config, kv_cache_config)

@@ -76,12 +76,8 @@ class PushService:
             if self._table is not None:
                 self._table.stepped(self._clock())
 
-    def wanted(self, request_ids: Iterable[str]) -> set[str]:
-        """Those of these running prefills of which somebody waits for more."""
-        return self._such(request_ids, lambda prefill: prefill.wanted)
-
     def needed(self, request_ids: Iterable[str]) -> set[str]:
-        """Those of which somebody waits for more, or may still ask."""
+        """Those of these running prefills of which somebody waits for more, or may still ask."""
         return self._such(request_ids, lambda prefill: prefill.needed)
 
     def taken_back(self, request_ids: Iterable[str]) -> set[str]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from tests.support.push.asked import asked_for
 from tests.support.worker.decode_instance import D_BLOCKS, D_SIDE, changed_model, in_its_thread, until
 from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKENS, real, table, write
 from tests.support.worker.writer import CONFIG, SOURCE, TINY, Target, Writer, freed, whole, writes
@@ -55,7 +56,7 @@ def test_a_decode_instance_that_asks_first_is_served_when_the_prefill_comes(writ
 def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
     target.loop.submit([target.request(writer, start=0)], [])
     writer.begin()
-    until(lambda: writer.server.pushes.wanted(["p-a"]), "the registration")
+    until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
     writer.compute(0, 6)
     writer.server.pushes.progressed([("p-a", (BlockTable.of(0, P_BLOCKS[:2]),), 6)], 1)
     assert whole(target.worker.memory, target.before), "its own forward of step 1 is not done"
@@ -78,7 +79,7 @@ def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
 def test_a_step_that_is_done_is_written_although_the_next_is_ordered_already(writer, target):
     target.loop.submit([target.request(writer, start=0)], [])
     writer.begin()
-    until(lambda: writer.server.pushes.wanted(["p-a"]), "the registration")
+    until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
     writer.compute(0, 6)
     writer.server.pushes.progressed([("p-a", SOURCE, 6)], 1)
     writer.server.pushes.progressed([("p-a", SOURCE, 8)], 2)

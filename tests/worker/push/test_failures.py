@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tests.support.push.asked import asked_for
 from tests.support.worker.decode_instance import changed_model, in_its_thread, until
 from tests.support.worker.prefill_instance import P_BLOCKS, TOKENS
 from tests.support.worker.writer import CONFIG, TINY, Target, Writer, freed, writes
@@ -49,7 +50,7 @@ def test_many_parts_that_fail_are_one_push(writer: Writer, target: Target) -> No
     hold(writer)
     target.loop.submit([target.request(writer, start=0)], [])
     writer.begin()
-    until(lambda: writer.server.pushes.wanted(["p-a"]), "the registration")
+    until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
     writer.compute(0, TOKENS)
     for step, tokens in ((1, 4), (2, 8)):
         writer.server.pushes.progressed([("p-a", (BlockTable.of(0, P_BLOCKS),), tokens)], step)

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from tests.support.geometry.world import table, write
+from tests.support.push.asked import asked_for
 from tests.support.worker.decode_instance import D_BLOCKS, D_SIDE, until
 from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, TOKENS
 from tests.support.worker.writer import CONFIG, SOURCE, TINY, freed, whole
@@ -23,7 +24,7 @@ def config(request: pytest.FixtureRequest) -> Config:
 def test_layers_go_out_while_their_own_step_computes_the_next(writer, target, ready):
     target.loop.submit([target.request(writer, start=0)], [])
     writer.begin()
-    until(lambda: writer.server.pushes.wanted(["p-a"]), "the registration")
+    until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
     writer.server.pushes.progressed([("p-a", SOURCE, ready)], 1)
     [page] = {tensor.page_tokens for tensor in target.worker.manifest.tensors}
     complete = ready if ready == TOKENS else ready // page * page
@@ -79,7 +80,7 @@ def test_a_step_that_announces_no_layers_is_written_when_it_has_ended(writer, ta
     for name in ("a", "b"):
         target.loop.submit([target.request(writer, name, name=name, start=0)], [])
         writer.begin(name)
-        until(lambda name=name: writer.server.pushes.wanted([f"p-{name}"]), "the registration")
+        until(lambda name=name: asked_for(writer.server.pushes, f"p-{name}"), "the registration")
         writer.compute(0, 6)
         step = 1 if name == "a" else 3
         writer.server.pushes.progressed([(f"p-{name}", (BlockTable.of(0, P_BLOCKS[:2]),), 6)], step)

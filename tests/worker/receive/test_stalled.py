@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.push.asked import asked_for
 from tests.support.worker.decode_instance import D_BLOCKS, D_SIDE, Decode, in_its_thread, lacking, until
 from tests.support.worker.prefill_instance import MODEL, TOKENS, table, write
 from tests.support.worker.writer import CONFIG, SOURCE, Target, Writer, whole, writes
@@ -305,7 +306,7 @@ def test_what_is_to_be_written_while_no_new_link_can_be_had_is_written_when_ther
     with contextlib.closing(Writer(CONFIG)) as writer, contextlib.closing(Target(CONFIG)) as target:
         target.loop.submit([target.request(writer, start=0)], [])
         writer.begin()
-        until(lambda: writer.server.pushes.wanted(["p-a"]), "the registration")
+        until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
         writer.compute(0, TOKENS)
         writer.server.pushes.progressed([("p-a", SOURCE, 6)], 1)
         writer.step_done(1)

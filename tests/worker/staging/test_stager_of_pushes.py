@@ -19,6 +19,7 @@ from tests.support.effort import examples
 from tests.support.geometry.moves import moves
 from tests.support.geometry.request import Move
 from tests.support.geometry.world import Worker, instance, write
+from tests.support.push.asked import asked_for
 from tests.support.worker.decode_instance import in_its_thread, lacking, until
 from tests.support.worker.prefill_instance import TOKENS, real
 from tests.support.worker.writer import CONFIG, TINY, Target, Writer, freed, whole
@@ -233,7 +234,7 @@ def test_the_cache_is_read_only_when_its_step_is_done(writer, target, monkeypatc
     """The staging buffer is filled in the transfer thread, after the launching thread has said that the step ended."""
     target.loop.submit([target.request(writer, start=0)], [])
     writer.begin()
-    until(lambda: writer.server.pushes.wanted(["p-a"]), "the registration")
+    until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
     threads = set()
     for loop in writer.loops:
         copy = loop._stager.copier.copy

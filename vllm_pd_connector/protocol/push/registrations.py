@@ -90,11 +90,6 @@ class Prefill:
         return LeaseRef(self.request_id, self.nonce) if self.nonce else None
 
     @property
-    def wanted(self) -> bool:
-        """Whether somebody waits for more of it."""
-        return bool(self.registrations) and not self.failure
-
-    @property
     def needed(self) -> bool:
         """Whether somebody waits for more of it, or may still ask."""
         return not self.failure and (bool(self.registrations) or not self.declined)
