@@ -89,12 +89,12 @@ class Follower:
         """Start what runs until Ctrl-C, and wait until it says that all serve."""
         began = time.monotonic()
         log = self._directory / "launch.log"
+        # A job that a shell began with & ignores Ctrl-C, and so would what it starts.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with log.open("w") as output:
-            # A job that a shell began with & ignores Ctrl-C, and so would what it starts.
             process = subprocess.Popen(
-                f"exec {command}", shell=True, cwd=self.clone, env=self._env, stdout=output, stderr=output, text=True,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-            )  # fmt: skip
+                f"exec {command}", shell=True, cwd=self.clone, env=self._env, stdout=output, stderr=output, text=True
+            )
         while not READY.search(log.read_text()):
             if process.poll() is not None or time.monotonic() - began > START_S:
                 end(process)

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
-from tests.support.otlp import Collector
+from tests.support.otlp import Collector, OTLPSpanExporter
 from tests.support.worker.decode_instance import decode, prefill
 from tests.support.worker.writer import CONFIG, Target, Writer, freed
 from vllm_pd_connector.errors import TransferError

@@ -16,6 +16,7 @@ from unittest import mock
 
 with mock.patch.dict(os.environ, GRPC_ENABLE_FORK_SUPPORT="0"):
     import grpc
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as OTLPSpanExporter
     from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
     grpc.server(ThreadPoolExecutor(max_workers=1)).stop(None)  # it is read with the first of these
