@@ -30,6 +30,7 @@ from tests.support.servers.workload import ask, completion, prompts
 FAMILIES = ("gqa", "kimi")
 """Plain attention, and recurrent states beside attention."""
 REQUESTS, AT_ONCE = 500, 8
+PAUSE_S = 1.0
 RESTART_AFTER = (60, 200)
 """Requests answered before the restart of a prefill and of a decode instance."""
 LEASE_S = 15.0
@@ -137,7 +138,7 @@ def test_vllm_router_spreads_the_work_and_every_answer_is_right(fleet: Fleet) ->
 def test_one_of_each_is_restarted_and_only_what_was_under_way_there_fails(fleet: Fleet) -> None:
     spec = router_spec("xpyd-router", [s.url for s in fleet.prefills], [s.url for s in fleet.decodes])
     [router] = fleet.servers.start(replace(spec, command=(*spec.command, "--log-level", "debug")))
-    load = Load(router.url, fleet.family, fleet.baselines, ASKED["xpyd"], AT_ONCE)
+    load = Load(router.url, fleet.family, fleet.baselines, ASKED["xpyd"], AT_ONCE, PAUSE_S)
     down: list[Down] = []
     restarted = threading.Event()
     # Instances are started by this thread, for one that ends would take them with it (launch.py).

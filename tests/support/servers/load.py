@@ -20,13 +20,18 @@ from tests.support.servers.workload import Prompt, Refused, ask, completion
 
 @dataclass(slots=True)
 class Load:
-    """Clients that send prompts in turn, `at_once` at a time."""
+    """Clients that send prompts in turn, `at_once` at a time.
+
+    Each waits `pause` seconds between two requests: on few processors a load without one leaves little to an instance
+    that starts meanwhile.
+    """
 
     url: str
     family: str
     baselines: Baselines
     prompts: Sequence[Prompt]
     at_once: int = 8
+    pause: float = 0.0
     sent: list[Sent] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -44,6 +49,7 @@ class Load:
             outcome = self._send(prompt)
             with self._lock:
                 self.sent.append(outcome)
+            time.sleep(self.pause)
 
     def _send(self, prompt: Prompt) -> Sent:
         request_id, started, status, right = uuid.uuid4().hex, time.monotonic(), 200, False
