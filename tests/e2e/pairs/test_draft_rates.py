@@ -123,7 +123,7 @@ def cases(alone: bool) -> list[tuple[str, int, str]]:
     return [(*one, mode) for one, mode in product(found, ("pull", "push"))]
 
 
-@pytest.mark.parametrize(("fleet", "tokens", "mode"), cases(alone=False), indirect=["fleet"])
+@pytest.mark.parametrize(("fleet", "tokens", "mode"), cases(alone=False), indirect=["fleet"], scope="module")
 def test_as_many_drafts_are_accepted_as_by_a_plain_instance(fleet: Fleet, tokens: int, mode: str) -> None:
     found = hand_over(fleet, tokens, mode)
     assert found.accepted == fleet.drafts.accepted
@@ -131,7 +131,7 @@ def test_as_many_drafts_are_accepted_as_by_a_plain_instance(fleet: Fleet, tokens
     assert fleet.drafts.accepted > LEAST_RATE * fleet.drafts.drafted
 
 
-@pytest.mark.parametrize(("fleet", "tokens", "mode"), cases(alone=True), indirect=["fleet"])
+@pytest.mark.parametrize(("fleet", "tokens", "mode"), cases(alone=True), indirect=["fleet"], scope="module")
 def test_decode_may_draft_alone_and_its_drafter_has_not_seen_the_prompt(fleet: Fleet, tokens: int, mode: str) -> None:
     found = hand_over(fleet, tokens, mode)
     assert 0 <= found.accepted < fleet.drafts.accepted < found.drafted
