@@ -73,7 +73,9 @@ MEMBERS = (
         "start_weight_update start_draft_weight_update update_weights finish_weight_update reload_weights "
         "reset_weights",
     ),
-    _members(SCHEDULER, "requests failed_recving_kv_req_ids kv_cache_manager reset_prefix_cache"),
+    _members(
+        SCHEDULER, "requests failed_recving_kv_req_ids kv_cache_manager reset_prefix_cache defer_block_free vllm_config"
+    ),
     _members(
         "vllm.v1.core.block_pool:BlockPool",
         "num_gpu_blocks blocks touch free_blocks get_num_free_blocks reset_prefix_cache",
@@ -105,7 +107,7 @@ MEMBERS = (
         "vllm.config.vllm:VllmConfig",
         "model_config cache_config parallel_config speculative_config kv_transfer_config compilation_config "
         "kv_events_config "
-        "num_prefill_lookahead_tokens __post_init__",
+        "num_prefill_lookahead_tokens max_concurrent_batches __post_init__",
     ),
     _members(
         "vllm.config.model:ModelConfig",

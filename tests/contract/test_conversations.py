@@ -21,6 +21,7 @@ from tests.support.scheduler.engines import (
     read,
     transfer,
 )
+from tests.support.scheduler.halves import until
 from tests.support.scheduler.talks import (
     ANSWER,
     NEXT,
@@ -303,3 +304,27 @@ def gauges(engine: Engine) -> tuple[int, int]:
     """Leases, and conversations that are held, as an instance's metrics have them."""
     told = engine.connector.scheduler._gauges
     return told["leases"], told["conversations held"]
+
+
+def test_a_turn_is_not_read_into_blocks_that_a_step_in_flight_may_still_write(engine: Any) -> None:
+    """vLLM keeps blocks of aborted requests back for consumers alone, and a prefill instance that reads turns loads."""
+    params = first_turn(*both(engine))
+    prefill = engine(transfer("kv_producer", **ON), blocks=10, step_tokens=2 * BLOCK)
+    prefill.add("other", range(500, 640), KEEP, max_tokens=1)
+    for _ in range(3):
+        prefill.step()
+    asks = prefill.add("turn", next_prompt(), params, max_tokens=1)
+    until(lambda: prefill.connector.scheduler.consumer._receives["turn"].answers, "decode says that it is held")
+    prefill.step()
+    assert asks.status is RequestStatus.WAITING, "there is no room beside the other"
+    assert len(prefill.in_flight) == prefill.overlapping
+    writes = {block.block_id for block in prefill.blocks_of("other")}
+    prefill.scheduler.finish_requests("other", RequestStatus.FINISHED_ABORTED)
+    prefill.step()
+    assert len(prefill.told[-1].receives) == (not prefill.overlapping)
+    prefill.step()
+    [table] = prefill.receive_of("turn").blocks
+    assert writes & set(table.ids.tolist()), "no step writes them any more"
+    assert read(prefill.receive_of("turn"))
+    prefill.step(received={"turn"})
+    prefill.run("turn")

@@ -16,7 +16,7 @@ from tests.support.scheduler.engines import BLOCK, KEEP, given_back, loading, pa
 from tests.support.scheduler.halves import make_half, until
 from tests.support.scheduler.push_halves import ASK, PushPeer, digest_of
 from vllm_pd_connector.errors import InvalidConfig
-from vllm_pd_connector.metadata import WorkerReport
+from vllm_pd_connector.metadata import BadParameters, WorkerReport
 from vllm_pd_connector.protocol.wire.push_messages import PushState
 
 PROMPT = list(range(40))
@@ -302,6 +302,25 @@ def test_a_prefill_that_queues_while_its_engine_sleeps_is_known_afterwards(cores
     peer.ended()
     assert answer().state is PushState.DONE
     peer.close()
+
+
+@pytest.mark.parametrize("name", [5, "", "x" * 513])
+def test_a_prefill_with_a_bad_name_that_queues_while_its_engine_sleeps_keeps_it_from_nothing(cores, name):
+    """It was met in the waking, which failed."""
+    prefill = cores(transfer("kv_producer", mode="push"))
+    prefill.wait(prefill.sleep(1, "abort"))
+    prefill.engine.add("p-0", PROMPT, {**ASK, "transfer_id": name}, max_tokens=1)
+    request = prefill.engine.add("p-1", PROMPT, ASK, max_tokens=1)
+    wake(prefill)
+    assert prefill.engine.connector.scheduler.consumer.sources.home is not None
+    peer = PushPeer(prefill.engine.connector.scheduler)
+    answer = peer.register(digest_of(request), len(PROMPT))
+    prefill.engine.run("p-1")
+    until(lambda: [command.final for command in peer.commands()][-1:] == [True], "all of it is ordered")
+    peer.ended()
+    assert answer().state is PushState.DONE
+    peer.close()
+    assert isinstance(prefill.engine.receive_of("p-0").source, BadParameters), "it alone is refused"
 
 
 def test_an_engine_that_slept_without_losing_its_caches_is_the_same(cores):

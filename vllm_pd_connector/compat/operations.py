@@ -9,8 +9,8 @@ extension cannot be told from harmless ones by their names: their trainer names 
 while the engine is paused.
 
 Source: vLLM 0.32 and 0.33, `v1/engine/core.py` (`collective_rpc`, `set_weight_version`, `pause_scheduler`,
-`resume_scheduler`), `v1/core/sched/scheduler.py` (`reset_prefix_cache`), `v1/executor/abstract.py` (`sleep`,
-`discard`), `v1/worker/gpu_worker.py`, `entrypoints/rl/online/api_router.py`.
+`resume_scheduler`), `v1/core/sched/scheduler.py` (`reset_prefix_cache`, `defer_block_free`), `v1/executor/abstract.py`
+(`sleep`, `discard`), `v1/worker/gpu_worker.py`, `entrypoints/rl/online/api_router.py`.
 """
 
 from __future__ import annotations
@@ -67,9 +67,13 @@ class Operator(Protocol):
         """Before the workers give the caches' memory away."""
 
 
-def watch(operator: Operator) -> Any:
+def watch(operator: Operator, *, loads: bool) -> Any:
     """Have `operator` hear of what is done to the engine that is being built further up in this thread. Returns vLLM's
     scheduler; None if no engine is being built.
+
+    `loads`: caches are received here, whatever the role says. Where a step is scheduled while another is in flight, the
+    blocks of a request that was aborted are then given to no other before the step that may still write them is done.
+    vLLM sees to that for consumers alone, but a prefill instance receives conversations.
 
     Raises:
         InvalidConfig: an engine whose scheduler is another than vLLM's.
@@ -84,6 +88,7 @@ def watch(operator: Operator) -> Any:
         )
     if scheduler is not None:
         _watch_scheduler(scheduler, operator)
+        scheduler.defer_block_free |= loads and scheduler.vllm_config.max_concurrent_batches > 1
     if core is not None:
         _watch_core(core, operator)
     return scheduler

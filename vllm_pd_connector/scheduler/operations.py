@@ -45,10 +45,16 @@ _TELL_EVERY_S = 10.0
 
 
 class Operations:
-    """See the module; an `Operator`. One per engine, in the scheduler's thread."""
+    """See the module; an `Operator`. One per engine, in the scheduler's thread. `loads`: see `watch`."""
 
     def __init__(
-        self, epochs: Epochs, producer: Producer, consumer: Consumer, quarantine: Callable[[], Quarantine | None]
+        self,
+        epochs: Epochs,
+        producer: Producer,
+        consumer: Consumer,
+        quarantine: Callable[[], Quarantine | None],
+        *,
+        loads: bool,
     ) -> None:
         self._epochs = epochs
         self._producer = producer
@@ -56,7 +62,7 @@ class Operations:
         self._quarantine = quarantine
         self._pause = ""  # the mode of a pause that clears caches
         self._tell_at = 0.0
-        self._scheduler = watch(self)
+        self._scheduler = watch(self, loads=loads)
 
     def weights_changing(self, what: str) -> None:
         if self._epochs.own.changing():

@@ -162,18 +162,22 @@ class Producer:
             ProtocolError: its name is none.
         """
         stop_short(request, self._backoff)
+        self._announce(request)
         self._spans.started(request)
         self._unfinished[request.request_id] = request
-        self._announce(request)
 
     def _announce(self, request: Request) -> None:
-        """Let decode instances ask for a prefill."""
-        if self._server is None or not self._keeps:
+        """Let decode instances ask for a prefill. While this instance sleeps only its name is looked at.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        if not self._keeps:
             return
         num_tokens = request.num_prompt_tokens
         name = pairing_name(transfer_params(request), request.request_id)
         digest = prompt_digest(request, num_tokens, self._config.adapter_ids)
-        if self._server.pushes.started(request.request_id, name, num_tokens, digest):
+        if self._server is not None and self._server.pushes.started(request.request_id, name, num_tokens, digest):
             self._progress.add(request.request_id, num_tokens)
 
     def follow(self, request: Request) -> None:

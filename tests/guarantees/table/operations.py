@@ -71,4 +71,17 @@ GUARANTEES = [
         "Producer", "self._server, self._incarnation = None, secrets.token_hex(16)", "self._server = None",
         "test_an_engine_that_sleeps_leaves_and_comes_back_as_another",
     ),
+    Guarantee(
+        "what a prefill instance reads of a conversation is not read into blocks that a step in flight writes",
+        "watch", "scheduler.defer_block_free |= loads", "scheduler.defer_block_free |= False",
+        "test_a_turn_is_not_read_into_blocks_that_a_step_in_flight_may_still_write",
+    ),
+    Guarantee(
+        "a bad request that queues while an instance sleeps does not keep it from waking",
+        "Producer",
+        "        self._announce(request)\n        self._spans.started(request)\n"
+        "        self._unfinished[request.request_id] = request\n",
+        "        self._unfinished[request.request_id] = request\n        self._announce(request)\n",
+        "test_a_prefill_with_a_bad_name_that_queues_while_its_engine_sleeps_keeps_it_from_nothing",
+    ),
 ]

@@ -64,7 +64,11 @@ class PushRegistration:
 
 @dataclass(eq=False, slots=True)
 class Prefill:
-    """A request that this instance computes for a decode instance."""
+    """A request that this instance computes for a decode instance.
+
+    `source`, `ready` and `step` are of the latest offer, `earlier` of the one before: what steps before the running one
+    have completed can be written at once.
+    """
 
     request_id: str
     name: str
@@ -75,6 +79,7 @@ class Prefill:
     source: tuple[BlockTable, ...] = ()
     ready: int = 0
     step: int = 0
+    earlier: tuple[tuple[BlockTable, ...], int, int] | None = None
     finished: bool = False
     declined: bool = False
     failure: str = ""
@@ -104,8 +109,13 @@ class Prefill:
         to read it."""
         if self.finished or self.registrations:
             return False
-        self.source, self.ready = (), 0
+        self.source, self.ready, self.earlier = (), 0, None
         return True
+
+    def offers(self, source: tuple[BlockTable, ...], ready: int, step: int) -> None:
+        """Tokens below `ready` are in these blocks when the forward of `step` is done."""
+        self.earlier = (self.source, self.ready, self.step) if self.ready else None
+        self.source, self.ready, self.step = source, ready, step
 
 
 def contradiction(registration: PushRegistration, prefill: Prefill) -> str:

@@ -185,7 +185,7 @@ class PushTable(PushResults):
         prefill = self._rendezvous.get(request_id)
         if prefill is None or prefill.finished or prefill.failure or ready <= prefill.ready:
             return  # a preempted prefill computes again what was written, into other blocks
-        prefill.source, prefill.ready, prefill.step = tuple(source), ready, step
+        prefill.offers(tuple(source), ready, step)
         for registration in list(prefill.registrations.values()):
             self._command(registration, prefill)
 
@@ -196,8 +196,8 @@ class PushTable(PushResults):
             return True
         if prefill.failure or (prefill.declined and not prefill.registrations):
             return False
-        prefill.nonce, prefill.source, prefill.step = nonce, tuple(source), step
-        prefill.ready, prefill.finished = prefill.num_tokens, True
+        prefill.nonce, prefill.finished = nonce, True
+        prefill.offers(tuple(source), prefill.num_tokens, step)
         for registration in list(prefill.registrations.values()):
             self._command(registration, prefill)
         return True
@@ -297,12 +297,16 @@ class PushTable(PushResults):
         reached = (prefill.ready, prefill.finished)
         if reached == registration.last or prefill.ready == 0 or prefill.failure:
             return
-        write = pm.WriteCommand(
-            registration.into.attempt, prefill.source, prefill.ready, prefill.step, prefill.finished
-        )
-        first = registration.last == (0, False)
+        attempt = registration.into.attempt
+        orders: list[pm.BeginCommand | pm.WriteCommand] = []
+        if registration.last == (0, False):
+            orders.append(pm.BeginCommand(registration.into))
+            if prefill.earlier is not None and not prefill.finished:
+                orders.append(pm.WriteCommand(attempt, *prefill.earlier, False))
+                registration.write_from(prefill.earlier[0])
+        orders.append(pm.WriteCommand(attempt, prefill.source, prefill.ready, prefill.step, prefill.finished))
         try:
-            self._replies += self._commands.add(*([pm.BeginCommand(registration.into)] if first else []), write)
+            self._replies += self._commands.add(*orders)
         except ProtocolError as error:
             self._fail_prefill(prefill, str(error))
             return
