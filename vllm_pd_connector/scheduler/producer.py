@@ -30,7 +30,7 @@ from vllm_pd_connector.protocol.params.parse import RemotePrefill, choice_of, pa
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress
 from vllm_pd_connector.scheduler.answers import Answers
 from vllm_pd_connector.scheduler.bootstrap import answer_proxies
-from vllm_pd_connector.scheduler.conversations.lending import Lending
+from vllm_pd_connector.scheduler.conversations.lending import NO_PREFIX, Lending
 from vllm_pd_connector.scheduler.leases.ended import EXPIRED
 from vllm_pd_connector.scheduler.leases.spans import PrefillSpans
 from vllm_pd_connector.scheduler.prefill_progress import PrefillProgress, TablesOf
@@ -221,7 +221,9 @@ class Producer:
             return None
         num_tokens = known_tokens(request)
         tables = tuple(self._table(group, ids, num_tokens) for group, ids in enumerate(block_ids))
-        prefixes = self.lending.prefixes(request, tables, num_tokens)
+        if not (prefixes := self.lending.prefixes(request, tables, num_tokens)):
+            self.lending.not_kept(request.request_id, NO_PREFIX)
+            return None
         answer = self._answers.conversation(request, tables, prefixes, self._incarnation, self._epochs.own.now)
         params = self._lease(request, answer, tables)
         self.lending.add(request.request_id, self._blocks.count(request.request_id))

@@ -155,6 +155,11 @@ GUARANTEES = [
         "test_windows_serve_prefixes_that_end_behind_them[one step]",
     ),
     Guarantee(
+        "a window that drafts have moved beyond the answer ends no engine",
+        "Producer", "if not (prefixes := self.lending.prefixes(request, tables, num_tokens)):", "if (prefixes := self.lending.prefixes(request, tables, num_tokens)) is None:",
+        "test_a_window_that_drafts_have_moved_beyond_the_answer_is_not_kept[one step]",
+    ),
+    Guarantee(
         "a state offers the prefix at whose end it stands and no other",
         "Lending", "least = num_tokens if self._states else 1", "least = 1",
         "test_a_state_serves_the_prefix_at_whose_end_it_stands[one step]",

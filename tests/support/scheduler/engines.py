@@ -174,11 +174,20 @@ class Engine:
             kv_connector_worker_meta=self._wrap(report) if report is not None else None,
         )
         if len(self._launched) > self._lag:
-            results = self.scheduler.update_from_output(*_results(*self._launched.popleft(), told))
-            self.said += [answer for outputs in results.values() for answer in outputs.outputs]
+            self.look(*_results(*self._launched.popleft(), told))
         else:
             assert told.is_empty(), "the results of an overlapping step are looked at in the next"
         return output
+
+    def look(self, output: SchedulerOutput, results: ModelRunnerOutput) -> None:
+        """The engine core looks at the results of a step."""
+        said = self.scheduler.update_from_output(output, results)
+        self.said += [answer for outputs in said.values() for answer in outputs.outputs]
+
+    def catch_up(self) -> None:
+        """Look at the results of all steps that were scheduled."""
+        while self._launched:
+            self.look(*_results(*self._launched.popleft(), KVConnectorOutput()))
 
     def compute(self, output: SchedulerOutput) -> None:
         """What the workers do in a step: nothing here."""

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+NO_PREFIX = "its window has moved on with drafts that the answer did not take"
+
 
 class Lending:
     """Which conversations are kept, oldest first, and what of them can be read.
@@ -82,7 +84,9 @@ class Lending:
         logger.log(level, "request %s: its caches are not kept for a next turn: %s", request_id, why)
 
     def prefixes(self, request: Request, tables: BlockTables, num_tokens: int) -> tuple[Prefix, ...]:
-        """What can be read of `num_tokens` tokens in these blocks: each prefix's length and digest.
+        """What can be read of `num_tokens` tokens in these blocks: each prefix's length and digest. Nothing where vLLM
+        has let go of what position `num_tokens` looks at: it goes by all that was computed, drafts too that the answer
+        did not take, since it had ended before them.
 
         Raises:
             ProtocolError: a medium of the request cannot be told from others.
