@@ -139,10 +139,10 @@ class Consumer:
         if (receive := self.turns.begin(request)) is not None:
             self._receives[request.request_id] = receive
 
-    def lost(self, request_id: str) -> None:
-        """A turn could not be received: nothing that has come of it is used."""
+    def lost(self, request_id: str, why: str) -> None:
+        """A turn goes on without what it came for: nothing that has come of it is used."""
         if (receive := self._receives.get(request_id)) is not None and request_id not in self._ended:
-            self.turns.lost(receive)
+            self.turns.lost(receive, why)
 
     def _give_back(self, refused: Request) -> None:
         """vLLM's API server refused a request, or tells that one failed: what its prefill holds is not needed. Of

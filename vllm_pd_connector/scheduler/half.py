@@ -69,7 +69,7 @@ class SchedulerHalf:
         self.share = LeaseShare(config.kv_lease_share, partial(leased_blocks, kv_cache_config, dcp_size))
         self._quarantine: Quarantine | None = None
         self._manager: KVCacheManager | None = None
-        self._spared: set[str] = set()  # of which some rank has said that they cannot be received
+        self._spared: dict[str, str] = {}  # turns that go on without what they came for, and why
         self._gauges: dict[str, int] = {}
 
     def serve(self, manifests: list[bytes], tokens: list[bytes], weights: str = "") -> None:
@@ -203,13 +203,15 @@ class SchedulerHalf:
             assert self._quarantine is not None
             for request_id, ranks in report.quarantined.items():
                 self._quarantine.add(request_id, self.consumer.blocks_of(request_id), ranks)
-            self._spared |= report.spared
+            self._spared |= dict.fromkeys(report.spared, "it could not be received")
             for request_id, ranks in report.drained.items():
                 self._quarantine.drain(request_id, ranks)
             for request_id, blocks in report.unshareable.items():
                 assert self._manager is not None
                 for group, block in blocks.items():
                     keep_unshared(self._manager, request_id, self.group_ids[group], block)
+                if not self.producer.came_in_part(request_id, blocks):
+                    self._spared[request_id] = "its window came in part, and decode would need all of it"
         if output.invalid_block_ids:
             self.producer.loads_failed(output.invalid_block_ids)
         if output.finished_sending:
@@ -217,9 +219,8 @@ class SchedulerHalf:
             # (MultiConnector) may be done with a request that was aborted while bytes still land in its blocks.
             output.finished_sending -= self.consumer.ended_while_loading(output.finished_sending)
         for request_id in output.finished_recving or ():
-            if request_id in self._spared:
-                self._spared.discard(request_id)
-                self.consumer.lost(request_id)
+            if why := self._spared.pop(request_id, ""):
+                self.consumer.lost(request_id, why)
             self.operations.received(request_id, failed=request_id in (output.failed_recving or ()))
 
     def stats(self) -> PDStats | None:

@@ -19,9 +19,7 @@ from vllm_pd_connector.compat.blocks import HeldBlocks, computed_after, prompt_d
 from vllm_pd_connector.compat.conversations import known_tokens
 from vllm_pd_connector.compat.model import facts
 from vllm_pd_connector.compat.model.caches import prefill_backoff
-from vllm_pd_connector.compat.model.recurrent import state_groups
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable
 from vllm_pd_connector.metadata import HeldRequest
 from vllm_pd_connector.protocol.lease import End, Freed, Given
 from vllm_pd_connector.protocol.params.answer import encode_params
@@ -33,15 +31,17 @@ from vllm_pd_connector.scheduler.bootstrap import answer_proxies
 from vllm_pd_connector.scheduler.conversations.lending import NO_PREFIX, Lending
 from vllm_pd_connector.scheduler.leases.ended import EXPIRED
 from vllm_pd_connector.scheduler.leases.spans import PrefillSpans
+from vllm_pd_connector.scheduler.leases.tables import LeasedTables
 from vllm_pd_connector.scheduler.prefill_progress import PrefillProgress, TablesOf
 from vllm_pd_connector.sidechannel.net.keys import admits, keys_of, require_private_address
 from vllm_pd_connector.sidechannel.server import SideChannelServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from vllm_pd_connector.compat.types import BlockPool, KVCacheConfig, Request, SchedulerOutput, VllmConfig
     from vllm_pd_connector.config import Config
+    from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.scheduler.epochs import Epochs
     from vllm_pd_connector.sidechannel.bootstrap_http import BootstrapServer, EngineRegistration
 
@@ -86,7 +86,7 @@ class Producer:
         self._answers = Answers(config, parallel, self._engine_id, (self._host, self._port), self._keys)
         self._first_engine = facts.first_engine(vllm_config)
         self._rank = facts.rank_for_routers(vllm_config)
-        self._states = state_groups(kv_cache_config)
+        self._tables = LeasedTables(kv_cache_config, parallel.decode_context_parallel_size)
         self._backoff = prefill_backoff(vllm_config, kv_cache_config)
         self._server: SideChannelServer | None = None
         self._bootstrap: BootstrapServer | EngineRegistration | None = None
@@ -165,6 +165,7 @@ class Producer:
         self._announce(request)
         self._spans.started(request)
         self._unfinished[request.request_id] = request
+        self._tables.follow(request.request_id)
 
     def _announce(self, request: Request) -> None:
         """Let decode instances ask for a prefill. While this instance sleeps only its name is looked at.
@@ -184,6 +185,16 @@ class Producer:
         """A decode request arrived: if it may be kept, it must be known with which weights it began."""
         if self.lending.enabled:
             self._going.add(request.request_id)
+            self._tables.follow(request.request_id)
+
+    def came_in_part(self, request_id: str, blocks: Mapping[int, int]) -> bool:
+        """What a request has received lacks a part of its blocks up to these, by group. Returns whether it may go on
+        with it: not a prefill that nobody could go on from without these blocks."""
+        least, prefill = self._tables.came_in_part(request_id, blocks), self._unfinished.get(request_id)
+        if prefill is None or least <= prefill.num_prompt_tokens:
+            return True
+        self._tables.follow(request_id)
+        return False
 
     def hold(self, request: Request, block_ids: Sequence[list[int]]) -> dict[str, Any] | None:
         """Lease the request's blocks; returns the `kv_transfer_params` for the router, None if nothing is held.
@@ -203,7 +214,7 @@ class Producer:
         if reason := self._epochs.mixed(request.request_id):
             raise ProtocolError(reason)
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        tables = tuple(self._table(group, ids, num_tokens) for group, ids in enumerate(block_ids))
+        tables = self._tables.of(request.request_id, block_ids, num_tokens)
         answer = self._answers.prefill(request, tables, num_tokens, self._incarnation, self._epochs.own.now)
         return self._lease(request, answer, tables)
 
@@ -220,7 +231,7 @@ class Producer:
             self.lending.not_kept(request.request_id, why)
             return None
         num_tokens = known_tokens(request)
-        tables = tuple(self._table(group, ids, num_tokens) for group, ids in enumerate(block_ids))
+        tables = self._tables.of(request.request_id, block_ids, num_tokens)
         if not (prefixes := self.lending.prefixes(request, tables, num_tokens)):
             self.lending.not_kept(request.request_id, NO_PREFIX)
             return None
@@ -274,6 +285,7 @@ class Producer:
         self._unfinished.pop(request_id, None)
         self._spans.over(request_id)
         self._going.discard(request_id)
+        self._tables.over(request_id)
         self._epochs.forget(request_id)
 
     def ends_prefill(self, output: SchedulerOutput) -> bool:
@@ -295,16 +307,6 @@ class Producer:
         if (older := self._choices.get(parent)) is not None:
             self._server.drop(older)
         self._choices[parent] = request_id
-
-    def _table(self, group: int, ids: list[int], num_tokens: int) -> BlockTable:
-        state = self._states.get(group)
-        if state is None:
-            table = BlockTable.of(0, ids)
-            return BlockTable.of(table.begin, ids[table.begin :])  # a sliding window has passed what is null
-        block = state.state_block(ids, num_tokens)
-        if block == NULL_BLOCK:
-            raise ProtocolError(f"group {group}: no block holds the state after {num_tokens} tokens")
-        return BlockTable.of(0, (block,))
 
     def advance(self, output: SchedulerOutput) -> int:
         """Begin an engine step: what it will complete goes to the workers as orders. Returns the step's number."""

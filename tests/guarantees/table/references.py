@@ -155,6 +155,16 @@ GUARANTEES = [
         "test_windows_serve_prefixes_that_end_behind_them[one step]",
     ),
     Guarantee(
+        "a block of a window that came in part is lent to nobody",
+        "LeasedTables", "begin = max(BlockTable.of(0, ids).begin, first)", "begin = BlockTable.of(0, ids).begin",
+        "test_a_block_that_came_in_part_is_lent_to_nobody[one step-in part]",
+    ),
+    Guarantee(
+        "a turn is computed whose decode needs a block that came in part",
+        "Producer", "if prefill is None or least <= prefill.num_prompt_tokens:", "if True:",
+        "test_a_turn_whose_decode_needs_a_block_that_came_in_part_is_computed[one step]",
+    ),
+    Guarantee(
         "a window that drafts have moved beyond the answer ends no engine",
         "Producer", "if not (prefixes := self.lending.prefixes(request, tables, num_tokens)):", "if (prefixes := self.lending.prefixes(request, tables, num_tokens)) is None:",
         "test_a_window_that_drafts_have_moved_beyond_the_answer_is_not_kept[one step]",

@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-NO_PREFIX = "its window has moved on with drafts that the answer did not take"
+NO_PREFIX = (
+    "no prefix of it can be read: its window has moved on with drafts that the answer did not take, or the first block "
+    "of the window has come in part"
+)
 
 
 class Lending:
@@ -84,9 +87,9 @@ class Lending:
         logger.log(level, "request %s: its caches are not kept for a next turn: %s", request_id, why)
 
     def prefixes(self, request: Request, tables: BlockTables, num_tokens: int) -> tuple[Prefix, ...]:
-        """What can be read of `num_tokens` tokens in these blocks: each prefix's length and digest. Nothing where vLLM
-        has let go of what position `num_tokens` looks at: it goes by all that was computed, drafts too that the answer
-        did not take, since it had ended before them.
+        """What can be read of `num_tokens` tokens in these blocks: each prefix's length and digest. Nothing where the
+        tables lack what position `num_tokens` looks at. vLLM lets a window go by all that was computed, drafts too that
+        the answer did not take, since it had ended before them; and the first block may have come in part.
 
         Raises:
             ProtocolError: a medium of the request cannot be told from others.

@@ -121,10 +121,10 @@ class Turns:
             self._compute(request, why)
         return not why
 
-    def lost(self, receive: Receive) -> None:
-        """A turn could not be received, as the workers have said: it is computed."""
+    def lost(self, receive: Receive, why: str) -> None:
+        """A turn could not be received, as the workers have said, or not be handed on: it is computed."""
         if receive.turn is not None:
-            self._compute(receive.turn, "it could not be received")
+            self._compute(receive.turn, why)
         receive.outdated = True
 
     def _compute(self, request: Request, why: str) -> None:
