@@ -59,8 +59,7 @@ ROWS = [
     Row("gqa", 2, 1, **PUSH, **MOONCAKE),
     Row("gqa", 1, 2, p_layout="HND", p_block=48, d_layout="NHD", d_block=32, **PUSH),
     *CONTEXT_ROWS[:2],
-    Row("swa", p_block=128, d_block=32),
-    Row("swa", p_block=32, d_block=128, **MOONCAKE),
+    Row("swa"),
     Row("swa", **PUSH),
     Row("mla"),
     Row("mla", **MOONCAKE),
@@ -71,6 +70,8 @@ ROWS = [
     Row("kimi", 1, 2),
     Row("qwen3next", prefix_caching=False),
 ]
+IN_PART = [Row("swa", p_block=128, d_block=32), Row("swa", p_block=32, d_block=128, **MOONCAKE)]
+"""Of which the side with the larger blocks receives a part of the first block of a window, at most lengths."""
 if transport := os.environ.get("PD_TEST_TRANSPORT"):
     ROWS = list(dict.fromkeys(replace(row, transport=transport) for row in ROWS))
 
@@ -99,6 +100,29 @@ def test_each_turn_reads_what_the_last_one_left(pairs: Pairs, row: Row) -> None:
         turns.append(_leaves_early(prefill, decode, row.family, prompt, kept))
         if not rounds_to_bfloat16(row.family):
             _streamed_by_the_router(pairs, row, prefill, decode, turns[:TURNS])
+        _check(prefill, row.family, turns)
+    finally:
+        pairs.servers.stop(prefill, decode)
+
+
+@pytest.mark.parametrize("row", IN_PART, ids=lambda row: row.id)
+def test_a_window_s_block_that_came_in_part_is_handed_on_by_nobody(pairs: Pairs, row: Row) -> None:
+    """Turns that would need it are computed, and the log says so; the others are read; all are right."""
+    pairs.end()
+    prefill, decode = pairs.servers.start(_spec(row, "p"), _spec(row, "d"))
+    turns, prompt, kept = list[tuple[Prompt, Answer]](), Prompt(), dict[str, Any](KEEP)
+    try:
+        for words in said(row.family):
+            prompt = (*prompt, *words)
+            handed = ask(prefill.url, completion(row.family, prompt, max_tokens=1, kv_transfer_params=kept))
+            params = handed.kv_transfer_params
+            answer = ask(decode.url, completion(row.family, prompt, kv_transfer_params=params, **LOGPROBS))
+            kept = answer.kv_transfer_params or KEEP
+            turns.append((prompt, answer))
+            prompt = (*prompt, *answer.tokens)
+        read, computed = (_series(prefill, f"pd_turns_{what}_total") for what in ("read", "computed"))
+        assert 0 < read - computed < TURNS - 1
+        assert "in part" in prefill.log.read_text() + decode.log.read_text()
         _check(prefill, row.family, turns)
     finally:
         pairs.servers.stop(prefill, decode)
