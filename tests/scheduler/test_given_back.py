@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import queue
 import time
 from typing import Any
 
 import pytest
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.request import RequestStatus
 
 from tests.support.scheduler.halves import (
@@ -21,10 +24,12 @@ from tests.support.scheduler.halves import (
     until,
 )
 from tests.support.scheduler.push_halves import ASK, digest_of
+from vllm_pd_connector.compat.engine import EngineLoop
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.protocol.lease import SHARED_S
 from vllm_pd_connector.protocol.wire.messages import ReadDone, ReadVerdict
+from vllm_pd_connector.scheduler import half
 from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
@@ -70,6 +75,33 @@ def reports(producer: SchedulerHalf, half: SchedulerHalf) -> list[Any]:
     finally:
         client.close()
     return verdicts
+
+
+def test_what_a_request_came_for_is_given_back_that_reaches_an_engine_when_it_ends(monkeypatch: Any) -> None:
+    """vLLM's own engine core, with nothing but what it looks at; its scheduler never sees the request."""
+
+    class Core(EngineCoreProc):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.input_queue = queue.Queue()
+            self.shutdown_state = EngineShutdownState.RUNNING
+            self.taken, self.answered = [], []
+
+        def add_request(self, request: Any, request_wave: int = 0) -> None:
+            self.taken.append(request)
+
+        def _send_abort_outputs_to_client(self, request_ids: list[str], client_index: int) -> None:
+            self.answered += request_ids
+
+    producer, _ = serving_half("kv_producer", kv_lease_duration=LONG_S)
+    core = Core()
+    monkeypatch.setattr(half, "calling_loop", lambda: EngineLoop(core, EngineCoreRequestType.WAKEUP))
+    make_half("kv_consumer")
+    for name in ("taken", "late"):
+        request = make_request(name, hand_over(producer, f"p-{name}"), client_index=0)
+        core._handle_client_request(EngineCoreRequestType.ADD, (request, 0))
+        core.shutdown_state = EngineShutdownState.REQUESTED
+    assert [request.request_id for request in core.taken] == ["taken"] and core.answered == ["late"]
+    until(lambda: count(producer, "Release") == 1, "the lease to be given back")
 
 
 # -- requests that vLLM refused ----------------------------------------------------------------------------------------

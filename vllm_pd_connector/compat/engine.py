@@ -7,7 +7,7 @@ its scheduler. Where it is not found, or runs inside its caller's thread without
 an engine steps as vLLM has it step.
 
 Source: vLLM 0.32 and 0.33, `v1/engine/core.py` (`EngineCoreProc._process_input_queue`, `_process_engine_step`,
-`run_engine_core`), `v1/core/sched/scheduler.py` (`has_requests`).
+`_reject_add_in_shutdown`, `run_engine_core`), `v1/core/sched/scheduler.py` (`has_requests`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from vllm_pd_connector.compat.base import init_logger
 
 if TYPE_CHECKING:
     import queue
+    from collections.abc import Callable
     from types import FrameType
 
 logger = init_logger(__name__)
@@ -65,6 +66,20 @@ class EngineLoop:
     def wake(self) -> None:
         """Make `wait` return, or an idle engine look whether it has something to do. Callable from any thread."""
         self._queue.put_nowait((self._wakeup, None))
+
+    def on_refusal(self, tell: Callable[[Any], None]) -> None:
+        """Have `tell` called with every request that reaches this engine when it ends, and that its scheduler never
+        sees; marked as those that vLLM's API server refuses (`compat.blocks.was_refused`). For its own thread."""
+        refuses = self._core._reject_add_in_shutdown
+
+        def refuses_and_tells(request: Any) -> bool:
+            refused = bool(refuses(request))
+            if refused:
+                request.abort_immediately = True
+                tell(request)
+            return refused
+
+        self._core._reject_add_in_shutdown = refuses_and_tells
 
 
 def calling_loop() -> EngineLoop | None:

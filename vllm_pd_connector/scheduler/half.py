@@ -58,7 +58,10 @@ class SchedulerHalf:
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
         self._recording = Recording(config.trace_dir)
         self.group_ids = tuple(kv_cache_config.transfer_group_ids)
-        self.hold = StepHold(calling_loop())
+        loop = calling_loop()
+        if loop is not None:
+            loop.on_refusal(self._refused)
+        self.hold = StepHold(loop)
         self.epochs = Epochs()
         self.producer = Producer(config, vllm_config, kv_cache_config, self.epochs, ended=self.hold.ask)
         self.consumer = Consumer(config, vllm_config, kv_cache_config, self.epochs.own, self.hold.ask)
@@ -99,6 +102,13 @@ class SchedulerHalf:
             return [ids[group] for group in self.group_ids]
 
         self.producer.bind_block_tables(tables)
+
+    def _refused(self, request: Request) -> None:
+        """This engine ends and does not take a request: what it came for needs no keeping."""
+        try:
+            self.on_new_request(request)
+        except Exception:  # one request must not keep an engine from ending
+            logger.exception("request %s: giving back what it came for", request.request_id)
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived. Bad parameters are remembered and fail the request when it would load."""
