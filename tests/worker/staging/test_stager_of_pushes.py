@@ -325,6 +325,8 @@ def test_a_worker_that_was_told_to_cancel_says_that_it_is_over_when_its_slots_ar
     target.loop.submit([], ["d-a"])
     parts = [loop._pushes._pushes for loop in writer.loops]
     until(lambda: all(push.machine.failed for part in parts for push in list(part.values())), "the word to cancel")
+    for loop in writer.loops:
+        in_its_thread(loop, lambda _: None)  # what comes of that word has been done
     assert all(parts), "a push is over that is being written"
     hold(writer, False)
     assert target.wait_for("d-a") == [False]
