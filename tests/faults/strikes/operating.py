@@ -1,8 +1,9 @@
 """What operators and trainers do while requests are handed over: weights that change in place, pauses, resets.
 
 New weights are the old ones with the norms before attention scaled (`pd_test_plugins.weights`), under a name of their
-own; the right answers are those of the old weights or of the new, all of an answer's tokens by one of them. Where one
-side alone is changed, nothing that the other computed is taken.
+own; the right answers are those of the old weights or of the new, all of an answer's tokens by one of them, unless vLLM
+kept the request over the pause while it decoded: its tokens stay, and the new weights go on from them. Where one side
+alone is changed, nothing that the other computed is taken.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import random
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from examples.make_models import MODELS, make
@@ -57,12 +58,13 @@ def new_weights(world: World, p: Instance, d: Instance, fault: Fault) -> Struck:
     """The weights of one side or of both change in a phase of one request; others come afterwards."""
     rng = random.Random(fault.salt)
     changed = {"prefill": [p], "decode": [d], "both": [p, d]}[fault.where]
-    changes: list[Instance] = []
+    changes: dict[Instance, str] = {}
 
     def act() -> None:
         for instance in changed:
-            change(instance, f"new {fault.salt}", "scale_norms", SCALE, mode=rng.choice(("abort", "keep")))
-            changes.append(instance)
+            mode = rng.choice(("abort", "keep"))
+            change(instance, f"new {fault.salt}", "scale_norms", SCALE, mode=mode)
+            changes[instance] = mode
 
     first = world.last + 1
     back = {"weights_path": str(make(MODELS[world.family]))}
@@ -71,25 +73,34 @@ def new_weights(world: World, p: Instance, d: Instance, fault: Fault) -> Struck:
         outcomes = settled(running)
         outcomes += settled([beside(world, p, d, CALL_S) for _ in range(2)])
         asked = world.prompts[first : world.last + 1]
-        new = [world.compute(d, prompt) for prompt in asked]
+        mixed = [judged(outcome, world, d, asked, keeps=changes.get(d) == "keep") for outcome in outcomes]
     finally:
         for instance in (p, d):
             change(instance, f"old {fault.salt}", "reload_weights", **back)
-    mixed = [judged(outcome, new, asked, world) for outcome in outcomes]
     if fault.where != "both":
         taken = [outcome for outcome in outcomes[len(running) :] if outcome.end is End.RIGHT]
         mixed += [Outcome(End.WRONG, f"taken although only the {fault.where} side was changed") for _ in taken]
     return Struck(mixed, len(changes))
 
 
-def judged(outcome: Outcome, new: Sequence[tuple[int, ...]], asked: Sequence[Prompt], world: World) -> Outcome:
-    """An outcome by both weights: what the new ones answer is right, and what a pause aborted is aborted."""
+def judged(outcome: Outcome, world: World, d: Instance, asked: Sequence[Prompt], *, keeps: bool) -> Outcome:
+    """An outcome by both weights, while `d` has the new: what those answer is right, what an answer that a pause kept
+    goes on with, too, and what a pause aborted is aborted."""
     if outcome.end is End.WRONG and any(
         outcome.detail == f"{tokens} instead of {world.answers[prompt]}"
-        for tokens, prompt in zip(new, asked, strict=True)
+        for prompt in asked
+        if outcome.detail.endswith(f" instead of {world.answers[prompt]}")
+        for tokens in answers_of_new(world, d, prompt, keeps=keeps)
     ):
         return Outcome(End.RIGHT, asked=outcome.asked)
     return let_go(outcome)
+
+
+def answers_of_new(world: World, d: Instance, prompt: Prompt, *, keeps: bool) -> Iterator[tuple[int, ...]]:
+    """What an instance with new weights answers; with `keeps` also after some tokens of the old."""
+    old = world.answers[prompt]
+    for kept in range(len(old) if keeps else 1):
+        yield old[:kept] + world.compute(d, (*prompt, *old[:kept]), max_tokens=len(old) - kept)
 
 
 def let_go(outcome: Outcome) -> Outcome:
