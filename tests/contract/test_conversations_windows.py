@@ -13,14 +13,15 @@ import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 
-from tests.support.scheduler.engines import FULL, SAMPLED, WINDOWED, Engine, given_back, prefilled, read
-from tests.support.scheduler.talks import NEXT, PROMPT, both, first_turn, next_prompt, told, turn
+from tests.support.scheduler.engines import BLOCK, FULL, SAMPLED, WINDOWED, Engine, given_back, prefilled, read
+from tests.support.scheduler.talks import NEXT, PROMPT, both, decoded, first_turn, next_prompt, told, turn
 from vllm_pd_connector.metadata import WorkerReport
 
 GROUPS = (FULL, WINDOWED)
 IN_PART = {1: 1}
 """Tokens 16 to 31 of the windowed group: in the window of the prompts' ends here, and of the next 15 positions."""
-BEHIND = 32 + 24 - 1
+WINDOW = 24
+BEHIND = 32 + WINDOW - 1
 """The least position that looks at nothing before token 32."""
 
 
@@ -43,11 +44,28 @@ def ends_in_drafts(decode: Engine, name: str, params: Any, max_tokens: int, draf
 def test_a_window_that_drafts_have_moved_beyond_the_answer_is_not_kept(
     engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Or it has not moved: vLLM 0.33 lets go only what steps that have ended do not look at any more."""
     prefill, decode = both(engine, groups=GROUPS)
     with caplog.at_level(logging.INFO):
         ends_in_drafts(decode, "d-1", prefilled(prefill, "p-1", PROMPT), max_tokens=13, drafts=3)
     assert decode.ended("d-1").finish_reason is FinishReason.LENGTH
-    assert told(decode, "d-1") is None
+    params = told(decode, "d-1")
+    assert caplog.text.count("not kept for a next turn: ") == (params is None)
+    if params is None:
+        decode.check_empty()
+        return
+    begin = params["pd_connector"]["first_blocks"][1] * BLOCK
+    lengths = [tokens for tokens, _ in params["pd_connector"]["prefixes"]]
+    assert lengths[-1] == len(PROMPT) + 13 - 1 and lengths[0] - (WINDOW - 1) >= begin
+
+
+def test_a_conversation_of_which_nothing_can_be_read_is_not_kept(
+    engine: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = both(engine, groups=GROUPS)
+    monkeypatch.setattr(decode.connector.scheduler.producer.lending, "prefixes", lambda *_: ())
+    with caplog.at_level(logging.INFO):
+        assert decoded(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT)) is None
     assert caplog.text.count("not kept for a next turn: ") == 1
     decode.check_empty()
 

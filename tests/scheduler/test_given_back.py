@@ -84,6 +84,7 @@ def test_what_a_request_came_for_is_given_back_that_reaches_an_engine_when_it_en
         def __init__(self) -> None:
             self.input_queue = queue.Queue()
             self.shutdown_state = EngineShutdownState.RUNNING
+            self.reject_new_requests = False  # vLLM 0.33
             self.taken, self.answered = [], []
 
         def add_request(self, request: Any, request_wave: int = 0) -> None:

@@ -167,7 +167,7 @@ GUARANTEES = [
     Guarantee(
         "a window that drafts have moved beyond the answer ends no engine",
         "Producer", "if not (prefixes := self.lending.prefixes(request, tables, num_tokens)):", "if (prefixes := self.lending.prefixes(request, tables, num_tokens)) is None:",
-        "test_a_window_that_drafts_have_moved_beyond_the_answer_is_not_kept[one step]",
+        "test_a_conversation_of_which_nothing_can_be_read_is_not_kept[one step]",
     ),
     Guarantee(
         "a state offers the prefix at whose end it stands and no other",
