@@ -290,9 +290,11 @@ def test_a_request_that_queues_while_its_engine_sleeps_names_it_as_it_is_afterwa
     assert source.home == decode.engine.connector.scheduler.producer.home != before
 
 
-def test_a_prefill_that_queues_while_its_engine_sleeps_is_known_afterwards(cores):
-    prefill = cores(transfer("kv_producer", mode="push"))
+def pushed_after_sleep(prefill: Core, *before: Any) -> None:
+    """A prefill that queues while its engine sleeps, behind others with these names, is pushed after the waking."""
     prefill.wait(prefill.sleep(1, "abort"))
+    for number, name in enumerate(before):
+        prefill.engine.add(f"before-{number}", PROMPT, {**ASK, "transfer_id": name}, max_tokens=1)
     request = prefill.engine.add("p-1", PROMPT, ASK, max_tokens=1)
     wake(prefill)
     peer = PushPeer(prefill.engine.connector.scheduler)
@@ -302,25 +304,18 @@ def test_a_prefill_that_queues_while_its_engine_sleeps_is_known_afterwards(cores
     peer.ended()
     assert answer().state is PushState.DONE
     peer.close()
+
+
+def test_a_prefill_that_queues_while_its_engine_sleeps_is_known_afterwards(cores):
+    pushed_after_sleep(cores(transfer("kv_producer", mode="push")))
 
 
 @pytest.mark.parametrize("name", [5, "", "x" * 513])
 def test_a_prefill_with_a_bad_name_that_queues_while_its_engine_sleeps_keeps_it_from_nothing(cores, name):
     """It was met in the waking, which failed."""
     prefill = cores(transfer("kv_producer", mode="push"))
-    prefill.wait(prefill.sleep(1, "abort"))
-    prefill.engine.add("p-0", PROMPT, {**ASK, "transfer_id": name}, max_tokens=1)
-    request = prefill.engine.add("p-1", PROMPT, ASK, max_tokens=1)
-    wake(prefill)
-    assert prefill.engine.connector.scheduler.consumer.sources.home is not None
-    peer = PushPeer(prefill.engine.connector.scheduler)
-    answer = peer.register(digest_of(request), len(PROMPT))
-    prefill.engine.run("p-1")
-    until(lambda: [command.final for command in peer.commands()][-1:] == [True], "all of it is ordered")
-    peer.ended()
-    assert answer().state is PushState.DONE
-    peer.close()
-    assert isinstance(prefill.engine.receive_of("p-0").source, BadParameters), "it alone is refused"
+    pushed_after_sleep(prefill, name)
+    assert isinstance(prefill.engine.receive_of("before-0").source, BadParameters), "it alone is refused"
 
 
 def test_an_engine_that_slept_without_losing_its_caches_is_the_same(cores):

@@ -23,12 +23,13 @@ from tests.support.scheduler.halves import (
     serving_half,
     until,
 )
-from tests.support.scheduler.push_halves import ASK, digest_of
+from tests.support.scheduler.push_halves import ASK, PushPeer, digest_of
 from vllm_pd_connector.compat.engine import EngineLoop
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.protocol.lease import SHARED_S
 from vllm_pd_connector.protocol.wire.messages import ReadDone, ReadVerdict
+from vllm_pd_connector.protocol.wire.push_messages import PushState
 from vllm_pd_connector.scheduler import half
 from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.sidechannel.client import SideChannelClient
@@ -77,32 +78,52 @@ def reports(producer: SchedulerHalf, half: SchedulerHalf) -> list[Any]:
     return verdicts
 
 
-def test_what_a_request_came_for_is_given_back_that_reaches_an_engine_when_it_ends(monkeypatch: Any) -> None:
-    """vLLM's own engine core, with nothing but what it looks at; its scheduler never sees the request."""
+class Core(EngineCoreProc):  # type: ignore[misc]
+    """vLLM's own engine core, with nothing but what it looks at; its scheduler never sees what it refuses."""
 
-    class Core(EngineCoreProc):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.input_queue = queue.Queue()
-            self.shutdown_state = EngineShutdownState.RUNNING
-            self.reject_new_requests = False  # vLLM 0.33
-            self.taken, self.answered = [], []
+    def __init__(self) -> None:
+        self.input_queue = queue.Queue()
+        self.shutdown_state = EngineShutdownState.RUNNING
+        self.reject_new_requests = False  # vLLM 0.33
+        self.taken, self.answered = [], []
 
-        def add_request(self, request: Any, request_wave: int = 0) -> None:
-            self.taken.append(request)
+    def add_request(self, request: Any, request_wave: int = 0) -> None:
+        self.taken.append(request)
 
-        def _send_abort_outputs_to_client(self, request_ids: list[str], client_index: int) -> None:
-            self.answered += request_ids
+    def _send_abort_outputs_to_client(self, request_ids: list[str], client_index: int) -> None:
+        self.answered += request_ids
 
-    producer, _ = serving_half("kv_producer", kv_lease_duration=LONG_S)
-    core = Core()
+    def reach(self, name: str, params: Any) -> None:
+        self._handle_client_request(EngineCoreRequestType.ADD, (make_request(name, params, client_index=0), 0))
+
+
+def in_core(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves that are made from now on are its."""
     monkeypatch.setattr(half, "calling_loop", lambda: EngineLoop(core, EngineCoreRequestType.WAKEUP))
+
+
+def test_what_a_request_came_for_is_given_back_that_reaches_an_engine_when_it_ends(monkeypatch: Any) -> None:
+    producer, _ = serving_half("kv_producer", kv_lease_duration=LONG_S)
+    in_core(core := Core(), monkeypatch)
     make_half("kv_consumer")
-    for name in ("taken", "late"):
-        request = make_request(name, hand_over(producer, f"p-{name}"), client_index=0)
-        core._handle_client_request(EngineCoreRequestType.ADD, (request, 0))
-        core.shutdown_state = EngineShutdownState.REQUESTED
+    core.reach("taken", hand_over(producer, "p-taken"))
+    core.shutdown_state = EngineShutdownState.REQUESTED
+    core.reach("late", hand_over(producer, "p-late"))
     assert [request.request_id for request in core.taken] == ["taken"] and core.answered == ["late"]
     until(lambda: count(producer, "Release") == 1, "the lease to be given back")
+
+
+def test_a_prefill_that_reaches_an_engine_when_it_ends_is_waited_for_by_nobody(monkeypatch: Any) -> None:
+    in_core(core := Core(), monkeypatch)
+    producer, _ = serving_half("kv_producer", mode="push", kv_lease_duration=LONG_S)
+    peer = PushPeer(producer)
+    answer = peer.register(digest_of(make_request("late", ASK)))
+    core.shutdown_state = EngineShutdownState.REQUESTED
+    core.reach("late", ASK)
+    said = answer()
+    peer.close()
+    assert said.state is PushState.FAILED and "FINISHED_ABORTED" in said.reason
+    assert not core.taken and not producer.share.step()
 
 
 # -- requests that vLLM refused ----------------------------------------------------------------------------------------

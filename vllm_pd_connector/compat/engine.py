@@ -16,6 +16,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.request import RequestStatus
+
 from vllm_pd_connector.compat.base import init_logger
 
 if TYPE_CHECKING:
@@ -69,13 +71,14 @@ class EngineLoop:
 
     def on_refusal(self, tell: Callable[[Any], None]) -> None:
         """Have `tell` called with every request that reaches this engine when it ends, and that its scheduler never
-        sees; marked as those that vLLM's API server refuses (`compat.blocks.was_refused`). For its own thread."""
+        sees; marked as aborted, and as those that vLLM's API server refuses (`compat.blocks.was_refused`). For its own
+        thread."""
         refuses = self._core._reject_add_in_shutdown
 
         def refuses_and_tells(request: Any) -> bool:
             refused = bool(refuses(request))
             if refused:
-                request.abort_immediately = True
+                request.abort_immediately, request.status = True, RequestStatus.FINISHED_ABORTED
                 tell(request)
             return refused
 

@@ -104,9 +104,10 @@ class SchedulerHalf:
         self.producer.bind_block_tables(tables)
 
     def _refused(self, request: Request) -> None:
-        """This engine ends and does not take a request: what it came for needs no keeping."""
+        """This engine ends and does not take a request: what it came for needs no keeping, and nobody waits for it."""
         try:
             self.on_new_request(request)
+            self.request_finished(request, ([],) * (1 + max(self.group_ids)))
         except Exception:  # one request must not keep an engine from ending
             logger.exception("request %s: giving back what it came for", request.request_id)
 
