@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from vllm_pd_connector.geometry.bind import Tail, pair, runs_of
+from vllm_pd_connector.geometry.bind import Tail, pair
 from vllm_pd_connector.geometry.blocks import BlockTable, BlockTables
 from vllm_pd_connector.geometry.checksums.digest import digests
 from vllm_pd_connector.geometry.layouts.attention import PageView, cpu_attention, key_value, latent
@@ -38,6 +38,7 @@ from vllm_pd_connector.geometry.manifest import (
 from vllm_pd_connector.geometry.plan import Edge, Plan, make_plan
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.sharding import Interval, shard
+from vllm_pd_connector.geometry.spans import runs_of
 from vllm_pd_connector.geometry.staging.blanks import blanks
 from vllm_pd_connector.geometry.topology import check_pd_topology
 from vllm_pd_connector.geometry.validate import validate

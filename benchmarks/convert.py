@@ -34,10 +34,11 @@ import bind as bench_bind
 import msgspec
 import numpy as np
 
-from vllm_pd_connector.geometry.bind import pair, runs_of
+from vllm_pd_connector.geometry.bind import pair
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
 from vllm_pd_connector.geometry.plan import Edge, make_plan
+from vllm_pd_connector.geometry.spans import runs_of
 from vllm_pd_connector.geometry.staging import chunks as chunking
 from vllm_pd_connector.transport.base import TransferStatus, Transport, TransportPeer
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions
@@ -161,7 +162,7 @@ class Request:
         if paired:
             stager.start(self, 0, self, peer, chunking.chunks(paired, stager.chunk_bytes, writes=writes))
         while transfers or stager.active:
-            transfers = [transfer for transfer in transfers if transport.poll(transfer) is TransferStatus.RUNNING]
+            transfers = [transfer for transfer in transfers if transport.poll(transfer) is not TransferStatus.DONE]
             for stream, failure in stager.poll():
                 assert failure is None, failure
                 count += stream.runs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 import secrets
 import sys
@@ -262,7 +263,9 @@ class Decode:
             self.reading += 1
             self.work(lambda request=request: self.receives.begin(request, now))
         copied = self.link.copying.total
-        self.turns(lambda: (self.receives.poll(now), self.receives.tick(now), self.receives.next_deadline(now)))
+        self.turns(
+            lambda: (self.receives.poll(now, math.inf), self.receives.tick(now), self.receives.next_deadline(now))
+        )
         self.turns.times[-1] -= self.link.copying.total - copied  # a library's work, or a network card's
         self.link.copying.times.clear()
         results = self.outbox.take_results()

@@ -216,7 +216,7 @@ class Pair:
         transport, peer = self.ends[operation]
         began = time.monotonic()
         transfer = transport.read(peer, runs) if operation == "read" else transport.write(peer, runs)
-        while transport.poll(transfer) is TransferStatus.RUNNING:
+        while transport.poll(transfer) is not TransferStatus.DONE:
             time.sleep(pause(time.monotonic() - began))
 
     def verify(self, message: int, length: int) -> None:

@@ -183,7 +183,7 @@ def use_push(content: bytes) -> object:
     for ready, cursor, final in ((4, request.start, False), (7, 4, True)):
         reach = link.reach(request, ready, cursor, final)
         part = link.bind_push(request, TABLES, cursor, reach, final)
-        parts.append((part.runs, [*(part.staged or ())]))
+        parts.append(([*part.direct], [*(part.staged or ())]))
     return parts
 
 

@@ -10,10 +10,11 @@ from tests.support.geometry.opaque import opaque_worker
 from tests.support.geometry.request import bind, copy
 from tests.support.geometry.world import Model, table
 from vllm_pd_connector.errors import BindError
-from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, pair, runs_of, window_start
+from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, pair, window_start
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.manifest import Axis, AxisName, Group, GroupKind
 from vllm_pd_connector.geometry.plan import Edge, make_plan
+from vllm_pd_connector.geometry.spans import runs_of
 from vllm_pd_connector.geometry.staging.chunks import split
 from vllm_pd_connector.geometry.validate import validate
 
@@ -57,9 +58,9 @@ def test_a_range_that_no_table_reaches_costs_nothing_to_refuse(window: int) -> N
 def test_more_runs_than_any_transfer_has_time_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     scattered = edge(ONE, {"num_blocks": 11}, {"num_blocks": 11})
     ids = [table(*range(10, 0, -1))], [table(*range(1, 11))]
-    monkeypatch.setattr("vllm_pd_connector.geometry.bind.MAX_RUNS", 10)
+    monkeypatch.setattr("vllm_pd_connector.geometry.spans.MAX_RUNS", 10)
     assert len(bind(scattered, *ids, 0, 40)) == 10
-    monkeypatch.setattr("vllm_pd_connector.geometry.bind.MAX_RUNS", 9)
+    monkeypatch.setattr("vllm_pd_connector.geometry.spans.MAX_RUNS", 9)
     with pytest.raises(BindError, match="source group 0 to destination group 0: 10 runs for one request, at most 9"):
         bind(scattered, *ids, 0, 40)
 

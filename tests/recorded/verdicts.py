@@ -17,12 +17,13 @@ import numpy as np
 from tests.recorded import read
 from tests.recorded.read import Fixture
 from vllm_pd_connector.errors import UnsupportedCache
-from vllm_pd_connector.geometry.bind import Spans, pair
-from vllm_pd_connector.geometry.bind import runs_of as bound
+from vllm_pd_connector.geometry.bind import pair
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.manifest import Group, GroupKind, Manifest
 from vllm_pd_connector.geometry.plan import Edge, PagePairing, make_plan
 from vllm_pd_connector.geometry.runs import Runs, concatenate, join
+from vllm_pd_connector.geometry.spans import Spans
+from vllm_pd_connector.geometry.spans import runs_of as bound
 from vllm_pd_connector.geometry.topology import TopologyStatus, check_pd_topology
 
 

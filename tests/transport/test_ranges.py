@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.transport.ends import runs
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import Segment
-from vllm_pd_connector.transport.ranges import Descriptors, Ranges, batches, cut
+from vllm_pd_connector.transport.ranges import Batches, Descriptors, Ranges, batches, cut
 
 SPACE = 64
 
@@ -57,22 +57,34 @@ def test_every_byte_is_copied_as_its_run_says_and_each_descriptor_fits_its_segme
     assert (work.runs.destination >= destination.start[work.destination_range]).all()
     assert (work.runs.destination + work.runs.length <= destination.stop[work.destination_range]).all()
 
-    groups = batches(work, source, destination, limit, per_descriptor=3)
-    assert sorted(pair for group in groups for pair in pairs(group)) == pairs(work)
-    assert all(group.runs.total_bytes + 3 * len(group.runs) <= 2 * limit + 3 for group in groups)
+    groups = taken(batches(work, source, destination, per_descriptor=3), 2 * limit)
+    assert sorted(pair for group, _ in groups for pair in pairs(group)) == pairs(work)
+    for group, cost in groups:
+        assert cost == group.runs.total_bytes + 3 * len(group.runs)
+        assert cost <= 2 * limit or len(group.runs) == 1
+
+
+def taken(groups: list[Batches], limit: int) -> list[tuple[Descriptors, int]]:
+    """All batches of all kinds."""
+    found = []
+    for group in groups:
+        while left := group.left:
+            found.append(group.take(limit))
+            assert group.left == left - len(found[-1][0].runs)
+    return found
 
 
 def test_a_batch_holds_one_kind_of_memory_per_side() -> None:
     mixed = Ranges.of([segment(1000, 50), segment(1050, 50, "cuda")], "this worker")
     plain = Ranges.of([segment(5000, 100)], "the peer")
     work = cut(runs([(1000, 5000, 100), (1010, 5010, 10)]), mixed, plain, 1 << 20)
-    groups = batches(work, mixed, plain, 1 << 20, 1)
-    assert [set(mixed.cuda[group.source_range].tolist()) for group in groups] == [{False}, {True}]
+    groups = taken(batches(work, mixed, plain, 1), 1 << 20)
+    assert [set(mixed.cuda[group.source_range].tolist()) for group, _ in groups] == [{False}, {True}]
 
 
 def test_no_runs_give_no_batches() -> None:
     memory = ranges(set(), 1000)
-    assert batches(cut(runs([]), memory, memory, 10), memory, memory, 10, 1) == []
+    assert batches(cut(runs([]), memory, memory, 10), memory, memory, 1) == []
 
 
 def test_no_registered_memory_refuses_every_run() -> None:

@@ -18,7 +18,7 @@ from tests.support.geometry.request import Move, make_move
 from tests.support.geometry.world import Model, Side, Worker, instance, write
 from tests.support.worker.library_processes import VARIANTS
 from tests.support.worker.prefill_instance import real
-from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.metadata import ReadFrom, ReceiveRequest
 from vllm_pd_connector.protocol.peer import Peer, PeerKey
 from vllm_pd_connector.protocol.wire.messages import LeaseRef
@@ -64,8 +64,8 @@ def prefill(pipe: Connection, move: Move, transport: str, options: Mapping[str, 
                 secrets.token_bytes(16), tuple(move.destination_tables), move.start, move.stop, "0" * 16,
             )  # fmt: skip
             part = link.bind_push(into, move.source_tables, move.start, move.stop, final=True)
-            if len(part.runs):
-                finish(one, one.write(link.ranks[into.rank], part.runs))
+            for runs in part.direct:
+                finish(one, one.write(link.ranks[into.rank], runs))
     pipe.send("written")
     pipe.recv()
     for one in transports:
@@ -109,9 +109,10 @@ def test_every_rank_gets_its_tokens_read_and_written(variant: str, pair: str) ->
     for worker, one in zip(workers, transports, strict=True):
         link = ReadLink(Peer(PeerKey("h", 1, ""), lambda: 0.5), "p-0", "", 0.0, theirs)
         link.connect(real(worker), one)
-        for peer, runs in link.bind(request).reads:
-            assert isinstance(runs, Runs)
-            finish(one, one.read(peer, runs))
+        for peer, slices in link.bind(request).reads:
+            assert isinstance(slices, Slices)
+            for runs in slices:
+                finish(one, one.read(peer, runs))
     read = [worker.memory.copy() for worker in workers]
     for worker, memory in zip(workers, before, strict=True):
         worker.memory[:] = memory

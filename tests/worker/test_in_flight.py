@@ -1,19 +1,138 @@
-"""What one request has under way: what the staging buffer gave up is no success."""
+"""What one request has under way: slices go out a few at a time, and what was given up is no success."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_pd_connector.protocol.transfers import TransferFailed
-from vllm_pd_connector.worker.in_flight import InFlight
+import numpy as np
+import pytest
+
+from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.spans import Slices
+from vllm_pd_connector.protocol.transfers import TransferDone, TransferFailed
+from vllm_pd_connector.transport.base import TransferStatus
+from vllm_pd_connector.worker.in_flight import SLICES_UNDER_WAY, InFlight
+
+NOTHING: Any = SimpleNamespace()
+IDLE: Any = SimpleNamespace(holds=lambda owner: False, cancel=lambda owner: None, landed=lambda owner: 0)
+STATUS = TransferStatus
+
+
+class Transport:
+    """Remembers what it was given; each transfer is what `ends` says of it."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+        self.ends: dict[int, TransferStatus | TransferError] = {}
+
+    def read(self, peer: object, runs: Runs) -> Any:
+        self.given.append(SimpleNamespace(number=len(self.given), left=1, descriptors=len(runs)))
+        return self.given[-1]
+
+    def poll(self, transfer: Any) -> TransferStatus:
+        end = self.ends.get(transfer.number, STATUS.RUNNING)
+        if isinstance(end, TransferError):
+            raise end
+        return end
+
+
+class Sliced(Slices):
+    """So many slices of one run each."""
+
+    def __iter__(self) -> Any:
+        one = np.ones(1, dtype=np.int64)
+        return iter([Runs(one, one, one)] * len(self.paired))
+
+
+@pytest.fixture
+def transport() -> Transport:
+    return Transport()
+
+
+@pytest.fixture
+def flight(transport: Transport) -> InFlight:
+    link: Any = SimpleNamespace(connection=NOTHING, watch_of=lambda peer: None)
+    return InFlight("a read", NOTHING, link, transport, IDLE, writes=False)  # type: ignore[arg-type]
+
+
+def begin(flight: InFlight, slices: int) -> Callable[..., list[Any]]:
+    flight.start(0, NOTHING, Sliced((NOTHING,) * slices))
+    return lambda until=math.inf: list(flight.poll(0.0, until))
+
+
+def test_a_long_transfer_goes_out_a_few_slices_at_a_time_and_ends_with_the_last(flight, transport):
+    look = begin(flight, SLICES_UNDER_WAY + 3)
+    for ended in range(SLICES_UNDER_WAY + 3):
+        assert not look() and len(transport.given) == min(SLICES_UNDER_WAY + ended, SLICES_UNDER_WAY + 3)
+        assert flight.arrived == 2 * ended
+        transport.ends[ended] = STATUS.DONE
+    assert look() == [(TransferDone(0), None)]
+    assert not flight.may_write and flight.moved.runs == SLICES_UNDER_WAY + 3
+
+
+def test_one_slice_begins_where_the_turn_has_no_more_time(flight, transport):
+    look = begin(flight, 3)
+    for begun in range(1, 4):
+        assert flight.next_look(0.0, draining=False) == [0.0]
+        assert not look(0.0) and len(transport.given) == begun
+    assert not look(0.0) and flight.next_look(0.0, draining=False)[0] > 0.0
+
+
+def test_no_slice_is_begun_while_the_transport_wants_time_for_the_last(flight, transport):
+    look = begin(flight, 3)
+    look(0.0)
+    transport.ends[0] = STATUS.POSTING
+    assert not look() and len(transport.given) == 1 and flight.next_look(0.0, draining=False) == [0.0]
+    transport.ends[0] = STATUS.RUNNING
+    assert not look() and len(transport.given) == 3
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_failed_slice_ends_its_transfer_when_the_others_have_ended(flight, transport, terminal):
+    look = begin(flight, SLICES_UNDER_WAY + 1)
+    look()
+    error = transport.ends[1] = TransferError("reset", terminal=terminal)
+    assert look() == [(TransferFailed(0, "reset", terminal=False), error)]
+    assert flight.may_write == {0} and flight.moves
+    for other in range(SLICES_UNDER_WAY):
+        assert not look()
+        transport.ends[other] = STATUS.DONE
+    assert len(transport.given) == SLICES_UNDER_WAY, "a slice was begun after one had failed"
+    assert look() == ([(TransferFailed(0, "reset", terminal=True), None)] if terminal else [])
+    assert flight.may_write == (set() if terminal else {0}) and not flight.moves
+
+
+def test_a_slice_that_cannot_begin_fails_its_transfer(flight, transport, monkeypatch):
+    error = TransferError("no")
+    monkeypatch.setattr(transport, "read", lambda *_: (_ for _ in ()).throw(error))
+    assert begin(flight, 2)() == [(TransferFailed(0, "no", terminal=True), error)]
+    assert not flight.may_write and not flight.transfers
+
+
+def test_what_is_given_up_begins_no_other_slice_and_is_over_with_those_that_run(flight, transport):
+    look = begin(flight, 3)
+    look(0.0)
+    flight.cancel()
+    assert not look() and flight.may_write == {0} and not flight.posts
+    transport.ends[0] = STATUS.DONE
+    assert look() == [(TransferFailed(0, "it was given up", terminal=True), None)]
+    assert len(transport.given) == 1 and not flight.may_write
+
+
+def test_what_is_given_up_before_it_began_may_not_write(flight, transport):
+    look = begin(flight, 3)
+    flight.cancel()
+    assert not flight.may_write and flight.next_look(0.0, draining=True) == [0.0]
+    assert look() == [(TransferFailed(0, "it was given up", terminal=True), None)] and not transport.given
 
 
 def test_what_the_staging_buffer_holds_no_more_without_having_said_so_has_failed() -> None:
     """Its end was lost, with an error elsewhere in the turn: bytes may be missing."""
-    nothing: Any = SimpleNamespace()
-    stager: Any = SimpleNamespace(holds=lambda owner: False)
-    flight = InFlight("a push", nothing, nothing, nothing, stager, writes=True, staged={3})
-    [(end, error)] = flight.poll(0.0)
+    flight = InFlight("a push", NOTHING, NOTHING, NOTHING, IDLE, writes=True, staged={3})
+    [(end, error)] = flight.poll(0.0, 0.0)
     assert isinstance(end, TransferFailed) and end.index == 3 and end.terminal and error is None
     assert not flight.may_write

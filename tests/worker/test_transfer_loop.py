@@ -329,7 +329,7 @@ def test_an_error_while_receives_are_ended_does_not_end_the_thread(prefill, deco
     receives = decode.loop._receives
     poll, drive = receives.poll, receives._drive
 
-    def broken(now: float) -> None:
+    def broken(now: float, until: float) -> None:
         monkeypatch.setattr(receives, "poll", poll)
         monkeypatch.setattr(receives, "_drive", broken_too)
         raise RuntimeError("a defect")

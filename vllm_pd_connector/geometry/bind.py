@@ -1,10 +1,8 @@
-"""A request: block ids and a token range become runs of bytes.
+"""A request: block ids and a token range become spans of tokens, of which runs of bytes are made.
 
 Pages of both sides are paired by absolute token position. Cutting the token range at every page boundary of either
 side gives *spans*, each inside one page on both sides; equal or unequal block sizes, kernel blocks inside logical
-blocks, prefix hits and tails are all just such cuts. Spans with the same offsets inside their pages share one pattern
-of the plan; the pattern times the page addresses is the result, with pages as the fast axis so that long stretches of
-consecutive pages come out as one run.
+blocks, prefix hits and tails are all just such cuts. `geometry.spans` makes runs of them.
 
 Groups may lack different parts of a request. The range begins with what some group lacks; a destination table names the
 blocks that are to be filled and no others, so what lies before its first block stays as it is (`require_filled`).
@@ -22,7 +20,6 @@ Source: vLLM 0.32 `v1/core/single_type_kv_cache_manager.py` (get_num_skipped_tok
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from math import lcm
 from typing import TYPE_CHECKING
@@ -33,8 +30,7 @@ from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable, BlockTables
 from vllm_pd_connector.geometry.interleave import cut, held_before, local_position, token_at
 from vllm_pd_connector.geometry.manifest import Group, GroupKind
-from vllm_pd_connector.geometry.patterns import pattern, row_count
-from vllm_pd_connector.geometry.runs import Addresses, Runs, concatenate, join
+from vllm_pd_connector.geometry.spans import Spans
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -42,10 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vllm_pd_connector.geometry.plan import Edge, PagePairing, Paging
-
-# A request that takes more runs is refused: each costs microseconds, more in all than any transfer has time for, and
-# the memory for their list would be a peer's to choose, by strides that tear every element from its neighbours.
-MAX_RUNS = 1 << 25
+    from vllm_pd_connector.geometry.runs import Addresses
 
 
 class Tail(Enum):
@@ -59,30 +52,6 @@ class Tail(Enum):
 
     EXACT = "exact"
     PAGE = "page"
-
-
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """Arrays of shape (n,), in order of token positions: pages on both sides, where and how many tokens inside them.
-
-    `first_valid_token` is 0, or the token position before which a destination block that takes part stays unfilled.
-    """
-
-    source_page: Addresses
-    destination_page: Addresses
-    source_token: Addresses
-    destination_token: Addresses
-    tokens: Addresses
-    first_valid_token: int = 0
-
-
-def runs_of(paired: Sequence[tuple[PagePairing, Spans]]) -> Runs:
-    """The runs of paired spans.
-
-    Raises:
-        BindError: more runs than can be moved.
-    """
-    return concatenate([_pairing_runs(pairing, spans) for pairing, spans in paired])
 
 
 def first_valid_tokens(paired: Sequence[tuple[PagePairing, Spans]]) -> dict[int, int]:
@@ -311,75 +280,4 @@ def _refuse_any(side: str, paging: Paging, table: BlockTable, tokens: Addresses,
     raise BindError(
         f"{side} group {paging.group}: token {token} needs logical block {block}, but the table {problem}; a "
         "destination block must be filled completely or not at all"
-    )
-
-
-def _pairing_runs(pairing: PagePairing, spans: Spans) -> Runs:
-    """The pattern of each kind of span at all its pages, joined where one kind of span continues another.
-
-    A run of one span can only continue in the next span. Between spans of one kind it does so by filling its page on
-    both sides, which `_stretches` sees from the page numbers; only runs next to a change of kind need comparing.
-    """
-    if not len(spans.tokens):
-        return Runs.empty()
-    kinds = np.stack((spans.source_token, spans.destination_token, spans.tokens))
-    if pairing.whole:
-        kinds = np.broadcast_to(np.array([[0], [0], [1]], dtype=np.int64), kinds.shape)
-    change = (kinds[:, 1:] != kinds[:, :-1]).any(axis=0)
-    changing = np.append(change, False) | np.insert(change, 0, False)
-    apart: list[Runs] = []
-    touching: list[Runs] = []
-    total = 0
-    for source_token, destination_token, tokens in dict.fromkeys(zip(*kinds.tolist(), strict=True)):
-        alike = (kinds == [[source_token], [destination_token], [tokens]]).all(axis=0)
-        _require_few(pairing, row_count(pairing, tokens))
-        runs = pattern(pairing, source_token, destination_token, tokens)
-        _require_few(pairing, total := total + len(runs) * int(np.count_nonzero(alike)))
-        dense = (runs.length == pairing.source.page_stride) & (runs.length == pairing.destination.page_stride)
-        count = np.ones(np.count_nonzero(alike), dtype=np.int64)
-        single = _Stretches(spans.source_page[alike], spans.destination_page[alike], count, changing[alike])
-        for rows, stretches in ((dense, _stretches(single)), (~dense, single)):
-            for chosen, out in ((~stretches.changing, apart), (stretches.changing, touching)):
-                if rows.any() and chosen.any():
-                    out.append(_spread(pairing, runs, rows, stretches, chosen))
-    return concatenate([*apart, join(touching)] if touching else apart)
-
-
-def _require_few(pairing: PagePairing, runs: int) -> None:
-    if runs > MAX_RUNS:
-        raise BindError(
-            f"source group {pairing.source.group} to destination group {pairing.destination.group}: "
-            f"{runs} runs for one request, at most {MAX_RUNS} can be moved; start both sides with the same layout and "
-            "block size, or with staging_bytes in which they are converted"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Stretches:
-    """Arrays of shape (n,): `count` consecutive pages on both sides; is another kind of span next to them?"""
-
-    source: Addresses
-    destination: Addresses
-    count: Addresses
-    changing: NDArray[np.bool_]
-
-
-def _stretches(pages: _Stretches) -> _Stretches:
-    broken = (np.diff(pages.source) != 1) | (np.diff(pages.destination) != 1)
-    first = np.concatenate(([0], np.flatnonzero(broken) + 1))
-    count = np.diff(np.append(first, len(pages.source)))
-    changing = np.logical_or.reduceat(pages.changing, first)
-    return _Stretches(pages.source[first], pages.destination[first], count, changing)
-
-
-def _spread(
-    pairing: PagePairing, runs: Runs, rows: NDArray[np.bool_], stretches: _Stretches, chosen: NDArray[np.bool_]
-) -> Runs:
-    """Chosen rows of a pattern at chosen stretches of pages, with the stretches as the fast axis."""
-    source = stretches.source[chosen] * pairing.source.page_stride
-    destination = stretches.destination[chosen] * pairing.destination.page_stride
-    return Runs(
-        np.add.outer(runs.source[rows], source).ravel(),
-        np.add.outer(runs.destination[rows], destination).ravel(),
-        np.multiply.outer(runs.length[rows], stretches.count[chosen]).ravel(),
     )

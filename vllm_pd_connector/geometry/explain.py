@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm_pd_connector.errors import BindError, IncompatiblePeer
-from vllm_pd_connector.geometry.bind import Tail, pair, runs_of
+from vllm_pd_connector.geometry.bind import Tail, pair
 from vllm_pd_connector.geometry.blocks import BlockTable, BlockTables
 from vllm_pd_connector.geometry.plan import Edge, PagePairing, make_plan
 from vllm_pd_connector.geometry.sharding import describe_rank
+from vllm_pd_connector.geometry.spans import runs_of
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, chunks, run_count, split
 from vllm_pd_connector.geometry.topology import TopologyCheck, TopologyStatus, check_pd_topology
 

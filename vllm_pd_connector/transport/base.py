@@ -50,8 +50,10 @@ class Use:
 
 
 class TransferStatus(Enum):
-    """State of a transfer that has not failed."""
+    """State of a transfer that has not failed. POSTING is RUNNING where only the time that a call may take kept this
+    thread from giving the library more: poll again soon."""
 
+    POSTING = "posting"
     RUNNING = "running"
     DONE = "done"
 

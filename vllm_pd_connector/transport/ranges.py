@@ -148,28 +148,39 @@ def _whole(runs: Runs, source: Ranges, destination: Ranges, limit: int) -> Descr
     return Descriptors(runs, source_range, destination_range)
 
 
-def batches(
-    descriptors: Descriptors, source: Ranges, destination: Ranges, limit: int, per_descriptor: int
-) -> list[Descriptors]:
-    """Descriptors in groups that a transport posts at once: one kind of memory per side, bounded cost.
+@dataclass(slots=True)
+class Batches:
+    """Descriptors of one kind of memory on each side, to be posted in order, in batches of bounded cost. `cost` has
+    what those up to each descriptor cost: an array of shape (n,). Those before `next` were taken."""
 
-    The cost of a descriptor is its bytes plus `per_descriptor` bytes; a group costs at most `limit` and one descriptor.
+    descriptors: Descriptors
+    cost: Addresses
+    next: int = 0
+
+    @property
+    def left(self) -> int:
+        return len(self.cost) - self.next
+
+    def take(self, limit: int) -> tuple[Descriptors, int]:
+        """The next ones, which cost at most `limit` together or are one alone, and their cost."""
+        first, before = self.next, int(self.cost[self.next - 1]) if self.next else 0
+        stop = max(first + 1, int(self.cost.searchsorted(before + limit, "right")))
+        self.next, cost = stop, int(self.cost[stop - 1]) - before
+        if not first and stop == len(self.cost):
+            return self.descriptors, cost
+        return self.descriptors.take(slice(first, stop)), cost
+
+
+def batches(descriptors: Descriptors, source: Ranges, destination: Ranges, per_descriptor: int) -> list[Batches]:
+    """Descriptors by kind of memory, as a library wants what it is given at once.
+
+    The cost of a descriptor is its bytes plus `per_descriptor` bytes.
     """
-    if source.alike and destination.alike:
-        return _bounded(descriptors, limit, per_descriptor)
-    kind = 2 * source.cuda[descriptors.source_range] + destination.cuda[descriptors.destination_range]
-    parts = (descriptors.take(np.flatnonzero(kind == value)) for value in np.unique(kind))
-    return [group for part in parts for group in _bounded(part, limit, per_descriptor)]
-
-
-def _bounded(descriptors: Descriptors, limit: int, per_descriptor: int) -> list[Descriptors]:
-    """`batches` of one kind of memory: a group begins where those before cost another `limit`."""
-    length = descriptors.runs.length
-    if not len(length):
+    if not len(descriptors.runs):
         return []
-    cost = np.cumsum(length + per_descriptor)
-    if len(length) == 1 or cost[-2] < limit:
-        return [descriptors]
-    begins = cost.searchsorted(np.arange(limit, int(cost[-2]) + 1, limit)) + 1
-    bounds = [0, *sorted(set(begins.tolist())), len(length)]
-    return [descriptors.take(slice(first, stop)) for first, stop in itertools.pairwise(bounds)]
+    if source.alike and destination.alike:
+        parts = [descriptors]
+    else:
+        kind = 2 * source.cuda[descriptors.source_range] + destination.cuda[descriptors.destination_range]
+        parts = [descriptors.take(np.flatnonzero(kind == value)) for value in np.unique(kind)]
+    return [Batches(part, np.cumsum(part.runs.length + per_descriptor)) for part in parts]

@@ -2,8 +2,12 @@
 
 Receives and pushes differ in which way the bytes go and in what an end means; looking at transfers, what may still be
 written after a failure, and what the link is told are one. A transfer has an index, by which its owner's machine knows
-it. It ends by one event. If it failed and may still write, a second one follows when the worker that it goes to or
-comes from has ended (`peers.process_watch`).
+it. It ends by one event. If it failed and may still write, a second one follows: when the rest of it has ended, or the
+worker that it goes to or comes from (`peers.process_watch`).
+
+A direct transfer is given to the transport in slices (`geometry.spans`), a few at a time, so that a turn of the
+transfer thread is short however long the request is. It is over when all of its slices are, and done if none failed;
+after a failure, or when it is given up, no other is begun.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import TransferError
-from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.protocol.transfers import TransferDone, TransferFailed
 from vllm_pd_connector.protocol.wire.push_messages import Moved
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, Transport, TransportPeer
@@ -23,23 +28,61 @@ from vllm_pd_connector.worker.poll_interval import pause
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from vllm_pd_connector.geometry.runs import Runs
     from vllm_pd_connector.geometry.staging.chunks import Chunk
     from vllm_pd_connector.protocol.transfers import TransferEnd
     from vllm_pd_connector.worker.peers.link import PeerLink
     from vllm_pd_connector.worker.peers.pool import Links
     from vllm_pd_connector.worker.staging.stager import Stager, Stream
 
+logger = init_logger(__name__)
+
 POLL_DRAINING_S = 0.05
+
+SLICES_UNDER_WAY = 4
+"""Of one transfer: enough that the transport does not run dry between two turns, few enough that a look at them is
+short, and that what others begin need not wait for a long request's end."""
+
+
+@dataclass(eq=False, slots=True)
+class _Slice:
+    """A slice under way, and how many parts the transport made of it."""
+
+    transfer: Transfer
+    parts: int
+
+
+@dataclass(eq=False, slots=True)
+class _Direct:
+    """A direct transfer. `rest` are the slices that were not begun, None when no other will be; `posting`: one that was
+    wants time of this thread. `failure` is the first reason why it failed; `stuck`: a slice failed and may still
+    write."""
+
+    peer: TransportPeer
+    rest: Iterator[Runs] | None
+    running: list[_Slice] = field(default_factory=list)
+    posting: bool = False
+    failure: str = ""
+    stuck: bool = False
+
+    @property
+    def begins(self) -> bool:
+        """Whether another slice is to be begun now."""
+        return self.rest is not None and not self.posting and len(self.running) < SLICES_UNDER_WAY
+
+    @property
+    def may_write(self) -> bool:
+        return bool(self.running) or self.stuck
 
 
 @dataclass(eq=False, slots=True)
 class InFlight:
     """See the module. Lives in the transfer thread.
 
-    `owner` is known to the stager. `connection` is the link's when the latest transfers began; `parts` are those of
-    `transfers` when they were begun, `over` how many parts of others have ended; `stuck` are indices of transfers that
-    failed and may still write, `watches` those of the workers at the other end, by index; `moved` is what the transport
-    was given.
+    `owner` is known to the stager. `connection` is the link's when the latest transfers began; `over` is how many parts
+    of slices that have ended; `stuck` are indices of transfers of which nothing is heard any more and that may still
+    write, `watches` those of the workers at the other end, by index; `moved` is what the transport was given,
+    `posting_s` the seconds that took.
     """
 
     owner: object
@@ -50,43 +93,46 @@ class InFlight:
     writes: bool
     connection: object = None
     posted_at: float = 0.0
-    transfers: dict[int, Transfer] = field(default_factory=dict)
-    parts: dict[int, int] = field(default_factory=dict)
+    posting_s: float = 0.0
+    transfers: dict[int, _Direct] = field(default_factory=dict)
     over: int = 0
     staged: set[int] = field(default_factory=set)
     stuck: set[int] = field(default_factory=set)
     watches: dict[int, ProcessWatch | None] = field(default_factory=dict)
     moved: Moved = Moved()
 
-    def start(self, index: int, peer: TransportPeer, work: Runs | Iterator[Chunk]) -> None:
-        """Begin a transfer: of runs, or of chunks by way of the staging buffer.
-
-        Raises:
-            TransferError: it was not begun; hand it to `ended`.
-        """
+    def start(self, index: int, peer: TransportPeer, work: Slices | Iterator[Chunk]) -> None:
+        """Begin a transfer: of runs, or of chunks by way of the staging buffer. `poll` and the stager carry it out."""
         self.connection = self.link.connection
         watch = self.watches[index] = self.link.watch_of(peer)
-        if not isinstance(work, Runs):
+        if isinstance(work, Slices):
+            self.posted_at = time.monotonic()
+            self.transfers[index] = _Direct(peer, iter(work))
+        else:
             self.stager.start(self.owner, index, self.link, peer, work, watch)
             self.staged.add(index)
-            return
-        self.posted_at = time.monotonic()
-        transfer = self.transfers[index] = (self.transport.write if self.writes else self.transport.read)(peer, work)
-        self.parts[index] = transfer.left
-        self.moved += Moved(work.total_bytes, len(work), transfer.descriptors)
 
-    def poll(self, now: float) -> Iterator[tuple[TransferEnd, TransferError | None]]:
-        """What has ended, with the transport's error for `blame`, if there is one."""
-        for index, transfer in list(self.transfers.items()):
-            error = None
-            try:
-                if self.transport.poll(transfer) is TransferStatus.RUNNING:
-                    continue
-            except TransferError as found:
-                error = found
-            del self.transfers[index]
-            self.over += self.parts.pop(index) + 1
-            yield self.ended(index, error), error
+    def poll(self, now: float, until: float) -> Iterator[tuple[TransferEnd, TransferError | None]]:
+        """Look at what runs, and begin slices until the monotonic clock says `until`, one at least; what has ended,
+        with the transport's error for `blame`, if there is one."""
+        for index, direct in list(self.transfers.items()):
+            errors = self._look(direct, until)
+            while direct.begins and not errors:
+                errors += self._begin_slice(direct)
+                if time.monotonic() >= until:
+                    break
+            for error in errors:
+                direct.rest, direct.failure = None, direct.failure or str(error)
+                direct.stuck |= not error.terminal
+                yield TransferFailed(index, str(error), terminal=not direct.may_write), error
+            if direct.rest is None and not direct.running:
+                del self.transfers[index]
+                if direct.stuck:
+                    self.stuck.add(index)
+                elif not direct.failure:
+                    yield TransferDone(index), None
+                elif not errors:
+                    yield TransferFailed(index, direct.failure, terminal=True), None
         if self.staged and not self.stager.holds(self.owner):  # it was given up, and nothing of it is left
             over, self.staged = self.staged, set()
             for index in over:
@@ -99,6 +145,44 @@ class InFlight:
                 self.stuck.discard(index)
                 yield TransferFailed(index, str(watch), terminal=True), None
 
+    def _look(self, direct: _Direct, until: float) -> list[TransferError]:
+        """Take out the slices that have ended, as far as there is time, the oldest first; what failed of them."""
+        errors = []
+        direct.posting = False
+        for number, slice_ in enumerate(list(direct.running)):
+            if number and time.monotonic() >= until:
+                break
+            try:
+                status = self.transport.poll(slice_.transfer)
+                direct.posting |= status is TransferStatus.POSTING
+                if status is not TransferStatus.DONE:
+                    continue
+            except TransferError as error:
+                errors.append(error)
+            direct.running.remove(slice_)
+            self.over += slice_.parts + 1
+        return errors
+
+    def _begin_slice(self, direct: _Direct) -> list[TransferError]:
+        """Give the next slice to the transport, if there is one; why that failed."""
+        assert direct.rest is not None
+        began = time.monotonic()
+        try:
+            runs = next(direct.rest, None)
+            if runs is None:
+                direct.rest = None
+                return []
+            transfer = (self.transport.write if self.writes else self.transport.read)(direct.peer, runs)
+        except TransferError as error:
+            return [error]
+        except Exception as error:  # a defect of ours: what was not begun must not be waited for
+            logger.exception("a slice of a transfer could not begin")
+            return [TransferError(f"unexpected {type(error).__name__}: {error}")]
+        direct.running.append(_Slice(transfer, transfer.left))
+        self.moved += Moved(runs.total_bytes, len(runs), transfer.descriptors)
+        self.posting_s += time.monotonic() - began
+        return []
+
     def staged_ended(self, stream: Stream, error: TransferError | None) -> TransferEnd:
         """What became of a transfer by way of the staging buffer. What one that writes has begun may go on."""
         if error is not None and self.writes and self.stager.holds(self.owner):
@@ -110,21 +194,15 @@ class InFlight:
         self.moved += Moved(stream.bytes, stream.runs, stream.descriptors)
         return TransferDone(stream.index)
 
-    def ended(self, index: int, error: TransferError | None) -> TransferEnd:
-        """The event for a direct transfer that is over, failed, or was not begun."""
-        if error is None:
-            return TransferDone(index)
-        if not error.terminal:
-            self.stuck.add(index)
-        return TransferFailed(index, str(error), error.terminal)
-
     def blame(self, error: TransferError, now: float) -> None:
         """Tell the link of a transfer's failure."""
         what = f"a {'write' if self.writes else 'read'} failed and may still go on"
         self.links.failed(self.link, self.connection, error, what, now)
 
     def cancel(self) -> None:
-        """Nothing more is begun by way of the staging buffer; the end of what is left of it shows in `poll`."""
+        """Nothing more is begun; the end of what is left shows in `poll`."""
+        for direct in self.transfers.values():
+            direct.rest, direct.failure = None, direct.failure or "it was given up"
         self.stager.cancel(self.owner)
         if not self.stager.holds(self.owner):
             self.staged.clear()
@@ -137,22 +215,31 @@ class InFlight:
     @property
     def may_write(self) -> frozenset[int]:
         """Indices of the transfers that were begun and have not ended."""
-        return frozenset({*self.transfers, *self.staged, *self.stuck})
+        direct = (index for index, direct in self.transfers.items() if direct.may_write)
+        return frozenset({*direct, *self.staged, *self.stuck})
+
+    @property
+    def posts(self) -> bool:
+        """Whether slices are to be begun that were not."""
+        return any(direct.rest is not None for direct in self.transfers.values())
 
     @property
     def moves(self) -> bool:
         """Whether the transport still works on any of it."""
-        return bool(self.transfers) or self.stager.holds(self.owner)
+        return any(direct.running for direct in self.transfers.values()) or self.stager.holds(self.owner)
 
     @property
     def arrived(self) -> int:
         """How far it is: it grows when a part of a transfer has ended, and only then."""
-        running = sum(self.parts[index] - transfer.left for index, transfer in self.transfers.items())
+        slices = (slice_ for direct in self.transfers.values() for slice_ in direct.running)
+        running = sum(slice_.parts - slice_.transfer.left for slice_ in slices)
         return self.over + running + self.stager.landed(self.owner)
 
     def next_look(self, now: float, draining: bool) -> list[float]:
         """When a `poll` is due; `draining`: nobody waits for the bytes."""
         moments = [now + LOOK_S] if self.stuck else []
-        if self.transfers:
+        if any(direct.begins or direct.posting or not direct.running for direct in self.transfers.values()):
+            moments.append(now)
+        elif self.transfers:
             moments.append(now + (POLL_DRAINING_S if draining else pause(now - self.posted_at)))
         return moments

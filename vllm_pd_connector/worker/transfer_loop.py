@@ -5,6 +5,10 @@ channel has input, a request came or a deadline is due; only while a transfer ru
 because transports are polled. What it does then is in `receive.driver` and, on a prefill instance that writes,
 `push.driver`.
 
+A turn is short: what comes in large numbers or takes long (orders, binding, giving slices to the transport, looking at
+transfers, copies of conversion) is begun piece by piece while TURN_S last, and what is left goes on in the next turn,
+after answers and deadlines.
+
 A request's way: request -> its peer is wanted -> (handshake, once per incarnation) -> bind -> reads -> the prefill side
 confirms that it held the blocks -> report. Whatever goes wrong on the way ends in one failed report with the reason.
 """
@@ -49,6 +53,9 @@ logger = init_logger(__name__)
 
 SHUTDOWN_S = 10.0
 GOODBYE_S = 0.5
+
+TURN_S = 0.001
+"""No other piece of work is begun in a turn that took this long; each takes a millisecond or two at most."""
 _LOOPBACK = ipaddress.ip_address("127.0.0.1")
 
 
@@ -89,7 +96,7 @@ class TransferLoop:
         self._push = push
         self._pushes: Pushes | None = None
         self._scratch: Memory | None = None
-        self._inbox: deque[tuple[Sequence[ReceiveRequest], Sequence[str]]] = deque()
+        self._inbox: deque[ReceiveRequest | str] = deque()  # to begin, and names of those to give up
         self._wake = Wake()
         self._comparison = ChecksumComparison(config, manifest, self._wake)
         self._stop = False
@@ -117,7 +124,7 @@ class TransferLoop:
 
     def submit(self, requests: Sequence[ReceiveRequest], aborts: Sequence[str]) -> None:
         """Begin and give up receives; callable from any thread, returns at once."""
-        self._inbox.append((requests, aborts))
+        self._inbox.extend((*requests, *aborts))
         self._wake.set()
 
     def step_launched(self, step: int, is_done: Callable[[], bool], waves: int | None = None) -> None:
@@ -203,25 +210,31 @@ class TransferLoop:
                 self._receives.departed(endpoint, now)
                 if self._pushes is not None:
                     self._pushes.departed(endpoint, now)
-            while self._inbox:
-                requests, aborts = self._inbox.popleft()
-                for request in requests:
-                    self._begin(request, now)
-                for request_id in aborts:
-                    self._receives.abort(request_id, now)
+            until = time.monotonic() + TURN_S
+            self._take_orders(now, until)
             self._comparison.turn(now)
-            self._receives.poll(now)
+            self._receives.poll(now, until)
             self._poll_staged(now)
             self._auto_mode.turn()
             self._receives.tick(now)
             if self._pushes is not None:
-                self._pushes.turn(now)
+                self._pushes.turn(now, until)
             self._processes.tick(now)
         except Exception as error:
             logger.exception("the transfer thread met an unexpected error")
             self._fail_all(f"unexpected {type(error).__name__}: {error}", now)
             self._wake.set()
         self._outbox.flush()
+
+    def _take_orders(self, now: float, until: float) -> None:
+        while self._inbox:
+            match self._inbox.popleft():
+                case str(request_id):
+                    self._receives.abort(request_id, now)
+                case request:
+                    self._begin(request, now)
+            if time.monotonic() >= until:
+                break
 
     def _begin(self, request: ReceiveRequest, now: float) -> None:
         try:
@@ -241,7 +254,7 @@ class TransferLoop:
 
     def _next_deadline(self) -> float | None:
         now = time.monotonic()
-        due = [self._receives.next_deadline(now)]
+        due = [now if self._inbox else None, self._receives.next_deadline(now)]
         due += [now + pause for pause in (self._stager.pause(), self._auto_mode.pause()) if pause is not None]
         due += [self._pushes.next_deadline(now)] if self._pushes is not None else []
         return min((moment for moment in due if moment is not None), default=None)

@@ -17,7 +17,7 @@ from tests.support.records import records
 from vllm_pd_connector.cli.output import CommandError
 from vllm_pd_connector.cli.trace.replay import MAX_TOUCHED, replay
 from vllm_pd_connector.errors import PDConnectorError
-from vllm_pd_connector.geometry import bind
+from vllm_pd_connector.geometry import spans
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.explain import explain_request
 from vllm_pd_connector.geometry.manifest import Segment
@@ -73,25 +73,25 @@ def wrong(pair: str, **changes: Any) -> tuple[str, ...]:
 
 
 def test_a_run_that_goes_astray_is_found_with_its_layer_and_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    concatenate = bind.concatenate
+    concatenate = spans.concatenate
 
     def shifted(parts: Any) -> Runs:
         runs = concatenate(parts)
         return Runs(runs.source, runs.destination, np.where(np.arange(len(runs)) == 1, 2, runs.length))
 
-    monkeypatch.setattr(bind, "concatenate", shifted)
+    monkeypatch.setattr(spans, "concatenate", shifted)
     line, *_ = wrong("equal", chunk_bytes=0)
     assert "layers." in line and "tokens are wrong, the first is " in line
 
 
 def test_a_write_beside_the_requests_blocks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    concatenate = bind.concatenate
+    concatenate = spans.concatenate
 
     def longer(parts: Any) -> Runs:
         runs = concatenate(parts)
         return Runs(runs.source, runs.destination, runs.length + (np.arange(len(runs)) == 0) * 64)
 
-    monkeypatch.setattr(bind, "concatenate", longer)
+    monkeypatch.setattr(spans, "concatenate", longer)
     [record] = records(make_move(GQA, Side(), Side(), 0, 4), chunk_bytes=0)
     assert any("which is not the request's, was written into" in line for line in replay(record).wrong)
 

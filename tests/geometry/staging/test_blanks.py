@@ -15,9 +15,10 @@ from tests.support.geometry.moves import moves, windows
 from tests.support.geometry.opaque import opaque_worker
 from tests.support.geometry.request import Move, make_move
 from tests.support.geometry.world import STATE_ROLES, Model, Side, Worker, instance, table
-from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pair, runs_of
+from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pair
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable
 from vllm_pd_connector.geometry.plan import make_plan
+from vllm_pd_connector.geometry.spans import runs_of
 from vllm_pd_connector.geometry.staging.blanks import blanks
 from vllm_pd_connector.geometry.staging.strided_copy import Copy
 

@@ -13,8 +13,9 @@ from tests.support.effort import examples
 from tests.support.geometry.moves import moves, windows
 from tests.support.geometry.request import Move, bind, copy, make_move
 from tests.support.geometry.world import LAYOUTS, Model, Side, Worker, instance, legal, table, write
-from vllm_pd_connector.geometry.bind import Tail, pair, runs_of
+from vllm_pd_connector.geometry.bind import Tail, pair
 from vllm_pd_connector.geometry.plan import Edge, LayerBatch, Paging, StridedAxis, TensorSlice, make_plan
+from vllm_pd_connector.geometry.spans import runs_of
 from vllm_pd_connector.geometry.staging import strided_copy
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chunks, split
 from vllm_pd_connector.geometry.staging.strided_copy import Copy

@@ -53,7 +53,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a push that was cancelled is not over while its slots may still be written from",
-        "InFlight", "{*self.transfers, *self.staged, *self.stuck}", "{*self.transfers, *self.stuck}",
+        "InFlight", "{*direct, *self.staged, *self.stuck}", "{*direct, *self.stuck}",
         "test_a_worker_that_was_told_to_cancel_says_that_it_is_over_when_its_slots_are_back",
     ),
     Guarantee(

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from tests.support.geometry.world import Model, Side, Worker, instance, table, write
-from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, pair, runs_of
+from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, pair
 from vllm_pd_connector.geometry.blocks import BlockTable, BlockTables
 from vllm_pd_connector.geometry.plan import Edge, make_plan
 from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.spans import runs_of
 
 
 def copy(runs: Runs, source: Worker, destination: Worker) -> None:

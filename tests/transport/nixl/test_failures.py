@@ -6,6 +6,7 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +80,37 @@ def test_only_a_disconnect_ends_what_was_started() -> None:
         assert translate(kind, "read", False).terminal and not isinstance(translate(kind, "read", False), PeerLost)
 
 
+def test_the_window_follows_how_long_the_librarys_calls_take() -> None:
+    peer: Any = SimpleNamespace(window=16 * MIB)
+    fit = nixl_transport._fit_window
+    fit(peer, 0.0015, 8 * MIB)
+    assert peer.window == 16 * MIB
+    fit(peer, 0.01, 8 * MIB)
+    assert peer.window == 8 * MIB
+    fit(peer, 0.0001, 0)
+    assert peer.window == 8 * MIB, "nothing has ended: the call says nothing of what it costs to copy"
+    fit(peer, 0.0001, 5 * MIB)
+    assert peer.window == 13 * MIB
+    for _ in range(9):
+        fit(peer, 0.01, 0)
+    assert peer.window == 2 * MIB
+
+
+def test_no_more_runs_than_the_window_and_the_rest_follows(ends: tuple[End, End]) -> None:
+    end, other = ends
+    peer = end.transport.connect(other.endpoint, other.segments)
+    running = importlib.import_module("nixl")._bindings.NIXL_IN_PROG
+    agent = instead(end, getXferStatus=lambda handle: running)
+    transfer = end.transport.read(peer, whole(other.address, end.address, SIZE))
+    for _ in range(20):
+        assert end.transport.poll(transfer) is not TransferStatus.DONE
+        assert transfer.waiting and 0 < transfer.in_flight <= peer.window
+    assert end.transport.poll(transfer) is TransferStatus.RUNNING, "coming back at once gains nothing"
+    agent._calls.clear()
+    end.finish(transfer)
+    assert (end.memory == other.memory).all()
+
+
 def test_a_peer_that_the_library_forgot_is_met_again_by_all_who_are_connected_to_it(ends: tuple[End, End]) -> None:
     end, other = ends
     first, second = (end.transport.connect(other.endpoint, other.segments) for _ in range(2))
@@ -112,7 +144,7 @@ def test_a_failure_of_unknown_extent_is_not_terminal_and_releases_nothing(ends: 
     with pytest.raises(TransferError, match="who knows") as failure:
         end.transport.poll(transfer)
     assert not failure.value.terminal
-    assert transfer.posted == running and not set(running) & set(agent.released)
+    assert list(transfer.posted) == running and not set(running) & set(agent.released)
     end.transport.disconnect(peer)
     assert end.transport._posting().peers, "the peer of a transfer that may still run was forgotten"
 
@@ -174,7 +206,7 @@ def test_a_disconnect_is_reported_when_the_library_was_polled_often_enough(
         getNotifs=lambda notifications, backends: polls.append(None),
     )
     transfer = end.transport.read(peer, whole(other.address, end.address, MIB))
-    while end.transport.poll(transfer) is TransferStatus.RUNNING:
+    while end.transport.poll(transfer) is not TransferStatus.DONE:
         assert len(polls) < nixl_transport._SETTLE_POLLS and not agent.released
         if len(polls) == nixl_transport._SETTLE_POLLS - 1:
             break

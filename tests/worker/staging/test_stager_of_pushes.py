@@ -44,8 +44,8 @@ A, B = (2, 6, 4), (1, 3, 7)
 def carry_out(link: WriteLink, stager: Stager, transport: LoopbackTransport, into: PushInto, part: Part) -> None:
     """Write a part of a push."""
     peer = link.ranks.get(into.rank)
-    if len(part.runs):
-        assert transport.poll(transport.write(peer, part.runs)) is TransferStatus.DONE
+    for runs in part.direct:
+        assert transport.poll(transport.write(peer, runs)) is TransferStatus.DONE
     if part.staged is not None:
         stager.start(into, 0, link, peer, part.staged)
         while stager._streams:
@@ -74,7 +74,7 @@ class Pushing:
         if reach > self._cursor:
             source = self._move.source_tables
             part = self._link.bind_waves(self._into, source, self._cursor, reach, self._ahead.waves, stop)
-            self._written.append(part.runs)
+            self._written += part.direct
             carry_out(self._link, self._stager, self._transport, self._into, part)
             self._ahead = Ahead(stop, reach)
 
@@ -85,7 +85,7 @@ class Pushing:
         if reach > self._cursor or final:
             source = self._move.source_tables
             part = self._link.bind_push(self._into, source, self._cursor, reach, final, self._ahead)
-            self._written.append(part.runs)
+            self._written += part.direct
             carry_out(self._link, self._stager, self._transport, self._into, part)
             self._cursor, self._ahead = reach, NOTHING_AHEAD
 

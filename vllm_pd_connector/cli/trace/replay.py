@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 
 from vllm_pd_connector.cli.output import CommandError
 from vllm_pd_connector.cli.trace.numbers import Caches, fill, put_beside, touched_beside, wrong
-from vllm_pd_connector.geometry.bind import Tail, pair, runs_of
+from vllm_pd_connector.geometry.bind import Tail, pair
 from vllm_pd_connector.geometry.blocks import BlockTables
 from vllm_pd_connector.geometry.explain import blocks_for
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
 from vllm_pd_connector.geometry.plan import make_plan
 from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.geometry.staging.chunks import Chunk, chunks, split
 from vllm_pd_connector.geometry.topology import check_pd_topology
 from vllm_pd_connector.geometry.validate import validate
@@ -106,7 +107,7 @@ class _Worker(Caches):
     transport: LoopbackTransport
 
 
-Work = tuple[_Worker, TransportPeer, Runs | Iterable[Chunk], bool]
+Work = tuple[_Worker, TransportPeer, Slices | Iterable[Chunk], bool]
 """Who moves what to or from whom; whether it writes."""
 
 
@@ -184,18 +185,19 @@ def _writes(record: Record, here: _Worker, there: list[_Worker], tables: BlockTa
             pair(part, tables, record.blocks, record.start, record.stop, tail=Tail.PAGE, late=True)
             for part in split(edge, record.chunk_bytes, writes=True)
         )
-        if len(runs := runs_of(direct)):
-            yield mover, peer, runs, True
+        if slices := Slices.of(direct):
+            yield mover, peer, slices, True
         yield mover, peer, chunks(staged, record.chunk_bytes, writes=True), True
 
 
 def _carry_out(work: Work, staging: Segment, copier: CpuCopier, moved: Moved) -> Moved:
     """Move what is to be moved; returns `moved` and that."""
     mover, peer, part, writes = work
-    if isinstance(part, Runs):
-        return _move(mover, peer, part, moved, writes=writes)
-    for chunk in part:
-        base, runs = staging.address, chunk.runs
+    for piece in part:
+        if isinstance(piece, Runs):
+            moved = _move(mover, peer, piece, moved, writes=writes)
+            continue
+        base, chunk, runs = staging.address, piece, piece.runs
         if writes:
             copier.begin(base, chunk.copies, gather=True).advance(inf)
             runs = Runs(runs.source + base, runs.destination, runs.length)

@@ -29,12 +29,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vllm_pd_connector.geometry.bind import Spans, filled_every
+from vllm_pd_connector.geometry.bind import filled_every
 from vllm_pd_connector.geometry.interleave import cut, local_position
 from vllm_pd_connector.geometry.manifest import GroupKind
 from vllm_pd_connector.geometry.patterns import batch_runs
 from vllm_pd_connector.geometry.plan import Edge, LayerBatch, PagePairing, StridedAxis, TensorSlice
 from vllm_pd_connector.geometry.runs import Addresses, Runs, join
+from vllm_pd_connector.geometry.spans import Spans
 from vllm_pd_connector.geometry.staging.page_extents import (
     PageExtents,
     Placed,
@@ -260,17 +261,7 @@ def _alike_chunks(
     }
     for k in range(0, pages, at_once):
         some = bounds[k : k + at_once + 1]
-        yield _chunk(pairing, layouts[len(some) - 1], low, _slice(spans, some[0], some[-1]), some - some[0])
-
-
-def _slice(spans: Spans, first: int, last: int) -> Spans:
-    return Spans(
-        spans.source_page[first:last],
-        spans.destination_page[first:last],
-        spans.source_token[first:last],
-        spans.destination_token[first:last],
-        spans.tokens[first:last],
-    )
+        yield _chunk(pairing, layouts[len(some) - 1], low, spans.part(some[0], some[-1]), some - some[0])
 
 
 def _halves(pairing: PagePairing) -> tuple[PagePairing, PagePairing]:

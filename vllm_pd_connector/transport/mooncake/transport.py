@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 NAME = "mooncake"
 
 # No more is submitted in a call that took this long.
-_SUBMIT_S = 0.005
+_SUBMIT_S = 0.001
 
 # Descriptors end roughly in the order of their submission (four connections): behind this many that run, none is done.
 _LOOK_AHEAD = 8

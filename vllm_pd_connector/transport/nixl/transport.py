@@ -9,9 +9,9 @@ What the library does not do, and this module does:
 - **Who posts has no progress thread.** Beside one, posted reads and writes were seen to stand still for seconds, and
   three times for ever, with every later one to that peer. So there are two agents: one with a thread, which peers know
   and which posts nothing, and one without, whose transfers are moved by being polled. Each exists where it is needed.
-- **A call is bounded.** On one host UCX copies inside the call that posts. A transfer is posted in batches, and a call
-  that has spent its few milliseconds leaves the rest to `poll`, so that the thread which owns the transport stays
-  responsive. Where posting only queues work (TCP, RDMA), all batches are posted at once and run together.
+- **A call is bounded.** On one host UCX copies inside the call that posts, over TCP inside the call that looks, which
+  does not return while bytes come. So a transfer is posted in batches, of which no more run than can be copied in a
+  millisecond or so (`_Peer.window`); where the library's calls copy nothing (RDMA), that grows until it bounds nothing.
 - **Nothing running is released.** NIXL's release returns at once and data still lands. A handle is released when it
   is terminal; `disconnect` only marks a peer that has running transfers, and the last of them removes it. Handles
   that failed in an unknown way live until `close`, which ends all by destroying the agent.
@@ -45,7 +45,7 @@ from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.nixl.agents import Agent, Library, Preparation, ours
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, check, described  # noqa: F401  # see `registry.check`
 from vllm_pd_connector.transport.nixl.ways import ways  # noqa: F401  # see `registry.ways`
-from vllm_pd_connector.transport.ranges import Descriptors, Ranges, batches, cut
+from vllm_pd_connector.transport.ranges import Batches, Descriptors, Ranges, batches, cut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,11 +59,16 @@ logger = logging.getLogger(__name__)
 
 NAME = "nixl"
 
-# A batch is bounded in time: one descriptor costs 2 us on one host (measured), as much as this many bytes at 9 GB/s.
-_DESCRIPTOR_COST_BYTES = 16 << 10
+# What one descriptor costs: 2 us on one host and 7 over TCP (measured), as much as so many bytes at 9 and 4.5 GB/s.
+_DESCRIPTOR_COST_BYTES = 32 << 10
 
-# No new batch is posted in a call that took this long.
-_POST_S = 0.005
+# No descriptor is longer: a batch has one at least. Longer ones are no faster (docs/design/transports.md).
+_DESCRIPTOR_BYTES = 1 << 20
+
+# A call of ours does nothing more when it took this long. What runs of a transfer is bounded so that a call of the
+# library, which may copy all of it, does not take longer.
+_CALL_S = 0.001
+_LEAST_WINDOW, _MOST_WINDOW = 2 << 20, 1 << 40
 
 # After a disconnect UCX ends the endpoint's other lanes while it is polled; what they had begun lands before that.
 _SETTLE_S = 0.5
@@ -75,26 +80,31 @@ _MAX_OLDER = 3
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """`agent` is ours that posts to it."""
+    """`agent` is ours that posts to it. `window` bounds what of a transfer runs, as `Batches` count what it costs."""
 
     agent: Agent
     name: str
     ranges: Ranges
+    window: int
     running: int = 0
     leaving: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
-    """`waiting` batches are not posted yet, `posted` are the handles of those that run; `outcome` is set at the end.
+    """`waiting` is not posted yet, `posted` has the handles of batches that run and what they cost, `in_flight` is the
+    sum. `flows`: some of it ended or was posted in the last call, and there is more. `outcome` is set at the end.
     `settled_at`: when nothing lands any more of a transfer whose peer is lost, if it is polled `settling` times until
-    then; 0.0 while it is not."""
+    then; 0.0 while it is not.
+    """
 
     peer: _Peer
     operation: Any
-    waiting: deque[Descriptors]
+    waiting: deque[Batches]
     descriptors: int
-    posted: list[int] = field(default_factory=list)
+    posted: dict[int, int] = field(default_factory=dict)
+    in_flight: int = 0
+    flows: bool = False
     failure: TransferError | None = None
     settled_at: float = 0.0
     settling: int = _SETTLE_POLLS
@@ -103,7 +113,7 @@ class _Transfer:
 
     @property
     def left(self) -> int:
-        return len(self.waiting) + len(self.posted)
+        return sum(batches.left for batches in self.waiting) + len(self.posted)
 
 
 class NixlTransport:
@@ -159,7 +169,7 @@ class NixlTransport:
             raise TransferError(f"endpoint says agent {made.name}, its metadata another; fetch the manifest again")
         agent = self._posting()
         self._meet(agent, made.name, made.metadata)
-        return _Peer(agent, made.name, ranges)
+        return _Peer(agent, made.name, ranges, self._options.batch_bytes)
 
     def _meet(self, agent: Agent, name: str, metadata: bytes) -> None:
         """Load a peer into an agent of ours, if it is not there yet or was lost since, and count the connection."""
@@ -192,7 +202,8 @@ class NixlTransport:
 
     def poll(self, transfer: Transfer) -> TransferStatus:
         assert isinstance(transfer, _Transfer)
-        return follow(transfer, self._advance)
+        status = follow(transfer, self._advance)
+        return TransferStatus.POSTING if status is TransferStatus.RUNNING and transfer.flows else status
 
     def replace_endpoint(self, peer: TransportPeer) -> None:
         assert isinstance(peer, _Peer)
@@ -223,9 +234,8 @@ class NixlTransport:
         self._library.close()
 
     def _start(self, peer: _Peer, operation: Any, runs: Runs, source: Ranges, destination: Ranges) -> _Transfer:
-        limit = self._options.batch_bytes
-        work = cut(runs, source, destination, limit)
-        waiting = deque(batches(work, source, destination, limit, _DESCRIPTOR_COST_BYTES))
+        work = cut(runs, source, destination, min(self._options.batch_bytes, _DESCRIPTOR_BYTES))
+        waiting = deque(batches(work, source, destination, _DESCRIPTOR_COST_BYTES))
         transfer = _Transfer(peer, operation, waiting, len(work.runs))
         peer.running += 1
         self._advance(transfer)
@@ -236,12 +246,16 @@ class NixlTransport:
         peer = transfer.peer
         if transfer.settled_at:
             return self._settle(transfer)
-        transfer.posted = [handle for handle in transfer.posted if self._runs_on(transfer, handle)]
+        until = time.monotonic() + _CALL_S
+        self._look(transfer, until)
         if transfer.waiting and peer.leaving and transfer.failure is None:
             transfer.failure = TransferError(f"agent {peer.name} was disconnected before the whole transfer was posted")
-        until = time.monotonic() + _POST_S
-        while transfer.waiting and transfer.failure is None and time.monotonic() < until:
+        while transfer.waiting and transfer.failure is None and transfer.in_flight <= peer.window // 2:
             self._post(transfer)
+            transfer.flows = True
+            if time.monotonic() >= until:
+                break
+        transfer.flows &= bool(transfer.waiting)
         if transfer.failure is not None:
             transfer.waiting.clear()
             if not transfer.failure.terminal:
@@ -268,6 +282,16 @@ class NixlTransport:
             transfer.peer.running -= 1
             self._forget_when_idle(transfer.peer)
 
+    def _look(self, transfer: _Transfer, until: float) -> None:
+        """Take out the batches that have ended, as far as there is time: they end in about the order of their posts."""
+        before, began, transfer.flows = transfer.in_flight, time.thread_time(), False
+        for handle in list(transfer.posted):
+            if not self._runs_on(transfer, handle):
+                transfer.in_flight -= transfer.posted.pop(handle)
+            if time.monotonic() >= until:
+                break
+        _fit_window(transfer.peer, time.thread_time() - began, before - transfer.in_flight)
+
     def _runs_on(self, transfer: _Transfer, handle: int) -> bool:
         """Whether a posted batch may move bytes. Its failure is kept in the transfer, its handle given back when it
         arrived: a failure of one of its parts says nothing of the others."""
@@ -284,7 +308,10 @@ class NixlTransport:
 
     def _post(self, transfer: _Transfer) -> None:
         """Post the next batch."""
-        batch, peer = transfer.waiting.popleft(), transfer.peer
+        peer, waiting = transfer.peer, transfer.waiting[0]
+        batch, cost = waiting.take(min(self._options.batch_bytes, peer.window // 2))
+        if not waiting.left:
+            transfer.waiting.popleft()
         agent, name = peer.agent.library, peer.name
         try:
             handle = agent.createXferReq(transfer.operation, *self._lists(transfer, batch), name, b"", [])
@@ -292,14 +319,16 @@ class NixlTransport:
             # Where the library has forgotten the peer, all others that are connected to it are to connect anew.
             gone = name in peer.agent.lost
             return self._failed(transfer, ours(error, f"preparing a transfer with agent {name}", started=gone))
+        began = time.thread_time()
         try:
-            status = agent.postXferReq(handle, b"")
+            runs = agent.postXferReq(handle, b"") == self._nixl.NIXL_IN_PROG
         except self._errors as error:
             self._failed(transfer, ours(error, f"posting a transfer with agent {name}", started=True))
-            transfer.posted.append(handle)  # the library posts one descriptor after the other: some may have begun
-            return
-        if status == self._nixl.NIXL_IN_PROG:
-            transfer.posted.append(handle)
+            runs = True  # the library posts one descriptor after the other: some may have begun
+        _fit_window(peer, time.thread_time() - began, 0 if runs else cost)
+        if runs:
+            transfer.posted[handle] = cost
+            transfer.in_flight += cost
         else:
             self._release(peer, handle)
 
@@ -353,6 +382,15 @@ class NixlTransport:
         if agent in self._older and not agent.peers:
             self._older.remove(agent)
             self._library.end_in_background(agent)
+
+
+def _fit_window(peer: _Peer, took: float, ended: int) -> None:
+    """Fit the window to how long calls of the library took, of this thread's processor time, in which so much ended:
+    they copy what runs, or they do not."""
+    if took > 2 * _CALL_S:
+        peer.window = max(peer.window // 2, _LEAST_WINDOW)
+    elif took < _CALL_S:
+        peer.window = min(peer.window + ended, _MOST_WINDOW)
 
 
 def create(options: Mapping[str, object], use: Use) -> NixlTransport:

@@ -110,7 +110,7 @@ def _wait(
 ) -> Generator[None, None, float]:
     """Seconds that a transfer takes from now."""
     began = clock()
-    while transport.poll(transfer) is TransferStatus.RUNNING:
+    while transport.poll(transfer) is not TransferStatus.DONE:
         yield
     if (seconds := clock() - began) > limit:
         raise TransferError(f"a transfer of the self-test took {seconds:.2f} s, longer than {limit:g} s")

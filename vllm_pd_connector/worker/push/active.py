@@ -12,7 +12,7 @@ from vllm_pd_connector.worker.push.link import NOTHING_AHEAD, Ahead
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vllm_pd_connector.geometry.runs import Runs
+    from vllm_pd_connector.geometry.spans import Slices
     from vllm_pd_connector.geometry.staging.chunks import Chunk
     from vllm_pd_connector.protocol.wire.push_messages import PushInto
     from vllm_pd_connector.worker.in_flight import InFlight
@@ -31,7 +31,7 @@ class ActivePush:
     machine: machines.Push
     cursor: int
     in_flight: InFlight = field(init=False)
-    work: tuple[Runs | Iterator[Chunk], ...] = ()
+    work: tuple[Slices | Iterator[Chunk], ...] = ()
     ahead: Ahead = NOTHING_AHEAD
     begun: int = 0
     arrived: int = 0

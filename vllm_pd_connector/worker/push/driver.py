@@ -16,6 +16,7 @@ reads was computed, and the scheduler half keeps the blocks until this side has 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -121,16 +122,21 @@ class Pushes:
     def _make_link(self, machine: peers.Peer, engine_id: str, endpoint: str, now: float) -> WriteLink:
         return WriteLink(machine, engine_id, endpoint, now, own=self._own, waves=self._waves)
 
-    def turn(self, now: float) -> None:
-        """One round: ask for commands, write what may be written, look at transfers and deadlines."""
+    def turn(self, now: float, until: float) -> None:
+        """One round: ask for commands, write what may be written, look at transfers and deadlines, until the monotonic
+        clock says `until`; what is left then goes first the next time."""
         if not self._asking and self._ask_at <= now:
             self._await_commands(now)
         self._reports.turn(now)
         step, ahead = self._clock.done(), self._clock.ahead()
-        for push in list(self._pushes.values()):
+        for key, push in list(self._pushes.items()):
             self._drive(push, machines.StepsDone(step), now)
             self._drive(push, machines.WavesDone(*ahead), now)
-            self._look(push, now)
+            self._look(push, now, until)
+            if key in self._pushes:
+                self._pushes[key] = self._pushes.pop(key)
+            if time.monotonic() >= until:
+                break
         self._links.tick(now)
         self.waiting = any(push.machine.next_step is not None for push in self._pushes.values())
 
@@ -285,7 +291,7 @@ class Pushes:
                     case machines.BindWaves(command, first, stop):
                         events.append(self._bind(push, command, (first, stop)))
                     case machines.StartWrites():
-                        self._start(push, now)
+                        self._start(push)
                     case machines.WantLink():
                         self._links.drive(push.link, peers.Wanted(push.key), now)
                     case machines.Stop(reason):  # once, when it fails
@@ -320,18 +326,11 @@ class Pushes:
         push.first_valid_tokens |= part.first_valid_tokens
         return machines.Bound(len(part.work))
 
-    def _start(self, push: ActivePush, now: float) -> None:
+    def _start(self, push: ActivePush) -> None:
         peer = push.link.ranks[push.into.rank]
         for work in push.work:
             index, push.begun = push.begun, push.begun + 1
-            try:
-                push.in_flight.start(index, peer, work)
-            except TransferError as error:
-                self._ended(push, push.in_flight.ended(index, error), error, now)
-                break  # what comes after it is not begun
-            except Exception as error:  # a defect of ours that one push met must not reach the others
-                self._drive(push, self._defect(push, error), now)
-                break
+            push.in_flight.start(index, peer, work)
         push.work = ()
 
     def _defect(self, push: ActivePush, error: Exception) -> machines.GivenUp:
@@ -355,8 +354,8 @@ class Pushes:
         if error is not None:
             push.in_flight.blame(error, now)
 
-    def _look(self, push: ActivePush, now: float) -> None:
-        for end, error in push.in_flight.poll(now):
+    def _look(self, push: ActivePush, now: float, until: float) -> None:
+        for end, error in push.in_flight.poll(now, until):
             self._ended(push, end, error, now)
         if (due := push.machine.next_deadline()) is None:
             return

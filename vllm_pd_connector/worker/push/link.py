@@ -18,19 +18,19 @@ from math import lcm
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import BindError
-from vllm_pd_connector.geometry.bind import Tail, filled_every, first_valid_tokens, pair, runs_of
+from vllm_pd_connector.geometry.bind import Tail, filled_every, first_valid_tokens, pair
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest, Rank
 from vllm_pd_connector.geometry.plan import Edge, make_plan, of_layers
-from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chunks, split
 from vllm_pd_connector.worker.peers.link import PeerLink, decode, run_cost_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vllm_pd_connector.geometry.bind import Spans
     from vllm_pd_connector.geometry.blocks import BlockTables
     from vllm_pd_connector.geometry.plan import PagePairing
+    from vllm_pd_connector.geometry.spans import Spans
     from vllm_pd_connector.protocol.wire.push_messages import PushInto
     from vllm_pd_connector.transport.base import Transport
 
@@ -58,21 +58,21 @@ NOTHING_AHEAD = Ahead()
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a push: `runs` to write directly, chunks to write by way of the staging buffer (None for nothing), and
+    """A part of a push: runs to write directly, chunks to write by way of the staging buffer (None for nothing), and
     `geometry.bind.first_valid_tokens`."""
 
-    runs: Runs
+    direct: Slices
     staged: Iterator[Chunk] | None
     first_valid_tokens: dict[int, int]
 
     @property
-    def work(self) -> tuple[Runs | Iterator[Chunk], ...]:
+    def work(self) -> tuple[Slices | Iterator[Chunk], ...]:
         """What there is to be written, transfer by transfer."""
-        direct = (self.runs,) if len(self.runs) else ()
+        direct = (self.direct,) if self.direct else ()
         return direct if self.staged is None else (*direct, self.staged)
 
 
-NOTHING = Part(Runs.empty(), None, {})
+NOTHING = Part(Slices(()), None, {})
 
 
 @dataclass(eq=False, slots=True)
@@ -166,7 +166,7 @@ class WriteLink(PeerLink):
                 paired += pair(edge, *tables, into.start, into.stop, tail=tail, late=True)
         any_staged = any(len(spans.tokens) for _, spans in staged)
         return Part(
-            runs_of(direct),
+            Slices.of(direct),
             chunks(staged, self.chunk_bytes, writes=True, run_cost=self.run_cost) if any_staged else None,
             first_valid_tokens([*direct, *staged]),
         )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vllm_pd_connector.geometry.plan import Plan
-    from vllm_pd_connector.geometry.runs import Runs
+    from vllm_pd_connector.geometry.spans import Slices
     from vllm_pd_connector.geometry.staging.chunks import Chunk
     from vllm_pd_connector.metadata import ReceiveRequest
     from vllm_pd_connector.observability.tracing import Span
@@ -35,7 +35,8 @@ class ActiveReceive:
     `plan` is the link's when it was ready; it tells what is written here, also by the prefill side. `prefill` names the
     request there; a push learns its id in the end, and in `compared` the lease of the blocks with which what was
     written is compared, if it is to be and can be, and what was moved. `engine_id` is our own engine's. `in_flight` are
-    its reads, `arrived` is how far they were when their deadline was set. `watches` are those of all workers that may
+    its reads, `arrived` is how far they were when their deadline was set, `posting` whether the transport has not yet
+    got all of them. `watches` are those of all workers that may
     write. `question` numbers what a prefill side that writes was asked, `life` is whom, `retry_at` is when it is asked
     again, `tell_at` when a long quarantine is told. `span` is its span, None if it is not traced; `phases` are those
     that are over, with the moments at which they began and ended.
@@ -51,9 +52,10 @@ class ActiveReceive:
     began: float
     phase_began: float
     plan: Plan | None = None
-    reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = field(default_factory=list)
+    reads: list[tuple[TransportPeer, Slices | Iterator[Chunk]]] = field(default_factory=list)
     first_valid_tokens: dict[int, int] = field(default_factory=dict)
     in_flight: InFlight = field(init=False)
+    posting: bool = False
     arrived: int = 0
     moved: Moved = Moved()
     kind: FailureKind = FailureKind.INTERNAL

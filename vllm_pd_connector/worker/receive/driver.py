@@ -12,9 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.errors import BindError, ProtocolError, TransferError
-from vllm_pd_connector.geometry.bind import require_filled
-from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.errors import ProtocolError, TransferError
 from vllm_pd_connector.metadata import BadParameters, Either, PushFrom, ReadFrom
 from vllm_pd_connector.observability.stats import FailureKind, Phase
 from vllm_pd_connector.protocol import peer as peers
@@ -28,7 +26,8 @@ from vllm_pd_connector.worker.in_flight import InFlight
 from vllm_pd_connector.worker.peers.pool import FETCH_ATTEMPTS, Links
 from vllm_pd_connector.worker.peers.process_watch import LOOK_S
 from vllm_pd_connector.worker.receive.active import ActiveReceive
-from vllm_pd_connector.worker.receive.ending import give_back, log_failure, missing, settle
+from vllm_pd_connector.worker.receive.binding import bind_receive
+from vllm_pd_connector.worker.receive.ending import give_back, in_vain, log_failure, missing, settle
 from vllm_pd_connector.worker.receive.push_link import AskLink
 from vllm_pd_connector.worker.receive.push_request import PushRequester
 from vllm_pd_connector.worker.receive.read_link import ReadLink
@@ -110,6 +109,7 @@ class Receives:
             calls, reader_rank, per_question, config.transfer_timeout, self._drive, manifest.groups
         )
         self._active: dict[str, ActiveReceive] = {}
+        self._linked: dict[str, ActiveReceive] = {}  # their peers are ready, and they are to be bound
 
     def begin(self, request: ReceiveRequest, now: float) -> None:
         """Begin a receive: its peer is wanted."""
@@ -147,11 +147,23 @@ class Receives:
         self._links.departed(endpoint, now)
         self._asked.departed(endpoint, now)
 
-    def poll(self, now: float) -> None:
-        """Look at all transfers that run, and at those that may still write."""
-        for active in list(self._active.values()):
-            for end, error in active.in_flight.poll(now):
+    def poll(self, now: float, until: float) -> None:
+        """Bind what is to be bound, look at transfers that run and at those that may still write, and begin more, until
+        the monotonic clock says `until`; what is left then goes first the next time."""
+        while self._linked:
+            self._bind(self._linked.pop(next(iter(self._linked))), now)
+            if time.monotonic() >= until:
+                break
+        for name, active in list(self._active.items()):
+            for end, error in active.in_flight.poll(now, until):
                 self._transfer_ended(active, end, error, now)
+            if active.posting and not active.in_flight.posts:
+                active.posting = False
+                self._stats.observe_phase(Phase.POST, active.in_flight.posting_s)
+            if name in self._active:
+                self._active[name] = self._active.pop(name)
+            if time.monotonic() >= until:
+                break
 
     def staged(self, active: ActiveReceive, stream: Stream, failure: TransferError | None, now: float) -> None:
         """A transfer by way of the staging buffer has ended."""
@@ -166,7 +178,12 @@ class Receives:
                     continue
                 active.links.drive(active.link, peers.Unwanted(active.request.request_id), now)
                 if waited:
-                    self._drive(active, receives.PeerFailed(self._in_vain(active)), now, FailureKind.PEER_UNREACHABLE)
+                    self._drive(
+                        active,
+                        receives.PeerFailed(in_vain(active, self._limits.wait_s)),
+                        now,
+                        FailureKind.PEER_UNREACHABLE,
+                    )
                 else:
                     self._drive(active, receives.ReceiveTick(missing=missing(active)), now, FailureKind.DEADLINE)
                 if active.in_flight.moves:  # else it waited for room or for our own copies, or did not read
@@ -182,7 +199,8 @@ class Receives:
 
     def next_deadline(self, now: float) -> float | None:
         """When a `poll` or a `tick` is due, None if none is."""
-        moments = [m for active in self._active.values() if (m := active.machine.next_deadline()) is not None]
+        moments = [now] if self._linked else []
+        moments += [m for active in self._active.values() if (m := active.machine.next_deadline()) is not None]
         moments += [active.retry_at for active in self._active.values() if active.retry_at is not None]
         moments += [m for links in (self._links, self._asked) if (m := links.next_deadline()) is not None]
         for active in self._active.values():
@@ -216,29 +234,21 @@ class Receives:
     # What becomes of links (`peers.pool.User`)
 
     def ready(self, request_id: str, now: float) -> None:
-        """Its peer is ready: bind the request and start its reads, or ask for it to be written."""
-        active = self._active.get(request_id)
-        if active is None or active.reported:  # it has failed since
+        """Its peer is ready: it is bound in its turn."""
+        if (active := self._active.get(request_id)) is not None and not active.reported:  # else it has failed since
+            self._linked[request_id] = active
+
+    def _bind(self, active: ActiveReceive, now: float) -> None:
+        """Bind a request whose peer is ready and start its reads, or ask for it to be written."""
+        if active.reported:  # it has failed since
             return
-        active.plan = active.link.plan
-        try:
-            require_filled(self._manifest.groups, active.request.blocks, active.request.start)
-            link = active.link
-            bound = link.bind(active.request) if isinstance(link, ReadLink) and not active.asks else None
-        except BindError as error:
-            self._handle(active, receives.PeerFailed(str(error)), now, FailureKind.BAD_PARAMETERS)
+        if active.link.machine.state is not peers.PeerState.READY:  # its peer has been in doubt since
+            active.links.drive(active.link, peers.Wanted(active.request.request_id), now)
             return
-        except Exception as error:  # a defect of ours that one request met must not reach the others
-            logger.exception("request %s: binding failed", active.request.request_id)
-            self._handle(active, receives.PeerFailed(f"{type(error).__name__}: {error}"), now, FailureKind.INTERNAL)
-            return
-        self._phase(active, Phase.QUEUE, now)
-        if bound is None:
-            self._handle(active, receives.PushReady(), now)
-            return
-        active.reads, active.first_valid_tokens = bound.reads, bound.first_valid_tokens
-        staged = frozenset(i for i, (_, work) in enumerate(active.reads) if not isinstance(work, Runs))
-        self._handle(active, receives.PeerReady(len(active.reads), staged), now)
+        event, kind = bind_receive(active, self._manifest.groups)
+        if kind is None:
+            self._phase(active, Phase.QUEUE, time.monotonic())
+        self._drive(active, event, now, kind)
 
     def refused(self, request_id: str, reason: str, kind: FailureKind, now: float) -> None:
         """Its peer cannot be had."""
@@ -246,9 +256,12 @@ class Receives:
             self._handle(active, receives.PeerFailed(reason), now, kind)
 
     def lost(self, link: PeerLink, reason: str, now: float) -> None:
-        """A peer is lost: what was read from it fails, and what it was asked to write."""
+        """A peer is lost: what was read from it fails, what it was asked to write, and what was to be bound."""
         waiting = receives.ReceiveState.WAITING
-        for active in [a for a in self._active.values() if a.link is link and a.machine.state is not waiting]:
+        for name, active in list(self._active.items()):
+            if active.link is not link or (active.machine.state is waiting and name not in self._linked):
+                continue
+            self._linked.pop(name, None)
             self._handle(active, receives.PeerFailed(reason), now, FailureKind.PEER_UNREACHABLE)
 
     def stalled(self, link: PeerLink, reason: str, now: float) -> None:
@@ -279,7 +292,7 @@ class Receives:
         for action in active.machine.handle(event, now):
             match action:
                 case receives.StartReads():
-                    self._read(active, now)
+                    self._read(active)
                 case receives.Compare():
                     self._compare(active, now)
                 case receives.Confirm():
@@ -295,22 +308,11 @@ class Receives:
         if active.reported and not active.machine.writing:
             self._active.pop(active.request.request_id, None)
 
-    def _read(self, active: ActiveReceive, now: float) -> None:
-        began = time.monotonic()
-        failed: list[tuple[int, TransferError]] = []
+    def _read(self, active: ActiveReceive) -> None:
         for index, (peer, work) in enumerate(active.reads):
-            try:
-                active.in_flight.start(index, peer, work)
-            except TransferError as error:
-                failed.append((index, error))
-            except Exception as error:  # a defect of ours: what was not begun must not be waited for
-                logger.exception("request %s: a read could not begin", active.request.request_id)
-                failed.append((index, TransferError(f"unexpected {type(error).__name__}: {error}")))
-        self._stats.observe_phase(Phase.POST, time.monotonic() - began)
-        active.arrived = active.in_flight.arrived
+            active.in_flight.start(index, peer, work)
+        active.arrived, active.posting = active.in_flight.arrived, True
         active.reads = []
-        for index, failure in failed:
-            self._transfer_ended(active, active.in_flight.ended(index, failure), failure, now)
 
     def _transfer_ended(self, active: ActiveReceive, end: TransferEnd, error: TransferError | None, now: float) -> None:
         if isinstance(end, TransferDone) and active.machine.writing == {end.index} and not active.reported:
@@ -351,11 +353,6 @@ class Receives:
             case _:
                 active.links.drive(active.link, peers.Suspected(str(outcome)), now)
                 self._drive(active, receives.VerdictTimeout(), now)
-
-    def _in_vain(self, active: ActiveReceive) -> str:
-        """Why a receive that waited for its peer waits no longer."""
-        last = f": {active.link.machine.reason}" if active.link.machine.reason else ""
-        return f"the prefill instance gave no usable answer within {self._limits.wait_s:g} s{last}"
 
     def _report(self, active: ActiveReceive, ok: bool, reason: str, quarantined: bool, now: float) -> None:
         request = active.request

@@ -75,6 +75,12 @@ def give_back(active: ActiveReceive, calls: PendingCalls) -> None:
         logger.debug("giving back prefill %s: %s", active.prefill, error)
 
 
+def in_vain(active: ActiveReceive, wait_s: float) -> str:
+    """Why a receive that waited for its peer waits no longer."""
+    last = f": {active.link.machine.reason}" if active.link.machine.reason else ""
+    return f"the prefill instance gave no usable answer within {wait_s:g} s{last}"
+
+
 def missing(active: ActiveReceive) -> str:
     """What a receive waits for, for whoever reads that it took too long."""
     match active.machine.state:

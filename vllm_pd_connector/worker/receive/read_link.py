@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pair, runs_of
+from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pair
 from vllm_pd_connector.geometry.plan import Edge, Plan, make_plan
+from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chunks, split
 from vllm_pd_connector.worker.peers.link import PeerLink, run_cost_of
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.geometry.blocks import BlockTables
     from vllm_pd_connector.geometry.manifest import Manifest, Segment
-    from vllm_pd_connector.geometry.runs import Runs
     from vllm_pd_connector.metadata import ReceiveRequest
     from vllm_pd_connector.transport.base import Transport, TransportPeer
     from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth
@@ -26,7 +26,7 @@ class Bound:
     """A request's reads per connected rank, straight or by way of the staging buffer, and the groups (of this side)
     whose first block in the window holds tokens only from a position on: `geometry.bind.first_valid_tokens`."""
 
-    reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]]
+    reads: list[tuple[TransportPeer, Slices | Iterator[Chunk]]]
     first_valid_tokens: dict[int, int]
 
 
@@ -84,14 +84,14 @@ class ReadLink(PeerLink):
     def bind_tables(self, source: BlockTables, destination: BlockTables, start: int, stop: int) -> Bound:
         """The same of tables and a range of tokens."""
         assert self.plan is not None
-        reads: list[tuple[TransportPeer, Runs | Iterator[Chunk]]] = []
+        reads: list[tuple[TransportPeer, Slices | Iterator[Chunk]]] = []
         late = []
         for edges in self.edges:
             peer = self.ranks[edges[0].source]
             # Slots after the last prompt token hold nothing yet, so a whole page may take the place of its tail.
             direct, staged = (pair(edge, source, destination, start, stop, tail=Tail.PAGE, late=True) for edge in edges)
-            if len(runs := runs_of(direct)):
-                reads.append((peer, runs))
+            if slices := Slices.of(direct):
+                reads.append((peer, slices))
             if any(len(spans.tokens) for _, spans in staged):
                 reads.append((peer, chunks(staged, self.chunk_bytes, run_cost=self.run_cost)))
             late.append(first_valid_tokens([*direct, *staged]))

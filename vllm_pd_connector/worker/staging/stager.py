@@ -15,7 +15,7 @@ of its slots: until the last of them is back, `holds` says so.
 A cache is read by a chunk that writes when its turn comes, and not before its stream is started: who starts it knows
 that the bytes are final and stay so until the stream has ended.
 
-All of it runs in the transfer thread, in slices of milliseconds. Figures: docs/design/conversion.md.
+All of it runs in the transfer thread, in slices of about a millisecond. Figures: docs/design/conversion.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-SLICE_S = 0.005
+SLICE_S = 0.001
 POLL_DEVICE_S = 0.0001  # a device copies a chunk in less
 POLL_DRAINING_S = 0.05
 CHUNKS_UNDER_WAY = 4
@@ -173,7 +173,7 @@ class Stager:
         self._posted = True
 
     def poll(self) -> list[tuple[Stream, TransferError | None]]:
-        """Go on for a few milliseconds. Returns the streams that ended, with what failed them.
+        """Go on for about a millisecond. Returns the streams that ended, with what failed them.
 
         The destinations of reads are not written to any more, so their errors are `terminal`, whatever the transport
         said. Of a stream that writes, every error is told, also after its end.
@@ -184,7 +184,7 @@ class Stager:
         until = time.monotonic() + SLICE_S
         while True:
             for stream in self._streams:
-                self._look(stream, failed)
+                self._look(stream, until, failed)
             self._convert(until, failed)
             # On one host a read is often over when it was posted: what it brought is then copied before the next is
             # started, while it is still in the processor's cache.
@@ -277,8 +277,11 @@ class Stager:
                 if flight.chunk.writes:
                     yield flight.stream, error
 
-    def _look(self, stream: Stream, failed: dict[Stream, TransferError]) -> None:
-        for flight in [f for f in stream.in_flight if f.transfer is not None]:
+    def _look(self, stream: Stream, until: float, failed: dict[Stream, TransferError]) -> None:
+        """Look at what is read or written of a stream, one chunk at least, the oldest first."""
+        for number, flight in enumerate([f for f in stream.in_flight if f.transfer is not None]):
+            if number and time.monotonic() >= until:
+                return
             try:
                 if not self._is_over(flight):
                     continue

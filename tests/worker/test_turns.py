@@ -1,0 +1,190 @@
+"""Turns of the transfer thread are short: what is long or comes in numbers is done piece by piece, over the loopback
+transport, with slices of one page, one of which is under way at a time, and no time but for one piece in a turn."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.support.worker.decode_instance import in_its_thread, until
+from tests.support.worker.writer import CONFIG, Target, Writer
+from vllm_pd_connector.geometry import spans
+from vllm_pd_connector.protocol import peer as peers
+from vllm_pd_connector.protocol.receive import ReceiveState
+from vllm_pd_connector.worker import in_flight, transfer_loop
+
+STRAIGHT = msgspec.structs.replace(CONFIG, staging_bytes=0)
+
+
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "SLICE_RUNS", 1)
+    monkeypatch.setattr(in_flight, "SLICES_UNDER_WAY", 1)
+    monkeypatch.setattr(transfer_loop, "TURN_S", 0.0)
+
+
+def linked(decode, prefill) -> None:
+    decode.loop.submit([prefill.request("warm")], [])
+    assert decode.wait_for("warm") == [True]
+    decode.collect()
+
+
+def half_begun(decode, name: str):
+    """Wait until the first slices of a receive run and others were not begun."""
+    active = decode.loop._receives._active
+
+    def is_half() -> bool:
+        return name in active and all(
+            len(direct.running) == 1 and direct.rest is not None for direct in active[name].in_flight.transfers.values()
+        )
+
+    until(lambda: is_half() and bool(active[name].in_flight.transfers), "the first slices to run")
+    return active[name]
+
+
+def test_a_read_in_many_slices_puts_every_byte_in_place(prefill, decode):
+    decode.loop.submit([prefill.request("a")], [])
+    assert decode.wait_for("a") == [True]
+    assert (decode.worker.memory == decode.expected()).all()
+
+
+def test_a_half_posted_read_that_is_aborted_waits_for_what_was_posted_alone(prefill, decode):
+    linked(decode, prefill)
+    decode.transport.faults.held = True
+    runs, decode.worker.memory[:] = decode.runs, decode.before
+    decode.loop.submit([prefill.request("a")], [])
+    active = half_begun(decode, "a")
+    decode.loop.submit([], ["a"])
+    assert decode.wait_for("a") == [False]
+    assert decode.quarantined == {"a"} and not decode.drained
+    assert active.machine.state is ReceiveState.DRAINING and active.machine.writing
+    decode.transport.faults.held = False
+    decode.until(lambda: decode.drained == {"a"}, "the quarantine to end")
+    assert not active.in_flight.transfers and not decode.loop._receives._active
+    posted = active.in_flight.moved.runs
+    assert posted < runs and (decode.worker.memory != decode.written()).any(), "all of it was posted"
+
+
+def test_a_half_posted_read_whose_peer_is_gone_fails_and_is_drained(prefill, decode):
+    linked(decode, prefill)
+    decode.transport.faults.held = True
+    decode.loop.submit([prefill.request("a")], [])
+    half_begun(decode, "a")
+    for transport in prefill.transports:
+        transport.faults.lost = True
+    assert decode.wait_for("a") == [False]
+    decode.until(lambda: decode.drained == decode.quarantined, "the quarantine to end")
+    assert not decode.loop._receives._active
+
+
+def test_a_half_posted_read_fails_by_its_deadline_only_when_no_slice_ends(prefill, decode):
+    linked(decode, prefill)
+    decode.transport.faults.held = True
+    decode.loop.submit([prefill.request("a")], [])
+    active = half_begun(decode, "a")
+    first = active.machine.next_deadline()
+    in_its_thread(decode.loop, lambda now: setattr(active.machine, "_deadline", now))
+    assert decode.wait_for("a") == [False]
+    assert decode.failures == {"deadline": 1} and first is not None
+    decode.transport.faults.held = False
+    decode.until(lambda: decode.drained == {"a"}, "the quarantine to end")
+
+
+def test_half_posted_reads_end_with_the_thread_and_are_reported(prefill, decode):
+    """As when vLLM puts the worker to sleep: the memory goes away, and nothing may land."""
+    linked(decode, prefill)
+    decode.transport.faults.held = True
+    decode.loop.submit([prefill.request("a")], [])
+    half_begun(decode, "a")
+    decode.loop.close()
+    assert not decode.loop.runs
+    assert decode.wait_for("a") == [False] and decode.quarantined == {"a"}
+
+
+def test_many_requests_of_one_moment_are_begun_over_many_turns_and_all_end(prefill, decode, monkeypatch):
+    names = [f"r{number}" for number in range(12)]
+    turns, turn = [], decode.loop._turn
+    monkeypatch.setattr(decode.loop, "_turn", lambda now: (turns.append(len(decode.loop._receives._active)), turn(now)))
+    decode.loop.submit([prefill.request(name) for name in names], [])
+    assert decode.wait_for(*names) == [True] * len(names)
+    assert set(range(1, 5)) <= set(turns), "several requests were begun in one turn"
+
+
+def test_what_is_given_up_before_it_is_bound_is_not_kept_in_quarantine(prefill, decode):
+    linked(decode, prefill)
+    receives = decode.loop._receives
+
+    def at_once(now: float) -> None:
+        for name in ("a", "b"):
+            receives.begin(prefill.request(name), now)
+        assert list(receives._linked) == ["a", "b"]
+        receives.abort("b", now)
+
+    in_its_thread(decode.loop, at_once)
+    assert decode.wait_for("a", "b") == [True, False]
+    assert not decode.quarantined and decode.failures == {"aborted": 1}
+
+
+def test_what_waits_to_be_bound_fails_with_its_link(prefill, decode):
+    linked(decode, prefill)
+    receives = decode.loop._receives
+
+    def lose(now: float) -> None:
+        receives.begin(prefill.request("a"), now)
+        [link] = receives._links._links.values()
+        receives._links._disconnect(link, "gone", now)
+        assert not receives._linked
+
+    in_its_thread(decode.loop, lose)
+    assert decode.wait_for("a") == [False] and not decode.quarantined
+
+
+def test_what_waits_to_be_bound_while_its_peer_is_in_doubt_waits_for_the_answer(prefill, decode):
+    linked(decode, prefill)
+    receives = decode.loop._receives
+
+    def doubt(now: float) -> None:
+        receives.begin(prefill.request("a"), now)
+        [link] = receives._links._links.values()
+        receives._links.drive(link, peers.Suspected("a test"), now)
+
+    in_its_thread(decode.loop, doubt)
+    assert decode.wait_for("a") == [True] and (decode.worker.memory == decode.expected()).all()
+
+
+def test_a_push_in_many_slices_puts_every_byte_in_place():
+    writer, target = Writer(STRAIGHT), Target(STRAIGHT)
+    try:
+        nonce = writer.whole("a")
+        target.loop.submit([target.request(writer, "d", "a", nonce)], [])
+        assert target.wait_for("d") == [True]
+        assert (target.worker.memory == target.expected()).all()
+    finally:
+        target.close()
+        writer.close()
+
+
+def test_a_half_posted_push_that_is_withdrawn_is_over_when_what_was_posted_is():
+    writer, target = Writer(STRAIGHT), Target(STRAIGHT)
+    try:
+        for transport in writer.transports:
+            transport.faults.held = True
+        nonce = writer.whole("a")
+        target.loop.submit([target.request(writer, "d", "a", nonce)], [])
+        pushes = [push for loop in writer.loops for push in [loop._pushes]]
+
+        def half() -> bool:
+            begun = [push.in_flight for one in pushes if one is not None for push in list(one._pushes.values())]
+            return bool(begun) and all(flight.transfers and flight.posts and flight.moves for flight in begun)
+
+        until(half, "the first slices to run")
+        target.loop.submit([], ["d"])
+        assert target.wait_for("d") == [False]
+        assert target.quarantined == {"d"} and not target.drained
+        for transport in writer.transports:
+            transport.faults.held = False
+        target.until(lambda: target.drained == {"d"}, "the prefill side to say that nothing is written")
+        assert (target.worker.memory != target.written()).any(), "all of it was written"
+    finally:
+        target.close()
+        writer.close()
