@@ -9,7 +9,7 @@ from tests.support.geometry.world import table, write
 from tests.support.push.asked import asked_for
 from tests.support.worker.decode_instance import D_BLOCKS, D_SIDE, until
 from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, TOKENS
-from tests.support.worker.writer import CONFIG, SOURCE, TINY, freed, whole
+from tests.support.worker.writer import CONFIG, SOURCE, TINY, freed, whole, writes
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.worker.push.waves import say_that_a_step_announced_none
@@ -43,6 +43,33 @@ def test_layers_go_out_while_their_own_step_computes_the_next(writer, target, re
     assert target.wait_for("d") == [True]
     assert whole(target.worker.memory, target.expected(0))
     freed(writer, "a")
+
+
+def test_a_wave_wakes_no_thread_that_looks_at_what_it_writes_anyway(writer, target, monkeypatch):
+    """Waking it holds up the thread that launches the forward."""
+    target.loop.submit([target.request(writer, start=0)], [])
+    writer.begin()
+    until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
+    writer.server.pushes.progressed([("p-a", SOURCE, TOKENS)], 1)
+    until(lambda: all(loop._pushes.waiting for loop in writer.loops), "the order")
+    for transport in writer.transports:
+        transport.faults.held = True
+    writer.compute(0, TOKENS)
+    writer.waves_done(1, 1)
+    until(lambda: all(writes(loop) and not loop._pushes.waiting for loop in writer.loops), "the first wave")
+    with monkeypatch.context() as patch:
+        for loop in writer.loops:
+            patch.setattr(loop._wake, "set", lambda: pytest.fail("the thread was woken"))
+        writer.waves_done(1, 2)
+        pushes = [push for loop in writer.loops for push in loop._pushes._pushes.values()]
+        until(lambda: all(push.ahead.waves == 2 for push in pushes), "the second wave")
+    for transport in writer.transports:
+        transport.faults.held = False
+    until(lambda: all(loop._pushes.waiting for loop in writer.loops), "what was written to arrive")
+    writer.step_done(1)
+    writer.finish(step=1)
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected(0))
 
 
 @pytest.mark.parametrize("known", ["when it is scheduled", "while it is computed"])

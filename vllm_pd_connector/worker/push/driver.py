@@ -114,7 +114,9 @@ class Pushes:
         shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, events, self, self._observe)
         self._links = Links(*shared, self._make_link, "decode instance")
         self._pushes: dict[str, ActivePush] = {}
-        self.waiting = False  # whether a push waits for the end of a step; read by other threads
+        # Whether a push waits for a step and has nothing under way, which would be looked at soon: other threads, which
+        # launch steps, are held up by waking this one.
+        self.waiting = False
         self._seen = 0
         self._asking = False
         self._ask_at = 0.0
@@ -138,7 +140,9 @@ class Pushes:
             if time.monotonic() >= until:
                 break
         self._links.tick(now)
-        self.waiting = any(push.machine.next_step is not None for push in self._pushes.values())
+        self.waiting = any(
+            push.machine.next_step is not None and not push.in_flight.moves for push in self._pushes.values()
+        )
 
     def next_deadline(self, now: float) -> float | None:
         """When a turn is due at the latest."""
