@@ -13,7 +13,10 @@ import pytest
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.spans import Slices
+from vllm_pd_connector.protocol import receive
+from vllm_pd_connector.protocol.push import push
 from vllm_pd_connector.protocol.transfers import TransferDone, TransferFailed
+from vllm_pd_connector.protocol.wire.push_messages import WriteCommand
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.worker.in_flight import SLICES_UNDER_WAY, InFlight
 
@@ -28,6 +31,9 @@ class Transport:
     def __init__(self) -> None:
         self.given: list[Any] = []
         self.ends: dict[int, TransferStatus | TransferError] = {}
+
+    def write(self, peer: object, runs: Runs) -> Any:
+        return self.read(peer, runs)
 
     def read(self, peer: object, runs: Runs) -> Any:
         self.given.append(SimpleNamespace(number=len(self.given), left=1, descriptors=len(runs)))
@@ -104,6 +110,48 @@ def test_a_failed_slice_ends_its_transfer_when_the_others_have_ended(flight, tra
     assert len(transport.given) == SLICES_UNDER_WAY, "a slice was begun after one had failed"
     assert look() == ([(TransferFailed(0, "reset", terminal=True), None)] if terminal else [])
     assert flight.may_write == (set() if terminal else {0}) and not flight.moves
+
+
+UNSURE, SURE = TransferError("it may go on", terminal=False), TransferError("it is over", terminal=True)
+
+
+@pytest.mark.parametrize("errors", [(SURE, UNSURE), (UNSURE, SURE), (UNSURE, UNSURE)])
+def test_blocks_that_are_read_into_stay_in_quarantine_whichever_slice_failed_first(flight, transport, errors):
+    machine = receive.Receive(receive.PhaseLimits(60, 60, 60), 0.0)
+    machine.handle(receive.PeerReady(1), 0.0)
+    look = begin(flight, 2)
+    look()
+    transport.ends = dict(enumerate(errors))
+    actions = [action for end, _ in look() for action in machine.handle(end, 0.0)]
+    assert actions == [receive.Report(ok=False, reason=str(errors[0]), quarantined=True)]
+    assert machine.writing == flight.may_write == {0} and flight.stuck == {0}
+
+
+@pytest.mark.parametrize("errors", [(SURE, UNSURE), (UNSURE, SURE), (UNSURE, UNSURE)])
+def test_blocks_that_are_written_from_are_kept_whichever_slice_failed_first(flight, transport, errors):
+    flight.writes, machine = True, push.Push(60.0)
+    command = WriteCommand(b"", (), 0, 0, final=True)
+    for event in (push.Linked(), push.Commanded(command), push.StepsDone(0), push.Bound(1)):
+        machine.handle(event, 0.0)
+    look = begin(flight, 2)
+    look()
+    transport.ends = dict(enumerate(errors))
+    reports: list[Any] = []
+    for end, _ in flight.poll(0.0, math.inf):
+        for action in machine.handle(end, 0.0):
+            assert isinstance(action, push.Stop)
+            flight.cancel()
+            reports += machine.handle(push.Stopped(machine.writing - flight.may_write), 0.0)
+    assert reports == [push.Report(ok=False, reason=str(errors[0]), terminal=False)]
+    assert machine.writing == flight.may_write == {0} and flight.stuck == {0}
+
+
+def test_two_slices_that_failed_for_certain_leave_nothing_behind(flight, transport):
+    look = begin(flight, 3)
+    look(0.0), look(0.0), look(0.0)
+    transport.ends = {0: SURE, 1: SURE, 2: STATUS.DONE}
+    assert [end.terminal for end, _ in look()] == [True, True]
+    assert not flight.may_write and not flight.transfers and not look()
 
 
 def test_a_slice_that_cannot_begin_fails_its_transfer(flight, transport, monkeypatch):

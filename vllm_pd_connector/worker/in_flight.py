@@ -121,9 +121,10 @@ class InFlight:
                 errors += self._begin_slice(direct)
                 if time.monotonic() >= until:
                     break
+            # All of them before the first is told: by that it is decided whether the blocks are kept.
+            direct.stuck |= not all(error.terminal for error in errors)
             for error in errors:
                 direct.rest, direct.failure = None, direct.failure or str(error)
-                direct.stuck |= not error.terminal
                 yield TransferFailed(index, str(error), terminal=not direct.may_write), error
             if direct.rest is None and not direct.running:
                 del self.transfers[index]
