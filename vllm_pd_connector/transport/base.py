@@ -151,8 +151,10 @@ class Transport(Protocol):
 
 
 class Followed(Protocol):
-    """A transfer that is advanced by being polled; `outcome` is set at its end, and `reported` once."""
+    """A transfer that is advanced by being polled; `outcome` is set at its end, and `reported` once. `posting`: see
+    `TransferStatus`."""
 
+    posting: bool
     outcome: TransferStatus | TransferError | None
     reported: bool
 
@@ -190,7 +192,7 @@ def follow(transfer: FollowedTransfer, advance: Callable[[FollowedTransfer], Non
     if transfer.outcome is None:
         advance(transfer)
     if transfer.outcome is None:
-        return TransferStatus.RUNNING
+        return TransferStatus.POSTING if transfer.posting else TransferStatus.RUNNING
     transfer.reported = True
     if isinstance(transfer.outcome, TransferError):
         raise transfer.outcome

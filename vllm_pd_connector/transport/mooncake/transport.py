@@ -106,6 +106,7 @@ class _Transfer:
     next: int = 0
     in_flight: deque[tuple[int, int]] = field(default_factory=deque)
     in_flight_bytes: int = 0
+    posting: bool = False
     failed: str = ""
     failed_at: float = 0.0
     unsettled: bool = False
@@ -282,6 +283,7 @@ class MooncakeTransport:
         """Look at what was submitted, submit more for a short while, and set the outcome at the end."""
         peer = transfer.peer
         self._look(transfer)
+        transfer.posting = False
         if not transfer.failed and not peer.leaving and self._is_open(peer):
             self._submit(transfer)
         if transfer.in_flight:
@@ -320,15 +322,14 @@ class MooncakeTransport:
 
     def _submit(self, transfer: _Transfer) -> None:
         peer, options = transfer.peer, self._options
+        # Of what the library queues one share is left for a transfer that begins beside those that run.
+        share = min(options.in_flight, max(1, MAX_IN_FLIGHT // (peer.running + 1)))
+        room = min(share - len(transfer.in_flight), MAX_IN_FLIGHT - peer.queued)
         until = time.monotonic() + _SUBMIT_S
-        while (
-            transfer.next < len(transfer.length)
-            and len(transfer.in_flight) < options.in_flight
-            and transfer.in_flight_bytes < options.in_flight_bytes
-            and peer.queued < MAX_IN_FLIGHT
-            and time.monotonic() < until
-        ):
-            at = transfer.next
+        for at in range(transfer.next, min(transfer.next + room, len(transfer.length))):
+            if transfer.in_flight_bytes >= options.in_flight_bytes or time.monotonic() >= until:
+                transfer.posting = transfer.in_flight_bytes < options.in_flight_bytes
+                return
             length = transfer.length[at]
             batch = self._engine.batch_transfer_async(
                 peer.opening.segment, [transfer.local[at]], [transfer.remote[at]], [length], transfer.opcode

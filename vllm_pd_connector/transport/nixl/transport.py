@@ -93,7 +93,7 @@ class _Peer:
 @dataclass(eq=False, slots=True)
 class _Transfer:
     """`waiting` is not posted yet, `posted` has the handles of batches that run and what they cost, `in_flight` is the
-    sum. `flows`: some of it ended or was posted in the last call, and there is more. `outcome` is set at the end.
+    sum. `posting`: some of it was posted in the last call, and there is more. `outcome` is set at the end.
     `settled_at`: when nothing lands any more of a transfer whose peer is lost, if it is polled `settling` times until
     then; 0.0 while it is not.
     """
@@ -104,7 +104,7 @@ class _Transfer:
     descriptors: int
     posted: dict[int, int] = field(default_factory=dict)
     in_flight: int = 0
-    flows: bool = False
+    posting: bool = False
     failure: TransferError | None = None
     settled_at: float = 0.0
     settling: int = _SETTLE_POLLS
@@ -202,8 +202,7 @@ class NixlTransport:
 
     def poll(self, transfer: Transfer) -> TransferStatus:
         assert isinstance(transfer, _Transfer)
-        status = follow(transfer, self._advance)
-        return TransferStatus.POSTING if status is TransferStatus.RUNNING and transfer.flows else status
+        return follow(transfer, self._advance)
 
     def replace_endpoint(self, peer: TransportPeer) -> None:
         assert isinstance(peer, _Peer)
@@ -252,10 +251,10 @@ class NixlTransport:
             transfer.failure = TransferError(f"agent {peer.name} was disconnected before the whole transfer was posted")
         while transfer.waiting and transfer.failure is None and transfer.in_flight <= peer.window // 2:
             self._post(transfer)
-            transfer.flows = True
+            transfer.posting = True
             if time.monotonic() >= until:
                 break
-        transfer.flows &= bool(transfer.waiting)
+        transfer.posting &= bool(transfer.waiting)
         if transfer.failure is not None:
             transfer.waiting.clear()
             if not transfer.failure.terminal:
@@ -284,7 +283,7 @@ class NixlTransport:
 
     def _look(self, transfer: _Transfer, until: float) -> None:
         """Take out the batches that have ended, as far as there is time: they end in about the order of their posts."""
-        before, began, transfer.flows = transfer.in_flight, time.thread_time(), False
+        before, began, transfer.posting = transfer.in_flight, time.thread_time(), False
         for handle in list(transfer.posted):
             if not self._runs_on(transfer, handle):
                 transfer.in_flight -= transfer.posted.pop(handle)
