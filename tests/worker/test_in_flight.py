@@ -88,6 +88,22 @@ def test_one_slice_begins_where_the_turn_has_no_more_time(flight, transport):
     assert not look(0.0) and flight.next_look(0.0, draining=False)[0] > 0.0
 
 
+def test_transfers_of_several_ranks_take_turns_where_there_is_no_time_for_all(flight, transport, monkeypatch):
+    looks: list[int] = []
+    poll = transport.poll
+    monkeypatch.setattr(transport, "poll", lambda transfer: (looks.append(transfer.number), poll(transfer))[1])
+    for index in range(3):
+        flight.start(index, NOTHING, Sliced((NOTHING,) * 2))
+    for turn in range(1, 7):
+        assert not list(flight.poll(0.0, 0.0)) and len(transport.given) == turn, "more than one was begun"
+        assert flight.next_look(0.0, draining=False) == [0.0]
+    assert looks == [0, 1, 2]
+    transport.ends = dict.fromkeys(range(6), STATUS.DONE)
+    ends = [list(flight.poll(0.0, 0.0)) for _ in range(6)]
+    assert sorted(end.index for turn in ends for end, _ in turn) == [0, 1, 2]
+    assert max(map(len, ends)) == 1 and not flight.transfers
+
+
 def test_no_slice_is_begun_while_the_transport_wants_time_for_the_last(flight, transport):
     look = begin(flight, 3)
     look(0.0)

@@ -113,9 +113,11 @@ class InFlight:
             self.staged.add(index)
 
     def poll(self, now: float, until: float) -> Iterator[tuple[TransferEnd, TransferError | None]]:
-        """Look at what runs, and begin slices until the monotonic clock says `until`, one at least; what has ended,
-        with the transport's error for `blame`, if there is one."""
+        """Look at what runs, and begin slices until the monotonic clock says `until`; what has ended, with the
+        transport's error for `blame`, if there is one. One direct transfer at least has its turn, and those that had
+        none go first the next time."""
         for index, direct in list(self.transfers.items()):
+            self.transfers[index] = self.transfers.pop(index)
             errors = self._look(direct, until)
             while direct.begins and not errors:
                 errors += self._begin_slice(direct)
@@ -134,6 +136,8 @@ class InFlight:
                     yield TransferDone(index), None
                 elif not errors:
                     yield TransferFailed(index, direct.failure, terminal=True), None
+            if time.monotonic() >= until:
+                break
         if self.staged and not self.stager.holds(self.owner):  # it was given up, and nothing of it is left
             over, self.staged = self.staged, set()
             for index in over:
