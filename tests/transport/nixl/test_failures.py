@@ -17,7 +17,7 @@ from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.nixl import transport as nixl_transport
 from vllm_pd_connector.transport.nixl.agents import Library
-from vllm_pd_connector.transport.nixl.bindings import translate
+from vllm_pd_connector.transport.nixl.bindings import NixlOptions, translate
 
 pytestmark = pytest.mark.libraries
 
@@ -94,6 +94,17 @@ def test_the_window_follows_how_long_the_librarys_calls_take() -> None:
     for _ in range(9):
         fit(peer, 0.01, 0)
     assert peer.window == 2 * MIB
+    for _ in range(1000):
+        fit(peer, 0.0001, 16 * MIB)
+    assert peer.window == 64 * MIB, "over TCP most looks are quick, and one would copy all that the others let in"
+
+
+def test_what_runs_of_a_transfer_has_a_bound_whatever_a_batch_may_be(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, other = ends
+    monkeypatch.setattr(end.transport, "_options", NixlOptions(batch_bytes=1 << 40))
+    assert end.transport.connect(other.endpoint, other.segments).window == 64 * MIB
 
 
 def test_no_more_runs_than_the_window_and_the_rest_follows(ends: tuple[End, End]) -> None:

@@ -10,8 +10,8 @@ What the library does not do, and this module does:
   three times for ever, with every later one to that peer. So there are two agents: one with a thread, which peers know
   and which posts nothing, and one without, whose transfers are moved by being polled. Each exists where it is needed.
 - **A call is bounded.** On one host UCX copies inside the call that posts, over TCP inside the call that looks, which
-  does not return while bytes come. So a transfer is posted in batches, of which no more run than can be copied in a
-  millisecond or so (`_Peer.window`); where the library's calls copy nothing (RDMA), that grows until it bounds nothing.
+  does not return while bytes come. So a transfer is posted in batches, of which no more run than was found to be copied
+  in a millisecond or so (`_Peer.window`), and never more than `_MOST_WINDOW`: over TCP most looks find little to copy.
 - **Nothing running is released.** NIXL's release returns at once and data still lands. A handle is released when it
   is terminal; `disconnect` only marks a peer that has running transfers, and the last of them removes it. Handles
   that failed in an unknown way live until `close`, which ends all by destroying the agent.
@@ -68,7 +68,7 @@ _DESCRIPTOR_BYTES = 1 << 20
 # A call of ours does nothing more when it took this long. What runs of a transfer is bounded so that a call of the
 # library, which may copy all of it, does not take longer.
 _CALL_S = 0.001
-_LEAST_WINDOW, _MOST_WINDOW = 2 << 20, 1 << 40
+_LEAST_WINDOW, _MOST_WINDOW = 2 << 20, 64 << 20
 
 # After a disconnect UCX ends the endpoint's other lanes while it is polled; what they had begun lands before that.
 _SETTLE_S = 0.5
@@ -169,7 +169,7 @@ class NixlTransport:
             raise TransferError(f"endpoint says agent {made.name}, its metadata another; fetch the manifest again")
         agent = self._posting()
         self._meet(agent, made.name, made.metadata)
-        return _Peer(agent, made.name, ranges, self._options.batch_bytes)
+        return _Peer(agent, made.name, ranges, min(self._options.batch_bytes, _MOST_WINDOW))
 
     def _meet(self, agent: Agent, name: str, metadata: bytes) -> None:
         """Load a peer into an agent of ours, if it is not there yet or was lost since, and count the connection."""
