@@ -3,6 +3,9 @@ transport, with slices of one page, one of which is under way at a time, and no 
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -159,6 +162,46 @@ def test_a_push_in_many_slices_puts_every_byte_in_place():
         target.loop.submit([target.request(writer, "d", "a", nonce)], [])
         assert target.wait_for("d") == [True]
         assert (target.worker.memory == target.expected()).all()
+    finally:
+        target.close()
+        writer.close()
+
+
+def test_every_push_is_looked_at_beside_reads_that_take_all_of_a_turn(monkeypatch):
+    monkeypatch.setattr(transfer_loop, "TURN_S", 0.2)
+    writer, target = Writer(STRAIGHT), Target(STRAIGHT)
+    try:
+        for transport in writer.transports:
+            transport.faults.held = True
+        names = ["a", "b", "c", "d"]
+        for name in names:
+            target.loop.submit([target.request(writer, name, name, writer.whole(name))], [])
+        loop = writer.loops[0]
+        pushes, receives = loop._pushes, loop._receives
+        assert pushes is not None
+        until(lambda: len(pushes._pushes) == len(names), "all pushes to be ordered")
+        turns: list[int] = []
+        turn, look = pushes.turn, pushes._look
+
+        def read_on(now: float, over: float) -> None:
+            time.sleep(max(0.0, over - time.monotonic()))
+
+        def begin_turn(now: float, over: float) -> None:
+            turns.append(0)
+            turn(now, over)
+
+        def count(*arguments: Any) -> None:
+            turns[-1] += 1
+            look(*arguments)
+
+        def beside_reads(now: float) -> None:
+            monkeypatch.setattr(pushes, "_look", count)
+            monkeypatch.setattr(pushes, "turn", begin_turn)
+            monkeypatch.setattr(receives, "poll", read_on)
+
+        in_its_thread(loop, beside_reads)
+        until(lambda: len(turns) >= 4, "some turns")
+        assert turns[1:3] == [len(names)] * 2
     finally:
         target.close()
         writer.close()

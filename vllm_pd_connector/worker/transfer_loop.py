@@ -7,7 +7,7 @@ because transports are polled. What it does then is in `receive.driver` and, on 
 
 A turn is short: what comes in large numbers or takes long (orders, binding, giving slices to the transport, looking at
 transfers, copies of conversion) is begun piece by piece while TURN_S last, and what is left goes on in the next turn,
-after answers and deadlines.
+after answers and deadlines. What is written has half as much again where reads have taken all of it.
 
 A request's way: request -> its peer is wanted -> (handshake, once per incarnation) -> bind -> reads -> the prefill side
 confirms that it held the blocks -> report. Whatever goes wrong on the way ends in one failed report with the reason.
@@ -218,7 +218,8 @@ class TransferLoop:
             self._auto_mode.turn()
             self._receives.tick(now)
             if self._pushes is not None:
-                self._pushes.turn(now, until)
+                # Reads that run may take the whole of every turn: what is written has time of its own.
+                self._pushes.turn(now, max(until, time.monotonic() + TURN_S / 2))
             self._processes.tick(now)
         except Exception as error:
             logger.exception("the transfer thread met an unexpected error")
