@@ -122,6 +122,22 @@ def test_no_more_runs_than_the_window_and_the_rest_follows(ends: tuple[End, End]
     assert (end.memory == other.memory).all()
 
 
+def test_what_is_posted_has_not_moved(ends: tuple[End, End]) -> None:
+    """Deadlines run on while nothing is left less."""
+    end, other = ends
+    peer = end.transport.connect(other.endpoint, other.segments)
+    running = importlib.import_module("nixl")._bindings.NIXL_IN_PROG
+    agent = instead(end, getXferStatus=lambda handle: running)
+    transfer = end.transport.read(peer, whole(other.address, end.address, SIZE))
+    assert transfer.left == transfer.descriptors > len(transfer.posted) > 0
+    for _ in range(20):
+        end.transport.poll(transfer)
+        assert transfer.left == transfer.descriptors
+    agent._calls.clear()
+    end.finish(transfer)
+    assert transfer.left == 0
+
+
 def test_a_peer_that_the_library_forgot_is_met_again_by_all_who_are_connected_to_it(ends: tuple[End, End]) -> None:
     end, other = ends
     first, second = (end.transport.connect(other.endpoint, other.segments) for _ in range(2))

@@ -92,17 +92,17 @@ class _Peer:
 
 @dataclass(eq=False, slots=True)
 class _Transfer:
-    """`waiting` is not posted yet, `posted` has the handles of batches that run and what they cost, `in_flight` is the
-    sum. `posting`: some of it was posted in the last call, and there is more. `outcome` is set at the end.
-    `settled_at`: when nothing lands any more of a transfer whose peer is lost, if it is polled `settling` times until
-    then; 0.0 while it is not.
+    """`waiting` is not posted yet, `posted` has the handles of batches that run, what each costs and of how many
+    descriptors it is; `in_flight` is what they cost together. `posting`: some of it was posted in the last call, and
+    there is more. `outcome` is set at the end. `settled_at`: when nothing lands any more of a transfer whose peer is
+    lost, if it is polled `settling` times until then; 0.0 while it is not.
     """
 
     peer: _Peer
     operation: Any
     waiting: deque[Batches]
     descriptors: int
-    posted: dict[int, int] = field(default_factory=dict)
+    posted: dict[int, tuple[int, int]] = field(default_factory=dict)
     in_flight: int = 0
     posting: bool = False
     failure: TransferError | None = None
@@ -113,7 +113,7 @@ class _Transfer:
 
     @property
     def left(self) -> int:
-        return sum(batches.left for batches in self.waiting) + len(self.posted)
+        return sum(batches.left for batches in self.waiting) + sum(count for _, count in self.posted.values())
 
 
 class NixlTransport:
@@ -286,7 +286,7 @@ class NixlTransport:
         before, began, transfer.posting = transfer.in_flight, time.thread_time(), False
         for handle in list(transfer.posted):
             if not self._runs_on(transfer, handle):
-                transfer.in_flight -= transfer.posted.pop(handle)
+                transfer.in_flight -= transfer.posted.pop(handle)[0]
             if time.monotonic() >= until:
                 break
         _fit_window(transfer.peer, time.thread_time() - began, before - transfer.in_flight)
@@ -326,7 +326,7 @@ class NixlTransport:
             runs = True  # the library posts one descriptor after the other: some may have begun
         _fit_window(peer, time.thread_time() - began, 0 if runs else cost)
         if runs:
-            transfer.posted[handle] = cost
+            transfer.posted[handle] = cost, len(batch.runs)
             transfer.in_flight += cost
         else:
             self._release(peer, handle)
