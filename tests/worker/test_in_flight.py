@@ -177,6 +177,17 @@ def test_a_slice_that_cannot_begin_fails_its_transfer(flight, transport, monkeyp
     assert not flight.may_write and not flight.transfers
 
 
+def test_a_transfer_that_cannot_begin_costs_no_other(flight, transport, monkeypatch):
+    flight.start(0, NOTHING, Sliced((NOTHING,)))
+    monkeypatch.setattr(flight.link, "watch_of", lambda peer: 1 // 0)
+    flight.start(1, NOTHING, Sliced((NOTHING,)))
+    monkeypatch.undo()
+    flight.start(2, NOTHING, Sliced((NOTHING,)))
+    [(end, error)] = flight.poll(0.0, math.inf)
+    assert end.index == 1 and end.terminal and "ZeroDivisionError" in end.reason and error is None
+    assert flight.may_write == {0, 2} and len(transport.given) == 2
+
+
 def test_what_is_given_up_begins_no_other_slice_and_is_over_with_those_that_run(flight, transport):
     look = begin(flight, 3)
     look(0.0)

@@ -104,13 +104,17 @@ class InFlight:
     def start(self, index: int, peer: TransportPeer, work: Slices | Iterator[Chunk]) -> None:
         """Begin a transfer: of runs, or of chunks by way of the staging buffer. `poll` and the stager carry it out."""
         self.connection = self.link.connection
-        watch = self.watches[index] = self.link.watch_of(peer)
-        if isinstance(work, Slices):
-            self.posted_at = time.monotonic()
-            self.transfers[index] = _Direct(peer, iter(work))
-        else:
-            self.stager.start(self.owner, index, self.link, peer, work, watch)
-            self.staged.add(index)
+        try:
+            watch = self.watches[index] = self.link.watch_of(peer)
+            if isinstance(work, Slices):
+                self.posted_at = self.moved_at = time.monotonic()
+                self.transfers[index] = _Direct(peer, iter(work))
+            else:
+                self.stager.start(self.owner, index, self.link, peer, work, watch)
+                self.staged.add(index)
+        except Exception as error:  # a defect of ours: what was not begun must not be waited for, nor cost the others
+            logger.exception("a transfer could not begin")
+            self.transfers[index] = _Direct(peer, None, failure=f"unexpected {type(error).__name__}: {error}")
 
     def poll(self, now: float, until: float) -> Iterator[tuple[TransferEnd, TransferError | None]]:
         """Look at what runs, and begin slices until the monotonic clock says `until`; what has ended, with the
