@@ -18,7 +18,8 @@ from vllm_pd_connector.protocol.push import push
 from vllm_pd_connector.protocol.transfers import TransferDone, TransferFailed
 from vllm_pd_connector.protocol.wire.push_messages import WriteCommand
 from vllm_pd_connector.transport.base import TransferStatus
-from vllm_pd_connector.worker.in_flight import SLICES_UNDER_WAY, InFlight
+from vllm_pd_connector.worker.in_flight import POLL_DRAINING_S, SLICES_UNDER_WAY, InFlight
+from vllm_pd_connector.worker.poll_interval import LONGEST_S, SHORTEST_S
 
 NOTHING: Any = SimpleNamespace()
 IDLE: Any = SimpleNamespace(holds=lambda owner: False, cancel=lambda owner: None, landed=lambda owner: 0)
@@ -203,6 +204,23 @@ def test_what_is_given_up_before_it_began_may_not_write(flight, transport):
     flight.cancel()
     assert not flight.may_write and flight.next_look(0.0, draining=True) == [0.0]
     assert look() == [(TransferFailed(0, "it was given up", terminal=True), None)] and not transport.given
+
+
+def test_what_drains_is_looked_at_as_often_as_anything_while_it_moves(flight, transport):
+    begin(flight, 1)
+    at = flight.posted_at
+
+    def until_next(later: float, draining: bool = True) -> float:
+        assert not list(flight.poll(at + later, math.inf))
+        [moment] = flight.next_look(at + later, draining)
+        return moment - at - later
+
+    assert until_next(0.0) == pytest.approx(SHORTEST_S)
+    flight.cancel()
+    assert until_next(10.0) == pytest.approx(POLL_DRAINING_S)
+    transport.given[0].left = 0
+    assert until_next(10.0) == until_next(10.0, draining=False) == pytest.approx(LONGEST_S)
+    assert LONGEST_S < until_next(10.1) < until_next(10.5) < until_next(12.0) == pytest.approx(POLL_DRAINING_S)
 
 
 def test_what_the_staging_buffer_holds_no_more_without_having_said_so_has_failed() -> None:

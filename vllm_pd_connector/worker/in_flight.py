@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 POLL_DRAINING_S = 0.05
+_DRAINING_SHARE = 1 / 20
+"""Nobody waits for what drains. It is looked at as often as anything while it moves, because some transports move
+bytes only then, and the less the longer nothing has."""
 
 SLICES_UNDER_WAY = 4
 """Of one transfer: enough that the transport does not run dry between two turns, few enough that a look at them is
@@ -82,7 +85,7 @@ class InFlight:
     `owner` is known to the stager. `connection` is the link's when the latest transfers began; `over` is how many parts
     of slices that have ended; `stuck` are indices of transfers of which nothing is heard any more and that may still
     write, `watches` those of the workers at the other end, by index; `moved` is what the transport was given,
-    `posting_s` the seconds that took.
+    `posting_s` the seconds that took. `seen` is how far it was at the last look, since `moved_at`.
     """
 
     owner: object
@@ -93,6 +96,8 @@ class InFlight:
     writes: bool
     connection: object = None
     posted_at: float = 0.0
+    moved_at: float = 0.0
+    seen: int = 0
     posting_s: float = 0.0
     transfers: dict[int, _Direct] = field(default_factory=dict)
     over: int = 0
@@ -142,6 +147,8 @@ class InFlight:
                     yield TransferFailed(index, direct.failure, terminal=True), None
             if time.monotonic() >= until:
                 break
+        if (arrived := self.arrived) != self.seen:
+            self.seen, self.moved_at = arrived, now
         if self.staged and not self.stager.holds(self.owner):  # it was given up, and nothing of it is left
             over, self.staged = self.staged, set()
             for index in over:
@@ -250,5 +257,6 @@ class InFlight:
         if any(direct.begins or direct.posting or not direct.running for direct in self.transfers.values()):
             moments.append(now)
         elif self.transfers:
-            moments.append(now + (POLL_DRAINING_S if draining else pause(now - self.posted_at)))
+            rarely = min((now - self.moved_at) * _DRAINING_SHARE, POLL_DRAINING_S) if draining else 0.0
+            moments.append(now + max(rarely, pause(now - self.posted_at)))
         return moments
