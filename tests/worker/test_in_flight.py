@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.geometry.runs import Runs
 from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.protocol import receive
@@ -167,8 +167,20 @@ def test_two_slices_that_failed_for_certain_leave_nothing_behind(flight, transpo
     look = begin(flight, 3)
     look(0.0), look(0.0), look(0.0)
     transport.ends = {0: SURE, 1: SURE, 2: STATUS.DONE}
-    assert [end.terminal for end, _ in look()] == [True, True]
+    assert [(end.terminal, error) for end, error in look()] == [(True, SURE), (True, None)]
     assert not flight.may_write and not flight.transfers and not look()
+
+
+def test_a_link_is_blamed_once_for_what_several_slices_met_and_again_for_what_may_go_on(flight, transport):
+    look = begin(flight, 4)
+    look()
+    flight.cancel()
+    blamed = []
+    for number, error in enumerate((PeerLost("gone"), PeerLost("gone"), UNSURE, UNSURE)):
+        transport.ends[number] = error
+        blamed += [told for _, told in look()]
+    assert [str(error) for error in blamed] == ["gone", "None", str(UNSURE), str(UNSURE)]
+    assert flight.stuck == {0}
 
 
 def test_a_slice_that_cannot_begin_fails_its_transfer(flight, transport, monkeypatch):

@@ -58,14 +58,15 @@ class _Slice:
 @dataclass(eq=False, slots=True)
 class _Direct:
     """A direct transfer. `rest` are the slices that were not begun, None when no other will be; `posting`: one that was
-    wants time of this thread. `failure` is the first reason why it failed; `stuck`: a slice failed and may still
-    write."""
+    wants time of this thread. `failure` is the first reason why it failed; `blamed`: a slice's error was told; `stuck`:
+    one failed and may still write."""
 
     peer: TransportPeer
     rest: Iterator[Runs] | None
     running: list[_Slice] = field(default_factory=list)
     posting: bool = False
     failure: str = ""
+    blamed: bool = False
     stuck: bool = False
 
     @property
@@ -135,8 +136,9 @@ class InFlight:
             # All of them before the first is told: by that it is decided whether the blocks are kept.
             direct.stuck |= not all(error.terminal for error in errors)
             for error in errors:
-                direct.rest, direct.failure = None, direct.failure or str(error)
-                yield TransferFailed(index, str(error), terminal=not direct.may_write), error
+                blame = None if direct.blamed and error.terminal else error  # one cause, however many slices met it
+                direct.rest, direct.failure, direct.blamed = None, direct.failure or str(error), True
+                yield TransferFailed(index, str(error), terminal=not direct.may_write), blame
             if direct.rest is None and not direct.running:
                 del self.transfers[index]
                 if direct.stuck:
