@@ -87,6 +87,11 @@ GUARANTEES = [
         "test_a_transfer_that_may_still_write_keeps_its_blocks_until_the_worker_has_ended",
     ),
     Guarantee(
+        "blocks are kept whichever slice of a transfer failed first, if another may still write",
+        "InFlight", "all(error.terminal for error in errors)", "all(error.terminal for error in errors[:1])",
+        "test_blocks_that_are_read_into_stay_in_quarantine_whichever_slice_failed_first[errors0]",
+    ),
+    Guarantee(
         "another life at a peer's address does not end what its workers write",
         "InFlight", "            if watch.over:", "            if self.link.machine.over or not self.link.ranks:",
         "test_another_life_at_its_address_says_nothing_of_the_workers_of_the_last",
