@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.transport.ends import End, until, whole
+from tests.support.transport.ends import End, runs, until, whole
 from tests.support.transport.variants import MIB
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.base import TransferStatus
@@ -128,8 +128,10 @@ def test_what_is_posted_has_not_moved(ends: tuple[End, End]) -> None:
     peer = end.transport.connect(other.endpoint, other.segments)
     running = importlib.import_module("nixl")._bindings.NIXL_IN_PROG
     agent = instead(end, getXferStatus=lambda handle: running)
-    transfer = end.transport.read(peer, whole(other.address, end.address, SIZE))
-    assert transfer.left == transfer.descriptors > len(transfer.posted) > 0
+    short = runs([(other.address + at, end.address + at, 64 << 10) for at in range(0, SIZE, 64 << 10)])
+    transfer = end.transport.read(peer, short)
+    waiting = sum(batches.left for batches in transfer.waiting)
+    assert transfer.left == transfer.descriptors == len(short) > waiting + len(transfer.posted)
     for _ in range(20):
         end.transport.poll(transfer)
         assert transfer.left == transfer.descriptors
@@ -217,6 +219,19 @@ def test_a_disconnect_is_reported_when_nothing_lands_any_more(
     assert agent.released and not transfer.posted
     end.transport.disconnect(peer)
     assert not end.transport._posting().peers
+
+
+def test_what_waits_for_the_end_of_a_lost_connection_is_not_asked_again_at_once(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_transport, "_SETTLE_S", 0.05)
+    end, other = ends
+    peer = end.transport.connect(other.endpoint, other.segments)
+    instead(end, postXferReq=raises("nixlRemoteDisconnectError"))
+    transfer = end.transport.read(peer, whole(other.address, end.address, SIZE))
+    assert transfer.settled_at and end.transport.poll(transfer) is TransferStatus.RUNNING
+    with pytest.raises(PeerLost):
+        end.finish(transfer)
 
 
 def test_a_disconnect_is_reported_when_the_library_was_polled_often_enough(

@@ -257,6 +257,7 @@ class NixlTransport:
         transfer.posting &= bool(transfer.waiting)
         if transfer.failure is not None:
             transfer.waiting.clear()
+            transfer.posting = False
             if not transfer.failure.terminal:
                 transfer.outcome = transfer.failure
                 return  # bytes may still move: the handles and the peer's metadata stay until `close`
