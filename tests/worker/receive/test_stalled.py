@@ -204,7 +204,13 @@ def test_what_fails_on_the_old_link_says_nothing_of_the_new_one(prefill, reader,
     reader.loop.submit([prefill.request("b")], [])
     link = begin_reads(reader, "b")
     ranks, asked = dict(link.ranks), prefill.server.counts()["GetManifests"]
-    reader.transport.faults.failures.append(failure)  # a's reads are looked at before b's
+
+    def fail_the_old_one(now: float) -> None:
+        receives = reader.loop._receives
+        receives._active = {name: receives._active[name] for name in "ab"}  # a's turn comes first, and it takes it
+        reader.transport.faults.failures.append(failure)
+
+    in_its_thread(reader.loop, fail_the_old_one)
     reader.until(lambda: prefill.server.counts()["GetManifests"] > asked, "the peer to be asked whether it lives")
     reader.until(lambda: link.machine.state is PeerState.READY, "its answer")
     assert link.ranks == ranks and not link.stalled and reader.relinked == 1
