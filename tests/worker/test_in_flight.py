@@ -31,7 +31,7 @@ class Transport:
 
     def __init__(self) -> None:
         self.given: list[Any] = []
-        self.ends: dict[int, TransferStatus | TransferError] = {}
+        self.ends: dict[int, TransferStatus | Exception] = {}
 
     def write(self, peer: object, runs: Runs) -> Any:
         return self.read(peer, runs)
@@ -42,7 +42,7 @@ class Transport:
 
     def poll(self, transfer: Any) -> TransferStatus:
         end = self.ends.get(transfer.number, STATUS.RUNNING)
-        if isinstance(end, TransferError):
+        if isinstance(end, Exception):
             raise end
         return end
 
@@ -161,6 +161,17 @@ def test_blocks_that_are_written_from_are_kept_whichever_slice_failed_first(flig
             reports += machine.handle(push.Stopped(machine.writing - flight.may_write), 0.0)
     assert reports == [push.Report(ok=False, reason=str(errors[0]), terminal=False)]
     assert machine.writing == flight.may_write == {0} and flight.stuck == {0}
+
+
+def test_a_failed_slice_is_not_forgotten_where_another_meets_a_defect_of_ours(flight, transport):
+    look = begin(flight, SLICES_UNDER_WAY + 2)
+    look()
+    transport.ends = {0: UNSURE, 1: RuntimeError("a defect")}
+    with pytest.raises(RuntimeError, match="a defect"):
+        look()
+    transport.ends = dict.fromkeys(range(SLICES_UNDER_WAY + 2), STATUS.DONE)
+    assert not look(), "it is told as done, or as one that writes no more"
+    assert flight.may_write == {0} and len(transport.given) == SLICES_UNDER_WAY
 
 
 def test_two_slices_that_failed_for_certain_leave_nothing_behind(flight, transport):

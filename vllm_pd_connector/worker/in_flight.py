@@ -78,6 +78,11 @@ class _Direct:
     def may_write(self) -> bool:
         return bool(self.running) or self.stuck
 
+    def fail(self, error: TransferError) -> None:
+        """A slice of it has failed: no other begins, and it cannot end well."""
+        self.rest, self.failure = None, self.failure or str(error)
+        self.stuck |= not error.terminal
+
 
 @dataclass(eq=False, slots=True)
 class InFlight:
@@ -129,15 +134,13 @@ class InFlight:
         for index, direct in list(self.transfers.items()):
             self.transfers[index] = self.transfers.pop(index)
             errors = self._look(direct, until)
-            while direct.begins and not errors:
+            while direct.begins:
                 errors += self._begin_slice(direct)
                 if time.monotonic() >= until:
                     break
-            # All of them before the first is told: by that it is decided whether the blocks are kept.
-            direct.stuck |= not all(error.terminal for error in errors)
             for error in errors:
                 blame = None if direct.blamed and error.terminal else error  # one cause, however many slices met it
-                direct.rest, direct.failure, direct.blamed = None, direct.failure or str(error), True
+                direct.blamed = True
                 yield TransferFailed(index, str(error), terminal=not direct.may_write), blame
             if direct.rest is None and not direct.running:
                 del self.transfers[index]
@@ -176,6 +179,8 @@ class InFlight:
                 if status is not TransferStatus.DONE:
                     continue
             except TransferError as error:
+                # At once, and of all slices before one is told: by that it is decided whether the blocks are kept.
+                direct.fail(error)
                 errors.append(error)
             direct.running.remove(slice_)
             self.over += slice_.parts + 1
@@ -192,10 +197,13 @@ class InFlight:
                 return []
             transfer = (self.transport.write if self.writes else self.transport.read)(direct.peer, runs)
         except TransferError as error:
+            direct.fail(error)
             return [error]
         except Exception as error:  # a defect of ours: what was not begun must not be waited for
             logger.exception("a slice of a transfer could not begin")
-            return [TransferError(f"unexpected {type(error).__name__}: {error}")]
+            failed = TransferError(f"unexpected {type(error).__name__}: {error}")
+            direct.fail(failed)
+            return [failed]
         direct.running.append(_Slice(transfer, transfer.left))
         self.moved += Moved(runs.total_bytes, len(runs), transfer.descriptors)
         self.posting_s += time.monotonic() - began

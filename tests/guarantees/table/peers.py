@@ -88,8 +88,8 @@ GUARANTEES = [
     ),
     Guarantee(
         "blocks are kept whichever slice of a transfer failed first, if another may still write",
-        "InFlight", "all(error.terminal for error in errors)", "all(error.terminal for error in errors[:1])",
-        "test_blocks_that_are_read_into_stay_in_quarantine_whichever_slice_failed_first[errors0]",
+        "_Direct", "        self.stuck |= not error.terminal", "        self.stuck = not error.terminal",
+        "test_blocks_that_are_read_into_stay_in_quarantine_whichever_slice_failed_first[errors1]",
     ),
     Guarantee(
         "another life at a peer's address does not end what its workers write",
