@@ -216,8 +216,9 @@ class Pair:
         transport, peer = self.ends[operation]
         began = time.monotonic()
         transfer = transport.read(peer, runs) if operation == "read" else transport.write(peer, runs)
-        while transport.poll(transfer) is not TransferStatus.DONE:
-            time.sleep(pause(time.monotonic() - began))
+        while (status := transport.poll(transfer)) is not TransferStatus.DONE:
+            if status is not TransferStatus.POSTING:
+                time.sleep(pause(time.monotonic() - began))
 
     def verify(self, message: int, length: int) -> None:
         """That a read brings the peer's bytes: its memory is the pattern that ours was before it was cleared."""

@@ -109,9 +109,9 @@ def cut(runs: Runs, source: Ranges, destination: Ranges, limit: int) -> Descript
     Raises:
         TransferError: a length is negative, or a byte lies outside the ranges of its side. Nothing was moved.
     """
-    whole = _whole(runs, source, destination, limit)
-    if whole is not None:
-        return whole
+    inside = _inside(runs, source, destination)
+    if inside is not None:
+        return inside if runs.length.max() <= limit else _shorter(inside, limit)
     if (runs.length < 0).any():
         raise TransferError(f"a run has the negative length {int(runs.length.min())}; the planner is wrong")
     some = runs.length > 0
@@ -133,19 +133,30 @@ def cut(runs: Runs, source: Ranges, destination: Ranges, limit: int) -> Descript
     return Descriptors(Runs(columns[0], columns[1], columns[2]), columns[3], columns[4])
 
 
-def _whole(runs: Runs, source: Ranges, destination: Ranges, limit: int) -> Descriptors | None:
-    """`runs` as they are, unless one has to be cut, dropped or refused: the usual case.
+def _inside(runs: Runs, source: Ranges, destination: Ranges) -> Descriptors | None:
+    """`runs` as they are, unless one has to be cut at a range's end, dropped or refused: the usual case.
 
     Few calls of numpy: between two large transfers all code is cold and each takes 4 us, where 16 MiB take 650.
     """
     length = runs.length
     source_range, source_room = source.room(runs.source)
     destination_range, destination_room = destination.room(runs.destination)
-    if not len(length) or length.min() <= 0 or length.max() > limit:
+    if not len(length) or length.min() <= 0:
         return None
     if not (length <= np.minimum(source_room, destination_room)).all():
         return None
     return Descriptors(runs, source_range, destination_range)
+
+
+def _shorter(whole: Descriptors, limit: int) -> Descriptors:
+    """The same bytes in the same order, by descriptors of at most `limit` bytes."""
+    pieces = -(-whole.runs.length // limit)
+    index = np.repeat(np.arange(len(pieces)), pieces)
+    cut = whole.take(index)
+    before = (np.arange(len(index)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * limit
+    length = np.minimum(cut.runs.length - before, limit)
+    runs = Runs(cut.runs.source + before, cut.runs.destination + before, length)
+    return Descriptors(runs, cut.source_range, cut.destination_range)
 
 
 @dataclass(slots=True)

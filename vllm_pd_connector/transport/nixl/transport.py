@@ -284,7 +284,10 @@ class NixlTransport:
 
     def _look(self, transfer: _Transfer, until: float) -> None:
         """Take out the batches that have ended, as far as there is time: they end in about the order of their posts."""
-        before, began, transfer.posting = transfer.in_flight, time.thread_time(), False
+        transfer.posting = False
+        if not transfer.posted:
+            return
+        before, began = transfer.in_flight, time.thread_time()
         for handle in list(transfer.posted):
             if not self._runs_on(transfer, handle):
                 transfer.in_flight -= transfer.posted.pop(handle)[0]
