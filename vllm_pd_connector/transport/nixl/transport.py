@@ -68,7 +68,7 @@ _DESCRIPTOR_BYTES = 1 << 20
 # A call of ours does nothing more when it took this long. What runs of a transfer is bounded so that a call of the
 # library, which may copy all of it, does not take longer.
 _CALL_S = 0.001
-_LEAST_WINDOW, _MOST_WINDOW = 2 << 20, 64 << 20
+_LEAST_WINDOW, _FIRST_WINDOW, _MOST_WINDOW = 2 << 20, 4 << 20, 64 << 20
 
 # After a disconnect UCX ends the endpoint's other lanes while it is polled; what they had begun lands before that.
 _SETTLE_S = 0.5
@@ -169,7 +169,7 @@ class NixlTransport:
             raise TransferError(f"endpoint says agent {made.name}, its metadata another; fetch the manifest again")
         agent = self._posting()
         self._meet(agent, made.name, made.metadata)
-        return _Peer(agent, made.name, ranges, min(self._options.batch_bytes, _MOST_WINDOW))
+        return _Peer(agent, made.name, ranges, min(self._options.batch_bytes, _FIRST_WINDOW))
 
     def _meet(self, agent: Agent, name: str, metadata: bytes) -> None:
         """Load a peer into an agent of ours, if it is not there yet or was lost since, and count the connection."""
