@@ -104,7 +104,7 @@ def test_what_runs_of_a_transfer_has_a_bound_whatever_a_batch_may_be(
 ) -> None:
     end, other = ends
     monkeypatch.setattr(end.transport, "_options", NixlOptions(batch_bytes=1 << 40))
-    assert end.transport.connect(other.endpoint, other.segments).window == 64 * MIB
+    assert end.transport.connect(other.endpoint, other.segments).window == 4 * MIB
 
 
 def test_no_more_runs_than_the_window_and_the_rest_follows(ends: tuple[End, End]) -> None:

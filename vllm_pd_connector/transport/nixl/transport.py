@@ -169,7 +169,7 @@ class NixlTransport:
             raise TransferError(f"endpoint says agent {made.name}, its metadata another; fetch the manifest again")
         agent = self._posting()
         self._meet(agent, made.name, made.metadata)
-        return _Peer(agent, made.name, ranges, min(self._options.batch_bytes, _FIRST_WINDOW))
+        return _Peer(agent, made.name, ranges, _FIRST_WINDOW)
 
     def _meet(self, agent: Agent, name: str, metadata: bytes) -> None:
         """Load a peer into an agent of ours, if it is not there yet or was lost since, and count the connection."""
@@ -246,7 +246,9 @@ class NixlTransport:
         if transfer.settled_at:
             return self._settle(transfer)
         until = time.monotonic() + _CALL_S
-        self._look(transfer, until)
+        transfer.posting = False
+        if transfer.posted:
+            self._look(transfer, until)
         if transfer.waiting and peer.leaving and transfer.failure is None:
             transfer.failure = TransferError(f"agent {peer.name} was disconnected before the whole transfer was posted")
         while transfer.waiting and transfer.failure is None and transfer.in_flight <= peer.window // 2:
@@ -284,9 +286,6 @@ class NixlTransport:
 
     def _look(self, transfer: _Transfer, until: float) -> None:
         """Take out the batches that have ended, as far as there is time: they end in about the order of their posts."""
-        transfer.posting = False
-        if not transfer.posted:
-            return
         before, began = transfer.in_flight, time.thread_time()
         for handle in list(transfer.posted):
             if not self._runs_on(transfer, handle):
