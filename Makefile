@@ -142,7 +142,7 @@ bench: setup
 	$(RUN) benchmarks/rates.py
 	$(RUN) benchmarks/conversations.py
 	$(RUN) benchmarks/routing.py --json out/bench/routing.json
-	$(RUN) benchmarks/accuracy/recall.py
+	$(RUN) benchmarks/accuracy/recall.py --json out/bench/recall.json
 	$(RUN) tools/performance_page.py --take out/bench
 
 OLD ?= benchmarks/results

@@ -39,8 +39,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
-from pull import OUTPUT_TOKENS, body, event_times, events, machine  # noqa: E402
+from pull import OUTPUT_TOKENS, body, event_times, events  # noqa: E402
 
+from benchmarks.report import write  # noqa: E402
 from examples.launch import Server, Servers, post, vllm_spec  # noqa: E402
 from examples.make_models import DEEP, MODELS, make  # noqa: E402
 
@@ -248,21 +249,14 @@ def main() -> None:
     into = options.into or ROOT / "out" / "bench" / ("overlap-layers.json" if one else "overlap.json")
     into.parent.mkdir(parents=True, exist_ok=True)
     result = measure(model, options.requests, into.parent / "logs", step_tokens, push_when)
-    facts: dict[str, Any] = {
-        "machine": machine(),
-        "model": model,
-        "prompt_tokens": PROMPT_TOKENS,
-        "step_tokens": step_tokens,
-    }
-    facts |= {"push_when": push_when, "unit": "ms", "result": asdict(result)}
-    into.write_text(json.dumps(facts, indent=1) + "\n")
-    met = result.exposed <= EXPOSED_GOAL if one else result.ratio <= GOAL
+    facts: dict[str, Any] = {"model": model, "prompt_tokens": PROMPT_TOKENS, "step_tokens": step_tokens}
+    facts |= {"push_when": push_when, "unit": "ms", "rows": [asdict(result)]}
+    write(into, facts)
     print(
         f"\nfrom the end of the prefill to the first token: pull {result.pull} ms, push {result.push} ms, ratio "
         f"{result.ratio}{'' if one else f' (goal {GOAL})'}; decode alone {result.local} ms, exposed of the transfer "
-        f"{result.exposed}{f' (goal {EXPOSED_GOAL})' if one else ''}\nwrote {into}"
+        f"{result.exposed}{f' (goal {EXPOSED_GOAL})' if one else ''}"
     )
-    sys.exit(0 if met else 1)
 
 
 if __name__ == "__main__":

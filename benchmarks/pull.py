@@ -5,9 +5,9 @@ sleeping progress thread and without pinning (see `quiet_nixl`); and a plain ins
 pair the client runs the prefill leg itself, outside of the measured time, and streams the decode leg from the decode
 instance: the time is from sending that request to its first token. Requests at once come in waves, eight prefill legs
 and then eight decode legs: with both instances on the same cores, decoding beside a prefill would measure the cores.
-Also measured: the first request to a new peer, and the processor time that the idle servers burn. The variants take
-turns for several rounds, each with fresh servers, so that whatever else the machine does in a minute does not fall on
-one variant alone.
+Also measured: the first request to a new peer, also to one that was introduced before (`vllm-pd introduce`), and the
+processor time that the idle servers burn. The variants take turns for several rounds, each with fresh servers, so that
+whatever else the machine does in a minute does not fall on one variant alone.
 
 The plain instance computes the whole prompt, so its first token is no rival; its decode step and its idle cost are
 what the others are compared with.
@@ -21,8 +21,8 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -41,6 +41,7 @@ sys.path.append(str(ROOT))
 
 import quiet_nixl  # noqa: E402
 
+from benchmarks.report import markdown, write  # noqa: E402
 from examples.launch import Server, Servers, post, vllm_spec  # noqa: E402
 from examples.make_models import MODELS, make  # noqa: E402
 
@@ -73,6 +74,7 @@ class Result:
 
     variant: str
     first_request: float
+    first_worst: float
     idle_machine: Spread
     at_once: Spread
     decode_step: float
@@ -168,10 +170,12 @@ def idle_cores(servers: Sequence[Server]) -> float:
 
 
 class Variant:
-    """One way to serve; `prefilled` runs a prompt's prefill leg and tells what to send to the decode instance."""
+    """One way to serve; `prefilled` runs a prompt's prefill leg and tells what to send to the decode instance.
+    `introduced`: the instances are linked before the first request, as the router does (`vllm-pd introduce`)."""
 
-    def __init__(self, name: str, connector: str | None, environment: Mapping[str, str]):
+    def __init__(self, name: str, connector: str | None, environment: Mapping[str, str], *, introduced: bool = False):
         self.name = name
+        self._introduced = introduced
         self._connector = connector
         self._environment = environment
 
@@ -193,6 +197,12 @@ class Variant:
             )
         )
 
+    def begin(self, running: Sequence[Server]) -> None:
+        """What a router does before it takes requests."""
+        if self._introduced:
+            command = [sys.executable, "-m", "vllm_pd_connector.cli", "introduce", *(server.url for server in running)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
     def prefilled(self, running: Sequence[Server], model: str, prompt: Sequence[int]) -> dict[str, Any]:
         """Run the prefill leg; the body of the decode leg."""
         if self._connector is None:
@@ -209,6 +219,7 @@ def measure(variant: Variant, model: str, requests: int, seed: int, logs: Path) 
         for server in running:
             # The first forward of a process is slow, whatever the connector; it is not what is measured.
             event_times(server.url, body(model, [0] * 40))
+        variant.begin(running)
 
         failed = 0
 
@@ -252,6 +263,7 @@ def summary(name: str, rounds: Sequence[Round]) -> Result:
     return Result(
         name,
         first_request=round(float(np.median([one.first_request for one in rounds])) * 1e3, 1),
+        first_worst=round(max(one.first_request for one in rounds) * 1e3, 1),
         idle_machine=spread(pooled(lambda one: one.first_tokens)),
         at_once=spread(pooled(lambda one: one.first_tokens_at_once)),
         decode_step=round(float(np.median(pooled(lambda one: one.decode_steps))) * 1e3, 1),
@@ -260,34 +272,27 @@ def summary(name: str, rounds: Sequence[Round]) -> Result:
     )
 
 
-def table(results: Sequence[Result]) -> str:
-    """Markdown; times in milliseconds."""
-    columns: dict[str, Callable[[Result], object]] = {
-        "variant": lambda r: r.variant,
-        "median": lambda r: r.idle_machine.median,
-        "p95": lambda r: r.idle_machine.p95,
-        "p99": lambda r: r.idle_machine.p99,
-        f"median, {AT_ONCE} at once": lambda r: r.at_once.median,
-        "p95, same": lambda r: r.at_once.p95,
-        "p99, same": lambda r: r.at_once.p99,
-        "first request": lambda r: r.first_request,
-        "decode step": lambda r: r.decode_step,
-        "idle cores per worker": lambda r: r.idle_cores,
-        "failed": lambda r: r.failed,
+def row(result: Result) -> dict[str, Any]:
+    """A variant's line of the table; times in milliseconds."""
+    return {
+        "variant": result.variant,
+        "median": result.idle_machine.median,
+        "p95": result.idle_machine.p95,
+        "p99": result.idle_machine.p99,
+        f"median, {AT_ONCE} at once": result.at_once.median,
+        "p95, same": result.at_once.p95,
+        "p99, same": result.at_once.p99,
+        "first request": result.first_request,
+        "its worst": result.first_worst,
+        "decode step": result.decode_step,
+        "idle cores per worker": result.idle_cores,
+        "failed": result.failed,
     }
-    rows = [list(columns), ["---"] * len(columns)]
-    rows += [[str(value(result)) for value in columns.values()] for result in results]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def machine() -> dict[str, Any]:
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
-    return {"cores": os.cpu_count(), "processor": model.partition(": ")[2], "python": platform.python_version()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    names = ("pd", "nixl", "nixl-quiet", "plain")
+    names = ("pd", "pd-introduced", "nixl", "nixl-quiet", "plain")
     parser.add_argument("--variants", nargs="+", choices=names, default=list(names))
     parser.add_argument("--model", choices=MODELS, default="gqa")
     parser.add_argument("--requests", type=int, default=100, help="per variant, one by one and again all at once")
@@ -298,6 +303,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         variants = {
             "pd": Variant("pd", "PDConnector", {}),
+            "pd-introduced": Variant("pd-introduced", "PDConnector", {}, introduced=True),
             "nixl": Variant("nixl", "NixlConnector", {}),
             "nixl-quiet": Variant("nixl-quiet", "NixlConnector", quiet_nixl.environment(Path(directory))),
             "plain": Variant("plain", None, {}),
@@ -308,13 +314,12 @@ def main() -> None:
                 print(f"round {number + 1}, {name}: {2 * options.requests} requests …", flush=True)
                 logs = options.into.parent / "logs"
                 taken.append(measure(variants[name], options.model, options.requests, 3 * number, logs))
-                print(table([summary(name, taken[-1:])]), flush=True)
-    results = [summary(name, taken) for name, taken in rounds.items()]
-    facts = {"machine": machine(), "model": options.model, "prompt_tokens": LENGTHS, "unit": "ms"}
+                print(markdown([row(summary(name, taken[-1:]))]), flush=True)
+    rows = [row(summary(name, taken)) for name, taken in rounds.items()]
+    facts = {"model": options.model, "prompt_tokens": LENGTHS, "unit": "ms", "rounds": options.rounds}
     samples = {name: [asdict(one) for one in taken] for name, taken in rounds.items()}
-    content = {**facts, "results": [asdict(result) for result in results], "seconds": samples}
-    options.into.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"\nMilliseconds from the decode request to its first token:\n\n{table(results)}\n\nwrote {options.into}")
+    print(f"\nMilliseconds from the decode request to its first token:\n\n{markdown(rows)}\n")
+    write(options.into, {**facts, "rows": rows, "seconds": samples})
 
 
 if __name__ == "__main__":

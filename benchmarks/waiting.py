@@ -16,7 +16,6 @@ in the same run; each round has fresh servers.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -28,13 +27,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 import quiet_nixl  # noqa: E402
-from pull import body, event_times, machine, processor_seconds  # noqa: E402
+from pull import body, event_times, processor_seconds  # noqa: E402
 
+from benchmarks.report import markdown, write  # noqa: E402
 from examples.launch import Server, Servers, post, vllm_spec  # noqa: E402
 from examples.make_models import MODELS, make  # noqa: E402
 
@@ -158,21 +159,18 @@ def summary(name: str, tp: int, rounds: Sequence[Round | None]) -> Result:
     )
 
 
-def table(results: Sequence[Result]) -> str:
-    """Markdown; times in milliseconds."""
-    columns: dict[str, Callable[[Result], object]] = {
-        "variant": lambda r: r.variant,
-        "TP": lambda r: r.tp,
-        "cores, idle": lambda r: f"{r.idle_cores:.2f}",
-        "cores, waiting": lambda r: f"{r.waiting_cores:.2f}",
-        "a new request's first token, idle": lambda r: f"{r.arriving_idle:.1f}",
-        "same, waiting": lambda r: f"{r.arriving_waiting:.1f}",
-        "first token after the prefill instance goes on": lambda r: f"{r.first_token_after:.0f}",
-        "failed": lambda r: r.failed,
+def row(result: Result) -> dict[str, Any]:
+    """A line of the table; times in milliseconds."""
+    return {
+        "variant": result.variant,
+        "tp": result.tp,
+        "cores, idle": round(result.idle_cores, 2),
+        "cores, waiting": round(result.waiting_cores, 2),
+        "a new request's first token, idle": result.arriving_idle,
+        "same, waiting": result.arriving_waiting,
+        "first token after the prefill instance goes on": result.first_token_after,
+        "failed": result.failed,
     }
-    rows = [list(columns), ["---"] * len(columns)]
-    rows += [[str(value(result)) for value in columns.values()] for result in results]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def main() -> None:
@@ -192,12 +190,11 @@ def main() -> None:
                 print(f"round {number + 1}, {name}, TP {tp} …", flush=True)
                 logs = options.into.parent / "logs"
                 taken.append(measure(connectors[name], environments[name], name, tp, logs))
-                print(table([summary(name, tp, taken[-1:])]), flush=True)
-    results = [summary(name, tp, taken) for (name, tp), taken in rounds.items()]
+                print(markdown([row(summary(name, tp, taken[-1:]))]), flush=True)
+    rows = [row(summary(name, tp, taken)) for (name, tp), taken in rounds.items()]
     samples = {f"{name} TP {tp}": [asdict(one) for one in taken if one] for (name, tp), taken in rounds.items()}
-    content = {"machine": machine(), "results": [asdict(result) for result in results], "rounds": samples}
-    options.into.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"\nA decode instance that waits for caches:\n\n{table(results)}\n\nwrote {options.into}")
+    print(f"\nA decode instance that waits for caches:\n\n{markdown(rows)}\n")
+    write(options.into, {"rows": rows, "rounds": samples})
 
 
 if __name__ == "__main__":

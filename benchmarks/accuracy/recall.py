@@ -9,7 +9,6 @@ with corrupted transfers scores CORRUPT_BELOW or more: then the task could not s
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -29,6 +28,7 @@ from benchmarks.accuracy.compare import (  # noqa: E402
     table,
 )
 from benchmarks.accuracy.train_recall import ATTENTION, STATES, ensure  # noqa: E402
+from benchmarks.report import write  # noqa: E402
 from examples.launch import Server, Servers, Spec, router_spec, vllm_spec  # noqa: E402
 from examples.make_models import MODELS  # noqa: E402
 
@@ -118,8 +118,7 @@ def main() -> int:
             found[name] = run(name, servers, plain[PAIRS[name].model], options.questions)
             print(f"{name}:\n{table([found[name]])}\n", flush=True)
             if options.json:
-                outcome = {name: asdict(one) for name, one in found.items()}
-                options.json.write_text(json.dumps(outcome, indent=1) + "\n")
+                write(options.json, {"rows": [{"pair": name} | asdict(one) for name, one in found.items()]})
     wrong = [name for name, one in found.items() if not is_right(PAIRS[name], one)]
     print(f"not as it must be: {', '.join(wrong)}" if wrong else "all as it must be")
     return 1 if wrong else 0

@@ -6,6 +6,7 @@ line, or as JSON where the words ask for that.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import sys
@@ -134,10 +135,46 @@ def drain(
     return Exit.OK
 
 
+def introduce(urls: Urls, json: Json = False) -> Exit:
+    """Link prefill and decode instances before requests come, and see that every two of them work."""
+    try:
+        from vllm_pd_connector.proxy.introduce import introduce as introduce_all
+    except ModuleNotFoundError as error:
+        if error.name != "aiohttp":
+            raise
+        raise CommandError("aiohttp is missing; pip install vllm-pd-connector[proxy]") from error
+    done, unusable = asyncio.run(introduce_all(urls))
+    if not done:
+        raise CommandError("; ".join(unusable) or "no prefill and decode instance among these: name one of each")
+    if json:
+        pairs = [(str(one.prefill), str(one.decode), one.seconds, one.failure) for one in done]
+        rows = [dict(zip(("prefill", "decode", "seconds", "failure"), pair, strict=True)) for pair in pairs]
+        emit_json("introduce", {"pairs": rows, "unusable": unusable})
+    else:
+        for line in (*done, *unusable):
+            emit(str(line))
+    return Exit.REFUSED if unusable or any(one.failure for one in done) else Exit.OK
+
+
 def proxy() -> None:
     """Route requests to prefill and decode instances; see vllm-pd proxy --help."""
 
 
-for _command in (explain, manifest, doctor, plan, bench, check_config, migrate, keygen, announce, drain, top, proxy):
+_COMMANDS = (
+    explain,
+    manifest,
+    doctor,
+    plan,
+    bench,
+    check_config,
+    migrate,
+    keygen,
+    announce,
+    drain,
+    introduce,
+    top,
+    proxy,
+)
+for _command in _COMMANDS:
     app.command()(_command)
 app.add_typer(trace, name="trace")

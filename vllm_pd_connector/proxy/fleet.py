@@ -115,18 +115,13 @@ class Instance:
         first = next(iter(self.engines.values()), None)
         roles = [str(role) for role in InstanceRole if self.does(role)]
         facts = {**first.labels(), "engines": len(self.engines)} if first else {}
-        return {
-            "url": self.url,
-            "roles": roles,
-            "state": str(self.state),
-            "why": self.why,
-            "in_flight": self.in_flight,
-            **facts,
-        }
+        now = {"state": str(self.state), "why": self.why, "in_flight": self.in_flight}
+        return {"url": self.url, "roles": roles, **now, **facts}
 
 
 class Fleet:
-    """All instances of one router. Everything runs in one event loop."""
+    """All instances of one router. Everything runs in one event loop. `changed` is set when an instance's state or its
+    engines are others."""
 
     def __init__(
         self,
@@ -149,6 +144,7 @@ class Fleet:
         self._subscriptions = None if kv_events is None else Subscriptions(self._known, self._show_known)
         self._session: aiohttp.ClientSession | None = None
         self._wake = asyncio.Event()
+        self.changed = asyncio.Event()
 
     # -- who is there -------------------------------------------------------------------------------------------------
 
@@ -336,6 +332,7 @@ class Fleet:
         if instance.engines != engines:
             self._forget(instance)
             instance.engines = engines
+            self.changed.set()
             for index, engine in engines.items():
                 logger.info("%s engine %d: %s", instance.url, index, engine)
 
@@ -373,6 +370,7 @@ class Fleet:
         if (instance.state, instance.why) != (state, why):
             level = logging.INFO if state is InstanceState.UP else logging.WARNING
             logger.log(level, "%s is %s: %s", instance.url, state, why)
+            self.changed.set()
         if instance.state is not InstanceState.LEAVING:
             instance.state, instance.why = state, why
         self._show(instance)

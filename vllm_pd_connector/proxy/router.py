@@ -47,6 +47,7 @@ from vllm_pd_connector.proxy.exchange import (
     whole_events,
 )
 from vllm_pd_connector.proxy.fleet import DATA_PARALLEL_RANK, Fleet, Instance, InstanceRole
+from vllm_pd_connector.proxy.introduce import Introductions, begun
 from vllm_pd_connector.proxy.legs import Aborted, Headers, LegError, Legs, Limits, make_session
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 from vllm_pd_connector.proxy.tracing import Tracer, Untraced
@@ -76,8 +77,8 @@ class Options:
     `policy` is by what an instance's cache is judged: "prefix" (by what it was sent) or "kv-events" (by what it
     announces, at the endpoints that it says or that `kv_events` has by its URL: of events, and of replay or empty).
     `slack` is by how many requests in flight an instance that knows a prompt may exceed the least busy one.
-    `conversations`: bring what decode instances keep of a turn to the prefill of the next. `otlp_traces_endpoint`: of
-    a collector of spans.
+    `conversations`: bring what decode instances keep of a turn to the prefill of the next. `introduce`: link instances
+    before requests come. `otlp_traces_endpoint`: of a collector of spans.
     """
 
     prefill: Sequence[str] = ()
@@ -90,6 +91,7 @@ class Options:
     slack: int = 2
     policy: Policy = "prefix"
     conversations: bool = False
+    introduce: bool = False
     kv_events: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     otlp_traces_endpoint: str | None = None
 
@@ -136,11 +138,12 @@ class Router:
             self._session = session
             self._legs = Legs(self.fleet, self.metrics, session, self._options.limits)
             await self.fleet.check_all(session)
-            checks = asyncio.create_task(self.fleet.run(session))
+            tasks = [asyncio.create_task(fleet.run(session))]
+            tasks += [await begun(Introductions(fleet, session))] if self._options.introduce else []
             try:
                 yield
             finally:
-                for task in (checks, *self._trailing):
+                for task in (*tasks, *self._trailing):
                     await end(task)
                 await fleet.close()
                 await asyncio.to_thread(self._tracer.close)

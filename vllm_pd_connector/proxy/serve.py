@@ -84,6 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(needs conversations: true at the instances; default: off)",
     )  # fmt: skip
     parser.add_argument(
+        "--introduce", choices=("on", "off"), default="off",
+        help="have instances that become usable hand a short prompt over between every two, so that a client's first "
+        "request finds them linked (default: off)",
+    )  # fmt: skip
+    parser.add_argument(
         "--otlp-traces-endpoint", metavar="URL",
         help="collector of OpenTelemetry spans, as for vllm serve (extra tracing)",
     )  # fmt: skip
@@ -106,6 +111,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         policy=arguments.policy,
         kv_events=dict(arguments.kv_events),
         conversations=arguments.conversations == "on",
+        introduce=arguments.introduce == "on",
         otlp_traces_endpoint=arguments.otlp_traces_endpoint,
     )
 

@@ -57,7 +57,7 @@ class Instance:
         return web.Response(status=self.health)
 
     async def _show_models(self, request: web.Request) -> web.Response:
-        return web.json_response({"asked by": request.headers.get("Authorization")})
+        return web.json_response({"asked by": request.headers.get("Authorization"), "data": [{"id": "m"}]})
 
     async def _show_metrics(self, _request: web.Request) -> web.Response:
         if self.page is not None:
