@@ -83,7 +83,7 @@ def _router(words: Sequence[str]) -> int:
 
 def announce(router: Address, urls: Urls) -> Exit:
     """Tell vLLM's router, in its discovery mode (--vllm-discovery-address ROUTER), which instances there are."""
-    from vllm_pd_connector.proxy.announce import announce as announce_all
+    from vllm_pd_connector.proxy.commands.announce import announce as announce_all
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with contextlib.suppress(KeyboardInterrupt):
@@ -115,7 +115,7 @@ def drain(
     json: Json = False,
 ) -> Exit:
     """Wait until an instance has nothing left to do and may be ended without loss."""
-    from vllm_pd_connector.proxy.drain import CannotTell, Drain, StillUsed
+    from vllm_pd_connector.proxy.commands.drain import CannotTell, Drain, StillUsed
 
     draining = Drain(url, router)
     try:
@@ -138,7 +138,7 @@ def drain(
 def introduce(urls: Urls, json: Json = False) -> Exit:
     """Link prefill and decode instances before requests come, and see that every two of them work."""
     try:
-        from vllm_pd_connector.proxy.introduce import introduce as introduce_all
+        from vllm_pd_connector.proxy.commands.introduce import introduce as introduce_all
     except ModuleNotFoundError as error:
         if error.name != "aiohttp":
             raise

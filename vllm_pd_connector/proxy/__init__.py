@@ -1,5 +1,5 @@
-"""A P/D router, `vllm-pd proxy` (extra `proxy`), and `vllm-pd announce`; README.md beside this file is their manual.
+"""A P/D router, `vllm-pd proxy` (extra `proxy`), and commands beside it; README.md beside this file is their manual.
 
-The connector knows nothing of it: only `cli` imports from here, and only when one of the two commands is run. It knows
+The connector knows nothing of it: only `cli` imports from here, and only when one of these commands is run. It knows
 of the connector what an instance says on `/metrics` (`instance_info`) and which parameters both sides expect.
 """

@@ -27,6 +27,7 @@ import aiohttp
 from aiohttp import web
 
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.proxy.commands.introduce import Introductions, begun
 from vllm_pd_connector.proxy.conversations import Conversations, Turn
 from vllm_pd_connector.proxy.exchange import (
     Exchange,
@@ -47,7 +48,6 @@ from vllm_pd_connector.proxy.exchange import (
     whole_events,
 )
 from vllm_pd_connector.proxy.fleet import DATA_PARALLEL_RANK, Fleet, Instance, InstanceRole
-from vllm_pd_connector.proxy.introduce import Introductions, begun
 from vllm_pd_connector.proxy.legs import Aborted, Headers, LegError, Legs, Limits, make_session
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 from vllm_pd_connector.proxy.tracing import Tracer, Untraced

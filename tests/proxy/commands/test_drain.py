@@ -16,8 +16,8 @@ from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import DONE, HANDS_OVER, exposition, info
 from vllm_pd_connector import cli
 from vllm_pd_connector.cli.output import Exit
-from vllm_pd_connector.proxy import drain
-from vllm_pd_connector.proxy.drain import CannotTell, Drain, Left
+from vllm_pd_connector.proxy.commands import drain
+from vllm_pd_connector.proxy.commands.drain import CannotTell, Drain, Left
 from vllm_pd_connector.proxy.serve import admin_application
 
 

@@ -15,7 +15,7 @@ from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Handler, Instance, answers, info
 from vllm_pd_connector.cli.app import main as vllm_pd
 from vllm_pd_connector.instance_info import EngineInfo
-from vllm_pd_connector.proxy.introduce import Engine, introduce, rounds
+from vllm_pd_connector.proxy.commands.introduce import Engine, introduce, rounds
 
 
 def engine(role: str, number: int, **more: Any) -> EngineInfo:
@@ -166,7 +166,7 @@ def test_the_command_speaks_json(capsys: pytest.CaptureFixture[str]) -> None:
         prefill, decode = await producer(bench), await consumer(bench)
         words = ["introduce", prefill.url, decode.url, "http://127.0.0.1:9", "--json"]
         assert await asyncio.to_thread(vllm_pd, words) == 1
-        [said] = map(json.loads, capsys.readouterr().out.splitlines())
+        said = json.loads(capsys.readouterr().out)
         [pair] = said["pairs"]
         assert (pair["prefill"], pair["decode"], pair["failure"]) == (prefill.url, decode.url, "")
         assert pair["seconds"] > 0 and "127.0.0.1:9" in said["unusable"][0]

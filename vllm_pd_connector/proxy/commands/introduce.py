@@ -24,7 +24,7 @@ import aiohttp
 from vllm_pd_connector.errors import PDConnectorError, ProtocolError
 from vllm_pd_connector.proxy.exchange import check_finished, parsed_json
 from vllm_pd_connector.proxy.fleet import DATA_PARALLEL_RANK, Fleet, Instance, InstanceRole, InstanceState
-from vllm_pd_connector.proxy.legs import Limits, make_session
+from vllm_pd_connector.proxy.legs import LegError, Limits, make_session
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 from vllm_pd_connector.routing.handoff import Body, decode_body, prefill_body
 
@@ -111,7 +111,7 @@ class Introductions:
                           "cache_salt": name}  # fmt: skip
             answer = await self._ask(prefill, prefill_body(body), name)
             await self._ask(decode, decode_body(body, answer), name)
-        except (aiohttp.ClientError, TimeoutError, PDConnectorError) as error:
+        except (aiohttp.ClientError, TimeoutError, PDConnectorError, LegError) as error:
             failed = Introduction(prefill, decode, time.monotonic() - started, str(error) or type(error).__name__)
             logger.warning("introduction of %s", failed)
             return failed

@@ -14,8 +14,8 @@ import zmq
 from tests.support.proxy.stand_ins import Instance, answers, info
 from vllm_pd_connector.cli import main
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.proxy import announce as module
-from vllm_pd_connector.proxy.announce import announce, ask_instance, registration
+from vllm_pd_connector.proxy.commands import announce as module
+from vllm_pd_connector.proxy.commands.announce import announce, ask_instance, registration
 
 
 @pytest.fixture
