@@ -133,7 +133,8 @@ bench: setup
 	$(RUN) benchmarks/scale.py
 	$(RUN) benchmarks/convert.py
 	$(RUN) benchmarks/transports.py
-	$(RUN) benchmarks/pull.py
+	$(RUN) benchmarks/pull.py --variants pd pd-introduced nixl-quiet plain
+	$(RUN) benchmarks/phases.py
 	$(RUN) benchmarks/waiting.py
 	$(RUN) benchmarks/overlap.py
 	$(RUN) benchmarks/overlap.py --one-step

@@ -6,8 +6,11 @@ be restarted in the middle: only requests that were under way there while it wen
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -115,6 +118,32 @@ def fleet(request: pytest.FixtureRequest, pairs: Pairs) -> Iterator[Fleet]:
     fleet = Fleet(request.param, pairs.servers, Baselines(pairs.servers, ROOT / ".cache" / "baselines", ASKED))
     yield fleet
     fleet.servers.stop(*fleet.instances)
+
+
+def test_instances_have_met_before_the_first_request(fleet: Fleet) -> None:
+    def handshakes() -> list[float]:
+        for server in fleet.decodes:
+            ask(server.url, completion(fleet.family, (0,), max_tokens=1))  # metrics are refreshed by engine steps
+        return [
+            sum(values(page(server), "vllm:pd_phase_seconds_count", 'phase="handshake"')) for server in fleet.decodes
+        ]
+
+    assert handshakes() == [0, 0], "the test must be the first of its fleet"
+    spec = router_spec("xpyd-introduces", [s.url for s in fleet.prefills], [s.url for s in fleet.decodes])
+    [router] = fleet.servers.start(replace(spec, command=(*spec.command, "--introduce", "on")))
+    load = Load(router.url, fleet.family, fleet.baselines, ASKED["xpyd"], at_once=2)
+    try:
+        assert handshakes() == [2, 2]
+        load.run(lambda: len(load.sent) >= 16)
+        assert handshakes() == [2, 2]
+    finally:
+        fleet.servers.stop(router)
+    assert [one for one in load.sent if not one.right] == []
+    command = [sys.executable, "-m", "vllm_pd_connector.cli", "introduce", *(s.url for s in fleet.instances), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [pair["failure"] for pair in json.loads(done.stdout)["pairs"]] == [""] * 4
+    fleet.settle()
 
 
 def test_vllm_router_spreads_the_work_and_every_answer_is_right(fleet: Fleet) -> None:
