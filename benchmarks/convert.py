@@ -161,12 +161,12 @@ class Request:
         paired = pair(staged, *args)
         if paired:
             stager.start(self, 0, self, peer, chunking.chunks(paired, stager.chunk_bytes, writes=writes))
-        while transfers or stager.active:
+        while transfers or stager.pause() is not None:
             transfers = [transfer for transfer in transfers if transport.poll(transfer) is not TransferStatus.DONE]
             for stream, failure in stager.poll():
                 assert failure is None, failure
                 count += stream.runs
-            if (transfers or stager.active) and not stager.converting:
+            if (transfers or stager.pause() is not None) and not stager.converting:
                 time.sleep(POLL_S)
         return count
 
