@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -16,41 +17,28 @@ class ProxyMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        self.requests = counter(
             "vllm_pd_proxy_requests",
             "Requests answered, by the status that the client got (499: the client left).",
             ["status"],
-            registry=self.registry,
         )
-        self.broken_streams = Counter(
+        self.broken_streams = counter(
             "vllm_pd_proxy_broken_streams",
             "Streams that ended with an error event after their first byte, the router's or an instance's own.",
-            registry=self.registry,
         )
-        self.legs = Counter(
-            "vllm_pd_proxy_legs",
-            "Requests sent to an instance.",
-            ["instance", "role"],
-            registry=self.registry,
+        self.legs = counter("vllm_pd_proxy_legs", "Requests sent to an instance.", ["instance", "role"])
+        self.retries = counter(
+            "vllm_pd_proxy_retries", "Instances passed over because they refused the connection.", ["role"]
         )
-        self.retries = Counter(
-            "vllm_pd_proxy_retries",
-            "Instances passed over because they refused the connection.",
-            ["role"],
-            registry=self.registry,
+        self.affinity = counter(
+            "vllm_pd_proxy_affinity_choices", "Instances chosen because they know the prompt's beginning.", ["role"]
         )
-        self.affinity = Counter(
-            "vllm_pd_proxy_affinity_choices",
-            "Instances chosen because they know the prompt's beginning.",
-            ["role"],
-            registry=self.registry,
-        )
-        self.turns = Counter(
+        self.turns = counter(
             "vllm_pd_proxy_turns",
             "Requests, by whether they go on with a conversation of which a decode instance is known to hold something "
             "(--conversations on).",
             ["conversation"],
-            registry=self.registry,
         )
         self.seconds = Histogram(
             "vllm_pd_proxy_seconds",
@@ -60,32 +48,19 @@ class ProxyMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.in_flight = Gauge(
-            "vllm_pd_proxy_in_flight",
-            "Requests at an instance now.",
-            ["instance"],
-            registry=self.registry,
+        self.in_flight = gauge("vllm_pd_proxy_in_flight", "Requests at an instance now.", ["instance"])
+        self.usable = gauge(
+            "vllm_pd_proxy_instance_usable", "1 while an instance is healthy and not being removed.", ["instance"]
         )
-        self.usable = Gauge(
-            "vllm_pd_proxy_instance_usable",
-            "1 while an instance is healthy and not being removed.",
-            ["instance"],
-            registry=self.registry,
-        )
-        self._add_kv_events()
-
-    def _add_kv_events(self) -> None:
-        self.known_blocks = Gauge(
+        self.known_blocks = gauge(
             "vllm_pd_proxy_known_blocks",
             "Blocks that an instance has announced to hold (--policy kv-events).",
             ["instance"],
-            registry=self.registry,
         )
-        self.event_losses = Gauge(
+        self.event_losses = gauge(
             "vllm_pd_proxy_kv_event_losses",
             "How often what was known of an instance's cache was forgotten since it is followed, by the reason.",
             ["instance", "reason"],
-            registry=self.registry,
         )
 
     def forget(self, url: str) -> None:
