@@ -17,7 +17,7 @@ from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
 from vllm_pd_connector.transport.base import Use
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from vllm_pd_connector.transport.base import Transport
@@ -63,18 +63,11 @@ def create(name: str, options: Mapping[str, object] | None = None, use: Use | No
         TransferError: the library cannot start.
     """
     entry = find(name)
-    try:
+    with _usable(entry):
         transport: Transport = entry.load()(dict(options or {}), use or Use())
         if transport.name != name:
             raise TypeError(f"it calls itself {transport.name!r}")
-    except PDConnectorError:
-        raise
-    except Exception as error:
-        raise InvalidConfig(
-            f"transport: {name!r} of {_origin(entry)} cannot be used: {type(error).__name__}: {error}; install a "
-            "version of it that fits this one, or choose another transport"
-        ) from error
-    return transport
+        return transport
 
 
 def check(name: str, options: Mapping[str, object] | None = None, use: Use | None = None) -> None:
@@ -86,15 +79,22 @@ def check(name: str, options: Mapping[str, object] | None = None, use: Use | Non
         InvalidConfig: as `create`.
     """
     entry = find(name)
-    try:
+    with _usable(entry):
         ask = getattr(importlib.import_module(entry.module), "check", None)
         if ask is not None:
             ask(dict(options or {}), use or Use())
+
+
+@contextlib.contextmanager
+def _usable(entry: EntryPoint) -> Iterator[None]:
+    """What a package that brings a transport raises of its own is a refusal of that package."""
+    try:
+        yield
     except PDConnectorError:
         raise
     except Exception as error:
         raise InvalidConfig(
-            f"transport: {name!r} of {_origin(entry)} cannot be used: {type(error).__name__}: {error}; install a "
+            f"transport: {entry.name!r} of {_origin(entry)} cannot be used: {type(error).__name__}: {error}; install a "
             "version of it that fits this one, or choose another transport"
         ) from error
 
