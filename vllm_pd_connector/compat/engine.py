@@ -16,6 +16,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.request import RequestStatus
 
 from vllm_pd_connector.compat.base import init_logger
@@ -87,16 +88,20 @@ class EngineLoop:
 
 def calling_loop() -> EngineLoop | None:
     """The engine core that is being built further up in this thread, None if there is none with a queue."""
-    if "vllm.v1.engine.core" not in sys.modules:
+    core = caller("vllm.v1.engine.core", "EngineCoreProc")
+    if core is None:
+        logger.debug("no engine core with an input queue was found: its steps are vLLM's own")
         return None
-    from vllm.v1.engine import EngineCoreRequestType
-    from vllm.v1.engine.core import EngineCoreProc
+    return EngineLoop(core, EngineCoreRequestType.WAKEUP)
 
+
+def caller(module: str, name: str) -> Any:
+    """The object of that class of vLLM's whose method is the nearest of the callers; None if there is none."""
+    kind = getattr(sys.modules.get(module), name, None)
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, EngineCoreProc):
-            return EngineLoop(caller, EngineCoreRequestType.WAKEUP)
+    while kind is not None and frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, kind):
+            return found
         frame = frame.f_back
-    logger.debug("no engine core with an input queue was found: its steps are vLLM's own")
     return None

@@ -15,15 +15,14 @@ Source: vLLM 0.32 and 0.33, `v1/engine/core.py` (`collective_rpc`, `set_weight_v
 
 from __future__ import annotations
 
-import sys
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from vllm_pd_connector.compat.engine import caller
 from vllm_pd_connector.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType
 
 CHANGE_WEIGHTS: Final = frozenset(
     {
@@ -78,8 +77,8 @@ def watch(operator: Operator, *, loads: bool) -> Any:
     Raises:
         InvalidConfig: an engine whose scheduler is another than vLLM's.
     """
-    scheduler = _caller("vllm.v1.core.sched.scheduler", "Scheduler")
-    core = _caller("vllm.v1.engine.core", "EngineCore")
+    scheduler = caller("vllm.v1.core.sched.scheduler", "Scheduler")
+    core = caller("vllm.v1.engine.core", "EngineCore")
     if core is not None and scheduler is None:
         raise InvalidConfig(
             f"scheduler_cls is {core.vllm_config.scheduler_config.scheduler_cls!r}: it is not derived from vLLM's "
@@ -92,18 +91,6 @@ def watch(operator: Operator, *, loads: bool) -> Any:
     if core is not None:
         _watch_core(core, operator)
     return scheduler
-
-
-def _caller(module: str, name: str) -> Any:
-    """The object of that class whose method is the nearest of the callers."""
-    kind = getattr(sys.modules.get(module), name, None)
-    frame: FrameType | None = sys._getframe(2)
-    while kind is not None and frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, kind):
-            return caller
-        frame = frame.f_back
-    return None
 
 
 def _watch_scheduler(scheduler: Any, operator: Operator) -> None:
