@@ -56,12 +56,13 @@ def bind(edge: Edge, *tokens: Any, tail: Tail = Tail.EXACT) -> Runs:
 
 
 def make_worker(
-    tp_rank: int, tp_size: int, layout: str = "LBNHC", tokens: int = 128, blocks: int = 2048, layers: int = 80
-) -> Manifest:
+    tp_rank: int, tp_size: int, layout: str = "LBNHC", tokens: int = 128, blocks: int = 2048, layers: int = 80,
+    heads: int = HEADS, channels: int = CHANNELS,
+) -> Manifest:  # fmt: skip
     """One rank with `blocks` blocks; `layout` is vLLM's name, or CPU for a transposed K."""
-    heads = shard(HEADS, tp_size, tp_rank)
+    own = shard(heads, tp_size, tp_rank)
     order = "LBHNC" if layout == "CPU" else layout
-    sizes = {"L": layers, "B": blocks, "H": len(heads), "N": tokens, "C": 2 * CHANNELS * ITEM}
+    sizes = {"L": layers, "B": blocks, "H": len(own), "N": tokens, "C": 2 * channels * ITEM}
     strides, step = {}, 1
     for axis in reversed(order):
         strides[axis] = step
@@ -73,24 +74,30 @@ def make_worker(
             group=0,
             segment=0,
             offset=i * strides["L"],
-            shape=(blocks, len(heads), tokens, sizes["C"]),
+            shape=(blocks, len(own), tokens, sizes["C"]),
             strides=(strides["B"], strides["H"], strides["N"], 1),
             dtype="bfloat16",
             itemsize=ITEM,
             pages_per_block=1,
-            heads=heads,
-            total_heads=HEADS,
+            heads=own,
+            total_heads=heads,
         )
-        tensors += cpu_attention(view, CHANNELS) if layout == "CPU" else key_value(view, CHANNELS, CHANNELS)
+        tensors += cpu_attention(view, channels) if layout == "CPU" else key_value(view, channels, channels)
+    place = Coordinates(tp_rank, tp_size, 0, 1, 0, 1, 1, 1)
+    return manifest(tensors, step, Group(GroupKind.FULL, tokens, blocks), place)
+
+
+def manifest(tensors: Sequence[Tensor], length: int, group: Group, place: Coordinates) -> Manifest:
+    """A worker whose caches are one segment of `length` bytes."""
     return Manifest(
         version=MANIFEST_VERSION,
         engine_id="bench",
         incarnation="0" * 32,
         software="bench",
         model=FACTS,
-        parallel=Coordinates(tp_rank, tp_size, 0, 1, 0, 1, 1, 1),
-        segments=(Segment(1 << 44, step, "cuda", 0),),
-        groups=(Group(GroupKind.FULL, tokens, blocks),),
+        parallel=place,
+        segments=(Segment(1 << 44, length, "cuda", 0),),
+        groups=(group,),
         tensors=tuple(tensors),
         transport="loopback",
         endpoint=b"",
@@ -157,19 +164,8 @@ def make_latent(rank: int, dcp: int, interleave: int = 1, slots: int = 64, block
         view = PageView(name, 0, 0, i * blocks * page, shape, strides, "bfloat16", ITEM, 1, Interval(0, 1), 1)
         tensors += latent(view, LATENT)
     place = Coordinates(rank, dcp, 0, 1, 0, 1, dcp, 1, rank, 0, interleave)
-    return Manifest(
-        version=MANIFEST_VERSION,
-        engine_id="bench",
-        incarnation="0" * 32,
-        software="bench",
-        model=FACTS,
-        parallel=place,
-        segments=(Segment(1 << 44, layers * blocks * page, "cuda", 0),),
-        groups=(Group(GroupKind.FULL, slots * dcp, blocks, share=place.share),),
-        tensors=tuple(tensors),
-        transport="loopback",
-        endpoint=b"",
-    )
+    group = Group(GroupKind.FULL, slots * dcp, blocks, share=place.share)
+    return manifest(tensors, layers * blocks * page, group, place)
 
 
 def context_cases(reps: int) -> list[dict[str, object]]:

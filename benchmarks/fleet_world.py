@@ -20,20 +20,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
-from benchmarks.bind import FACTS  # noqa: E402
+from benchmarks.bind import ITEM, make_worker  # noqa: E402
 from vllm_pd_connector.config import Config  # noqa: E402
 from vllm_pd_connector.errors import DeadlineExceeded  # noqa: E402
 from vllm_pd_connector.geometry.blocks import BlockTable  # noqa: E402
-from vllm_pd_connector.geometry.layouts.attention import PageView, key_value  # noqa: E402
-from vllm_pd_connector.geometry.manifest import (  # noqa: E402
-    MANIFEST_VERSION,
-    Coordinates,
-    Group,
-    GroupKind,
-    Manifest,
-    Segment,
-)
-from vllm_pd_connector.geometry.sharding import Interval  # noqa: E402
+from vllm_pd_connector.geometry.manifest import Manifest, Segment  # noqa: E402
 from vllm_pd_connector.metadata import ReadFrom, ReceiveRequest  # noqa: E402
 from vllm_pd_connector.protocol.lease import LeaseTable  # noqa: E402
 from vllm_pd_connector.protocol.peer import PeerKey  # noqa: E402
@@ -50,7 +41,7 @@ QUANTILES = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1
 TOKENS = (891, 901, 964, 1662, 3263, 4993, 6909, 9570, 13196, 17869, 27367, 39552, 85401, 126195)
 BLOCK_TOKENS = 128
 BLOCKS = 1024  # of an instance, so that the longest prompt fits; requests share them, nobody looks at the bytes
-LAYERS, CHANNELS, ITEM = 2, 2, 2
+LAYERS, CHANNELS = 2, 2
 LATENCY_S = 0.0002
 TURN_S = 0.02
 READ_S = 2.0  # in the mean
@@ -101,25 +92,10 @@ def prompt_tokens(random_: random.Random) -> int:
 
 def describe(engine: str, incarnation: str, memory: np.ndarray, endpoint: bytes) -> Manifest:
     """One worker whose blocks are tiny: what is counted is how many there are."""
-    page = BLOCK_TOKENS * 2 * CHANNELS * ITEM
-    tensors = []
-    for layer in range(LAYERS):
-        shape, strides = (BLOCKS, 1, BLOCK_TOKENS, 2 * CHANNELS * ITEM), (page, page, 2 * CHANNELS * ITEM, 1)
-        name, offset = f"model.layers.{layer}.self_attn.attn", layer * BLOCKS * page
-        view = PageView(name, 0, 0, offset, shape, strides, "bfloat16", ITEM, 1, Interval(0, 1), 1)
-        tensors += key_value(view, CHANNELS, CHANNELS)
-    return Manifest(
-        version=MANIFEST_VERSION,
-        engine_id=engine,
-        incarnation=incarnation,
-        software="bench",
-        model=FACTS,
-        parallel=Coordinates(0, 1, 0, 1, 0, 1, 1, 1),
-        segments=(Segment(memory.ctypes.data, len(memory), "cpu", 0),),
-        groups=(Group(GroupKind.FULL, BLOCK_TOKENS, BLOCKS),),
-        tensors=tuple(tensors),
-        transport="loopback",
-        endpoint=endpoint,
+    made = make_worker(0, 1, "LBHNC", BLOCK_TOKENS, BLOCKS, LAYERS, heads=1, channels=CHANNELS)
+    segments = (Segment(memory.ctypes.data, len(memory), "cpu", 0),)
+    return msgspec.structs.replace(
+        made, engine_id=engine, incarnation=incarnation, segments=segments, endpoint=endpoint
     )
 
 

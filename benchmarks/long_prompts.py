@@ -32,20 +32,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
-from benchmarks.bind import FACTS  # noqa: E402
+from benchmarks.bind import ITEM, make_worker  # noqa: E402
 from benchmarks.report import write  # noqa: E402
 from vllm_pd_connector.config import Config  # noqa: E402
 from vllm_pd_connector.geometry.blocks import BlockTable  # noqa: E402
-from vllm_pd_connector.geometry.layouts.attention import PageView, key_value  # noqa: E402
-from vllm_pd_connector.geometry.manifest import (  # noqa: E402
-    MANIFEST_VERSION,
-    Coordinates,
-    Group,
-    GroupKind,
-    Manifest,
-    Segment,
-)
-from vllm_pd_connector.geometry.sharding import Interval  # noqa: E402
+from vllm_pd_connector.geometry.manifest import Manifest, Segment  # noqa: E402
 from vllm_pd_connector.metadata import ReadFrom, ReceiveRequest  # noqa: E402
 from vllm_pd_connector.protocol.peer import PeerKey  # noqa: E402
 from vllm_pd_connector.protocol.wire.fields import LeaseRef  # noqa: E402
@@ -55,7 +46,7 @@ from vllm_pd_connector.worker.outbox import Outbox  # noqa: E402
 from vllm_pd_connector.worker.peers.process_watch import ProcessWatches  # noqa: E402
 from vllm_pd_connector.worker.transfer_loop import TransferLoop  # noqa: E402
 
-LAYERS, CHANNELS, ITEM = 16, 16, 2
+LAYERS, CHANNELS = 16, 16
 TOKENS = (32_768, 131_072, 524_288)
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "nixl": {"ucx": {"TLS": "tcp"}},
@@ -74,10 +65,10 @@ class Layout(NamedTuple):
 
 
 PAIRS = {
-    "blocks of 16": (Layout("LBNHC", 16), Layout("LBNHC", 16)),
-    "blocks of 128": (Layout("LBNHC", 128), Layout("LBNHC", 128)),
-    "blocks of 16 → 64": (Layout("LBNHC", 16), Layout("LBNHC", 64)),
-    "blocks of 64, a block's layers together → apart": (Layout("BLNHC", 64), Layout("LBNHC", 64)),
+    "blocks of 16": (Layout("LBHNC", 16), Layout("LBHNC", 16)),
+    "blocks of 128": (Layout("LBHNC", 128), Layout("LBHNC", 128)),
+    "blocks of 16 → 64": (Layout("LBHNC", 16), Layout("LBHNC", 64)),
+    "blocks of 64, a block's layers together → apart": (Layout("BLHNC", 64), Layout("LBHNC", 64)),
 }
 
 
@@ -86,29 +77,9 @@ def describe(
 ) -> Manifest:
     """A worker whose caches have room for a prompt of so many tokens."""
     blocks = tokens // layout.block_tokens + 1
-    token = 2 * channels * ITEM
-    page = layout.block_tokens * token
-    by_layer = layout.name.startswith("L")
-    of_block, of_layer = (page, blocks * page) if by_layer else (layers * page, page)
-    tensors = []
-    for layer in range(layers):
-        shape, strides = (blocks, 1, layout.block_tokens, token), (of_block, page, token, 1)
-        name, offset = f"model.layers.{layer}.self_attn.attn", layer * of_layer
-        view = PageView(name, 0, 0, offset, shape, strides, "bfloat16", ITEM, 1, Interval(0, 1), 1)
-        tensors += key_value(view, channels, channels)
-    return Manifest(
-        version=MANIFEST_VERSION,
-        engine_id=engine,
-        incarnation=secrets.token_hex(16),
-        software="bench",
-        model=FACTS,
-        parallel=Coordinates(0, 1, 0, 1, 0, 1, 1, 1),
-        segments=(Segment(memory.ctypes.data, len(memory), "cpu", 0),),
-        groups=(Group(GroupKind.FULL, layout.block_tokens, blocks),),
-        tensors=tuple(tensors),
-        transport="loopback",
-        endpoint=b"",
-    )
+    made = make_worker(0, 1, layout.name, layout.block_tokens, blocks, layers, heads=1, channels=channels)
+    segments = (Segment(memory.ctypes.data, len(memory), "cpu", 0),)
+    return msgspec.structs.replace(made, engine_id=engine, incarnation=secrets.token_hex(16), segments=segments)
 
 
 def make_memory(layout: Layout, tokens: int, filled: int) -> np.ndarray:
