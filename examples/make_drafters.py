@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from examples.make_models import DEFAULT_DIR, MODELS, Model, common, made, make
+from examples.make_models import DEFAULT_DIR, MODELS, Model, common, latent, made, make
 
 HEADS, KV_HEADS, HEAD_SIZE = 8, 4, 64
 SELF = 20.0
@@ -173,27 +173,9 @@ def _deepseek() -> _Predicts:
     """Source: vLLM 0.32, `deepseek_mtp.py`."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    config = DeepseekV3Config(
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=64,
-        v_head_dim=64,
-        first_k_dense_replace=2,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        n_group=1,
-        topk_group=1,
-        **common(),
-    )
     norms = ("enorm", "hnorm", "shared_head.norm")
     shared = {"shared_head.head": "lm_head", "embed_tokens": "model.embed_tokens"}
-    network = DeepseekV3ForCausalLM(config)
+    network = DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=1, first_k_dense_replace=2, **latent()))
     return _Predicts(network, "DeepseekV3ForCausalLM", "model.layers.1.", "eh_proj", norms, True, shared)
 
 

@@ -105,30 +105,31 @@ def _swa() -> Any:
     return Gemma3ForCausalLM(config)
 
 
+def latent() -> dict[str, Any]:
+    """What every configuration of DeepSeek's has here."""
+    return {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_group": 1,
+        "topk_group": 1,
+        **common(),
+    }
+
+
 def _mla() -> Any:
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
-    layers = 3
-    config = DeepseekV2Config(
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=64,
-        v_head_dim=64,
-        first_k_dense_replace=layers,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        n_group=1,
-        topk_group=1,
-        topk_method="greedy",
-        **common(),
-    )
-    return DeepseekV2ForCausalLM(config)
+    layers = {"num_hidden_layers": 3, "first_k_dense_replace": 3}
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**layers, topk_method="greedy", **latent()))
 
 
 def _gqa6() -> Any:
