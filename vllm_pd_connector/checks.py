@@ -8,7 +8,6 @@ secrets, an address that is not this machine's, and, when the number of the engi
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import socket
@@ -16,7 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_pd_connector import CONNECTOR_NAME, in_tree
-from vllm_pd_connector.config import Config, own_directory, parse_config
+from vllm_pd_connector.config import Config, own_directory, parse_config, unknown_key
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.instance_info import ROLES
 from vllm_pd_connector.sidechannel.net.keys import keys_of, require_private_address
@@ -178,6 +177,4 @@ def _unknown(key: str) -> str:
         return f"{key}: {in_tree.TOP_LEVEL[key]}"
     if key in Config.__struct_fields__:
         return f"{key}: it belongs into kv_connector_extra_config"
-    near = difflib.get_close_matches(key, _KEYS, n=1)
-    meant = f"; did you mean {near[0]}?" if near else ";"
-    return f"{key!r} is not a key{meant} the keys are {', '.join(_KEYS)}"
+    return unknown_key(key, _KEYS)

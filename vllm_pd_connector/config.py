@@ -22,13 +22,11 @@ from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.transport import registry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 DEFAULT_SIDE_CHANNEL_HOST = "127.0.0.1"
 DEFAULT_SIDE_CHANNEL_PORT = 5600
 MAX_STAGING_BYTES = 1 << 40
-
-
 MIN_SECRET_BYTES = 32
 
 
@@ -242,12 +240,11 @@ def _port(key: str, variable: str, base: int | str, data_parallel_index: int) ->
     return port
 
 
-def _unknown(key: str) -> str:
-    if known_elsewhere := in_tree.refusal(key):
-        return known_elsewhere
-    near = difflib.get_close_matches(key, Config.__struct_fields__, n=1)
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    """What is wrong with a key that is none of those that are known."""
+    near = difflib.get_close_matches(key, known, n=1)
     meant = f"; did you mean {near[0]}?" if near else ";"
-    return f"{key!r} is not a key{meant} the keys are {', '.join(Config.__struct_fields__)}"
+    return f"{key!r} is not a key{meant} the keys are {', '.join(known)}"
 
 
 def _mistyped(extra: Mapping[str, Any]) -> str:
@@ -263,6 +260,11 @@ def _mistyped(extra: Mapping[str, Any]) -> str:
     return ""
 
 
+def _require(config: Config, key: str, good: bool, values: str) -> None:
+    if not good:
+        raise InvalidConfig(f"kv_connector_extra_config.{key} is {getattr(config, key)}: it must be in {values}")
+
+
 def parse_config(extra: Mapping[str, Any]) -> Config:
     """Validate `kv_connector_extra_config`.
 
@@ -271,38 +273,24 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
     """
     for key in extra:
         if key not in Config.__struct_fields__:
-            raise InvalidConfig(f"kv_connector_extra_config: {_unknown(str(key))}")
+            why = in_tree.refusal(key) or unknown_key(str(key), Config.__struct_fields__)
+            raise InvalidConfig(f"kv_connector_extra_config: {why}")
     try:
         config = msgspec.convert(dict(extra), Config)
     except msgspec.ValidationError as error:
         raise InvalidConfig(f"kv_connector_extra_config: {_mistyped(extra) or error}") from None
     durations = ("kv_lease_duration", "kv_lease_limit", "handshake_timeout", "transfer_timeout", "step_timeout")
     for key in (*durations, "confirm_timeout", "conversation_lease"):
-        value = getattr(config, key)
-        if not 0 < value <= 86400:
-            raise InvalidConfig(f"kv_connector_extra_config.{key} is {value}: it must be in (0, 86400] seconds")
-    if not 0 < config.conversation_share <= 1:
-        raise InvalidConfig(
-            f"kv_connector_extra_config.conversation_share is {config.conversation_share}: it must be in (0, 1]"
-        )
+        _require(config, key, 0 < getattr(config, key) <= 86400, "(0, 86400] seconds")
+    _require(config, "conversation_share", 0 < config.conversation_share <= 1, "(0, 1]")
     if config.kv_lease_limit < config.kv_lease_duration:
         raise InvalidConfig(
             f"kv_connector_extra_config.kv_lease_limit is {config.kv_lease_limit}, and kv_lease_duration "
             f"{config.kv_lease_duration}: a lease without a renewal is not longer than one with all of them"
         )
-    if not 0 < config.kv_lease_share <= 1:
-        raise InvalidConfig(
-            f"kv_connector_extra_config.kv_lease_share is {config.kv_lease_share}: it must be in (0, 1], a part of the "
-            "block pool"
-        )
-    if not 0 <= config.shutdown_timeout <= 86400:
-        raise InvalidConfig(
-            f"kv_connector_extra_config.shutdown_timeout is {config.shutdown_timeout}: it must be in [0, 86400] seconds"
-        )
-    if not 0 <= config.staging_bytes <= MAX_STAGING_BYTES:
-        raise InvalidConfig(
-            f"kv_connector_extra_config.staging_bytes is {config.staging_bytes}: it must be in "
-            f"[0, {MAX_STAGING_BYTES}] bytes"
-        )
+    _require(config, "kv_lease_share", 0 < config.kv_lease_share <= 1, "(0, 1], a part of the block pool")
+    _require(config, "shutdown_timeout", 0 <= config.shutdown_timeout <= 86400, "[0, 86400] seconds")
+    staged = f"[0, {MAX_STAGING_BYTES}] bytes"
+    _require(config, "staging_bytes", 0 <= config.staging_bytes <= MAX_STAGING_BYTES, staged)
     registry.find(config.transport)
     return config

@@ -20,7 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_pd_connector.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+
+    from prometheus_client.samples import Sample
 
 INFO_SERIES = "vllm:pd_instance_info"
 INFO_TEXT = "What routers need to know of this instance; always 1."
@@ -73,16 +75,21 @@ def parse(exposition: str) -> dict[int, EngineInfo]:
     Raises:
         ProtocolError: the page is no exposition, or a row lacks a label or has a value that cannot be.
     """
+    rows = [sample.labels for sample in samples(exposition) if sample.name == INFO_SERIES]
+    return {_number(row, "engine", least=0): of_labels(row) for row in rows}
+
+
+def samples(exposition: str) -> Iterator[Sample]:
+    """All that a `/metrics` page tells.
+
+    Raises:
+        ProtocolError: the page is no exposition.
+    """
     try:
-        rows = [
-            sample.labels
-            for family in text_string_to_metric_families(exposition)
-            for sample in family.samples
-            if sample.name == INFO_SERIES
-        ]
+        for family in text_string_to_metric_families(exposition):
+            yield from family.samples
     except (ValueError, KeyError, IndexError) as error:
         raise ProtocolError(f"/metrics: not a Prometheus exposition: {error}") from error
-    return {_number(row, "engine", least=0): of_labels(row) for row in rows}
 
 
 def of_labels(row: Mapping[str, str]) -> EngineInfo:

@@ -80,6 +80,11 @@ def say_failure(command: str, code: Exit, message: str, *, as_json: bool) -> Exi
     return code
 
 
+def printable(line: str) -> str:
+    """Without what a terminal would obey: names are other processes' words."""
+    return "".join(letter if letter.isprintable() else "?" for letter in line)
+
+
 def table(rows: list[tuple[str, ...]]) -> list[str]:
     """Lines with columns below each other, as wide as they must be: what is cut off or folded cannot be searched."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from vllm_pd_connector.arguments import base_url, seconds
 from vllm_pd_connector.cli.options import Json, taken
-from vllm_pd_connector.cli.output import Exit, NotReached, emit, emit_json, table
+from vllm_pd_connector.cli.output import Exit, NotReached, emit, emit_json, printable, table
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.instance_info import MAX_PAGE_BYTES
 from vllm_pd_connector.routing.overview import (
@@ -142,9 +142,4 @@ def _print(looks: Sequence[Look], before: Mapping[str, Look], *, as_json: bool) 
     lines = table([INSTANCE_HEADS, *map(instance_cells, rows)])
     if links:
         lines += ["", *table([LINK_HEADS, *map(link_cells, links)])]
-    emit("\n".join(_printable(line) for line in lines))
-
-
-def _printable(line: str) -> str:
-    """Without what a terminal would obey: names are other processes' words."""
-    return "".join(letter if letter.isprintable() else "?" for letter in line)
+    emit("\n".join(map(printable, lines)))

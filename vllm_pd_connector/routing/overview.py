@@ -12,10 +12,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.instance_info import INFO_SERIES, EngineInfo, of_labels
+from vllm_pd_connector.instance_info import INFO_SERIES, EngineInfo, of_labels, samples
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -97,27 +95,24 @@ def read(page: str, url: str, at: float) -> Look:
     engines: list[EngineInfo] = []
     protocols: set[str] = set()
     requests = 0.0
-    try:
-        for sample in (sample for family in text_string_to_metric_families(page) for sample in family.samples):
-            name, labels, value = sample.name.removeprefix(_PREFIX), sample.labels, float(sample.value)
-            if not math.isfinite(value):
-                continue
-            if sample.name == INFO_SERIES:
-                engines.append(of_labels(labels))
-            elif sample.name in _REQUESTS:
-                requests += value
-            elif not sample.name.startswith(_PREFIX):
-                continue
-            elif name in _LINKS:
-                links[_LINKS[name], labels.get("peer", ""), labels.get("transport", "")] += value
-            elif name in _BY_REASON:
-                failures[labels.get("reason", "")] += value
-            elif name == "transport_info":
-                protocols.add(labels.get("protocol", ""))
-            elif "le" not in labels and "phase" not in labels:
-                values[name] += value
-    except (ValueError, KeyError, IndexError) as error:
-        raise ProtocolError(f"/metrics: not a Prometheus exposition: {error}") from error
+    for sample in samples(page):
+        name, labels, value = sample.name.removeprefix(_PREFIX), sample.labels, float(sample.value)
+        if not math.isfinite(value):
+            continue
+        if sample.name == INFO_SERIES:
+            engines.append(of_labels(labels))
+        elif sample.name in _REQUESTS:
+            requests += value
+        elif not sample.name.startswith(_PREFIX):
+            continue
+        elif name in _LINKS:
+            links[_LINKS[name], labels.get("peer", ""), labels.get("transport", "")] += value
+        elif name in _BY_REASON:
+            failures[labels.get("reason", "")] += value
+        elif name == "transport_info":
+            protocols.add(labels.get("protocol", ""))
+        elif "le" not in labels and "phase" not in labels:
+            values[name] += value
     if not engines:
         raise ProtocolError("/metrics: no instance with PDConnector that tells its metrics")
     return Look(url, at, tuple(engines), int(requests), values, failures, links, frozenset(protocols))

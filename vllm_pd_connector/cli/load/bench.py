@@ -33,6 +33,7 @@ from vllm_pd_connector.cli.output import (
     NotReadable,
     emit,
     emit_json,
+    printable,
     table,
 )
 
@@ -239,4 +240,4 @@ def _require_answer(url: str) -> None:
 
 def _last_line(said: Path) -> str:
     told = [line.strip() for line in said.read_text(errors="replace").splitlines() if line.strip()]
-    return "".join(letter if letter.isprintable() else "?" for letter in told[-1])[:SAID] if told else "it said nothing"
+    return printable(told[-1])[:SAID] if told else "it said nothing"

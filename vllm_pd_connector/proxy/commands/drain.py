@@ -29,10 +29,8 @@ import urllib.request
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from vllm_pd_connector.errors import PDConnectorError, ProtocolError
-from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, parse
+from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, parse, samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -134,7 +132,7 @@ class Drain:
         try:
             engines = parse(text := content.decode(errors="replace"))
             sums = _sums(text)
-        except (ProtocolError, ValueError, KeyError, IndexError) as error:
+        except ProtocolError as error:
             raise CannotTell(f"{where}: {error}") from error
         if not engines or any(name not in sums for name in REQUESTS):
             raise CannotTell(f"{where}: no instance with PDConnector that tells its metrics (--disable-log-stats?)")
@@ -185,10 +183,9 @@ class Drain:
 def _sums(page: str) -> dict[str, float]:
     """The gauges that are looked at, summed over engines."""
     found: dict[str, float] = {}
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            if sample.name in (*REQUESTS, LEASES):
-                found[sample.name] = found.get(sample.name, 0.0) + float(sample.value)
+    for sample in samples(page):
+        if sample.name in (*REQUESTS, LEASES):
+            found[sample.name] = found.get(sample.name, 0.0) + float(sample.value)
     return found
 
 
