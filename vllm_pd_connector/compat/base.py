@@ -25,20 +25,3 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 FOLLOWS_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 """Whether this vLLM tells connectors when the caches' memory goes and comes back."""
-
-__all__ = [
-    "FOLLOWS_SLEEP",
-    "CacheHitSource",
-    "KVConnectorBase_V1",
-    "KVConnectorHandshakeMetadata",
-    "KVConnectorMetadata",
-    "KVConnectorPromMetrics",
-    "KVConnectorRole",
-    "KVConnectorStats",
-    "KVConnectorTransferResults",
-    "KVConnectorWorkerMetadata",
-    "PromMetric",
-    "PromMetricT",
-    "SupportsHMA",
-    "init_logger",
-]

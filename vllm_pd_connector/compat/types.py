@@ -12,17 +12,3 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
-
-__all__ = [
-    "AttentionMetadata",
-    "BlockPool",
-    "ForwardContext",
-    "KVCacheBlock",
-    "KVCacheBlocks",
-    "KVCacheConfig",
-    "KVCacheManager",
-    "KVConnectorOutput",
-    "Request",
-    "SchedulerOutput",
-    "VllmConfig",
-]
