@@ -117,7 +117,7 @@ def order_cost(in_flight: int, reps: int = 200) -> dict[str, Any]:
         orders(lambda name_=name_, rep=rep: table.progressed(name_, blocks, 128 * (1 + rep // in_flight), rep))
         seen += 2 if rep < in_flight else 1
         table.await_commands(AwaitCommands(bytes(16), 0, seen), (b"w", rep), now)
-        rounds(lambda: (table.tick(now), table.take_replies(), table.next_deadline()))
+        rounds(lambda: (table.tick(now), table.replies.take(), table.next_deadline()))
     return {
         "case": "push table",
         "in_flight": in_flight,

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_pd_connector.protocol.lease import SHARED_S, LeaseTable
+from vllm_pd_connector.protocol.lease import SHARED_S, End, LeaseTable
 from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
 from vllm_pd_connector.protocol.wire.messages import ReadDone
 
@@ -144,8 +144,8 @@ class Leases(RuleBasedStateMachine):
         self.end(ref)
 
     @rule(name=st.sampled_from(NAMES))
-    def release_by_id(self, name):
-        self.table.release_by_id(name, self.now)
+    def end_unneeded(self, name):
+        self.table.drop(name, self.now, End.RELEASED)
         for ref in [ref for ref in self.deadline if ref.request_id == name]:
             self.end(ref)
 

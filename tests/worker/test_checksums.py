@@ -17,7 +17,7 @@ from tests.support.worker.late_memory import LateMemory
 from tests.support.worker.prefill_instance import P_BLOCKS, real
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.blocks import BlockTable
-from vllm_pd_connector.geometry.checksums.sums import Checksum, difference
+from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums, difference
 from vllm_pd_connector.metadata import PushFrom, ReceiveRequest
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.wire import messages as m
@@ -25,7 +25,6 @@ from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, Prefi
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.sidechannel.server import SideChannelServer
-from vllm_pd_connector.worker import checksums as checksums_module
 from vllm_pd_connector.worker.checksum_server import ChecksumServer
 from vllm_pd_connector.worker.checksums import is_chosen, of_pieces, to_messages
 
@@ -147,7 +146,7 @@ def test_nobody_but_a_worker_is_given_jobs_or_believed_in_what_it_sums(decode):
 
 
 def test_sums_that_cannot_be_made_fail_one_check_and_not_those_after_it(decode, monkeypatch):
-    sums = checksums_module.checksums
+
     with contextlib.closing(Verifying()) as prefill:
         left = {maker._thread for maker in prefill.makers}
 
@@ -155,7 +154,7 @@ def test_sums_that_cannot_be_made_fail_one_check_and_not_those_after_it(decode, 
             if (thread := threading.current_thread()) in left:
                 left.remove(thread)
                 raise RuntimeError("CUDA out of memory")
-            return sums(*arguments)
+            return checksums(*arguments)
 
         monkeypatch.setattr("vllm_pd_connector.worker.checksum_server.checksums", runs_out_of_memory_once)
         decode.loop.submit([prefill.held("a")], [])

@@ -16,7 +16,7 @@ import numpy as np
 from vllm_pd_connector.errors import BindError, IncompatiblePeer
 from vllm_pd_connector.geometry.bind import Tail, pair
 from vllm_pd_connector.geometry.blocks import BlockTable, BlockTables
-from vllm_pd_connector.geometry.plan import Edge, PagePairing, make_plan
+from vllm_pd_connector.geometry.plan import Edge, make_plan
 from vllm_pd_connector.geometry.sharding import describe_rank
 from vllm_pd_connector.geometry.spans import runs_of
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, chunks, run_count, split
@@ -97,16 +97,14 @@ def explain_pair(
     `run_cost` what a run costs the transport, in bytes.
     """
     check = check_pd_topology(decode, prefill)
-    if not check.allowed:
-        return Explanation(check, tokens, (), push, run_cost)
-    held = min(_capacity(group) for side in (prefill, decode) for m in side for group in m.groups)
-    tokens = min(tokens, held)
+    if check.allowed:
+        tokens = min(tokens, *(_capacity(group) for side in (prefill, decode) for m in side for group in m.groups))
 
     def tables(edge: Edge, scattered: bool) -> Tables:
-        source = [_table(group, tokens, descending=False) for group in edge.source_groups]
-        return source, [_table(group, tokens, filled=True, descending=scattered) for group in edge.destination_groups]
+        source = [blocks_for(group, tokens) for group in edge.source_groups]
+        return source, [blocks_for(g, tokens, filled=True, descending=scattered) for g in edge.destination_groups]
 
-    return _explain(check, prefill, decode, _Request(0, tokens, tables), chunk_bytes, push, run_cost)
+    return _explain(check, prefill, decode, _Request(range(tokens), tables, chunk_bytes, push, run_cost))
 
 
 def explain_request(
@@ -121,39 +119,36 @@ def explain_request(
     run_cost: int = RUN_COST_BYTES,
 ) -> Explanation:
     """The same of one worker's receive of these tokens, from and into these blocks, neighbours or not."""
-    check = check_pd_topology(decode, prefill)
-    if not check.allowed:
-        return Explanation(check, len(tokens), (), push, run_cost)
-    request = _Request(tokens.start, tokens.stop, lambda edge, scattered: (source, destination))
-    return _explain(check, prefill, (decode,), request, chunk_bytes, push, run_cost)
+    request = _Request(tokens, lambda edge, scattered: (source, destination), chunk_bytes, push, run_cost)
+    return _explain(check_pd_topology(decode, prefill), prefill, (decode,), request)
 
 
-def blocks_for(group: Group, tokens: int) -> BlockTable:
-    """The blocks of a request of this many tokens, where only their number is known: one after the other."""
-    return _table(group, tokens, descending=False)
+def blocks_for(group: Group, tokens: int, *, filled: bool = False, descending: bool = False) -> BlockTable:
+    """The blocks of a request of this many tokens, where only their number is known: one after the other, or, if
+    `descending`, none behind its neighbour. Where they are `filled`, those that a window has left behind are null."""
+    blocks = min(max(1, -(-tokens // max(1, group.block_tokens))), max(1, group.num_blocks - 1))
+    ids = np.arange(1, blocks + 1, dtype=np.int64)
+    if descending:
+        ids = ids[::-1].copy()
+    if filled and group.window:
+        ends = (np.arange(blocks) + 1) * group.block_tokens
+        ids[ends <= tokens - group.window] = 0
+    return BlockTable.of(0, ids.tolist())
 
 
 def _explain(
-    check: TopologyCheck,
-    prefill: Sequence[Manifest],
-    decode: Sequence[Manifest],
-    request: _Request,
-    chunk_bytes: int,
-    push: bool,
-    run_cost: int,
+    check: TopologyCheck, prefill: Sequence[Manifest], decode: Sequence[Manifest], request: _Request
 ) -> Explanation:
     movements: list[Movement] = []
-    tokens = request.stop - request.start
     try:
-        for manifest in decode:
+        for manifest in decode if check.allowed else ():
             for edge in make_plan(manifest, prefill).edges:
-                movements += _edge(edge, request, chunk_bytes, push, run_cost)
+                movements += _edge(edge, request)
     except IncompatiblePeer as error:
-        refused = TopologyCheck(TopologyStatus.DENY, error.summary, error.differences)
-        return Explanation(refused, tokens, (), push, run_cost)
+        check, movements = TopologyCheck(TopologyStatus.DENY, error.summary, error.differences), []
     except BindError as error:  # instances that would be paired, but not for this request
-        return Explanation(TopologyCheck(TopologyStatus.DENY, str(error)), tokens, (), push, run_cost)
-    return Explanation(check, tokens, tuple(movements), push, run_cost)
+        check, movements = TopologyCheck(TopologyStatus.DENY, str(error)), []
+    return Explanation(check, len(request.tokens), tuple(movements), request.push, request.run_cost)
 
 
 def _capacity(group: Group) -> int:
@@ -161,22 +156,20 @@ def _capacity(group: Group) -> int:
     return max(1, group.num_blocks - 1) * max(1, group.block_tokens)
 
 
-def _edge(edge: Edge, request: _Request, chunk_bytes: int, push: bool, run_cost: int) -> list[Movement]:
-    _, staged = split(edge, chunk_bytes, writes=push, run_cost=run_cost)
-    ways = _Ways(request, push, run_cost)
+def _edge(edge: Edge, request: _Request) -> list[Movement]:
+    _, staged = split(edge, request.chunk_bytes, writes=request.push, run_cost=request.run_cost)
     movements = []
     for pairing in edge.pairings:
         only, converted = replace(edge, pairings=(pairing,)), pairing in staged.pairings
-        limit = chunk_bytes if converted else 0
-        work, unconverted = _work(only, ways, limit, scattered=True)
-        neighbouring, _ = _work(only, ways, limit, scattered=False)
+        work, unconverted = _work(only, request, converted, scattered=True)
+        neighbouring, _ = _work(only, request, converted, scattered=False)
         movements.append(
             Movement(
                 source=describe_rank(edge.source),
                 destination=describe_rank(edge.destination),
                 group=pairing.destination.group,
                 kind=str(pairing.kind),
-                layers=_layers(pairing),
+                layers=len({layer for batch in pairing.batches for layer in batch.layers}),
                 first_layer=pairing.batches[0].layers[0],
                 source_page_tokens=pairing.source.page_tokens,
                 destination_page_tokens=pairing.destination.page_tokens,
@@ -195,18 +188,12 @@ def _edge(edge: Edge, request: _Request, chunk_bytes: int, push: bool, run_cost:
 
 
 class _Request(NamedTuple):
-    """Tokens [start, stop), and the tables of an edge's two sides; with `scattered`, of blocks that are no
+    """Which tokens are moved and how, and the tables of an edge's two sides; with `scattered`, of blocks that are no
     neighbours."""
 
-    start: int
-    stop: int
+    tokens: range
     tables: Callable[[Edge, bool], Tables]
-
-
-class _Ways(NamedTuple):
-    """Of what request the work is, and how it is moved."""
-
-    request: _Request
+    chunk_bytes: int
     push: bool
     run_cost: int
 
@@ -220,16 +207,15 @@ class _Work(NamedTuple):
     copies: int
 
 
-def _work(edge: Edge, ways: _Ways, chunk_bytes: int, *, scattered: bool) -> tuple[_Work, int]:
-    """The work along an edge of one pairing, by way of the staging buffer unless `chunk_bytes` is 0, and about how many
-    runs there are without one."""
-    request = ways.request
+def _work(edge: Edge, request: _Request, converted: bool, *, scattered: bool) -> tuple[_Work, int]:
+    """The work along an edge of one pairing, by way of the staging buffer if `converted`, and about how many runs there
+    are without one."""
     source, destination = request.tables(edge, scattered)
-    paired = pair(edge, source, destination, request.start, request.stop, tail=Tail.PAGE, late=True)
-    if not chunk_bytes:
+    paired = pair(edge, source, destination, request.tokens.start, request.tokens.stop, tail=Tail.PAGE, late=True)
+    if not converted:
         bound = runs_of(paired)
         return _Work(len(bound), bound.total_bytes, bound.total_bytes, 0), len(bound)
-    parts = list(chunks(paired, chunk_bytes, writes=ways.push, run_cost=ways.run_cost))
+    parts = list(chunks(paired, request.chunk_bytes, writes=request.push, run_cost=request.run_cost))
     work = _Work(
         sum(len(part.runs) for part in parts),
         sum(part.runs.total_bytes for part in parts),
@@ -241,20 +227,3 @@ def _work(edge: Edge, ways: _Ways, chunk_bytes: int, *, scattered: bool) -> tupl
 
 def _share(share: TokenShare) -> str:
     return f"{share.rank} of {share.size} by {share.interleave}" if share.size > 1 else ""
-
-
-def _layers(pairing: PagePairing) -> int:
-    return len({layer for batch in pairing.batches for layer in batch.layers})
-
-
-def _table(group: Group, tokens: int, *, filled: bool = False, descending: bool) -> BlockTable:
-    """Blocks for a request of this many tokens; where they are `filled`, those that a window has left behind are
-    null."""
-    blocks = min(max(1, -(-tokens // max(1, group.block_tokens))), max(1, group.num_blocks - 1))
-    ids = np.arange(1, blocks + 1, dtype=np.int64)
-    if descending:
-        ids = ids[::-1].copy()
-    if filled and group.window:
-        ends = (np.arange(blocks) + 1) * group.block_tokens
-        ids[ends <= tokens - group.window] = 0
-    return BlockTable.of(0, ids.tolist())

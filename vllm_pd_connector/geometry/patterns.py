@@ -15,7 +15,10 @@ from vllm_pd_connector.geometry.plan import StridedAxis
 from vllm_pd_connector.geometry.runs import Runs, join
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm_pd_connector.geometry.plan import LayerBatch, PagePairing, TensorSlice
+    from vllm_pd_connector.geometry.runs import Addresses
 
 MAX_CACHED_RUNS = 1 << 20
 
@@ -56,15 +59,22 @@ def batch_runs(batch: LayerBatch, source_token: int, destination_token: int, tok
 
 def _slice_runs(tensor_slice: TensorSlice, source_token: int, destination_token: int, tokens: int) -> Runs:
     length, axes = _rows(tensor_slice, tokens)
-    source = np.array(tensor_slice.source + source_token * tensor_slice.token.source, dtype=np.int64)
-    destination = np.array(
-        tensor_slice.destination + destination_token * tensor_slice.token.destination, dtype=np.int64
+    source, destination = grid(axes)
+    return Runs(
+        source + (tensor_slice.source + source_token * tensor_slice.token.source),
+        destination + (tensor_slice.destination + destination_token * tensor_slice.token.destination),
+        np.full(source.size, length, dtype=np.int64),
     )
+
+
+def grid(axes: Sequence[StridedAxis]) -> tuple[Addresses, Addresses]:
+    """Offsets of every index of these axes, the first of which is the fastest, on both sides; one zero for no axes."""
+    source = destination = np.zeros(1, dtype=np.int64)
     for axis in reversed(axes):
         steps = np.arange(axis.size, dtype=np.int64)
-        source = np.add.outer(source, steps * axis.source)
-        destination = np.add.outer(destination, steps * axis.destination)
-    return Runs(source.ravel(), destination.ravel(), np.full(source.size, length, dtype=np.int64))
+        source = np.add.outer(source, steps * axis.source).ravel()
+        destination = np.add.outer(destination, steps * axis.destination).ravel()
+    return source, destination
 
 
 def _rows(tensor_slice: TensorSlice, tokens: int) -> tuple[int, list[StridedAxis]]:

@@ -181,7 +181,6 @@ class _Cut:
 class _Part:
     """A box of one tensor that one source writes, before it is put into a pairing."""
 
-    layer: str
     source: Tensor
     destination: Tensor
     box: Box
@@ -212,7 +211,7 @@ def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
         # A state cannot be missing: decode would go on from nothing.
         paged = destination.groups[tensor.group].kind is not GroupKind.STATE
         if not candidates and paged and tensor.layer in alone:
-            absent.append(_Part(tensor.layer, tensor, tensor, box_of(tensor.axes)))
+            absent.append(_Part(tensor, tensor, box_of(tensor.axes)))
             continue
         shape = (_shape(tensor), tuple((i, _shape(peer)) for i, peer in candidates))
         if (cuts := known.get(shape)) is None:
@@ -227,7 +226,7 @@ def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
         place = cut.position * len(layers) + layers[tensor.layer]
         replica = place * len(cut.replicas) // (cut.destinations * len(layers))
         owner, peer = candidates[cut.replicas[replica]]
-        parts[owner].append(_Part(tensor.layer, peer, tensor, cut.box))
+        parts[owner].append(_Part(peer, tensor, cut.box))
     edges = [
         Edge(rank, destination.parallel.rank, source.groups, destination.groups, _pairings(destination, source, mine))
         for rank, source, mine in zip(ranks, sources, parts, strict=True)
@@ -251,9 +250,11 @@ def _cut(
     for position, (i, peer) in enumerate(candidates):
         their_share = sources[i].groups[peer.group].share
         other = (box_of(peer.axes), their_share) != (wanted, share)
-        if tensor.opaque and peer.opaque and other and _same_extent(tensor, peer) and _same_turns(share, their_share):
+        if tensor.opaque and peer.opaque and other and _form(tensor, share) == _form(peer, their_share):
             continue  # another rank's whole page
-        _require_same_meaning(name, tensor, destination, peer, sources[i])
+        if found := pair_differences(tensor, destination.groups[tensor.group], peer, sources[i].groups[peer.group]):
+            where = f"{sources[i].engine_id} {describe_rank(sources[i].parallel.rank)}"
+            raise IncompatiblePeer(f"{name}: incompatible with {where}:", found)
         replicas.setdefault((box_of(peer.axes), their_share), []).append(position)
     cuts = []
     pieces = []
@@ -269,23 +270,10 @@ def _cut(
     return tuple(cuts)
 
 
-def _same_extent(a: Tensor, b: Tensor) -> bool:
-    return (a.opaque, a.page_tokens, a.axes[0].size, a.axes[0].total) == (
-        b.opaque,
-        b.page_tokens,
-        b.axes[0].size,
-        b.axes[0].total,
-    )
-
-
-def _same_turns(a: TokenShare, b: TokenShare) -> bool:
-    return (a.size, a.interleave) == (b.size, b.interleave)
-
-
-def _require_same_meaning(name: str, tensor: Tensor, mine: Manifest, peer: Tensor, theirs: Manifest) -> None:
-    if found := pair_differences(tensor, mine.groups[tensor.group], peer, theirs.groups[peer.group]):
-        where = describe_rank(theirs.parallel.rank)
-        raise IncompatiblePeer(f"{name}: incompatible with {theirs.engine_id} {where}:", found)
+def _form(tensor: Tensor, share: TokenShare) -> tuple[object, ...]:
+    """What opaque pages that only lie on different ranks have in common."""
+    axis = tensor.axes[0]
+    return tensor.opaque, tensor.page_tokens, axis.size, axis.total, share.size, share.interleave
 
 
 def _place(
@@ -350,7 +338,7 @@ def _alike(theirs: Paging, ours: Paging) -> bool:
 def _batches(destination: Manifest, source: Manifest, parts: Iterable[_Part]) -> tuple[LayerBatch, ...]:
     alike: dict[tuple[TensorSlice, ...], list[tuple[str, int, int]]] = {}
     strides: dict[object, tuple[tuple[int, int], StridedAxis, tuple[StridedAxis, ...]]] = {}
-    for layer, members in groupby(parts, key=lambda part: part.layer):
+    for layer, members in groupby(parts, key=lambda part: part.destination.layer):
         slices: list[TensorSlice] = []
         theirs = ours = 0
         for part in members:

@@ -33,20 +33,16 @@ class Runs:
     def total_bytes(self) -> int:
         return int(self.length.sum())
 
-    @classmethod
-    def empty(cls) -> Runs:
-        none = np.empty(0, dtype=np.int64)
-        return cls(none, none, none)
-
 
 def concatenate(parts: Iterable[Runs]) -> Runs:
     given = tuple(parts)
     if len(given) == 1:
         return given[0]
+    none = np.empty(0, dtype=np.int64)
     return Runs(
-        np.concatenate([Runs.empty().source, *(runs.source for runs in given)]),
-        np.concatenate([Runs.empty().destination, *(runs.destination for runs in given)]),
-        np.concatenate([Runs.empty().length, *(runs.length for runs in given)]),
+        np.concatenate([none, *(runs.source for runs in given)]),
+        np.concatenate([none, *(runs.destination for runs in given)]),
+        np.concatenate([none, *(runs.length for runs in given)]),
     )
 
 

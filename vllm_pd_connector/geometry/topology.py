@@ -10,8 +10,7 @@ The check is made of two questions, each answered completely before the next is 
 One side may draft alone: the caches of its drafter are then nobody's to give or to want (`drafted_alone`).
 
 Block sizes, layouts, tensor, pipeline and context parallel sizes, the interleaving of tokens and capacities may differ:
-the planner converts between them.
-A result that nobody computed denies.
+the planner converts between them. A result that nobody computed denies.
 
 Source: xLLM, `check_pd_topo` (statuses, order of evaluation).
 """
@@ -79,7 +78,8 @@ def check_pd_topology(
         return TopologyCheck(TopologyStatus.INVALID_REMOTE, f"invalid remote topology: {error}")
     if found := instance_differences(ours, remote):
         return _deny(found)
-    if all(any(_same_geometry(mine, theirs) for theirs in remote) for mine in ours):
+    there = [_geometry(manifest) for manifest in remote]
+    if all(_geometry(manifest) in there for manifest in ours):
         return TopologyCheck(TopologyStatus.ALLOW_HOMOGENEOUS, "")
     return TopologyCheck(TopologyStatus.ALLOW_HETEROGENEOUS, "")
 
@@ -190,13 +190,11 @@ def share_box(share: TokenShare) -> Box:
     return (Interval(share.rank, share.rank + 1),) if share.size > 1 else ()
 
 
+_SAME_REVISION = "serve the same model and --revision on both sides"
 _ADVICE = {
     "model": "serve the same model on both sides",
     "architecture": "serve the same model on both sides",
-    "num_layers": "serve the same model and --revision on both sides",
-    "hidden_size": "serve the same model and --revision on both sides",
-    "num_kv_heads": "serve the same model and --revision on both sides",
-    "head_size": "serve the same model and --revision on both sides",
+    **dict.fromkeys(("num_layers", "hidden_size", "num_kv_heads", "head_size"), _SAME_REVISION),
     "dtype": "start both with the same --dtype",
     "kv_cache_dtype": "start both with the same --kv-cache-dtype",
     "rope": "start both with the same --rope-scaling, --max-model-len and --hf-overrides",
@@ -300,7 +298,7 @@ def pair_differences(local: Tensor, local_group: Group, remote: Tensor, remote_g
         ("dtype", local.dtype, remote.dtype, _SAME_DTYPES),
         ("item size", local.itemsize, remote.itemsize, "start both with the same dtypes"),
         ("group kind", local_group.kind, remote_group.kind, "use the same hybrid KV cache manager setting on both"),
-        ("window", local_group.window, remote_group.window, "serve the same model and --revision on both sides"),
+        ("window", local_group.window, remote_group.window, _SAME_REVISION),
         ("inner form", local.opaque or "affine", remote.opaque or "affine", "use the same attention backend on both"),
     ]
     if local.opaque and remote.opaque:
@@ -322,17 +320,11 @@ def _print(axes: Sequence[Axis]) -> str:
     return " x ".join(f"{name} {total}" for name, total in extents_of(axes))
 
 
-def _same_geometry(mine: Manifest, theirs: Manifest) -> bool:
-    """Equal coordinates and equal pages, so that blocks map one to one; capacity and addresses may differ."""
-    ours, others = (
-        (m.parallel.rank, m.parallel.tp_size, m.parallel.pp_size, m.parallel.pcp_size, _pages(m))
-        for m in (mine, theirs)
-    )
-    return ours == others
-
-
-def _pages(manifest: Manifest) -> dict[tuple[str, str], tuple[object, ...]]:
-    return {
-        (t.layer, t.role): (t.page_tokens, t.pages_per_block, t.page_stride, t.axes, manifest.groups[t.group].share)
+def _geometry(manifest: Manifest) -> tuple[object, ...]:
+    """Coordinates and pages: where they are equal, blocks map one to one. Capacity and addresses may differ."""
+    place, groups = manifest.parallel, manifest.groups
+    pages = {
+        (t.layer, t.role): (t.page_tokens, t.pages_per_block, t.page_stride, t.axes, groups[t.group].share)
         for t in manifest.tensors
     }
+    return place.rank, place.tp_size, place.pp_size, place.pcp_size, pages

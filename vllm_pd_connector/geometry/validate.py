@@ -294,10 +294,8 @@ def _overlap(items: Sequence[_Bytes]) -> tuple[int, int] | None:
     while pending:
         for cluster in _clusters(pending.pop()):
             left -= len(cluster)
-            if left < 0:
-                return _two_owners(cluster)
             stride = max((item.axes[0][0] for item in cluster if item.axes), default=0)
-            if stride == 0:
+            if left < 0 or stride == 0:
                 return _two_owners(cluster)
             folded = []
             for item in cluster:
@@ -322,14 +320,13 @@ def _two_owners(cluster: Sequence[_Bytes]) -> tuple[int, int]:
 
 def _clusters(items: Sequence[_Bytes]) -> Iterator[list[_Bytes]]:
     """Sets of items whose ranges chain together, where more than one owner takes part."""
-    cluster: list[_Bytes] = []
+    chained: list[list[_Bytes]] = []
     end = 0
     for item in sorted(items):
-        if cluster and item.start >= end:
-            if any(other.owner != cluster[0].owner for other in cluster):
-                yield cluster
-            cluster = []
-        end = max(end, item.stop) if cluster else item.stop
-        cluster.append(item)
-    if any(other.owner != cluster[0].owner for other in cluster):
-        yield cluster
+        if chained and item.start < end:
+            chained[-1].append(item)
+            end = max(end, item.stop)
+        else:
+            chained.append([item])
+            end = item.stop
+    return (cluster for cluster in chained if any(item.owner != cluster[0].owner for item in cluster))

@@ -247,17 +247,12 @@ class LeaseTable:
         if lease is not None:
             lease.extend(now + lease.duration + seconds)
 
-    def release_by_id(self, request_id: str, now: float) -> None:
-        """End a lease of which the decode side needs nothing; ignored if it is not held."""
+    def drop(self, request_id: str, now: float, reason: End = End.DROPPED) -> None:
+        """End a lease from the prefill side, or because the decode side needs nothing of it; ignored if it is not
+        held."""
         self.tick(now)
         if request_id in self._held:
-            self._end(request_id, End.RELEASED)
-
-    def drop(self, request_id: str, now: float) -> None:
-        """End a lease from the prefill side; ignored if it is not held."""
-        self.tick(now)
-        if request_id in self._held:
-            self._end(request_id, End.DROPPED)
+            self._end(request_id, reason)
 
     def drop_all(self, now: float, reason: End = End.DROPPED) -> None:
         """End all leases from the prefill side."""

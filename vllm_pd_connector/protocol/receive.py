@@ -212,7 +212,7 @@ class Receive:
 
     def __init__(self, limits: PhaseLimits, now: float, verify: bool = False) -> None:
         self._limits = limits
-        self._verify = verify
+        self.verifies = verify
         self._state = ReceiveState.WAITING
         self._deadline: float | None = now + limits.wait_s
         self._writing: set[int] = set()
@@ -220,11 +220,6 @@ class Receive:
         self._pushed = False
         self._arrived: int | None = None  # as the prefill side said last, for the first time at `_moved_at`
         self._moved_at = now
-
-    @property
-    def verifies(self) -> bool:
-        """Whether what was received is to be compared."""
-        return self._verify
 
     @property
     def state(self) -> ReceiveState:
@@ -268,8 +263,10 @@ class Receive:
                 return self._ask_again()
             case PushDone(comparable):
                 return self._push_ended(None, now, comparable)
-            case PushFailed(reason, terminal):
-                return self._push_ended(reason, now) if terminal else self._push_failing(reason)
+            case PushFailed(reason, terminal=True):
+                return self._push_ended(reason, now)
+            case PushFailed(reason):
+                return self._fail(reason) if self._state is ReceiveState.PUSHING else self._ask_again()
 
     def _start(self, transfers: int, staged: frozenset[int], now: float) -> list[Action]:
         if self._state is not ReceiveState.WAITING:
@@ -294,7 +291,7 @@ class Receive:
         if self._state is ReceiveState.DRAINING:
             self._enter(ReceiveState.FAILED)
             return [Drained()]
-        if self._verify:
+        if self.verifies:
             self._enter(ReceiveState.VERIFYING, now + self._limits.read_s)
             return [Compare()]
         return self._confirm(now)
@@ -347,9 +344,6 @@ class Receive:
                 return self._fail(f"deadline: {self._state.value} took longer than {self._limits.read_s:g} s: {what}")
         return self._ask_again()
 
-    def _push_failing(self, reason: str) -> list[Action]:
-        return self._fail(reason) if self._state is ReceiveState.PUSHING else self._ask_again()
-
     def _push_ended(self, failure: str | None, now: float, comparable: bool = False) -> list[Action]:
         if not self._pushed or not self._writing:
             return []
@@ -359,7 +353,7 @@ class Receive:
             return [Drained()]
         if failure is not None:
             return self._fail(failure)
-        if self._verify and comparable:
+        if self.verifies and comparable:
             self._enter(ReceiveState.VERIFYING, now + self._limits.read_s)
             return [Compare()]
         self._enter(ReceiveState.DONE)
@@ -381,13 +375,7 @@ class Receive:
         return self._fail(f"deadline: {self._state.value} took longer than {limit:g} s" + (missing and f": {missing}"))
 
     def _fail(self, reason: str) -> list[Action]:
-        if self._state not in (
-            ReceiveState.WAITING,
-            ReceiveState.READING,
-            ReceiveState.PUSHING,
-            ReceiveState.VERIFYING,
-            ReceiveState.CONFIRMING,
-        ):
+        if self._deadline is None:  # it has ended, or failed before
             return []
         self._writing -= self._staged
         quarantined = bool(self._writing)

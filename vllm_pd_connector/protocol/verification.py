@@ -24,9 +24,8 @@ B = TypeVar("B")
 
 MAX_JOBS = 64
 MAX_WAITING = 256
-MAX_JOB_BYTES = (
-    MAX_REPLY_FRAME - 1024
-)  # of all messages with a job's checksums; the rest is for the answer's own fields
+MAX_JOB_BYTES = MAX_REPLY_FRAME - 1024
+"""Of all messages with a job's checksums; the rest is for the answer's own fields."""
 
 
 @dataclass(slots=True)

@@ -100,7 +100,7 @@ class PushService:
             assert self._table is not None
             for request_id, source, ready in prefills:
                 self._table.progressed(request_id, source, ready, step)
-            told = self._table.has_replies
+            told = bool(self._table.replies)
         if told:
             self._wake()
 
@@ -119,7 +119,7 @@ class PushService:
         self._wake()
 
     def aborted(self, request_id: str, reason: str) -> None:
-        """A prefill that has no lease will not be finished; it comes out of `take_freed`."""
+        """A prefill that has no lease will not be finished; it comes out of `PushTable.freed`."""
         with self._lock:
             if self._table is not None:
                 self._table.close(request_id, reason, self._clock())
@@ -148,22 +148,22 @@ class PushService:
         self._leases.tick(now)
         if self._table is None:
             return self._leases.take_freed()
-        for report in self._table.take_served():
+        for report in self._table.served.take():
             self._leases.read_done(report, now)
-        for lease, seconds in self._table.take_kept():
+        for lease, seconds in self._table.kept.take():
             self._leases.extend(lease, now, seconds)
-        for request_id in self._table.take_unneeded():
-            self._leases.release_by_id(request_id, now)
-        for request_id in self._table.take_failed():
+        for request_id in self._table.unneeded.take():
+            self._leases.drop(request_id, now, End.RELEASED)
+        for request_id in self._table.failed.take():
             self._leases.drop(request_id, now)
         for request_id, reason in self._leases.take_freed():
             self._ended[request_id] = reason
             self._table.close(request_id, f"the lease {reason.value}", now)
-        return [Freed(r, self._ended.pop(r, End.DROPPED)) for r in self._table.take_freed()]
+        return [Freed(r, self._ended.pop(r, End.DROPPED)) for r in self._table.freed.take()]
 
     def take_replies(self) -> list[tuple[Ticket, Reply]]:
         """Answers that are due, in order."""
-        return self._table.take_replies() if self._table is not None else []
+        return self._table.replies.take() if self._table is not None else []
 
     def next_deadline(self) -> float | None:
         """When `settle` is due, None if nothing waits."""

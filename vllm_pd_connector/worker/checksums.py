@@ -15,13 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums
+from vllm_pd_connector.geometry.checksums.sums import Checksum
 from vllm_pd_connector.geometry.manifest import GroupKind, Manifest, Segment
 from vllm_pd_connector.protocol.wire.fields import MAX_PIECE_BYTES, MAX_PIECES_BYTES
-from vllm_pd_connector.protocol.wire.messages import (
-    ChecksumPart,
-    JobChecksums,
-)
+from vllm_pd_connector.protocol.wire.messages import ChecksumPart, JobChecksums
 from vllm_pd_connector.worker.staging.cuda import device_rows
 
 if TYPE_CHECKING:
@@ -72,13 +69,6 @@ def starts_of(request: ReceiveRequest, manifest: Manifest, first_valid_tokens: M
         start = request.start if group.kind is GroupKind.STATE else max(request.start, table.begin * group.block_tokens)
         starts.append(min(request.stop, first_valid_tokens.get(number, start)))
     return tuple(starts)
-
-
-def received_checksums(
-    manifest: Manifest, memory: Sequence[Memory], request: ReceiveRequest, starts: Sequence[int]
-) -> list[Checksum]:
-    """The decode side's checksums of a request."""
-    return checksums(manifest, memory, request.blocks, starts, request.stop)
 
 
 def of_pieces(pieces: Sequence[ChecksumPart]) -> list[Checksum]:

@@ -114,8 +114,7 @@ class WorkerHalf:
             self._mark = marker(manifest.segments)
         push = None
         if self._pushes:
-            keys = keys_of(self._config)
-            home = endpoint(*self._side_channel(), keys.public if keys is not None else None)
+            home, _ = self._own_side_channel()
             waves = self._waves_of_layers(kv_caches)
             self._count = WaveCount(waves) if waves else None
             push = PushSetup(home, self.token, StepClock(), waves)
@@ -141,7 +140,10 @@ class WorkerHalf:
         assert self._loop is not None
         transport_endpoint = self._loop.start()
         scratch = self._loop.scratch if self._pushes else None
-        self._offer_sums(manifest)
+        role = self._vllm_config.kv_transfer_config
+        if self._config.verify != "off" and (role.is_kv_producer or self._config.conversations):
+            address, keys = self._own_side_channel()  # for those who read a prefill's caches from here, or a turn's
+            self._checksums = ChecksumServer(address, keys, manifest, manifest.parallel.number, self.token)
         self._manifest = msgspec.structs.replace(
             manifest, endpoint=transport_endpoint, scratch=scratch, life=self._loop.life
         )
@@ -205,11 +207,6 @@ class WorkerHalf:
             logger.info("pushes are written layer by layer, %d layers in waves", len(layers))
         return waves_of(layers)
 
-    @property
-    def _is_read(self) -> bool:
-        """Whether others read from here, a prefill's caches or a conversation's."""
-        return self._vllm_config.kv_transfer_config.is_kv_producer or self._config.conversations
-
     def _own_side_channel(self) -> tuple[str, Keys | None]:
         """The address of this instance's side channel, and the keys to speak to it with."""
         keys = keys_of(self._config)
@@ -217,12 +214,6 @@ class WorkerHalf:
 
     def _side_channel(self) -> tuple[str, int]:
         return self._config.side_channel(self._vllm_config.parallel_config.data_parallel_index)
-
-    def _offer_sums(self, manifest: Manifest) -> None:
-        """Make checksums for instances that read from here and ask."""
-        if self._config.verify != "off" and self._is_read:
-            address, keys = self._own_side_channel()
-            self._checksums = ChecksumServer(address, keys, manifest, manifest.parallel.number, self.token)
 
     def _make_transport(self, manifest: Manifest) -> Transport:
         """Called in the transfer thread."""

@@ -1,9 +1,8 @@
 """The transfer thread of one worker: it owns the transport, the side-channel client, the receives and the pushes.
 
-Other threads only put orders in (`submit`) and take results out of the outbox. The thread sleeps until the side
-channel has input, a request came or a deadline is due; only while a transfer runs does it look every few milliseconds,
-because transports are polled. What it does then is in `receive.driver` and, on a prefill instance that writes,
-`push.driver`.
+Other threads only put orders in (`submit`) and take results out of the outbox. The thread sleeps until the side channel
+has input, a request came or a deadline is due; only while a transfer runs does it look every few milliseconds, because
+transports are polled. What it does then is in `receive.driver` and, on a prefill instance that writes, `push.driver`.
 
 A turn is short: what comes in large numbers or takes long (orders, binding, giving slices to the transport, looking at
 transfers, copies of conversion) is begun piece by piece while TURN_S last, and what is left goes on in the next turn,

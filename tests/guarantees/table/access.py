@@ -53,7 +53,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "with verification, what was written is compared before it is used",
-        "Receive", "        if self._verify and comparable:\n", "        if False:\n",
+        "Receive", "        if self.verifies and comparable:\n", "        if False:\n",
         "test_what_was_written_is_compared_if_the_prefill_side_keeps_it_for_that",
     ),
     Guarantee(

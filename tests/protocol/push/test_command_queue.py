@@ -50,13 +50,13 @@ def test_an_order_that_no_answer_could_hold_fails_its_prefill_and_stands_in_nobo
     table.register(into(2, 3, "t-2"), (b"d", 2), 0.0)
     table.progressed("p-1", LONG * (MAX_COMMANDS_BYTES // MAX_TABLE_BYTES), 16, 1)
     table.progressed("p-2", LONG, 16, 1)
-    for reader, (ticket, reply) in enumerate(table.take_replies()):
+    for reader, (ticket, reply) in enumerate(table.replies.take()):
         assert isinstance(reply, pm.Pushed) and ticket == (b"d", reader)
         assert reply.state is pm.PushState.FAILED and reply.terminal and "too many blocks" in reply.reason
     table.await_commands(pm.AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
     begun = into(2, 3, "t-2")
     write = pm.WriteCommand(begun.attempt, LONG, 16, 1, final=False)
-    assert table.take_replies() == [(WORKER, pm.Commands(2, (pm.BeginCommand(begun), write)))]
+    assert table.replies.take() == [(WORKER, pm.Commands(2, (pm.BeginCommand(begun), write)))]
 
 
 def test_the_blocks_that_are_written_into_are_told_once() -> None:
@@ -67,7 +67,7 @@ def test_the_blocks_that_are_written_into_are_told_once() -> None:
         table.progressed("p-1", (), ready, ready)
     table.finished("p-1", b"n" * 16, (), 64)
     table.await_commands(pm.AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
-    [(_, reply)] = table.take_replies()
+    [(_, reply)] = table.replies.take()
     assert isinstance(reply, pm.Commands)
     first, *writes = reply.orders
     assert first == pm.BeginCommand(into())
@@ -82,7 +82,7 @@ def test_what_a_client_wrote_into_the_reason_of_a_failure_can_be_sent() -> None:
     table.progressed("p-1", LONG, 16, 1)
     table.close("p-1", "unknown field `\ud800`", 0.0)
     table.await_commands(pm.AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
-    replies = dict(table.take_replies())
+    replies = dict(table.replies.take())
     assert {type(reply) for reply in replies.values()} == {pm.Pushed, pm.Commands}
     for reply in replies.values():
         assert m.decode_reply(m.encode(1, reply))[1] == reply

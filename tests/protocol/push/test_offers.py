@@ -10,7 +10,7 @@ from vllm_pd_connector.protocol.wire import push_messages as pm
 def ordered(table: PushTable) -> list[tuple[int, int]]:
     """(`ready`, `step`) of the orders to write that a worker gets."""
     table.await_commands(pm.AwaitCommands(b"t" * 16, 0, 0), (b"w", 0), 0.0)
-    [commands] = [reply for ticket, reply in table.take_replies() if ticket == (b"w", 0)]
+    [commands] = [reply for ticket, reply in table.replies.take() if ticket == (b"w", 0)]
     assert isinstance(commands, pm.Commands)
     return [(one.ready, one.step) for one in commands.orders if isinstance(one, pm.WriteCommand)]
 

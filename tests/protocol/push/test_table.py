@@ -53,7 +53,7 @@ def test_without_failures_every_order_is_served() -> None:
         world.work()
         done = pm.Pushed(pm.PushState.DONE, "", True, request_id=REQUEST)
         assert [world.answers[into(r).attempt][-1] for r in (0, 1)] == [done] * 2, command
-        served = sorted(world.table.take_served(), key=lambda report: report.reader)
+        served = sorted(world.table.served.take(), key=lambda report: report.reader)
         assert [(report.reader, report.taken.engine_id) for report in served] == [
             (r, into(r).home.engine_id) for r in (0, 1)
         ]
@@ -170,11 +170,11 @@ def test_a_prefill_that_nobody_needs_is_told_to_its_scheduler() -> None:
     assert table.started(REQUEST, NAME, STOP, DIGEST, 1.0)
     assert not table.finished(REQUEST, NONCE, TABLES, 1)
     table.close(REQUEST, "not needed", 1.0)
-    assert table.take_freed() == [REQUEST]
+    assert table.freed.take() == [REQUEST]
     assert table.started(REQUEST, NAME, STOP, DIGEST, 2.0), "the word is used up"
     assert table.finished(REQUEST, NONCE, TABLES, 2)
     table.decline(pm.DeclinePush(pm.PrefillRef(REQUEST, NONCE)), 3.0)
-    assert table.take_unneeded() == [REQUEST]
+    assert table.unneeded.take() == [REQUEST]
 
 
 def test_the_lease_of_a_finished_prefill_is_known_by_both_its_names() -> None:
@@ -227,7 +227,7 @@ def test_a_name_is_used_again_at_once_in_either_order(end: str, first: str) -> N
     world = World(quick=False)
     assert world.table.started(REQUEST, NAME, STOP, DIGEST, 0.0)
     world.table.close(REQUEST, end, 5.0)
-    assert world.table.take_freed() == [REQUEST]
+    assert world.table.freed.take() == [REQUEST]
     world.now = 6.0
     second = into(0, readers=1, attempt=b"2" * 16, waited_s=0.5)
     if first == "prefill":
@@ -244,7 +244,7 @@ def test_a_late_leg_of_an_attempt_that_has_ended_is_told_so_and_one_that_waits_i
     world = World(quick=False)
     assert world.table.started(REQUEST, NAME, STOP, DIGEST, 0.0)
     world.table.close(REQUEST, "aborted", 5.0)
-    assert world.table.take_freed() == [REQUEST]
+    assert world.table.freed.take() == [REQUEST]
     world.now = 6.0
     for message in (into(0, waited_s=3.0), into(1, waited_s=0.5)):
         world.table.register(message, world.ticket(message.attempt), world.now)
@@ -337,8 +337,8 @@ def test_a_reader_who_compares_is_given_the_lease_and_not_taken_for_served(event
     world = World()
     answer = compared(world, *events)
     assert answer == pm.Pushed(pm.PushState.DONE, "", True, request_id=REQUEST, lease=LeaseRef(REQUEST, NONCE))
-    assert world.table.take_kept() == [(LeaseRef(REQUEST, NONCE), COMPARE_S)]
-    assert not world.table.take_served() and not world.table.take_kept()
+    assert world.table.kept.take() == [(LeaseRef(REQUEST, NONCE), COMPARE_S)]
+    assert not world.table.served.take() and not world.table.kept.take()
 
 
 def test_a_part_that_was_written_before_a_preemption_is_not_compared() -> None:
@@ -347,7 +347,7 @@ def test_a_part_that_was_written_before_a_preemption_is_not_compared() -> None:
     grown, other = (BlockTable(0, TABLES[0].packed + b"\2\0\0\0"),), (BlockTable(0, b"\3\0\0\0\2\0\0\0"),)
     assert compared(World(), "ask", "start", "progress", "finish", source=grown).lease is not None
     assert compared(world, "ask", "start", "progress", "finish", source=other).lease is None
-    assert [report.reader for report in world.table.take_served()] == [0] and not world.table.take_kept()
+    assert [report.reader for report in world.table.served.take()] == [0] and not world.table.kept.take()
     assert compared(World(), "start", "progress", "finish", "ask", source=other).lease is not None, "written at the end"
 
 
@@ -358,7 +358,7 @@ def test_who_gives_up_instead_of_comparing_frees_the_prefill() -> None:
     world.table.withdraw(message, world.ticket(message.attempt), world.now)
     world.settle()
     assert world.answers[message.attempt][-1].terminal
-    assert world.table.take_failed() == [REQUEST]
+    assert world.table.failed.take() == [REQUEST]
 
 
 def test_a_group_begins_as_late_as_the_worker_that_wrote_least_of_it() -> None:
@@ -379,4 +379,4 @@ def test_reports_of_what_is_not_known_change_nothing() -> None:
     world = World()
     world.table.ended(pm.PushEnded(b"t" * 16, 0, b"q" * 16, True, "", True))
     world.table.close("unknown", "pulled", 0.0)
-    assert world.table.take_freed() == ["unknown"], "a prefill that is read has no push"
+    assert world.table.freed.take() == ["unknown"], "a prefill that is read has no push"

@@ -64,12 +64,12 @@ class World:
         self.table.tick(self.now)
         for worker in range(WORKERS):
             self.table.await_commands(pm.AwaitCommands(b"t" * 16, worker, self.seen[worker]), (b"w", worker), self.now)
-        for ticket, reply in self.table.take_replies():
+        for ticket, reply in self.table.replies.take():
             if ticket[0] == b"w":
                 self.obey(ticket[1], reply)
             else:
                 self.answered(self.asked.pop(ticket), reply)
-        self.freed += len(self.table.take_freed())
+        self.freed += len(self.table.freed.take())
         if self.closed and not any(self.owed.values()):
             assert self.freed == 1
         assert self.freed <= self.closed

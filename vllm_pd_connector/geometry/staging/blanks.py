@@ -39,9 +39,8 @@ def blanks(
     """What the moves of a request, tokens [start, stop), leave out of the blocks that `destination` names. Only the
     cache's side of these copies means something; the other is the same.
 
-    `first_valid_tokens` are those of all moves (`bind.first_valid_tokens`). Where layers of one group began at
-    different tokens, what
-    came before the latest of these is zeroed too: nobody looks at it.
+    `late_starts` are those of all moves (`bind.first_valid_tokens`). Where layers of one group began at different
+    tokens, what came before the latest of these is zeroed too: nobody looks at it.
     """
     for edge in plan.edges:
         for family in edge.pairings:

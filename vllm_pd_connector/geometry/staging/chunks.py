@@ -3,19 +3,16 @@ and the own cache.
 
 A run costs a transport a fixed price, however short it is. Where two page layouts cut a page into many short runs, the
 initiator reads whole stretches of the peer's pages into memory of its own (the *staging buffer*) and puts the elements
-in place
-with strided copies between two views of the same elements: the peer's strides over the staging buffer, its own strides
-over its cache. Both follow from the same `TensorSlice`, so no pair of layouts is a case of its own.
+in place with strided copies between two views of the same elements: the peer's strides over the staging buffer, its own
+strides over its cache. Both follow from the same `TensorSlice`, so no pair of layouts is a case of its own.
 
 `split` decides per pairing, once per peer. `chunks` turns the spans that `bind.pair` found into pieces of work of
 bounded size: what to read to where in the staging buffer, a page's *extents* (`page_extents`), then what to copy.
-    Copies name exactly
-the elements of the token range: a byte that is read needlessly goes no further than the staging buffer.
+Copies name exactly the elements of the token range: a byte that is read needlessly goes no further than the buffer.
 
 An initiator that writes does the same backwards, with the two sides of the plan exchanged (`_turned`): copies gather
 extents of the destination's pages in the staging buffer, runs carry them there. The one difference is that its extents
-have no
-gaps: what lies there belongs to others. Below, `source` of a turned pairing is the peer in both cases.
+have no gaps: what lies there belongs to others. Below, `source` of a turned pairing is the peer in both cases.
 
 Figures: docs/design/conversion.md, `benchmarks/convert.py`.
 """
@@ -32,14 +29,13 @@ import numpy as np
 from vllm_pd_connector.geometry.bind import filled_every
 from vllm_pd_connector.geometry.interleave import cut, local_position
 from vllm_pd_connector.geometry.manifest import GroupKind
-from vllm_pd_connector.geometry.patterns import batch_runs
+from vllm_pd_connector.geometry.patterns import batch_runs, grid
 from vllm_pd_connector.geometry.plan import Edge, LayerBatch, PagePairing, StridedAxis, TensorSlice
 from vllm_pd_connector.geometry.runs import Addresses, Runs, join
 from vllm_pd_connector.geometry.spans import Spans
 from vllm_pd_connector.geometry.staging.page_extents import (
     PageExtents,
     Placed,
-    grid,
     in_staging,
     page_extents,
     peer_places,

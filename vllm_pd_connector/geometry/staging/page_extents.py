@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_pd_connector.geometry.patterns import grid
 from vllm_pd_connector.geometry.plan import LayerBatch, PagePairing, StridedAxis, TensorSlice
 
 if TYPE_CHECKING:
@@ -99,16 +100,6 @@ def reach_of(tensor_slice: TensorSlice, tokens: int, gap: int) -> Reach:
     apart = any(axis is token for axis in outer)
     inner, outer = ([axis for axis in axes if axis is not token] for axes in (inner, outer))
     return Reach(length, tuple(inner), tuple(outer), token, apart)
-
-
-def grid(axes: tuple[StridedAxis, ...]) -> tuple[Addresses, Addresses]:
-    """Offsets of every index of these axes, on both sides; one zero for no axes."""
-    source = destination = np.zeros(1, dtype=np.int64)
-    for axis in reversed(axes):
-        steps = np.arange(axis.size, dtype=np.int64)
-        source = np.add.outer(source, steps * axis.source).ravel()
-        destination = np.add.outer(destination, steps * axis.destination).ravel()
-    return source, destination
 
 
 def place(extents: PageExtents, page_stride: int, slots: int) -> Placed:

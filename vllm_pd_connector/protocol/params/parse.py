@@ -232,8 +232,7 @@ def parse_remote_prefill(params: object) -> RemotePrefill:
     Raises:
         ProtocolError: names the field that is unknown, missing, of another type or out of bounds, or the versions.
     """
-    _require(params, Kind.REMOTE_PREFILL, "do_remote_prefill")
-    fields = _fields(params)
+    fields = _asking(params, Kind.REMOTE_PREFILL)
     if fields.get("pd_connector") is None:
         raise ProtocolError(
             "kv_transfer_params: pd_connector is missing; the prefill instance does not run PDConnector, or the router "
@@ -266,8 +265,7 @@ def parse_remote_push(params: object) -> RemotePush:
     Raises:
         ProtocolError: names the field that is unknown, missing, of another type or out of bounds.
     """
-    _require(params, Kind.REMOTE_PREFILL, "do_remote_prefill")
-    return convert(_fields(params), RemotePush)
+    return convert(_asking(params, Kind.REMOTE_PREFILL), RemotePush)
 
 
 def parse_remote_bootstrap(params: object) -> RemoteBootstrap:
@@ -276,8 +274,7 @@ def parse_remote_bootstrap(params: object) -> RemoteBootstrap:
     Raises:
         ProtocolError: names the field that is unknown, missing, of another type or out of bounds.
     """
-    _require(params, Kind.REMOTE_PREFILL, "do_remote_prefill")
-    return convert(_fields(params), RemoteBootstrap)
+    return convert(_asking(params, Kind.REMOTE_PREFILL), RemoteBootstrap)
 
 
 def names_bootstrap(params: object) -> bool:
@@ -322,8 +319,7 @@ def parse_remote_decode(params: object) -> RemoteDecode:
     Raises:
         ProtocolError: a field is unknown, or has a value where routers send null.
     """
-    _require(params, Kind.REMOTE_DECODE, "do_remote_decode")
-    return convert(_fields(params), RemoteDecode)
+    return convert(_asking(params, Kind.REMOTE_DECODE), RemoteDecode)
 
 
 def _fields(params: object) -> Mapping[Any, Any]:
@@ -339,10 +335,12 @@ def _flag(fields: Mapping[Any, Any], name: str) -> bool:
     return bool(value)
 
 
-def _require(params: object, kind: Kind, flag: str) -> None:
+def _asking(params: object, kind: Kind) -> Mapping[Any, Any]:
+    """The fields of parameters that ask for this."""
     found = kind_of(params)
     if found is not kind:
-        raise ProtocolError(f"kv_transfer_params: {flag} is not true (the parameters say {found.value!r})")
+        raise ProtocolError(f"kv_transfer_params: do_{kind.value} is not true (the parameters say {found.value!r})")
+    return _fields(params)
 
 
 def convert(fields: Mapping[Any, Any], struct: type[S]) -> S:

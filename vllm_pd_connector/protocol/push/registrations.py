@@ -44,8 +44,11 @@ class PushRegistration:
         self.source = source
 
     def answer(self) -> Pushed:
-        """How far it is, for who asks while it has not ended."""
-        return Pushed(progress(self), self.reason, False, moved=Moved(descriptors=sum(self.arrived.values())))
+        """How far it is, for who asks while it has not ended. There a deadline for writing runs from the end of the
+        prefill, not from its first chunk."""
+        computing = self.state is PushState.WRITING and not self.last[1]
+        state = PushState.COMPUTING if computing else self.state
+        return Pushed(state, self.reason, False, moved=Moved(descriptors=sum(self.arrived.values())))
 
     def compared_with(self) -> LeaseRef | None:
         """The lease of the blocks that the decode side compares with what they brought; None if it does not, or if it
@@ -138,16 +141,6 @@ def contradiction(registration: PushRegistration, prefill: Prefill) -> str:
 def failed(reason: str) -> Pushed:
     """The answer for a push that is over before it began."""
     return Pushed(PushState.FAILED, reason[:MAX_TEXT], True)
-
-
-def progress(registration: PushRegistration) -> PushState:
-    """What the decode side is told: its deadline for writing runs from the end of the prefill, not from its first
-    chunk."""
-    return (
-        PushState.COMPUTING
-        if registration.state is PushState.WRITING and not registration.last[1]
-        else registration.state
-    )
 
 
 def standstill(prefill: Prefill, stepped: float, step_s: float, now: float) -> str:

@@ -12,12 +12,12 @@ A *registration* is one decode worker's, of its blocks, named by its attempt:
 How they find each other is in `rendezvous`; a prefill that nobody wants is kept by its lease, which is not known here.
 Every change gives commands to all workers of this instance; each of them reports the end of every attempt that it was
 ordered to write. A failure is answered at once, but the blocks of its prefill, the source of the writes, stay out of
-`take_freed` until all workers have said that nothing is written any more.
+`freed` until all workers have said that nothing is written any more.
 
 A decode side that compares what was written (`PushInto.compare_s`) says itself when it has: its reader is not served
-with DONE, and the lease, which the answer names, is kept for it (`take_kept`). A prefill that was preempted after a
-part was written computed that part again into other blocks, to the same within rounding only: it cannot be compared,
-and the answer names no lease.
+with DONE, and the lease, which the answer names, is kept for it (`kept`). A prefill that was preempted after a part was
+written computed that part again into other blocks, to the same within rounding only: it cannot be compared, and the
+answer names no lease.
 
 The decode side repeats its messages until it has an answer, so answers are remembered by attempt. No clock, thread or
 socket in here; a `ticket` is a client's identity and sequence number. See docs/design/push.md.
@@ -34,7 +34,7 @@ from vllm_pd_connector.geometry.bind import latest
 from vllm_pd_connector.protocol.push.command_queue import CommandQueue, Ticket
 from vllm_pd_connector.protocol.push.registrations import Prefill, PushRegistration, contradiction, failed, standstill
 from vllm_pd_connector.protocol.push.rendezvous import Rendezvous
-from vllm_pd_connector.protocol.push.results import PushResults
+from vllm_pd_connector.protocol.push.results import Gathered
 from vllm_pd_connector.protocol.weights import unlike
 from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef, Weights
@@ -44,14 +44,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from vllm_pd_connector.geometry.blocks import BlockTable
+    from vllm_pd_connector.protocol.wire.messages import Reply
 
 MAX_WAITING = 4096
 REMEMBER = 4096
 ANSWER_S = 5.0
 
 
-class PushTable(PushResults):
+class PushTable:
     """All pushes of one prefill instance.
+
+    What has come of them gathers until it is taken: `replies` are answers that are due, `served` readers that have all
+    their bytes, as if they had read them themselves, `kept` leases that readers compare with from now on, with the
+    seconds for which each must not expire, `unneeded` and `failed` request ids of finished prefills whose lease need
+    not be kept, because nothing is needed of them or they cannot be pushed any more, and `freed` those that `close` was
+    called for and whose blocks nothing reads any more, each once.
 
     Args:
         workers: of this instance; each must report the end of every push.
@@ -61,7 +68,12 @@ class PushTable(PushResults):
     """
 
     def __init__(self, workers: int, wait_timeout_s: float, step_s: float = inf) -> None:
-        super().__init__()
+        self.replies: Gathered[tuple[Ticket, Reply]] = Gathered()
+        self.served: Gathered[ReadDone] = Gathered()
+        self.kept: Gathered[tuple[LeaseRef, float]] = Gathered()
+        self.unneeded: Gathered[str] = Gathered()
+        self.failed: Gathered[str] = Gathered()
+        self.freed: Gathered[str] = Gathered()
         self._workers = workers
         self._step_s = step_s
         self._now = self._stepped = -inf  # the latest time that was told
@@ -79,11 +91,11 @@ class PushTable(PushResults):
         """A decode worker wants a push, or asks again how far it is. Returns the lease that is to be renewed."""
         self._now, self._look_at = now, min(self._look_at, now + ANSWER_S)
         if (answer := self._answers.get(into.attempt)) is not None:
-            self._replies.append((ticket, answer))
+            self.replies.append((ticket, answer))
             return None
         registration = self._registrations.get(into.attempt)
         if registration is None and (refusal := self._refusal(into)):
-            self._replies.append((ticket, failed(refusal)))
+            self.replies.append((ticket, failed(refusal)))
             return None
         if registration is None:
             registration = self._registrations[into.attempt] = PushRegistration(into, now - into.waited_s)
@@ -93,7 +105,7 @@ class PushTable(PushResults):
             elif reason := self._rendezvous.await_prefill(registration, now):
                 self._fail(registration, reason)
         elif registration.state is pm.PushState.FAILED:
-            self._replies.append((ticket, pm.Pushed(registration.state, registration.reason, False)))
+            self.replies.append((ticket, pm.Pushed(registration.state, registration.reason, False)))
         else:
             registration.tickets = {ticket: now + ANSWER_S}
         return registration.prefill.lease if registration.prefill is not None else None
@@ -109,12 +121,12 @@ class PushTable(PushResults):
             prefill = self._rendezvous.find(pm.PrefillRef(held.request_id, held.nonce)) if held is not None else None
             if prefill is not None:  # it will not be compared
                 self._fail_prefill(prefill, "withdrawn by the decode side")
-            self._replies.append((ticket, answer))
+            self.replies.append((ticket, answer))
             return
         registration = self._registrations.get(message.attempt)
         if registration is None:  # it was never registered, and what is still on its way is refused
             self._answers[message.attempt] = failed("withdrawn by the decode side")
-            self._replies.append((ticket, self._answers[message.attempt]))
+            self.replies.append((ticket, self._answers[message.attempt]))
             self._decline(message.prefill, -inf, now)
             return
         # Whoever waits here wants to know when it is over, not how far it is.
@@ -125,7 +137,7 @@ class PushTable(PushResults):
             self._fail(registration, "withdrawn by the decode side")
             self._rendezvous.decline(registration.into.prefill.name, registration.began, now)
         if (answer := self._answers.get(message.attempt)) is not None:
-            self._replies.append((ticket, answer))
+            self.replies.append((ticket, answer))
         else:
             registration.tickets[ticket] = inf
 
@@ -211,7 +223,7 @@ class PushTable(PushResults):
         """A prefill was aborted, or its lease has ended: its blocks are wanted back as soon as nothing reads them."""
         prefill = self._rendezvous.get(request_id)
         if prefill is None:
-            self._freed.append(request_id)
+            self.freed.append(request_id)
             return
         self._now, prefill.closed = now, True
         self._fail_prefill(prefill, reason)
@@ -222,7 +234,7 @@ class PushTable(PushResults):
 
     def await_commands(self, message: pm.AwaitCommands, ticket: Ticket, now: float) -> None:
         """A worker is ready for commands after number `seen`."""
-        self._replies += self._commands.await_commands(message, ticket, now)
+        self.replies += self._commands.await_commands(message, ticket, now)
 
     def ended(self, message: pm.PushEnded) -> None:
         """A worker's part of a push is written, has failed, or goes on."""
@@ -251,7 +263,7 @@ class PushTable(PushResults):
         self._now = now
         for registration, reason in self._rendezvous.tick(now):
             self._fail(registration, reason)
-        self._replies += self._commands.tick(now)
+        self.replies += self._commands.tick(now)
         if now < self._look_at:
             return
         for registration in list(self._registrations.values()):
@@ -262,7 +274,7 @@ class PushTable(PushResults):
                 continue
             for ticket in late:
                 del registration.tickets[ticket]
-                self._replies.append((ticket, registration.answer()))
+                self.replies.append((ticket, registration.answer()))
         self._look_at = min((due for r in self._registrations.values() for due in r.tickets.values()), default=inf)
 
     def next_deadline(self) -> float | None:
@@ -306,7 +318,7 @@ class PushTable(PushResults):
                 registration.write_from(prefill.earlier[0])
         orders.append(pm.WriteCommand(attempt, prefill.source, prefill.ready, prefill.step, prefill.finished))
         try:
-            self._replies += self._commands.add(*orders)
+            self.replies += self._commands.add(*orders)
         except ProtocolError as error:
             self._fail_prefill(prefill, str(error))
             return
@@ -323,14 +335,14 @@ class PushTable(PushResults):
             # Else another decode request asks for it, or the one before it under this name is meant.
             prefill.declined = True
             if prefill.finished:
-                self._unneeded.append(prefill.request_id)
+                self.unneeded.append(prefill.request_id)
 
     def _fail_prefill(self, prefill: Prefill, reason: str) -> None:
         """All ranks of the decode instance fail together: none of them can use its part alone."""
         if not prefill.failure:
             prefill.failure, prefill.failed_at = reason, self._now
             if prefill.finished:
-                self._failed.append(prefill.request_id)
+                self.failed.append(prefill.request_id)
         for registration in list(prefill.registrations.values()):
             self._fail(registration, reason)
         if prefill.given_up:
@@ -340,12 +352,10 @@ class PushTable(PushResults):
         if registration.state in (pm.PushState.DONE, pm.PushState.FAILED):
             return
         # A client's words may stand in it, and a command that cannot be encoded would be in the way of all others.
-        registration.state, registration.reason = (
-            pm.PushState.FAILED,
-            reason.encode(errors="replace").decode()[:MAX_TEXT],
-        )
+        registration.reason = reason.encode(errors="replace").decode()[:MAX_TEXT]
+        registration.state = pm.PushState.FAILED
         if registration.ordered:
-            self._replies += self._commands.add(pm.CancelCommand(registration.into.attempt, registration.reason))
+            self.replies += self._commands.add(pm.CancelCommand(registration.into.attempt, registration.reason))
             self._answer(registration, pm.Pushed(registration.state, registration.reason, False))
         else:
             self._settle(registration)
@@ -372,17 +382,17 @@ class PushTable(PushResults):
             into = registration.into
             prefill.served.add(into.reader)
             if answer.lease is not None:
-                self._kept.append((answer.lease, into.compare_s))
+                self.kept.append((answer.lease, into.compare_s))
             else:
                 taken = pm.Taken(into.home.engine_id, registration.moved, into.trace)
-                self._served.append(ReadDone(prefill.lease, into.reader, into.readers, into.reading, taken=taken))
+                self.served.append(ReadDone(prefill.lease, into.reader, into.readers, into.reading, taken=taken))
         self._free(prefill)
 
     def _answer(self, registration: PushRegistration, answer: pm.Pushed) -> None:
-        self._replies += [(ticket, answer) for ticket in registration.tickets]
+        self.replies += [(ticket, answer) for ticket in registration.tickets]
         registration.tickets.clear()
 
     def _free(self, prefill: Prefill) -> None:
         if not prefill.closed or prefill.registrations or not self._rendezvous.remove(prefill):
             return
-        self._freed.append(prefill.request_id)
+        self.freed.append(prefill.request_id)

@@ -366,7 +366,5 @@ def _decode(frame: bytes, limit: int, decoder: msgspec.msgpack.Decoder[T]) -> tu
         raise VersionMismatch(f"protocol {problem}")
     try:
         return seq, decoder.decode(memoryview(frame)[_HEADER.size :])
-    except (
-        Exception
-    ) as error:  # the border to unauthenticated peers' bytes: whatever a decoder thinks of them is one error
+    except Exception as error:  # whatever a decoder thinks of an unauthenticated peer's bytes is one error
         raise ProtocolError(f"message body: {error}"[:MAX_TEXT]) from error

@@ -84,8 +84,7 @@ class PushInto(Message, frozen=True, tag="push_into"):
 
     Answered when every byte is there, at once when it fails, and otherwise after a few seconds with how far it is; the
     decode side then asks again, with the same `attempt` (random, drawn once per receive). `reader` and `readers`
-    count workers as in `ReadDone`, `pp_rank`, `pcp_rank` and `tp_rank` name the worker in its instance's
-    manifests.
+    count workers as in `ReadDone`, `pp_rank`, `pcp_rank` and `tp_rank` name the worker in its instance's manifests.
 
     With `compare_s` above 0 the decode side compares what was written before it uses it, within so many seconds of the
     answer: the prefill side keeps the blocks under their lease until then, or until `ReadDone` or `Release`. `reading`

@@ -8,7 +8,7 @@ if anything stands against a try.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import TransferError
@@ -20,20 +20,10 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.geometry.manifest import Segment
     from vllm_pd_connector.observability.stats import PDStats
-    from vllm_pd_connector.transport.base import Transport, TransportPeer
+    from vllm_pd_connector.transport.base import Transport
+    from vllm_pd_connector.worker.receive.read_link import ReadLink
 
 logger = init_logger(__name__)
-
-
-class Measurable(Protocol):
-    """A link: `scratch` is memory of one connected rank for a self-test, `bandwidth` what the latest one found."""
-
-    engine_id: str
-    scratch: tuple[TransportPeer, Segment] | None
-    bandwidth: Bandwidth | None
-
-    def use_run_cost(self, run_cost: int) -> None:
-        """Weigh runs against bytes by what a run was found to cost, in bytes, from the next request on."""
 
 
 class AutoMode:
@@ -49,10 +39,10 @@ class AutoMode:
         self._scratch = scratch
         self._warm_s = warm_s
         self._stats = stats
-        self._running: list[tuple[Measurable, Generator[None, None, Bandwidth]]] = []
+        self._running: list[tuple[ReadLink, Generator[None, None, Bandwidth]]] = []
         self._began = 0.0
 
-    def begin(self, link: Measurable) -> None:
+    def begin(self, link: ReadLink) -> None:
         """Measure both ways to the instance of this link; `link.bandwidth` will say what was found."""
         if link.scratch is None or self._scratch is None:
             logger.info("prefill engine %s reads only: it does not offer to write", link.engine_id)
@@ -83,7 +73,7 @@ class AutoMode:
         """Seconds until a `turn` is due; None if nothing runs."""
         return pause(time.monotonic() - self._began) if self._running else None
 
-    def _found(self, link: Measurable, bandwidth: Bandwidth) -> None:
+    def _found(self, link: ReadLink, bandwidth: Bandwidth) -> None:
         link.bandwidth = bandwidth
         way = "is asked to write" if bandwidth.prefers_push else "is read from"
         logger.info("self-test with prefill engine %s: %s; it %s", link.engine_id, bandwidth, way)

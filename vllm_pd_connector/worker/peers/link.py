@@ -87,7 +87,12 @@ class PeerLink(ABC):
             IncompatiblePeer: it is not; the text begins with `cannot`, filled with both engines.
         """
         remote = [decode(encoded) for encoded in self.manifests]
-        self._require_identity(remote)
+        for manifest in remote:
+            if manifest.engine_id != self.engine_id:
+                raise IncompatiblePeer(
+                    f"engine {self.engine_id} serves a manifest of engine {manifest.engine_id}: two instances share "
+                    "an address, or that instance is broken"
+                )
         if self.same_weights:
             remote = [with_weights(manifest, local.model.weights) for manifest in remote]
         check = check_pd_topology(ours, remote)
@@ -113,14 +118,6 @@ class PeerLink(ABC):
     def deserted(self, now: float) -> str:
         """Why nothing new may be begun on this link though nobody has said that it is cut; empty if it may."""
         return ""
-
-    def _require_identity(self, remote: Sequence[Manifest]) -> None:
-        for manifest in remote:
-            if manifest.engine_id != self.engine_id:
-                raise IncompatiblePeer(
-                    f"engine {self.engine_id} serves a manifest of engine {manifest.engine_id}: two instances share "
-                    "an address, or that instance is broken"
-                )
 
 
 def run_cost_of(transport: Transport) -> int:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import BindError, ProtocolError, TransferError, UnauthenticatedPeer
-from vllm_pd_connector.observability.stats import FailureKind, PDStats, Phase
+from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.push import push as machines
@@ -50,6 +50,7 @@ from vllm_pd_connector.worker.push.waves import say_that_a_step_announced_none
 if TYPE_CHECKING:
     from vllm_pd_connector.config import Config
     from vllm_pd_connector.geometry.manifest import Manifest
+    from vllm_pd_connector.observability.stats import PDStats
     from vllm_pd_connector.protocol.transfers import TransferEnd
     from vllm_pd_connector.protocol.wire.push_messages import Command, PushInto
     from vllm_pd_connector.sidechannel.client import Outcome
@@ -111,7 +112,8 @@ class Pushes:
         self._own: tuple[bytes, ...] = ()
         self._stats = stats
         self._events = events
-        shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, events, self, self._observe)
+        observe = stats.observe_phase
+        shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, events, self, observe)
         self._links = Links(*shared, self._make_link, "decode instance")
         self._pushes: dict[str, ActivePush] = {}
         # Whether a push waits for a step and has nothing under way, which would be looked at soon: other threads, which
@@ -321,7 +323,8 @@ class Pushes:
             push.given_up = FailureKind.TRANSFER_FAILED
             return machines.GivenUp(str(error))
         except Exception as error:  # a defect of ours that one push met must not reach the others
-            return self._defect(push, error)
+            logger.exception("push of prefill %s", into.prefill.name)
+            return machines.GivenUp(f"{type(error).__name__}: {error}")
         if waves is not None:
             push.ahead = Ahead(waves[1], reach)
         else:
@@ -336,10 +339,6 @@ class Pushes:
             index, push.begun = push.begun, push.begun + 1
             push.in_flight.start(index, peer, work)
         push.work = ()
-
-    def _defect(self, push: ActivePush, error: Exception) -> machines.GivenUp:
-        logger.error("push of prefill %s", push.into.prefill.name, exc_info=error)
-        return machines.GivenUp(f"{type(error).__name__}: {error}")
 
     def _stop(self, push: ActivePush, reason: str, now: float) -> machines.Stopped:
         account = f" ({found})" if (found := self._stager.account(push)) else ""
@@ -391,6 +390,3 @@ class Pushes:
     def _refuse(self, attempt: bytes, reason: str) -> None:
         """Report a push that was not begun, or is over."""
         self._reports.send(PushEnded(self._token, self._worker, attempt, False, reason[:MAX_TEXT], True))
-
-    def _observe(self, phase: Phase, seconds: float) -> None:
-        self._stats.observe_phase(phase, seconds)

@@ -5,20 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.errors import BindError
+from vllm_pd_connector.geometry.bind import require_filled
+from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.metadata import Either
 from vllm_pd_connector.observability.stats import FailureKind, Phase
+from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.wire.push_messages import Moved, Taken
 from vllm_pd_connector.worker.receive.read_link import ReadLink
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from vllm_pd_connector.geometry.manifest import Group
     from vllm_pd_connector.geometry.plan import Plan
-    from vllm_pd_connector.geometry.spans import Slices
     from vllm_pd_connector.geometry.staging.chunks import Chunk
     from vllm_pd_connector.metadata import ReceiveRequest
     from vllm_pd_connector.observability.tracing import Span
-    from vllm_pd_connector.protocol import receive as receives
     from vllm_pd_connector.protocol.receive import Receive
     from vllm_pd_connector.protocol.wire.fields import LeaseRef
     from vllm_pd_connector.transport.base import TransportPeer
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
     from vllm_pd_connector.worker.peers.pool import Links
     from vllm_pd_connector.worker.peers.process_watch import ProcessWatch
     from vllm_pd_connector.worker.receive.push_link import AskLink
+
+logger = init_logger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -36,10 +42,10 @@ class ActiveReceive:
     request there; a push learns its id in the end, and in `compared` the lease of the blocks with which what was
     written is compared, if it is to be and can be, and what was moved. `engine_id` is our own engine's. `in_flight` are
     its reads, `arrived` is how far they were when their deadline was set, `posting` whether the transport has not yet
-    got all of them. `watches` are those of all workers that may
-    write. `question` numbers what a prefill side that writes was asked, `life` is whom, `retry_at` is when it is asked
-    again, `tell_at` when a long quarantine is told. `span` is its span, None if it is not traced; `phases` are those
-    that are over, with the moments at which they began and ended.
+    got all of them. `watches` are those of all workers that may write. `question` numbers what a prefill side that
+    writes was asked, `life` is whom, `retry_at` is when it is asked again, `tell_at` when a long quarantine is told.
+    `span` is its span, None if it is not traced; `phases` are those that are over, with the moments at which they began
+    and ended.
     """
 
     request: ReceiveRequest
@@ -96,6 +102,26 @@ class ActiveReceive:
             either = isinstance(self.request.source, Either)
             return either and self.link.bandwidth is not None and self.link.bandwidth.prefers_push
         return True
+
+
+def bind_receive(active: ActiveReceive, groups: Sequence[Group]) -> tuple[receives.Event, FailureKind | None]:
+    """Bind it, its `reads` among others; what its machine is to be told, and of what kind a failure is. `groups` are
+    this worker's."""
+    request, link = active.request, active.link
+    active.plan = link.plan
+    try:
+        require_filled(groups, request.blocks, request.start)
+        bound = link.bind(request) if isinstance(link, ReadLink) and not active.asks else None
+    except BindError as error:
+        return receives.PeerFailed(str(error)), FailureKind.BAD_PARAMETERS
+    except Exception as error:  # a defect of ours that one request met must not reach the others
+        logger.exception("request %s: binding failed", request.request_id)
+        return receives.PeerFailed(f"{type(error).__name__}: {error}"), FailureKind.INTERNAL
+    if bound is None:
+        return receives.PushReady(), None
+    active.reads, active.first_valid_tokens = bound.reads, bound.first_valid_tokens
+    staged = frozenset(i for i, (_, work) in enumerate(active.reads) if not isinstance(work, Slices))
+    return receives.PeerReady(len(active.reads), staged), None
 
 
 class Drive(Protocol):

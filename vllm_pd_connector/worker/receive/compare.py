@@ -11,11 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.geometry.checksums.sums import difference
+from vllm_pd_connector.geometry.checksums.sums import checksums, difference
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.wire.messages import Failure, GetChecksums, LeaseChecksums
-from vllm_pd_connector.worker.checksums import memory_of, of_pieces, received_checksums, starts_of
+from vllm_pd_connector.worker.checksums import memory_of, of_pieces, starts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ class ChecksumComparison:
         assert lease is not None and active.plan is not None
         active.verified, unfilled = True, active.plan.unfilled
         starts = starts_of(request, self._manifest, active.first_valid_tokens)
-        mine = self._summing.submit(received_checksums, self._manifest, self._memory, request, starts)
+        mine = self._summing.submit(checksums, self._manifest, self._memory, request.blocks, starts, request.stop)
 
         def compare(outcome: Outcome) -> str:
             match outcome:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import ProtocolError, TransferError
 from vllm_pd_connector.metadata import BadParameters, Either, PushFrom, ReadFrom
+from vllm_pd_connector.observability import tracing
 from vllm_pd_connector.observability.stats import FailureKind, Phase
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
@@ -25,14 +26,12 @@ from vllm_pd_connector.worker.checksums import is_chosen
 from vllm_pd_connector.worker.in_flight import InFlight
 from vllm_pd_connector.worker.peers.pool import FETCH_ATTEMPTS, Links
 from vllm_pd_connector.worker.peers.process_watch import LOOK_S
-from vllm_pd_connector.worker.receive.active import ActiveReceive
-from vllm_pd_connector.worker.receive.binding import bind_receive
-from vllm_pd_connector.worker.receive.ending import give_back, in_vain, log_failure, missing, settle
+from vllm_pd_connector.worker.receive import ending
+from vllm_pd_connector.worker.receive.active import ActiveReceive, bind_receive
 from vllm_pd_connector.worker.receive.push_link import AskLink
 from vllm_pd_connector.worker.receive.push_request import PushRequester
 from vllm_pd_connector.worker.receive.read_link import ReadLink
 from vllm_pd_connector.worker.receive.recorded import record
-from vllm_pd_connector.worker.receive.told import begin_span, count_failed, count_good, end_span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -130,7 +129,8 @@ class Receives:
         machine, attempt = Receive(self._limits, now, verify), secrets.token_bytes(16)
         own = self._manifest.engine_id
         active = ActiveReceive(request, links, link, machine, attempt, prefill, own, now, now)
-        active.span = begin_span(request, self._reader, now)
+        name, arrived = request.request_id, now - request.waited_s
+        active.span = tracing.begin("pd.receive", request.trace, arrived, request=name, rank=self._reader)
         active.in_flight = InFlight(active, links, link, self._transport, self._stager, writes=False)
         self._active[request.request_id] = active
         active.links.drive(link, peers.Wanted(request.request_id), now)
@@ -180,12 +180,12 @@ class Receives:
                 if waited:
                     self._drive(
                         active,
-                        receives.PeerFailed(in_vain(active, self._limits.wait_s)),
+                        receives.PeerFailed(ending.in_vain(active, self._limits.wait_s)),
                         now,
                         FailureKind.PEER_UNREACHABLE,
                     )
                 else:
-                    self._drive(active, receives.ReceiveTick(missing=missing(active)), now, FailureKind.DEADLINE)
+                    self._drive(active, receives.ReceiveTick(missing=ending.missing(active)), now, FailureKind.DEADLINE)
                 if active.in_flight.moves:  # else it waited for room or for our own copies, or did not read
                     active.link.stalled = "a read took too long"
                 if not waited:
@@ -360,20 +360,20 @@ class Receives:
         active.reads = []
         account = self._stager.account(active)
         active.in_flight.cancel()
-        if ok and (reason := settle(active, self._stager.copier)):
+        if ok and (reason := ending.settle(active, self._stager.copier)):
             ok, active.kind = False, FailureKind.INTERNAL
         if ok:
             self._phase(active, Phase.CONFIRM, now)
-            count_good(active, self._stats, now)
+            ending.count_good(active, self._stats, now)
             self._trace(active)
         else:
-            count_failed(active, self._stats)
-            log_failure(active, reason, account, quarantined)
-            give_back(active, self._calls)
+            ending.count_failed(active, self._stats)
+            ending.log_failure(active, reason, account, quarantined)
+            ending.give_back(active, self._calls)
             active.in_flight.give_up(now)
         groups = self._manifest.groups
         late = {group: token // groups[group].block_tokens for group, token in active.first_valid_tokens.items()}
-        end_span(active, now, "" if ok else reason)
+        ending.end_span(active, now, "" if ok else reason)
         record(active, self._manifest, self._stager.chunk_bytes, "" if ok else reason, quarantined, now)
         self._outbox.finished(request.request_id, ok=ok, quarantined=quarantined, unshareable=late, spare=request.spare)
 

@@ -1,5 +1,5 @@
-"""What is left to do for a receive that ends: make it visible, zero what nobody wrote, give its lease back, say what
-failed."""
+"""What is left to do for a receive that ends: make it visible, zero what nobody wrote, give its lease back, count it,
+end its span, say what failed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.staging.blanks import blanks
-from vllm_pd_connector.observability.stats import FailureKind
+from vllm_pd_connector.observability.stats import FailureKind, Phase
 from vllm_pd_connector.protocol.receive import ReceiveState
 from vllm_pd_connector.protocol.wire.fields import Reading
 from vllm_pd_connector.protocol.wire.messages import Release
 from vllm_pd_connector.protocol.wire.push_messages import DeclinePush
 
 if TYPE_CHECKING:
+    from vllm_pd_connector.observability.stats import PDStats
     from vllm_pd_connector.worker.receive.active import ActiveReceive
     from vllm_pd_connector.worker.rpc import PendingCalls
     from vllm_pd_connector.worker.staging.base import Copier
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 RELEASE_TIMEOUT_S = 5.0
+
+_SPANS = (Phase.QUEUE, Phase.TRANSFER, Phase.CONFIRM)
 
 
 def log_failure(active: ActiveReceive, reason: str, account: str, quarantined: bool) -> None:
@@ -73,6 +76,39 @@ def give_back(active: ActiveReceive, calls: PendingCalls) -> None:
         calls.ask(active.link.endpoint, message, RELEASE_TIMEOUT_S)
     except ProtocolError as error:
         logger.debug("giving back prefill %s: %s", active.prefill, error)
+
+
+def count_good(active: ActiveReceive, stats: PDStats, now: float) -> None:
+    """A receive has ended well."""
+    moved, peer = active.taken.moved, active.link.engine_id
+    stats.observe_phase(Phase.TOTAL, now - active.began)
+    stats.count("receives")
+    stats.count("bytes", moved.bytes)
+    stats.count("runs", moved.runs)
+    stats.count("descriptors", moved.descriptors)
+    stats.count("verified", int(active.verified))
+    stats.observe_size("bytes", moved.bytes)
+    stats.observe_size("descriptors", moved.descriptors)
+    stats.of_peer("peer_bytes", peer, moved.bytes)
+    stats.of_peer("peer_receives", peer)
+
+
+def count_failed(active: ActiveReceive, stats: PDStats) -> None:
+    """A receive has failed."""
+    stats.fail(active.kind)
+    stats.of_peer("peer_failures", active.link.engine_id)
+
+
+def end_span(active: ActiveReceive, now: float, error: str) -> None:
+    """It is reported: its phases are spans below it, and so is the handshake if it waited for one."""
+    if (span := active.span) is None:
+        return
+    for phase, began, ended in active.phases:
+        if phase in _SPANS:
+            span.child(f"pd.{phase}", began - active.request.waited_s if phase is Phase.QUEUE else began, ended)
+    if (handshake := active.link.handshake) is not None and handshake[1] >= active.began:
+        span.child(f"pd.{Phase.HANDSHAKE}", *handshake)
+    span.end(now, error, prefill=active.prefill, peer=active.link.engine_id, bytes=active.taken.moved.bytes)
 
 
 def in_vain(active: ActiveReceive, wait_s: float) -> str:
