@@ -45,8 +45,7 @@ async def ask(bench: Bench, *said: str, stream: bool = False) -> None:
 
 @over_bench
 async def test_what_a_decode_instance_answers_goes_to_the_next_turn_s_prefill_once(bench: Bench) -> None:
-    prefill, decode = await bench.instance(HANDS_OVER, P), await bench.instance(KEEPS, D)
-    await bench.route([prefill.url], [decode.url], conversations=True)
+    prefill, decode = await bench.pair(decode=KEEPS, says=(P, D), conversations=True)
     await ask(bench, "a")
     await ask(bench, "other", "b", "c")
     await ask(bench, "a", "b", "c")
@@ -58,9 +57,7 @@ async def test_what_a_decode_instance_answers_goes_to_the_next_turn_s_prefill_on
 
 @over_bench
 async def test_of_a_stream_the_next_turn_has_the_name_that_decode_was_given(bench: Bench) -> None:
-    prefill = await bench.instance(HANDS_OVER, P)
-    decode = await bench.instance(STREAM, D)
-    await bench.route([prefill.url], [decode.url], conversations=True)
+    prefill, decode = await bench.pair(decode=STREAM, says=(P, D), conversations=True)
     await ask(bench, "a", stream=True)
     await ask(bench, "a", "b", "c")
     name = decode.asked[0]["kv_transfer_params"]["transfer_id"]
@@ -75,9 +72,9 @@ async def test_a_stream_s_turn_is_known_as_soon_as_its_client_has_the_end(bench:
     async def wait(_request: web.Request) -> None:
         await ended.wait()
 
-    prefill = await bench.instance(HANDS_OVER, P)
-    decode = await bench.instance(streams(b"data: {}\n\n", b"data: [DONE]\n\n", then=wait), D)
-    await bench.route([prefill.url], [decode.url], conversations=True)
+    prefill, _ = await bench.pair(
+        decode=streams(b"data: {}\n\n", b"data: [DONE]\n\n", then=wait), says=(P, D), conversations=True
+    )
     url = bench.url.replace("/v1/completions", "/v1/chat/completions")
     async with bench.client.post(url, json=chat("a", stream=True)) as first:
         heard = b""
@@ -92,18 +89,15 @@ async def test_a_stream_s_turn_is_known_as_soon_as_its_client_has_the_end(bench:
 
 
 @pytest.mark.parametrize("lacks", ["option", "prefill", "decode"])
-def test_nothing_is_passed_on_unless_all_take_part(lacks: str) -> None:
-    @over_bench
-    async def run(bench: Bench) -> None:
-        prefill = await bench.instance(HANDS_OVER, P if lacks != "prefill" else info(mode="pull"))
-        other = info(mode="pull", role="kv_consumer", engine_id="d-0")
-        decode = await bench.instance(KEEPS, D if lacks != "decode" else other)
-        await bench.route([prefill.url], [decode.url], conversations=lacks != "option")
-        await ask(bench, "a")
-        await ask(bench, "a", "b", "c")
-        assert turns(prefill) == [{}, {}]
-
-    run()
+@over_bench
+async def test_nothing_is_passed_on_unless_all_take_part(bench: Bench, lacks: str) -> None:
+    prefill = await bench.instance(HANDS_OVER, P if lacks != "prefill" else info(mode="pull"))
+    other = info(mode="pull", role="kv_consumer", engine_id="d-0")
+    decode = await bench.instance(KEEPS, D if lacks != "decode" else other)
+    await bench.route([prefill.url], [decode.url], conversations=lacks != "option")
+    await ask(bench, "a")
+    await ask(bench, "a", "b", "c")
+    assert turns(prefill) == [{}, {}]
 
 
 def taken(found: Conversations, keys: list[bytes], usable: set[str]) -> dict[str, Any]:
@@ -170,15 +164,13 @@ async def post(bench: Bench, *said: str, **headers: str) -> tuple[int, Any]:
 
 @over_bench
 async def test_a_client_is_not_told_where_the_caches_are(bench: Bench) -> None:
-    prefill, decode = await bench.instance(HANDS_OVER, P), await bench.instance(KEEPS, D)
-    await bench.route([prefill.url], [decode.url], conversations=True)
+    await bench.pair(decode=KEEPS, says=(P, D), conversations=True)
     assert await post(bench, "a") == (200, {"choices": [{"message": {"content": "b"}}]})
 
 
 @over_bench
 async def test_a_request_that_no_prefill_instance_took_leaves_the_turn_for_the_next(bench: Bench) -> None:
-    prefill, decode = await bench.instance(HANDS_OVER, P), await bench.instance(KEEPS, D)
-    await bench.route([prefill.url], [decode.url], conversations=True)
+    prefill, _ = await bench.pair(decode=KEEPS, says=(P, D), conversations=True)
     await ask(bench, "a")
     port = prefill.server.port
     await prefill.server.close()
@@ -198,8 +190,7 @@ async def test_a_request_whose_id_is_in_use_takes_no_turn(bench: Bench) -> None:
         await let_go.wait()
         return await KEEPS(request)
 
-    prefill, decode = await bench.instance(HANDS_OVER, pushes), await bench.instance(KEEPS, D)
-    await bench.route([prefill.url], [decode.url], conversations=True, handoff="concurrent")
+    prefill, decode = await bench.pair(decode=KEEPS, says=(pushes, D), conversations=True, handoff="concurrent")
     await ask(bench, "a")
     decode._handler = waits
     held = asyncio.create_task(post(bench, "other", **{"X-Request-Id": "one"}))
@@ -220,16 +211,12 @@ async def test_a_request_whose_id_is_in_use_takes_no_turn(bench: Bench) -> None:
     ],
     ids=["breaks off after a text like the end", "says that it failed"],
 )
-def test_a_stream_that_failed_is_no_finished_turn(events: tuple[bytes, ...]) -> None:
-    @over_bench
-    async def run(bench: Bench) -> None:
-        prefill, decode = await bench.instance(HANDS_OVER, P), await bench.instance(streams(*events), D)
-        await bench.route([prefill.url], [decode.url], conversations=True)
-        await ask(bench, "a", stream=True)
-        await ask(bench, "a", "b", "c")
-        assert turns(prefill) == [{}, {}]
-
-    run()
+@over_bench
+async def test_a_stream_that_failed_is_no_finished_turn(bench: Bench, events: tuple[bytes, ...]) -> None:
+    prefill, _ = await bench.pair(decode=streams(*events), says=(P, D), conversations=True)
+    await ask(bench, "a", stream=True)
+    await ask(bench, "a", "b", "c")
+    assert turns(prefill) == [{}, {}]
 
 
 @over_bench

@@ -25,8 +25,7 @@ def ended(reason: str | None) -> bytes:
 
 @over_bench
 async def test_the_decode_instance_gets_the_parameters_of_the_prefill_instance(bench: Bench) -> None:
-    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-    await bench.route([prefill.url], [decode.url])
+    prefill, decode = await bench.pair()
     status, answer, headers = await bench.ask({"prompt": [1, 2], "max_tokens": 9}, **{"X-Request-Id": "id-1"})
     assert (status, answer) == (200, {"choices": [{"text": "abc"}]})
     assert prefill.asked[0]["max_tokens"] == 1
@@ -37,8 +36,7 @@ async def test_the_decode_instance_gets_the_parameters_of_the_prefill_instance(b
 
 @over_bench
 async def test_both_legs_carry_one_new_request_id_when_the_client_gives_none(bench: Bench) -> None:
-    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-    await bench.route([prefill.url], [decode.url])
+    prefill, decode = await bench.pair()
     await bench.ask()
     await bench.ask()
     assert prefill.request_ids == decode.request_ids
@@ -48,8 +46,7 @@ async def test_both_legs_carry_one_new_request_id_when_the_client_gives_none(ben
 
 @over_bench
 async def test_chat_goes_to_the_chat_route(bench: Bench) -> None:
-    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-    await bench.route([prefill.url], [decode.url])
+    prefill, decode = await bench.pair()
     bench.url = bench.url.replace("/v1/completions", "/v1/chat/completions")
     status, _, _ = await bench.ask({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 7})
     assert status == 200
@@ -59,9 +56,7 @@ async def test_chat_goes_to_the_chat_route(bench: Bench) -> None:
 
 @over_bench
 async def test_a_stream_is_passed_on_byte_by_byte(bench: Bench) -> None:
-    prefill = await bench.instance(HANDS_OVER)
-    decode = await bench.instance(streams(b"data: 1\n\n", b"data: [DONE]\n\n"))
-    await bench.route([prefill.url], [decode.url])
+    await bench.pair(decode=streams(b"data: 1\n\n", b"data: [DONE]\n\n"))
     status, text, headers = await bench.ask({"prompt": "x", "stream": True})
     assert (status, text) == (200, "data: 1\n\ndata: [DONE]\n\n")
     assert headers["Content-Type"].startswith("text/event-stream")
@@ -74,9 +69,7 @@ async def test_an_event_reaches_the_client_before_the_stream_ends(bench: Bench) 
     async def wait_until_seen(_request: web.Request) -> None:
         await seen.wait()
 
-    prefill = await bench.instance(HANDS_OVER)
-    decode = await bench.instance(streams(b"data: 1\n\n", then=wait_until_seen))
-    await bench.route([prefill.url], [decode.url])
+    await bench.pair(decode=streams(b"data: 1\n\n", then=wait_until_seen))
     async with bench.client.post(bench.url, json={"prompt": "x", "stream": True}) as response:
         assert await response.content.readany() == b"data: 1\n\n"
         seen.set()
@@ -103,23 +96,19 @@ async def test_an_instance_that_refuses_the_connection_is_passed_over(bench: Ben
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_no_reachable_instance_is_503(kind: str) -> None:
-    async def test(bench: Bench) -> None:
-        prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-        urls = {"prefill": prefill.url, "decode": decode.url, kind: NOBODY.format(free_port())}
-        await bench.route([urls["prefill"]], [urls["decode"]])
-        status, answer, _ = await bench.ask()
-        assert status == 503
-        assert kind in answer["error"]["message"]
-
-    over_bench(test)()
+@over_bench
+async def test_no_reachable_instance_is_503(bench: Bench, kind: str) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
+    urls = {"prefill": prefill.url, "decode": decode.url, kind: NOBODY.format(free_port())}
+    await bench.route([urls["prefill"]], [urls["decode"]])
+    status, answer, _ = await bench.ask()
+    assert status == 503
+    assert kind in answer["error"]["message"]
 
 
 @over_bench
 async def test_an_error_of_the_prefill_instance_reaches_the_client(bench: Bench) -> None:
-    prefill = await bench.instance(answers({"error": {"message": "too long"}}, status=422))
-    decode = await bench.instance(DONE)
-    await bench.route([prefill.url], [decode.url])
+    _, decode = await bench.pair(answers({"error": {"message": "too long"}}, status=422))
     status, answer, _ = await bench.ask()
     assert (status, answer) == (422, {"error": {"message": "too long"}})
     assert decode.asked == []
@@ -127,17 +116,14 @@ async def test_an_error_of_the_prefill_instance_reaches_the_client(bench: Bench)
 
 @over_bench
 async def test_an_error_of_the_decode_instance_reaches_the_client(bench: Bench) -> None:
-    prefill = await bench.instance(HANDS_OVER)
-    decode = await bench.instance(answers({"error": {"message": "no cache"}}, status=500))
-    await bench.route([prefill.url], [decode.url])
+    await bench.pair(decode=answers({"error": {"message": "no cache"}}, status=500))
     status, answer, _ = await bench.ask({"prompt": "x", "stream": True})
     assert (status, answer) == (500, {"error": {"message": "no cache"}})
 
 
 @over_bench
 async def test_a_prefill_that_hands_nothing_over_is_502_and_decodes_nothing(bench: Bench) -> None:
-    prefill, decode = await bench.instance(DONE), await bench.instance(DONE)
-    await bench.route([prefill.url], [decode.url])
+    _, decode = await bench.pair(DONE)
     status, answer, _ = await bench.ask()
     assert status == 502
     assert "kv_transfer_params" in answer["error"]["message"]
@@ -146,35 +132,30 @@ async def test_a_prefill_that_hands_nothing_over_is_502_and_decodes_nothing(benc
 
 @over_bench
 async def test_a_prefill_that_its_engine_cut_off_is_502_and_said(bench: Bench) -> None:
-    prefill = await bench.instance(answers({"choices": [{"text": "", "finish_reason": "abort"}]}))
-    decode = await bench.instance(DONE)
-    await bench.route([prefill.url], [decode.url])
+    prefill, decode = await bench.pair(answers({"choices": [{"text": "", "finish_reason": "abort"}]}))
     status, answer, _ = await bench.ask()
     assert status == 502 and decode.asked == []
     assert f"prefill instance {prefill.url} could not finish" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-def test_an_instance_that_listens_no_more_and_has_not_answered_is_502(leg: str) -> None:
-    async def test(bench: Bench) -> None:
-        prefill = await bench.instance(stall if leg == "prefill" else HANDS_OVER)
-        decode = await bench.instance(stall if leg == "decode" else DONE)
-        await bench.route([prefill.url], [decode.url], check_interval=0.05)
-        asking = asyncio.ensure_future(bench.ask())
-        ends = prefill if leg == "prefill" else decode
-        await ends.arrived.wait()
-        for site in ends.server.runner.sites:  # its open connections stay
-            await site.stop()
-        status, answer, _ = await asking
-        assert status == 502 and f"{leg} instance {ends.url} ends" in str(answer)
-
-    over_bench(test)()
+@over_bench
+async def test_an_instance_that_listens_no_more_and_has_not_answered_is_502(bench: Bench, leg: str) -> None:
+    prefill, decode = await bench.pair(
+        stall if leg == "prefill" else HANDS_OVER, stall if leg == "decode" else DONE, check_interval=0.05
+    )
+    asking = asyncio.ensure_future(bench.ask())
+    ends = prefill if leg == "prefill" else decode
+    await ends.arrived.wait()
+    for site in ends.server.runner.sites:  # its open connections stay
+        await site.stop()
+    status, answer, _ = await asking
+    assert status == 502 and f"{leg} instance {ends.url} ends" in str(answer)
 
 
 @over_bench
 async def test_a_silent_instance_is_504(bench: Bench) -> None:
-    prefill, decode = await bench.instance(stall), await bench.instance(DONE)
-    await bench.route([prefill.url], [decode.url], read_timeout=0.2)
+    await bench.pair(stall, read_timeout=0.2)
     assert (await bench.ask())[0] == 504
 
 
@@ -184,16 +165,13 @@ async def test_an_instance_that_breaks_off_before_an_answer_is_502(bench: Bench)
         await break_off(request)
         return web.Response()
 
-    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(vanish)
-    await bench.route([prefill.url], [decode.url])
+    await bench.pair(decode=vanish)
     assert (await bench.ask())[0] == 502
 
 
 @over_bench
 async def test_a_stream_that_breaks_off_ends_with_an_error_event(bench: Bench) -> None:
-    prefill = await bench.instance(HANDS_OVER)
-    decode = await bench.instance(streams(b"data: 1\n\n", then=break_off))
-    await bench.route([prefill.url], [decode.url])
+    await bench.pair(decode=streams(b"data: 1\n\n", then=break_off))
     status, text, _ = await bench.ask({"prompt": "x", "stream": True})
     events = [event.removeprefix("data: ") for event in text.strip().split("\n\n")]
     assert status == 200
@@ -209,9 +187,7 @@ async def test_half_an_event_of_a_stream_that_breaks_off_is_kept_from_the_client
         await seen.wait()
         await break_off(request)
 
-    prefill = await bench.instance(HANDS_OVER)
-    decode = await bench.instance(streams(ended(None), b'data: {"choi', then=wait_and_break_off))
-    await bench.route([prefill.url], [decode.url])
+    await bench.pair(decode=streams(ended(None), b'data: {"choi', then=wait_and_break_off))
     async with bench.client.post(bench.url, json={"prompt": "x", "stream": True}) as response:
         assert await response.content.readany() == ended(None)
         seen.set()
@@ -221,18 +197,14 @@ async def test_half_an_event_of_a_stream_that_breaks_off_is_kept_from_the_client
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-def test_a_client_that_leaves_cancels_the_leg_in_progress(leg: str) -> None:
-    async def test(bench: Bench) -> None:
-        prefill = await bench.instance(stall if leg == "prefill" else HANDS_OVER)
-        decode = await bench.instance(stall if leg == "decode" else DONE)
-        await bench.route([prefill.url], [decode.url])
-        waiting = prefill if leg == "prefill" else decode
-        client = asyncio.create_task(bench.ask())
-        await waiting.arrived.wait()
-        client.cancel()
-        await waiting.cancelled.wait()
-
-    over_bench(test)()
+@over_bench
+async def test_a_client_that_leaves_cancels_the_leg_in_progress(bench: Bench, leg: str) -> None:
+    prefill, decode = await bench.pair(stall if leg == "prefill" else HANDS_OVER, stall if leg == "decode" else DONE)
+    waiting = prefill if leg == "prefill" else decode
+    client = asyncio.create_task(bench.ask())
+    await waiting.arrived.wait()
+    client.cancel()
+    await waiting.cancelled.wait()
 
 
 @over_bench
@@ -240,9 +212,7 @@ async def test_a_client_that_leaves_its_stream_cancels_the_decode(bench: Bench) 
     async def wait(_request: web.Request) -> None:
         await asyncio.Event().wait()
 
-    prefill = await bench.instance(HANDS_OVER)
-    decode = await bench.instance(streams(b"data: 1\n\n", then=wait))
-    await bench.route([prefill.url], [decode.url])
+    _, decode = await bench.pair(decode=streams(b"data: 1\n\n", then=wait))
     async with bench.client.post(bench.url, json={"prompt": "x", "stream": True}) as response:
         await response.content.readany()
         response.close()
@@ -267,59 +237,46 @@ async def test_health_needs_one_instance_of_each_kind(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("code", "status"), [(500, 500), (404, 404), ("x", 502), (None, 502)])
-def test_a_stream_that_begins_with_an_error_is_a_status(code: object, status: int) -> None:
-    async def test(bench: Bench) -> None:
-        error = {"error": {"message": "no cache", "code": code}}
-        prefill = await bench.instance(HANDS_OVER)
-        decode = await bench.instance(streams(f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n".encode()))
-        await bench.route([prefill.url], [decode.url])
-        assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (status, error)
-
-    over_bench(test)()
+@over_bench
+async def test_a_stream_that_begins_with_an_error_is_a_status(bench: Bench, code: object, status: int) -> None:
+    error = {"error": {"message": "no cache", "code": code}}
+    await bench.pair(decode=streams(f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n".encode()))
+    assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (status, error)
 
 
 @over_bench
 async def test_an_error_that_comes_in_pieces_is_a_status(bench: Bench) -> None:
     error = {"error": {"message": "no cache", "code": 404}}
     pieces = [bytes([byte]) for byte in f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n".encode()]
-    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(streams(*pieces))
-    await bench.route([prefill.url], [decode.url])
+    await bench.pair(decode=streams(*pieces))
     assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (404, error)
 
 
 @pytest.mark.parametrize("reason", ["error", "abort"])
-def test_a_stream_whose_first_event_says_it_failed_is_502(reason: str) -> None:
-    async def test(bench: Bench) -> None:
-        prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(streams(ended(reason), DONE_EVENT))
-        await bench.route([prefill.url], [decode.url])
-        status, answer, _ = await bench.ask({"prompt": "x", "stream": True})
-        assert status == 502
-        assert reason in answer["error"]["message"]
-
-    over_bench(test)()
+@over_bench
+async def test_a_stream_whose_first_event_says_it_failed_is_502(bench: Bench, reason: str) -> None:
+    await bench.pair(decode=streams(ended(reason), DONE_EVENT))
+    status, answer, _ = await bench.ask({"prompt": "x", "stream": True})
+    assert status == 502
+    assert reason in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("reason", ["error", "abort"])
-def test_a_stream_that_says_later_that_it_failed_ends_with_an_error_event(reason: str) -> None:
-    async def test(bench: Bench) -> None:
-        usage = b'data: {"choices":[],"usage":{}}\n\n'
-        prefill = await bench.instance(HANDS_OVER)
-        decode = await bench.instance(streams(ended(None), ended(reason), usage, DONE_EVENT))
-        await bench.route([prefill.url], [decode.url])
-        status, text, _ = await bench.ask({"prompt": "x", "stream": True})
-        first, error, last, nothing = text.split("\n\n")
-        assert status == 200
-        assert (f"{first}\n\n".encode(), f"{last}\n\n".encode(), nothing) == (ended(None), DONE_EVENT, "")
-        assert json.loads(error.removeprefix("data: "))["error"]["code"] == 502
-
-    over_bench(test)()
+@over_bench
+async def test_a_stream_that_says_later_that_it_failed_ends_with_an_error_event(bench: Bench, reason: str) -> None:
+    usage = b'data: {"choices":[],"usage":{}}\n\n'
+    await bench.pair(decode=streams(ended(None), ended(reason), usage, DONE_EVENT))
+    status, text, _ = await bench.ask({"prompt": "x", "stream": True})
+    first, error, last, nothing = text.split("\n\n")
+    assert status == 200
+    assert (f"{first}\n\n".encode(), f"{last}\n\n".encode(), nothing) == (ended(None), DONE_EVENT, "")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 502
 
 
 @over_bench
 async def test_an_instances_own_error_event_is_passed_on_and_counted(bench: Bench) -> None:
     events = [ended(None), b'data: {"error":{"message":"no cache","code":500}}\n\n', DONE_EVENT]
-    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(streams(*events))
-    await bench.route([prefill.url], [decode.url])
+    await bench.pair(decode=streams(*events))
     assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (200, b"".join(events).decode())
     assert "vllm_pd_proxy_broken_streams_total 1.0" in (await bench.get("/metrics"))[1]
 
@@ -327,8 +284,7 @@ async def test_an_instances_own_error_event_is_passed_on_and_counted(bench: Benc
 @over_bench
 async def test_a_stream_about_errors_is_none(bench: Bench) -> None:
     events = [b'data: {"choices":[{"text":"\\"finish_reason\\": \\"abort\\", error"}]}\n\n', ended("stop"), DONE_EVENT]
-    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(streams(*events))
-    await bench.route([prefill.url], [decode.url])
+    await bench.pair(decode=streams(*events))
     assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (200, b"".join(events).decode())
 
 
@@ -349,8 +305,7 @@ def test_events_are_whole_however_a_stream_is_cut(blank: bytes) -> None:
 
 @over_bench
 async def test_a_stream_without_an_event_is_502(bench: Bench) -> None:
-    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(streams())
-    await bench.route([prefill.url], [decode.url])
+    await bench.pair(decode=streams())
     assert (await bench.ask({"prompt": "x", "stream": True}))[0] == 502
 
 
@@ -363,24 +318,20 @@ async def test_an_answer_that_says_it_failed_is_502(bench: Bench) -> None:
         assert (await bench.ask())[0] == 502
 
 
-def test_the_log_says_where_the_legs_of_a_request_were(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(bench: Bench) -> None:
-        prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-        await bench.route([prefill.url], [decode.url])
-        for number in range(2):
-            await bench.ask(**{"X-Request-Id": f"id-{number}"})
-        log = "\n".join(f"{record.name}: {record.getMessage()}" for record in caplog.records)
-        expected = {"prefill": prefill.url, "decode": decode.url}
-        assert legs_of(log) == {"id-0": expected, "id-1": expected}
-
-    with caplog.at_level("DEBUG", "vllm_pd_connector"):
-        over_bench(test)()
+@over_bench
+async def test_the_log_says_where_the_legs_of_a_request_were(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "vllm_pd_connector")
+    prefill, decode = await bench.pair()
+    for number in range(2):
+        await bench.ask(**{"X-Request-Id": f"id-{number}"})
+    log = "\n".join(f"{record.name}: {record.getMessage()}" for record in caplog.records)
+    expected = {"prefill": prefill.url, "decode": decode.url}
+    assert legs_of(log) == {"id-0": expected, "id-1": expected}
 
 
 @over_bench
 async def test_what_the_router_did_is_in_its_metrics(bench: Bench) -> None:
-    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-    await bench.route([prefill.url], [decode.url])
+    prefill, decode = await bench.pair()
     await bench.ask()
     await bench.ask({"n": 2})
     _, text = await bench.get("/metrics")

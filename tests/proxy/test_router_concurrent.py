@@ -59,27 +59,27 @@ async def test_a_pushing_prefill_whose_answer_is_needed_is_asked_first(bench: Be
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_failing_leg_ends_the_other_and_reaches_the_client(leg: str, stream: bool) -> None:
-    async def test(bench: Bench) -> None:
-        other_waits = asyncio.Event()
+@over_bench
+async def test_a_failing_leg_ends_the_other_and_reaches_the_client(bench: Bench, leg: str, stream: bool) -> None:
+    other_waits = asyncio.Event()
 
-        async def fail_when_the_other_waits(request: web.Request) -> web.StreamResponse:
-            await other_waits.wait()
-            return await answers({"error": {"message": "no"}}, status=500)(request)
+    async def fail_when_the_other_waits(request: web.Request) -> web.StreamResponse:
+        await other_waits.wait()
+        return await answers({"error": {"message": "no"}}, status=500)(request)
 
-        async def wait(request: web.Request) -> web.StreamResponse:
-            other_waits.set()
-            # As vLLM does: headers of a stream are sent before there is an event.
-            return await (streams(then=stall) if stream else stall)(request)
+    async def wait(request: web.Request) -> web.StreamResponse:
+        other_waits.set()
+        # As vLLM does: headers of a stream are sent before there is an event.
+        return await (streams(then=stall) if stream else stall)(request)
 
-        prefill = await bench.instance(fail_when_the_other_waits if leg == "prefill" else wait, info())
-        decode = await bench.instance(fail_when_the_other_waits if leg == "decode" else wait)
-        await bench.route([prefill.url], [decode.url])
-        status, answer, _ = await bench.ask({"prompt": "x", "stream": stream})
-        assert (status, answer) == (500, {"error": {"message": "no"}})
-        await (decode if leg == "prefill" else prefill).cancelled.wait()
-
-    over_bench(test)()
+    prefill, decode = await bench.pair(
+        fail_when_the_other_waits if leg == "prefill" else wait,
+        fail_when_the_other_waits if leg == "decode" else wait,
+        says=(info(), None),
+    )
+    status, answer, _ = await bench.ask({"prompt": "x", "stream": stream})
+    assert (status, answer) == (500, {"error": {"message": "no"}})
+    await (decode if leg == "prefill" else prefill).cancelled.wait()
 
 
 @over_bench
@@ -95,16 +95,13 @@ async def test_a_prefill_that_fails_after_the_first_byte_does_not_end_the_answer
         while bench.router.fleet.choose(InstanceRole.PREFILL, PromptPrefix(), set()).in_flight:
             await asyncio.sleep(0)
 
-    prefill = await bench.instance(fail_late, info())
-    decode = await bench.instance(streams(b"data: 1\n\n", then=wait_until_prefill_failed))
-    await bench.route([prefill.url], [decode.url])
+    await bench.pair(fail_late, streams(b"data: 1\n\n", then=wait_until_prefill_failed), says=(info(), None))
     assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (200, "data: 1\n\n")
 
 
 @over_bench
 async def test_a_client_that_leaves_cancels_both_legs(bench: Bench) -> None:
-    prefill, decode = await bench.instance(stall, info()), await bench.instance(stall)
-    await bench.route([prefill.url], [decode.url])
+    prefill, decode = await bench.pair(stall, stall, says=(info(), None))
     client = asyncio.create_task(bench.ask())
     await asyncio.gather(prefill.arrived.wait(), decode.arrived.wait())
     client.cancel()
@@ -132,8 +129,7 @@ async def test_a_prefill_with_several_engines_is_asked_for_one_of_them(bench: Be
 
 @over_bench
 async def test_a_request_id_in_use_is_refused_where_it_pairs_the_legs(bench: Bench) -> None:
-    prefill, decode = await bench.instance(stall, info()), await bench.instance(stall)
-    await bench.route([prefill.url], [decode.url])
+    _, decode = await bench.pair(stall, stall, says=(info(), None))
     first = asyncio.create_task(bench.ask(**{"X-Request-Id": "same"}))
     await decode.arrived.wait()
     assert (await bench.ask(**{"X-Request-Id": "same"}))[0] == 409
@@ -148,8 +144,7 @@ async def test_a_request_id_is_in_use_until_its_prefill_has_ended(bench: Bench) 
         await may_end.wait()
         return await HANDS_OVER(request)
 
-    prefill, decode = await bench.instance(hand_over_late, info()), await bench.instance(DONE)
-    await bench.route([prefill.url], [decode.url])
+    await bench.pair(hand_over_late, says=(info(), None))
     assert (await bench.ask(**{"X-Request-Id": "same"}))[0] == 200
     assert (await bench.ask(**{"X-Request-Id": "same"}))[0] == 409
     may_end.set()
@@ -160,8 +155,7 @@ async def test_a_request_id_is_in_use_until_its_prefill_has_ended(bench: Bench) 
 
 @over_bench
 async def test_a_concurrent_handoff_needs_a_prefill_that_says_its_engine(bench: Bench) -> None:
-    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-    await bench.route([prefill.url], [decode.url], handoff="concurrent")
+    _, decode = await bench.pair(handoff="concurrent")
     status, answer, _ = await bench.ask()
     assert status == 503 and "engine id" in answer["error"]["message"]
     assert decode.asked == []

@@ -38,25 +38,22 @@ ABORTS = answers({"choices": [{"text": "", "finish_reason": "abort"}]})
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-def test_an_instance_that_is_ending_loses_no_request_and_is_asked_last(leg: str) -> None:
-    async def test(bench: Bench) -> None:
-        usual = {"prefill": HANDS_OVER, "decode": DONE}
-        ending, other = await bench.instance(ABORTS), await bench.instance(usual[leg])
-        rest = await bench.instance(usual["decode" if leg == "prefill" else "prefill"])
-        both, one = [ending.url, other.url], [rest.url]
-        await bench.route(*((both, one) if leg == "prefill" else (one, both)))
-        assert [(await bench.ask())[0] for _ in range(6)] == [200] * 6
-        await bench.check()
-        assert [(await bench.ask())[0] for _ in range(2)] == [200] * 2
-        assert (len(ending.asked), len(other.asked)) == (1, 8)
-
-    over_bench(test)()
+@over_bench
+async def test_an_instance_that_is_ending_loses_no_request_and_is_asked_last(bench: Bench, leg: str) -> None:
+    usual = {"prefill": HANDS_OVER, "decode": DONE}
+    ending, other = await bench.instance(ABORTS), await bench.instance(usual[leg])
+    rest = await bench.instance(usual["decode" if leg == "prefill" else "prefill"])
+    both, one = [ending.url, other.url], [rest.url]
+    await bench.route(*((both, one) if leg == "prefill" else (one, both)))
+    assert [(await bench.ask())[0] for _ in range(6)] == [200] * 6
+    await bench.check()
+    assert [(await bench.ask())[0] for _ in range(2)] == [200] * 2
+    assert (len(ending.asked), len(other.asked)) == (1, 8)
 
 
 @over_bench
 async def test_an_ending_instance_is_asked_where_there_is_no_other_and_once(bench: Bench) -> None:
-    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(ABORTS)
-    await bench.route([prefill.url], [decode.url])
+    prefill, decode = await bench.pair(decode=ABORTS)
     for count in (1, 2):
         assert (await bench.ask())[0] == 502
         assert len(decode.asked) == len(prefill.asked) == count
@@ -79,8 +76,7 @@ async def test_an_unhealthy_instance_gets_nothing_until_it_is_healthy(bench: Ben
 
 @over_bench
 async def test_one_bad_check_is_forgiven_and_a_second_is_not(bench: Bench) -> None:
-    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-    await bench.route([prefill.url], [decode.url])
+    prefill, _ = await bench.pair()
     prefill.health = 503
     await bench.check()
     assert (await bench.get("/health"))[0] == 200
@@ -91,8 +87,7 @@ async def test_one_bad_check_is_forgiven_and_a_second_is_not(bench: Bench) -> No
 
 @over_bench
 async def test_a_leg_that_is_being_ended_is_not_ended_again(bench: Bench) -> None:
-    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-    await bench.route([prefill.url], [decode.url])
+    prefill, _ = await bench.pair()
     fleet = bench.router.fleet
     instance = fleet.choose(InstanceRole.PREFILL, PromptPrefix(), set())
     assert instance is not None
@@ -130,28 +125,24 @@ async def test_an_instance_that_does_not_answer_its_check_delays_no_other(bench:
     assert hangs.checks == checks + 1  # which is still under way
 
 
-def test_a_connection_that_an_instance_may_be_closing_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@over_bench
+async def test_a_connection_that_an_instance_may_be_closing_is_not_used(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ahead = 0.0
     monkeypatch.setattr("aiohttp.connector.monotonic", lambda: time.monotonic() + ahead)
+    connections = []
 
-    @over_bench
-    async def ask(bench: Bench) -> None:
-        nonlocal ahead
-        connections = []
+    async def note(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        connections.append(request.transport.get_extra_info("peername"))
+        return await HANDS_OVER(request)
 
-        async def note(request: web.Request) -> web.StreamResponse:
-            assert request.transport is not None
-            connections.append(request.transport.get_extra_info("peername"))
-            return await HANDS_OVER(request)
-
-        prefill, decode = await bench.instance(note), await bench.instance(DONE)
-        await bench.route([prefill.url], [decode.url])
-        assert (await bench.ask())[0] == 200
-        ahead = 4.5  # vLLM's servers close a connection that was idle for five seconds
-        assert [(await bench.ask())[0] for _ in range(2)] == [200] * 2
-        assert connections[0] != connections[1] == connections[2]
-
-    ask()
+    await bench.pair(note)
+    assert (await bench.ask())[0] == 200
+    ahead = 4.5  # vLLM's servers close a connection that was idle for five seconds
+    assert [(await bench.ask())[0] for _ in range(2)] == [200] * 2
+    assert connections[0] != connections[1] == connections[2]
 
 
 @over_bench
@@ -171,16 +162,12 @@ async def test_a_page_that_is_no_text_or_has_no_end_is_that_instances_problem(be
     ['{"prompt": [1], "seed": ' + "9" * 5000 + "}", '{"prompt": ' + "[" * 5000 + "]" * 5000 + "}"],
     ids=["a number of 5000 digits", "5000 brackets"],
 )
-def test_json_that_python_does_not_read_is_the_clients_error(body: str) -> None:
-    @over_bench
-    async def ask(bench: Bench) -> None:
-        prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-        await bench.route([prefill.url], [decode.url])
-        async with bench.client.post(bench.url, data=body.encode()) as response:
-            assert response.status == 400 and "is not JSON" in await response.text()
-        assert not prefill.asked
-
-    ask()
+@over_bench
+async def test_json_that_python_does_not_read_is_the_clients_error(bench: Bench, body: str) -> None:
+    prefill, _ = await bench.pair()
+    async with bench.client.post(bench.url, data=body.encode()) as response:
+        assert response.status == 400 and "is not JSON" in await response.text()
+    assert not prefill.asked
 
 
 def test_a_body_that_can_be_read_but_not_written_is_the_clients_error() -> None:
@@ -192,7 +179,10 @@ def test_a_body_that_can_be_read_but_not_written_is_the_clients_error() -> None:
     assert refusal.value.status == 400
 
 
-def test_streams_do_not_stand_still_while_the_page_of_an_instance_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+@over_bench
+async def test_streams_do_not_stand_still_while_the_page_of_an_instance_is_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     readers = set()
 
     def note(page: str) -> dict[int, EngineInfo]:
@@ -200,13 +190,7 @@ def test_streams_do_not_stand_still_while_the_page_of_an_instance_is_read(monkey
         return parse(page)
 
     monkeypatch.setattr("vllm_pd_connector.proxy.fleet.parse", note)
-
-    @over_bench
-    async def ask(bench: Bench) -> None:
-        prefill, decode = await bench.instance(HANDS_OVER, info(mode="pull")), await bench.instance(DONE)
-        await bench.route([prefill.url], [decode.url])
-
-    ask()
+    await bench.pair(says=(info(mode="pull"), None))
     assert readers and threading.current_thread() not in readers
 
 
@@ -221,9 +205,7 @@ async def test_instances_say_their_roles(bench: Bench) -> None:
 
 @over_bench
 async def test_an_instance_with_another_role_than_it_was_given_is_not_used(bench: Bench) -> None:
-    prefill = await bench.instance(HANDS_OVER, info(role="kv_consumer"))
-    decode = await bench.instance(DONE)
-    await bench.route([prefill.url], [decode.url])
+    prefill, _ = await bench.pair(says=(info(role="kv_consumer"), None))
     status, answer, _ = await bench.ask()
     assert status == 503 and "kv_consumer" in answer["error"]["message"]
     assert prefill.asked == []
@@ -231,8 +213,7 @@ async def test_an_instance_with_another_role_than_it_was_given_is_not_used(bench
 
 @over_bench
 async def test_a_restarted_engine_is_addressed_by_its_new_id(bench: Bench) -> None:
-    prefill, decode = await bench.instance(HANDS_OVER, info()), await bench.instance(DONE)
-    await bench.route([prefill.url], [decode.url], facts_interval=1e-9)
+    prefill, decode = await bench.pair(says=(info(), None), facts_interval=1e-9)
     await bench.ask()
     prefill.says = info(engine_id="p-1")
     await bench.check()
@@ -271,8 +252,7 @@ async def test_instances_are_added_and_removed_while_requests_run(bench: Bench) 
 
 @over_bench
 async def test_a_removed_instance_stays_out_of_the_metrics_though_a_check_of_it_ends_later(bench: Bench) -> None:
-    gone, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-    await bench.route([gone.url], [decode.url])
+    gone, decode = await bench.pair()
     gone.held, gone.health, checks = asyncio.Event(), 503, gone.checks
     checking = asyncio.create_task(bench.check())
     while gone.checks == checks:
@@ -295,29 +275,26 @@ async def test_a_removed_instance_stays_out_of_the_metrics_though_a_check_of_it_
         ("DELETE", None, "?url=http://h:1", 404),
     ],
 )
-def test_operators_mistakes_are_told(method: str, body: object, query: str, status: int) -> None:
-    async def test(bench: Bench) -> None:
-        await bench.route()
-        admin = await bench.serve(admin_application(bench.router)) + "/instances" + query
-        async with bench.client.request(method, admin, json=body) as response:
-            assert response.status == status
-            assert (await response.json())["error"]["message"]
-
-    over_bench(test)()
+@over_bench
+async def test_operators_mistakes_are_told(bench: Bench, method: str, body: object, query: str, status: int) -> None:
+    await bench.route()
+    admin = await bench.serve(admin_application(bench.router)) + "/instances" + query
+    async with bench.client.request(method, admin, json=body) as response:
+        assert response.status == status
+        assert (await response.json())["error"]["message"]
 
 
-def test_who_asks_for_health_all_the_time_finds_a_change_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(bench: Bench) -> None:
-        prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-        await bench.route([prefill.url], [decode.url])
-        for health in (200, 503, 200):
-            prefill.health = health
-            for _ in range(2):
-                await bench.check()
-            assert [(await bench.get("/health"))[0] for _ in range(3)] == [health] * 3
-
+@over_bench
+async def test_who_asks_for_health_all_the_time_finds_a_change_in_the_log(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "vllm_pd_connector.proxy.router")
-    over_bench(test)()
+    prefill, _ = await bench.pair()
+    for health in (200, 503, 200):
+        prefill.health = health
+        for _ in range(2):
+            await bench.check()
+        assert [(await bench.get("/health"))[0] for _ in range(3)] == [health] * 3
     assert [record.getMessage() for record in caplog.records if record.name.endswith("router")] == [
         "health: every role has an instance",
         "health: no usable prefill instance",
@@ -325,15 +302,9 @@ def test_who_asks_for_health_all_the_time_finds_a_change_in_the_log(caplog: pyte
     ]
 
 
-def test_the_log_says_which_instance_failed_and_how(caplog: pytest.LogCaptureFixture) -> None:
-    urls = []
-
-    async def test(bench: Bench) -> None:
-        prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(answers({"error": "no tea"}, 418))
-        await bench.route([prefill.url], [decode.url])
-        assert (await bench.ask())[0] == 418
-        urls.append(decode.url)
-
-    over_bench(test)()
+@over_bench
+async def test_the_log_says_which_instance_failed_and_how(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    _, decode = await bench.pair(decode=answers({"error": "no tea"}, 418))
+    assert (await bench.ask())[0] == 418
     [line] = [record.getMessage() for record in caplog.records if "418" in record.getMessage()]
-    assert f"decode instance {urls[0]} answered 418: " in line and "no tea" in line
+    assert f"decode instance {decode.url} answered 418: " in line and "no tea" in line

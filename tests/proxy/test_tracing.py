@@ -50,8 +50,7 @@ async def test_a_leg_that_fails_is_a_failed_span(bench: Bench) -> None:
 
 @over_bench
 async def test_without_a_collector_the_client_s_headers_are_passed_on(bench: Bench) -> None:
-    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
-    await bench.route([prefill.url], [decode.url])
+    prefill, decode = await bench.pair()
     await bench.ask(traceparent=TRACEPARENT)
     assert [i.traces[0][0] for i in (prefill, decode)] == [TRACEPARENT, TRACEPARENT]
 

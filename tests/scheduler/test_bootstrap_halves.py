@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.request import RequestStatus
 
 from tests.support.ports import free_port
-from tests.support.scheduler.halves import allocate, make_half, make_request, serving_half, until
-from tests.support.scheduler.push_halves import digest_of, receive_of, step
+from tests.support.scheduler.halves import abort, allocate, make_half, make_request, receive_of, serving_half, until
+from tests.support.scheduler.push_halves import digest_of, step
 from vllm_pd_connector.metadata import PushFrom
 from vllm_pd_connector.protocol.params.bootstrap import EngineRegistry, HostPort, encode_answer
 from vllm_pd_connector.protocol.wire.push_messages import PrefillRef
@@ -105,8 +104,7 @@ def test_a_request_that_is_aborted_while_the_answer_is_awaited_is_forgotten(cons
     request = make_request("d-1", bootstrapped(free_port()))
     half.on_new_request(request)
     assert half.num_matched_tokens(request, 0) == (None, False)
-    request.status = RequestStatus.FINISHED_ABORTED
-    half.request_finished(request, ([],))
+    abort(half, request)
     assert half.num_matched_tokens(request, 0) == (0, False)
 
 
@@ -127,8 +125,7 @@ def test_a_request_that_is_aborted_before_its_prefill_instance_is_found_gives_up
     port = free_port()
     request = make_request("d-1", bootstrapped(port))
     half.on_new_request(request)
-    request.status = RequestStatus.FINISHED_ABORTED
-    half.request_finished(request, ([],))
+    abort(half, request)
     prefill, _ = serving_half("kv_producer", mode="push", bootstrap_port=port)
     until(lambda: declines(prefill) == 1, "the word that nothing is needed")
 
@@ -161,8 +158,7 @@ def test_a_prefill_instance_that_is_found_at_a_stranger_s_is_told_nothing(consum
     request = make_request("d-1", bootstrapped(server.port))
     half.on_new_request(request)
     found = half.consumer._receives["d-1"].found
-    request.status = RequestStatus.FINISHED_ABORTED
-    half.request_finished(request, ([],))
+    abort(half, request)
     found.add_done_callback(lambda _: over.set())
     assert over.wait(20) and found.result() == HostPort("203.0.113.5", 5600) and not told
     server.close()

@@ -15,15 +15,17 @@ from vllm.v1.request import RequestStatus
 from tests.support.scheduler.halves import (
     EMPTY_STEP,
     PROMPT,
+    abort,
     allocate,
     freed,
     hand_over,
     make_half,
     make_request,
+    receive_of,
     serving_half,
     until,
 )
-from tests.support.scheduler.push_halves import ASK, PushPeer, digest_of
+from tests.support.scheduler.push_halves import ASK, PushPeer, concurrent, digest_of
 from vllm_pd_connector.compat.engine import EngineLoop
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import InvalidConfig
@@ -58,11 +60,6 @@ def reject(half: SchedulerHalf, params: Any) -> None:
     half.on_new_request(request)
     request.status = RequestStatus.FINISHED_ABORTED
     assert half.request_finished(request, ([],)) == (False, None)
-
-
-def abort(half: SchedulerHalf, request: Any) -> None:
-    request.status = RequestStatus.FINISHED_ABORTED
-    half.request_finished(request, ([],))
 
 
 def reports(producer: SchedulerHalf, half: SchedulerHalf) -> list[Any]:
@@ -198,10 +195,8 @@ def test_what_a_failed_request_came_for_is_not_given_back_twice(pair, caplog):
 def test_a_prefill_is_declined_for_a_request_that_vllm_refused_behind_a_concurrent_router(prefill):
     consumer, _ = serving_half("kv_consumer", mode="push")
     home = prefill.half.producer.home
-    request = make_request("p-1", ASK)
-    prefill.half.on_new_request(request)
-    reject(consumer, {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": home.engine_id,
-                      "remote_host": home.host, "remote_port": home.port, "transfer_id": "t-1"})  # fmt: skip
+    request = prefill.arrive()
+    reject(consumer, concurrent(home.port, transfer_id="t-1"))
     until(lambda: prefill.count("DeclinePush") == 1, "the message")
     prefill.half.request_finished(request, ([5, 6, 7],))
     until(lambda: prefill.held() == 0, "the blocks to be given back")
@@ -268,17 +263,13 @@ def test_only_the_choice_that_ended_last_keeps_its_blocks_for_the_router(pair):
 
 def test_the_choices_of_two_legs_that_are_sent_at_once_pair_off_one_by_one(prefill):
     consumer, pool = serving_half("kv_consumer", mode="push")
-    home = prefill.half.producer.home
-    params = {"do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": home.engine_id,
-              "remote_host": home.host, "remote_port": home.port, "transfer_id": "t-1"}  # fmt: skip
+    params = concurrent(prefill.half.producer.home.port, transfer_id="t-1")
     table = prefill.half.producer._server.pushes._table
     for choice in (0, 1):
         prefill.half.on_new_request(make_request(f"{choice}_p-1", ASK))
     for choice in (0, 1):
         request = make_request(f"{choice}_d-1", params)
-        consumer.on_new_request(request)
-        allocate(consumer, pool, request)
-        [receive] = consumer.build_metadata(EMPTY_STEP).receives
+        receive = receive_of(consumer, pool, request)
         found = table._rendezvous.find(receive.push.prefill)
         assert found is not None and found.request_id == f"{choice}_p-1"
         assert receive.push.prompt_digest == digest_of(make_request("any", ASK))

@@ -20,12 +20,14 @@ from tests.support.scheduler.halves import (
     PROMPT,
     TOKEN,
     WINDOW,
+    abort,
     allocate,
     freed,
     hand_over,
     make_half,
     make_request,
     new_prompt,
+    receive_of,
     serving_half,
     until,
 )
@@ -105,9 +107,7 @@ def test_an_ordinary_request_is_none_of_our_business(producer, consumer):
 def test_what_was_read_of_a_prefill_is_counted_once_and_by_whom(producer, consumer):
     half, pool = consumer
     request = make_request("d-1", hand_over(producer))
-    half.on_new_request(request)
-    allocate(half, pool, request)
-    [receive] = half.build_metadata(EMPTY_STEP).receives
+    receive = receive_of(half, pool, request)
     done = ReadDone(receive.lease, 0, 1, receive.attempt, taken=Taken("decode-1", Moved(bytes=4096)))
     where = endpoint(receive.read.peer.host, receive.read.peer.port)
     with contextlib.closing(SideChannelClient()) as client, contextlib.closing(Wake()) as wake:
@@ -136,8 +136,7 @@ def test_a_lease_lives_as_long_as_the_request_queues_and_ends_when_it_leaves(pro
     queued = time.monotonic()
     until(lambda: time.monotonic() - queued > 4.0 or bool(freed(producer)), "two lease durations")
     assert time.monotonic() - queued > 4.0, "the lease ended while the request was queued"
-    request.status = RequestStatus.FINISHED_ABORTED
-    half.request_finished(request, ([],))
+    abort(half, request)
     until(lambda: freed(producer) == ["p-1"], "the lease to be released")
 
 
@@ -222,9 +221,7 @@ def test_refused_parameters_fail_a_prompt_of_one_token_too(producer):
 def test_a_whole_prompt_offered_to_a_windowed_model_is_refused(producer):
     half, pool = make_half("kv_consumer", spec=WINDOW)
     request = make_request("d-1", hand_over(producer))
-    half.on_new_request(request)
-    allocate(half, pool, request)
-    [receive] = half.build_metadata(EMPTY_STEP).receives
+    receive = receive_of(half, pool, request)
     assert "remote_num_tokens" in receive.source.reason
 
 
@@ -269,9 +266,7 @@ def test_refused_parameters_become_a_failing_order_and_not_an_exception(producer
 def test_parameters_of_another_prompt_are_refused(producer, consumer):
     half, pool = consumer
     request = make_request("d-1", hand_over(producer), prompt=[*PROMPT[:-1], 99])
-    half.on_new_request(request)
-    allocate(half, pool, request)
-    [receive] = half.build_metadata(EMPTY_STEP).receives
+    receive = receive_of(half, pool, request)
     assert "same prompt" in receive.source.reason
 
 
@@ -310,8 +305,7 @@ def test_a_release_on_shutdown_still_reaches_the_prefill_side(producer):
     half, _ = make_half("kv_consumer")
     request = make_request("d-1", hand_over(producer))
     half.on_new_request(request)
-    request.status = RequestStatus.FINISHED_ABORTED
-    half.request_finished(request, ([],))
+    abort(half, request)
     half.shutdown()
     assert producer.producer._server.counts()["Release"] == 1
 

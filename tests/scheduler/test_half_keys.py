@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.request import RequestStatus
 
 from tests.support.scheduler.halves import (
-    EMPTY_STEP,
-    allocate,
+    abort,
     freed,
     hand_over,
     make_half,
     make_request,
+    receive_of,
     serving_half,
     until,
 )
@@ -28,9 +27,7 @@ from vllm_pd_connector.sidechannel.net.keys import admits, create_keys, create_s
 def refusal(half: SchedulerHalf, pool: BlockPool, params: Any) -> str:
     """Why a request with these parameters fails; empty if it does not."""
     request = make_request("d-1", params)
-    half.on_new_request(request)
-    allocate(half, pool, request)
-    [receive] = half.build_metadata(EMPTY_STEP).receives
+    receive = receive_of(half, pool, request)
     return receive.source.reason if isinstance(receive.source, BadParameters) else ""
 
 
@@ -75,6 +72,5 @@ def test_keys_on_both_sides_keep_a_lease_alive_and_give_it_back(tmp_path):
     half, _ = make_half("kv_consumer", side_channel_keys=str(tmp_path / "d"))
     request = make_request("d-1", hand_over(producer))
     half.on_new_request(request)
-    request.status = RequestStatus.FINISHED_ABORTED
-    half.request_finished(request, ([],))
+    abort(half, request)
     until(lambda: freed(producer) == ["p-1"], "the lease to be released")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
@@ -16,13 +15,15 @@ from tests.support.scheduler.halves import (
     PROMPT,
     TOKEN,
     WINDOW,
+    abort,
     allocate,
     make_request,
     new_prompt,
+    receive_of,
     serving_half,
     until,
 )
-from tests.support.scheduler.push_halves import ASK, ATTEMPT, Prefill, digest_of, receive_of, step
+from tests.support.scheduler.push_halves import ASK, ATTEMPT, Prefill, concurrent, digest_of, step
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.sidechannel.client import SideChannelClient
@@ -32,9 +33,7 @@ LEASE_S = 2.0
 
 
 def test_each_step_orders_what_it_completes_and_holds_it_first(prefill):
-    request = make_request("p-1", ASK)
-    prefill.half.on_new_request(request)
-    answer = prefill.register(digest_of(request))
+    request, answer = prefill.arrive_asked_for()
     prefill.tables["p-1"] = [[5, 6]]
     assert step(prefill.half, p_1=(0, 20)).step == 1
     assert prefill.held() == 2
@@ -54,9 +53,7 @@ def test_each_step_orders_what_it_completes_and_holds_it_first(prefill):
 
 def test_blocks_that_another_connector_failed_to_load_fail_the_push_that_wrote_from_them(prefill):
     """vLLM computes their tokens again and finishes the request, but decode has what was there before."""
-    request = make_request("p-1", ASK)
-    prefill.half.on_new_request(request)
-    answer = prefill.register(digest_of(request))
+    request, answer = prefill.arrive_asked_for()
     prefill.tables["p-1"] = [[5, 6, 7]]
     step(prefill.half, p_1=(0, 30))
     assert len(prefill.commands()) == 1
@@ -75,9 +72,7 @@ def test_blocks_that_another_connector_failed_to_load_fail_the_push_that_wrote_f
 
 @pytest.mark.parametrize("prefill", [{"push_when": "end"}], indirect=True)
 def test_everything_can_be_kept_for_the_end(prefill):
-    request = make_request("p-1", ASK)
-    prefill.half.on_new_request(request)
-    prefill.register(digest_of(request))
+    request, _ = prefill.arrive_asked_for()
     step(prefill.half, p_1=(0, 40))
     assert prefill.held() == 0
     prefill.half.request_finished(request, ([5, 6, 7],))
@@ -100,8 +95,7 @@ def test_windows_are_not_ordered_before_the_end(prefill):
 
 def test_who_asks_while_the_only_step_is_computed_is_written_to_in_its_course(prefill):
     """Both legs are sent at once, and the prefill instance is idle: its step is scheduled before anybody can ask."""
-    request = make_request("p-1", ASK)
-    prefill.half.on_new_request(request)
+    request = prefill.arrive()
     prefill.tables["p-1"] = [[5, 6, 7]]
     step(prefill.half, p_1=(0, 40))
     assert prefill.held() == 3, "they may be written from as soon as somebody asks"
@@ -113,8 +107,7 @@ def test_who_asks_while_the_only_step_is_computed_is_written_to_in_its_course(pr
 
 
 def test_what_nobody_has_asked_for_is_taken_back_where_blocks_are_needed_and_offered_again(prefill):
-    request = make_request("p-1", ASK)
-    prefill.half.on_new_request(request)
+    request = prefill.arrive()
     prefill.tables["p-1"] = [[5, 6]]
     step(prefill.half, p_1=(0, 20))
     prefill.half.producer.take_back()
@@ -129,8 +122,7 @@ def test_what_nobody_has_asked_for_is_taken_back_where_blocks_are_needed_and_off
 
 
 def test_blocks_that_nobody_has_asked_for_are_not_missed_when_another_connector_fails_to_load_them(prefill):
-    request = make_request("p-1", ASK)
-    prefill.half.on_new_request(request)
+    request = prefill.arrive()
     prefill.tables["p-1"] = [[5, 6]]
     step(prefill.half, p_1=(0, 20))
     prefill.half.update_output(KVConnectorOutput(invalid_block_ids={6}))
@@ -143,9 +135,7 @@ def test_blocks_that_nobody_has_asked_for_are_not_missed_when_another_connector_
 
 def test_the_end_of_a_prefill_waits_for_its_own_last_step_and_not_for_others_(prefill):
     """vLLM may have begun the next step before it has the results of this one."""
-    request = make_request("p-1", ASK)
-    prefill.half.on_new_request(request)
-    prefill.register(digest_of(request))
+    request, _ = prefill.arrive_asked_for()
     prefill.tables["p-1"] = [[5, 6, 7]]
     step(prefill.half, p_1=(0, 40))
     step(prefill.half, other=(0, 100))
@@ -155,8 +145,7 @@ def test_the_end_of_a_prefill_waits_for_its_own_last_step_and_not_for_others_(pr
 
 @pytest.mark.parametrize("declined", [True, False])
 def test_of_a_prefill_that_nobody_needs_nothing_is_held(prefill, declined):
-    request = make_request("p-1", ASK)
-    prefill.half.on_new_request(request)
+    prefill.arrive()
     if declined:
         prefill.send(pm.DeclinePush(pm.PrefillRef("t-1", None)))()
     else:
@@ -167,9 +156,7 @@ def test_of_a_prefill_that_nobody_needs_nothing_is_held(prefill, declined):
 
 
 def test_an_abort_in_mid_prefill_reaches_the_decode_side_and_keeps_the_blocks_until_nothing_is_written(prefill):
-    request = make_request("p-1", ASK)
-    prefill.half.on_new_request(request)
-    answer = prefill.register(digest_of(request))
+    request, answer = prefill.arrive_asked_for()
     prefill.tables["p-1"] = [[5, 6]]
     step(prefill.half, p_1=(0, 20))
     request.status = RequestStatus.FINISHED_ABORTED
@@ -185,9 +172,7 @@ def test_an_abort_in_mid_prefill_reaches_the_decode_side_and_keeps_the_blocks_un
 
 def test_a_running_prefill_whose_push_has_failed_gets_its_blocks_back_once_nothing_is_written(prefill):
     """Preempted, it may not be able to go on without them."""
-    request = make_request("p-1", ASK)
-    prefill.half.on_new_request(request)
-    prefill.register(digest_of(request))
+    request, _ = prefill.arrive_asked_for()
     prefill.tables["p-1"] = [[5, 6]]
     step(prefill.half, p_1=(0, 20))
     prefill.ended(ok=False, reason="a link dropped", terminal=False)
@@ -205,9 +190,7 @@ def test_a_running_prefill_whose_push_has_failed_gets_its_blocks_back_once_nothi
 
 def test_a_request_that_finds_no_block_waits_for_those_of_a_push_that_has_failed(prefill):
     """Another would be preempted for it, and what the push has left would be free in the next step."""
-    request = make_request("p-1", ASK)
-    prefill.half.on_new_request(request)
-    prefill.register(digest_of(request))
+    prefill.arrive_asked_for()
     prefill.tables["p-1"] = [[5, 6]]
     step(prefill.half, p_1=(0, 20))
     assert not prefill.half.frees_blocks()
@@ -217,9 +200,7 @@ def test_a_request_that_finds_no_block_waits_for_those_of_a_push_that_has_failed
 
 
 def test_a_prefill_that_ends_by_a_stop_token_is_handed_over_like_any_other(prefill):
-    request = make_request("p-1", ASK, status=RequestStatus.FINISHED_STOPPED)
-    prefill.half.on_new_request(request)
-    answer = prefill.register(digest_of(request))
+    request, answer = prefill.arrive_asked_for(status=RequestStatus.FINISHED_STOPPED)
     prefill.half.request_finished(request, ([5, 6, 7],))
     prefill.commands()
     prefill.ended()
@@ -228,8 +209,7 @@ def test_a_prefill_that_ends_by_a_stop_token_is_handed_over_like_any_other(prefi
 
 @pytest.mark.parametrize("prefill", [{"kv_lease_duration": 0.3}], indirect=True)
 def test_a_prefill_that_nobody_asks_for_is_freed_when_its_lease_ends(prefill):
-    request = make_request("p-1", ASK)
-    prefill.half.on_new_request(request)
+    request = prefill.arrive()
     prefill.half.request_finished(request, ([5, 6, 7],))
     assert prefill.held() == 3
     until(lambda: prefill.held() == 0, "the lease to end")
@@ -239,8 +219,7 @@ def test_a_prefill_that_nobody_asks_for_is_freed_when_its_lease_ends(prefill):
 def test_who_waits_for_a_prefill_hears_whether_the_engine_goes_on(prefill):
     now, server = [0.0], prefill.half.producer._server
     server._clock = server.pushes._clock = lambda: now[0]
-    request = make_request("p-1", ASK)
-    prefill.half.on_new_request(request)
+    request = prefill.arrive()
     prefill.tables["p-1"] = [[5]]
     states = []
     for moment in (50.0, 100.0, 150.0):
@@ -278,21 +257,6 @@ def consumer():
     return serving_half("kv_consumer", mode="push")
 
 
-def concurrent(port: int = 5600, **changes: Any) -> dict[str, Any]:
-    """What a concurrent router sends to the decode instance."""
-    sent = {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": "kv_producer-0",
-        "remote_host": "127.0.0.1",
-        "remote_port": port,
-        "remote_request_id": "x",
-        "tp_size": 1,
-        "pp_size": 1,
-    }
-    return sent | changes
-
-
 @pytest.mark.parametrize(
     ("params", "name"),
     [(concurrent(), "cmpl-7-0"), (concurrent(transfer_id="t-1"), "t-1")],
@@ -322,14 +286,12 @@ def test_a_prefill_is_kept_while_the_decode_request_queues(prefill):
     half, _ = serving_half("kv_consumer", mode="push", kv_lease_duration=0.3)
     request = make_request("d-1", concurrent(prefill.half.producer._port, transfer_id="t-1"))
     half.on_new_request(request)
-    first = make_request("p-1", ASK)
-    prefill.half.on_new_request(first)
+    first = prefill.arrive()
     prefill.half.request_finished(first, ([5, 6, 7],))
     until_s = time.monotonic() + 1.5 * LEASE_S
     until(lambda: time.monotonic() > until_s, "more than the lease")
     assert prefill.count("KeepPrefills") > 1 and prefill.held() == 3
-    request.status = RequestStatus.FINISHED_ABORTED
-    half.request_finished(request, ([],))
+    abort(half, request)
     until(lambda: prefill.held() == 0, "the blocks to be free")
     renewals = prefill.count("KeepPrefills")
     half.shutdown()
@@ -343,14 +305,12 @@ def test_a_request_that_needs_nothing_gives_up_its_prefill_at_once(consumer, pre
     request = make_request("d-1", concurrent(prefill.half.producer._port, transfer_id="t-1"), prompt)
     half.on_new_request(request)
     if aborted:
-        request.status = RequestStatus.FINISHED_ABORTED
-        half.request_finished(request, ([],))
+        abort(half, request)
     else:  # the longest hit that vLLM reports
         assert allocate(half, pool, request, computed=2 * BLOCK)[0] == 0
         assert step(half).receives == []
     until(lambda: prefill.count("DeclinePush") == 1, "the word that nothing is needed")
-    first = make_request("p-1", ASK, prompt)
-    prefill.half.on_new_request(first)
+    first = prefill.arrive(prompt)
     prefill.half.request_finished(first, ([5, 6, 7],))
     assert prefill.held() == 0
 
@@ -358,8 +318,7 @@ def test_a_request_that_needs_nothing_gives_up_its_prefill_at_once(consumer, pre
 def test_a_full_hit_releases_a_prefill_that_has_finished_already(consumer, prefill):
     half, pool = consumer
     prompt = PROMPT[: 2 * BLOCK + 1]
-    first = make_request("p-1", ASK, prompt)
-    prefill.half.on_new_request(first)
+    first = prefill.arrive(prompt)
     _, params = prefill.half.request_finished(first, ([5, 6, 7],))
     assert prefill.held() == 3
     request = make_request("d-1", params, prompt)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from tests.support.worker.decode_instance import Prefill, decode, prefill
-from tests.support.worker.writer import Target, Writer
+from tests.support.worker.library_processes import VARIANTS
+from tests.support.worker.writer import CONFIG, Target, Writer
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.worker.peers import process_watch
 
@@ -27,6 +29,17 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def other() -> Iterator[Prefill]:
     with contextlib.closing(Prefill("p-1")) as made:
         yield made
+
+
+@pytest.fixture
+def config(request: pytest.FixtureRequest) -> Config:
+    """Of pairs that push."""
+    return msgspec.structs.replace(CONFIG, **getattr(request, "param", {}))
+
+
+@pytest.fixture(params=list(VARIANTS))
+def variant(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture

@@ -71,8 +71,7 @@ def decode() -> Iterator[Decode]:
 def test_equal_contents_are_verified_and_counted(decode):
     with contextlib.closing(Verifying()) as prefill:
         names = [f"r{i}" for i in range(5)]
-        decode.loop.submit([prefill.held(name) for name in names], [])
-        assert all(decode.wait_for(*names))
+        assert all(decode.received(*(prefill.held(name) for name in names)))
         decode.until(lambda: decode.verified == 5, "the count")
         assert (decode.worker.memory == decode.expected()).all()
 
@@ -80,33 +79,28 @@ def test_equal_contents_are_verified_and_counted(decode):
 def test_what_is_compared_is_visible_before(decode, monkeypatch):
     late = LateMemory(monkeypatch)
     with contextlib.closing(Verifying()) as prefill:
-        decode.loop.submit([prefill.held("a")], [])
-        assert decode.wait_for("a") == [True]
+        assert decode.received(prefill.held("a")) == [True]
         late.refuses = True
-        decode.loop.submit([prefill.held("b")], [])
-        assert decode.wait_for("b") == [False] and decode.failures == {"internal": 1}
+        assert decode.received(prefill.held("b")) == [False] and decode.failures == {"internal": 1}
 
 
 def test_a_difference_fails_the_receive_and_gives_the_lease_back(decode):
     with contextlib.closing(Verifying(corrupt=True)) as prefill:
-        decode.loop.submit([prefill.held("a")], [])
-        assert decode.wait_for("a") == [False]
+        assert decode.received(prefill.held("a")) == [False]
         assert decode.failures == {"verification": 1} and not decode.quarantined
         decode.until(lambda: len(prefill.server.take_freed()) == 1, "the lease to come back")
 
 
 def test_a_prefill_instance_that_offers_no_sums_fails_the_receive(decode):
     with contextlib.closing(Verifying(offers=False)) as prefill:
-        decode.loop.submit([prefill.held("a")], [])
-        assert decode.wait_for("a") == [False]
+        assert decode.received(prefill.held("a")) == [False]
         assert decode.failures == {"verification": 1}
 
 
 def test_without_verification_nothing_is_asked():
     made = Decode(Config(transport="loopback", staging_bytes=0))
     with contextlib.closing(Verifying(corrupt=True)) as prefill, contextlib.closing(made.loop):
-        made.loop.submit([prefill.held("a")], [])
-        assert made.wait_for("a") == [True]
+        assert made.received(prefill.held("a")) == [True]
         assert "GetChecksums" not in prefill.server.counts()
 
 
@@ -123,8 +117,7 @@ def test_workers_that_ask_before_their_instance_is_complete_are_not_forgotten(de
         ]
         decode.until(lambda: prefill.server.counts().get("NextChecksumJob", 0) >= 2, "both workers to ask")
         prefill.server.set_manifests(prefill.manifests, prefill.tokens)
-        decode.loop.submit([prefill.held("a")], [])
-        assert decode.wait_for("a") == [True]
+        assert decode.received(prefill.held("a")) == [True]
 
 
 def test_nobody_but_a_worker_is_given_jobs_or_believed_in_what_it_sums(decode):
@@ -141,8 +134,7 @@ def test_nobody_but_a_worker_is_given_jobs_or_believed_in_what_it_sums(decode):
         decode.until(lambda: bool(outcomes.update(client.receive())) or len(outcomes) == len(sent), "the refusals")
         for token in sent:
             assert outcomes[token].code is m.FailureCode.MALFORMED and "token" in outcomes[token].message
-        decode.loop.submit([prefill.held("a")], [])
-        assert decode.wait_for("a") == [True]
+        assert decode.received(prefill.held("a")) == [True]
 
 
 def test_sums_that_cannot_be_made_fail_one_check_and_not_those_after_it(decode, monkeypatch):
@@ -157,11 +149,9 @@ def test_sums_that_cannot_be_made_fail_one_check_and_not_those_after_it(decode, 
             return checksums(*arguments)
 
         monkeypatch.setattr("vllm_pd_connector.worker.checksum_server.checksums", runs_out_of_memory_once)
-        decode.loop.submit([prefill.held("a")], [])
-        assert decode.wait_for("a") == [False]
+        assert decode.received(prefill.held("a")) == [False]
         assert decode.failures == {"verification": 1}
-        decode.loop.submit([prefill.held("b")], [])
-        assert decode.wait_for("b") == [True]
+        assert decode.received(prefill.held("b")) == [True]
 
 
 def test_a_maker_without_a_side_channel_ends_when_it_is_told(decode):

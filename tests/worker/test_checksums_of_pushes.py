@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from tests.support.push.asked import asked_for
 from tests.support.worker.auto import both_ways, found
 from tests.support.worker.decode_instance import until
 from tests.support.worker.prefill_instance import P_BLOCKS, real
-from tests.support.worker.writer import SOURCE, Target, Writer, freed, whole
+from tests.support.worker.writer import SOURCE, Target, Writer, ask_early, freed, pushed, whole
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.wire.fields import LeaseRef
@@ -73,9 +72,7 @@ def test_equal_contents_are_verified_counted_and_freed(writer, target, by_lease)
 
 
 def test_what_went_out_step_by_step_is_verified_as_a_whole(writer, target):
-    target.loop.submit([target.request(writer, start=0)], [])
-    writer.begin()
-    until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
+    ask_early(writer, target)
     writer.compute(0, 6)
     writer.server.pushes.progressed([("p-a", SOURCE, 6)], 1)
     writer.step_done(1)
@@ -150,9 +147,7 @@ def test_an_aborted_request_gives_the_blocks_back(target, config):
 
 
 def test_a_prefill_that_was_preempted_is_not_compared(writer, target):
-    target.loop.submit([target.request(writer, start=0)], [])
-    writer.begin()
-    until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
+    ask_early(writer, target)
     writer.compute(0, 10)
     writer.server.pushes.progressed([("p-a", OTHER_BLOCKS, 6)], 1)
     writer.step_done(1)
@@ -165,9 +160,7 @@ def test_a_prefill_that_was_preempted_is_not_compared(writer, target):
 
 @pytest.mark.parametrize("config", [{"verify": "off"}], indirect=True)
 def test_without_verification_nothing_is_asked(writer, target):
-    writer.whole()
-    target.loop.submit([target.request(writer)], [])
-    assert target.wait_for("d") == [True]
+    assert pushed(writer, target)
     assert not {"GetChecksums", "ReadDone"} & writer.server.counts().keys()
     freed(writer, "a")
 
@@ -175,9 +168,7 @@ def test_without_verification_nothing_is_asked(writer, target):
 @pytest.mark.parametrize("config", [{"verify": "off"}], indirect=True)
 def test_a_prefill_instance_that_offers_no_sums_fails_the_request_and_is_freed(writer, config):
     with contextlib.closing(Target(msgspec.structs.replace(config, verify="all"))) as target:
-        writer.whole()
-        target.loop.submit([target.request(writer)], [])
-        assert target.wait_for("d") == [False]
+        assert not pushed(writer, target)
         assert target.failures == {"verification": 1}
         freed(writer, "a")
 
@@ -186,7 +177,6 @@ def test_a_prefill_instance_that_offers_no_sums_fails_the_request_and_is_freed(w
 @pytest.mark.parametrize("bandwidth", [Bandwidth(1e9, 9e9), Bandwidth(9e9, 1e9)])
 def test_mode_auto_verifies_either_way(writer, target, monkeypatch, bandwidth):
     monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", found(bandwidth))
-    target.loop.submit([both_ways(writer, target)], [])
-    assert target.wait_for("d") == [True]
+    assert target.received(both_ways(writer, target)) == [True]
     target.until(lambda: target.verified == 1, "the count")
     freed(writer, "a")

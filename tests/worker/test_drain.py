@@ -71,8 +71,7 @@ def test_leases_that_are_held_at_the_end_are_dropped(server):
 
 def test_a_peer_that_leaves_is_let_go_of_at_once_and_may_come_back(decode):
     with contextlib.closing(Prefill()) as prefill:
-        decode.loop.submit([prefill.request("a")], [])
-        assert decode.wait_for("a") == [True]
+        assert decode.received(prefill.request("a")) == [True]
         [link] = decode.loop._receives._links._links.values()
         assert link.ranks
         prefill.server.close()
@@ -82,8 +81,7 @@ def test_a_peer_that_leaves_is_let_go_of_at_once_and_may_come_back(decode):
         again = SideChannelServer("127.0.0.1", port, prefill.engine_id, prefill.incarnation)
         again.set_manifests(prefill.manifests)
         prefill.server = again
-        decode.loop.submit([prefill.request("b")], [])
-        assert decode.wait_for("b") == [True]
+        assert decode.received(prefill.request("b")) == [True]
 
 
 def test_requests_that_read_from_a_peer_that_leaves_end_at_once(decode):

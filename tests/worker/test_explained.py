@@ -49,8 +49,7 @@ def received(
         source = ReadFrom(remote.peer, remote.remote_engine_id, remote.lease, (held,))
         decode = Decode(config, make, worker=worker)
         with contextlib.closing(decode.loop):
-            decode.loop.submit([ReceiveRequest("a", source, (BlockTable.of(0, ids),), 0, tokens)], [])
-            assert decode.wait_for("a") == [True]
+            assert decode.received(ReceiveRequest("a", source, (BlockTable.of(0, ids),), 0, tokens)) == [True]
     return decode.bytes, decode.runs
 
 

@@ -21,11 +21,6 @@ DEADLINE_S = 4.0
 Start = Callable[[str], Instance]
 
 
-@pytest.fixture(params=list(VARIANTS))
-def variant(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 def start(variant: str) -> Iterator[Start]:
     with instances(serve, variant) as start_one:
@@ -48,45 +43,38 @@ def decode(variant: str) -> Iterator[Decode]:
 
 def test_the_bytes_arrive(decode: Decode, start: Start) -> None:
     first = start("p-0")
-    decode.loop.submit([order(first, "a")], [])
-    assert decode.wait_for("a") == [True]
+    assert decode.received(order(first, "a")) == [True]
     assert (decode.worker.memory == decode.expected()).all()
 
 
 def test_a_stopped_instance_fails_its_request_at_the_deadline_and_delays_no_other(decode: Decode, start: Start) -> None:
     stuck, other = start("p-0"), start("p-1")
-    decode.loop.submit([order(stuck, "warm"), order(other, "warm too")], [])
-    assert decode.wait_for("warm", "warm too") == [True, True]
+    assert decode.received(order(stuck, "warm"), order(other, "warm too")) == [True, True]
     waiting = order(stuck, "a")
     stuck.stop()
     decode.loop.submit([waiting], [])
     names = [f"b{i}" for i in range(10)]
-    decode.loop.submit([order(other, name) for name in names], [])
-    assert all(decode.wait_for(*names))
+    assert all(decode.received(*(order(other, name) for name in names)))
     assert decode.wait_for("a") == [False]
     assert decode.failures == {"deadline": 1} and decode.quarantined == {"a"} and not decode.drained
     stuck.kill()
     decode.until(lambda: decode.drained == {"a"}, "the quarantine to end with the process")
-    decode.loop.submit([order(other, "c")], [])
-    assert decode.wait_for("c") == [True]
+    assert decode.received(order(other, "c")) == [True]
 
 
 def test_a_killed_instance_fails_its_request_before_the_deadline_and_its_next_life_is_used(
     decode: Decode, start: Start
 ) -> None:
     first, other = start("p-0"), start("p-1")
-    decode.loop.submit([order(first, "warm"), order(other, "warm too")], [])
-    assert decode.wait_for("warm", "warm too") == [True, True]
+    assert decode.received(order(first, "warm"), order(other, "warm too")) == [True, True]
     waiting = order(first, "a")
     first.stop()
     decode.loop.submit([waiting], [])
-    decode.loop.submit([order(other, "b")], [])
-    assert decode.wait_for("b") == [True]
+    assert decode.received(order(other, "b")) == [True]
     first.kill()
     assert decode.wait_for("a") == [False]
     assert sum(decode.failures.values()) == 1
     decode.until(lambda: decode.drained == decode.quarantined, "nothing to be in quarantine")
     second = start("p-0")
-    decode.loop.submit([order(second, "c"), order(other, "d")], [])
-    assert decode.wait_for("c", "d") == [True, True]
+    assert decode.received(order(second, "c"), order(other, "d")) == [True, True]
     assert (decode.worker.memory == decode.expected()).all()

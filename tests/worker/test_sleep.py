@@ -39,8 +39,7 @@ def decode(variant: str) -> Iterator[Decode]:
 
 def receives(decode: Decode, prefill: Instance, name: str) -> bool:
     decode.worker.memory[:] = decode.before
-    decode.loop.submit([request_of(name, prefill.ask(name))], [])
-    [good] = decode.wait_for(name)
+    [good] = decode.received(request_of(name, prefill.ask(name)))
     return good and bool((decode.worker.memory == decode.expected()).all())
 
 
@@ -52,8 +51,7 @@ def test_an_instance_that_slept_is_read_again_as_another(decode: Decode, prefill
         decode.loop.submit([request_of(f"asleep {night}", old)], [])
         assert decode.wait_for(f"asleep {night}") == [False], "its word is taken, and its memory is not touched"
         prefill.ask("wake")
-        decode.loop.submit([request_of(f"too late {night}", old)], [])
-        assert decode.wait_for(f"too late {night}") == [False], "what it had held is gone"
+        assert decode.received(request_of(f"too late {night}", old)) == [False], "what it had held is gone"
         assert receives(decode, prefill, f"awake {night}")
     decode.until(lambda: decode.drained == decode.quarantined, "nothing to be in quarantine")
 

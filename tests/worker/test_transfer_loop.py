@@ -24,6 +24,7 @@ from tests.support.worker.decode_instance import (
     changed_model,
     lacking,
     request_of,
+    set_faults,
     until,
 )
 from tests.support.worker.prefill_instance import MODEL, instance, real
@@ -40,8 +41,7 @@ from vllm_pd_connector.worker.transfer_loop import TransferLoop
 
 
 def test_a_read_puts_the_logical_elements_in_place_and_ends_the_lease(prefill, decode):
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [True]
+    assert decode.received(prefill.request("a")) == [True]
     assert (decode.worker.memory == decode.expected()).all()
     assert decode.bytes > 0 and not decode.failures and not decode.quarantined
     until(lambda: [freed.request_id for freed in prefill.server.take_freed()] == ["p-a"], "the lease to end")
@@ -54,8 +54,7 @@ def test_a_read_puts_the_logical_elements_in_place_and_ends_the_lease(prefill, d
 def test_blocks_that_a_group_names_before_the_range_are_not_reported_as_received(prefill, decode):
     """They are none of a prefix hit, which are not named: nothing would be written into them."""
     request = replace(prefill.request("a"), blocks=(lacking(D_BLOCKS, 0),))
-    decode.loop.submit([request, prefill.request("b")], [])
-    assert decode.wait_for("a", "b") == [False, True]
+    assert decode.received(request, prefill.request("b")) == [False, True]
     assert (decode.worker.memory == decode.expected()).all()
 
 
@@ -64,32 +63,27 @@ def test_a_receive_whose_blanks_cannot_be_zeroed_fails(prefill, decode, monkeypa
         raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(decode.loop._stager.copier, "blank", broken)
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [False] and not decode.quarantined
+    assert decode.received(prefill.request("a")) == [False] and not decode.quarantined
     monkeypatch.undo()
-    decode.loop.submit([prefill.request("b")], [])
-    assert decode.wait_for("b") == [True]
+    assert decode.received(prefill.request("b")) == [True]
 
 
 def test_the_step_that_hears_of_a_failed_receive_hears_why(prefill, decode, monkeypatch):
     monkeypatch.setattr(decode.outbox, "flush", lambda: None)  # the end of the turn is too late: it may be hours away
     decode.transport.faults.failures.append(TransferError("a cable was pulled"))
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [False]
+    assert decode.received(prefill.request("a")) == [False]
     assert decode.failures == {"transfer_failed": 1} and decode.of_peers == {"peer_failures": {"p-0": 1}}
 
 
 def test_the_handshake_happens_once_for_many_requests(prefill, decode):
     names = [f"r{i}" for i in range(20)]
-    decode.loop.submit([prefill.request(name) for name in names], [])
-    assert all(decode.wait_for(*names))
+    assert all(decode.received(*(prefill.request(name) for name in names)))
     assert prefill.server.counts()["GetManifests"] == 1
 
 
 def test_the_line_of_a_link_says_what_moves_the_bytes(prefill, decode, caplog):
     with caplog.at_level(logging.INFO, logger="vllm_pd_connector"):
-        decode.loop.submit([prefill.request("a")], [])
-        assert decode.wait_for("a") == [True]
+        assert decode.received(prefill.request("a")) == [True]
     [line] = [record.getMessage() for record in caplog.records if record.getMessage().startswith("linked to")]
     assert " over loopback, cpu memory in " in line
 
@@ -99,38 +93,33 @@ def test_a_read_that_the_prefill_side_does_not_vouch_for_fails(prefill, decode, 
     request = prefill.request("a", hold=hold)
     if hold:
         prefill.server.drop("p-a")
-    decode.loop.submit([request], [])
-    assert decode.wait_for("a") == [False]
+    assert decode.received(request) == [False]
     assert decode.failures == {"lease_lost": 1} and not decode.quarantined
 
 
 def test_a_lease_of_another_use_of_the_same_request_id_is_not_enough(prefill, decode):
     stale = prefill.request("a", hold=False)
     prefill.request("a")
-    decode.loop.submit([stale], [])
-    assert decode.wait_for("a") == [False]
+    assert decode.received(stale) == [False]
     assert decode.failures == {"lease_lost": 1}
 
 
 @pytest.mark.parametrize("change", [{"remote_block_ids": [[3, 1, 6]]}, {"remote_num_tokens": 11}], ids=str)
 def test_other_blocks_than_those_that_were_handed_over_are_not_vouched_for(prefill, decode, change):
-    decode.loop.submit([prefill.request("a", **change)], [])
-    assert decode.wait_for("a") == [False]
+    assert decode.received(prefill.request("a", **change)) == [False]
     assert decode.failures == {"lease_lost": 1}
 
 
 def test_other_weights_than_those_of_the_lease_are_not_vouched_for(prefill, decode):
     held = prefill.hand_over("a")
     changed = msgspec.structs.replace(held.pd_connector, weights=Weights("version mine"))
-    decode.loop.submit([request_of("a", msgspec.structs.replace(held, pd_connector=changed))], [])
-    assert decode.wait_for("a") == [False]
+    assert decode.received(request_of("a", msgspec.structs.replace(held, pd_connector=changed))) == [False]
     assert decode.failures == {"lease_lost": 1}
 
 
 def test_an_incompatible_peer_is_refused_once_and_remembered(decode):
     with contextlib.closing(Prefill(version=1, model=changed_model(dtype="float16"))) as prefill:
-        decode.loop.submit([prefill.request("a")], [])
-        decode.wait_for("a")
+        decode.received(prefill.request("a"))
         decode.loop.submit([prefill.request("b")], [])
         assert decode.wait_for("a", "b") == [False, False]
         assert decode.failures == {"incompatible_peer": 2}
@@ -141,34 +130,28 @@ def test_an_incompatible_peer_is_refused_once_and_remembered(decode):
 def test_weights_of_the_start_say_nothing_where_both_sides_are_known_to_have_the_same(decode):
     """They were changed in place since, and are compared with each request; a pair that was refused goes on then."""
     with contextlib.closing(Prefill(model=changed_model(weights="content b"))) as prefill:
-        decode.loop.submit([prefill.request("a")], [])
-        assert decode.wait_for("a") == [False] and decode.failures == {"incompatible_peer": 1}
-        decode.loop.submit([replace(prefill.request("b"), same_weights=True)], [])
-        assert decode.wait_for("b") == [True]
+        assert decode.received(prefill.request("a")) == [False] and decode.failures == {"incompatible_peer": 1}
+        assert decode.received(replace(prefill.request("b"), same_weights=True)) == [True]
         assert (decode.worker.memory == decode.expected()).all()
         decode.loop.submit([prefill.request("c")], [])
         assert decode.wait_for("c") == [True], "the scheduler half compares for as long as an epoch is told"
 
 
 def test_a_foreign_engine_at_the_address_fails_the_request(prefill, decode):
-    decode.loop.submit([prefill.request("a", remote_engine_id="p-9")], [])
-    assert decode.wait_for("a") == [False]
+    assert decode.received(prefill.request("a", remote_engine_id="p-9")) == [False]
     assert decode.failures == {"peer_unreachable": 1}
-    decode.loop.submit([prefill.request("b")], [])
-    assert decode.wait_for("b") == [True]
+    assert decode.received(prefill.request("b")) == [True]
 
 
 def test_another_incarnation_than_announced_fails_the_request(prefill, decode):
     request = prefill.request("a")
     forged = replace(request.read, peer=replace(request.read.peer, incarnation="f" * 32))
-    decode.loop.submit([replace(request, source=forged)], [])
-    assert decode.wait_for("a") == [False]
+    assert decode.received(replace(request, source=forged)) == [False]
 
 
 def test_manifests_that_are_junk_refuse_the_peer(prefill, decode):
     prefill.server.set_manifests([b"\xc1junk", b"\x81"])
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [False]
+    assert decode.received(prefill.request("a")) == [False]
     assert decode.failures == {"incompatible_peer": 1}
 
 
@@ -181,16 +164,14 @@ def test_block_ids_that_do_not_fit_fail_that_request_alone(prefill, decode, ids)
 
 
 def test_refused_parameters_are_reported_as_a_failed_receive(decode):
-    decode.loop.submit([ReceiveRequest("a", BadParameters("remote_port: Expected int"), (), 0, 4)], [])
-    assert decode.wait_for("a") == [False]
+    assert decode.received(ReceiveRequest("a", BadParameters("remote_port: Expected int"), (), 0, 4)) == [False]
     assert decode.failures == {"bad_parameters": 1}
 
 
 @pytest.mark.parametrize("decode", [{"transfer_timeout": 0.3}], indirect=True)
 def test_a_frozen_peer_fails_the_request_in_time_and_its_blocks_wait_in_quarantine(prefill, decode):
     prefill.transports[1].faults.frozen = True
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [False]
+    assert decode.received(prefill.request("a")) == [False]
     assert decode.failures == {"deadline": 1}
     assert decode.quarantined == {"a"} and not decode.drained
     prefill.transports[1].faults.frozen = False
@@ -229,8 +210,7 @@ def test_a_peer_that_does_not_answer_fails_the_request_in_time(decode):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        decode.loop.submit([announced_at(silent.getsockname()[1])], [])
-        assert decode.wait_for("a") == [False]
+        assert decode.received(announced_at(silent.getsockname()[1])) == [False]
         assert decode.failures == {"peer_unreachable": 1}
 
 
@@ -240,8 +220,7 @@ def test_a_peer_that_nobody_listens_for_fails_the_request_at_once_and_is_named_o
     monkeypatch.setattr(
         ending, "logger", SimpleNamespace(error=lambda text, *of: said.append(text % of), debug=lambda *_: None)
     )
-    decode.loop.submit([announced_at(port := free_port())], [])
-    assert decode.wait_for("a") == [False]
+    assert decode.received(announced_at(port := free_port())) == [False]
     assert decode.failures == {"peer_unreachable": 1}
     [line] = said
     assert "cannot be reached (4 attempts failed): connection refused" in line and line.count(str(port)) == 1
@@ -249,17 +228,14 @@ def test_a_peer_that_nobody_listens_for_fails_the_request_at_once_and_is_named_o
 
 def test_a_failed_transfer_fails_only_its_request(prefill, decode):
     decode.transport.faults.failures.append(TransferError("a cable was pulled"))
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [False]
-    decode.loop.submit([prefill.request("b")], [])
-    assert decode.wait_for("b") == [True]
+    assert decode.received(prefill.request("a")) == [False]
+    assert decode.received(prefill.request("b")) == [True]
     assert decode.failures == {"transfer_failed": 1}
 
 
 def test_a_transfer_that_may_still_write_keeps_its_blocks_until_the_worker_has_ended(prefill, decode):
     decode.transport.faults.failures.append(TransferError("unclear", terminal=False))
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [False]
+    assert decode.received(prefill.request("a")) == [False]
     assert decode.quarantined == {"a"} and not decode.drained
     active = decode.loop._receives._active["a"]
     until(lambda: not active.in_flight.transfers, "the read from the other rank to end")
@@ -272,16 +248,13 @@ def test_a_transfer_that_may_still_write_keeps_its_blocks_until_the_worker_has_e
 
 
 def test_a_restarted_peer_at_the_same_address_works(prefill, decode):
-    decode.loop.submit([prefill.request("a")], [])
-    decode.wait_for("a")
+    decode.received(prefill.request("a"))
     port = prefill.server.port
-    for transport in prefill.transports:
-        transport.faults.lost = True
+    set_faults(prefill.transports, lost=True)
     stale = prefill.request("stale")
     decode.hear_the_end_of(prefill)
     with contextlib.closing(Prefill(port=port)) as again:
-        decode.loop.submit([stale, again.request("b")], [])
-        assert decode.wait_for("stale", "b") == [False, True]
+        assert decode.received(stale, again.request("b")) == [False, True]
 
 
 def test_an_unexpected_error_fails_requests_and_not_the_thread(prefill, decode, monkeypatch):
@@ -293,8 +266,7 @@ def test_an_unexpected_error_fails_requests_and_not_the_thread(prefill, decode, 
         return bind(link, request)
 
     monkeypatch.setattr(ReadLink, "bind", broken)
-    decode.loop.submit([prefill.request("before"), prefill.request("a"), prefill.request("b")], [])
-    assert decode.wait_for("before", "a", "b") == [True, False, True]
+    assert decode.received(prefill.request("before"), prefill.request("a"), prefill.request("b")) == [True, False, True]
     assert decode.failures == {"internal": 1}
 
 
@@ -321,8 +293,7 @@ def test_a_link_that_cannot_be_watched_fails_its_requests_and_not_the_thread(pre
         raise OSError("a defect")
 
     monkeypatch.setattr(ReadLink, "watch", broken)
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [True], "the next attempt links"
+    assert decode.received(prefill.request("a")) == [True], "the next attempt links"
 
 
 def test_an_error_while_receives_are_ended_does_not_end_the_thread(prefill, decode, monkeypatch):
@@ -355,8 +326,7 @@ def test_a_receive_whose_trace_cannot_be_written_is_reported_all_the_same(prefil
         raise OSError("no space left on device")
 
     monkeypatch.setattr(decode.loop._receives, "_received", full)
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [True]
+    assert decode.received(prefill.request("a")) == [True]
 
 
 def test_a_transport_that_cannot_start_stops_the_engine_with_its_reason():
@@ -370,8 +340,7 @@ def test_a_transport_that_cannot_start_stops_the_engine_with_its_reason():
 
 
 def test_an_idle_loop_burns_nothing(prefill, decode):
-    decode.loop.submit([prefill.request("a")], [])
-    decode.wait_for("a")
+    decode.received(prefill.request("a"))
     [thread] = [t for t in threading.enumerate() if t is decode.loop._thread]
     before, began = seconds_of(thread), time.monotonic()
     until(lambda: time.monotonic() - began > 1.0, "a second")

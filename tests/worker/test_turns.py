@@ -9,14 +9,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.worker.decode_instance import in_its_thread, until
-from tests.support.worker.writer import CONFIG, Target, Writer
+from tests.support.worker.decode_instance import in_its_thread, set_faults, until
+from tests.support.worker.writer import CONFIG
+from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry import spans
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.receive import ReceiveState
 from vllm_pd_connector.worker import in_flight, transfer_loop
 
 STRAIGHT = msgspec.structs.replace(CONFIG, staging_bytes=0)
+
+
+@pytest.fixture
+def config() -> Config:
+    return STRAIGHT
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +33,7 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def linked(decode, prefill) -> None:
-    decode.loop.submit([prefill.request("warm")], [])
-    assert decode.wait_for("warm") == [True]
+    assert decode.received(prefill.request("warm")) == [True]
     decode.collect()
 
 
@@ -46,8 +51,7 @@ def half_begun(decode, name: str):
 
 
 def test_a_read_in_many_slices_puts_every_byte_in_place(prefill, decode):
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [True]
+    assert decode.received(prefill.request("a")) == [True]
     assert (decode.worker.memory == decode.expected()).all()
 
 
@@ -73,8 +77,7 @@ def test_a_half_posted_read_whose_peer_is_gone_fails_and_is_drained(prefill, dec
     decode.transport.faults.held = True
     decode.loop.submit([prefill.request("a")], [])
     half_begun(decode, "a")
-    for transport in prefill.transports:
-        transport.faults.lost = True
+    set_faults(prefill.transports, lost=True)
     assert decode.wait_for("a") == [False]
     decode.until(lambda: decode.drained == decode.quarantined, "the quarantine to end")
     assert not decode.loop._receives._active
@@ -108,8 +111,7 @@ def test_many_requests_of_one_moment_are_begun_over_many_turns_and_all_end(prefi
     names = [f"r{number}" for number in range(12)]
     turns, turn = [], decode.loop._turn
     monkeypatch.setattr(decode.loop, "_turn", lambda now: (turns.append(len(decode.loop._receives._active)), turn(now)))
-    decode.loop.submit([prefill.request(name) for name in names], [])
-    assert decode.wait_for(*names) == [True] * len(names)
+    assert decode.received(*(prefill.request(name) for name in names)) == [True] * len(names)
     assert set(range(1, 5)) <= set(turns), "several requests were begun in one turn"
 
 
@@ -155,79 +157,60 @@ def test_what_waits_to_be_bound_while_its_peer_is_in_doubt_waits_for_the_answer(
     assert decode.wait_for("a") == [True] and (decode.worker.memory == decode.expected()).all()
 
 
-def test_a_push_in_many_slices_puts_every_byte_in_place():
-    writer, target = Writer(STRAIGHT), Target(STRAIGHT)
-    try:
-        nonce = writer.whole("a")
-        target.loop.submit([target.request(writer, "d", "a", nonce)], [])
-        assert target.wait_for("d") == [True]
-        assert (target.worker.memory == target.expected()).all()
-    finally:
-        target.close()
-        writer.close()
+def test_a_push_in_many_slices_puts_every_byte_in_place(writer, target):
+    nonce = writer.whole("a")
+    assert target.received(target.request(writer, "d", "a", nonce)) == [True]
+    assert (target.worker.memory == target.expected()).all()
 
 
-def test_every_push_is_looked_at_beside_reads_that_take_all_of_a_turn(monkeypatch):
+def test_every_push_is_looked_at_beside_reads_that_take_all_of_a_turn(writer, target, monkeypatch):
     monkeypatch.setattr(transfer_loop, "TURN_S", 0.2)
-    writer, target = Writer(STRAIGHT), Target(STRAIGHT)
-    try:
-        for transport in writer.transports:
-            transport.faults.held = True
-        names = ["a", "b", "c", "d"]
-        for name in names:
-            target.loop.submit([target.request(writer, name, name, writer.whole(name))], [])
-        loop = writer.loops[0]
-        pushes, receives = loop._pushes, loop._receives
-        assert pushes is not None
-        until(lambda: len(pushes._pushes) == len(names), "all pushes to be ordered")
-        turns: list[int] = []
-        turn, look = pushes.turn, pushes._look
+    set_faults(writer.transports, held=True)
+    names = ["a", "b", "c", "d"]
+    for name in names:
+        target.loop.submit([target.request(writer, name, name, writer.whole(name))], [])
+    loop = writer.loops[0]
+    pushes, receives = loop._pushes, loop._receives
+    assert pushes is not None
+    until(lambda: len(pushes._pushes) == len(names), "all pushes to be ordered")
+    turns: list[int] = []
+    turn, look = pushes.turn, pushes._look
 
-        def read_on(now: float, over: float) -> None:
-            time.sleep(max(0.0, over - time.monotonic()))
+    def read_on(now: float, over: float) -> None:
+        time.sleep(max(0.0, over - time.monotonic()))
 
-        def begin_turn(now: float, over: float) -> None:
-            turns.append(0)
-            turn(now, over)
+    def begin_turn(now: float, over: float) -> None:
+        turns.append(0)
+        turn(now, over)
 
-        def count(*arguments: Any) -> None:
-            turns[-1] += 1
-            look(*arguments)
+    def count(*arguments: Any) -> None:
+        turns[-1] += 1
+        look(*arguments)
 
-        def beside_reads(now: float) -> None:
-            monkeypatch.setattr(pushes, "_look", count)
-            monkeypatch.setattr(pushes, "turn", begin_turn)
-            monkeypatch.setattr(receives, "poll", read_on)
+    def beside_reads(now: float) -> None:
+        monkeypatch.setattr(pushes, "_look", count)
+        monkeypatch.setattr(pushes, "turn", begin_turn)
+        monkeypatch.setattr(receives, "poll", read_on)
 
-        in_its_thread(loop, beside_reads)
-        until(lambda: len(turns) >= 4, "some turns")
-        assert turns[1:3] == [len(names)] * 2
-    finally:
-        target.close()
-        writer.close()
+    in_its_thread(loop, beside_reads)
+    until(lambda: len(turns) >= 4, "some turns")
+    assert turns[1:3] == [len(names)] * 2
 
 
-def test_a_half_posted_push_that_is_withdrawn_is_over_when_what_was_posted_is():
-    writer, target = Writer(STRAIGHT), Target(STRAIGHT)
-    try:
-        for transport in writer.transports:
-            transport.faults.held = True
-        nonce = writer.whole("a")
-        target.loop.submit([target.request(writer, "d", "a", nonce)], [])
-        pushes = [push for loop in writer.loops for push in [loop._pushes]]
+def test_a_half_posted_push_that_is_withdrawn_is_over_when_what_was_posted_is(writer, target):
+    set_faults(writer.transports, held=True)
+    nonce = writer.whole("a")
+    target.loop.submit([target.request(writer, "d", "a", nonce)], [])
+    pushes = [push for loop in writer.loops for push in [loop._pushes]]
 
-        def half() -> bool:
-            begun = [push.in_flight for one in pushes if one is not None for push in list(one._pushes.values())]
-            return bool(begun) and all(flight.transfers and flight.posts and flight.moves for flight in begun)
+    def half() -> bool:
+        begun = [push.in_flight for one in pushes if one is not None for push in list(one._pushes.values())]
+        return bool(begun) and all(flight.transfers and flight.posts and flight.moves for flight in begun)
 
-        until(half, "the first slices to run")
-        target.loop.submit([], ["d"])
-        assert target.wait_for("d") == [False]
-        assert target.quarantined == {"d"} and not target.drained
-        for transport in writer.transports:
-            transport.faults.held = False
-        target.until(lambda: target.drained == {"d"}, "the prefill side to say that nothing is written")
-        assert (target.worker.memory != target.written()).any(), "all of it was written"
-    finally:
-        target.close()
-        writer.close()
+    until(half, "the first slices to run")
+    target.loop.submit([], ["d"])
+    assert target.wait_for("d") == [False]
+    assert target.quarantined == {"d"} and not target.drained
+    set_faults(writer.transports, held=False)
+    target.until(lambda: target.drained == {"d"}, "the prefill side to say that nothing is written")
+    assert (target.worker.memory != target.written()).any(), "all of it was written"

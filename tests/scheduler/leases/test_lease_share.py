@@ -32,21 +32,17 @@ class Share(LeaseShare):
         return self.held.get(request_id, 0)
 
 
-def share() -> Share:
-    return Share()
-
-
 def admits(of: Share, name: str, held: Mapping[str, int] | None = None) -> bool:
     of.held = held or {}
     return of.admits(name)
 
 
 def test_what_is_no_prefill_for_a_decode_instance_begins_whatever_is_leased() -> None:
-    assert admits(share(), "plain", {"a": 100})
+    assert admits(Share(), "plain", {"a": 100})
 
 
 def test_a_prefill_begins_while_what_is_leased_and_under_way_leaves_room_for_it() -> None:
-    of = share()
+    of = Share()
     for name in "abc":
         of.add(name, 4)
     assert admits(of, "a", {"lease": 2})
@@ -58,7 +54,7 @@ def test_a_prefill_begins_while_what_is_leased_and_under_way_leaves_room_for_it(
 
 
 def test_no_more_is_given_up_for_a_prefill_than_it_needs() -> None:
-    of, kept = share(), {"oldest": 3, "older": 3, "new": 3}
+    of, kept = Share(), {"oldest": 3, "older": 3, "new": 3}
 
     def give_up() -> bool:
         if not kept:
@@ -76,14 +72,14 @@ def test_no_more_is_given_up_for_a_prefill_than_it_needs() -> None:
 
 
 def test_a_preempted_prefill_begins_again() -> None:
-    of = share()
+    of = Share()
     of.add("a", 4)
     of.begin("a")
     assert admits(of, "a", {"lease": 10})
 
 
 def test_a_prefill_above_the_share_begins_when_nothing_else_is_leased_or_under_way() -> None:
-    of = share()
+    of = Share()
     of.add("large", 11)
     assert not admits(of, "large", {"lease": 1})
     of.step()
@@ -96,7 +92,7 @@ def test_a_prefill_above_the_share_begins_when_nothing_else_is_leased_or_under_w
 
 
 def test_small_prefills_do_not_pass_one_that_is_held_back() -> None:
-    of = share()
+    of = Share()
     of.add("large", 9)
     of.add("small", 1)
     assert not admits(of, "large", {"lease": 2})
@@ -106,7 +102,7 @@ def test_small_prefills_do_not_pass_one_that_is_held_back() -> None:
 
 
 def test_blocks_that_a_running_prefill_holds_already_are_counted_once() -> None:
-    of = share()
+    of = Share()
     of.add("a", 6)
     of.begin("a")
     of.add("b", 4)
@@ -126,7 +122,7 @@ def test_leases_never_take_more_than_their_share_and_prefills_begin_in_order(
     events: list[tuple[str, int]],
 ) -> None:
     """`end` ends a prefill that has begun, which leases its blocks; `read` ends a lease."""
-    of, held, waits, begun, order = share(), dict[str, int](), list[str](), list[str](), list[str]()
+    of, held, waits, begun, order = Share(), dict[str, int](), list[str](), list[str](), list[str]()
     needs: dict[str, int] = {}
     for number, (event, value) in enumerate(events):
         if event == "add":

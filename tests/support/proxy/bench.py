@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -12,7 +13,7 @@ import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from tests.support.proxy.stand_ins import LIMIT, Handler, Instance
+from tests.support.proxy.stand_ins import DONE, HANDS_OVER, LIMIT, Handler, Instance
 from vllm_pd_connector.instance_info import EngineInfo
 from vllm_pd_connector.proxy.legs import Limits
 from vllm_pd_connector.proxy.router import Options, Router
@@ -44,6 +45,18 @@ class Bench:
         self.client = await self._stack.enter_async_context(aiohttp.ClientSession())
         self.url = await self.serve(self.router.application()) + "/v1/completions"
 
+    async def pair(
+        self,
+        prefill: Handler = HANDS_OVER,
+        decode: Handler = DONE,
+        says: tuple[EngineInfo | None, EngineInfo | None] = (None, None),
+        **options: Any,
+    ) -> tuple[Instance, Instance]:
+        """A prefill and a decode instance, and a router in front of them. `says`: what they say of themselves."""
+        first, second = await self.instance(prefill, says[0]), await self.instance(decode, says[1])
+        await self.route([first.url], [second.url], **options)
+        return first, second
+
     async def serve(self, app: web.Application) -> str:
         server = TestServer(app)
         await server.start_server()
@@ -65,15 +78,17 @@ class Bench:
             return response.status, json.loads(text) if is_json else text, response.headers
 
 
-def over_bench(test: Callable[[Bench], Awaitable[None]], seconds: float = 3 * LIMIT) -> Callable[[], None]:
-    """Run a test as a coroutine, within the limit of time."""
+def over_bench(test: Callable[..., Awaitable[None]], seconds: float = 3 * LIMIT) -> Callable[..., None]:
+    """Run a test as a coroutine, within the limit of time; what it takes beside the bench it takes from pytest."""
 
-    async def main() -> None:
+    async def main(**fixtures: Any) -> None:
         async with asyncio.timeout(seconds), AsyncExitStack() as stack:
-            await test(Bench(stack))
+            await test(Bench(stack), **fixtures)
 
-    def run() -> None:
-        asyncio.run(main())
+    def run(**fixtures: Any) -> None:
+        asyncio.run(main(**fixtures))
 
-    run.__name__ = test.__name__
+    signature = inspect.signature(test)
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    run.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
     return run

@@ -131,6 +131,20 @@ def allocate(half: SchedulerHalf, pool: BlockPool, request: Any, computed: int =
     return count, blocks
 
 
+def receive_of(half: SchedulerHalf, pool: BlockPool, request: Any, computed: int = 0) -> Any:
+    """What the workers are ordered to receive for a new request, of which this much was found."""
+    half.on_new_request(request)
+    allocate(half, pool, request, computed)
+    [receive] = half.build_metadata(EMPTY_STEP).receives
+    return receive
+
+
+def abort(half: SchedulerHalf, request: Any) -> None:
+    """What vLLM's scheduler does with a request that has no blocks when it is aborted."""
+    request.status = RequestStatus.FINISHED_ABORTED
+    half.request_finished(request, ([],))
+
+
 def found(blocks: list[Any]) -> None:
     """Have these blocks be some that vLLM's prefix cache found."""
     for block in blocks:

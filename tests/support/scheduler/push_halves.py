@@ -6,9 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.v1.core.block_pool import BlockPool
-
-from tests.support.scheduler.halves import FULL, PROMPT, TOKEN, allocate, make_half, until
+from tests.support.scheduler.halves import FULL, PROMPT, TOKEN, make_half, make_request, until
 from vllm_pd_connector.compat.blocks import prompt_digest
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.wire import push_messages as pm
@@ -18,6 +16,23 @@ from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 ASK: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "t-1"}
+
+
+def concurrent(port: int = 5600, **changes: Any) -> dict[str, Any]:
+    """What a concurrent router sends to the decode instance."""
+    sent = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "kv_producer-0",
+        "remote_host": "127.0.0.1",
+        "remote_port": port,
+        "remote_request_id": "x",
+        "tp_size": 1,
+        "pp_size": 1,
+    }
+    return sent | changes
+
+
 HOME = pm.InstanceAddress("kv_consumer-0", "ab" * 16, "127.0.0.1", 5600)
 ATTEMPT = b"a" * 16
 
@@ -98,6 +113,17 @@ class Prefill(PushPeer):
         self.free = self.pool.get_num_free_blocks()
         super().__init__(half)
 
+    def arrive(self, *prompt: list[int], **changes: Any) -> Any:
+        """A prefill that was not scheduled yet."""
+        request = make_request("p-1", ASK, *prompt, **changes)
+        self.half.on_new_request(request)
+        return request
+
+    def arrive_asked_for(self, **changes: Any) -> tuple[Any, Callable[[], Any]]:
+        """One that a decode worker waits for; and what waits for its answer."""
+        request = self.arrive(**changes)
+        return request, self.register(digest_of(request))
+
     def held(self) -> int:
         self.half.producer.drain()
         return int(self.free - self.pool.get_num_free_blocks())
@@ -109,10 +135,3 @@ class Prefill(PushPeer):
 
 def digest_of(request: Any) -> str:
     return prompt_digest(request, request.num_prompt_tokens)
-
-
-def receive_of(half: SchedulerHalf, pool: BlockPool, request: Any, computed: int = 0) -> Any:
-    half.on_new_request(request)
-    allocate(half, pool, request, computed)
-    [receive] = step(half).receives
-    return receive

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -49,6 +49,14 @@ def in_its_thread(loop: TransferLoop, act: Callable[[float], None]) -> None:
     loop._comparison._results.append(doing)
     loop._wake.set()
     until(done.is_set, "the loop's next turn")
+
+
+def set_faults(transports: Iterable[Transport], **faults: object) -> None:
+    """What is wrong with these endpoints from now on; see `Faults` of `transport.loopback`."""
+    for transport in transports:
+        assert isinstance(transport, LoopbackTransport)
+        for name, value in faults.items():
+            setattr(transport.faults, name, value)
 
 
 def lacking(blocks: tuple[int, ...], start: int = START) -> BlockTable:
@@ -122,6 +130,11 @@ class Decode:
     def wait_for(self, *request_ids: str) -> list[bool]:
         self.until(lambda: set(request_ids) <= self.finished.keys(), f"reports of {request_ids}")
         return [self.finished[request_id] for request_id in request_ids]
+
+    def received(self, *requests: ReceiveRequest) -> list[bool]:
+        """Have the loop receive these, and wait until it has: which of them came whole."""
+        self.loop.submit(list(requests), [])
+        return self.wait_for(*(request.request_id for request in requests))
 
     def hear_the_end_of(self, prefill: Prefill) -> None:
         """Close `prefill`, and wait for its word that it ends: it means whoever is at that address when it comes."""

@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 
 from tests.support.geometry.world import instance, table, write
-from tests.support.worker.decode_instance import D_BLOCKS, START, Decode, lacking, until
+from tests.support.push.asked import asked_for
+from tests.support.worker.decode_instance import D_BLOCKS, START, Decode, lacking, set_faults, until
 from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKENS, real
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.blocks import BlockTable
@@ -139,6 +140,33 @@ def writes(loop: TransferLoop) -> bool:
     pushes, streams = list(loop._pushes._pushes.values()), list(loop._pushes._stager._streams)
     staged = [stream.owner for stream in streams if any(flight.transfer is not None for flight in stream.in_flight)]
     return bool(pushes) and all(push.in_flight.transfers or push in staged for push in pushes)
+
+
+def pushed(writer: Writer, target: Target, request_id: str = "d", name: str = "a") -> bool:
+    """Whether a prefill arrives for which is asked when it has ended."""
+    writer.whole(name)
+    [arrived] = target.received(target.request(writer, request_id, name))
+    return arrived
+
+
+def begin_writes(writer: Writer, target: Target) -> None:
+    """Have every worker begin to write such a prefill."""
+    writer.whole()
+    target.loop.submit([target.request(writer)], [])
+    until(lambda: all(writes(loop) for loop in writer.loops), "the writes of every worker")
+
+
+def hold_writes(writer: Writer, target: Target) -> None:
+    """The same, and have none of them end."""
+    set_faults(writer.transports, held=True)
+    begin_writes(writer, target)
+
+
+def ask_early(writer: Writer, target: Target, request_id: str = "d", name: str = "a") -> None:
+    """Have a prefill begin of which everything is asked for before anything is computed."""
+    target.loop.submit([target.request(writer, request_id, name, start=0)], [])
+    writer.begin(name)
+    until(lambda: asked_for(writer.server.pushes, f"p-{name}"), "the registration")
 
 
 def freed(writer: Writer, *names: str) -> None:

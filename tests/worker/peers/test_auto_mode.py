@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 
 import msgspec
 import pytest
 
 from tests.support.worker.auto import both_ways, found
-from tests.support.worker.decode_instance import in_its_thread, until
-from tests.support.worker.writer import CONFIG, Target, Writer, freed, whole, writes
+from tests.support.worker.decode_instance import in_its_thread, set_faults, until
+from tests.support.worker.writer import CONFIG, Target, freed, whole, writes
+from vllm_pd_connector.config import Config
 from vllm_pd_connector.protocol.peer import Suspected
 from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth
 from vllm_pd_connector.worker.peers.pool import Links
@@ -20,22 +21,14 @@ AUTO = msgspec.structs.replace(CONFIG, mode="auto")
 
 
 @pytest.fixture
-def writer() -> Iterator[Writer]:
-    with contextlib.closing(Writer(AUTO)) as made:
-        yield made
-
-
-@pytest.fixture
-def target() -> Iterator[Target]:
-    with contextlib.closing(Target(AUTO)) as made:
-        yield made
+def config() -> Config:
+    return AUTO
 
 
 @pytest.mark.parametrize(("bandwidth", "pushes"), [(Bandwidth(1e9, 9e9), 1), (Bandwidth(9e9, 1e9), 0)])
 def test_mode_auto_takes_the_faster_way(writer, target, monkeypatch, bandwidth, pushes):
     monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", found(bandwidth))
-    target.loop.submit([both_ways(writer, target)], [])
-    assert target.wait_for("d") == [True]
+    assert target.received(both_ways(writer, target)) == [True]
     assert whole(target.worker.memory, target.expected())
     freed(writer, "a")
     counts = writer.server.counts()
@@ -44,8 +37,7 @@ def test_mode_auto_takes_the_faster_way(writer, target, monkeypatch, bandwidth, 
 
 def test_mode_auto_measures_both_ways_and_tells_what_it_found(writer, target, caplog):
     with caplog.at_level("INFO", logger="vllm_pd_connector"):
-        target.loop.submit([both_ways(writer, target)], [])
-        assert target.wait_for("d") == [True]
+        assert target.received(both_ways(writer, target)) == [True]
     assert re.search(
         r"self-test with prefill engine p-0: reads \d+\.\d+ GB/s, writes \d+\.\d+ GB/s, "
         r"a run costs as much as \d+ bytes; it is",
@@ -60,14 +52,12 @@ def test_a_self_test_that_meets_a_defect_costs_no_request(writer, target, monkey
         raise RuntimeError("a defect")
 
     monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", broken)
-    for transport in writer.transports:
-        transport.faults.frozen = True
+    set_faults(writer.transports, frozen=True)
     target.loop.submit([both_ways(writer, target)], [])
     active = target.loop._receives._active
     until(lambda: "d" in active and bool(active["d"].machine.writing), "the read")
     until(lambda: not target.loop._auto_mode._running, "the self-test to end")
-    for transport in writer.transports:
-        transport.faults.frozen = False
+    set_faults(writer.transports, frozen=False)
     assert target.wait_for("d") == [True]
 
 
@@ -75,8 +65,7 @@ def test_a_self_test_that_meets_a_defect_costs_no_request(writer, target, monkey
 def test_what_a_run_was_found_to_cost_decides_what_is_converted(writer, target, monkeypatch, cost, converted):
     measured = found(Bandwidth(9e9, 1e9, cost))
     monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", measured)
-    target.loop.submit([both_ways(writer, target)], [])
-    assert target.wait_for("d") == [True]
+    assert target.received(both_ways(writer, target)) == [True]
     (link,) = target.loop._receives._links._links.values()
     assert link.run_cost == cost
     assert any(staged.pairings for _, staged in link.edges) is converted
@@ -85,8 +74,7 @@ def test_what_a_run_was_found_to_cost_decides_what_is_converted(writer, target, 
 def test_what_is_asked_to_be_written_outlives_reads_that_stand_still(writer, target, monkeypatch):
     monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", found(Bandwidth(1e9, 9e9)))
     target.transport._serves = False
-    for transport in writer.transports:
-        transport.faults.held = True
+    set_faults(writer.transports, held=True)
     target.loop.submit([both_ways(writer, target)], [])
     until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
     link, links = target.loop._receives._active["d"].link, target.loop._receives._links
@@ -97,8 +85,7 @@ def test_what_is_asked_to_be_written_outlives_reads_that_stand_still(writer, tar
 
     in_its_thread(target.loop, stall)
     target.until(lambda: target.relinked == 1, "the new link")
-    for transport in writer.transports:
-        transport.faults.held = False
+    set_faults(writer.transports, held=False)
     assert target.wait_for("d") == [True]
 
 
@@ -117,15 +104,13 @@ def test_a_read_that_stands_still_is_one_whatever_is_found_meanwhile(writer, mon
 
 
 def test_a_self_test_that_lasts_delays_nobody_and_lets_go_of_its_peer(writer, target):
-    for transport in writer.transports:
-        transport.faults.frozen = True
+    set_faults(writer.transports, frozen=True)
     target.loop.submit([both_ways(writer, target)], [])
     auto_mode = target.loop._auto_mode
     until(lambda: bool(auto_mode._running), "the self-test to begin")
     [(link, _)] = auto_mode._running
     until(lambda: target.loop._receives._active["d"].machine.writing, "the read that does not wait for it")
-    for transport in writer.transports:
-        transport.faults.frozen = False
+    set_faults(writer.transports, frozen=False)
     assert target.wait_for("d") == [True]
     until(lambda: not auto_mode._running, "the self-test to end")
     assert link.bandwidth is not None

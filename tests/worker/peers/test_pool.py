@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.worker.decode_instance import Decode, Prefill, until
-from tests.support.worker.writer import CONFIG, Target, Writer, freed
+from tests.support.worker.writer import CONFIG, Writer, freed, pushed
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.protocol.peer import REFUSAL_S, PeerKey, PeerState
@@ -23,8 +23,7 @@ from vllm_pd_connector.worker.receive.read_link import ReadLink
 
 def leave_a_read_that_may_still_write(decode: Decode, prefill: Prefill) -> None:
     decode.transport.faults.failures.append(TransferError("unclear", terminal=False))
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [False]
+    assert decode.received(prefill.request("a")) == [False]
     assert decode.quarantined == {"a"} and not decode.drained
     until(lambda: not decode.loop._receives._active["a"].in_flight.transfers, "the read from the other rank to end")
 
@@ -34,8 +33,7 @@ def test_another_life_at_its_address_says_nothing_of_the_workers_of_the_last(pre
     port = prefill.server.port
     decode.hear_the_end_of(SimpleNamespace(close=prefill.server.close))
     with contextlib.closing(Prefill(port=port)) as again:
-        decode.loop.submit([again.request("b")], [])
-        assert decode.wait_for("b") == [True]
+        assert decode.received(again.request("b")) == [True]
         assert decode.loop._receives._active["a"].in_flight.watches[0].here
         decode.collect()
         assert not decode.drained, "nothing proved that the worker ended"
@@ -46,52 +44,44 @@ def test_another_life_at_its_address_says_nothing_of_the_workers_of_the_last(pre
 def test_a_lost_connection_says_nothing_of_what_another_worker_writes(prefill, decode):
     leave_a_read_that_may_still_write(decode, prefill)
     decode.transport.faults.failures.append(PeerLost("connection reset"))
-    decode.loop.submit([prefill.request("b")], [])
-    assert decode.wait_for("b") == [False]
+    assert decode.received(prefill.request("b")) == [False]
     decode.collect()
     assert "a" not in decode.drained
     prefill.end_workers()
     decode.until(lambda: "a" in decode.drained, "the quarantine to end")
 
 
-def test_a_refusal_of_whoever_is_there_is_asked_again_after_a_while(monkeypatch):
+def test_a_refusal_of_whoever_is_there_is_asked_again_after_a_while(target, monkeypatch):
     now = [0.0]
-    with contextlib.closing(Target(CONFIG)) as target:
-        links = target.loop._receives._asked
-        get = links.get
-        monkeypatch.setattr(links, "get", lambda key, engine_id, at: get(key, engine_id, at + now[0]))
-        with contextlib.closing(Writer(CONFIG)) as writer:
-            port = writer.server.port
-            writer.server.set_manifests([b"junk"] * len(writer.workers))
-            target.loop.submit([target.request(writer, "a")], [])
-            assert target.wait_for("a") == [False]
-            [link] = links._links.values()
-            assert link.machine.state is PeerState.REFUSED
-            target.loop.submit([target.request(writer, "b")], [])
-            assert target.wait_for("b") == [False]
-            assert writer.server.counts()["GetManifests"] == 1, "the refusal was forgotten"
-        with contextlib.closing(Writer(CONFIG, port)) as second:
-            now[0] = REFUSAL_S
-            second.whole("c")
-            target.loop.submit([target.request(second, "d", "c")], [])
-            assert target.wait_for("d") == [True]
-            freed(second, "c")
-
-
-def test_who_answers_in_another_version_of_the_protocol_is_refused_at_once(monkeypatch):
-    with contextlib.closing(Target(CONFIG)) as target, contextlib.closing(Writer(CONFIG)) as writer:
-        encode, later = m.encode, struct.pack("!H", m.PROTOCOL_VERSION + 1)
-
-        def encode_later(seq: int, message: Any) -> bytes:
-            frame = encode(seq, message)
-            return frame[:4] + later + frame[6:] if isinstance(message, m.Manifests) else frame
-
-        monkeypatch.setattr(m, "encode", encode_later)
-        target.loop.submit([target.request(writer, "a")], [])
-        assert target.wait_for("a") == [False]
-        [link] = target.loop._receives._asked._links.values()
+    links = target.loop._receives._asked
+    get = links.get
+    monkeypatch.setattr(links, "get", lambda key, engine_id, at: get(key, engine_id, at + now[0]))
+    with contextlib.closing(Writer(CONFIG)) as writer:
+        port = writer.server.port
+        writer.server.set_manifests([b"junk"] * len(writer.workers))
+        assert target.received(target.request(writer, "a")) == [False]
+        [link] = links._links.values()
         assert link.machine.state is PeerState.REFUSED
-        assert writer.server.counts()["GetManifests"] == 1
+        assert target.received(target.request(writer, "b")) == [False]
+        assert writer.server.counts()["GetManifests"] == 1, "the refusal was forgotten"
+    with contextlib.closing(Writer(CONFIG, port)) as second:
+        now[0] = REFUSAL_S
+        assert pushed(second, target, "d", "c")
+        freed(second, "c")
+
+
+def test_who_answers_in_another_version_of_the_protocol_is_refused_at_once(writer, target, monkeypatch):
+    encode, later = m.encode, struct.pack("!H", m.PROTOCOL_VERSION + 1)
+
+    def encode_later(seq: int, message: Any) -> bytes:
+        frame = encode(seq, message)
+        return frame[:4] + later + frame[6:] if isinstance(message, m.Manifests) else frame
+
+    monkeypatch.setattr(m, "encode", encode_later)
+    assert target.received(target.request(writer, "a")) == [False]
+    [link] = target.loop._receives._asked._links.values()
+    assert link.machine.state is PeerState.REFUSED
+    assert writer.server.counts()["GetManifests"] == 1
 
 
 def test_a_link_in_use_is_not_idle_however_long_nobody_asked_for_it():
@@ -143,29 +133,23 @@ def test_a_peer_that_meets_a_defect_when_it_is_linked_costs_no_other(prefill, de
 
     monkeypatch.setattr(ReadLink, "connect", broken)
     with contextlib.closing(Prefill("p-1")) as other:
-        decode.loop.submit([other.request("a", remote_engine_id="p-1"), prefill.request("b")], [])
-        assert decode.wait_for("a", "b") == [False, True]
+        assert decode.received(other.request("a", remote_engine_id="p-1"), prefill.request("b")) == [False, True]
         assert decode.failures == {"peer_unreachable": 1}
         [link] = [link for link in decode.loop._receives._links._links.values() if link.engine_id == "p-1"]
         assert not link.ranks, "a rank stays connected"
 
 
-def test_an_order_to_push_that_cannot_be_obeyed_costs_no_other(monkeypatch):
-    with contextlib.closing(Writer(CONFIG)) as writer, contextlib.closing(Target(CONFIG)) as target:
-        get, failed = Links.get, set()
+def test_an_order_to_push_that_cannot_be_obeyed_costs_no_other(writer, target, monkeypatch):
+    get, failed = Links.get, set()
 
-        def broken(self: Links, key: PeerKey, engine_id: str, now: float) -> Any:
-            if engine_id == "decode-1" and self not in failed:
-                failed.add(self)
-                raise RuntimeError("a defect")
-            return get(self, key, engine_id, now)
+    def broken(self: Links, key: PeerKey, engine_id: str, now: float) -> Any:
+        if engine_id == "decode-1" and self not in failed:
+            failed.add(self)
+            raise RuntimeError("a defect")
+        return get(self, key, engine_id, now)
 
-        monkeypatch.setattr(Links, "get", broken)
-        writer.whole("a")
-        target.loop.submit([target.request(writer)], [])
-        assert target.wait_for("d") == [False]
-        freed(writer, "a")
-        writer.whole("b")
-        target.loop.submit([target.request(writer, "e", "b")], [])
-        assert target.wait_for("e") == [True]
-        freed(writer, "b")
+    monkeypatch.setattr(Links, "get", broken)
+    assert not pushed(writer, target)
+    freed(writer, "a")
+    assert pushed(writer, target, "e", "b")
+    freed(writer, "b")

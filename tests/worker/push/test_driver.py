@@ -9,10 +9,21 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from tests.support.push.asked import asked_for
-from tests.support.worker.decode_instance import D_BLOCKS, D_SIDE, changed_model, in_its_thread, until
+from tests.support.worker.decode_instance import D_BLOCKS, D_SIDE, changed_model, in_its_thread, set_faults, until
 from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKENS, real, table, write
-from tests.support.worker.writer import CONFIG, SOURCE, TINY, Target, Writer, freed, whole, writes
+from tests.support.worker.writer import (
+    CONFIG,
+    SOURCE,
+    TINY,
+    Target,
+    Writer,
+    ask_early,
+    freed,
+    hold_writes,
+    pushed,
+    whole,
+    writes,
+)
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, ProtocolError, TransferError
 from vllm_pd_connector.geometry.blocks import BlockTable
@@ -36,8 +47,7 @@ def config(request: pytest.FixtureRequest, staging_bytes: int) -> Config:
 @pytest.mark.parametrize("by_lease", [False, True])
 def test_a_prefill_that_finished_before_anybody_asked_is_written(writer, target, by_lease):
     nonce = writer.whole()
-    target.loop.submit([target.request(writer, nonce=nonce if by_lease else None)], [])
-    assert target.wait_for("d") == [True]
+    assert target.received(target.request(writer, nonce=nonce if by_lease else None)) == [True]
     assert whole(target.worker.memory, target.expected())
     assert not target.failures and not target.quarantined
     freed(writer, "a")
@@ -54,9 +64,7 @@ def test_a_decode_instance_that_asks_first_is_served_when_the_prefill_comes(writ
 
 
 def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
-    target.loop.submit([target.request(writer, start=0)], [])
-    writer.begin()
-    until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
+    ask_early(writer, target)
     writer.compute(0, 6)
     writer.server.pushes.progressed([("p-a", (BlockTable.of(0, P_BLOCKS[:2]),), 6)], 1)
     assert whole(target.worker.memory, target.before), "its own forward of step 1 is not done"
@@ -77,9 +85,7 @@ def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
 
 
 def test_a_step_that_is_done_is_written_although_the_next_is_ordered_already(writer, target):
-    target.loop.submit([target.request(writer, start=0)], [])
-    writer.begin()
-    until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
+    ask_early(writer, target)
     writer.compute(0, 6)
     writer.server.pushes.progressed([("p-a", SOURCE, 6)], 1)
     writer.server.pushes.progressed([("p-a", SOURCE, 8)], 2)
@@ -114,14 +120,10 @@ def test_many_pushes_at_once(writer, target):
 def test_a_pair_that_cannot_work_is_refused_before_anything_moves(writer, config):
     with contextlib.closing(Target(config, model=changed_model(dtype="float16"))) as target:
         # The decode worker's own check passes, since only what it serves is damaged: the prefill side refuses.
-        writer.whole()
-        target.loop.submit([target.request(writer)], [])
-        assert target.wait_for("d") == [False]
+        assert not pushed(writer, target)
         assert whole(target.worker.memory, target.before)
         freed(writer, "a")
-        writer.whole("b")
-        target.loop.submit([target.request(writer, "e", "b")], [])
-        assert target.wait_for("e") == [False]
+        assert not pushed(writer, target, "e", "b")
         assert target.server.counts()["GetManifests"] == len(writer.workers), "the refusal is remembered"
         freed(writer, "b")
 
@@ -132,8 +134,7 @@ def test_the_decode_side_refuses_too(target, config):
         [first, *_] = other.workers
         wrong = msgspec.structs.replace(real(first), model=changed_model(dtype="float16"))
         other.server.set_manifests([msgspec.msgpack.encode(wrong)])
-        target.loop.submit([target.request(other)], [])
-        assert target.wait_for("d") == [False]
+        assert target.received(target.request(other)) == [False]
         assert target.failures == {"incompatible_peer": 1} and not target.quarantined
         assert "PushInto" not in other.server.counts()
         until(lambda: other.server.counts().get("DeclinePush") == 1, "the word that nothing will be fetched")
@@ -153,8 +154,7 @@ def test_an_aborted_prefill_fails_the_request_at_once(writer, target):
 def test_a_request_for_a_prefill_that_was_aborted_before_fails_at_once(writer, target):
     writer.begin()
     writer.server.pushes.aborted("p-a", "the client left")
-    target.loop.submit([target.request(writer, waited_s=60.0)], [])
-    assert target.wait_for("d") == [False]
+    assert target.received(target.request(writer, waited_s=60.0)) == [False]
     freed(writer, "a")
 
 
@@ -175,8 +175,7 @@ def test_a_router_may_use_a_name_again_though_its_last_prefill_was_aborted(write
 
 @pytest.mark.parametrize("config", [{"kv_lease_duration": 0.2}], indirect=True)
 def test_a_prefill_that_never_comes_fails_the_request_with_the_reason(writer, target, caplog):
-    target.loop.submit([target.request(writer)], [])
-    assert target.wait_for("d") == [False]
+    assert target.received(target.request(writer)) == [False]
     assert "no prefill request named a came" in caplog.text
     assert not target.quarantined
 
@@ -185,37 +184,27 @@ def test_another_prompt_is_not_written(writer, target):
     writer.whole()
     terms = target.request(writer).push
     other = replace(terms, prompt_digest="f" * 16)
-    target.loop.submit([target.request(writer, source=other)], [])
-    assert target.wait_for("d") == [False]
+    assert target.received(target.request(writer, source=other)) == [False]
     assert whole(target.worker.memory, target.before)
 
 
 def test_a_stale_nonce_is_refused(writer, target):
     writer.whole()
-    target.loop.submit([target.request(writer, nonce=b"x" * 16)], [])
-    assert target.wait_for("d") == [False]
+    assert target.received(target.request(writer, nonce=b"x" * 16)) == [False]
     assert whole(target.worker.memory, target.before)
 
 
 def test_a_failed_write_fails_the_request_with_the_reason_and_frees_both_sides(writer, target, caplog):
     writer.transports[1].faults.failures.append(TransferError("a cable was pulled"))
-    writer.whole()
-    target.loop.submit([target.request(writer)], [])
-    assert target.wait_for("d") == [False]
+    assert not pushed(writer, target)
     assert "a cable was pulled" in caplog.text
     target.until(lambda: target.quarantined == target.drained, "the quarantine to end")
     freed(writer, "a")
-    writer.whole("b")
-    target.loop.submit([target.request(writer, "e", "b")], [])
-    assert target.wait_for("e") == [True]
+    assert pushed(writer, target, "e", "b")
 
 
 def test_an_unexpected_error_fails_the_pushes_that_it_may_have_cut_short(writer, target, monkeypatch):
-    for transport in writer.transports:
-        transport.faults.held = True
-    writer.whole()
-    target.loop.submit([target.request(writer)], [])
-    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+    hold_writes(writer, target)
 
     def broken(loop):
         poll = loop._stager.poll
@@ -228,8 +217,7 @@ def test_an_unexpected_error_fails_the_pushes_that_it_may_have_cut_short(writer,
 
     broken(writer.loops[0])
     assert target.wait_for("d") == [False]
-    for transport in writer.transports:
-        transport.faults.held = False
+    set_faults(writer.transports, held=False)
     target.until(lambda: target.quarantined == target.drained, "the quarantine to end")
     freed(writer, "a")
 
@@ -254,9 +242,7 @@ def test_an_error_while_pushes_are_ended_does_not_end_the_thread(writer, target,
     monkeypatch.setattr(loop._stager, "poll", broken)
     until(lambda: orders._drive == drive and loop._stager.poll == poll, "both defects")
     writer.transports[0].faults.held = False
-    writer.whole("b")
-    target.loop.submit([target.request(writer, "e", "b")], [])
-    assert target.wait_for("e") == [True]
+    assert pushed(writer, target, "e", "b")
 
 
 def test_whoever_answers_in_place_of_who_was_asked_frees_no_blocks(writer, target, monkeypatch):
@@ -264,9 +250,7 @@ def test_whoever_answers_in_place_of_who_was_asked_frees_no_blocks(writer, targe
     serve, foreign = writer.server.pushes.serve, Failure(FailureCode.FOREIGN_ENGINE, "another engine")
     another = lambda request, *of: foreign if isinstance(request, PushInto) else serve(request, *of)  # noqa: E731
     monkeypatch.setattr(writer.server.pushes, "serve", another)
-    writer.whole()
-    target.loop.submit([target.request(writer)], [])
-    assert target.wait_for("d") == [False]
+    assert not pushed(writer, target)
     assert target.quarantined == {"d"}
 
 
@@ -275,9 +259,7 @@ def test_an_order_that_comes_after_its_push_has_failed_is_not_carried_out(writer
     commands, obey = [], pushes._obey
     monkeypatch.setattr(pushes, "_obey", lambda command, now: (commands.append(command), obey(command, now)))
     writer.transports[1].faults.failures.append(TransferError("a cable was pulled"))
-    writer.whole()
-    target.loop.submit([target.request(writer)], [])
-    assert target.wait_for("d") == [False]
+    assert not pushed(writer, target)
     freed(writer, "a")
     begun, [write] = [], [command for command in commands if isinstance(command, WriteCommand)]
     in_its_thread(writer.loops[1], lambda now: begun.append((obey(write, now), dict(pushes._pushes))))
@@ -299,25 +281,18 @@ def test_a_report_that_cannot_be_sent_or_is_not_noted_is_sent_again_after_a_whil
         return ask(address, request, timeout_s, handler)
 
     monkeypatch.setattr(calls, "ask", fails_at_first)
-    writer.whole()
-    target.loop.submit([target.request(writer)], [])
-    assert target.wait_for("d") == [True]
+    assert pushed(writer, target)
     freed(writer, "a")
     assert len(tried) == 3 and tried[2] - tried[0] >= 2 * RETRY_S
 
 
 def test_an_abort_on_the_decode_side_keeps_both_sides_blocks_until_nothing_is_written(writer, target):
-    for transport in writer.transports:
-        transport.faults.held = True
-    writer.whole()
-    target.loop.submit([target.request(writer)], [])
-    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+    hold_writes(writer, target)
     target.loop.submit([], ["d"])
     assert target.wait_for("d") == [False]
     assert target.quarantined == {"d"} and not target.drained
     assert not writer.server.take_freed()
-    for transport in writer.transports:
-        transport.faults.held = False
+    set_faults(writer.transports, held=False)
     target.until(lambda: target.drained == {"d"}, "the quarantine to end")
     freed(writer, "a")
     assert target.failures == {"aborted": 1}
@@ -337,9 +312,7 @@ def test_an_abort_before_the_prefill_came_is_over_at_once(writer, target):
 @pytest.mark.parametrize("config", [{"transfer_timeout": 1.0}], indirect=True)
 def test_a_write_that_does_not_end_fails_in_time_and_keeps_the_blocks(writer, target):
     writer.transports[0].faults.held = True
-    writer.whole()
-    target.loop.submit([target.request(writer)], [])
-    assert target.wait_for("d") == [False]
+    assert not pushed(writer, target)
     assert target.quarantined == {"d"} and not target.drained and not writer.server.take_freed()
     writer.transports[0].faults.held = False
     target.until(lambda: target.drained == {"d"}, "the quarantine to end")
@@ -349,11 +322,7 @@ def test_a_write_that_does_not_end_fails_in_time_and_keeps_the_blocks(writer, ta
 @pytest.mark.parametrize("config", [{"handshake_timeout": 1.0}], indirect=True)
 def test_a_prefill_instance_that_dies_while_it_writes_ends_the_quarantine(target, config):
     writer = Writer(config)
-    for transport in writer.transports:
-        transport.faults.held = True
-    writer.whole()
-    target.loop.submit([target.request(writer)], [])
-    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+    hold_writes(writer, target)
     writer.close()
     assert target.wait_for("d") == [False]
     target.until(lambda: target.drained == target.quarantined, "the quarantine to end")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.support.push.asked import asked_for
-from tests.support.worker.decode_instance import changed_model, in_its_thread, until
+from tests.support.worker.decode_instance import changed_model, in_its_thread, set_faults, until
 from tests.support.worker.prefill_instance import P_BLOCKS, TOKENS
-from tests.support.worker.writer import CONFIG, TINY, Target, Writer, freed, writes
+from tests.support.worker.writer import CONFIG, TINY, Target, Writer, ask_early, freed, hold_writes, pushed
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.worker.push.link import WriteLink
@@ -32,11 +31,6 @@ def counts_once(writer: Writer, kind: str) -> bool:
     return {kind: 1} in found and all(one in ({kind: 1}, {"aborted": 1}) for one in found)
 
 
-def hold(writer: Writer, held: bool = True) -> None:
-    for transport in writer.transports:
-        transport.faults.held = held
-
-
 def in_flight(writer: Writer) -> list[int]:
     """How many transfers each worker's pushes have begun."""
     found: list[int] = []
@@ -47,10 +41,8 @@ def in_flight(writer: Writer) -> list[int]:
 
 
 def test_many_parts_that_fail_are_one_push(writer: Writer, target: Target) -> None:
-    hold(writer)
-    target.loop.submit([target.request(writer, start=0)], [])
-    writer.begin()
-    until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
+    set_faults(writer.transports, held=True)
+    ask_early(writer, target)
     writer.compute(0, TOKENS)
     for step, tokens in ((1, 4), (2, 8)):
         writer.server.pushes.progressed([("p-a", (BlockTable.of(0, P_BLOCKS),), tokens)], step)
@@ -67,33 +59,26 @@ def test_many_parts_that_fail_are_one_push(writer: Writer, target: Target) -> No
 
 def test_one_that_takes_too_long_counts(config: Config, target: Target) -> None:
     writer = Writer(msgspec.structs.replace(config, **SOON))
-    hold(writer)
-    writer.whole()
-    target.loop.submit([target.request(writer)], [])
-    assert target.wait_for("d") == [False]
-    hold(writer, False)
+    set_faults(writer.transports, held=True)
+    assert not pushed(writer, target)
+    set_faults(writer.transports, held=False)
     freed(writer, "a")
     assert counts_once(writer, "deadline")
 
 
 def test_one_that_is_given_up_counts(writer: Writer, target: Target) -> None:
-    hold(writer)
-    writer.whole()
-    target.loop.submit([target.request(writer)], [])
-    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+    hold_writes(writer, target)
     target.loop.submit([], ["d"])
     [pushes, *others] = [list(loop._pushes._pushes.values()) for loop in writer.loops if loop._pushes is not None]
     until(lambda: all(push.machine.failed for push in sum(others, pushes)), "the order to give it up")
-    hold(writer, False)
+    set_faults(writer.transports, held=False)
     freed(writer, "a")
     assert counts_once(writer, "aborted")
 
 
 def test_one_into_an_instance_that_is_refused_counts(writer: Writer, config: Config) -> None:
     target = Target(config, model=changed_model(dtype="float16"))
-    writer.whole()
-    target.loop.submit([target.request(writer)], [])
-    assert target.wait_for("d") == [False]
+    assert not pushed(writer, target)
     freed(writer, "a")
     assert counts_once(writer, "incompatible_peer")
     target.close()
@@ -101,41 +86,32 @@ def test_one_into_an_instance_that_is_refused_counts(writer: Writer, config: Con
 
 def test_one_into_an_instance_that_proves_nothing_of_itself_counts(writer: Writer, target: Target) -> None:
     target.home = msgspec.structs.replace(target.home, host="203.0.113.9")
-    writer.whole()
-    target.loop.submit([target.request(writer)], [])
-    assert target.wait_for("d") == [False]
+    assert not pushed(writer, target)
     freed(writer, "a")
     assert counts_once(writer, "bad_parameters")
 
 
 def test_one_over_a_link_that_is_lost_counts(writer: Writer, target: Target) -> None:
-    hold(writer)
-    writer.whole()
-    target.loop.submit([target.request(writer)], [])
-    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+    hold_writes(writer, target)
     for loop in writer.loops:
         assert loop._pushes is not None
         [push] = loop._pushes._pushes.values()
         in_its_thread(loop, lambda now, pushes=loop._pushes, link=push.link: pushes.lost(link, "it is gone", now))
     assert target.wait_for("d") == [False]
-    hold(writer, False)
+    set_faults(writer.transports, held=False)
     freed(writer, "a")
     assert counts_once(writer, "peer_unreachable")
 
 
 def test_one_that_met_a_defect_counts(writer: Writer, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WriteLink, "bind_push", lambda *_: 1 // 0)
-    writer.whole()
-    target.loop.submit([target.request(writer)], [])
-    assert target.wait_for("d") == [False]
+    assert not pushed(writer, target)
     freed(writer, "a")
     assert counts_once(writer, "internal")
 
 
 def test_one_that_is_good_does_not_count(writer: Writer, target: Target) -> None:
-    writer.whole()
-    target.loop.submit([target.request(writer)], [])
-    assert target.wait_for("d") == [True]
+    assert pushed(writer, target)
     freed(writer, "a")
     writer.close()
     assert not [stats for loop in writer.loops if (stats := loop._outbox.take_stats()) and stats.data["failed_pushes"]]

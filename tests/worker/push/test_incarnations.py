@@ -9,40 +9,31 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.worker.decode_instance import in_its_thread, lacking, until
-from tests.support.worker.writer import CONFIG, Target, Writer, freed, whole, writes
+from tests.support.worker.decode_instance import in_its_thread, lacking, set_faults, until
+from tests.support.worker.writer import CONFIG, Target, Writer, freed, hold_writes, pushed, whole, writes
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.protocol.peer import PeerState
 from vllm_pd_connector.protocol.wire.push_messages import WithdrawPush
 
 
-def test_the_first_request_after_a_prefill_instance_was_restarted_is_served() -> None:
-    with contextlib.closing(Target(CONFIG)) as target:
-        with contextlib.closing(Writer(CONFIG)) as first:
-            first.whole()
-            target.loop.submit([target.request(first)], [])
-            assert target.wait_for("d") == [True]
-            freed(first, "a")
-            port = first.server.port
-        [link] = target.loop._receives._asked._links.values()
-        until(lambda: link.machine.state is PeerState.DEAD, "the word that it leaves")
-        with contextlib.closing(Writer(CONFIG, port)) as second:
-            second.whole("b")
-            target.loop.submit([target.request(second, "e", "b")], [])
-            assert target.wait_for("e") == [True]
-            assert whole(target.worker.memory, target.expected())
-            freed(second, "b")
+def test_the_first_request_after_a_prefill_instance_was_restarted_is_served(target: Target) -> None:
+    with contextlib.closing(Writer(CONFIG)) as first:
+        assert pushed(first, target)
+        freed(first, "a")
+        port = first.server.port
+    [link] = target.loop._receives._asked._links.values()
+    until(lambda: link.machine.state is PeerState.DEAD, "the word that it leaves")
+    with contextlib.closing(Writer(CONFIG, port)) as second:
+        assert pushed(second, target, "e", "b")
+        assert whole(target.worker.memory, target.expected())
+        freed(second, "b")
 
 
 @contextlib.contextmanager
 def without_a_core(target: Target) -> Iterator[Writer]:
     """A prefill instance whose core has ended while its workers write for request d; they end at last."""
     writer = Writer(CONFIG)
-    for transport in writer.transports:
-        transport.faults.held = True
-    writer.whole()
-    target.loop.submit([target.request(writer)], [])
-    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+    hold_writes(writer, target)
     writer.server.close()
     try:
         yield writer
@@ -52,8 +43,8 @@ def without_a_core(target: Target) -> Iterator[Writer]:
     target.until(lambda: target.drained == {"d"}, "the quarantine to end with the workers")
 
 
-def test_a_port_that_refuses_says_nothing_of_the_workers_behind_it() -> None:
-    with contextlib.closing(Target(CONFIG)) as target, without_a_core(target) as writer:
+def test_a_port_that_refuses_says_nothing_of_the_workers_behind_it(target: Target) -> None:
+    with without_a_core(target) as writer:
         asked: list[object] = []
         ask = target.loop._calls.ask
 
@@ -68,21 +59,15 @@ def test_a_port_that_refuses_says_nothing_of_the_workers_behind_it() -> None:
         target.collect()
         assert not target.drained
         before = target.worker.memory.copy()
-        for transport in writer.transports:
-            transport.faults.held = False
+        set_faults(writer.transports, held=False)
         until(lambda: not any(writes(loop) for loop in writer.loops), "the writes to land")
         assert not whole(target.worker.memory, before)
 
 
-def test_another_life_at_the_address_says_nothing_of_the_workers_of_the_last() -> None:
-    with (
-        contextlib.closing(Target(CONFIG)) as target,
-        without_a_core(target) as writer,
-        contextlib.closing(Writer(CONFIG, writer.server.port)) as second,
-    ):
+def test_another_life_at_the_address_says_nothing_of_the_workers_of_the_last(target: Target) -> None:
+    with without_a_core(target) as writer, contextlib.closing(Writer(CONFIG, writer.server.port)) as second:
         second.whole("b")
-        blocks = {"blocks": (lacking((1, 3, 5)),)}
-        target.loop.submit([target.request(second, "e", "b", **blocks)], [])
+        target.loop.submit([target.request(second, "e", "b", blocks=(lacking((1, 3, 5)),))], [])
         assert target.wait_for("d", "e") == [False, True]
         until(lambda: second.server.counts().get("WithdrawPush", 0) > 0, "its word for the last one's push")
         target.collect()
@@ -90,30 +75,24 @@ def test_another_life_at_the_address_says_nothing_of_the_workers_of_the_last() -
         freed(second, "b")
 
 
-def test_a_push_fails_at_once_when_a_worker_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_fails_at_once_when_a_worker_has_ended(
+    writer: Writer, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that was killed: it says nothing of what it wrote."""
-    with contextlib.closing(Target(CONFIG)) as target, contextlib.closing(Writer(CONFIG)) as writer:
-        for loop in writer.loops:
-            monkeypatch.setattr(loop._pushes, "fail_all", lambda *_: None)
-        for transport in writer.transports:
-            transport.faults.held = True
-        writer.whole()
-        target.loop.submit([target.request(writer)], [])
-        until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
-        writer.loops[0].close()
-        assert target.wait_for("d") == [False]
-        assert target.failures == {"peer_unreachable": 1} and target.quarantined == {"d"} and not target.drained
-        writer.loops[1].close()
-        target.until(lambda: target.drained == {"d"}, "the quarantine to end with the other worker")
+    for loop in writer.loops:
+        monkeypatch.setattr(loop._pushes, "fail_all", lambda *_: None)
+    hold_writes(writer, target)
+    writer.loops[0].close()
+    assert target.wait_for("d") == [False]
+    assert target.failures == {"peer_unreachable": 1} and target.quarantined == {"d"} and not target.drained
+    writer.loops[1].close()
+    target.until(lambda: target.drained == {"d"}, "the quarantine to end with the other worker")
 
 
-def test_nothing_is_asked_of_workers_that_cannot_be_watched(caplog) -> None:
-    with contextlib.closing(Target(CONFIG)) as target, contextlib.closing(Writer(CONFIG)) as writer:
-        one, other = writer.server._manifests.manifests
-        blind = msgspec.structs.replace(msgspec.msgpack.decode(other, type=Manifest), life=None)
-        writer.server.set_manifests([one, msgspec.msgpack.encode(blind)], writer.tokens)
-        writer.whole()
-        target.loop.submit([target.request(writer)], [])
-        assert target.wait_for("d") == [False]
-        assert "PushInto" not in writer.server.counts() and target.quarantined == target.drained
-        assert "cannot be watched" in caplog.text and "run the same release" in caplog.text
+def test_nothing_is_asked_of_workers_that_cannot_be_watched(writer: Writer, target: Target, caplog) -> None:
+    one, other = writer.server._manifests.manifests
+    blind = msgspec.structs.replace(msgspec.msgpack.decode(other, type=Manifest), life=None)
+    writer.server.set_manifests([one, msgspec.msgpack.encode(blind)], writer.tokens)
+    assert not pushed(writer, target)
+    assert "PushInto" not in writer.server.counts() and target.quarantined == target.drained
+    assert "cannot be watched" in caplog.text and "run the same release" in caplog.text

@@ -6,10 +6,9 @@ import msgspec
 import pytest
 
 from tests.support.geometry.world import table, write
-from tests.support.push.asked import asked_for
-from tests.support.worker.decode_instance import D_BLOCKS, D_SIDE, until
+from tests.support.worker.decode_instance import D_BLOCKS, D_SIDE, set_faults, until
 from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, TOKENS
-from tests.support.worker.writer import CONFIG, SOURCE, TINY, freed, whole, writes
+from tests.support.worker.writer import CONFIG, SOURCE, TINY, ask_early, freed, whole, writes
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.worker.push.waves import say_that_a_step_announced_none
@@ -22,9 +21,7 @@ def config(request: pytest.FixtureRequest) -> Config:
 
 @pytest.mark.parametrize("ready", [TOKENS - 1, TOKENS], ids=["tokens are missing", "the whole prompt"])
 def test_layers_go_out_while_their_own_step_computes_the_next(writer, target, ready):
-    target.loop.submit([target.request(writer, start=0)], [])
-    writer.begin()
-    until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
+    ask_early(writer, target)
     writer.server.pushes.progressed([("p-a", SOURCE, ready)], 1)
     [page] = {tensor.page_tokens for tensor in target.worker.manifest.tensors}
     complete = ready if ready == TOKENS else ready // page * page
@@ -47,13 +44,10 @@ def test_layers_go_out_while_their_own_step_computes_the_next(writer, target, re
 
 def test_a_wave_wakes_no_thread_that_looks_at_what_it_writes_anyway(writer, target, monkeypatch):
     """Waking it holds up the thread that launches the forward."""
-    target.loop.submit([target.request(writer, start=0)], [])
-    writer.begin()
-    until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
+    ask_early(writer, target)
     writer.server.pushes.progressed([("p-a", SOURCE, TOKENS)], 1)
     until(lambda: all(loop._pushes.waiting for loop in writer.loops), "the order")
-    for transport in writer.transports:
-        transport.faults.held = True
+    set_faults(writer.transports, held=True)
     writer.compute(0, TOKENS)
     writer.waves_done(1, 1)
     until(lambda: all(writes(loop) and not loop._pushes.waiting for loop in writer.loops), "the first wave")
@@ -63,8 +57,7 @@ def test_a_wave_wakes_no_thread_that_looks_at_what_it_writes_anyway(writer, targ
         writer.waves_done(1, 2)
         pushes = [push for loop in writer.loops for push in loop._pushes._pushes.values()]
         until(lambda: all(push.ahead.waves == 2 for push in pushes), "the second wave")
-    for transport in writer.transports:
-        transport.faults.held = False
+    set_faults(writer.transports, held=False)
     until(lambda: all(loop._pushes.waiting for loop in writer.loops), "what was written to arrive")
     writer.step_done(1)
     writer.finish(step=1)
@@ -105,9 +98,7 @@ def test_who_asks_in_the_midst_of_a_step_gets_at_once_what_is_computed_and_the_r
 def test_a_step_that_announces_no_layers_is_written_when_it_has_ended(writer, target, caplog):
     say_that_a_step_announced_none.cache_clear()
     for name in ("a", "b"):
-        target.loop.submit([target.request(writer, name, name=name, start=0)], [])
-        writer.begin(name)
-        until(lambda name=name: asked_for(writer.server.pushes, f"p-{name}"), "the registration")
+        ask_early(writer, target, name, name)
         writer.compute(0, 6)
         step = 1 if name == "a" else 3
         writer.server.pushes.progressed([(f"p-{name}", (BlockTable.of(0, P_BLOCKS[:2]),), 6)], step)

@@ -67,11 +67,6 @@ def expected(instance: Instance) -> np.ndarray:
     return memory
 
 
-@pytest.fixture(params=list(VARIANTS))
-def variant(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 def start(variant: str) -> Iterator[Start]:
     with instances(be_written, variant) as start_one:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import pytest
 
 from tests.support.worker.core_process import DIGEST, be_core
 from tests.support.worker.decode_instance import D_BLOCKS, START, Decode, lacking, until
@@ -30,11 +29,6 @@ from vllm_pd_connector.worker.push.step_clock import StepClock
 from vllm_pd_connector.worker.transfer_loop import TransferLoop
 
 CONFIG = Config(transport="loopback", mode="push", handshake_timeout=2.0, staging_bytes=0)
-
-
-@pytest.fixture(params=list(VARIANTS))
-def variant(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 class Workers:

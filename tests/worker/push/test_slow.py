@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.worker.decode_instance import PATIENCE_S, until
+from tests.support.worker.decode_instance import PATIENCE_S, set_faults, until
 from tests.support.worker.library_processes import VARIANTS
-from tests.support.worker.writer import CONFIG, TINY, Target, Writer, whole, writes
+from tests.support.worker.writer import CONFIG, TINY, Target, Writer, pushed, whole, writes
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.protocol.push import table
 from vllm_pd_connector.transport import loopback
@@ -39,13 +39,11 @@ def pair(prefill_s: float, decode_s: float) -> Iterator[tuple[Writer, Target]]:
         msgspec.structs.replace(CONFIG, staging_bytes=0, transfer_timeout=seconds) for seconds in (prefill_s, decode_s)
     ]
     with contextlib.closing(Writer(sides[0])) as writer, contextlib.closing(Target(sides[1])) as target:
-        for transport in writer.transports:
-            transport.faults.held = True
+        set_faults(writer.transports, held=True)
         writer.whole("a")
         target.loop.submit([target.request(writer)], [])
         yield writer, target
-        for transport in writer.transports:
-            transport.faults.held = False
+        set_faults(writer.transports, held=False)
 
 
 def test_a_push_whose_parts_end_goes_on_at_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +57,7 @@ def test_a_push_whose_parts_end_goes_on_at_both_sides(monkeypatch: pytest.Monkey
         until(lambda: (push.machine.next_deadline() or 0) > first + 3 * LIMIT_S, "deadlines of the prefill side")
         until(lambda: active.machine._moved_at > began + 3 * LIMIT_S, "answers with news")
         assert not active.reported
-        for transport in writer.transports:
-            transport.faults.held = False
+        set_faults(writer.transports, held=False)
         assert target.wait_for("d") == [True]
         assert whole(target.worker.memory, target.expected()) and not target.failures
 
@@ -98,7 +95,6 @@ class Slow:
         return status
 
 
-@pytest.mark.parametrize("variant", list(VARIANTS))
 def test_a_push_over_a_slow_library_takes_longer_than_its_deadline(variant: str) -> None:
     name, options = VARIANTS[variant]
     limit_s = 3.0  # of a machine that is busy
@@ -112,8 +108,6 @@ def test_a_push_over_a_slow_library_takes_longer_than_its_deadline(variant: str)
         contextlib.closing(Target(config, lambda: create(name, options))) as target,
     ):
         began = time.monotonic()
-        writer.whole("a")
-        target.loop.submit([target.request(writer)], [])
-        assert target.wait_for("d") == [True]
+        assert pushed(writer, target)
         assert time.monotonic() - began > limit_s, "no deadline was passed"
         assert whole(target.worker.memory, target.expected())

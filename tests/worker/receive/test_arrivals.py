@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.worker.decode_instance import Decode, Prefill
 from tests.support.worker.late_memory import LateMemory
-from tests.support.worker.writer import CONFIG, Target, Writer, whole
+from tests.support.worker.writer import Target, Writer, pushed, whole
 from vllm_pd_connector.config import Config
 
 
@@ -26,25 +25,19 @@ def decode(request: pytest.FixtureRequest) -> Iterator[Decode]:
 
 
 def test_what_was_read_is_visible_when_it_is_reported(late: LateMemory, prefill: Prefill, decode: Decode) -> None:
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [True] and late.calls
+    assert decode.received(prefill.request("a")) == [True] and late.calls
     assert (decode.worker.memory == decode.expected()).all()
 
 
-def test_what_was_written_is_visible_when_it_is_reported(late: LateMemory) -> None:
-    with contextlib.closing(Writer(CONFIG)) as writer, contextlib.closing(Target(CONFIG)) as target:
-        writer.whole()
-        target.loop.submit([target.request(writer)], [])
-        assert target.wait_for("d") == [True] and late.calls
-        assert whole(target.worker.memory, target.expected())
+def test_what_was_written_is_visible_when_it_is_reported(writer: Writer, target: Target, late: LateMemory) -> None:
+    assert pushed(writer, target) and late.calls
+    assert whole(target.worker.memory, target.expected())
 
 
 def test_what_may_not_be_visible_fails_its_receive_alone(late: LateMemory, prefill: Prefill, decode: Decode) -> None:
     late.refuses = True
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [False] and not decode.quarantined
+    assert decode.received(prefill.request("a")) == [False] and not decode.quarantined
     staging = decode.loop._stager.staging
     assert staging.free == staging.length
-    decode.loop.submit([prefill.request("b")], [])
-    assert decode.wait_for("b") == [True]
+    assert decode.received(prefill.request("b")) == [True]
     assert (decode.worker.memory == decode.expected()).all()

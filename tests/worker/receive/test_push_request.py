@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.support.worker.decode_instance import until
-from tests.support.worker.writer import CONFIG, Target, Writer, freed, writes
+from tests.support.worker.decode_instance import set_faults
+from tests.support.worker.writer import freed, hold_writes
 from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
 from vllm_pd_connector.geometry.manifest import Group, GroupKind
 from vllm_pd_connector.protocol.receive import PushDone, PushFailed
@@ -23,33 +22,27 @@ from vllm_pd_connector.worker.receive.push_request import RETRY_S, PushRequester
     [ProtocolError("1024 requests are under way"), Failure(FailureCode.MALFORMED, "damaged on its way")],
     ids=["cannot be sent", "is not understood"],
 )
-def test_a_question_in_vain_says_nothing_of_what_was_asked_before(monkeypatch, outcome):
+def test_a_question_in_vain_says_nothing_of_what_was_asked_before(writer, target, monkeypatch, outcome):
     monkeypatch.setattr("vllm_pd_connector.protocol.push.table.ANSWER_S", 0.02)  # how far it is, is asked that often
-    with contextlib.closing(Writer(CONFIG)) as writer, contextlib.closing(Target(CONFIG)) as target:
-        for transport in writer.transports:
-            transport.faults.held = True
-        writer.whole()
-        target.loop.submit([target.request(writer)], [])
-        until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
-        calls = target.loop._calls
-        ask = calls.ask
+    hold_writes(writer, target)
+    calls = target.loop._calls
+    ask = calls.ask
 
-        def in_vain(address: str, request: Any, timeout_s: float, handler: Any = None) -> None:
-            if not isinstance(request, PushInto):
-                ask(address, request, timeout_s, handler)
-            elif isinstance(outcome, ProtocolError):
-                raise outcome
-            else:
-                target.loop._comparison._results.append(lambda now: handler(outcome, now))
-                target.loop._wake.set()
+    def in_vain(address: str, request: Any, timeout_s: float, handler: Any = None) -> None:
+        if not isinstance(request, PushInto):
+            ask(address, request, timeout_s, handler)
+        elif isinstance(outcome, ProtocolError):
+            raise outcome
+        else:
+            target.loop._comparison._results.append(lambda now: handler(outcome, now))
+            target.loop._wake.set()
 
-        monkeypatch.setattr(calls, "ask", in_vain)
-        assert target.wait_for("d") == [False]
-        assert target.quarantined == {"d"} and not target.drained, "blocks are free that are being written"
-        for transport in writer.transports:
-            transport.faults.held = False
-        target.until(lambda: target.drained == {"d"}, "the quarantine to end")
-        freed(writer, "a")
+    monkeypatch.setattr(calls, "ask", in_vain)
+    assert target.wait_for("d") == [False]
+    assert target.quarantined == {"d"} and not target.drained, "blocks are free that are being written"
+    set_faults(writer.transports, held=False)
+    target.until(lambda: target.drained == {"d"}, "the quarantine to end")
+    freed(writer, "a")
 
 
 @pytest.mark.parametrize(

@@ -37,15 +37,9 @@ def marked(request: ReceiveRequest, path: Path, *, failures: bool = False) -> Re
     return replace(request, record=RecordInto(str(path), failures))
 
 
-def received(decode: Decode, request: ReceiveRequest) -> bool:
-    decode.loop.submit([request], [])
-    [ok] = decode.wait_for(request.request_id)
-    return ok
-
-
 def test_a_good_receive_is_recorded_and_moves_the_same_again(decode: Decode, path: Path) -> None:
     with contextlib.closing(Prefill()) as prefill:
-        assert received(decode, marked(prefill.request("a"), path))
+        assert decode.received(marked(prefill.request("a"), path)) == [True]
         port = prefill.server.port
     [record] = read(path)
     assert (record.ok, record.reason, record.kind, record.way) == (True, "", "", "pull")
@@ -62,7 +56,7 @@ def test_a_good_receive_is_recorded_and_moves_the_same_again(decode: Decode, pat
 def test_nothing_that_is_not_to_be_handed_on_is_in_the_file(decode: Decode, path: Path) -> None:
     with contextlib.closing(Prefill()) as prefill:
         request = marked(prefill.request("a"), path)
-        assert received(decode, request) and request.lease is not None
+        assert decode.received(request) == [True] and request.lease is not None
     content = path.read_bytes()
     [record] = read(path)
     for manifest in (record.destination, *record.sources):
@@ -77,14 +71,14 @@ def test_nothing_that_is_not_to_be_handed_on_is_in_the_file(decode: Decode, path
 
 def test_an_unmarked_receive_is_not_recorded(decode: Decode, path: Path) -> None:
     with contextlib.closing(Prefill()) as prefill:
-        assert received(decode, prefill.request("a"))
-        assert received(decode, marked(prefill.request("b"), path, failures=True))
+        assert decode.received(prefill.request("a")) == [True]
+        assert decode.received(marked(prefill.request("b"), path, failures=True)) == [True]
     assert not path.exists()
 
 
 def test_a_lost_lease_is_recorded_with_its_reason(decode: Decode, path: Path) -> None:
     with contextlib.closing(Prefill()) as prefill:
-        assert not received(decode, marked(prefill.request("a", hold=False), path, failures=True))
+        assert decode.received(marked(prefill.request("a", hold=False), path, failures=True)) == [False]
     [record] = read(path)
     assert not record.ok and record.kind == "lease_lost" and "no longer vouches" in record.reason
     assert replay(record).wrong == (), "the plan was right"
@@ -94,7 +88,7 @@ def test_a_push_is_recorded_as_one(tmp_path: Path, path: Path) -> None:
     config = msgspec.structs.replace(CONFIG, trace_dir=str(tmp_path))
     with contextlib.closing(Writer(CONFIG)) as writer, contextlib.closing(Target(config)) as target:
         writer.whole()
-        assert received(target, marked(target.request(writer), path))
+        assert target.received(marked(target.request(writer), path)) == [True]
         moved = target.bytes, target.runs
     [record] = read(path)
     assert (record.ok, record.way, record.source_blocks) == (True, "push", None)
@@ -104,7 +98,7 @@ def test_a_push_is_recorded_as_one(tmp_path: Path, path: Path) -> None:
 
 def test_a_refused_pair_is_recorded_with_the_manifests_that_differ(decode: Decode, path: Path) -> None:
     with contextlib.closing(Prefill(model=changed_model(dtype="float16"))) as prefill:
-        assert not received(decode, marked(prefill.request("a"), path))
+        assert decode.received(marked(prefill.request("a"), path)) == [False]
     [record] = read(path)
     assert record.kind == "incompatible_peer" and "dtype" in record.reason
     assert {manifest.model.dtype for manifest in record.sources} == {"float16"}
@@ -113,7 +107,7 @@ def test_a_refused_pair_is_recorded_with_the_manifests_that_differ(decode: Decod
 def test_a_peer_that_was_never_heard_is_recorded_without_manifests(decode: Decode, path: Path) -> None:
     with contextlib.closing(Prefill()) as prefill:
         remote = prefill.hand_over("a")
-    assert not received(decode, marked(request_of("a", remote), path))
+    assert decode.received(marked(request_of("a", remote), path)) == [False]
     [record] = read(path)
     assert record.sources == () and record.kind == "peer_unreachable" and not record.stages
 
@@ -123,7 +117,7 @@ def test_a_disk_that_is_full_costs_a_line_and_not_the_request(
 ) -> None:
     (tmp_path / "file").touch()
     with contextlib.closing(Prefill()) as prefill, caplog.at_level(logging.ERROR):
-        assert received(decode, marked(prefill.request("a"), tmp_path / "file" / "trace-a.jsonl"))
+        assert decode.received(marked(prefill.request("a"), tmp_path / "file" / "trace-a.jsonl")) == [True]
     [line] = [one.getMessage() for one in caplog.records if "cannot be recorded" in one.getMessage()]
     assert line.startswith("request a: its receive cannot be recorded: ") and "file" in line
 
@@ -131,6 +125,6 @@ def test_a_disk_that_is_full_costs_a_line_and_not_the_request(
 def test_manifests_are_kept_only_where_receives_may_be_recorded(decode: Decode) -> None:
     plain = Decode(Config(transport="loopback"))
     with contextlib.closing(plain.loop), contextlib.closing(Prefill()) as prefill:
-        assert received(plain, prefill.request("a")) and received(decode, prefill.request("b"))
+        assert plain.received(prefill.request("a")) == decode.received(prefill.request("b")) == [True]
         kept = [[len(link.met) for link in one.loop._receives._links._links.values()] for one in (plain, decode)]
     assert kept == [[0], [2]]

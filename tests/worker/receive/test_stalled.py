@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.push.asked import asked_for
-from tests.support.worker.decode_instance import D_BLOCKS, D_SIDE, Decode, in_its_thread, lacking, until
+from tests.support.worker.decode_instance import D_BLOCKS, D_SIDE, Decode, in_its_thread, lacking, set_faults, until
 from tests.support.worker.prefill_instance import MODEL, TOKENS, table, write
-from tests.support.worker.writer import CONFIG, SOURCE, Target, Writer, whole, writes
+from tests.support.worker.writer import SOURCE, ask_early, begin_writes, pushed, whole
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import BindError, PeerLost, TransferError
 from vllm_pd_connector.geometry.blocks import BlockTable
@@ -50,11 +49,9 @@ def let_go(reader: Decode) -> None:
 
 def test_a_peer_whose_reads_stand_still_though_it_answers_is_linked_anew(prefill, reader):
     reader.transport.faults.stalled = 1
-    reader.loop.submit([prefill.request("a")], [])
-    assert reader.wait_for("a") == [False]
+    assert reader.received(prefill.request("a")) == [False]
     reader.until(lambda: reader.relinked == 1, "the new link")
-    reader.loop.submit([prefill.request("b")], [])
-    assert reader.wait_for("b") == [True]
+    assert reader.received(prefill.request("b")) == [True]
     assert (reader.worker.memory == reader.expected()).all()
     assert not reader.drained and reader.failures == {"deadline": 1}
     reader.transport.faults.stalled = 0
@@ -81,8 +78,7 @@ def test_a_read_that_takes_long_goes_on_as_long_as_parts_of_it_end(prefill, read
 
 def test_what_stood_still_is_in_the_message(prefill, reader, caplog):
     reader.transport.faults.stalled = 1
-    reader.loop.submit([prefill.request("a")], [])
-    assert reader.wait_for("a") == [False]
+    assert reader.received(prefill.request("a")) == [False]
     assert "deadline: reading took longer than 0.5 s: 2 transfers have not ended" in caplog.text
     reader.transport.faults.stalled = 0
 
@@ -96,8 +92,7 @@ def test_a_peer_whose_reads_are_all_given_up_before_their_deadline_is_linked_ane
     assert reader.wait_for("a") == [False]
     reader.until(lambda: reader.relinked == 1, "the new link")
     assert reader.failures == {"aborted": 1} and not reader.drained
-    reader.loop.submit([prefill.request("b")], [])
-    assert reader.wait_for("b") == [True]
+    assert reader.received(prefill.request("b")) == [True]
     reader.transport.faults.stalled = 0
     let_go(reader)
     assert not reader.loop._receives._links._given_up and reader.relinked == 1
@@ -116,21 +111,17 @@ def test_reads_that_were_given_up_and_have_ended_say_nothing_of_their_peer(prefi
     let_go(reader)
     [entry] = links._given_up
     links._given_up = [replace(entry, due=0.0)]
-    reader.loop.submit([prefill.request("b")], [])
-    assert reader.wait_for("b") == [True]
+    assert reader.received(prefill.request("b")) == [True]
     assert not links._given_up and not link.stalled and prefill.server.counts()["GetManifests"] == 1
 
 
 def test_a_peer_that_is_lost_before_it_answers_is_linked_once(prefill, reader):
-    reader.loop.submit([prefill.request("a")], [])
-    assert reader.wait_for("a") == [True]
+    assert reader.received(prefill.request("a")) == [True]
     [link] = reader.loop._receives._links._links.values()
     link.stalled = "a read took too long"
     reader.transport.faults.failures.append(PeerLost("connection reset"))
-    reader.loop.submit([prefill.request("b")], [])
-    assert reader.wait_for("b") == [False]
-    reader.loop.submit([prefill.request("c")], [])
-    assert reader.wait_for("c") == [True]
+    assert reader.received(prefill.request("b")) == [False]
+    assert reader.received(prefill.request("c")) == [True]
     assert reader.relinked == 0
 
 
@@ -150,8 +141,7 @@ def test_what_stands_still_beside_it_fails_at_once(prefill, reader):
 @pytest.mark.parametrize("reader", [512], indirect=True, ids=["a full staging buffer"])
 def test_a_receive_that_only_waited_for_room_says_nothing_of_its_peer(prefill, other, reader):
     staging = reader.loop._stager.staging
-    reader.loop.submit([prefill.request("warm")], [])
-    assert reader.wait_for("warm") == [True]
+    assert reader.received(prefill.request("warm")) == [True]
     [link] = reader.loop._receives._links._links.values()
     taken = []
 
@@ -164,20 +154,17 @@ def test_a_receive_that_only_waited_for_room_says_nothing_of_its_peer(prefill, o
             staging.give(slot)
 
     in_its_thread(reader.loop, fill)
-    reader.loop.submit([prefill.request("a")], [])
-    assert reader.wait_for("a") == [False]
+    assert reader.received(prefill.request("a")) == [False]
     until(lambda: prefill.server.counts()["GetManifests"] == 2, "the peer to be asked whether it lives")
     until(lambda: link.machine.state is PeerState.READY, "its answer")
     reader.collect()
     assert reader.relinked == 0 and reader.failures == {"deadline": 1}
     in_its_thread(reader.loop, empty)
-    reader.loop.submit([prefill.request("b")], [])
-    assert reader.wait_for("b") == [True]
+    assert reader.received(prefill.request("b")) == [True]
 
 
 def test_other_peers_keep_their_links_and_their_reads(prefill, other, reader):
-    reader.loop.submit([other.request("warm")], [])
-    assert reader.wait_for("warm") == [True]
+    assert reader.received(other.request("warm")) == [True]
     reader.transport.faults.stalled = 1
     reader.loop.submit([prefill.request("a")], [])
     begin_reads(reader, "a")
@@ -196,8 +183,7 @@ def test_other_peers_keep_their_links_and_their_reads(prefill, other, reader):
 @pytest.mark.parametrize("failure", [PeerLost("connection reset"), TransferError("who knows", terminal=False)])
 def test_what_fails_on_the_old_link_says_nothing_of_the_new_one(prefill, reader, failure):
     reader.transport.faults.stalled = 1
-    reader.loop.submit([prefill.request("a")], [])
-    assert reader.wait_for("a") == [False]
+    assert reader.received(prefill.request("a")) == [False]
     reader.until(lambda: reader.relinked == 1, "the new link")
     object.__setattr__(reader.loop._receives._limits, "read_s", 600.0)
     reader.transport.faults.held = True
@@ -221,11 +207,9 @@ def test_what_fails_on_the_old_link_says_nothing_of_the_new_one(prefill, reader,
 @pytest.mark.parametrize("reader", [0], indirect=True, ids=["straight"])
 def test_a_read_that_failed_and_may_still_write_has_its_peer_linked_anew(prefill, reader):
     reader.transport.faults.failures.append(TransferError("who knows", terminal=False))
-    reader.loop.submit([prefill.request("a")], [])
-    assert reader.wait_for("a") == [False]
+    assert reader.received(prefill.request("a")) == [False]
     reader.until(lambda: reader.relinked == 1, "the new link")
-    reader.loop.submit([prefill.request("b")], [])
-    assert reader.wait_for("b") == [True]
+    assert reader.received(prefill.request("b")) == [True]
 
 
 @pytest.mark.parametrize("method", ["replace_endpoint", "connect"])
@@ -246,8 +230,7 @@ def test_a_peer_that_cannot_be_linked_anew_is_used_as_it_is_or_tried_again(prefi
     assert reader.wait_for("a") == [False]
     reader.until(lambda: tried and link.machine.state is PeerState.READY, "the peer to be ready")
     reader.transport.faults.stalled = 0
-    reader.loop.submit([prefill.request("b")], [])
-    assert reader.wait_for("b") == [True]
+    assert reader.received(prefill.request("b")) == [True]
     assert reader.relinked == (method == "connect")
     let_go(reader)
 
@@ -270,8 +253,7 @@ def test_an_endpoint_that_is_being_made_is_asked_for_again(prefill, reader, monk
     assert reader.wait_for("a") == [False]
     reader.until(lambda: reader.relinked == 1 and link.machine.state is PeerState.READY, "the new link")
     reader.transport.faults.stalled = 0
-    reader.loop.submit([prefill.request("b")], [])
-    assert reader.wait_for("b") == [True]
+    assert reader.received(prefill.request("b")) == [True]
     let_go(reader)
 
 
@@ -279,69 +261,59 @@ def test_a_transport_that_peers_write_into_is_never_replaced(prefill):
     decode = Decode(Config(transport="loopback", transfer_timeout=0.5, staging_bytes=0))
     with contextlib.closing(decode.loop):
         decode.transport.faults.stalled = 1
-        decode.loop.submit([prefill.request("a")], [])
-        assert decode.wait_for("a") == [False]
+        assert decode.received(prefill.request("a")) == [False]
         decode.until(lambda: not decode.loop._receives._active["a"].link.stalled, "the peer to answer")
         decode.transport.faults.stalled = 0
         decode.until(lambda: decode.drained == decode.quarantined == {"a"}, "the blocks")
         assert decode.relinked == 0
 
 
-def test_writes_that_are_all_given_up_have_the_decode_instance_linked_anew_too():
-    config = msgspec.structs.replace(CONFIG, transfer_timeout=0.5)
-    with contextlib.closing(Writer(config)) as writer, contextlib.closing(Target(config)) as target:
-        for transport, loop in zip(writer.transports, writer.loops, strict=True):
-            transport._serves = False
-            transport.faults.stalled = 1
-            loop._pushes._config = msgspec.structs.replace(config, transfer_timeout=600.0)
-        writer.whole("a")
-        target.loop.submit([target.request(writer)], [])
-        until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
-        target.loop.submit([], ["d"])
-        assert target.wait_for("d") == [False]
-        until(
-            lambda: all(transport._incarnation == 1 for transport in writer.transports), "every worker's new endpoint"
-        )
-        assert target.quarantined == {"d"} and not target.drained
-        for transport in writer.transports:
-            transport.faults.stalled = 0
-        target.until(lambda: target.drained == {"d"}, "the old writes to end")
+@pytest.mark.parametrize("config", [{"transfer_timeout": 0.5}], indirect=True)
+def test_writes_that_are_all_given_up_have_the_decode_instance_linked_anew_too(writer, target, config):
+    for transport, loop in zip(writer.transports, writer.loops, strict=True):
+        transport._serves = False
+        transport.faults.stalled = 1
+        loop._pushes._config = msgspec.structs.replace(config, transfer_timeout=600.0)
+    begin_writes(writer, target)
+    target.loop.submit([], ["d"])
+    assert target.wait_for("d") == [False]
+    until(lambda: all(transport._incarnation == 1 for transport in writer.transports), "every worker's new endpoint")
+    assert target.quarantined == {"d"} and not target.drained
+    set_faults(writer.transports, stalled=0)
+    target.until(lambda: target.drained == {"d"}, "the old writes to end")
 
 
-def test_what_is_to_be_written_while_no_new_link_can_be_had_is_written_when_there_is_one(monkeypatch):
-    with contextlib.closing(Writer(CONFIG)) as writer, contextlib.closing(Target(CONFIG)) as target:
-        target.loop.submit([target.request(writer, start=0)], [])
-        writer.begin()
-        until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
-        writer.compute(0, TOKENS)
-        writer.server.pushes.progressed([("p-a", SOURCE, 6)], 1)
-        writer.step_done(1)
-        partly = target.before.copy()
-        write(MODEL, D_SIDE, target.worker, [table(*D_BLOCKS)], partly, 0, 4)
-        target.until(lambda: whole(target.worker.memory, partly), "the first page")
+def test_what_is_to_be_written_while_no_new_link_can_be_had_is_written_when_there_is_one(writer, target, monkeypatch):
+    ask_early(writer, target)
+    writer.compute(0, TOKENS)
+    writer.server.pushes.progressed([("p-a", SOURCE, 6)], 1)
+    writer.step_done(1)
+    partly = target.before.copy()
+    write(MODEL, D_SIDE, target.worker, [table(*D_BLOCKS)], partly, 0, 4)
+    target.until(lambda: whole(target.worker.memory, partly), "the first page")
 
-        [stalled, _], tried, shut = writer.transports, [], [True]
-        connect = stalled.connect
+    [stalled, _], tried, shut = writer.transports, [], [True]
+    connect = stalled.connect
 
-        def refuses(*arguments: Any) -> Any:
-            tried.append(shut[0])
-            if shut[0]:
-                raise TransferError("no")
-            return connect(*arguments)
+    def refuses(*arguments: Any) -> Any:
+        tried.append(shut[0])
+        if shut[0]:
+            raise TransferError("no")
+        return connect(*arguments)
 
-        monkeypatch.setattr(stalled, "connect", refuses)
-        stalled._serves = False
-        stalled.faults.failures.append(TransferError("who knows", terminal=False))
-        writer.whole("b")
-        target.loop.submit([target.request(writer, "e", "b", blocks=(lacking((1, 3, 5)),))], [])
-        until(lambda: len(tried) == 1, "the link to be cut")
-        writer.finish(step=2)
-        writer.step_done(2)
-        until(lambda: len(tried) == 2, "the next attempt")
-        shut[0] = False
-        assert target.wait_for("d") == [True]
-        mine = target.expected(0) != target.before
-        assert whole(target.worker.memory[mine], target.expected(0)[mine])
+    monkeypatch.setattr(stalled, "connect", refuses)
+    stalled._serves = False
+    stalled.faults.failures.append(TransferError("who knows", terminal=False))
+    writer.whole("b")
+    target.loop.submit([target.request(writer, "e", "b", blocks=(lacking((1, 3, 5)),))], [])
+    until(lambda: len(tried) == 1, "the link to be cut")
+    writer.finish(step=2)
+    writer.step_done(2)
+    until(lambda: len(tried) == 2, "the next attempt")
+    shut[0] = False
+    assert target.wait_for("d") == [True]
+    mine = target.expected(0) != target.before
+    assert whole(target.worker.memory[mine], target.expected(0)[mine])
 
 
 def test_a_rank_that_is_not_connected_does_not_pass_for_one_that_gets_nothing():
@@ -354,24 +326,17 @@ def test_a_rank_that_is_not_connected_does_not_pass_for_one_that_gets_nothing():
         link.bind_push(into, into.blocks, 0, TOKENS, final=True)
 
 
-def test_a_decode_instance_whose_writes_stand_still_though_it_answers_is_linked_anew():
-    config = msgspec.structs.replace(CONFIG, transfer_timeout=3.0)  # within which every worker has begun
-    with contextlib.closing(Writer(config)) as writer, contextlib.closing(Target(config)) as target:
-        for transport in writer.transports:
-            transport._serves = False  # as NIXL, whose target and whose initiator are two agents
-            transport.faults.stalled = 1
-        writer.whole("a")
-        target.loop.submit([target.request(writer)], [])
-        until(lambda: all(writes(loop) for loop in writer.loops), "the writes of every worker")
-        assert target.wait_for("d") == [False]
-        until(
-            lambda: all(transport._incarnation == 1 for transport in writer.transports), "every worker's new endpoint"
-        )
-        writer.whole("b")
-        target.loop.submit([target.request(writer, "e", "b")], [])
-        assert target.wait_for("e") == [True]
-        assert (target.worker.memory == target.expected()).all()
-        assert target.quarantined == {"d"} and not target.drained
-        for transport in writer.transports:
-            transport.faults.stalled = 0
-        target.until(lambda: target.drained == {"d"}, "the old writes to end")
+# Every worker has begun within that time.
+@pytest.mark.parametrize("config", [{"transfer_timeout": 3.0}], indirect=True)
+def test_a_decode_instance_whose_writes_stand_still_though_it_answers_is_linked_anew(writer, target):
+    for transport in writer.transports:
+        transport._serves = False  # as NIXL, whose target and whose initiator are two agents
+        transport.faults.stalled = 1
+    begin_writes(writer, target)
+    assert target.wait_for("d") == [False]
+    until(lambda: all(transport._incarnation == 1 for transport in writer.transports), "every worker's new endpoint")
+    assert pushed(writer, target, "e", "b")
+    assert (target.worker.memory == target.expected()).all()
+    assert target.quarantined == {"d"} and not target.drained
+    set_faults(writer.transports, stalled=0)
+    target.until(lambda: target.drained == {"d"}, "the old writes to end")

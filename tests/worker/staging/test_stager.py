@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.effort import examples
-from tests.support.worker.decode_instance import Decode, Prefill, in_its_thread, lacking, until
+from tests.support.worker.decode_instance import Decode, Prefill, in_its_thread, lacking, set_faults, until
 from vllm_pd_connector.config import Config, parse_config
 from vllm_pd_connector.errors import InvalidConfig, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
@@ -53,8 +53,7 @@ def expected(decode: Decode, *blocks: tuple[int, ...]) -> np.ndarray:
 
 @pytest.mark.parametrize("decode", [{"staging_bytes": size} for size in (0, TINY, 1 << 20)], indirect=True)
 def test_a_receive_is_exact_with_any_staging_buffer(prefill, decode):
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [True]
+    assert decode.received(prefill.request("a")) == [True]
     assert (decode.worker.memory == decode.expected()).all()
     assert free(decode) == decode.loop._config.staging_bytes
     wanted = 6 * 4 * 8 * 2  # the bytes of tokens 4 to 10
@@ -72,8 +71,7 @@ def test_chunks_are_never_larger_than_their_share_of_the_staging_buffer(prefill,
     sizes = []
     read = decode.transport.read
     monkeypatch.setattr(decode.transport, "read", lambda peer, runs: sizes.append(runs.total_bytes) or read(peer, runs))
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [True]
+    assert decode.received(prefill.request("a")) == [True]
     assert len(sizes) > 4 and max(sizes) <= TINY // 8
 
 
@@ -88,16 +86,12 @@ def test_many_requests_share_the_staging_buffer(prefill, other, decode):
 
 @pytest.mark.parametrize("decode", [{"transfer_timeout": 0.5}], indirect=True)
 def test_a_frozen_peer_keeps_its_slots_but_not_the_blocks_nor_the_others(prefill, other, decode):
-    for transport in prefill.transports:
-        transport.faults.frozen = True
-    decode.loop.submit([prefill.request(f"a{i}") for i in range(6)], [])
-    assert decode.wait_for(*(f"a{i}" for i in range(6))) == [False] * 6
+    set_faults(prefill.transports, frozen=True)
+    assert decode.received(*(prefill.request(f"a{i}") for i in range(6))) == [False] * 6
     assert decode.failures == {"deadline": 6} and not decode.quarantined
     assert 0 < free(decode) < TINY
-    decode.loop.submit([into(other.request("b"), B)], [])
-    assert decode.wait_for("b") == [True]
-    for transport in prefill.transports:
-        transport.faults.frozen = False
+    assert decode.received(into(other.request("b"), B)) == [True]
+    set_faults(prefill.transports, frozen=False)
     until(lambda: free(decode) == TINY, "the slots to come back")
     assert (decode.worker.memory == expected(decode, B)).all(), "a receive that was given up wrote into its blocks"
 
@@ -107,10 +101,8 @@ def test_a_receive_that_is_given_up_says_how_far_it_was(prefill, decode, monkeyp
     said: list[str] = []
     log = "vllm_pd_connector.worker.receive.ending.logger.error"
     monkeypatch.setattr(log, lambda text, *values: said.append(text % values))
-    for transport in prefill.transports:
-        transport.faults.frozen = True
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [False]
+    set_faults(prefill.transports, frozen=True)
+    assert decode.received(prefill.request("a")) == [False]
     [text] = said
     assert (
         "0 being copied" in text
@@ -123,20 +115,16 @@ def test_a_receive_that_is_given_up_says_how_far_it_was(prefill, decode, monkeyp
 def test_a_receive_that_finds_no_room_fails_in_time(prefill, other, decode):
     with contextlib.closing(Prefill("p-2")) as third:
         frozen = [transport for source in (prefill, other) for transport in source.transports]
-        for transport in frozen:
-            transport.faults.frozen = True
+        set_faults(frozen, frozen=True)
         decode.loop.submit(
             [source.request(f"{i}{source.engine_id}") for i in range(2) for source in (prefill, other)], []
         )
         until(lambda: free(decode) == 0, "the staging buffer to fill")
-        decode.loop.submit([third.request("c")], [])
-        assert decode.wait_for("c") == [False]
+        assert decode.received(third.request("c")) == [False]
         assert set(decode.failures) == {"deadline"} and not decode.quarantined
-        for transport in frozen:
-            transport.faults.frozen = False
+        set_faults(frozen, frozen=False)
         until(lambda: free(decode) == TINY, "the slots to come back")
-        decode.loop.submit([third.request("d")], [])
-        assert decode.wait_for("d") == [True]
+        assert decode.received(third.request("d")) == [True]
 
 
 def test_an_aborted_receive_writes_nothing_more(prefill, decode):
@@ -154,18 +142,15 @@ def test_an_aborted_receive_writes_nothing_more(prefill, decode):
 
 def test_a_failed_read_of_a_chunk_fails_the_receive_and_frees_the_staging_buffer(prefill, decode):
     decode.transport.faults.failures.append(TransferError("a cable was pulled"))
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [False]
+    assert decode.received(prefill.request("a")) == [False]
     assert decode.failures == {"transfer_failed": 1} and not decode.quarantined
     until(lambda: free(decode) == TINY, "the slots to come back")
-    decode.loop.submit([prefill.request("b")], [])
-    assert decode.wait_for("b") == [True]
+    assert decode.received(prefill.request("b")) == [True]
 
 
 def test_a_slot_that_may_still_be_written_stays_out_until_the_worker_has_ended(prefill, decode):
     decode.transport.faults.failures.append(TransferError("unclear", terminal=False))
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [False]
+    assert decode.received(prefill.request("a")) == [False]
     assert not decode.quarantined
     until(lambda: free(decode) == TINY - 64, "all slots but one to come back")
     prefill.end_workers()
@@ -174,30 +159,25 @@ def test_a_slot_that_may_still_be_written_stays_out_until_the_worker_has_ended(p
 
 def test_a_slot_that_may_still_be_written_keeps_its_link_however_long_nobody_uses_it(prefill, decode):
     decode.transport.faults.failures.append(TransferError("unclear", terminal=False))
-    decode.loop.submit([prefill.request("a")], [])
-    assert decode.wait_for("a") == [False]
+    assert decode.received(prefill.request("a")) == [False]
     until(lambda: free(decode) == TINY - 64, "all slots but one to come back")
     in_its_thread(decode.loop, lambda now: decode.loop._receives._links.tick(now + IDLE_LINK_S + 1))
     decode.hear_the_end_of(prefill)
     with contextlib.closing(Prefill(port=prefill.server.port)) as again:
-        decode.loop.submit([again.request("b")], [])
-        assert decode.wait_for("b") == [True]
+        assert decode.received(again.request("b")) == [True]
         until(lambda: free(decode) == TINY, "the slot to come back")
 
 
 def test_a_lost_peer_fails_the_receive_and_a_new_life_of_it_works(prefill, decode):
-    for transport in prefill.transports:
-        transport.faults.frozen = True
+    set_faults(prefill.transports, frozen=True)
     decode.loop.submit([prefill.request("a")], [])
     until(lambda: free(decode) < TINY, "a read to begin")
-    for transport in prefill.transports:
-        transport.faults.lost = True
+    set_faults(prefill.transports, lost=True)
     assert decode.wait_for("a") == [False]
     until(lambda: free(decode) == TINY, "the slots to come back")
     decode.hear_the_end_of(prefill)
     with contextlib.closing(Prefill(port=prefill.server.port)) as again:
-        decode.loop.submit([again.request("b")], [])
-        assert decode.wait_for("b") == [True]
+        assert decode.received(again.request("b")) == [True]
 
 
 def test_a_staging_buffer_of_negative_size_stops_the_engine():

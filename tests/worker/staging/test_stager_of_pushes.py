@@ -19,10 +19,9 @@ from tests.support.effort import examples
 from tests.support.geometry.moves import moves
 from tests.support.geometry.request import Move
 from tests.support.geometry.world import Worker, instance, write
-from tests.support.push.asked import asked_for
-from tests.support.worker.decode_instance import in_its_thread, lacking, until
+from tests.support.worker.decode_instance import in_its_thread, lacking, set_faults, until
 from tests.support.worker.prefill_instance import TOKENS, real
-from tests.support.worker.writer import CONFIG, TINY, Target, Writer, freed, whole
+from tests.support.worker.writer import CONFIG, TINY, Target, Writer, ask_early, freed, whole
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.runs import Runs, concatenate
@@ -201,11 +200,6 @@ def into(target: Target, writer: Writer, name: str, blocks: tuple[int, ...] = A)
     return target.request(writer, f"d-{name}", name, blocks=(lacking(blocks),))
 
 
-def hold(writer: Writer, held: bool) -> None:
-    for transport in writer.transports:
-        transport.faults.held = held
-
-
 @pytest.mark.parametrize("config", [{"staging_bytes": size} for size in (0, TINY, 1 << 20)], indirect=True)
 def test_a_push_is_exact_with_any_staging_buffer(writer, target):
     posted: list[Runs] = []
@@ -213,8 +207,7 @@ def test_a_push_is_exact_with_any_staging_buffer(writer, target):
         original = transport.write
         transport.write = lambda peer, runs, original=original: posted.append(runs) or original(peer, runs)
     writer.whole()
-    target.loop.submit([into(target, writer, "a")], [])
-    assert target.wait_for("d-a") == [True]
+    assert target.received(into(target, writer, "a")) == [True]
     expected = target.expected(blocks=A)
     assert whole(target.worker.memory, expected)
     freed(writer, "a")
@@ -232,9 +225,7 @@ def test_a_push_is_exact_with_any_staging_buffer(writer, target):
 
 def test_the_cache_is_read_only_when_its_step_is_done(writer, target, monkeypatch):
     """The staging buffer is filled in the transfer thread, after the launching thread has said that the step ended."""
-    target.loop.submit([target.request(writer, start=0)], [])
-    writer.begin()
-    until(lambda: asked_for(writer.server.pushes, "p-a"), "the registration")
+    ask_early(writer, target)
     threads = set()
     for loop in writer.loops:
         copy = loop._stager.copier.copy
@@ -267,7 +258,7 @@ def test_many_pushes_share_the_staging_buffer(writer, target, other):
 
 def test_a_push_that_finds_no_room_waits_for_it(writer, target, other):
     """Neither instance gets more than half of the staging buffer; the third push is written when there is room."""
-    hold(writer, True)
+    set_faults(writer.transports, held=True)
     for name in ("a", "b", "c", "d"):
         writer.whole(name)
     target.loop.submit([into(target, writer, "a"), into(target, writer, "b", B)], [])
@@ -275,7 +266,7 @@ def test_a_push_that_finds_no_room_waits_for_it(writer, target, other):
     other.loop.submit([into(other, writer, "c"), into(other, writer, "d", B)], [])
     until(lambda: free(writer) == [0, 0], "the staging buffer to fill")
     assert not target.finished and not other.finished
-    hold(writer, False)
+    set_faults(writer.transports, held=False)
     assert target.wait_for("d-a", "d-b") == [True, True] and other.wait_for("d-c", "d-d") == [True, True]
     for each in (target, other):
         expected = each.before.copy()
@@ -290,8 +281,7 @@ def test_a_push_that_finds_no_room_waits_for_it(writer, target, other):
 def test_a_push_that_finds_no_room_fails_in_time_and_was_never_begun(writer, target, caplog):
     slots = [loop._stager.staging.take(TINY) for loop in writer.loops]  # by others
     writer.whole()
-    target.loop.submit([into(target, writer, "a")], [])
-    assert target.wait_for("d-a") == [False]
+    assert target.received(into(target, writer, "a")) == [False]
     assert "have not ended, and no part of one has since (0 bytes were posted; 0 chunks being moved" in caplog.text
     target.until(lambda: target.drained == target.quarantined, "the word that nothing of it is written")
     freed(writer, "a")
@@ -302,7 +292,7 @@ def test_a_push_that_finds_no_room_fails_in_time_and_was_never_begun(writer, tar
 
 
 def test_after_a_push_was_given_up_its_slots_stay_out_until_nothing_is_written(writer, target):
-    hold(writer, True)
+    set_faults(writer.transports, held=True)
     writer.whole()
     target.loop.submit([into(target, writer, "a")], [])
     until(lambda: all(room < TINY for room in free(writer)), "the writes")
@@ -311,14 +301,14 @@ def test_after_a_push_was_given_up_its_slots_stay_out_until_nothing_is_written(w
     taken = free(writer)
     assert all(room < TINY for room in taken) and target.quarantined == {"d-a"} and not target.drained
     assert not writer.server.take_freed(), "the cache of a push that is over is not read any more, but its slots are"
-    hold(writer, False)
+    set_faults(writer.transports, held=False)
     target.until(lambda: target.drained == {"d-a"}, "the quarantine to end")
     freed(writer, "a")
     assert free(writer) == [TINY, TINY]
 
 
 def test_a_worker_that_was_told_to_cancel_says_that_it_is_over_when_its_slots_are_back(writer, target):
-    hold(writer, True)
+    set_faults(writer.transports, held=True)
     writer.whole()
     target.loop.submit([into(target, writer, "a")], [])
     until(lambda: all(room < TINY for room in free(writer)), "the writes")
@@ -328,7 +318,7 @@ def test_a_worker_that_was_told_to_cancel_says_that_it_is_over_when_its_slots_ar
     for loop in writer.loops:
         in_its_thread(loop, lambda _: None)  # what comes of that word has been done
     assert all(parts), "a push is over that is being written"
-    hold(writer, False)
+    set_faults(writer.transports, held=False)
     assert target.wait_for("d-a") == [False]
     freed(writer, "a")
 
@@ -336,26 +326,22 @@ def test_a_worker_that_was_told_to_cancel_says_that_it_is_over_when_its_slots_ar
 def test_a_failed_write_of_a_chunk_fails_the_push_and_frees_the_staging_buffer(writer, target, caplog):
     writer.transports[0].faults.failures.append(TransferError("a cable was pulled"))
     writer.whole()
-    target.loop.submit([into(target, writer, "a")], [])
-    assert target.wait_for("d-a") == [False]
+    assert target.received(into(target, writer, "a")) == [False]
     assert "a cable was pulled" in caplog.text
     target.until(lambda: target.drained == target.quarantined, "the quarantine to end")
     freed(writer, "a")
     assert free(writer) == [TINY, TINY]
     writer.whole("b")
-    target.loop.submit([into(target, writer, "b")], [])
-    assert target.wait_for("d-b") == [True]
+    assert target.received(into(target, writer, "b")) == [True]
 
 
 def test_a_write_that_may_go_on_keeps_its_slot_and_both_sides_blocks_until_the_worker_has_ended(writer, target):
     writer.transports[0].faults.failures.append(TransferError("unclear", terminal=False))
     writer.whole()
-    target.loop.submit([into(target, writer, "a")], [])
-    assert target.wait_for("d-a") == [False]
+    assert target.received(into(target, writer, "a")) == [False]
     until(lambda: free(writer) == [TINY - 64, TINY], "all slots but one to come back")
     writer.whole("b")
-    target.loop.submit([into(target, writer, "b", B)], [])
-    assert target.wait_for("d-b") == [True], "others go on"
+    assert target.received(into(target, writer, "b", B)) == [True], "others go on"
     freed(writer, "b")
     target.collect()
     assert target.quarantined == {"d-a"} and not target.drained
@@ -369,8 +355,7 @@ def test_a_defect_that_one_push_meets_fails_it_alone(writer, target, monkeypatch
     """Above all it is not reported as done."""
     stager = writer.loops[0]._stager
     writer.whole()
-    target.loop.submit([into(target, writer, "a")], [])
-    assert target.wait_for("d-a") == [True]
+    assert target.received(into(target, writer, "a")) == [True]
     freed(writer, "a")
     with monkeypatch.context() as patch:
         if broken == "chunks":
@@ -378,12 +363,10 @@ def test_a_defect_that_one_push_meets_fails_it_alone(writer, target, monkeypatch
         else:
             patch.setattr(stager.copier, "copy", broken_copy)
         writer.whole("b")
-        target.loop.submit([into(target, writer, "b")], [])
-        assert target.wait_for("d-b") == [False]
+        assert target.received(into(target, writer, "b")) == [False]
         freed(writer, "b")
     writer.whole("c")
-    target.loop.submit([into(target, writer, "c")], [])
-    assert target.wait_for("d-c") == [True]
+    assert target.received(into(target, writer, "c")) == [True]
     freed(writer, "c")
     assert free(writer) == [TINY, TINY]
 
