@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import time
@@ -93,15 +94,12 @@ class Introductions:
         """Introduce all usable engines that have not met."""
         self._fleet.changed.clear()
         prefills, decodes = (engines(self._fleet.usable(role)) for role in InstanceRole)
-        there = {(p.engine_id, d.engine_id) for p in prefills for d in decodes}
-        self._met &= there
+        self._met &= set(itertools.product(prefills, decodes))
         done: list[Introduction] = []
         for pairs in rounds(prefills, decodes):
-            new = [
-                (p, d) for p, d in pairs if p.engine_id != d.engine_id and (p.engine_id, d.engine_id) not in self._met
-            ]
-            self._met.update((p.engine_id, d.engine_id) for p, d in new)
-            done += await asyncio.gather(*(self._introduce(p, d) for p, d in new))
+            new = [pair for pair in pairs if pair not in self._met and pair[0].engine_id != pair[1].engine_id]
+            self._met.update(new)
+            done += await asyncio.gather(*itertools.starmap(self._introduce, new))
         return done
 
     async def _introduce(self, prefill: Engine, decode: Engine) -> Introduction:
