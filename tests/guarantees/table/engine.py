@@ -112,7 +112,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a failed receive gives its lease back",
-        "Receives", "            give_back(active, self._calls)\n", "            pass\n",
+        "Receives", "            ending.give_back(active, self._calls)\n", "            pass\n",
         "test_block_ids_that_do_not_fit_fail_that_request_alone",
     ),
     Guarantee(

@@ -80,7 +80,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "slots that nobody writes are zeroed before a receive is reported",
-        "Receives", "        if ok and (reason := settle(active, self._stager.copier)):", "        if False:",
+        "Receives", "        if ok and (reason := ending.settle(active, self._stager.copier)):", "        if False:",
         "test_a_read_puts_the_logical_elements_in_place_and_ends_the_lease",
     ),
     Guarantee(
