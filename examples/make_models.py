@@ -10,6 +10,7 @@ Run as a script to write them: `python examples/make_models.py [--into DIR] [NAM
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
 import hashlib
 import json
@@ -436,19 +437,23 @@ def made(path: Path, write: Callable[[Path], None], by: Path = Path(__file__)) -
     """`path`, written by `write`, a function of the file `by`, into an empty directory, unless that file and this one
     wrote it as they are.
 
-    What is half-written is never found under that name: it is written beside it and renamed.
+    What is half-written is never found under that name: it is written beside it and renamed. Of several processes that
+    want it one writes, and the others wait.
     """
     source = hashlib.sha256(b"".join(one.read_bytes() for one in sorted({Path(__file__), by}))).hexdigest()
     stamp = path / SOURCE_STAMP
-    if stamp.exists() and stamp.read_text() == source:
-        return path
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    write(partial)
-    (partial / SOURCE_STAMP).write_text(source)
-    shutil.rmtree(path, ignore_errors=True)
-    partial.rename(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if stamp.exists() and stamp.read_text() == source:
+            return path
+        partial = path.with_name(f".{path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        write(partial)
+        (partial / SOURCE_STAMP).write_text(source)
+        shutil.rmtree(path, ignore_errors=True)
+        partial.rename(path)
     return path
 
 
