@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +15,7 @@ def test_several_that_want_a_checkpoint_at_once_find_it_whole_and_one_makes_it(t
 
     def write(partial: Path) -> None:
         writers.append(partial)
+        time.sleep(0.2)  # for the others to come
         (partial / "config.json").write_text("{}")
 
     def want(_: int) -> bool:
