@@ -126,24 +126,23 @@ fuzz: setup
 	$(RUN) -m pip --disable-pip-version-check install --quiet "atheris>=3,<4"
 	$(RUN) tests/fuzz/coverage_guided.py -max_total_time=$(FUZZ_SECONDS)
 
-# Measures everything, keeps the documents and renews the page's tables: 40 minutes, in which nothing else should run.
+# Measures everything, keeps the documents and renews the page's tables: half an hour, in which nothing else should run.
 bench: setup
 	$(RUN) benchmarks/bind.py --json out/bench/bind.json
 	$(RUN) benchmarks/step.py
 	$(RUN) benchmarks/scale.py
 	$(RUN) benchmarks/convert.py
 	$(RUN) benchmarks/transports.py
-	$(RUN) benchmarks/pull.py --variants pd pd-introduced nixl-quiet plain --requests 60
+	$(RUN) benchmarks/pull.py --variants pd pd-introduced nixl-quiet plain --requests 40
 	$(RUN) benchmarks/phases.py
 	$(RUN) benchmarks/waiting.py --rounds 1
 	$(RUN) benchmarks/overlap.py
 	$(RUN) benchmarks/overlap.py --one-step
 	$(RUN) benchmarks/late_legs.py
 	$(RUN) benchmarks/long_prompts.py
-	$(RUN) benchmarks/rates.py
-	$(RUN) benchmarks/conversations.py
+	$(RUN) benchmarks/rates.py --rates 1 4
+	$(RUN) benchmarks/conversations.py --conversations 2
 	$(RUN) benchmarks/routing.py --json out/bench/routing.json
-	$(RUN) benchmarks/accuracy/recall.py --json out/bench/recall.json
 	$(RUN) tools/performance_page.py --take out/bench
 
 OLD ?= benchmarks/results
