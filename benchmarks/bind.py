@@ -250,6 +250,7 @@ def main() -> None:
         extra = ", ".join(f"{row[key]:g} {key}" for key in ("runs", "edges", "megabytes") if key in row)
         print(f"{row['case']:<52} {row['median_ms']:8.3f} {row['p95_ms']:8.3f} {row['p99_ms']:8.3f}   {extra}")
     if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         machine = {"python": platform.python_version(), "numpy": np.__version__, "machine": platform.machine()}
         options.json.write_text(json.dumps({"environment": machine, "results": rows}, indent=2) + "\n")
 
