@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.bind import make_worker
-from vllm_pd_connector.geometry.explain import Movement, explain_pair
-from vllm_pd_connector.geometry.manifest import Manifest
-from vllm_pd_connector.geometry.staging.chunks import CHUNKS_PER_BUFFER, RUN_COST_BYTES
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from benchmarks.bind import make_worker  # noqa: E402
+from vllm_pd_connector.geometry.explain import Movement, explain_pair  # noqa: E402
+from vllm_pd_connector.geometry.manifest import Manifest  # noqa: E402
+from vllm_pd_connector.geometry.staging.chunks import CHUNKS_PER_BUFFER, RUN_COST_BYTES  # noqa: E402
 
 LAYERS, TOKENS_PER_BLOCK = 8, 16
 STAGING_BYTES = 64 << 20

@@ -32,6 +32,21 @@ logger = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The router's options."""
+    _add_places(parser)
+    _add_times(parser)
+    _add_choices(parser)
+    parser.add_argument(
+        "--otlp-traces-endpoint", metavar="URL",
+        help="collector of OpenTelemetry spans, as for vllm serve (extra tracing)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--log-level", choices=("debug", "info", "warning"), default="info",
+        help="debug also says to which instances each request is sent (default: info)",
+    )  # fmt: skip
+
+
+def _add_places(parser: argparse.ArgumentParser) -> None:
+    """Who is routed to, and where the router listens."""
     for kind in InstanceRole:
         parser.add_argument(
             f"--{kind}", action="append", default=[], metavar="URL", type=base_url,
@@ -47,10 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--admin-port", type=listening_port, help="port of operators' routes; without it there are none"
     )
-    parser.add_argument(
-        "--handoff", choices=("auto", "serial", "concurrent"), default="auto",
-        help="serial for pull, concurrent for push without keys; auto: what the prefill instances say (default)",
-    )  # fmt: skip
+
+
+def _add_times(parser: argparse.ArgumentParser) -> None:
+    """How long the router waits, and how often it looks."""
     defaults = Options()
     for name, value, text in (
         ("connect-timeout", defaults.limits.connect_timeout, "for an instance to take a connection"),
@@ -62,6 +77,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shutdown-timeout", type=seconds, default=5.0,
         help="seconds that requests have to end when the router is told to stop; it takes no new ones (default: 5)",
+    )  # fmt: skip
+
+
+def _add_choices(parser: argparse.ArgumentParser) -> None:
+    """How requests are handed over, and to whom."""
+    defaults = Options()
+    parser.add_argument(
+        "--handoff", choices=("auto", "serial", "concurrent"), default="auto",
+        help="serial for pull, concurrent for push without keys; auto: what the prefill instances say (default)",
     )  # fmt: skip
     parser.add_argument(
         "--slack", type=count, default=defaults.slack,
@@ -87,14 +111,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--introduce", choices=("on", "off"), default="off",
         help="have instances that become usable hand a short prompt over between every two, so that a client's first "
         "request finds them linked (default: off)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--otlp-traces-endpoint", metavar="URL",
-        help="collector of OpenTelemetry spans, as for vllm serve (extra tracing)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--log-level", choices=("debug", "info", "warning"), default="info",
-        help="debug also says to which instances each request is sent (default: info)",
     )  # fmt: skip
 
 
