@@ -16,6 +16,7 @@ from vllm_pd_connector.geometry import spans
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.receive import ReceiveState
 from vllm_pd_connector.worker import in_flight, transfer_loop
+from vllm_pd_connector.worker.in_flight import InFlight
 
 STRAIGHT = msgspec.structs.replace(CONFIG, staging_bytes=0)
 
@@ -201,16 +202,15 @@ def test_a_half_posted_push_that_is_withdrawn_is_over_when_what_was_posted_is(wr
     set_faults(writer.transports, held=True)
     nonce = writer.whole("a")
     target.loop.submit([target.request(writer, "d", "a", nonce)], [])
-    pushes = [push for loop in writer.loops for push in [loop._pushes]]
 
-    def half() -> bool:
-        begun = [push.in_flight for one in pushes if one is not None for push in list(one._pushes.values())]
-        return bool(begun) and all(flight.transfers and flight.posts and flight.moves for flight in begun)
+    def flights() -> list[InFlight]:
+        return [push.in_flight for loop in writer.loops if loop._pushes for push in list(loop._pushes._pushes.values())]
 
-    until(half, "the first slices to run")
+    until(lambda: flights() and all(one.posts and one.moves for one in flights()), "the first slices to run")
     target.loop.submit([], ["d"])
     assert target.wait_for("d") == [False]
     assert target.quarantined == {"d"} and not target.drained
+    until(lambda: not any(one.posts for one in flights()), "the prefill side to hear of it")
     set_faults(writer.transports, held=False)
     target.until(lambda: target.drained == {"d"}, "the prefill side to say that nothing is written")
     assert (target.worker.memory != target.written()).any(), "all of it was written"
