@@ -18,7 +18,7 @@ from vllm_pd_connector.protocol.wire.messages import FoundConversation
 from vllm_pd_connector.scheduler import step_hold as hold_module
 from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.scheduler.step_hold import LONGEST_S, SHORT_S, StepHold
-from vllm_pd_connector.sidechannel.bell import ring
+from vllm_pd_connector.sidechannel.bell import ENDED, HERE, ring
 
 OTHER = b"o" * 16
 
@@ -29,6 +29,7 @@ class Core:
     def __init__(self, depth: int = 1, **fields: Any) -> None:
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.batch_queue_size = depth
+        self.step_fn: Callable[[], tuple[None, bool]] = lambda: (None, False)
         connector = SimpleNamespace(has_pending_push_work=lambda: False)
         self.scheduler = SimpleNamespace(running=[], requests={"d-1": None}, connector=connector, ec_connector=None)
         vars(self.scheduler).update(fields)
@@ -53,12 +54,11 @@ def loop() -> Loop:
 
 
 def made(loop: EngineLoop, tokens: tuple[bytes, ...] = (TOKEN,), heard: bool = True) -> StepHold:
-    """A hold whose workers have all been heard, and in whose step that was taken up."""
+    """A hold whose workers have all been heard."""
     hold = StepHold(loop)
     hold.listen(tokens)
     for token in tokens if heard else ():
-        hold._rung(token)
-    hold._take()
+        hold._rung(HERE + token)
     return hold
 
 
@@ -121,11 +121,9 @@ def test_what_shows_no_sign_is_looked_at_soon(fields: dict[str, Any]) -> None:
 
 def test_a_worker_that_was_never_heard_is_asked_soon(loop: Loop) -> None:
     hold = made(loop, (TOKEN, OTHER), heard=False)
-    hold._rung(TOKEN)
-    hold._take()
+    hold._rung(HERE + TOKEN)
     hold.step(**WAITING)
-    hold._rung(OTHER)
-    hold._take()
+    hold._rung(HERE + OTHER)
     hold.step(**WAITING)
     assert loop.waits == [SHORT_S, LONGEST_S]
     hold.close()
@@ -133,7 +131,7 @@ def test_a_worker_that_was_never_heard_is_asked_soon(loop: Loop) -> None:
 
 def test_a_stranger_rings_in_vain(loop: Loop) -> None:
     hold = made(loop, heard=False)
-    hold._rung(OTHER)
+    hold._rung(ENDED + OTHER)
     assert not hold.asked
     hold.step(**WAITING)
     assert loop.waits == [SHORT_S]
@@ -145,19 +143,65 @@ def test_nothing_is_held_until_the_results_of_an_end_were_looked_at(depth: int) 
     """With batches that overlap, vLLM looks at a step's results in a later one."""
     loop = Loop(Core(depth))
     hold = made(loop)
-    hold._rung(TOKEN)
+    hold._rung(ENDED + TOKEN)
     for _ in range(depth):
-        hold.step(**WAITING)
+        assert not hold.step(**WAITING), "the workers are ready for what follows"
     assert not loop.waits
-    hold.step(**WAITING)
+    assert hold.step(**WAITING)
     assert loop.waits == [LONGEST_S]
     hold.close()
 
 
 def test_workers_are_ready_for_the_step_after_an_end(hold: StepHold, loop: Loop) -> None:
-    loop.meanwhile = lambda: hold._rung(TOKEN)
+    loop.meanwhile = lambda: hold._rung(ENDED + TOKEN)
     assert not hold.step(**WAITING)
     assert loop.waits == [LONGEST_S]
+
+
+def test_workers_stay_calm_where_nobody_waits_for_what_ended(hold: StepHold, loop: Loop) -> None:
+    """A lease that was read: an idle engine takes a step, and nothing follows that."""
+    hold.ask()
+    assert hold.step(computes=False, tells=False, waiting=0)
+
+
+def test_a_worker_that_says_only_that_it_is_there_has_nothing_to_take_up(loop: Loop) -> None:
+    hold = made(loop)
+    assert not hold.asked
+    assert hold.step(**WAITING)
+    assert loop.waits == [LONGEST_S]
+    hold.close()
+
+
+@pytest.mark.parametrize(
+    ("step", "slept"),
+    [(WAITING, 0), (WAITING | {"tells": True}, 0), (WAITING | {"waiting": 0}, 1), (WAITING | {"computes": True}, 1)],
+    ids=["waits", "begins to wait", "has something else", "computes"],
+)
+def test_vllm_does_not_sleep_between_steps_that_wait_here(
+    monkeypatch: pytest.MonkeyPatch, step: dict[str, Any], slept: int
+) -> None:
+    """vLLM's own loop, with nothing but what it looks at."""
+    from vllm.v1.engine import core as engine_core
+
+    sleeps: list[float] = []
+    monkeypatch.setattr(engine_core, "time", SimpleNamespace(sleep=sleeps.append))
+    core = engine_core.EngineCoreProc.__new__(engine_core.EngineCoreProc)
+    for name, value in vars(Core()).items():
+        setattr(core, name, value)
+    core.scheduler.has_requests = lambda: True
+    core.post_step = lambda computed: None
+    hold = made(Loop(core))
+
+    def take_step() -> tuple[None, bool]:
+        hold.step(**step)
+        return None, False
+
+    core.step_fn = take_step
+    core._process_engine_step()  # in its first step the hold gets hold of them
+    sleeps.clear()
+    core._process_engine_step()
+    assert len(sleeps) == slept
+    hold.close()
 
 
 def test_an_engine_that_is_not_known_steps_as_it_likes() -> None:
@@ -173,7 +217,7 @@ def test_an_engine_that_is_not_known_steps_as_it_likes() -> None:
 def test_several_ends_wake_the_engine_once(hold: StepHold, loop: Loop) -> None:
     for _ in range(3):
         hold.ask()
-    assert loop._queue.qsize() == 1 + 1  # the first was when the worker was heard
+    assert loop._queue.qsize() == 1
     assert hold.asked
     hold.step(**WAITING)
     assert not hold.asked
@@ -203,10 +247,9 @@ def test_a_bell_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hold_module, "LONGEST_S", 600.0)
     loop = EngineLoop(Core(), "wake")
     hold = made(loop)
-    loop._queue.get()
     thread = threading.Thread(target=hold.step, kwargs=WAITING)
     thread.start()
-    ring(hold.bell, TOKEN)
+    ring(hold.bell, ENDED + TOKEN)
     thread.join()
     hold.close()
 
@@ -292,7 +335,7 @@ def test_a_turn_that_asks_for_its_conversation_is_waited_for_as_a_receive_is(mon
     half.hold = StepHold(loop)
     half.consumer.turns._wake = half.hold.ask
     half.serve([b"manifest"], [TOKEN])
-    half.hold._rung(TOKEN)
+    half.hold._rung(HERE + TOKEN)
     half.build_metadata(EMPTY_STEP)
     asked: list[Callable[[object], None]] = []
     monkeypatch.setattr(half.consumer.turns._renewer, "find", lambda where, name, heard: asked.append(heard))
@@ -316,7 +359,7 @@ def test_a_decode_instance_holds_its_steps_from_the_order_to_the_report(
     loop = Loop()
     half.hold = StepHold(loop)
     half.serve([], [TOKEN])
-    half.hold._rung(TOKEN)
+    half.hold._rung(HERE + TOKEN)
     half.build_metadata(EMPTY_STEP)
     request = make_request("d-1", hand_over(producer[0]))
     half.on_new_request(request)

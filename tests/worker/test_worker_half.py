@@ -19,7 +19,7 @@ from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import PDConnectorError, TransferError
 from vllm_pd_connector.metadata import BadParameters, ReceiveRequest, StepMetadata
 from vllm_pd_connector.protocol.wire.messages import ChecksumJob
-from vllm_pd_connector.sidechannel.bell import Bell
+from vllm_pd_connector.sidechannel.bell import ENDED, HERE, Bell
 from vllm_pd_connector.transport import registry
 from vllm_pd_connector.transport.base import Use
 from vllm_pd_connector.transport.loopback import LoopbackTransport
@@ -95,11 +95,11 @@ def test_a_worker_says_that_it_hears_and_rings_at_every_end() -> None:
     half._loop = SimpleNamespace(submit=lambda receives, aborts: None)
     for _ in range(2):
         half.start_step(StepMetadata(receives=[object()], bell=bell.address))
-    assert heard.get() == half.token
+    assert heard.get() == HERE + half.token
     half._outbox.finished("d-1", ok=True, quarantined=False)
-    assert heard.get() == half.token
+    assert heard.get() == ENDED + half.token
     half._outbox.drained("d-2")
-    assert heard.get() == half.token
+    assert heard.get() == ENDED + half.token
     bell.close()
     assert heard.empty()
 

@@ -7,7 +7,7 @@ its scheduler. Where it is not found, or runs inside its caller's thread without
 an engine steps as vLLM has it step.
 
 Source: vLLM 0.32 and 0.33, `v1/engine/core.py` (`EngineCoreProc._process_input_queue`, `_process_engine_step`,
-`_reject_add_in_shutdown`, `run_engine_core`), `v1/core/sched/scheduler.py` (`has_requests`).
+`step_fn`, `_reject_add_in_shutdown`, `run_engine_core`), `v1/core/sched/scheduler.py` (`has_requests`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class EngineLoop:
         self._core = core
         self._queue: queue.Queue[Any] = core.input_queue
         self._wakeup = wakeup
+        self._step: Callable[[], tuple[Any, bool]] | None = None
+        self._at_once = False
 
     @property
     def depth(self) -> int:
@@ -69,6 +71,22 @@ class EngineLoop:
     def wake(self) -> None:
         """Make `wait` return, or an idle engine look whether it has something to do. Callable from any thread."""
         self._queue.put_nowait((self._wakeup, None))
+
+    def go_on(self) -> None:
+        """Have the next step follow the running one at once, though that computes nothing: vLLM would sleep for a
+        millisecond, which is for engines whose steps nobody holds. From its second call on; for the engine core's
+        thread."""
+        self._at_once = True
+        if self._step is None:
+            self._step, self._core.step_fn = self._core.step_fn, self._stepped
+
+    def _stepped(self) -> tuple[Any, bool]:
+        """A step as vLLM takes it. Whether it computed decides of that sleep alone, and of asking the workers for
+        drafts, which have none without a running request."""
+        assert self._step is not None
+        outputs, computed = self._step()
+        at_once, self._at_once = self._at_once, False
+        return outputs, computed or at_once
 
     def on_refusal(self, tell: Callable[[Any], None]) -> None:
         """Have `tell` called with every request that reaches this engine when it ends, and that its scheduler never

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.sidechannel.bell import Bell
+from vllm_pd_connector.sidechannel.bell import ENDED, Bell
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,8 +71,8 @@ class StepHold:
             self._loop.wake()
 
     def step(self, *, computes: bool, tells: bool, waiting: int) -> bool:
-        """Hold back the step that begins, if nothing can come of it yet. Returns whether the next one may be long in
-        coming, so that workers need not be ready for it.
+        """Hold back the step that begins, if nothing can come of it yet, and have vLLM wait for nothing else. Returns
+        whether the next one may be long in coming, so that workers need not be ready for it.
 
         Args:
             computes: tokens are scheduled in it.
@@ -82,14 +82,17 @@ class StepHold:
         ended = self._take()
         if self._loop is None or computes or self._loop.computes():
             return False
+        if waiting:
+            self._loop.go_on()
         if waiting and not tells and not ended and not self._due:
             self._loop.wait(LONGEST_S if self._sees_all(waiting) else SHORT_S)
             ended = self._take()
         if ended:
             # vLLM looks at a step's results some steps later where its batches overlap.
             self._due = self._loop.depth
+        follows = bool(waiting and self._due)  # what ended for nobody who waits, as a lease, is taken up in this step
         self._due = max(self._due - 1, 0)
-        return not ended
+        return not follows
 
     def _sees_all(self, waiting: int) -> bool:
         """Whether everything that a step could take up would show itself."""
@@ -101,10 +104,12 @@ class StepHold:
             asked, self._asked = self._asked, False
         return asked
 
-    def _rung(self, token: bytes) -> None:
+    def _rung(self, message: bytes) -> None:
+        said, token = message[:1], message[1:]
         if token in self._workers:
             self._heard.add(token)
-            self.ask()
+            if said == ENDED:
+                self.ask()
 
     def close(self) -> None:
         if self._bell is not None:

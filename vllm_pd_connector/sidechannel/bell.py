@@ -1,8 +1,9 @@
 """A bell between the workers of an instance and its scheduler half: "an end is in my outbox, take a step".
 
 A datagram socket in the abstract namespace, which only processes of this host (of this network namespace) reach, so
-each rings with the secret that its worker handed over when it described itself; anything else is ignored. Who has rung
-once can wake the scheduler half: a worker on another host never has, and is waited for in short steps.
+each rings with the secret that its worker handed over when it described itself; anything else is ignored. A worker
+rings HERE when it learns the bell, and ENDED for each end. Who has rung once can wake the scheduler half: a worker on
+another host never has, and is waited for in short steps.
 
 A ring may get lost where many come at once, because the kernel queues few datagrams. Then others are there, and the
 step that they cause takes all results.
@@ -18,6 +19,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+HERE, ENDED = b"h", b"e"
+"""What a worker's message begins with; its secret follows."""
 
 _LONGEST = 64
 

@@ -27,7 +27,7 @@ from vllm_pd_connector.compat.queues import rest_until_next_message
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
 from vllm_pd_connector.geometry.validate import validate
 from vllm_pd_connector.observability.digest_trace import DigestTrace
-from vllm_pd_connector.sidechannel.bell import ring
+from vllm_pd_connector.sidechannel.bell import ENDED, HERE, ring
 from vllm_pd_connector.sidechannel.net.keys import Keys, keys_of
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.transport import registry
@@ -254,7 +254,7 @@ class WorkerHalf:
             rest_until_next_message()
         if metadata.bell and metadata.bell != self._bell:
             self._bell = metadata.bell
-            self._ring()  # so that the scheduler half knows that it hears this worker
+            ring(self._bell, HERE + self.token)
         if self._loop is None:  # asleep
             for receive in metadata.receives:
                 logger.error("request %s: its receive cannot begin while this worker is asleep", receive.request_id)
@@ -297,7 +297,7 @@ class WorkerHalf:
 
     def _ring(self) -> None:
         if self._bell:
-            ring(self._bell, self.token)
+            ring(self._bell, ENDED + self.token)
 
     def transfer_results(self) -> KVConnectorTransferResults:
         """Every receive that ended since the last step, each once."""
