@@ -53,6 +53,7 @@ class Core(EngineCoreProc):  # type: ignore[misc]  # vLLM ships no types
         self.engines_running, self.mm_receiver_cache = False, None
         self.engine = make()
         self.scheduler = self.engine.scheduler
+        self.step_fn = self.engine.step
 
     @property
     def batch_queue(self) -> list[Any]:
