@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import resource
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -272,3 +273,12 @@ def test_memory_for_the_staging_buffer_is_aligned_and_of_the_asked_length():
     assert memory.segment == Segment(memory.segment.address, 1000, "cpu", 0)
     assert memory.segment.address % 4096 == 0
     assert memory.owner.ctypes.data <= memory.segment.address <= memory.owner.ctypes.data + len(memory.owner) - 1000
+
+
+def test_memory_of_a_host_is_there_when_it_is_given() -> None:
+    """Else the transfer thread meets it page by page, and a turn of it takes as long as the kernel needs."""
+    length = 16 << 20
+    memory = CpuCopier().allocate(length, "a test")
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    memory.owner[:] = 1
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < length // resource.getpagesize() / 10

@@ -62,7 +62,8 @@ class CpuCopier:
 
     def allocate(self, length: int, purpose: str) -> Memory:
         try:
-            owner = np.empty(length + _PAGE, dtype=np.uint8)
+            # Touched here, so that no turn of the transfer thread waits for the kernel to find it.
+            owner = np.full(length + _PAGE, 0, dtype=np.uint8)
         except MemoryError as error:
             raise TransferError(f"{purpose}: there is no memory for {length} bytes") from error
         address = -(-owner.ctypes.data // _PAGE) * _PAGE
