@@ -158,10 +158,14 @@ def test_workers_are_ready_for_the_step_after_an_end(hold: StepHold, loop: Loop)
     assert loop.waits == [LONGEST_S]
 
 
-def test_workers_stay_calm_where_nobody_waits_for_what_ended(hold: StepHold, loop: Loop) -> None:
-    """A lease that was read: an idle engine takes a step, and nothing follows that."""
+@pytest.mark.parametrize("requests", [0, 1])
+def test_workers_stay_calm_where_nobody_waits_for_what_ended(requests: int) -> None:
+    """A lease that was read: an idle engine takes a step, and another only if a request wants its blocks."""
+    loop = Loop(Core(requests=dict.fromkeys(range(requests))))
+    hold = made(loop)
     hold.ask()
-    assert hold.step(computes=False, tells=False, waiting=0)
+    assert hold.step(computes=False, tells=False, waiting=0) is not bool(requests)
+    hold.close()
 
 
 def test_a_worker_that_says_only_that_it_is_there_has_nothing_to_take_up(loop: Loop) -> None:

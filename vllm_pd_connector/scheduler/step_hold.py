@@ -90,7 +90,7 @@ class StepHold:
         if ended:
             # vLLM looks at a step's results some steps later where its batches overlap.
             self._due = self._loop.depth
-        follows = bool(waiting and self._due)  # what ended for nobody who waits, as a lease, is taken up in this step
+        follows = bool(self._due and self._loop.has_others(0))  # a lease that ended in an idle engine leaves nothing
         self._due = max(self._due - 1, 0)
         return not follows
 

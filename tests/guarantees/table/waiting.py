@@ -23,7 +23,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "workers are ready for the step that takes up an end",
-        "StepHold", "bool(waiting and self._due)", "False",
+        "StepHold", "bool(self._due and self._loop.has_others(0))", "False",
         "test_workers_are_ready_for_the_step_after_an_end",
     ),
     Guarantee(
