@@ -87,8 +87,7 @@ def test_requests_that_read_from_a_peer_that_leaves_end_at_once(decode):
     with contextlib.closing(Prefill()) as prefill:
         prefill.transports[0].faults.frozen = True
         decode.loop.submit([prefill.request("a")], [])
-        until(lambda: prefill.server.counts().get("GetManifests") == 1, "the handshake")
-        until(lambda: bool(decode.loop._receives._active["a"].in_flight.transfers), "the reads to begin")
+        until(lambda: decode.reads("a"), "the reads to begin")
         prefill.server.close()
         assert decode.wait_for("a") == [False]
         assert decode.failures == {"peer_unreachable": 1} and decode.quarantined == {"a"}
@@ -100,9 +99,7 @@ def test_a_decode_worker_that_ends_gives_its_leases_back(decode):
     with contextlib.closing(Prefill()) as prefill:
         prefill.transports[0].faults.frozen = True
         decode.loop.submit([prefill.request("a")], [])
-        until(lambda: prefill.server.counts().get("GetManifests") == 1, "the handshake")
-        active = decode.loop._receives._active
-        until(lambda: "a" in active and bool(active["a"].in_flight.transfers), "the reads to begin")
+        until(lambda: decode.reads("a"), "the reads to begin")
         decode.loop.close()
         until(lambda: prefill.server.take_freed() == [Freed("p-a", End.RELEASED)], "the lease to come back")
         prefill.transports[0].faults.frozen = False

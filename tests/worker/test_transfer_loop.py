@@ -26,6 +26,7 @@ from tests.support.worker.decode_instance import (
     request_of,
     set_faults,
     until,
+    until_in,
 )
 from tests.support.worker.prefill_instance import MODEL, instance, real
 from vllm_pd_connector.config import Config
@@ -237,10 +238,11 @@ def test_a_transfer_that_may_still_write_keeps_its_blocks_until_the_worker_has_e
     decode.transport.faults.failures.append(TransferError("unclear", terminal=False))
     assert decode.received(prefill.request("a")) == [False]
     assert decode.quarantined == {"a"} and not decode.drained
-    active = decode.loop._receives._active["a"]
-    until(lambda: not active.in_flight.transfers, "the read from the other rank to end")
-    until(
-        lambda: all(watch is not None and watch.here for watch in active.in_flight.watches.values()),
+    flight = decode.active("a").in_flight
+    until_in(decode.loop, lambda: not flight.transfers, "the read from the other rank to end")
+    until_in(
+        decode.loop,
+        lambda: all(watch is not None and watch.here for watch in flight.watches.values()),
         "a line to the worker that was read from",
     )
     prefill.end_workers()
@@ -313,7 +315,7 @@ def test_an_error_while_receives_are_ended_does_not_end_the_thread(prefill, deco
 
     prefill.transports[0].faults.frozen = True
     decode.loop.submit([prefill.request("a"), prefill.request("b")], [])
-    until(lambda: len(receives._active) == 2 and all(a.machine.writing for a in receives._active.values()), "reads")
+    until(lambda: decode.reads("a", "b"), "reads")
     monkeypatch.setattr(receives, "poll", broken)
     decode.loop.submit([], [])
     assert decode.wait_for("b") == [False]

@@ -7,7 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,12 +24,14 @@ from vllm_pd_connector.protocol.params.parse import RemotePrefill
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.outbox import Outbox
+from vllm_pd_connector.worker.receive.active import ActiveReceive
 from vllm_pd_connector.worker.transfer_loop import TransferLoop
 
 D_SIDE = Side(tp=1, layout="NHD")
 D_BLOCKS = (2, 6, 4)
 START = 4
 PATIENCE_S = float(os.environ.get("PD_TEST_PATIENCE", "30"))
+Found = TypeVar("Found")
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -38,17 +41,25 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
-def in_its_thread(loop: TransferLoop, act: Callable[[float], None]) -> None:
-    """Have the loop do this in its thread, and wait until it has."""
-    done = threading.Event()
+def in_its_thread(loop: TransferLoop, act: Callable[[float], Found]) -> Found:
+    """Have the loop do this in its thread, and wait until it has; what came of it. What the loop owns (its receives,
+    its pushes, their transfers) is looked at so: it takes entries out and puts them in again in every turn."""
+    done: Future[Found] = Future()
 
     def doing(now: float) -> None:
-        act(now)
-        done.set()
+        try:
+            done.set_result(act(now))
+        except BaseException as error:  # a defect of the test's, not of the loop's
+            done.set_exception(error)
 
     loop._comparison._results.append(doing)
     loop._wake.set()
-    until(done.is_set, "the loop's next turn")
+    return done.result(PATIENCE_S)
+
+
+def until_in(loop: TransferLoop, condition: Callable[[], bool], what: str) -> None:
+    """`until` for what the loop owns."""
+    until(lambda: in_its_thread(loop, lambda _: condition()), what)
 
 
 def set_faults(transports: Iterable[Transport], **faults: object) -> None:
@@ -116,7 +127,7 @@ class Decode:
             self.runs += stats.data["runs"]
             self.verified += stats.data["verified"]
             self.relinked += stats.data["relinked"]
-            self.of_peers = {what: dict(stats.data[what]) for what in BY_PEER if stats.data[what]}
+            self.of_peers |= {what: dict(stats.data[what]) for what in BY_PEER if stats.data[what]}
             for kind, number in stats.data["failures"].items():
                 self.failures[kind] = self.failures.get(kind, 0) + number
 
@@ -135,6 +146,19 @@ class Decode:
         """Have the loop receive these, and wait until it has: which of them came whole."""
         self.loop.submit(list(requests), [])
         return self.wait_for(*(request.request_id for request in requests))
+
+    def active(self, request_id: str) -> ActiveReceive | None:
+        """What the loop knows of this receive; None before it has begun and when it is over."""
+        return in_its_thread(self.loop, lambda _: self.loop._receives._active.get(request_id))
+
+    def reads(self, *request_ids: str) -> bool:
+        """Whether all of these receives have begun to read, or are being written."""
+
+        def look(_: float) -> bool:
+            found = map(self.loop._receives._active.get, request_ids)
+            return all(active is not None and active.machine.writing for active in found)
+
+        return in_its_thread(self.loop, look)
 
     def hear_the_end_of(self, prefill: Prefill) -> None:
         """Close `prefill`, and wait for its word that it ends: it means whoever is at that address when it comes."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.support.geometry.world import instance, table, write
 from tests.support.push.asked import asked_for
-from tests.support.worker.decode_instance import D_BLOCKS, START, Decode, lacking, set_faults, until
+from tests.support.worker.decode_instance import D_BLOCKS, START, Decode, in_its_thread, lacking, set_faults, until
 from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, P_SIDE, TOKENS, real
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.blocks import BlockTable
@@ -24,6 +24,7 @@ from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.transport.base import Transport
 from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.outbox import Outbox
+from vllm_pd_connector.worker.push.active import ActivePush
 from vllm_pd_connector.worker.push.driver import PushSetup
 from vllm_pd_connector.worker.push.step_clock import StepClock
 from vllm_pd_connector.worker.push.waves import waves_of
@@ -92,6 +93,15 @@ class Writer:
         self.begin(name)
         return self.finish(name)
 
+    def pushes(self) -> list[list[ActivePush]]:
+        """What each worker knows of its pushes."""
+        return [in_its_thread(loop, partial(_pushes_of, loop)) for loop in self.loops]
+
+    def wait_for_orders(self) -> None:
+        """Until every worker has been told to write what a step computes that is not done."""
+        for loop in self.loops:
+            until(partial(in_its_thread, loop, partial(_waits_for_a_step, loop)), "an order")
+
     def close(self) -> None:
         for loop in self.loops:
             loop.close()
@@ -136,10 +146,23 @@ TINY = 512  # chunks of 64 bytes: what a rank gives to one page of one layer
 
 def writes(loop: TransferLoop) -> bool:
     """Whether the loop's pushes are under way, and not only ordered."""
+
+    def look(now: float) -> bool:
+        pushes, streams = _pushes_of(loop, now), loop._stager._streams
+        staged = [stream.owner for stream in streams if any(flight.transfer is not None for flight in stream.in_flight)]
+        return bool(pushes) and all(push.in_flight.transfers or push in staged for push in pushes)
+
+    return in_its_thread(loop, look)
+
+
+def _pushes_of(loop: TransferLoop, _: float) -> list[ActivePush]:
     assert loop._pushes is not None
-    pushes, streams = list(loop._pushes._pushes.values()), list(loop._pushes._stager._streams)
-    staged = [stream.owner for stream in streams if any(flight.transfer is not None for flight in stream.in_flight)]
-    return bool(pushes) and all(push.in_flight.transfers or push in staged for push in pushes)
+    return list(loop._pushes._pushes.values())
+
+
+def _waits_for_a_step(loop: TransferLoop, _: float) -> bool:
+    assert loop._pushes is not None
+    return loop._pushes.waiting
 
 
 def pushed(writer: Writer, target: Target, request_id: str = "d", name: str = "a") -> bool:

@@ -54,8 +54,7 @@ def test_a_self_test_that_meets_a_defect_costs_no_request(writer, target, monkey
     monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", broken)
     set_faults(writer.transports, frozen=True)
     target.loop.submit([both_ways(writer, target)], [])
-    active = target.loop._receives._active
-    until(lambda: "d" in active and bool(active["d"].machine.writing), "the read")
+    until(lambda: target.reads("d"), "the read")
     until(lambda: not target.loop._auto_mode._running, "the self-test to end")
     set_faults(writer.transports, frozen=False)
     assert target.wait_for("d") == [True]
@@ -77,7 +76,7 @@ def test_what_is_asked_to_be_written_outlives_reads_that_stand_still(writer, tar
     set_faults(writer.transports, held=True)
     target.loop.submit([both_ways(writer, target)], [])
     until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
-    link, links = target.loop._receives._active["d"].link, target.loop._receives._links
+    link, links = target.active("d").link, target.loop._receives._links
 
     def stall(now: float) -> None:
         link.stalled = "a read took too long"
@@ -96,9 +95,8 @@ def test_a_read_that_stands_still_is_one_whatever_is_found_meanwhile(writer, mon
         target.transport.faults.stalled = 1
         monkeypatch.setattr(Links, "give_up", lambda *_: None)
         target.loop.submit([both_ways(writer, target)], [])
-        active = target.loop._receives._active
-        until(lambda: "d" in active and bool(active["d"].machine.writing), "the read")
-        active["d"].link.bandwidth = Bandwidth(1e9, 9e9)
+        until(lambda: target.reads("d"), "the read")
+        target.active("d").link.bandwidth = Bandwidth(1e9, 9e9)
         assert target.wait_for("d") == [False]
         target.until(lambda: target.relinked == 1, "the new link")
 
@@ -109,7 +107,7 @@ def test_a_self_test_that_lasts_delays_nobody_and_lets_go_of_its_peer(writer, ta
     auto_mode = target.loop._auto_mode
     until(lambda: bool(auto_mode._running), "the self-test to begin")
     [(link, _)] = auto_mode._running
-    until(lambda: target.loop._receives._active["d"].machine.writing, "the read that does not wait for it")
+    until(lambda: target.reads("d"), "the read that does not wait for it")
     set_faults(writer.transports, frozen=False)
     assert target.wait_for("d") == [True]
     until(lambda: not auto_mode._running, "the self-test to end")

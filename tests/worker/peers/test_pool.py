@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.worker.decode_instance import Decode, Prefill, until
+from tests.support.worker.decode_instance import Decode, Prefill, until_in
 from tests.support.worker.writer import CONFIG, Writer, freed, pushed
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
@@ -25,7 +25,8 @@ def leave_a_read_that_may_still_write(decode: Decode, prefill: Prefill) -> None:
     decode.transport.faults.failures.append(TransferError("unclear", terminal=False))
     assert decode.received(prefill.request("a")) == [False]
     assert decode.quarantined == {"a"} and not decode.drained
-    until(lambda: not decode.loop._receives._active["a"].in_flight.transfers, "the read from the other rank to end")
+    flight = decode.active("a").in_flight
+    until_in(decode.loop, lambda: not flight.transfers, "the read from the other rank to end")
 
 
 def test_another_life_at_its_address_says_nothing_of_the_workers_of_the_last(prefill, decode):
@@ -34,7 +35,7 @@ def test_another_life_at_its_address_says_nothing_of_the_workers_of_the_last(pre
     decode.hear_the_end_of(SimpleNamespace(close=prefill.server.close))
     with contextlib.closing(Prefill(port=port)) as again:
         assert decode.received(again.request("b")) == [True]
-        assert decode.loop._receives._active["a"].in_flight.watches[0].here
+        assert decode.active("a").in_flight.watches[0].here
         decode.collect()
         assert not decode.drained, "nothing proved that the worker ended"
         prefill.end_workers()

@@ -33,11 +33,7 @@ def counts_once(writer: Writer, kind: str) -> bool:
 
 def in_flight(writer: Writer) -> list[int]:
     """How many transfers each worker's pushes have begun."""
-    found: list[int] = []
-    for loop in writer.loops:
-        assert loop._pushes is not None
-        found.append(sum(push.begun for push in loop._pushes._pushes.values()))
-    return found
+    return [sum(push.begun for push in part) for part in writer.pushes()]
 
 
 def test_many_parts_that_fail_are_one_push(writer: Writer, target: Target) -> None:
@@ -69,8 +65,7 @@ def test_one_that_takes_too_long_counts(config: Config, target: Target) -> None:
 def test_one_that_is_given_up_counts(writer: Writer, target: Target) -> None:
     hold_writes(writer, target)
     target.loop.submit([], ["d"])
-    [pushes, *others] = [list(loop._pushes._pushes.values()) for loop in writer.loops if loop._pushes is not None]
-    until(lambda: all(push.machine.failed for push in sum(others, pushes)), "the order to give it up")
+    until(lambda: all(push.machine.failed for part in writer.pushes() for push in part), "the order to give it up")
     set_faults(writer.transports, held=False)
     freed(writer, "a")
     assert counts_once(writer, "aborted")
@@ -93,9 +88,7 @@ def test_one_into_an_instance_that_proves_nothing_of_itself_counts(writer: Write
 
 def test_one_over_a_link_that_is_lost_counts(writer: Writer, target: Target) -> None:
     hold_writes(writer, target)
-    for loop in writer.loops:
-        assert loop._pushes is not None
-        [push] = loop._pushes._pushes.values()
+    for loop, [push] in zip(writer.loops, writer.pushes(), strict=True):
         in_its_thread(loop, lambda now, pushes=loop._pushes, link=push.link: pushes.lost(link, "it is gone", now))
     assert target.wait_for("d") == [False]
     set_faults(writer.transports, held=False)

@@ -51,8 +51,8 @@ def test_a_push_whose_parts_end_goes_on_at_both_sides(monkeypatch: pytest.Monkey
     monkeypatch.setattr(loopback._Transfer, "left", property(lambda transfer: -next(ended)))
     with pair(LIMIT_S, LIMIT_S) as (writer, target):
         until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
-        [active] = target.loop._receives._active.values()
-        [push] = writer.loops[0]._pushes._pushes.values()  # type: ignore[union-attr]
+        active, [push] = target.active("d"), writer.pushes()[0]
+        assert active is not None
         first, began = push.machine.next_deadline(), time.monotonic()
         until(lambda: (push.machine.next_deadline() or 0) > first + 3 * LIMIT_S, "deadlines of the prefill side")
         until(lambda: active.machine._moved_at > began + 3 * LIMIT_S, "answers with news")

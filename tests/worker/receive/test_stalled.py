@@ -34,9 +34,8 @@ def reader(request: pytest.FixtureRequest) -> Iterator[Decode]:
 
 def begin_reads(reader: Decode, *names: str) -> Any:
     """Wait until these receives read; their link."""
-    active = reader.loop._receives._active
-    reader.until(lambda: all(name in active and active[name].machine.writing for name in names), "reads to begin")
-    return active[names[0]].link
+    reader.until(lambda: reader.reads(*names), "reads to begin")
+    return reader.active(names[0]).link  # type: ignore[union-attr]
 
 
 def let_go(reader: Decode) -> None:
@@ -67,7 +66,7 @@ def test_a_read_that_takes_long_goes_on_as_long_as_parts_of_it_end(prefill, read
     reader.transport.faults.held = True
     reader.loop.submit([prefill.request("a")], [])
     begin_reads(reader, "a")
-    [active] = reader.loop._receives._active.values()
+    active = reader.active("a")
     first = active.machine.next_deadline()
     reader.until(lambda: active.machine.next_deadline() > first + 0.1, "several deadlines to pass")
     reader.transport.faults.held = False
@@ -130,7 +129,7 @@ def test_what_stands_still_beside_it_fails_at_once(prefill, reader):
     object.__setattr__(reader.loop._receives._limits, "read_s", 600.0)
     reader.loop.submit([prefill.request("a"), prefill.request("b")], [])
     link = begin_reads(reader, "a", "b")
-    machine = reader.loop._receives._active["a"].machine
+    machine = reader.active("a").machine
     in_its_thread(reader.loop, lambda now: setattr(machine, "_deadline", now))
     assert reader.wait_for("a", "b") == [False, False]
     assert reader.failures == {"deadline": 1, "transfer_failed": 1} and link.ranks
