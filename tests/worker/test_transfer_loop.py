@@ -182,11 +182,12 @@ def test_a_frozen_peer_fails_the_request_in_time_and_its_blocks_wait_in_quaranti
 def test_an_aborted_read_is_reported_and_drained(prefill, decode):
     prefill.transports[0].faults.frozen = True
     decode.loop.submit([prefill.request("a")], [])
-    until(lambda: prefill.server.counts().get("GetManifests") == 1, "the handshake")
+    until(lambda: decode.reads("a"), "the read to begin")
     decode.loop.submit([], ["a"])
     assert decode.wait_for("a") == [False]
+    assert decode.quarantined == {"a"} and not decode.drained
     prefill.transports[0].faults.frozen = False
-    decode.until(lambda: decode.quarantined == decode.drained, "the quarantine to end")
+    decode.until(lambda: decode.drained == {"a"}, "the quarantine to end")
     assert decode.failures == {"aborted": 1}
 
 
