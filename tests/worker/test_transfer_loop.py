@@ -33,6 +33,7 @@ from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.staging.strided_copy import Copy
 from vllm_pd_connector.metadata import BadParameters, ReceiveRequest
+from vllm_pd_connector.protocol.lease import End
 from vllm_pd_connector.protocol.wire.fields import Weights
 from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.outbox import Outbox
@@ -158,10 +159,13 @@ def test_manifests_that_are_junk_refuse_the_peer(prefill, decode):
 
 @pytest.mark.parametrize("ids", [(3, 1, 8), (3, 1), (3, 1, 1 << 30)])
 def test_block_ids_that_do_not_fit_fail_that_request_alone(prefill, decode, ids):
-    decode.loop.submit([prefill.request("bad", remote_block_ids=[list(ids)]), prefill.request("good")], [])
-    assert decode.wait_for("bad", "good") == [False, True]
+    bad, ends = prefill.request("bad", hold=False, remote_block_ids=[list(ids)]), {}
+    assert bad.lease is not None
+    prefill.server.hold(bad.lease.request_id, bad.lease.nonce, 60.0)  # it is the prefill side's own mistake
+    assert decode.received(bad, prefill.request("good")) == [False, True]
     assert decode.failures == {"bad_parameters": 1}
-    until(lambda: len(prefill.server.take_freed()) >= 0 and prefill.server.counts().get("Release") == 1, "the release")
+    until(lambda: ends.update(prefill.server.take_freed()) or len(ends) == 2, "both leases to end")
+    assert ends == {"p-bad": End.RELEASED, "p-good": End.READ}
 
 
 def test_refused_parameters_are_reported_as_a_failed_receive(decode):
