@@ -261,7 +261,8 @@ def test_a_transport_that_peers_write_into_is_never_replaced(prefill):
     with contextlib.closing(decode.loop):
         decode.transport.faults.stalled = 1
         assert decode.received(prefill.request("a")) == [False]
-        decode.until(lambda: not decode.loop._receives._active["a"].link.stalled, "the peer to answer")
+        until(lambda: prefill.server.counts()["GetManifests"] == 2, "the peer to be asked whether it lives")
+        until(lambda: decode.active("a").link.machine.state is PeerState.READY, "its answer")
         decode.transport.faults.stalled = 0
         decode.until(lambda: decode.drained == decode.quarantined == {"a"}, "the blocks")
         assert decode.relinked == 0
