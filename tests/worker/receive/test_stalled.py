@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.worker.decode_instance import D_BLOCKS, D_SIDE, Decode, in_its_thread, lacking, set_faults, until
+from tests.support.worker.decode_instance import (
+    D_BLOCKS,
+    D_SIDE,
+    PATIENCE_S,
+    Decode,
+    in_its_thread,
+    lacking,
+    set_faults,
+    until,
+)
 from tests.support.worker.prefill_instance import MODEL, TOKENS, table, write
 from tests.support.worker.writer import SOURCE, ask_early, begin_writes, pushed, whole
 from vllm_pd_connector.config import Config
@@ -292,12 +302,14 @@ def test_what_is_to_be_written_while_no_new_link_can_be_had_is_written_when_ther
     write(MODEL, D_SIDE, target.worker, [table(*D_BLOCKS)], partly, 0, 4)
     target.until(lambda: whole(target.worker.memory, partly), "the first page")
 
-    [stalled, _], tried, shut = writer.transports, [], [True]
+    [stalled, _], tried, ordered = writer.transports, [], threading.Event()
     connect = stalled.connect
 
     def refuses(*arguments: Any) -> Any:
-        tried.append(shut[0])
-        if shut[0]:
+        tried.append(ordered.is_set())
+        if len(tried) == 2:
+            assert ordered.wait(PATIENCE_S)
+        if len(tried) <= 2:
             raise TransferError("no")
         return connect(*arguments)
 
@@ -306,12 +318,12 @@ def test_what_is_to_be_written_while_no_new_link_can_be_had_is_written_when_ther
     stalled.faults.failures.append(TransferError("who knows", terminal=False))
     writer.whole("b")
     target.loop.submit([target.request(writer, "e", "b", blocks=(lacking((1, 3, 5)),))], [])
-    until(lambda: len(tried) == 1, "the link to be cut")
+    until(lambda: tried, "the link to be cut")
     writer.finish(step=2)
     writer.step_done(2)
-    until(lambda: len(tried) == 2, "the next attempt")
-    shut[0] = False
+    ordered.set()
     assert target.wait_for("d") == [True]
+    assert len(tried) == 3 and not tried[0]
     mine = target.expected(0) != target.before
     assert whole(target.worker.memory[mine], target.expected(0)[mine])
 
