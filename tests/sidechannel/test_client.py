@@ -221,7 +221,7 @@ def test_who_waits_hears_at_once_that_a_server_ended(client):
 
 
 def test_what_was_asked_of_a_server_that_was_restarted_is_asked_again(client):
-    first = Puppet()
+    first = Puppet(free_port())
     token = client.send(endpoint("127.0.0.1", first.port), m.Release(()), 3600.0)
     wait_for(lambda: bool(client.receive() or first.socket.poll(0)))
     first.context.destroy(linger=0)

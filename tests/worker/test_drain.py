@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.worker.decode_instance import Prefill, until
 from vllm_pd_connector.protocol.lease import End, Freed
 from vllm_pd_connector.sidechannel.net.keys import create_keys, load_keys
@@ -69,7 +70,7 @@ def test_leases_that_are_held_at_the_end_are_dropped(server):
 
 
 def test_a_peer_that_leaves_is_let_go_of_at_once_and_may_come_back(decode):
-    with contextlib.closing(Prefill()) as prefill:
+    with contextlib.closing(Prefill(port=free_port())) as prefill:
         assert decode.received(prefill.request("a")) == [True]
         [link] = decode.loop._receives._links._links.values()
         assert link.ranks

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.geometry.world import Side, Worker, blank, instance, table, write
+from tests.support.ports import free_port
 from tests.support.worker.prefill_instance import MODEL, TOKENS, PrefillInstance, real
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.blocks import BlockTable
@@ -193,7 +194,8 @@ class Decode:
 
 @pytest.fixture
 def prefill() -> Iterator[Prefill]:
-    with contextlib.closing(Prefill()) as made:
+    # At a port at which another may listen after it: nobody else takes it meanwhile, as connections take others.
+    with contextlib.closing(Prefill(port=free_port())) as made:
         yield made
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from tests.support.geometry.world import Side, instance, table, write
 from tests.support.handed_over import answer_of
+from tests.support.ports import free_port
 from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, TOKENS
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
 from vllm_pd_connector.protocol.lease import End
@@ -74,7 +75,7 @@ class Sleeper:
         from vllm_pd_connector.config import Config
         from vllm_pd_connector.worker import half as half_module
 
-        self.engine_id, self.port = engine_id, 0
+        self.engine_id, self.port = engine_id, free_port()
         self.caches = Caches(SIDE, engine_id)
         vars(half_module)["build_manifest"] = self.caches.manifest  # what vLLM would have told
         config = Config(transport=transport, transport_options=dict(options), shutdown_timeout=0, huge_pages=False)
@@ -89,7 +90,6 @@ class Sleeper:
     def serve(self) -> None:
         self.incarnation = secrets.token_hex(16)
         self.server = SideChannelServer("127.0.0.1", self.port, self.engine_id, self.incarnation)
-        self.port = self.server.port
         self.server.set_manifests([self.half.encoded_manifest()])
 
     def answer(self, question: str) -> Any:

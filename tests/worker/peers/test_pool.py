@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.worker.decode_instance import Decode, Prefill, until_in
 from tests.support.worker.writer import CONFIG, Writer, freed, pushed
 from vllm_pd_connector.config import Config
@@ -57,7 +58,7 @@ def test_a_refusal_of_whoever_is_there_is_asked_again_after_a_while(target, monk
     links = target.loop._receives._asked
     get = links.get
     monkeypatch.setattr(links, "get", lambda key, engine_id, at: get(key, engine_id, at + now[0]))
-    with contextlib.closing(Writer(CONFIG)) as writer:
+    with contextlib.closing(Writer(CONFIG, free_port())) as writer:
         port = writer.server.port
         writer.server.set_manifests([b"junk"] * len(writer.workers))
         assert target.received(target.request(writer, "a")) == [False]

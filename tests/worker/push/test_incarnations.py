@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.worker.decode_instance import in_its_thread, lacking, set_faults, until
 from tests.support.worker.writer import CONFIG, Target, Writer, freed, hold_writes, pushed, whole, writes
 from vllm_pd_connector.geometry.manifest import Manifest
@@ -17,7 +18,7 @@ from vllm_pd_connector.protocol.wire.push_messages import WithdrawPush
 
 
 def test_the_first_request_after_a_prefill_instance_was_restarted_is_served(target: Target) -> None:
-    with contextlib.closing(Writer(CONFIG)) as first:
+    with contextlib.closing(Writer(CONFIG, free_port())) as first:
         assert pushed(first, target)
         freed(first, "a")
         port = first.server.port
@@ -32,7 +33,7 @@ def test_the_first_request_after_a_prefill_instance_was_restarted_is_served(targ
 @contextlib.contextmanager
 def without_a_core(target: Target) -> Iterator[Writer]:
     """A prefill instance whose core has ended while its workers write for request d; they end at last."""
-    writer = Writer(CONFIG)
+    writer = Writer(CONFIG, free_port())
     hold_writes(writer, target)
     writer.server.close()
     try:
