@@ -56,6 +56,7 @@ def test_a_prefill_that_finished_before_anybody_asked_is_written(writer, target,
 def test_a_decode_instance_that_asks_first_is_served_when_the_prefill_comes(writer, target):
     target.loop.submit([target.request(writer)], [])
     until(lambda: writer.server.counts().get("PushInto") == 1, "the registration")
+    target.collect()
     assert not target.finished
     writer.whole()
     assert target.wait_for("d") == [True]
@@ -67,6 +68,7 @@ def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
     ask_early(writer, target)
     writer.compute(0, 6)
     writer.server.pushes.progressed([("p-a", (BlockTable.of(0, P_BLOCKS[:2]),), 6)], 1)
+    writer.wait_for_orders()
     assert whole(target.worker.memory, target.before), "its own forward of step 1 is not done"
     writer.step_done(1)
     partly = target.before.copy()
@@ -77,6 +79,8 @@ def test_complete_pages_go_out_while_the_next_step_computes(writer, target):
         page = worker.manifest.tensors[0].page_stride
         worker.memory[P_BLOCKS[0] * page : (P_BLOCKS[0] + 1) * page] ^= 0xFF
     writer.finish(step=2)
+    writer.wait_for_orders()
+    target.collect()
     assert not target.finished
     writer.step_done(2)
     assert target.wait_for("d") == [True]
@@ -89,8 +93,7 @@ def test_a_step_that_is_done_is_written_although_the_next_is_ordered_already(wri
     writer.compute(0, 6)
     writer.server.pushes.progressed([("p-a", SOURCE, 6)], 1)
     writer.server.pushes.progressed([("p-a", SOURCE, 8)], 2)
-    parts = [loop._pushes._pushes for loop in writer.loops]
-    until(lambda: all(sum(len(p.machine._commands) for p in part.values()) == 2 for part in parts), "both")
+    until(lambda: all(sum(len(p.machine._commands) for p in part) == 2 for part in writer.pushes()), "both")
     writer.step_done(1)
     partly = target.before.copy()
     write(MODEL, D_SIDE, target.worker, [table(*D_BLOCKS)], partly, 0, 4)
@@ -136,8 +139,8 @@ def test_the_decode_side_refuses_too(target, config):
         other.server.set_manifests([msgspec.msgpack.encode(wrong)])
         assert target.received(target.request(other)) == [False]
         assert target.failures == {"incompatible_peer": 1} and not target.quarantined
-        assert "PushInto" not in other.server.counts()
         until(lambda: other.server.counts().get("DeclinePush") == 1, "the word that nothing will be fetched")
+        assert "PushInto" not in other.server.counts()
 
 
 def test_an_aborted_prefill_fails_the_request_at_once(writer, target):
@@ -147,7 +150,7 @@ def test_an_aborted_prefill_fails_the_request_at_once(writer, target):
     writer.begin("late")
     writer.server.pushes.aborted("p-late", "the client left")
     assert target.wait_for("d", "e") == [False, False]
-    assert target.quarantined == target.drained
+    target.until(lambda: target.quarantined == target.drained, "the quarantine to end")
     freed(writer, "a", "late")
 
 
@@ -224,7 +227,7 @@ def test_an_unexpected_error_fails_the_pushes_that_it_may_have_cut_short(writer,
 
 def test_an_error_while_pushes_are_ended_does_not_end_the_thread(writer, target, monkeypatch):
     loop, orders = writer.loops[0], writer.loops[0]._pushes
-    poll, drive = loop._stager.poll, orders._drive
+    poll, drive, met = loop._stager.poll, orders._drive, []
 
     def broken() -> None:
         monkeypatch.setattr(loop._stager, "poll", poll)
@@ -233,6 +236,7 @@ def test_an_error_while_pushes_are_ended_does_not_end_the_thread(writer, target,
 
     def broken_too(*_: object) -> None:
         monkeypatch.setattr(orders, "_drive", drive)
+        met.append("both")
         raise RuntimeError("another")
 
     writer.transports[0].faults.held = True
@@ -240,7 +244,7 @@ def test_an_error_while_pushes_are_ended_does_not_end_the_thread(writer, target,
     target.loop.submit([target.request(writer)], [])
     until(lambda: writes(loop), "the writes")
     monkeypatch.setattr(loop._stager, "poll", broken)
-    until(lambda: orders._drive == drive and loop._stager.poll == poll, "both defects")
+    until(lambda: met, "both defects")
     writer.transports[0].faults.held = False
     assert pushed(writer, target, "e", "b")
 
@@ -271,7 +275,7 @@ def test_a_report_that_cannot_be_sent_or_is_not_noted_is_sent_again_after_a_whil
     ask, tried = calls.ask, []
 
     def fails_at_first(address, request, timeout_s, handler=None):
-        if not isinstance(request, PushEnded):
+        if not isinstance(request, PushEnded) or not request.terminal:
             return ask(address, request, timeout_s, handler)
         tried.append(time.monotonic())
         if len(tried) == 1:
@@ -290,6 +294,8 @@ def test_an_abort_on_the_decode_side_keeps_both_sides_blocks_until_nothing_is_wr
     hold_writes(writer, target)
     target.loop.submit([], ["d"])
     assert target.wait_for("d") == [False]
+    until(lambda: all(push.machine.failed for part in writer.pushes() for push in part), "the word to give it up")
+    target.collect()
     assert target.quarantined == {"d"} and not target.drained
     assert not writer.server.take_freed()
     set_faults(writer.transports, held=False)

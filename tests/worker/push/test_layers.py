@@ -30,6 +30,7 @@ def test_layers_go_out_while_their_own_step_computes_the_next(writer, target, re
     for wave in range(max(map(len, writer.waves))):
         computed = {layer for waves in writer.waves for layer in waves[wave : wave + 1] for layer in layer}
         writer.compute(0, TOKENS, computed)
+        writer.wait_for_orders()
         assert whole(target.worker.memory, expected), "before its forward is done"
         writer.waves_done(1, wave + 1)
         write(MODEL, D_SIDE, target.worker, [table(*D_BLOCKS)], expected, 0, complete, computed)
@@ -51,11 +52,11 @@ def test_a_wave_wakes_no_thread_that_looks_at_what_it_writes_anyway(writer, targ
     writer.compute(0, TOKENS)
     writer.waves_done(1, 1)
     until(lambda: all(writes(loop) and not loop._pushes.waiting for loop in writer.loops), "the first wave")
+    pushes = [push for part in writer.pushes() for push in part]
     with monkeypatch.context() as patch:
         for loop in writer.loops:
             patch.setattr(loop._wake, "set", lambda: pytest.fail("the thread was woken"))
         writer.waves_done(1, 2)
-        pushes = [push for loop in writer.loops for push in loop._pushes._pushes.values()]
         until(lambda: all(push.ahead.waves == 2 for push in pushes), "the second wave")
     set_faults(writer.transports, held=False)
     until(lambda: all(loop._pushes.waiting for loop in writer.loops), "what was written to arrive")

@@ -298,6 +298,8 @@ def test_after_a_push_was_given_up_its_slots_stay_out_until_nothing_is_written(w
     until(lambda: all(room < TINY for room in free(writer)), "the writes")
     target.loop.submit([], ["d-a"])
     assert target.wait_for("d-a") == [False]
+    until(lambda: all(push.machine.failed for part in writer.pushes() for push in part), "the word to cancel")
+    target.collect()
     taken = free(writer)
     assert all(room < TINY for room in taken) and target.quarantined == {"d-a"} and not target.drained
     assert not writer.server.take_freed(), "the cache of a push that is over is not read any more, but its slots are"
@@ -313,11 +315,8 @@ def test_a_worker_that_was_told_to_cancel_says_that_it_is_over_when_its_slots_ar
     target.loop.submit([into(target, writer, "a")], [])
     until(lambda: all(room < TINY for room in free(writer)), "the writes")
     target.loop.submit([], ["d-a"])
-    parts = [loop._pushes._pushes for loop in writer.loops]
-    until(lambda: all(push.machine.failed for part in parts for push in list(part.values())), "the word to cancel")
-    for loop in writer.loops:
-        in_its_thread(loop, lambda _: None)  # what comes of that word has been done
-    assert all(parts), "a push is over that is being written"
+    until(lambda: all(push.machine.failed for part in writer.pushes() for push in part), "the word to cancel")
+    assert all(writer.pushes()), "a push is over that is being written"
     set_faults(writer.transports, held=False)
     assert target.wait_for("d-a") == [False]
     freed(writer, "a")
