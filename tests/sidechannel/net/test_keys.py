@@ -105,7 +105,8 @@ def test_an_instance_has_its_own_blocks_written_into_and_no_other_s(server, pref
     for home_key in (other.public, None, decode.public):
         home = InstanceAddress("decode-0", "cd" * 16, "127.0.0.1", 5600, home_key)
         into = PushInto(PrefillRef("name", None), home, 0, 0, 0, 0, 1, bytes(16), (), 0, 1, "0" * 16)
-        asked.append(ask(decode, server.port, prefill.public, 0.5, into))
+        answered = PATIENCE_S if home_key != decode.public else SILENCE_S
+        asked.append(ask(decode, server.port, prefill.public, answered, into))
     for outcome in asked[:2]:
         assert isinstance(outcome, Pushed) and outcome.state is PushState.FAILED and outcome.terminal
         assert f"the key of who asks is {decode.public}" in outcome.reason
