@@ -61,8 +61,9 @@ class Port:
             while True:
                 connection, _ = self._listener.accept()
                 connection.recv(64)
+                answers = self.answers  # as it was before this question shows
                 self.asked.append(connection)
-                if self.answers:
+                if answers:
                     connection.sendall(ANSWER)
 
     def close(self) -> None:
