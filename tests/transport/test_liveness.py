@@ -67,7 +67,7 @@ def test_nobody_there_is_known_when_dial_returns(exchange: Callable[..., Livenes
     here, there = exchange("here"), exchange("there")
     port = there.port
     there.close()
-    line = here.dial(HOST, port, "there", 10.0)
+    line = here.dial(HOST, port, "there", 10.0, wait_ms=10_000)
     assert line.state is LivenessState.LOST and "cannot be reached" in line.reason
 
 
@@ -233,9 +233,9 @@ def test_who_sends_more_than_the_name_is_hung_up_on_and_others_stay(
 def test_who_says_nothing_is_hung_up_on_and_who_greeted_is_not(
     exchange: Callable[..., LivenessHub], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness, "GREETING_S", 0.2)
     here, there = exchange("here"), exchange("there")
     line = opened(here, there, "there")
+    monkeypatch.setattr(liveness, "GREETING_S", 0.2)
     for said in (b"", b"\x00\x00\x00\x05th"):
         with socket.create_connection((HOST, there.port)) as stranger:
             stranger.sendall(said)
