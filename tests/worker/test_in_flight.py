@@ -19,7 +19,7 @@ from vllm_pd_connector.protocol.transfers import TransferDone, TransferFailed
 from vllm_pd_connector.protocol.wire.push_messages import WriteCommand
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.worker.in_flight import POLL_DRAINING_S, SLICES_UNDER_WAY, InFlight
-from vllm_pd_connector.worker.poll_interval import LONGEST_S, SHORTEST_S
+from vllm_pd_connector.worker.poll_interval import FIRST_S, LONGEST_S
 
 NOTHING: Any = SimpleNamespace()
 IDLE: Any = SimpleNamespace(holds=lambda owner: False, cancel=lambda owner: None, landed=lambda owner: 0)
@@ -238,7 +238,7 @@ def test_what_drains_is_looked_at_as_often_as_anything_while_it_moves(flight, tr
         [moment] = flight.next_look(at + later, draining)
         return moment - at - later
 
-    assert until_next(0.0) == pytest.approx(SHORTEST_S)
+    assert until_next(0.0) == pytest.approx(FIRST_S)
     flight.cancel()
     assert until_next(10.0) == pytest.approx(POLL_DRAINING_S)
     transport.given[0].left = 0
