@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from tests.support.transport.ends import runs
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import Segment
-from vllm_pd_connector.transport.ranges import Batches, Descriptors, Ranges, batches, cut
+from vllm_pd_connector.geometry.runs import Addresses, Runs, concatenate
+from vllm_pd_connector.transport.ranges import Batches, Ranges, batches, cut
 
 SPACE = 64
 
 
-def segment(address: int, length: int, device: str = "cpu") -> Segment:
-    return Segment(address=address, length=length, device=device, device_id=0)
+def segment(address: int, length: int, device: str = "cpu", number: int = 0) -> Segment:
+    return Segment(address=address, length=length, device=device, device_id=number)
 
 
 def ranges(cuts: set[int], base: int, device: str = "cpu") -> Ranges:
@@ -27,9 +28,9 @@ def ranges(cuts: set[int], base: int, device: str = "cpu") -> Ranges:
     return Ranges.of([segment(base + a, b - a, device) for a, b in itertools.pairwise(edges)], "this worker")
 
 
-def pairs(work: Descriptors) -> list[tuple[int, int]]:
+def pairs(work: Runs) -> list[tuple[int, int]]:
     """Every (source byte, destination byte), sorted."""
-    triples = zip(work.runs.source, work.runs.destination, work.runs.length, strict=True)
+    triples = zip(work.source, work.destination, work.length, strict=True)
     return sorted((int(s) + i, int(d) + i) for s, d, n in triples for i in range(int(n)))
 
 
@@ -51,35 +52,52 @@ def test_every_byte_is_copied_as_its_run_says_and_each_descriptor_fits_its_segme
     wanted = [(1000 + s, 5000 + d, n) for s, d, n in wanted]
     work = cut(runs(wanted), source, destination, limit)
     assert pairs(work) == sorted((s + i, d + i) for s, d, n in wanted for i in range(n))
-    assert (work.runs.length > 0).all() and (work.runs.length <= limit).all()
-    assert (work.runs.source >= source.start[work.source_range]).all()
-    assert (work.runs.source + work.runs.length <= source.stop[work.source_range]).all()
-    assert (work.runs.destination >= destination.start[work.destination_range]).all()
-    assert (work.runs.destination + work.runs.length <= destination.stop[work.destination_range]).all()
+    assert (work.length > 0).all() and (work.length <= limit).all()
+    for side, address in ((source, work.source), (destination, work.destination)):
+        held = (side.start <= address[:, None]) & (address[:, None] + work.length[:, None] <= side.stop)
+        assert held.any(axis=1).all(), "a descriptor lies in no one segment"
 
     groups = taken(batches(work, source, destination, per_descriptor=3), 2 * limit)
-    assert sorted(pair for group, _ in groups for pair in pairs(group)) == pairs(work)
+    assert sorted(pair for group, _ in groups for pair in pairs(as_runs(group))) == pairs(work)
     for group, cost in groups:
-        assert cost == group.runs.total_bytes + 3 * len(group.runs)
-        assert cost <= 2 * limit or len(group.runs) == 1
+        assert cost == as_runs(group).total_bytes + 3 * group.shape[1]
+        assert cost <= 2 * limit or group.shape[1] == 1
 
 
-def taken(groups: list[Batches], limit: int) -> list[tuple[Descriptors, int]]:
+def taken(groups: list[Batches], limit: int) -> list[tuple[Addresses, int]]:
     """All batches of all kinds."""
     found = []
     for group in groups:
         while left := group.left:
+            assert group.rest > 0
             found.append(group.take(limit))
-            assert group.left == left - len(found[-1][0].runs)
+            assert group.left == left - found[-1][0].shape[1]
+        assert group.rest == 0
     return found
 
 
+def as_runs(rows: Addresses) -> Runs:
+    (source, destination), (length, again) = rows[:, :, 0], rows[:, :, 1]
+    assert all(side.flags.c_contiguous for side in rows), "NIXL takes no other"
+    assert np.array_equal(length, again)
+    return Runs(source, destination, length)
+
+
 def test_a_batch_holds_one_kind_of_memory_per_side() -> None:
-    mixed = Ranges.of([segment(1000, 50), segment(1050, 50, "cuda")], "this worker")
-    plain = Ranges.of([segment(5000, 100)], "the peer")
+    mixed = Ranges.of([segment(1000, 50), segment(1050, 50, "cuda", 3)], "this worker")
+    plain = Ranges.of([segment(5000, 100, "cuda", 7)], "the peer")
     work = cut(runs([(1000, 5000, 100), (1010, 5010, 10)]), mixed, plain, 1 << 20)
-    groups = taken(batches(work, mixed, plain, 1), 1 << 20)
-    assert [set(mixed.cuda[group.source_range].tolist()) for group, _ in groups] == [{False}, {True}]
+    there = batches(work, mixed, plain, 1)
+    assert [group.cuda for group in there] == [(False, True), (True, True)]
+    assert [set(group.rows[0, :, 2].tolist()) for group in there] == [{0}, {3}]
+    assert [set(group.rows[1, :, 2].tolist()) for group in there] == [{7}, {7}]
+    assert pairs(concatenate(as_runs(rows) for rows, _ in taken(there, 1 << 20))) == pairs(work)
+
+
+def test_the_device_of_each_side_is_told() -> None:
+    here, there = (Ranges.of([segment(5000, 100, "cuda", number)], "a worker") for number in (1, 7))
+    [group] = batches(cut(runs([(5000, 5010, 20), (5030, 5050, 1)]), here, there, 8), here, there, 1)
+    assert group.cuda == (True, True) and group.rows[:, :, 2].tolist() == [[1] * 4, [7] * 4]
 
 
 def test_no_runs_give_no_batches() -> None:
@@ -97,6 +115,16 @@ def test_a_hole_between_segments_is_not_crossed() -> None:
     holed = Ranges.of([segment(1000, 10), segment(1011, 10)], "the peer")
     with pytest.raises(TransferError, match="address 0x3f2"):
         cut(runs([(1005, 1000, 10)]), holed, ranges(set(), 1000), 100)
+
+
+@pytest.mark.parametrize("outside", [-(2**63), -(2**62), -5, -1, 0, 999, 1064, 2**62, 2**63 - 1])
+@pytest.mark.parametrize("length", [1, 5, 2**62, 2**63 - 1])
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_no_address_outside_is_taken_for_one_inside_however_far_it_is(outside: int, length: int, side: str) -> None:
+    memory = ranges(set(), 1000)
+    run = (outside, 1000, length) if side == "source" else (1000, outside, length)
+    with pytest.raises(TransferError, match="outside the 1 registered segments"):
+        cut(runs([(1001, 1002, 3), run]), memory, memory, None)
 
 
 def test_a_negative_length_is_refused() -> None:

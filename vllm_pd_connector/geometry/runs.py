@@ -33,6 +33,10 @@ class Runs:
     def total_bytes(self) -> int:
         return int(self.length.sum())
 
+    def take(self, index: NDArray[np.intp]) -> Runs:
+        """The runs at an array of indices, in its order."""
+        return Runs(self.source[index], self.destination[index], self.length[index])
+
 
 def concatenate(parts: Iterable[Runs]) -> Runs:
     given = tuple(parts)

@@ -19,7 +19,7 @@ import msgspec
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, Use, options_of
 from vllm_pd_connector.transport.endpoint import seal, unseal
-from vllm_pd_connector.transport.ranges import Descriptors, Ranges, cut
+from vllm_pd_connector.transport.ranges import Ranges, cut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from vllm_pd_connector.geometry.runs import Runs
 
 NAME = "loopback"
-_UNLIMITED = 1 << 62
 
 
 class LoopbackOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,12 +62,12 @@ class _Peer:
 @dataclass(eq=False, slots=True)
 class _Transfer:
     peer: _Peer
-    work: Descriptors
+    work: Runs
     finished: bool = False
 
     @property
     def descriptors(self) -> int:
-        return len(self.work.runs)
+        return len(self.work)
 
     @property
     def left(self) -> int:
@@ -112,11 +111,11 @@ class LoopbackTransport:
 
     def read(self, peer: TransportPeer, runs: Runs) -> Transfer:
         assert isinstance(peer, _Peer) and peer.connected
-        return _Transfer(peer, cut(runs, peer.ranges, self._ranges, _UNLIMITED))
+        return _Transfer(peer, cut(runs, peer.ranges, self._ranges, None))
 
     def write(self, peer: TransportPeer, runs: Runs) -> Transfer:
         assert isinstance(peer, _Peer) and peer.connected
-        return _Transfer(peer, cut(runs, self._ranges, peer.ranges, _UNLIMITED))
+        return _Transfer(peer, cut(runs, self._ranges, peer.ranges, None))
 
     def poll(self, transfer: Transfer) -> TransferStatus:
         assert isinstance(transfer, _Transfer) and not transfer.finished, "polled after its end"
@@ -129,7 +128,7 @@ class LoopbackTransport:
             raise
         if self.faults.held or target.faults.frozen or transfer.peer.incarnation < self.faults.stalled:
             return TransferStatus.RUNNING
-        runs = transfer.work.runs
+        runs = transfer.work
         for source, destination, length in zip(
             runs.source.tolist(), runs.destination.tolist(), runs.length.tolist(), strict=True
         ):

@@ -3,19 +3,19 @@
 Libraries check little (NIXL reads memory that the peer deregistered, Mooncake over tcp accepts any local address), so
 every run is placed inside a registered segment on both sides here. A run that goes on from one segment into an
 adjacent one is legal, the binder merges by address, but a library wants each descriptor inside one registration:
-such runs are cut at the segment's end, in the same pass that cuts runs longer than a transport posts at once.
+such runs are cut at the segment's end, and any that is longer than a transport posts at once.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_pd_connector.errors import TransferError
-from vllm_pd_connector.geometry.runs import Addresses, Runs
+from vllm_pd_connector.geometry.runs import Addresses, Runs, concatenate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,12 +25,17 @@ if TYPE_CHECKING:
     from vllm_pd_connector.geometry.manifest import Segment
 
 
+_KINDS = (False, False), (False, True), (True, False), (True, True)
+"""Whether source and destination are CUDA memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ranges:
     """Memory of one worker: arrays of shape (n,), sorted by address, [start, stop) in bytes.
 
-    `owner` names the worker in messages ("this worker", "the peer"). `ends` is `stop` and a 0, the end of the range
-    -1 in which the search finds what lies below all others. `alike`: all are one kind of memory of one device.
+    `owner` names the worker in messages ("this worker", "the peer"). `only`: whether all of it is CUDA memory, and on
+    which device; None where that differs. `edges` and `ends` are what `room` looks up: 0 and `start`, and by how many
+    of these an address has reached, where its range ends: at the least number below 0, at 0 below all ranges.
     """
 
     owner: str
@@ -38,8 +43,9 @@ class Ranges:
     stop: Addresses
     cuda: NDArray[np.bool_]
     device: Addresses
+    only: tuple[bool, int] | None
+    edges: Addresses
     ends: Addresses
-    alike: bool
 
     @classmethod
     def of(cls, segments: Sequence[Segment], owner: str) -> Ranges:
@@ -60,6 +66,7 @@ class Ranges:
                     f"{owner}: segment at {before.address:#x} of {before.length} bytes overlaps the one at "
                     f"{after.address:#x}; describe shared storage as one segment"
                 )
+        kinds = {(segment.device == "cuda", segment.device_id) for segment in ordered}
         start = np.array([segment.address for segment in ordered], dtype=np.int64)
         stop = start + np.array([segment.length for segment in ordered], dtype=np.int64)
         return cls(
@@ -68,14 +75,21 @@ class Ranges:
             stop=stop,
             cuda=np.array([segment.device == "cuda" for segment in ordered], dtype=np.bool_),
             device=np.array([segment.device_id for segment in ordered], dtype=np.int64),
-            ends=np.append(stop, np.int64(0)),
-            alike=len({(segment.device, segment.device_id) for segment in ordered}) == 1,
+            only=kinds.pop() if len(kinds) == 1 else None,
+            edges=np.concatenate(([0], start)),
+            ends=np.concatenate(([-(2**63), 0], stop)),
         )
 
-    def room(self, address: Addresses) -> tuple[NDArray[np.intp], Addresses]:
-        """The range that holds each address, and the bytes from the address to its end: 0 or fewer if none does."""
+    def room(self, address: Addresses) -> Addresses:
+        """Bytes from each address to the end of the range that holds it; 0 or fewer if none does."""
+        return self.ends[self.edges.searchsorted(address, "right")] - address
+
+    def memory(self, address: Addresses) -> tuple[Any, Any]:
+        """Whether each address is in CUDA memory, and the number of its device: arrays, or what is so of all."""
+        if self.only is not None:
+            return self.only
         index = self.start.searchsorted(address, "right") - 1
-        return index, self.ends[index] - address
+        return self.cuda[index], self.device[index]
 
     def require(self, address: Addresses, room: Addresses) -> None:
         """Raises:
@@ -90,108 +104,109 @@ class Ranges:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Descriptors:
-    """Runs that each lie in one range per side, with the index of that range. Arrays of shape (n,)."""
+def cut(runs: Runs, source: Ranges, destination: Ranges, limit: int | None) -> Runs:
+    """`runs` as descriptors: of at most `limit` bytes, each in one range per side. Runs of length 0 disappear.
 
-    runs: Runs
-    source_range: NDArray[np.intp]
-    destination_range: NDArray[np.intp]
-
-    def take(self, index: NDArray[np.intp] | slice) -> Descriptors:
-        runs = Runs(self.runs.source[index], self.runs.destination[index], self.runs.length[index])
-        return Descriptors(runs, self.source_range[index], self.destination_range[index])
-
-
-def cut(runs: Runs, source: Ranges, destination: Ranges, limit: int) -> Descriptors:
-    """`runs` as descriptors of at most `limit` bytes, cut where a range ends. Runs of length 0 disappear.
+    Few calls of numpy, of few kinds and without its wrappers in Python (`min`, `any`): between two large transfers all
+    code is cold, and the first call of each kind takes 5 us.
 
     Raises:
         TransferError: a length is negative, or a byte lies outside the ranges of its side. Nothing was moved.
     """
-    inside = _inside(runs, source, destination)
-    if inside is not None:
-        return inside if runs.length.max() <= limit else _shorter(inside, limit)
+    if not len(runs) or runs.length[runs.length.argmin()] < 1:
+        runs = _some(runs)
+        if not len(runs):
+            return runs
+    over = np.count_nonzero(runs.length > source.room(runs.source))
+    if over or np.count_nonzero(runs.length > destination.room(runs.destination)):
+        runs = _apart(runs, source, destination)
+    if limit is not None and runs.length[runs.length.argmax()] > limit:
+        runs = _shorter(runs, limit)
+    return runs
+
+
+def _some(runs: Runs) -> Runs:
+    """Those that are not empty."""
     if (runs.length < 0).any():
         raise TransferError(f"a run has the negative length {int(runs.length.min())}; the planner is wrong")
-    some = runs.length > 0
-    rest = Runs(runs.source[some], runs.destination[some], runs.length[some])
-    pieces: list[tuple[Addresses | NDArray[np.intp], ...]] = []
+    return runs.take(np.flatnonzero(runs.length))
+
+
+def _apart(runs: Runs, source: Ranges, destination: Ranges) -> Runs:
+    """The same bytes by runs that end where a range does."""
+    pieces: list[Runs] = []
     while True:
-        source_range, source_room = source.room(rest.source)
-        destination_range, destination_room = destination.room(rest.destination)
-        source.require(rest.source, source_room)
-        destination.require(rest.destination, destination_room)
-        length = np.minimum(np.minimum(source_room, destination_room), np.minimum(rest.length, limit))
-        pieces.append((rest.source, rest.destination, length, source_range, destination_range))
-        more = length < rest.length
-        if not more.any():
-            break
-        step = length[more]
-        rest = Runs(rest.source[more] + step, rest.destination[more] + step, rest.length[more] - step)
-    columns = tuple(np.concatenate(column) for column in zip(*pieces, strict=True))
-    return Descriptors(Runs(columns[0], columns[1], columns[2]), columns[3], columns[4])
+        source_room, destination_room = source.room(runs.source), destination.room(runs.destination)
+        source.require(runs.source, source_room)
+        destination.require(runs.destination, destination_room)
+        length = np.minimum(np.minimum(source_room, destination_room), runs.length)
+        pieces.append(Runs(runs.source, runs.destination, length))
+        more = np.flatnonzero(length < runs.length)
+        if not len(more):
+            return concatenate(pieces)
+        rest, step = runs.take(more), length[more]
+        runs = Runs(rest.source + step, rest.destination + step, rest.length - step)
 
 
-def _inside(runs: Runs, source: Ranges, destination: Ranges) -> Descriptors | None:
-    """`runs` as they are, unless one has to be cut at a range's end, dropped or refused: the usual case.
-
-    Few calls of numpy: between two large transfers all code is cold and each takes 4 us, where 16 MiB take 650.
-    """
-    length = runs.length
-    source_range, source_room = source.room(runs.source)
-    destination_range, destination_room = destination.room(runs.destination)
-    if not len(length) or length.min() <= 0:
-        return None
-    if not (length <= np.minimum(source_room, destination_room)).all():
-        return None
-    return Descriptors(runs, source_range, destination_range)
-
-
-def _shorter(whole: Descriptors, limit: int) -> Descriptors:
-    """The same bytes in the same order, by descriptors of at most `limit` bytes."""
-    pieces = -(-whole.runs.length // limit)
-    index = np.repeat(np.arange(len(pieces)), pieces)
-    cut = whole.take(index)
-    before = (np.arange(len(index)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * limit
-    length = np.minimum(cut.runs.length - before, limit)
-    runs = Runs(cut.runs.source + before, cut.runs.destination + before, length)
-    return Descriptors(runs, cut.source_range, cut.destination_range)
+def _shorter(runs: Runs, limit: int) -> Runs:
+    """The same bytes in the same order by runs of at most `limit` bytes."""
+    pieces = (runs.length + (limit - 1)) // limit
+    index = np.arange(len(runs)).repeat(pieces)
+    whole = runs.take(index)
+    before = (np.arange(len(index)) - (np.add.accumulate(pieces) - pieces)[index]) * limit
+    return Runs(whole.source + before, whole.destination + before, np.minimum(whole.length - before, limit))
 
 
 @dataclass(slots=True)
 class Batches:
-    """Descriptors of one kind of memory on each side, to be posted in order, in batches of bounded cost. `cost` has
-    what those up to each descriptor cost: an array of shape (n,). Those before `next` were taken."""
+    """Descriptors of one kind of memory on each side, to be posted in order, in batches of bounded cost.
 
-    descriptors: Descriptors
+    `rows` is an array of shape (2, n, 3), each side in C order: address, length and device of source and destination;
+    `cuda` says of both sides whether that is memory of CUDA devices. `cost` has what those up to each descriptor cost:
+    an array of shape (n,). Those before `next` were taken, `rest` is what the others cost.
+    """
+
+    rows: Addresses
+    cuda: tuple[bool, bool]
     cost: Addresses
-    next: int = 0
+    next: int
+    rest: int
 
     @property
     def left(self) -> int:
         return len(self.cost) - self.next
 
-    def take(self, limit: int) -> tuple[Descriptors, int]:
-        """The next ones, which cost at most `limit` together or are one alone, and their cost."""
-        first, before = self.next, int(self.cost[self.next - 1]) if self.next else 0
-        stop = max(first + 1, int(self.cost.searchsorted(before + limit, "right")))
-        self.next, cost = stop, int(self.cost[stop - 1]) - before
-        if not first and stop == len(self.cost):
-            return self.descriptors, cost
-        return self.descriptors.take(slice(first, stop)), cost
+    def take(self, limit: int) -> tuple[Addresses, int]:
+        """The rows of the next ones, which cost at most `limit` together or are one alone, and what they cost."""
+        first, stop, cost = self.next, len(self.cost), self.rest
+        if cost > limit:
+            before = int(self.cost[-1]) - cost
+            stop = max(first + 1, int(self.cost.searchsorted(before + limit, "right")))
+            cost = int(self.cost[stop - 1]) - before
+        self.next, self.rest = stop, self.rest - cost
+        return self.rows[:, first:stop], cost
 
 
-def batches(descriptors: Descriptors, source: Ranges, destination: Ranges, per_descriptor: int) -> list[Batches]:
+def batches(runs: Runs, source: Ranges, destination: Ranges, per_descriptor: int) -> list[Batches]:
     """Descriptors by kind of memory, as a library wants what it is given at once.
 
     The cost of a descriptor is its bytes plus `per_descriptor` bytes.
     """
-    if not len(descriptors.runs):
+    if not len(runs):
         return []
-    if source.alike and destination.alike:
-        parts = [descriptors]
-    else:
-        kind = 2 * source.cuda[descriptors.source_range] + destination.cuda[descriptors.destination_range]
-        parts = [descriptors.take(np.flatnonzero(kind == value)) for value in np.unique(kind)]
-    return [Batches(part, np.cumsum(part.runs.length + per_descriptor)) for part in parts]
+    from_cuda, from_device = source.memory(runs.source)
+    to_cuda, to_device = destination.memory(runs.destination)
+    rows = np.empty((2, len(runs), 3), dtype=np.int64)
+    rows[0, :, 0], rows[1, :, 0], rows[:, :, 1] = runs.source, runs.destination, runs.length
+    rows[0, :, 2], rows[1, :, 2] = from_device, to_device
+    each = runs.length + per_descriptor
+    if source.only and destination.only:
+        cost = np.add.accumulate(each)
+        return [Batches(rows, (from_cuda, to_cuda), cost, 0, int(cost[-1]))]
+    found = []
+    for kind in _KINDS:
+        some = np.flatnonzero((from_cuda == kind[0]) & (to_cuda == kind[1]))
+        if len(some):
+            cost = np.add.accumulate(each[some])
+            found.append(Batches(rows.take(some, axis=1), kind, cost, 0, int(cost[-1])))
+    return found

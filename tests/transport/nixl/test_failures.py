@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -14,10 +15,12 @@ import pytest
 from tests.support.transport.ends import End, runs, until, whole
 from tests.support.transport.variants import MIB
 from vllm_pd_connector.errors import PeerLost, TransferError
+from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.nixl import transport as nixl_transport
 from vllm_pd_connector.transport.nixl.agents import Library
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, translate
+from vllm_pd_connector.transport.ranges import Ranges, batches
 
 pytestmark = pytest.mark.libraries
 
@@ -97,6 +100,21 @@ def test_the_window_follows_how_long_the_librarys_calls_take() -> None:
     for _ in range(1000):
         fit(peer, 0.0001, 16 * MIB)
     assert peer.window == 64 * MIB, "over TCP most looks are quick, and one would copy all that the others let in"
+
+
+def test_a_call_is_long_that_took_this_threads_time_and_not_one_in_which_others_had_the_core() -> None:
+    clock, busy = nixl_transport._now()
+    assert 10 < nixl_transport._took((clock - 20, busy - 10)) < 19
+    assert nixl_transport._took((clock - 20, busy)) < 5
+    assert nixl_transport._took((time.monotonic(), busy - 10)) < 1, "the clock says that it was short"
+
+
+def test_16_mib_in_runs_of_256_kib_are_one_post() -> None:
+    memory = Ranges.of([Segment(1 << 30, 64 * MIB, "cpu", 0)], "a worker")
+    scattered = runs([((1 << 30) + (i << 19), (1 << 30) + (i << 19), 1 << 18) for i in range(64)])
+    [waiting] = batches(scattered, memory, memory, nixl_transport._DESCRIPTOR_COST_BYTES)
+    waiting.take(NixlOptions().batch_bytes)
+    assert not waiting.left
 
 
 def test_what_runs_of_a_transfer_has_a_bound_whatever_a_batch_may_be(

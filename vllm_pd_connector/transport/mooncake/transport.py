@@ -50,7 +50,7 @@ from vllm_pd_connector.transport.mooncake.engine import (
 )
 from vllm_pd_connector.transport.mooncake.opening import Opening, Openings
 from vllm_pd_connector.transport.mooncake.whereabouts import Whereabouts, locate
-from vllm_pd_connector.transport.ranges import Descriptors, Ranges, cut
+from vllm_pd_connector.transport.ranges import Ranges, cut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -269,12 +269,12 @@ class MooncakeTransport:
         host, _, number = plain.rpartition(":")
         return f"{host}:{'0' * incarnations.index(peer)}{number}"
 
-    def _start(self, peer: _Peer, opcode: Any, work: Descriptors) -> _Transfer:
+    def _start(self, peer: _Peer, opcode: Any, work: Runs) -> _Transfer:
         assert not peer.leaving
         reads = opcode == self._module.TransferOpcode.Read
-        source, destination = work.runs.source.tolist(), work.runs.destination.tolist()
+        source, destination = work.source.tolist(), work.destination.tolist()
         local, remote = (destination, source) if reads else (source, destination)
-        transfer = _Transfer(peer, opcode, local, remote, work.runs.length.tolist(), not reads)
+        transfer = _Transfer(peer, opcode, local, remote, work.length.tolist(), not reads)
         peer.running += 1
         self._advance(transfer)
         return transfer

@@ -37,23 +37,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, Use, follow, options_of
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.nixl.agents import Agent, Library, Preparation, ours
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, check, described  # noqa: F401  # see `registry.check`
 from vllm_pd_connector.transport.nixl.ways import ways  # noqa: F401  # see `registry.ways`
-from vllm_pd_connector.transport.ranges import Batches, Descriptors, Ranges, batches, cut
+from vllm_pd_connector.transport.ranges import Batches, Ranges, batches, cut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy.typing import NDArray
-
     from vllm_pd_connector.geometry.manifest import Segment
-    from vllm_pd_connector.geometry.runs import Addresses, Runs
+    from vllm_pd_connector.geometry.runs import Runs
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +129,7 @@ class NixlTransport:
         self._library = Library(self._options, use.prepare_thread)
         self.over = described(self._options, os.environ)
         self._nixl, self._errors = self._library.nixl, self._library.errors
+        self._kinds = (self._nixl.DRAM_SEG, self._nixl.VRAM_SEG)
         self._ranges = Ranges.of((), "this worker")
         self._target = self._library.start(threaded=True) if use.serves else None
         self._poster = self._library.start(threaded=False) if use.posts or not use.serves else None
@@ -235,7 +232,7 @@ class NixlTransport:
     def _start(self, peer: _Peer, operation: Any, runs: Runs, source: Ranges, destination: Ranges) -> _Transfer:
         work = cut(runs, source, destination, min(self._options.batch_bytes, _DESCRIPTOR_BYTES))
         waiting = deque(batches(work, source, destination, _DESCRIPTOR_COST_BYTES))
-        transfer = _Transfer(peer, operation, waiting, len(work.runs))
+        transfer = _Transfer(peer, operation, waiting, len(work))
         peer.running += 1
         self._advance(transfer)
         return transfer
@@ -286,13 +283,13 @@ class NixlTransport:
 
     def _look(self, transfer: _Transfer, until: float) -> None:
         """Take out the batches that have ended, as far as there is time: they end in about the order of their posts."""
-        before, began = transfer.in_flight, time.thread_time()
+        before, began = transfer.in_flight, _now()
         for handle in list(transfer.posted):
             if not self._runs_on(transfer, handle):
                 transfer.in_flight -= transfer.posted.pop(handle)[0]
             if time.monotonic() >= until:
                 break
-        _fit_window(transfer.peer, time.thread_time() - began, before - transfer.in_flight)
+        _fit_window(transfer.peer, _took(began), before - transfer.in_flight)
 
     def _runs_on(self, transfer: _Transfer, handle: int) -> bool:
         """Whether a posted batch may move bytes. Its failure is kept in the transfer, its handle given back when it
@@ -310,26 +307,30 @@ class NixlTransport:
 
     def _post(self, transfer: _Transfer) -> None:
         """Post the next batch."""
-        peer, waiting = transfer.peer, transfer.waiting[0]
-        batch, cost = waiting.take(min(self._options.batch_bytes, peer.window // 2))
-        if not waiting.left:
+        peer, waiting, nixl = transfer.peer, transfer.waiting[0], self._nixl
+        rows, cost = waiting.take(min(self._options.batch_bytes, peer.window // 2))
+        if not waiting.rest:
             transfer.waiting.popleft()
+        source = nixl.nixlXferDList(self._kinds[waiting.cuda[0]], rows[0])
+        destination = nixl.nixlXferDList(self._kinds[waiting.cuda[1]], rows[1])
+        reads = transfer.operation == nixl.NIXL_READ
+        local, remote = (destination, source) if reads else (source, destination)
         agent, name = peer.agent.library, peer.name
         try:
-            handle = agent.createXferReq(transfer.operation, *self._lists(transfer, batch), name, b"", [])
+            handle = agent.createXferReq(transfer.operation, local, remote, name, b"", [])
         except self._errors as error:
             # Where the library has forgotten the peer, all others that are connected to it are to connect anew.
             gone = name in peer.agent.lost
             return self._failed(transfer, ours(error, f"preparing a transfer with agent {name}", started=gone))
-        began = time.thread_time()
+        began = _now()
         try:
-            runs = agent.postXferReq(handle, b"") == self._nixl.NIXL_IN_PROG
+            runs = agent.postXferReq(handle, b"") == nixl.NIXL_IN_PROG
         except self._errors as error:
             self._failed(transfer, ours(error, f"posting a transfer with agent {name}", started=True))
             runs = True  # the library posts one descriptor after the other: some may have begun
-        _fit_window(peer, time.thread_time() - began, 0 if runs else cost)
+        _fit_window(peer, _took(began), 0 if runs else cost)
         if runs:
-            transfer.posted[handle] = cost, len(batch.runs)
+            transfer.posted[handle] = cost, rows.shape[1]
             transfer.in_flight += cost
         else:
             self._release(peer, handle)
@@ -341,23 +342,6 @@ class NixlTransport:
         before = transfer.failure
         if before is None or not error.terminal or (before.terminal and isinstance(error, PeerLost)):
             transfer.failure = error
-
-    def _lists(self, transfer: _Transfer, batch: Descriptors) -> tuple[Any, Any]:
-        """NIXL's local and remote descriptor list of a batch."""
-        runs = batch.runs
-        source = (runs.source, batch.source_range)
-        destination = (runs.destination, batch.destination_range)
-        reads = transfer.operation == self._nixl.NIXL_READ
-        local, remote = (destination, source) if reads else (source, destination)
-        return self._list(self._ranges, *local, runs.length), self._list(transfer.peer.ranges, *remote, runs.length)
-
-    def _list(self, ranges: Ranges, address: Addresses, index: NDArray[np.intp], length: Addresses) -> Any:
-        """NIXL's descriptor list of one side of a batch, which lies in one kind of memory."""
-        kind = self._nixl.VRAM_SEG if ranges.cuda[index[0]] else self._nixl.DRAM_SEG
-        rows = np.empty((len(address), 3), dtype=np.int64)
-        rows[:, 0], rows[:, 1] = address, length
-        rows[:, 2] = ranges.device[0] if ranges.alike else ranges.device[index]
-        return self._nixl.nixlXferDList(kind, rows)
 
     def _release(self, peer: _Peer, handle: int) -> None:
         """Give a handle back that is terminal. A refusal leaves it to `close`; the transfer has ended all the same."""
@@ -384,6 +368,18 @@ class NixlTransport:
         if agent in self._older and not agent.peers:
             self._older.remove(agent)
             self._library.end_in_background(agent)
+
+
+def _now() -> tuple[float, float]:
+    """The clock, and this thread's processor time."""
+    return time.monotonic(), time.thread_time()
+
+
+def _took(began: tuple[float, float]) -> float:
+    """Seconds of this thread's processor time since `began`, or, if they are less than a call may take, of the clock,
+    which costs a tenth to ask."""
+    clock = time.monotonic() - began[0]
+    return clock if clock < _CALL_S else time.thread_time() - began[1]
 
 
 def _fit_window(peer: _Peer, took: float, ended: int) -> None:
