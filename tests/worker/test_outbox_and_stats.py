@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from vllm_pd_connector.compat.base import KVConnectorTransferResults
 from vllm_pd_connector.connector import PDConnector
 from vllm_pd_connector.instance_info import parse
 from vllm_pd_connector.metadata import WorkerReport
@@ -63,6 +65,16 @@ def test_what_was_counted_is_handed_over_with_the_report_and_once():
     outbox.flush()
     stats = outbox.take_stats()
     assert stats is not None and stats.data["bytes"] == 7 and not stats.data["failures"]
+
+
+def test_a_step_in_which_nothing_has_ended_waits_for_nobody_who_counts():
+    outbox, taken = Outbox(), []
+    take = (outbox.take_results, outbox.take_report, outbox.take_stats)
+    step = threading.Thread(target=lambda: taken.extend(one() for one in take), daemon=True)
+    with outbox._lock:
+        step.start()
+        step.join(5.0)
+    assert taken == [KVConnectorTransferResults(), None, None]
 
 
 def make_stats() -> PDStats:

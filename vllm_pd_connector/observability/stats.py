@@ -158,8 +158,7 @@ class PDStats(KVConnectorStats):  # type: ignore[misc]  # vLLM ships no types
         return summary
 
     def is_empty(self) -> bool:
-        tables = (*LABELLED, "phases", "sizes", "gauges", "protocols")
-        return not (any(self.data[name] for name in COUNTS) or any(self.data[what] for what in tables))
+        return not any(self.data.values())
 
 
 def _p90(samples: Sequence[float]) -> float:

@@ -29,10 +29,11 @@ class Outbox:
         self.counting = PDStats()
         self._ring = ring
         self._lock = threading.Lock()
+        self._filled = False  # with results, or a report
         self._results = KVConnectorTransferResults()
         self._report = WorkerReport()
         self._pending: WorkerReport | None = None
-        self._stats = PDStats()
+        self._stats: PDStats | None = None
 
     def finished(
         self,
@@ -46,6 +47,7 @@ class Outbox:
         """A receive ended on this rank. What belongs to it (a quarantine, `WorkerReport.unshareable`) is announced in
         the same step, never later. That a `spare` one failed is our own business and not told to vLLM."""
         with self._lock:
+            self._filled = True
             self._results.finished_recving.add(request_id)
             if not ok and spare:
                 self._report.spared.add(request_id)
@@ -61,27 +63,32 @@ class Outbox:
     def drained(self, request_id: str) -> None:
         """Nothing writes into this request's blocks any more on this rank."""
         with self._lock:
+            self._filled = True
             self._report.drained[request_id] = 1
         self._ring()
 
     def speaks(self, transport: str, protocol: str) -> None:
         """This worker's transport speaks `protocol`; the first step tells."""
         with self._lock:
+            self._stats = self._stats or PDStats()
             self._stats.speaks(transport, protocol)
 
     def flush(self) -> None:
         """Hand over what was counted since the last report; for the transfer thread."""
-        if not self.counting.is_empty():
-            with self._lock:
-                self._hand_over()
+        with self._lock:
+            self._hand_over()
 
     def _hand_over(self) -> None:
-        self._stats.aggregate(self.counting)
-        self.counting.reset()
+        if not self.counting.is_empty():
+            self._stats = (self._stats or PDStats()).aggregate(self.counting)
+            self.counting.reset()
 
     def take_results(self) -> KVConnectorTransferResults:
         """Receives that ended since the last call, and with them the report that belongs to the same step."""
+        if not self._filled:  # as in most steps, which wait for nobody
+            return KVConnectorTransferResults()
         with self._lock:
+            self._filled = False
             results, self._results = self._results, KVConnectorTransferResults()
             if self._report != WorkerReport():
                 self._pending, self._report = self._report, WorkerReport()
@@ -93,8 +100,8 @@ class Outbox:
         return report
 
     def take_stats(self) -> PDStats | None:
+        if self._stats is None:
+            return None
         with self._lock:
-            if self._stats.is_empty():
-                return None
-            stats, self._stats = self._stats, PDStats()
+            stats, self._stats = self._stats, None
         return stats
