@@ -129,8 +129,8 @@ class TransferLoop:
     def step_launched(self, step: int, is_done: Callable[[], bool], waves: int | None = None) -> None:
         """A forward was launched in the calling thread, or waves of its layers; see `StepClock`. Returns at once."""
         assert self._push is not None
-        self._push.clock.launched(step, is_done, waves)
-        if self._pushes is not None and self._pushes.waiting:
+        news = self._push.clock.launched(step, is_done, waves)
+        if news and self._pushes is not None and self._pushes.waiting:
             self._wake.set()
 
     def close(self) -> None:

@@ -66,6 +66,46 @@ def test_a_wave_wakes_no_thread_that_looks_at_what_it_writes_anyway(writer, targ
     assert whole(target.worker.memory, target.expected(0))
 
 
+def test_layers_that_a_device_computes_later_wake_the_thread_once(writer, target, monkeypatch):
+    """From then on it looks by itself whether the first of them is done."""
+    ask_early(writer, target)
+    writer.server.pushes.progressed([("p-a", SOURCE, TOKENS)], 1)
+    until(lambda: all(loop._pushes.waiting for loop in writer.loops), "the order")
+    writer.compute(0, TOKENS)
+    done = 0
+    for loop in writer.loops:
+        loop.step_launched(1, lambda: done >= 1, 1)
+    with monkeypatch.context() as patch:
+        for loop in writer.loops:
+            patch.setattr(loop._wake, "set", lambda: pytest.fail("the thread was woken"))
+            loop.step_launched(1, lambda: done >= 2, 2)
+            loop.step_launched(1, lambda: done >= 3)
+    pushes = [push for loop in writer.loops for push in loop._pushes._pushes.values()]
+    done = 2
+    until(lambda: all(push.ahead.waves == 2 for push in pushes), "two waves")
+    done = 3
+    writer.finish(step=1)
+    assert target.wait_for("d") == [True]
+    assert whole(target.worker.memory, target.expected(0))
+
+
+def test_a_push_that_moves_spares_waking_the_thread_for_others_and_one_that_has_failed_does_not(writer, target):
+    for step, name in ((1, "a"), (2, "b")):
+        ask_early(writer, target, name, name)
+        writer.server.pushes.progressed([(f"p-{name}", SOURCE, TOKENS)], step)
+    until(lambda: all(len(loop._pushes._pushes) == 2 and loop._pushes.waiting for loop in writer.loops), "both orders")
+    set_faults(writer.transports, held=True)
+    writer.compute(0, TOKENS)
+    writer.waves_done(1, 1)
+    until(lambda: not any(loop._pushes.waiting for loop in writer.loops), "the first layers to be on their way")
+    writer.server.pushes.failed("p-a", "for the test")
+    until(lambda: all(loop._pushes.waiting for loop in writer.loops), "b alone, which nobody looks at soon")
+    set_faults(writer.transports, held=False)
+    writer.step_done(2)
+    writer.finish("b", step=2)
+    assert target.wait_for("b") == [True]
+
+
 @pytest.mark.parametrize("known", ["when it is scheduled", "while it is computed"])
 def test_who_asks_in_the_midst_of_a_step_gets_at_once_what_is_computed_and_the_rest_in_its_course(
     writer, target, known

@@ -116,8 +116,8 @@ class Pushes:
         shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, events, self, observe)
         self._links = Links(*shared, self._make_link, "decode instance")
         self._pushes: dict[str, ActivePush] = {}
-        # Whether a push waits for a step and has nothing under way, which would be looked at soon: other threads, which
-        # launch steps, are held up by waking this one.
+        # Whether a push waits for a step and none has anything under way, which would be looked at soon: other threads,
+        # which launch steps, are held up by waking this one.
         self.waiting = False
         self._seen = 0
         self._asking = False
@@ -142,9 +142,9 @@ class Pushes:
             if time.monotonic() >= until:
                 break
         self._links.tick(now)
-        self.waiting = any(
-            push.machine.next_step is not None and not push.in_flight.moves for push in self._pushes.values()
-        )
+        pushes = self._pushes.values()
+        looks_soon = any(push.in_flight.moves and not push.machine.failed for push in pushes)
+        self.waiting = not looks_soon and any(push.machine.next_step is not None for push in pushes)
 
     def next_deadline(self, now: float) -> float | None:
         """When a turn is due at the latest."""

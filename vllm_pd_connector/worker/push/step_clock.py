@@ -37,12 +37,15 @@ class StepClock:
         self._ahead = 0, 0
         self._running: deque[_Launched] = deque()
 
-    def launched(self, step: int, is_done: Callable[[], bool], waves: int | None = None) -> None:
+    def launched(self, step: int, is_done: Callable[[], bool], waves: int | None = None) -> bool:
         """The forward of `step` was launched, or of its layers so many `waves`; `is_done` tells, from any thread,
-        whether that has ended."""
+        whether that has ended. Returns whether who sleeps must be told: no, where more of the step was launched that is
+        not known to be done, since that is asked for again soon (`pause`)."""
         with self._lock:
+            told = bool(self._running) and self._running[-1].step == step
             self._running.append(_Launched(step, waves, is_done, time.monotonic()))
             self._look()
+        return not told
 
     def done(self) -> int:
         """The latest step that is done, and all before it."""
