@@ -9,8 +9,9 @@ the interpreter from the threads that are measured. The cases:
 - IN_FLIGHT requests wait for their caches, in steps that compute nothing and in steps of as many that decode;
 - IN_FLIGHT prefills are computed for decode instances (in mode push), with nobody who wants them yet, and with a want
   of each, where the steps of AT_ONCE become orders; a process in a worker's place takes them;
-- a forward announces LAYERS layers (`push_when: layers`) while a push waits for it, per layer: the transfer thread is
-  woken by every wave where what was written of the waves before has arrived, and else looks by itself.
+- a forward announces LAYERS layers (`push_when: layers`) while a push waits for it, per layer, a sleep apart: the
+  transfer thread sleeps again before the next wave wakes it where what was written of the waves before has arrived; it
+  looks by itself while others are written, and where a device computes them behind their launch.
 
 Times are of the median and of the least step: where other processes want the processor, the least says what it costs.
 
@@ -20,6 +21,7 @@ Times are of the median and of the least step: where other processes want the pr
 from __future__ import annotations
 
 import argparse
+import gc
 import pickle
 import secrets
 import select
@@ -29,6 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,15 +61,22 @@ from vllm_pd_connector.wake import Wake  # noqa: E402
 from vllm_pd_connector.worker.poll_interval import SHORTEST_S  # noqa: E402
 from vllm_pd_connector.worker.push.step_clock import StepClock  # noqa: E402
 from vllm_pd_connector.worker.push.waves import MAX_WAVES, WaveCount, waves_of  # noqa: E402
+from vllm_pd_connector.worker.transfer_loop import TransferLoop  # noqa: E402
 
 BLOCK_TOKENS = 16
 IN_FLIGHT = 256
 BLOCKS = 16  # of a request
 AT_ONCE = 8  # prefills in one step's budget of tokens
 PROMPT = list(range(BLOCKS * BLOCK_TOKENS))
-LAYERS = (16, 80)
+LAYERS = (16, 32, 80)
 GOALS = {"idle": {"scheduler": 10.0, "forward": 10.0}, "in flight": {"scheduler": 100.0, "forward": 20.0}}
 LAYER_GOAL = 5.0
+LAYER_S = 2e-5
+WOKEN, WRITTEN, COMPUTED = (
+    "each wave wakes the thread that writes",
+    "while others are written",
+    "computed behind its launch",
+)
 WORKER = """
 import sys, time
 from vllm_pd_connector.protocol.wire.push_messages import AwaitCommands, Commands
@@ -118,23 +128,12 @@ class Engine:
 
 
 def connector(role: KVConnectorRole, kv_role: str, settings: dict[str, Any]) -> PDConnector:
-    transfer = SimpleNamespace(
-        engine_id=kv_role,
-        kv_role=kv_role,
-        is_kv_producer=kv_role == "kv_producer",
-        is_kv_consumer=kv_role == "kv_consumer",
-        kv_connector_extra_config=settings,
-        kv_buffer_device="cpu",
-    )
-    parallel = SimpleNamespace(
-        data_parallel_index=0,
-        data_parallel_rank_local=None,
-        data_parallel_master_ip="127.0.0.1",
-        local_engines_only=False,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        decode_context_parallel_size=1,
-    )
+    roles = {"is_kv_producer": kv_role == "kv_producer", "is_kv_consumer": kv_role == "kv_consumer"}
+    names = {"engine_id": kv_role, "kv_role": kv_role, "kv_buffer_device": "cpu"}
+    transfer = SimpleNamespace(kv_connector_extra_config=settings, **names, **roles)
+    sizes = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"), 1)
+    place = {"data_parallel_index": 0, "data_parallel_rank_local": None, "data_parallel_master_ip": "127.0.0.1"}
+    parallel = SimpleNamespace(local_engines_only=False, **place, **sizes)
     config = SimpleNamespace(
         kv_transfer_config=transfer,
         parallel_config=parallel,
@@ -257,49 +256,50 @@ def begin_prefills(engine: Engine, *, wanted: bool) -> Callable[[int], Any]:
     return step
 
 
-def announce_layers(count: int, reps: int, *, arrived: bool) -> dict[str, Any]:
+def announce_layers(count: int, reps: int, told: str) -> dict[str, Any]:
     """Microseconds of the forward's thread for one of so many layers, with a thread in the transfer thread's place that
-    looks at the clock: when it is woken, or, where the waves before have not `arrived`, as often as at them."""
+    looks at the clock: when it is woken, or as often as at what is written or computed (`told`)."""
     settings = {"side_channel_port": free_port(), "mode": "push", "push_when": "layers"}
     made = connector(KVConnectorRole.WORKER, "kv_producer", settings)
     layers = [f"model.layers.{i}.self_attn.attn" for i in range(count)]
-    clock, wake, ends = StepClock(), Wake(), threading.Event()
-
-    def launched(step: int, is_done: Callable[[], bool], waves: int | None = None) -> None:
-        clock.launched(step, is_done, waves)
-        if arrived or waves == 1:
-            wake.set()
+    clock, wake, pushes, ends = StepClock(), Wake(), SimpleNamespace(waiting=True), threading.Event()
+    step = computed = 0
 
     def look() -> None:
         poller = select.poll()
         poller.register(wake.fileno(), select.POLLIN)
         while not ends.is_set():
-            if arrived or clock.done() == clock.ahead()[0]:
-                poller.poll(100)
-            elif not poller.poll(0):  # what its first wave brought is being written
+            done, ahead = clock.done(), clock.ahead()
+            writes = told == WRITTEN and ahead[0] > done  # what the first wave of a step has brought
+            pushes.waiting = not writes
+            if writes or clock.pause(*max(ahead, (done + 1, 0))) is not None:
                 time.sleep(SHORTEST_S)
+            else:
+                poller.poll(100)
             wake.clear()
-            clock.done()
-            clock.ahead()
 
-    half = made.worker
-    half._count, half._mark = WaveCount(waves_of(layers)), marker(())
-    half._loop = SimpleNamespace(step_launched=launched)  # type: ignore[assignment]
+    half, loop = made.worker, TransferLoop.__new__(TransferLoop)
+    loop._push, loop._pushes, loop._wake = SimpleNamespace(clock=clock), pushes, wake  # type: ignore[assignment]
+    half._count, half._loop = WaveCount(waves_of(layers)), loop
+    half._mark = marker(())
+    if told == COMPUTED:  # a device's, which has done all of a step when it has been launched
+        half._mark = lambda: SimpleNamespace(query=partial(lambda mine: mine <= computed, step))  # type: ignore[assignment]
     thread = threading.Thread(target=look)
     thread.start()
     times = []
     for step in range(1, reps + 1):
         made.bind_connector_metadata(StepMetadata(step=step))
-        began = time.perf_counter()
+        times.append(0.0)
         for layer in layers:
+            time.sleep(LAYER_S)
+            began = time.perf_counter()
             made.save_kv_layer(layer, None, None)  # type: ignore[arg-type]
-        times.append((time.perf_counter() - began) * 1e6 / count)
-        clock.launched(step, lambda: True)
-        time.sleep(0.0005)  # what is computed
+            times[-1] += (time.perf_counter() - began) * 1e6 / count
+        computed = step
+        loop.step_launched(step, lambda: True)
     ends.set()
     thread.join()
     assert clock.ahead() == (reps, min(count, MAX_WAVES)), "not every wave was told"
-    told = "each wakes the thread that writes" if arrived else "while others are written"
     return row(f"a layer of {count}, {told}", "forward", times, LAYER_GOAL)
 
 
@@ -350,6 +350,7 @@ def measure(name: str, engine: Engine, steps: Callable[[int], Any], reps: int) -
 
 
 def cases(reps: int) -> list[dict[str, Any]]:
+    gc.freeze()  # as vLLM's engine core does when it has started
     rows = []
     holder = Engine("kv_producer")
     rows += measure("idle, prefill instance", holder, lambda _: IDLE, reps)
@@ -375,9 +376,10 @@ def cases(reps: int) -> list[dict[str, Any]]:
         )
         engine.scheduler.shutdown()
         assert worker.wait(30.0) == 0, "the process in the worker's place failed"
-    rows += [announce_layers(count, min(reps, 1000), arrived=arrived) for count in LAYERS for arrived in (False, True)]
+    rows += [announce_layers(count, min(reps, 100), told) for count in LAYERS for told in (WRITTEN, COMPUTED, WOKEN)]
     loader.scheduler.shutdown()
     holder.scheduler.shutdown()
+    gc.unfreeze()
     return rows
 
 
