@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -77,6 +78,18 @@ def test_an_idle_prefill_instance_whose_leases_ended_can_forget_its_prefixes():
     half.producer._server.drop("p-1")
     assert pool.reset_prefix_cache(), "no step was taken since"
     assert half.producer.num_leases == 0
+
+
+def test_a_step_without_news_waits_for_nobody_who_is_served(producer):
+    hand_over(producer)
+    producer.stats()
+    server = producer.producer._server
+    step = threading.Thread(target=lambda: (producer.build_metadata(EMPTY_STEP), producer.stats()), daemon=True)
+    with server._lock:  # as the side channel's thread holds it while it answers
+        server._news = False
+        step.start()
+        step.join(5.0)
+        assert not step.is_alive()
 
 
 def test_leading_null_blocks_are_left_out_and_counted(producer):

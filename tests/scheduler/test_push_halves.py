@@ -25,6 +25,7 @@ from tests.support.scheduler.halves import (
 )
 from tests.support.scheduler.push_halves import ASK, ATTEMPT, Prefill, concurrent, digest_of, step
 from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.protocol.push import command_queue
 from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
@@ -197,6 +198,21 @@ def test_a_request_that_finds_no_block_waits_for_those_of_a_push_that_has_failed
     prefill.ended(ok=False, reason="a link dropped")
     assert prefill.half.frees_blocks()
     assert not prefill.half.frees_blocks() and prefill.held() == 0
+
+
+def test_a_running_prefill_whose_orders_cannot_be_told_gets_its_blocks_back_in_the_next_step(prefill, monkeypatch):
+    now, server = [0.0], prefill.half.producer._server
+    server._clock = server.pushes._clock = lambda: now[0]
+    _, answer = prefill.arrive_asked_for()
+    now[0] = 50.0
+    server._wake.set()
+    assert answer().state is pm.PushState.COMPUTING, "nobody waits for an answer now"
+    until(lambda: not server.has_news(), "the server's thread to sleep")
+    monkeypatch.setattr(command_queue, "MAX_COMMANDS_BYTES", 1)
+    prefill.tables["p-1"] = [[5, 6]]
+    step(prefill.half, p_1=(0, 20))
+    step(prefill.half)
+    assert prefill.pool.get_num_free_blocks() == prefill.free
 
 
 def test_a_prefill_that_ends_by_a_stop_token_is_handed_over_like_any_other(prefill):

@@ -147,6 +147,25 @@ def test_a_dropped_lease_comes_out_once(server, client):
     assert not ask(client, server, m.ReadDone(REF, 0, 1, A)).held
 
 
+def test_it_is_news_once_that_something_may_have_ended(server, client):
+    now = [0.0]
+    server._clock = server.pushes._clock = lambda: now[0]
+    server.hold("req", A, 60.0)
+    wait_for(lambda: not server.has_news())
+    server.drop("req")
+    assert server.has_news() and server.take_freed() == [Freed("req", End.DROPPED)]
+    server.hold("req", A, 60.0)
+    wait_for(lambda: not server.has_news())
+    assert ask(client, server, m.ReadDone(REF, 0, 1, B)).held
+    assert server.has_news() and server.take_freed() == [Freed("req", End.READ)]
+    server.hold("req", A, 60.0)
+    wait_for(lambda: not server.has_news())
+    now[0] = 60.0
+    server._wake.set()  # as when it has slept until then
+    wait_for(server.has_news)
+    assert server.take_freed() == [Freed("req", End.UNCLAIMED)]
+
+
 def test_fifty_clients_are_served_at_once(server):
     for n in range(50):
         server.hold(f"r{n}", A, 60.0)

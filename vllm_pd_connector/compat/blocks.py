@@ -111,6 +111,8 @@ def begun_in(output: SchedulerOutput) -> Iterator[tuple[str, bool]]:
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens > 0
     cached = output.scheduled_cached_reqs
+    if not cached.resumed_req_ids:
+        return
     for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
         if request_id in cached.resumed_req_ids:
             yield request_id, computed > 0

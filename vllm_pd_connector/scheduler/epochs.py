@@ -15,7 +15,7 @@ from vllm_pd_connector.compat.blocks import begun_in, is_empty
 from vllm_pd_connector.protocol.weights import HOW_TO_NAME, OwnWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Set
+    from collections.abc import Collection
 
     from vllm_pd_connector.compat.types import BlockPool, SchedulerOutput
 
@@ -41,11 +41,11 @@ class Epochs:
         """The prefix cache has forgotten everything."""
         self._outdated = False
 
-    def advance(self, output: SchedulerOutput, wanted: Set[str]) -> None:
-        """A step begins: of the requests whose caches may be handed over (`wanted`), remember the epochs of those that
-        begin with it."""
-        for request_id, hit in begun_in(output) if wanted else ():
-            if request_id in wanted:
+    def advance(self, output: SchedulerOutput, *wanted: Collection[str]) -> None:
+        """A step begins: of the requests whose caches may be handed over (those in `wanted`), remember the epochs of
+        those that begin with it."""
+        for request_id, hit in begun_in(output) if any(wanted) else ():
+            if any(request_id in some for some in wanted):
                 self._begun[request_id] = NO_EPOCH if hit and self._outdated else self._epoch
 
     def forget(self, request_id: str) -> None:

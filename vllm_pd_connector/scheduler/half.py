@@ -8,7 +8,6 @@ wait for an engine step (leases, renewals, the side channel) lives in the thread
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +50,12 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+GAUGES = (
+    *("leases", "conversations held", "leased blocks", "leased blocks limit", "prefills held back"),
+    *("quarantined blocks", "free blocks"),
+)
+"""What `SchedulerHalf.stats` tells of this moment; the last two where there is a block pool."""
+
 
 class SchedulerHalf:
     """See the module. One per engine."""
@@ -73,7 +78,7 @@ class SchedulerHalf:
         self._quarantine: Quarantine | None = None
         self._manager: KVCacheManager | None = None
         self._spared: dict[str, str] = {}  # turns that go on without what they came for, and why
-        self._gauges: dict[str, int] = {}
+        self._gauges: tuple[int, ...] = ()
 
     def serve(self, manifests: list[bytes], tokens: list[bytes], weights: str = "") -> None:
         """The workers are ready, at the start or after a sleep: let peers fetch their manifests. `tokens` are the
@@ -178,7 +183,8 @@ class SchedulerHalf:
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """vLLM's step begins here. Where it only waits for caches, this returns when some may have come."""
         receives, aborts = self.consumer.take()
-        receives = self._recording.marked(receives)
+        if receives:
+            receives = self._recording.marked(receives)
         computes = bool(output.num_scheduled_tokens)
         tells = bool(receives or aborts or output.finished_req_ids)
         held_back = self.share.step()
@@ -235,41 +241,29 @@ class SchedulerHalf:
             self.operations.received(request_id, failed=request_id in (output.failed_recving or ()))
 
     def stats(self) -> PDStats | None:
-        """Gauges that changed and leases that expired since the last call; None when nothing did."""
-        conversations = self.producer.lending.num_held  # for which nobody needs to come
-        gauges = {
-            "leases": self.producer.num_leases - conversations,
-            "conversations held": conversations,
-            "leased blocks": self.share.num_leased,
-            "leased blocks limit": self.share.limit,
-            "prefills held back": self.share.num_held_back,
-        }
-        if self._quarantine is not None:
-            gauges |= {
-                "quarantined blocks": self._quarantine.num_blocks,
-                "free blocks": self._quarantine.num_free_blocks,
-            }
-        expired, given = self.producer.take_counted()
-        counted = expired + self._conversations()
-        if gauges == self._gauges and not counted.total() and not given:
+        """Gauges, if one changed since the last call, and what was counted since then; None when nothing did."""
+        producer, share, quarantine = self.producer, self.share, self._quarantine
+        conversations = producer.lending.num_held  # for which nobody needs to come
+        gauges = (
+            *(producer.num_leases - conversations, conversations),
+            *(share.num_leased, share.limit, share.num_held_back),
+            *((quarantine.num_blocks, quarantine.num_free_blocks) if quarantine is not None else ()),
+        )
+        counters = producer.counted, producer.lending.counted, self.consumer.turns.counted
+        if gauges == self._gauges and not any(counters) and not producer.given:
             return None
         self._gauges = gauges
         stats = PDStats()
-        for name, amount in counted.items():
-            stats.count(name, amount)
-        for one in given:
+        for counted in counters:
+            for name, amount in counted.items():
+                stats.count(name, amount)
+            counted.clear()
+        for one in producer.given:
             stats.gave(one.taken.engine_id, one.taken.moved.bytes, whole=one.whole)
-        for name, value in gauges.items():
+        producer.given.clear()
+        for name, value in zip(GAUGES, gauges, strict=False):
             stats.gauge(name, value)
         return stats
-
-    def _conversations(self) -> Counter[str]:
-        """What was counted of conversations since the last call."""
-        found: Counter[str] = Counter()
-        for counted in (self.producer.lending.counted, self.consumer.turns.counted):
-            found += counted
-            counted.clear()
-        return found
 
     def shutdown(self) -> None:
         self.consumer.close()

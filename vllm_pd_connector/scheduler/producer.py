@@ -92,8 +92,8 @@ class Producer:
         self._bootstrap: BootstrapServer | EngineRegistration | None = None
         self._held: list[HeldRequest] = []
         self._traced: list[Freed] = []
-        self._expired: Counter[str] = Counter()
-        self._given: list[Given] = []
+        self.counted: Counter[str] = Counter()  # by the names of `observability.stats`
+        self.given: list[Given] = []  # who got what, until it was counted
         self._spans = PrefillSpans()
         self._choices: dict[str, str] = {}  # latest lease of the choices of a request with n > 1
         self._blocks: HeldBlocks | None = None
@@ -243,9 +243,10 @@ class Producer:
 
     def make_room(self, needed: int = sys.maxsize) -> None:
         """Give back the oldest conversations until `needed` blocks are free, or none is left."""
-        if self._blocks is not None:
-            while self.lending.crowded(*self._blocks.pool_sizes, needed) and self.give_up_oldest():
-                pass
+        if self._blocks is None or not self.lending.num_held:
+            return
+        while self.lending.crowded(*self._blocks.pool_sizes, needed) and self.give_up_oldest():
+            pass
 
     def give_up_oldest(self) -> bool:
         """Give back the oldest conversation; False if there is none, or it is read from: then its blocks come later."""
@@ -290,6 +291,8 @@ class Producer:
 
     def ends_prefill(self, output: SchedulerOutput) -> bool:
         """Whether a prefill for a decode instance is complete after this step."""
+        if not self._unfinished:
+            return False
         computed = computed_after(output, self._unfinished)
         return any(tokens >= self._unfinished[name].num_prompt_tokens for name, tokens in computed)
 
@@ -310,7 +313,7 @@ class Producer:
 
     def advance(self, output: SchedulerOutput) -> int:
         """Begin an engine step: what it will complete goes to the workers as orders. Returns the step's number."""
-        self._epochs.advance(output, self._unfinished.keys() | self._going)
+        self._epochs.advance(output, self._unfinished, self._going)
         if self._server is not None and self._blocks is not None:
             if output.num_scheduled_tokens:  # else the engine only looks whether it can go on
                 self._server.pushes.stepped()
@@ -355,11 +358,11 @@ class Producer:
     def drain(self) -> list[str]:
         """Give back the blocks of leases that ended (returns their request ids, each once), and of failed pushes."""
         ended: list[str] = []
-        if self._server is None or self._blocks is None:
+        if self._server is None or self._blocks is None or not (self._server.has_news() or self._traced):
             return ended
         self._progress.let_go(self._server.pushes, self._blocks)
         freed = [*self._traced, *self._server.take_freed()]
-        self._given += self._spans.given(self._server.take_given())
+        self.given += self._spans.given(self._server.take_given())
         # Their digests are made in the next step: until then nobody else may write there.
         self._traced = [entry for entry in freed if any(entry.request_id == held.request_id for held in self._held)]
         for request_id, reason in [entry for entry in freed if entry not in self._traced]:
@@ -374,17 +377,11 @@ class Producer:
             if self._choices.get(parent) == request_id:
                 del self._choices[parent]
             if reason in EXPIRED:
-                self._expired["leases_expired"] += 1
-                self._expired["leases_over_limit"] += reason is End.OVER_LIMIT
+                self.counted["leases_expired"] += 1
+                self.counted["leases_over_limit"] += reason is End.OVER_LIMIT
                 logger.warning("request %s: its lease %s; its blocks are freed. %s",
                                request_id, reason.value, EXPIRED[reason])  # fmt: skip
         return ended
-
-    def take_counted(self) -> tuple[Counter[str], list[Given]]:
-        """Leases that expired since the last call, by the names of `observability.stats`, and who got what."""
-        counted = self._expired, self._given
-        self._expired, self._given = Counter(), []
-        return counted
 
     def leave(self) -> None:
         """Tell every peer that the caches are gone, and serve none until `serve` is called again."""

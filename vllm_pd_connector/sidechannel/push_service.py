@@ -30,7 +30,7 @@ class PushService:
 
     Args:
         leases, lock: the server's; the lock is around everything here.
-        wake: ends the sleep of the server's thread.
+        wake: says that something has changed, and ends the sleep of the server's thread.
         clock: seconds, monotonic.
     """
 
@@ -100,7 +100,7 @@ class PushService:
             assert self._table is not None
             for request_id, source, ready in prefills:
                 self._table.progressed(request_id, source, ready, step)
-            told = bool(self._table.replies)
+            told = bool(self._table.replies or self._table.given_up)
         if told:
             self._wake()
 

@@ -93,8 +93,9 @@ class SideChannelServer:
         self._lock = threading.Lock()
         self._leases = LeaseTable(lease_limit_s)
         self._wake = Wake()
-        self.pushes = PushService(self._leases, self._lock, self._wake.set, clock)
+        self.pushes = PushService(self._leases, self._lock, self._changed, clock)
         self._freed: list[Freed] = []
+        self._news = False
         self._manifests: m.Manifests | None = None
         self._tokens: tuple[bytes, ...] = ()
         self._verifies = verifies
@@ -146,19 +147,32 @@ class SideChannelServer:
         checksums, `told` is a name and what is answered to who asks for it."""
         with self._lock:
             self._leases.hold(request_id, nonce, self._clock(), duration, tuple(tables), *told)
-        self._wake.set()
+        self._changed()
 
     def drop(self, request_id: str) -> None:
         """End a lease from this side; it comes out of `take_freed` like any other."""
         with self._lock:
             self._leases.drop(request_id, self._clock())
-        self._wake.set()
+        self._changed()
 
     def drop_all(self, reason: End) -> None:
         """End all leases from this side, for one reason that their readers are told."""
         with self._lock:
             self._leases.drop_all(self._clock(), reason)
+        self._changed()
+
+    def _changed(self) -> None:
+        """Something was told here: what comes of it is to be looked at, by the thread too."""
+        self._news = True
         self._wake.set()
+
+    def has_news(self) -> bool:
+        """Whether something may have ended or been given since the last call that said so. For each engine step: it
+        waits for nobody."""
+        if not self._news:
+            return False
+        self._news = False  # before its caller looks: what is news from now on is said the next time
+        return True
 
     def take_freed(self) -> list[Freed]:
         """(request id, reason) of the leases that have ended since the last call; each exactly once, and not before
@@ -213,7 +227,7 @@ class SideChannelServer:
                     self.pushes.tick(self._clock())
                     self._freed += self.pushes.settle(self._clock())
                     answers, self._due = self._due + self.pushes.take_replies(), []
-                    freed = bool(self._freed)
+                    freed, self._news = bool(self._freed), True
                 if freed:
                     self._tell_freed()
                 for (client, seq), reply in answers:
@@ -262,6 +276,7 @@ class SideChannelServer:
                 return pm.Pushed(pm.PushState.FAILED, _not_home(request.home.server_key, asker), True)
             with self._lock:
                 self._counts[type(request).__name__] += 1
+                self._news = True
                 return self._serve(request, ticket)
         except m.VersionMismatch as error:
             return self._failure(m.FailureCode.VERSION, str(error))

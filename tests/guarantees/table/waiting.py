@@ -52,6 +52,21 @@ GUARANTEES = [
         "test_an_idle_engine_is_asked_to_give_back_what_was_read",
     ),
     Guarantee(
+        "who wakes a thread that takes the event back is heard",
+        "Wake", "            self._is_set = False  #", "            pass  #",
+        "test_who_sets_it_while_it_is_taken_back_is_heard_then_and_later",
+    ),
+    Guarantee(
+        "a step looks for what has ended without waiting for who is served",
+        "Producer", "or not (self._server.has_news() or self._traced)", "",
+        "test_a_step_without_news_waits_for_nobody_who_is_served",
+    ),
+    Guarantee(
+        "a step hears of leases that ended by themselves",
+        "SideChannelServer", "freed, self._news = bool(self._freed), True", "freed = bool(self._freed)",
+        "test_it_is_news_once_that_something_may_have_ended",
+    ),
+    Guarantee(
         "no deadline ends a read of which parts still arrive",
         "Receive", "if moved and self._state is ReceiveState.READING:", "if False:",
         "test_a_read_of_which_something_has_moved_gets_more_time_and_no_other_phase_does",

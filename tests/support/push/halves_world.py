@@ -127,6 +127,9 @@ class World:
     def drop(self, request_id: str) -> None:
         self.leases.drop(request_id, self.now)
 
+    def has_news(self) -> bool:
+        return True
+
     def take_given(self) -> list[Any]:
         return []
 

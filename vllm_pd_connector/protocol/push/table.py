@@ -83,7 +83,7 @@ class PushTable:
         self._answers: Bounded[bytes, pm.Pushed] = Bounded(REMEMBER)
         self._commands = CommandQueue(workers)
         self._weights = Weights()
-        self._given_up: set[str] = set()
+        self.given_up: set[str] = set()
 
     # From decode instances
 
@@ -188,7 +188,7 @@ class PushTable:
 
     def take_given_up(self) -> list[str]:
         """Request ids of running prefills that were given up since the last call."""
-        noted, self._given_up = self._given_up, set()
+        noted, self.given_up = self.given_up, set()
         return [prefill.request_id for prefill in self.running(noted) if prefill.given_up]
 
     def progressed(self, request_id: str, source: Iterable[BlockTable], ready: int, step: int) -> None:
@@ -346,7 +346,7 @@ class PushTable:
         for registration in list(prefill.registrations.values()):
             self._fail(registration, reason)
         if prefill.given_up:
-            self._given_up.add(prefill.request_id)
+            self.given_up.add(prefill.request_id)
 
     def _fail(self, registration: PushRegistration, reason: str) -> None:
         if registration.state in (pm.PushState.DONE, pm.PushState.FAILED):
@@ -376,7 +376,7 @@ class PushTable:
             return
         prefill.registrations.pop(registration.into.attempt, None)
         if prefill.given_up:
-            self._given_up.add(prefill.request_id)
+            self.given_up.add(prefill.request_id)
         if registration.state is pm.PushState.DONE:
             assert prefill.lease is not None
             into = registration.into
