@@ -36,6 +36,7 @@ from tests.support.scheduler.talks import (
     turn,
 )
 from vllm_pd_connector.metadata import WorkerReport
+from vllm_pd_connector.scheduler.half import GAUGES
 
 
 @pytest.fixture
@@ -302,7 +303,7 @@ def test_what_is_kept_for_a_next_turn_is_told_apart_from_leases_that_a_drain_wai
 
 def gauges(engine: Engine) -> tuple[int, int]:
     """Leases, and conversations that are held, as an instance's metrics have them."""
-    told = engine.connector.scheduler._gauges
+    told = dict(zip(GAUGES, engine.connector.scheduler._gauges, strict=True))
     return told["leases"], told["conversations held"]
 
 

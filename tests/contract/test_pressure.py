@@ -32,6 +32,7 @@ from tests.support.scheduler.engines import (
     transfer,
 )
 from tests.support.scheduler.workers import SimulatedWorker
+from vllm_pd_connector.scheduler.half import GAUGES
 
 PROMPT = list(range(40))
 """Three blocks."""
@@ -44,8 +45,8 @@ def leased(engine: Any, number: int) -> list[dict[str, Any]]:
 
 
 def gauges(engine: Any) -> dict[str, float]:
-    """What the engine's scheduler half has told of itself."""
-    return dict(engine.connector.scheduler._gauges)
+    """What the engine's scheduler half has told of itself; nothing before its first step."""
+    return dict(zip(GAUGES, engine.connector.scheduler._gauges, strict=False))
 
 
 def test_an_engine_s_own_requests_find_room_beside_leases_that_nobody_reads(engine: Any) -> None:
