@@ -72,8 +72,8 @@ LAYERS = (16, 32, 80)
 GOALS = {"idle": {"scheduler": 10.0, "forward": 10.0}, "in flight": {"scheduler": 100.0, "forward": 20.0}}
 LAYER_GOAL = 5.0
 LAYER_S = 2e-5
-WOKEN, WRITTEN, COMPUTED = (
-    "each wave wakes the thread that writes",
+CALM, WRITTEN, COMPUTED = (
+    "while nothing is under way",
     "while others are written",
     "computed behind its launch",
 )
@@ -258,7 +258,7 @@ def begin_prefills(engine: Engine, *, wanted: bool) -> Callable[[int], Any]:
 
 def announce_layers(count: int, reps: int, told: str) -> dict[str, Any]:
     """Microseconds of the forward's thread for one of so many layers, with a thread in the transfer thread's place that
-    looks at the clock: when it is woken, or as often as at what is written or computed (`told`)."""
+    looks at the clock as that does, while other waves are written, computed, or neither (`told`)."""
     settings = {"side_channel_port": free_port(), "mode": "push", "push_when": "layers"}
     made = connector(KVConnectorRole.WORKER, "kv_producer", settings)
     layers = [f"model.layers.{i}.self_attn.attn" for i in range(count)]
@@ -272,10 +272,11 @@ def announce_layers(count: int, reps: int, told: str) -> dict[str, Any]:
             done, ahead = clock.done(), clock.ahead()
             writes = told == WRITTEN and ahead[0] > done  # what the first wave of a step has brought
             pushes.waiting = not writes
-            if writes or clock.pause(*max(ahead, (done + 1, 0))) is not None:
-                time.sleep(SHORTEST_S)
-            else:
-                poller.poll(100)
+            pause = SHORTEST_S if writes else clock.pause(*max(ahead, (done + 1, 0)))
+            if pause is not None and pause < 0.001 and not poller.poll(0):  # as `sidechannel.waiting` does
+                time.sleep(pause)
+            elif pause is None or pause >= 0.001:
+                poller.poll(100 if pause is None else pause * 1000)
             wake.clear()
 
     half, loop = made.worker, TransferLoop.__new__(TransferLoop)
@@ -376,7 +377,7 @@ def cases(reps: int) -> list[dict[str, Any]]:
         )
         engine.scheduler.shutdown()
         assert worker.wait(30.0) == 0, "the process in the worker's place failed"
-    rows += [announce_layers(count, min(reps, 100), told) for count in LAYERS for told in (WRITTEN, COMPUTED, WOKEN)]
+    rows += [announce_layers(count, min(reps, 100), told) for count in LAYERS for told in (WRITTEN, COMPUTED, CALM)]
     loader.scheduler.shutdown()
     holder.scheduler.shutdown()
     gc.unfreeze()

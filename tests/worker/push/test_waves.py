@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,3 +54,30 @@ def test_the_clock_tells_of_waves_when_the_device_has_done_them_in_order() -> No
     assert clock.pause(7, 2) != 0.0
     done[2] = True
     assert clock.done() == 7 and clock.pause(7, 2) == 0.0
+
+
+def test_who_sleeps_is_told_of_a_steps_first_wave_and_of_its_end_and_looks_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, now = StepClock(), 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert clock.launched(1, lambda: True) and clock.launched(2, lambda: True, 1)
+    now += 0.016
+    assert not clock.launched(2, lambda: True, 2)
+    assert clock.pause(2, 2) == pytest.approx(0.016), "when the next is due by the last one"
+    now += 0.015
+    assert clock.pause(2, 2) == pytest.approx(0.001), "a sixteenth of it"
+    now += 0.017
+    assert clock.pause(2, 2) == pytest.approx(0.002), "a sixteenth of what has passed: looks get rare, whatever comes"
+    assert clock.pause(3) is None and clock.pause(2, 1) == 0.0
+    assert clock.launched(2, lambda: True), "who waits for the last of it waits for nothing else"
+    assert clock.pause(2, 2) == 0.0 and clock.pause(3) is None
+    assert clock.launched(3, lambda: True, 1)
+    assert clock.pause(3, 1) == pytest.approx(0.0001), "what a wave takes is not known of a step that has begun"
+
+
+def test_who_looks_for_what_a_device_computes_is_told_of_nothing_more_of_that_step() -> None:
+    clock = StepClock()
+    assert clock.launched(1, lambda: False, 1)
+    assert not clock.launched(1, lambda: False, 2) and not clock.launched(1, lambda: False)
+    assert clock.launched(2, lambda: False, 1), "which nobody looks for who waits for that alone"

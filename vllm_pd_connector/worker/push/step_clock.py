@@ -4,6 +4,10 @@ asked by the transfer thread.
 A device may compute a forward long after it was launched, and ends what was launched in that order: when a step is
 done, all before it are, and when a wave is, the waves before it. Nobody says when that is, so it is asked again and
 again, as running transfers are (`worker.poll_interval`).
+
+To rouse a thread that sleeps costs the thread that launches as much as several layers may. So the sleeper is told of a
+step's first wave and of its end, and looks for the waves between them itself: when the next should come by what the
+last one took, and then each time a sixteenth of that has passed, or of the time since.
 """
 
 from __future__ import annotations
@@ -13,10 +17,13 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_pd_connector.worker.poll_interval import pause
+from vllm_pd_connector.worker.poll_interval import SHORTEST_S, pause
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+_LATE_SHARE = 1 / 16
 
 
 class _Launched(NamedTuple):
@@ -36,16 +43,22 @@ class StepClock:
         self._done = 0
         self._ahead = 0, 0
         self._running: deque[_Launched] = deque()
+        self._latest = _Launched(0, None, lambda: True, 0.0)
+        self._wave_s = 0.0
+        """What the latest wave took, if it was not the first of its step."""
 
     def launched(self, step: int, is_done: Callable[[], bool], waves: int | None = None) -> bool:
         """The forward of `step` was launched, or of its layers so many `waves`; `is_done` tells, from any thread,
-        whether that has ended. Returns whether who sleeps must be told: no, where more of the step was launched that is
-        not known to be done, since that is asked for again soon (`pause`)."""
+        whether that has ended. Returns whether who sleeps must be told: no, where `pause` lets it look for this."""
+        latest = _Launched(step, waves, is_done, time.monotonic())
         with self._lock:
-            told = bool(self._running) and self._running[-1].step == step
-            self._running.append(_Launched(step, waves, is_done, time.monotonic()))
+            before, self._latest = self._latest, latest
+            goes_on = step == before.step
+            self._wave_s = latest.at - before.at if goes_on else 0.0
+            asked = bool(self._running) and goes_on
+            self._running.append(latest)
             self._look()
-        return not told
+        return not asked and (waves is None or not goes_on)
 
     def done(self) -> int:
         """The latest step that is done, and all before it."""
@@ -60,14 +73,20 @@ class StepClock:
             return self._ahead
 
     def pause(self, step: int, waves: int = 0) -> float | None:
-        """Seconds until it should be asked for this step, of which that many waves are known to be done; None if no
-        more of it was launched: who launches that will say so."""
+        """Seconds until it should be asked for this step, of which that many waves are known to be done; None if none
+        of it was launched: who launches that will say so."""
         with self._lock:
             self._look()
             if step <= self._done or (step, waves) < self._ahead:
                 return 0.0
+            now = time.monotonic()
             launched_at = next((entry.at for entry in self._running if entry.step >= step), None)
-            return None if launched_at is None else pause(time.monotonic() - launched_at)
+            if launched_at is not None:
+                return pause(now - launched_at)
+            if step != self._latest.step:
+                return None
+            since = now - self._latest.at
+            return max(self._wave_s - since, max(self._wave_s, since) * _LATE_SHARE, SHORTEST_S)
 
     def _look(self) -> None:
         while self._running and self._running[0].is_done():
