@@ -4,8 +4,8 @@
 
 Two processes on one host (loopback: one), scattered runs that nothing can merge. For each point, in one round one after
 another: the transport as the connector uses it (the port, polled as often as the transfer loop does), the library alone
-given the same descriptors (`bare`), and a plain copy of the same bytes inside one process. Best of several rounds:
-what else runs on the machine only adds. Writes JSON, a table in Markdown and a plot.
+given the same descriptors (`bare`), and a plain copy of the same bytes inside one process. Best of several rounds
+(more where they are short): what else runs on the machine only adds. Writes JSON, a table in Markdown and a plot.
 
 - bare NIXL: one request with all descriptors through the bindings, asked for its state every 0.1 ms.
 - bare Mooncake: its blocking batched calls, 1000 descriptors each.
@@ -48,6 +48,9 @@ SPREAD = 2
 SERVES = {"read": False, "write": True}
 """Whether peers may use the memory of who does this: a decode instance in mode pull reads and is nobody's target, a
 prefill instance that writes is read from by others."""
+
+SHORT_S, SHORT_ROUNDS = 1.0, 12
+"""Rounds that are over in less than this together are made so many times: of a few short ones the best is chance."""
 
 GOAL, GOAL_MESSAGE, SHORT_GOAL, GOAL_RUN_BYTES = 0.95, 4 * MIB, 0.85, 64 * KIB
 LOCAL = {"protocol": "tcp", "address": "127.0.0.1"}
@@ -251,18 +254,21 @@ def plain_copy(runs: Runs, here: Memory, there: Memory, ours_first: int, theirs_
 
 
 def best_seconds(rounds: int, actions: Sequence[Callable[[], None]]) -> list[float]:
-    """Shortest time of each action, over rounds that make each once; one more round warms up.
+    """Shortest time of each action, over rounds that make each once, more of them where they are short; one more round
+    warms up.
 
     Each round begins with another action: what ran before leaves caches that help or hinder.
     """
-    seconds = np.zeros((rounds, len(actions)))
-    for i in range(-1, rounds):
-        for j in np.roll(np.arange(len(actions)), i).tolist():
+    seconds: list[list[float]] = []
+    until = time.perf_counter() + SHORT_S
+    while len(seconds) <= rounds or (len(seconds) <= rounds * SHORT_ROUNDS and time.perf_counter() < until):
+        took = [0.0] * len(actions)
+        for j in np.roll(np.arange(len(actions)), len(seconds)).tolist():
             began = time.perf_counter()
             actions[j]()
-            if i >= 0:
-                seconds[i, j] = time.perf_counter() - began
-    return [float(value) for value in seconds.min(axis=0)]
+            took[j] = time.perf_counter() - began
+        seconds.append(took)
+    return [min(times) for times in zip(*seconds[1:], strict=True)]
 
 
 def measure(pair: Pair, other: Memory, messages: Sequence[int], lengths: Sequence[int], rounds: int) -> list[Point]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +88,24 @@ def test_one_slice_begins_where_the_turn_has_no_more_time(flight, transport):
         assert flight.next_look(0.0, draining=False) == [0.0]
         assert not look(0.0) and len(transport.given) == begun
     assert not look(0.0) and flight.next_look(0.0, draining=False)[0] > 0.0
+
+
+def test_nothing_begins_in_a_turn_that_the_look_has_taken_all_of(flight, transport, monkeypatch):
+    look, now = begin(flight, 3), 1.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    look(0.0)
+
+    def poll(transfer: object) -> TransferStatus:
+        nonlocal now
+        now += 0.003
+        return STATUS.RUNNING
+
+    monkeypatch.setattr(transport, "poll", poll)
+    for _ in range(2):
+        assert not look(now + 0.001) and len(transport.given) == 1, "a turn is as long as both together"
+        assert flight.next_look(now, draining=False) == [now], "the next begins it"
+    assert not look(now) and len(transport.given) == 2, "its turn came late by what others took"
+    assert not look(now + 0.01) and len(transport.given) == 3
 
 
 def test_transfers_of_several_ranks_take_turns_where_there_is_no_time_for_all(flight, transport, monkeypatch):

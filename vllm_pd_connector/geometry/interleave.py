@@ -96,7 +96,9 @@ def cut_at(start: int, stop: int, steps: Iterable[int]) -> tuple[Addresses, Addr
     an empty range."""
     if start >= stop:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    edges = [np.arange(start // step * step + step, stop, step) for step in steps]
+    distinct = sorted(set(steps))
+    least = [step for i, step in enumerate(distinct) if all(step % less for less in distinct[:i])]  # they cut enough
+    edges = [np.arange(start // step * step + step, stop, step) for step in least]
     inner = edges[0] if len(edges) == 1 else np.unique(np.concatenate(edges))
     cuts = np.concatenate(([start], inner, [stop])).astype(np.int64)
     return cuts[:-1], np.diff(cuts)

@@ -129,12 +129,13 @@ class InFlight:
 
     def poll(self, now: float, until: float) -> Iterator[tuple[TransferEnd, TransferError | None]]:
         """Look at what runs, and begin slices until the monotonic clock says `until`; what has ended, with the
-        transport's error for `blame`, if there is one. One direct transfer at least has its turn, and those that had
-        none go first the next time."""
+        transport's error for `blame`, if there is one. One direct transfer at least has its turn, also where `until`
+        is over, and those that had none go first the next time."""
         for index, direct in list(self.transfers.items()):
             self.transfers[index] = self.transfers.pop(index)
+            came_late = time.monotonic() >= until
             errors = self._look(direct, until)
-            while direct.begins:
+            while direct.begins and (came_late or time.monotonic() < until):
                 errors += self._begin_slice(direct)
                 if time.monotonic() >= until:
                     break
