@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import resource
 import socket
 import threading
 
@@ -46,6 +47,22 @@ def test_a_bell_that_nobody_answers_costs_no_caller_anything() -> None:
     bell.close()
     assert heard[0] == b"first"
     assert 1 <= len(heard) < 10_000
+
+
+def test_a_process_without_a_free_descriptor_rings_in_vain_and_ends_its_bell() -> None:
+    """Its transfer thread rings, and so does the thread that launches forwards."""
+    bell = Bell(lambda message: None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        ring(bell.address, b"one")
+        ending = threading.Thread(target=bell.close)
+        ending.start()
+        ending.join(10.0)
+        assert not ending.is_alive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    bell.close()
 
 
 def test_two_bells_are_two() -> None:

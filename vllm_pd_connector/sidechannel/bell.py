@@ -50,14 +50,16 @@ class Bell:
         if self._closing:
             return
         self._closing = True
-        ring(self.address, b"")  # where this is one too many, the thread is about to look
+        with contextlib.suppress(BlockingIOError):  # where this is one too many, the thread is about to look
+            self._socket.sendto(b"", socket.MSG_DONTWAIT, _abstract(self.address))
         self._thread.join()
         self._socket.close()
 
 
 def ring(address: str, message: bytes) -> None:
-    """Ring the bell at `address`, if it is there and has room; never waits. Callable from any thread."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as caller, contextlib.suppress(OSError):
+    """Ring the bell at `address`, if it is there and has room and this process has a free descriptor; never waits.
+    Callable from any thread."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as caller:
         caller.setblocking(False)
         caller.sendto(message, _abstract(address))
 
