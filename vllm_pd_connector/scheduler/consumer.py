@@ -367,9 +367,9 @@ class Consumer:
         return receive.blocks if receive is not None else []
 
     @property
-    def num_waiting(self) -> int:
-        """Those, and those of which it is not known yet what they load."""
-        return sum(receive.loading or receive.asks for receive in self._receives.values())
+    def waiting(self) -> set[str]:
+        """Requests that load, and those of which it is not known yet what they load."""
+        return {name for name, receive in self._receives.items() if receive.loading or receive.asks}
 
     @property
     def num_loading(self) -> int:

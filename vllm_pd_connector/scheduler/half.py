@@ -188,7 +188,8 @@ class SchedulerHalf:
         computes = bool(output.num_scheduled_tokens)
         tells = bool(receives or aborts or output.finished_req_ids)
         held_back = self.share.step()
-        waiting = 0 if computes else self.consumer.num_waiting + held_back or int(self.operations.busy)
+        # A turn that is held back may wait for an answer, too.
+        waiting = 0 if computes else len(self.consumer.waiting | held_back) or int(self.operations.busy)
         calm = self.hold.step(computes=computes, tells=tells, waiting=waiting)
         self.producer.drain()
         self.producer.make_room(len(output.num_scheduled_tokens) * self.producer.lending.groups)

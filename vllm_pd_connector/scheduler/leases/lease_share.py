@@ -82,8 +82,8 @@ class LeaseShare:
         self._needs.pop(request_id, None)
         self._begun.discard(request_id)
 
-    def step(self) -> int:
-        """vLLM has asked for all that it would begin in this step; how many were held back."""
-        self.num_held_back = len(self._held_back)
-        self._held_back.clear()
-        return self.num_held_back
+    def step(self) -> set[str]:
+        """vLLM has asked for all that it would begin in this step; which were held back."""
+        held_back, self._held_back = self._held_back, set()
+        self.num_held_back = len(held_back)
+        return held_back
