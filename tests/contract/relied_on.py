@@ -67,7 +67,7 @@ MEMBERS = (
         "vllm.v1.engine.core:EngineCore",
         "collective_rpc set_weight_version pause_scheduler resume_scheduler model_executor scheduler",
     ),
-    _members("vllm.v1.engine.core:EngineCoreProc", "input_queue step_fn _reject_add_in_shutdown"),
+    _members("vllm.v1.engine.core:EngineCoreProc", "input_queue step_fn post_step _reject_add_in_shutdown"),
     _members("vllm.v1.executor.abstract:Executor", "sleep discard"),
     _members(
         "vllm.v1.worker.gpu_worker:Worker",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -12,7 +11,8 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.support.scheduler.halves import EMPTY_STEP, TOKEN, allocate, hand_over, make_half, make_request, until
-from vllm_pd_connector.compat.engine import EngineLoop, calling_loop
+from tests.support.scheduler.loops import WAITING, Core, Loop, made
+from vllm_pd_connector.compat.engine import EngineLoop
 from vllm_pd_connector.metadata import WorkerReport
 from vllm_pd_connector.protocol.wire.messages import FoundConversation
 from vllm_pd_connector.scheduler import step_hold as hold_module
@@ -23,43 +23,9 @@ from vllm_pd_connector.sidechannel.bell import ENDED, HERE, ring
 OTHER = b"o" * 16
 
 
-class Core:
-    """As much of an engine core as a loop looks at."""
-
-    def __init__(self, depth: int = 1, **fields: Any) -> None:
-        self.input_queue: queue.Queue[Any] = queue.Queue()
-        self.batch_queue_size = depth
-        self.step_fn: Callable[[], tuple[None, bool]] = lambda: (None, False)
-        connector = SimpleNamespace(has_pending_push_work=lambda: False)
-        self.scheduler = SimpleNamespace(running=[], requests={"d-1": None}, connector=connector, ec_connector=None)
-        vars(self.scheduler).update(fields)
-
-
-class Loop(EngineLoop):
-    """Notes how long each step would have been held, and takes no time; what `meanwhile` does happens in the wait."""
-
-    def __init__(self, core: Core | None = None) -> None:
-        super().__init__(core or Core(), "wake")
-        self.waits: list[float] = []
-        self.meanwhile: Callable[[], None] = lambda: None
-
-    def wait(self, seconds: float) -> None:
-        self.waits.append(seconds)
-        self.meanwhile()
-
-
 @pytest.fixture
 def loop() -> Loop:
     return Loop()
-
-
-def made(loop: EngineLoop, tokens: tuple[bytes, ...] = (TOKEN,), heard: bool = True) -> StepHold:
-    """A hold whose workers have all been heard."""
-    hold = StepHold(loop)
-    hold.listen(tokens)
-    for token in tokens if heard else ():
-        hold._rung(HERE + token)
-    return hold
 
 
 @pytest.fixture
@@ -67,9 +33,6 @@ def hold(loop: Loop) -> Iterator[StepHold]:
     made_hold = made(loop)
     yield made_hold
     made_hold.close()
-
-
-WAITING: dict[str, Any] = {"computes": False, "tells": False, "waiting": 1}
 
 
 def test_a_step_in_which_only_caches_are_waited_for_is_held(hold: StepHold, loop: Loop) -> None:
@@ -152,6 +115,26 @@ def test_nothing_is_held_until_the_results_of_an_end_were_looked_at(depth: int) 
     hold.close()
 
 
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_what_ended_beside_the_last_token_of_a_request_is_looked_at_without_a_hold(depth: int) -> None:
+    """vLLM looks at the step with the token `depth` - 1 steps later, and then goes on with the results behind it."""
+    loop = Loop(Core(depth, running=["r-1"]))
+    hold = made(loop)
+    hold.step(**WAITING | {"computes": True})
+    for _ in range(depth - 2):
+        hold.step(**WAITING)
+    hold._rung(ENDED + TOKEN)
+    hold.step(**WAITING)  # a worker hands the end over in this one, and vLLM finds that the request has ended
+    loop._core.scheduler.running.clear()
+    hold.step(**WAITING | {"tells": True})
+    for _ in range(depth - 2):
+        hold.step(**WAITING)
+    assert not loop.waits
+    hold.step(**WAITING)
+    assert loop.waits == [LONGEST_S]
+    hold.close()
+
+
 def test_workers_are_ready_for_the_step_after_an_end(hold: StepHold, loop: Loop) -> None:
     loop.meanwhile = lambda: hold._rung(ENDED + TOKEN)
     assert not hold.step(**WAITING)
@@ -176,38 +159,6 @@ def test_a_worker_that_says_only_that_it_is_there_has_nothing_to_take_up(loop: L
     hold.close()
 
 
-@pytest.mark.parametrize(
-    ("step", "slept"),
-    [(WAITING, 0), (WAITING | {"tells": True}, 0), (WAITING | {"waiting": 0}, 1), (WAITING | {"computes": True}, 1)],
-    ids=["waits", "begins to wait", "has something else", "computes"],
-)
-def test_vllm_does_not_sleep_between_steps_that_wait_here(
-    monkeypatch: pytest.MonkeyPatch, step: dict[str, Any], slept: int
-) -> None:
-    """vLLM's own loop, with nothing but what it looks at."""
-    from vllm.v1.engine import core as engine_core
-
-    sleeps: list[float] = []
-    monkeypatch.setattr(engine_core, "time", SimpleNamespace(sleep=sleeps.append))
-    core = engine_core.EngineCoreProc.__new__(engine_core.EngineCoreProc)
-    for name, value in vars(Core()).items():
-        setattr(core, name, value)
-    core.scheduler.has_requests = lambda: True
-    core.post_step = lambda computed: None
-    hold = made(Loop(core))
-
-    def take_step() -> tuple[None, bool]:
-        hold.step(**step)
-        return None, False
-
-    core.step_fn = take_step
-    core._process_engine_step()  # in its first step the hold gets hold of them
-    sleeps.clear()
-    core._process_engine_step()
-    assert len(sleeps) == slept
-    hold.close()
-
-
 def test_an_engine_that_is_not_known_steps_as_it_likes() -> None:
     hold = StepHold(None)
     hold.listen([TOKEN])
@@ -227,26 +178,6 @@ def test_several_ends_wake_the_engine_once(hold: StepHold, loop: Loop) -> None:
     assert not hold.asked
 
 
-def wait_in_a_thread(loop: EngineLoop) -> threading.Thread:
-    thread = threading.Thread(target=loop.wait, args=(600.0,))
-    thread.start()
-    return thread
-
-
-def test_whatever_comes_into_the_engines_queue_ends_the_wait() -> None:
-    core = Core()
-    loop = EngineLoop(core, "wake")
-    thread = wait_in_a_thread(loop)
-    core.input_queue.put_nowait(("add", "a request"))
-    thread.join()
-    assert core.input_queue.qsize() == 1
-    core.input_queue.get()
-    thread = wait_in_a_thread(loop)
-    loop.wake()
-    thread.join()
-    assert core.input_queue.get() == ("wake", None)
-
-
 def test_a_bell_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hold_module, "LONGEST_S", 600.0)
     loop = EngineLoop(Core(), "wake")
@@ -256,53 +187,6 @@ def test_a_bell_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     ring(hold.bell, ENDED + TOKEN)
     thread.join()
     hold.close()
-
-
-def test_the_engine_core_that_builds_the_connector_is_found() -> None:
-    from vllm.v1.engine.core import EngineCoreProc
-
-    class Built(EngineCoreProc):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.input_queue = queue.Queue()
-            self.loop = (lambda: calling_loop())()
-
-    built = Built()
-    assert built.loop is not None
-    built.loop.wake()
-    request_type, _ = built.input_queue.get()
-    assert request_type.name == "WAKEUP"
-    assert calling_loop() is None
-
-
-def test_vllms_idle_engine_leaves_its_queue_to_step_when_it_is_asked() -> None:
-    """vLLM's own loop and its own question whether there is work, with nothing but what they look at."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine import EngineCoreRequestType
-    from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
-
-    core = EngineCoreProc.__new__(EngineCoreProc)
-    loop = Core()
-    core.input_queue, core.aborts_queue, core._idle_state_callbacks = loop.input_queue, queue.Queue(), []
-    core.engines_running, core.batch_queue, core.process_input_queue_block = False, None, True
-    core.shutdown_state = EngineShutdownState.RUNNING
-    hold = StepHold(EngineLoop(loop, EngineCoreRequestType.WAKEUP))
-    core.scheduler = SimpleNamespace(
-        has_unfinished_requests=lambda: False,
-        has_finished_requests=lambda: False,
-        connector=SimpleNamespace(has_pending_push_work=lambda: hold.asked),
-        ec_connector=None,
-    )
-    core.scheduler.has_requests = lambda: Scheduler.has_requests(core.scheduler)
-    thread = threading.Thread(target=core._process_input_queue)
-    thread.start()
-    hold._loop.wake()  # for nothing: it goes on sleeping
-    until(loop.input_queue.empty, "the engine to look")
-    assert thread.is_alive()
-    hold.ask()
-    thread.join()
-    assert core.has_work()
-    hold.step(computes=False, tells=False, waiting=0)
-    assert not core.has_work()
 
 
 # The scheduler half
@@ -354,6 +238,24 @@ def test_a_turn_that_asks_for_its_conversation_is_waited_for_as_a_receive_is(mon
     assert half.hold.asked
     assert half.num_matched_tokens(turn, 0) == (0, False)
     half.shutdown()
+
+
+@pytest.mark.parametrize(("others", "held_s"), [((), LONGEST_S), (("r-1",), SHORT_S)])
+def test_a_turn_that_is_held_back_and_asks_is_one_request_that_waits(others: tuple[str, ...], held_s: float) -> None:
+    """Another one's turn may come without a sign, as that of one that waits for its grammar."""
+    half, _ = make_half("kv_producer", conversations=True, kv_lease_share=0.1)
+    loop = Loop(Core(requests=dict.fromkeys(("p-2", *others))))
+    half.hold = StepHold(loop)
+    half.serve([b"manifest"], [TOKEN])
+    half.hold._rung(HERE + TOKEN)
+    hand_over(half)
+    where = {"remote_engine_id": "d", "remote_host": "127.0.0.1", "remote_port": 5, "remote_request_id": "d-1"}
+    turn = make_request("p-2", {"do_remote_decode": True, "do_remote_prefill": False, **where})
+    half.on_new_request(turn)
+    assert half.num_matched_tokens(turn, 0) == (None, False)
+    half.build_metadata(EMPTY_STEP)
+    assert half.share.num_held_back == 1 and half.consumer.waiting == {"p-2"}
+    assert loop.waits == [held_s]
 
 
 def test_a_decode_instance_holds_its_steps_from_the_order_to_the_report(

@@ -7,7 +7,7 @@ its scheduler. Where it is not found, or runs inside its caller's thread without
 an engine steps as vLLM has it step.
 
 Source: vLLM 0.32 and 0.33, `v1/engine/core.py` (`EngineCoreProc._process_input_queue`, `_process_engine_step`,
-`step_fn`, `_reject_add_in_shutdown`, `run_engine_core`), `v1/core/sched/scheduler.py` (`has_requests`).
+`step_fn`, `post_step`, `_reject_add_in_shutdown`, `run_engine_core`), `v1/core/sched/scheduler.py` (`has_requests`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class EngineLoop:
         self._queue: queue.Queue[Any] = core.input_queue
         self._wakeup = wakeup
         self._step: Callable[[], tuple[Any, bool]] | None = None
-        self._at_once = False
+        self._post_step: Callable[[bool], None] | None = None
+        self._computed = self._at_once = False
 
     @property
     def depth(self) -> int:
@@ -79,14 +80,20 @@ class EngineLoop:
         self._at_once = True
         if self._step is None:
             self._step, self._core.step_fn = self._core.step_fn, self._stepped
+            self._post_step, self._core.post_step = self._core.post_step, self._after_step
 
     def _stepped(self) -> tuple[Any, bool]:
-        """A step as vLLM takes it. Whether it computed decides of that sleep alone, and of asking the workers for
-        drafts, which have none without a running request."""
+        """A step as vLLM takes it. What is said of whether it computed decides of that sleep alone."""
         assert self._step is not None
-        outputs, computed = self._step()
+        outputs, self._computed = self._step()
         at_once, self._at_once = self._at_once, False
-        return outputs, computed or at_once
+        return outputs, self._computed or at_once
+
+    def _after_step(self, _: bool) -> None:
+        """After a step that computed vLLM may ask the workers for drafts. After others it must not: they would answer
+        with old ones, and be ready for the next step."""
+        assert self._post_step is not None
+        self._post_step(self._computed)
 
     def on_refusal(self, tell: Callable[[Any], None]) -> None:
         """Have `tell` called with every request that reaches this engine when it ends, and that its scheduler never

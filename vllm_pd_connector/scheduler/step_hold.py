@@ -80,17 +80,20 @@ class StepHold:
             waiting: requests that wait for their caches, or for leases to end.
         """
         ended = self._take()
-        if self._loop is None or computes or self._loop.computes():
+        if self._loop is None:
             return False
-        if waiting:
+        busy = computes or self._loop.computes()
+        if waiting and not busy:
             self._loop.go_on()
-        if waiting and not tells and not ended and not self._due:
-            self._loop.wait(LONGEST_S if self._sees_all(waiting) else SHORT_S)
-            ended = self._take()
+            if not tells and not ended and not self._due:
+                self._loop.wait(LONGEST_S if self._sees_all(waiting) else SHORT_S)
+                ended = self._take()
         if ended:
-            # vLLM looks at a step's results some steps later where its batches overlap.
+            # vLLM looks at a step's results some steps later where its batches overlap: what ended beside a request
+            # that was computed may be looked at after that request's end.
             self._due = self._loop.depth
-        follows = bool(self._due and self._loop.has_others(0))  # a lease that ended in an idle engine leaves nothing
+        # Behind a lease that ended in an idle engine nothing follows.
+        follows = busy or bool(self._due and self._loop.has_others(0))
         self._due = max(self._due - 1, 0)
         return not follows
 

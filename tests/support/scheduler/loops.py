@@ -1,0 +1,50 @@
+"""An engine core's loop without an engine, and the hold of its steps."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from tests.support.scheduler.halves import TOKEN
+from vllm_pd_connector.compat.engine import EngineLoop
+from vllm_pd_connector.scheduler.step_hold import StepHold
+from vllm_pd_connector.sidechannel.bell import HERE
+
+WAITING: dict[str, Any] = {"computes": False, "tells": False, "waiting": 1}
+
+
+class Core:
+    """As much of an engine core as a loop looks at."""
+
+    def __init__(self, depth: int = 1, **fields: Any) -> None:
+        self.input_queue: queue.Queue[Any] = queue.Queue()
+        self.batch_queue_size = depth
+        self.step_fn: Callable[[], tuple[None, bool]] = lambda: (None, False)
+        self.post_step: Callable[[bool], None] = lambda computed: None
+        connector = SimpleNamespace(has_pending_push_work=lambda: False)
+        self.scheduler = SimpleNamespace(running=[], requests={"d-1": None}, connector=connector, ec_connector=None)
+        vars(self.scheduler).update(fields)
+
+
+class Loop(EngineLoop):
+    """Notes how long each step would have been held, and takes no time; what `meanwhile` does happens in the wait."""
+
+    def __init__(self, core: Core | None = None) -> None:
+        super().__init__(core or Core(), "wake")
+        self.waits: list[float] = []
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        self.meanwhile()
+
+
+def made(loop: EngineLoop, tokens: tuple[bytes, ...] = (TOKEN,), heard: bool = True) -> StepHold:
+    """A hold whose workers have all been heard."""
+    hold = StepHold(loop)
+    hold.listen(tokens)
+    for token in tokens if heard else ():
+        hold._rung(HERE + token)
+    return hold
