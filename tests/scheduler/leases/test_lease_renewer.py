@@ -83,3 +83,14 @@ def test_addresses_that_never_answer_stop_no_renewal_at_those_that_do(monkeypatc
         half.on_new_request(make_request("d-1", good))
         until(lambda: producer.producer._server.counts().get("Renew", 0) >= 6, "renewals over two lease durations")
         assert not producer.producer.drain()
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_an_instance_that_ends_keeps_no_descriptor_of_its_renewals(used):
+    """An engine in the process of its caller is followed by others."""
+    tried = lease_renewer.LeaseRenewer(None, 30.0)
+    if used:
+        tried.drop_prefill("d-1")
+    tried.close()
+    tried.drop_prefill("d-2")
+    assert tried._wake._closed

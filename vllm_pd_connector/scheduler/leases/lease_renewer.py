@@ -106,6 +106,8 @@ class LeaseRenewer:
             self._commands.append(self._end)
             self._wake.set()
             self._thread.join(timeout=REPLY_TIMEOUT_S)
+        if self._thread is None or not self._thread.is_alive():
+            self._wake.close()
 
     def _submit(self, command: Callable[[], object]) -> None:
         with self._lock:
