@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support.scheduler.halves import EMPTY_STEP, TOKEN, allocate, hand_ove
 from tests.support.scheduler.loops import WAITING, Core, Loop, made
 from vllm_pd_connector.compat.engine import EngineLoop
 from vllm_pd_connector.metadata import WorkerReport
+from vllm_pd_connector.protocol.params.bootstrap import HostPort
 from vllm_pd_connector.protocol.wire.messages import FoundConversation
 from vllm_pd_connector.scheduler import step_hold as hold_module
 from vllm_pd_connector.scheduler.half import SchedulerHalf
@@ -21,6 +23,14 @@ from vllm_pd_connector.scheduler.step_hold import LONGEST_S, SHORT_S, StepHold
 from vllm_pd_connector.sidechannel.bell import ENDED, HERE, ring
 
 OTHER = b"o" * 16
+TURN = {
+    **{"do_remote_decode": True, "do_remote_prefill": False},
+    **{"remote_engine_id": "d", "remote_host": "127.0.0.1", "remote_port": 5, "remote_request_id": "d-1"},
+}
+LOOKED_UP = {
+    **{"do_remote_prefill": True, "do_remote_decode": False},
+    **{"remote_bootstrap_addr": "http://127.0.0.1:9", "remote_engine_id": "p", "transfer_id": "t-1"},
+}
 
 
 @pytest.fixture
@@ -227,8 +237,7 @@ def test_a_turn_that_asks_for_its_conversation_is_waited_for_as_a_receive_is(mon
     half.build_metadata(EMPTY_STEP)
     asked: list[Callable[[object], None]] = []
     monkeypatch.setattr(half.consumer.turns._renewer, "find", lambda where, name, heard: asked.append(heard))
-    where = {"remote_engine_id": "d", "remote_host": "127.0.0.1", "remote_port": 5, "remote_request_id": "d-1"}
-    turn = make_request("p-2", {"do_remote_decode": True, "do_remote_prefill": False, **where})
+    turn = make_request("p-2", TURN)
     half.on_new_request(turn)
     half.build_metadata(EMPTY_STEP)
     assert half.num_matched_tokens(turn, 0) == (None, False)
@@ -240,8 +249,35 @@ def test_a_turn_that_asks_for_its_conversation_is_waited_for_as_a_receive_is(mon
     half.shutdown()
 
 
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_a_request_that_was_answered_and_that_vllm_does_not_come_for_waits_for_something_else(
+    monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    """A turn, or one whose prefill was looked up: it may wait for its grammar, which comes without a sign."""
+    half, _ = make_half(role, mode="push", conversations=role == "kv_producer")
+    half.hold = StepHold(loop := Loop())
+    half.serve([b"manifest"], [TOKEN])
+    half.hold._rung(HERE + TOKEN)
+    answers: list[Callable[[object], None]] = []
+    monkeypatch.setattr(half.consumer.turns._renewer, "find", lambda where, name, heard: answers.append(heard))
+    found: Future[HostPort] = Future()
+    monkeypatch.setattr(half.consumer._directory, "find", lambda bootstrap, engine: found)
+    half.on_new_request(make_request("d-1", TURN if role == "kv_producer" else LOOKED_UP))
+    half.build_metadata(EMPTY_STEP)
+    assert loop.waits == [LONGEST_S]
+    if role == "kv_producer":
+        answers[0](FoundConversation(b""))
+    else:
+        found.set_result(HostPort("127.0.0.1", 5))
+    half.build_metadata(EMPTY_STEP)
+    assert loop.waits == [LONGEST_S]
+    half.shutdown()
+
+
 @pytest.mark.parametrize(("others", "held_s"), [((), LONGEST_S), (("r-1",), SHORT_S)])
-def test_a_turn_that_is_held_back_and_asks_is_one_request_that_waits(others: tuple[str, ...], held_s: float) -> None:
+def test_a_turn_that_is_held_back_and_asks_is_one_request_that_waits(
+    monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...], held_s: float
+) -> None:
     """Another one's turn may come without a sign, as that of one that waits for its grammar."""
     half, _ = make_half("kv_producer", conversations=True, kv_lease_share=0.1)
     loop = Loop(Core(requests=dict.fromkeys(("p-2", *others))))
@@ -249,8 +285,8 @@ def test_a_turn_that_is_held_back_and_asks_is_one_request_that_waits(others: tup
     half.serve([b"manifest"], [TOKEN])
     half.hold._rung(HERE + TOKEN)
     hand_over(half)
-    where = {"remote_engine_id": "d", "remote_host": "127.0.0.1", "remote_port": 5, "remote_request_id": "d-1"}
-    turn = make_request("p-2", {"do_remote_decode": True, "do_remote_prefill": False, **where})
+    monkeypatch.setattr(half.consumer.turns._renewer, "find", lambda where, name, heard: None)
+    turn = make_request("p-2", TURN)
     half.on_new_request(turn)
     assert half.num_matched_tokens(turn, 0) == (None, False)
     half.build_metadata(EMPTY_STEP)

@@ -43,8 +43,11 @@ class Receive:
 
     @property
     def asks(self) -> bool:
-        """Whether somebody was asked what it loads, and has not answered."""
-        return self.found is not None or (self.turn is not None and not self.asked)
+        """Whether somebody was asked what it loads, and has not answered. With an answer that vLLM has not come for it
+        waits for something else, as for its grammar."""
+        if self.found is not None:
+            return not self.found.done()
+        return self.turn is not None and not self.asked and not self.answers
 
 
 def reading_of(remote: RemotePrefill, request: Request) -> tuple[str, Reading]:
