@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import sys
 from collections import Counter
 from typing import Any
 
@@ -114,6 +115,21 @@ async def test_a_prefill_that_hands_nothing_over_fails_and_decode_is_not_asked(b
     prefill, decode = await producer(bench, 0, DONE), await consumer(bench)
     [one], _ = await introduce([prefill.url, decode.url])
     assert "kv_transfer_params" in one.failure and not decode.asked
+
+
+@over_bench
+async def test_an_answer_that_cannot_be_passed_on_costs_one_introduction(bench: Bench) -> None:
+    depths = itertools.count(sys.getrecursionlimit() - 70)
+
+    async def nests(_request: web.Request) -> web.StreamResponse:
+        """Ever more deeply: of some depth is what can be read, and cannot be written with a deeper stack."""
+        nested = "[" * (depth := next(depths)) + "]" * depth
+        text = f'{{"kv_transfer_params": {{"do_remote_prefill": true, "nested": {nested}}}}}'
+        return web.Response(text=text, content_type="application/json")
+
+    prefill, decode = await producer(bench, 0, nests), await consumer(bench)
+    failures = [one.failure for _ in range(70) for one in (await introduce([prefill.url, decode.url]))[0]]
+    assert len(failures) == 70 and not failures[0] and "kv_transfer_params" in failures[-1], "it could not be read"
 
 
 @over_bench

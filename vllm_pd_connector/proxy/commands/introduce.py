@@ -25,7 +25,7 @@ import aiohttp
 from vllm_pd_connector.errors import PDConnectorError, ProtocolError
 from vllm_pd_connector.proxy.exchange import check_finished, parsed_json
 from vllm_pd_connector.proxy.fleet import DATA_PARALLEL_RANK, Fleet, Instance, InstanceRole, InstanceState
-from vllm_pd_connector.proxy.legs import LegError, Limits, make_session
+from vllm_pd_connector.proxy.legs import LegError, Limits, encoded_body, make_session
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 from vllm_pd_connector.routing.handoff import Body, decode_body, prefill_body
 
@@ -126,8 +126,8 @@ class Introductions:
 
     async def _ask(self, engine: Engine, body: Body, name: str) -> Any:
         rank = {} if engine.rank is None else {DATA_PARALLEL_RANK: str(engine.rank)}
-        headers = {"X-Request-Id": name, **rank}
-        answer = await self._answer(engine, "POST", "/v1/completions", headers=headers, json=body)
+        headers = {"Content-Type": "application/json", "X-Request-Id": name, **rank}
+        answer = await self._answer(engine, "POST", "/v1/completions", headers=headers, data=encoded_body(body))
         check_finished(answer, str(engine))
         return answer
 
