@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.support.descriptors import no_descriptor_left
 from tests.support.worker.decode_instance import Decode, Prefill
 from tests.support.worker.late_memory import LateMemory
 from tests.support.worker.prefill_instance import P_BLOCKS, real
@@ -162,6 +165,22 @@ def test_a_maker_without_a_side_channel_ends_when_it_is_told(decode):
     maker.close()
     assert time.monotonic() - began < 5.0 and not maker._thread.is_alive()
     prefill.close()
+
+
+def test_a_maker_that_finds_no_descriptor_asks_again_later(monkeypatch):
+    """Its side channel stands still, and for another connection there none is left."""
+    monkeypatch.setattr("vllm_pd_connector.worker.checksum_server._JOB_WAIT_S", 0.05)
+    pauses = queue.Queue()
+    monkeypatch.setattr(ChecksumServer, "_pause", lambda self, client: pauses.put(None))
+    with contextlib.closing(Prefill()) as prefill, socket.create_server(("127.0.0.1", 0)) as silent:
+        address = endpoint("127.0.0.1", silent.getsockname()[1])
+        maker = ChecksumServer(address, None, real(prefill.workers[0]), 0, bytes(16))
+        silent.accept()[0].close()
+        with no_descriptor_left():
+            for _ in range(3):
+                pauses.get(timeout=20.0)
+        assert maker.runs
+        maker.close()
 
 
 def test_sums_of_any_size_fit_their_messages():

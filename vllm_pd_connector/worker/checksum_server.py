@@ -75,7 +75,10 @@ class ChecksumServer:
 
     def _ask(self, client: SideChannelClient, request: Request, timeout: float) -> Outcome | None:
         """The outcome of a request, None when this thread is to end."""
-        token = client.send(self._endpoint, request, timeout)
+        try:
+            token = client.send(self._endpoint, request, timeout)
+        except ProtocolError as error:  # no socket is left: some may be, later
+            return error
         while not self._stop:
             wait(client, self._wake, None)
             if (outcome := dict(client.receive()).get(token)) is not None:
