@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support.descriptors import no_descriptor_left
 from tests.support.scheduler.halves import hand_over, make_half, make_request, serving_half, until
 from vllm_pd_connector.protocol.params.parse import parse_remote_prefill
 from vllm_pd_connector.protocol.wire.fields import MAX_LEASES, Reading
@@ -94,3 +96,15 @@ def test_an_instance_that_ends_keeps_no_descriptor_of_its_renewals(used):
     tried.close()
     tried.drop_prefill("d-2")
     assert tried._wake._closed
+
+
+def test_renewal_that_finds_no_descriptor_begins_with_the_next_command(caplog):
+    tried = lease_renewer.LeaseRenewer(None, 30.0)
+    with no_descriptor_left():
+        tried.drop_prefill("d-1")
+        until(lambda: not tried._thread.is_alive(), "the thread to end")
+    assert "lease renewal cannot begin" in caplog.text
+    begun = threading.Event()
+    tried._submit(begun.set)
+    assert begun.wait(20.0)
+    tried.close()

@@ -114,7 +114,7 @@ class LeaseRenewer:
             if self._closed:
                 return
             self._commands.append(command)
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="pd-lease-renew", daemon=True)
                 self._thread.start()
         self._wake.set()
@@ -122,7 +122,11 @@ class LeaseRenewer:
     # Everything below runs in the renewer's thread.
 
     def _run(self) -> None:
-        self._client = SideChannelClient(keys=self._keys)
+        try:
+            self._client = SideChannelClient(keys=self._keys)
+        except Exception:  # no descriptor is left; the next command tries again
+            logger.exception("lease renewal cannot begin: what requests came for may expire before it is read")
+            return
         while not self._stop or (self._client.under_way() and time.monotonic() < self._until):
             due = min((*self._due.values(), self._prefills_due))
             wait(self._client, self._wake, self._until if self._stop else due if due < math.inf else None)
