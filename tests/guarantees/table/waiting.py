@@ -13,13 +13,18 @@ GUARANTEES = [
     ),
     Guarantee(
         "no step is held while a request is computed",
-        "StepHold", "or computes or self._loop.computes():", "or computes:",
+        "StepHold", "computes or self._loop.computes()", "computes",
         "test_no_step_is_held_while_a_request_is_computed",
     ),
     Guarantee(
         "no step is held before the results of an end were looked at",
         "StepHold", "not ended and not self._due:", "not ended:",
         "test_nothing_is_held_until_the_results_of_an_end_were_looked_at",
+    ),
+    Guarantee(
+        "nor before those of an end beside the last token of a request",
+        "StepHold", "        if ended:\n", "        if ended and not busy:\n",
+        "test_what_ended_beside_the_last_token_of_a_request_is_looked_at_without_a_hold",
     ),
     Guarantee(
         "workers are ready for the step that takes up an end",
