@@ -75,6 +75,12 @@ class _Direct:
         return self.rest is not None and not self.posting and len(self.running) < SLICES_UNDER_WAY
 
     @property
+    def due(self) -> bool:
+        """Whether a look changes something now: also where the transport was done when it had posted a slice."""
+        over = any(not slice_.transfer.left for slice_ in self.running)
+        return self.begins or self.posting or over or not self.running
+
+    @property
     def may_write(self) -> bool:
         return bool(self.running) or self.stuck
 
@@ -265,7 +271,7 @@ class InFlight:
     def next_look(self, now: float, draining: bool) -> list[float]:
         """When a `poll` is due; `draining`: nobody waits for the bytes."""
         moments = [now + LOOK_S] if self.stuck else []
-        if any(direct.begins or direct.posting or not direct.running for direct in self.transfers.values()):
+        if any(direct.due for direct in self.transfers.values()):
             moments.append(now)
         elif self.transfers:
             rarely = min((now - self.moved_at) * _DRAINING_SHARE, POLL_DRAINING_S) if draining else 0.0
