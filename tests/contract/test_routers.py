@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from tests.support.handed_over import handed_over, kept
 from vllm_pd_connector.errors import ProtocolError
@@ -178,3 +180,32 @@ def test_this_projects_router_sends_what_the_others_send() -> None:
     parse_remote_decode(first)
     parse_remote_push(second)
     assert pairing_name(first, "cmpl-x-0-1a2b3c4d") == pairing_name(second, "cmpl-x-0-5e6f7a8b") == request_id
+
+
+ASKS: dict[str, Any] = {
+    "model": "m",
+    "max_tokens": 50,
+    "min_tokens": 4,
+    "stop": ["."],
+    "logprob_token_ids": [5, 6],
+    "thinking_token_budget": 9,
+    "return_token_ids": True,
+    "routed_experts_prompt_start": 2,
+}
+"""What a client may ask for of an answer."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [1, 2, 3], "logprobs": 2, "stream": True, "stream_options": {}}),
+        (CompletionRequest, {"prompt": "x", "logprobs": 0, "echo": True, "prompt_logprobs": 1}),
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 3}),
+    ],
+)
+def test_what_vllm_takes_from_a_client_it_takes_as_a_first_leg(kind: Any, body: dict[str, Any]) -> None:
+    kind.model_validate(ASKS | body)
+    leg = kind.model_validate(prefill_body(ASKS | body)).to_sampling_params(1, {})
+    assert (leg.max_tokens, leg.min_tokens, leg.ignore_eos, leg.stop) == (1, 0, True, [])
+    assert (leg.logprobs, leg.prompt_logprobs, leg.logprob_token_ids) == (None, None, None), "nobody reads them"
+    assert leg.thinking_token_budget is None, "a prefill instance may have no reasoning configured, and refuse it"

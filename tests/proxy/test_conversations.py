@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -63,6 +64,22 @@ async def test_of_a_stream_the_next_turn_has_the_name_that_decode_was_given(benc
     name = decode.asked[0]["kv_transfer_params"]["transfer_id"]
     where = {"remote_engine_id": "d-0", "remote_host": "h", "remote_port": 5700, "remote_request_id": name}
     assert turns(prefill) == [{}, where]
+
+
+@over_bench
+async def test_a_client_is_not_told_by_a_stream_where_the_caches_are(bench: Bench) -> None:
+    """vLLM 0.33 says it with the last event of a choice."""
+    quoted = json.dumps({"choices": [{"delta": {"content": '"kv_transfer_params": {}'}}]}).encode()
+    last = {"choices": [{"delta": {}, "finish_reason": "stop"}], "kv_transfer_params": KEPT}
+    bare = {"choices": last["choices"]}
+    decode = streams(b"data: " + quoted + b"\n\n", f"data: {json.dumps(last)}\n\n".encode(), b"data: [DONE]\n\n")
+    prefill, _ = await bench.pair(decode=decode, says=(P, D), conversations=True)
+    url = bench.url.replace("/v1/completions", "/v1/chat/completions")
+    async with bench.client.post(url, json=chat("a", stream=True)) as answer:
+        said = await answer.read()
+    assert said.split(b"\n\n") == [b"data: " + quoted, f"data: {json.dumps(bare)}".encode(), b"data: [DONE]", b""]
+    await ask(bench, "a", "b", "c")
+    assert turns(prefill)[1]["remote_engine_id"] == "d-0"
 
 
 @over_bench

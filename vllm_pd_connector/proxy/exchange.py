@@ -141,6 +141,19 @@ def for_client(content: bytes, answer: object, who: str) -> bytes:
         raise LegError(502, f"{who} gave an answer that is nested too deeply to be passed on") from error
 
 
+def event_for_client(event: bytes, who: str) -> bytes:
+    """The same for an event of a stream: vLLM 0.33 says it with the last of a choice.
+
+    Raises:
+        LegError: as `for_client`.
+    """
+    if b"kv_transfer_params" not in event:
+        return event
+    content = event.strip().removeprefix(b"data:").strip()
+    bare = for_client(content, parsed_json(content), who)
+    return event if bare is content else b"data: " + bare + b"\n\n"
+
+
 def is_end(event: bytes) -> bool:
     """Whether an event is the last of a stream; what it says may look the same within another."""
     return event.strip().removeprefix(b"data:").strip() == b"[DONE]"

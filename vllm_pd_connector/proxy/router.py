@@ -3,8 +3,7 @@
 Until the first byte of the answer is sent, every failure is an HTTP status: an instance's own error is passed on as it
 is, the others are those of `legs`. vLLM begins a stream with status 200 before it knows whether it can answer, so the
 client's headers wait for the first event, and an event that is an error becomes a status too. After the first byte
-only an event in the stream can tell the client. A client that goes away cancels its handler, which closes the legs in
-progress.
+only an event in the stream can tell the client. A client that goes away cancels its handler, which closes the legs.
 
 Which hand-off is used (`handoff`): "serial" asks prefill, then decode; "concurrent" asks both at once, prefill first,
 so that nothing was sent to anyone when a prefill instance refuses the connection; "auto" is concurrent while all
@@ -38,6 +37,7 @@ from vllm_pd_connector.proxy.exchange import (
     end,
     error_object,
     error_response,
+    event_for_client,
     for_client,
     is_end,
     named,
@@ -360,7 +360,7 @@ class Router:
             if is_end(event) and not failed:  # the client may go on with the conversation as soon as it has this
                 exchange.turn.ended(name)
             with to_client():
-                await answer.write(event)
+                await answer.write(event_for_client(event, who))
         if exchange.answer is None:
             raise LegError(502, f"{who} ended its stream without an event")
         with to_client():

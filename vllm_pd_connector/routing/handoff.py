@@ -52,19 +52,27 @@ ANSWER_ONLY = frozenset(
         "guided_grammar",
         "guided_json",
         "guided_regex",
+        "logprob_token_ids",
         "logprobs",
         "min_tokens",
         "prompt_logprobs",
+        "repetition_detection",
+        "return_prompt_text",
         "return_token_ids",
         "return_tokens_as_token_ids",
+        "return_weight_versions",
+        "routed_experts_prompt_start",
         "stop",
         "stop_token_ids",
         "stream_options",
         "structured_outputs",
+        "thinking_token_budget",
         "top_logprobs",
     }
 )
-"""Fields that only shape the answer; the first leg's answer is not seen by anyone."""
+"""Fields that only shape the answer; the first leg's answer is not seen by anyone. What goes with
+one of them is among them: vLLM refuses `logprob_token_ids` without `logprobs`, and `thinking_token_budget` where no
+reasoning is configured."""
 
 
 def check_client_body(body: object) -> Body:
