@@ -65,14 +65,16 @@ MEMBERS = (
     _members("vllm.v1.core.sched.output:CachedRequestData", "req_ids num_computed_tokens resumed_req_ids"),
     _members(
         "vllm.v1.engine.core:EngineCore",
-        "collective_rpc set_weight_version pause_scheduler resume_scheduler model_executor scheduler",
+        "collective_rpc set_weight_version pause_scheduler resume_scheduler add_lora remove_lora model_executor "
+        "scheduler",
     ),
     _members("vllm.v1.engine.core:EngineCoreProc", "input_queue step_fn post_step _reject_add_in_shutdown"),
     _members("vllm.v1.executor.abstract:Executor", "sleep discard"),
+    _members("vllm.lora.request:LoRARequest", "lora_name lora_int_id lora_path load_inplace"),
     _members(
         "vllm.v1.worker.gpu_worker:Worker",
         "start_weight_update start_draft_weight_update update_weights finish_weight_update reload_weights "
-        "reset_weights",
+        "reset_weights add_lora remove_lora",
     ),
     _members(
         SCHEDULER, "requests failed_recving_kv_req_ids kv_cache_manager reset_prefix_cache defer_block_free vllm_config"
@@ -218,6 +220,8 @@ TAKES = (
     Takes(f"{SCHEDULER}.reset_prefix_cache", ("self", "reset_running_requests", "reset_connector")),
     Takes("vllm.v1.engine.core:EngineCore.collective_rpc", ("self", "method")),
     Takes("vllm.v1.engine.core:EngineCore.set_weight_version", ("self", "weight_version")),
+    Takes("vllm.v1.engine.core:EngineCore.add_lora", ("self", "lora_request")),
+    Takes("vllm.v1.engine.core:EngineCore.remove_lora", ("self", "lora_id")),
     Takes("vllm.v1.engine.core:EngineCoreProc.pause_scheduler", ("self", "mode", "clear_cache")),
     Takes("vllm.v1.executor.abstract:Executor.sleep", ("self", "level")),
     Takes("vllm.v1.executor.abstract:Executor.discard", ("self", "tags")),

@@ -20,6 +20,7 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.request import Request
 
 from vllm_pd_connector.compat.blocks import prompt_digest, stop_short
+from vllm_pd_connector.compat.model.adapters import Adapters
 from vllm_pd_connector.errors import ProtocolError
 
 TOKENS, HIDDEN = 6, 4
@@ -99,6 +100,10 @@ def test_media_with_neither_a_name_nor_content_are_refused():
     assert prompt_digest(with_media("hash", pixels=None), TOKENS) == prompt_digest(with_media("hash"), TOKENS)
 
 
+def book(**ids: str) -> Adapters:
+    return Adapters(ids, lambda: True)
+
+
 def test_adapters_of_one_name_are_told_apart_by_their_files(tmp_path: Path):
     one, copy, other = (
         with_adapter(adapter(tmp_path / name, content)) for name, content in (("a", b"1"), ("b", b"1"), ("c", b"2"))
@@ -109,9 +114,9 @@ def test_adapters_of_one_name_are_told_apart_by_their_files(tmp_path: Path):
 
 def test_an_id_of_both_sides_stands_for_an_adapter(tmp_path: Path):
     one, other = (with_adapter(adapter(tmp_path / content.decode(), content)) for content in (b"1", b"2"))
-    digests = [prompt_digest(each, TOKENS, {"sql": "v2"}) for each in (one, other)]
-    assert digests[0] == digests[1] != prompt_digest(other, TOKENS, {"sql": "v3"})
-    assert prompt_digest(one, TOKENS, {"other": "v2"}) == prompt_digest(one, TOKENS)
+    digests = [prompt_digest(each, TOKENS, book(sql="v2").name_of) for each in (one, other)]
+    assert digests[0] == digests[1] != prompt_digest(other, TOKENS, book(sql="v3").name_of)
+    assert prompt_digest(one, TOKENS, book(other="v2").name_of) == prompt_digest(one, TOKENS)
 
 
 def test_an_adapter_whose_files_cannot_be_read_goes_by_its_path():
@@ -121,10 +126,10 @@ def test_an_adapter_whose_files_cannot_be_read_goes_by_its_path():
 
 def test_an_adapter_is_read_as_vllm_loads_it(tmp_path: Path):
     """Once by its number, and anew where it is loaded in place of its former self."""
-    path = adapter(tmp_path / "a", b"1")
-    loaded = prompt_digest(with_adapter(path), TOKENS)
-    assert prompt_digest(with_adapter(path, in_place=True), TOKENS) == loaded
+    path, adapters = adapter(tmp_path / "a", b"1"), book()
+    loaded = adapters.name_of(with_adapter(path))
+    assert adapters.name_of(with_adapter(path, in_place=True)) == loaded
     adapter(path, b"22")
-    assert prompt_digest(with_adapter(path), TOKENS) == loaded
-    reloaded = prompt_digest(with_adapter(path, in_place=True), TOKENS)
-    assert loaded != reloaded == prompt_digest(with_adapter(path, number=2), TOKENS)
+    assert adapters.name_of(with_adapter(path)) == loaded
+    reloaded = adapters.name_of(with_adapter(path, in_place=True))
+    assert loaded != reloaded == adapters.name_of(with_adapter(path, number=2))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,12 +15,12 @@ import torch
 from vllm.multimodal.hasher import MultiModalHasher
 from vllm.v1.request import RequestStatus
 
-from vllm_pd_connector.compat.model.weights import adapter_of
+from vllm_pd_connector.compat.model.adapters import by_files
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.block_pool import BlockPool
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_pd_connector.geometry.blocks import BlockTables
-
-_NO_IDS: Mapping[str, str] = MappingProxyType({})
 
 _LOCAL_NAME = re.compile(r"\brenderer\d+-mm-\d+-")
 """How vLLM begins the names of media that it does not hash, because it caches neither them nor prefixes: by a counter
@@ -118,14 +115,14 @@ def begun_in(output: SchedulerOutput) -> Iterator[tuple[str, bool]]:
             yield request_id, computed > 0
 
 
-def prompt_digest(request: Request, num_tokens: int, adapter_ids: Mapping[str, str] = _NO_IDS) -> str:
+def prompt_digest(request: Request, num_tokens: int, adapter_of: Callable[[Request], str] = by_files) -> str:
     """16 hex digits over the first `num_tokens` prompt tokens and what else decides their cached numbers: embeddings,
-    images and other media, the adapter (`adapter_ids` are what adapters are called, by name).
+    images and other media, the adapter (`Adapters.name_of`).
 
     A receiver compares it with its own, so that parameters of one request are never used for another prompt.
 
     Raises:
-        ProtocolError: a medium of the request cannot be told from others.
+        ProtocolError: a medium or the adapter of the request cannot be told from others.
     """
     digest = hashlib.blake2b(num_tokens.to_bytes(8, "little"), digest_size=8)
     if request.prompt_token_ids is not None:
@@ -133,7 +130,7 @@ def prompt_digest(request: Request, num_tokens: int, adapter_ids: Mapping[str, s
     if request.prompt_embeds is not None:
         digest.update(request.prompt_embeds[:num_tokens].flatten().contiguous().view(torch.uint8).numpy())
     media = [medium_name(feature) for feature in request.mm_features or ()]
-    digest.update(repr((media, adapter_of(request, adapter_ids))).encode())
+    digest.update(repr((media, adapter_of(request))).encode())
     return digest.hexdigest()
 
 
@@ -211,6 +208,12 @@ def is_empty(pool: BlockPool) -> bool:
     """Whether a pool holds no caches: no block is in use, and none has a hash by which it would be found."""
     unused = pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # the null block is always in use
     return unused and all(block.block_hash is None for block in pool.blocks)
+
+
+def with_adapter(scheduler: Any, number: int) -> set[str]:
+    """The requests that a scheduler has with the adapter of this number."""
+    lora = ((name, request.lora_request) for name, request in scheduler.requests.items())
+    return {name for name, found in lora if found is not None and found.lora_int_id == number}
 
 
 def compute_here(scheduler: Any, request_id: str, *, at_once: bool) -> bool:

@@ -6,20 +6,17 @@ Source: vLLM 0.32, `v1/request.py`, `v1/core/sched/scheduler.py` (`update_from_o
 from __future__ import annotations
 
 import hashlib
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_pd_connector.compat.blocks import medium_name
-from vllm_pd_connector.compat.model.weights import adapter_of
+from vllm_pd_connector.compat.model.adapters import by_files
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from vllm.v1.request import Request
-
-_NO_IDS: Mapping[str, str] = MappingProxyType({})
 
 
 def known_tokens(request: Request) -> int:
@@ -39,16 +36,18 @@ def is_text(request: Request) -> bool:
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
-def prefix_digests(request: Request, lengths: Sequence[int], adapter_ids: Mapping[str, str] = _NO_IDS) -> list[str]:
+def prefix_digests(
+    request: Request, lengths: Sequence[int], adapter_of: Callable[[Request], str] = by_files
+) -> list[str]:
     """16 hex digits for each of these prefixes of a request's tokens (prompt and answer), `lengths` ascending: over the
     tokens, the media that begin among them, the adapter, and the salt by which a client keeps its caches to itself.
 
     Raises:
-        ProtocolError: a medium of the request cannot be told from others.
+        ProtocolError: a medium or the adapter of the request cannot be told from others.
     """
     tokens = np.asarray(list(request.all_token_ids[: lengths[-1]] if lengths else ()), dtype="<i8")
     media = sorted((feature.mm_position.offset, medium_name(feature)) for feature in request.mm_features or ())
-    rest = adapter_of(request, adapter_ids), request.cache_salt
+    rest = adapter_of(request), request.cache_salt
     digest, digests, done = hashlib.blake2b(digest_size=8), [], 0
     for length in lengths:
         digest.update(tokens[done:length].tobytes())

@@ -1,4 +1,4 @@
-"""What is done to an engine beside its requests: weights that change in place, pauses, resets, sleep.
+"""What is done to an engine beside its requests: weights and adapters that change in place, pauses, resets, sleep.
 
 vLLM tells its connector of none of these but the reset of caches, and of that only when it is over. So the calls that
 the engine core and its scheduler get are watched: both are looked for among the callers when the scheduler half is
@@ -9,8 +9,9 @@ extension cannot be told from harmless ones by their names: their trainer names 
 while the engine is paused.
 
 Source: vLLM 0.32 and 0.33, `v1/engine/core.py` (`collective_rpc`, `set_weight_version`, `pause_scheduler`,
-`resume_scheduler`), `v1/core/sched/scheduler.py` (`reset_prefix_cache`, `defer_block_free`), `v1/executor/abstract.py`
-(`sleep`, `discard`), `v1/worker/gpu_worker.py`, `entrypoints/rl/online/api_router.py`.
+`resume_scheduler`, `add_lora`, `remove_lora`), `v1/core/sched/scheduler.py` (`reset_prefix_cache`,
+`defer_block_free`), `v1/executor/abstract.py` (`sleep`, `discard`), `v1/worker/gpu_worker.py`,
+`entrypoints/rl/online/api_router.py`.
 """
 
 from __future__ import annotations
@@ -24,17 +25,22 @@ from vllm_pd_connector.errors import InvalidConfig
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm.lora.request import LoRARequest
+
 CHANGE_WEIGHTS: Final = frozenset(
     {
+        "add_lora",
         "finish_weight_update",
         "reload_weights",
+        "remove_lora",
         "reset_weights",
         "start_draft_weight_update",
         "start_weight_update",
         "update_weights",
     }
 )
-"""Methods of vLLM's workers after which a model may have other numbers."""
+"""Methods of vLLM's workers after which a model may have other numbers. Those of adapters are told of by the engine
+core's own methods; who calls the workers' says nothing of the numbers."""
 LOSES_WEIGHTS: Final = 2
 """The sleep level from which on weights are not kept."""
 
@@ -47,6 +53,15 @@ class Operator(Protocol):
 
     def weights_named(self, version: str) -> None:
         """After somebody said which weights there are."""
+
+    def adapter_loading(self, lora: LoRARequest) -> None:
+        """Before the workers load an adapter, anew where `load_inplace` says so."""
+
+    def adapter_failed(self, lora: LoRARequest) -> None:
+        """After some of them could not."""
+
+    def adapter_removed(self, number: int) -> None:
+        """Before they give it away; who uses it has it loaded again."""
 
     def pausing(self, mode: str, *, clears: bool) -> Callable[[], None]:
         """Before a pause begins: "abort", "wait" or "keep"; whether caches are cleared when it has come about. Returns
@@ -119,6 +134,20 @@ def _watch_core(core: Any, operator: Operator) -> None:
         operator.weights_named(weight_version)
         return result
 
+    def add_lora(call: Callable[..., Any], lora_request: LoRARequest) -> Any:
+        operator.adapter_loading(lora_request)
+        done = False
+        try:
+            done = call(lora_request)
+        finally:
+            if not done:
+                operator.adapter_failed(lora_request)
+        return done
+
+    def remove_lora(call: Callable[..., Any], lora_id: int) -> Any:
+        operator.adapter_removed(lora_id)
+        return call(lora_id)
+
     def pause_scheduler(call: Callable[..., Any], mode: str = "abort", clear_cache: bool = True) -> Any:
         take_back = operator.pausing(mode, clears=clear_cache)
         try:
@@ -143,7 +172,10 @@ def _watch_core(core: Any, operator: Operator) -> None:
             operator.losing_caches()
         return call(tags)
 
-    calls: list[Callable[..., Any]] = [collective_rpc, set_weight_version, pause_scheduler, resume_scheduler]
+    calls: list[Callable[..., Any]] = [
+        *(collective_rpc, set_weight_version, pause_scheduler, resume_scheduler),
+        *(add_lora, remove_lora),
+    ]
     for instead in calls:
         _wrap(core, instead.__name__, instead)
     calls = [sleep, discard]

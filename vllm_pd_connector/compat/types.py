@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext
+from vllm.lora.request import LoRARequest
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager

@@ -15,14 +15,24 @@ if TYPE_CHECKING:
     from vllm_pd_connector.config import Config
     from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.wire.fields import Weights
+    from vllm_pd_connector.scheduler.epochs import Epochs
     from vllm_pd_connector.sidechannel.net.keys import Keys
 
 
 class Answers:
     """Of one engine; `parallel` is vLLM's configuration, `place` where the side channel listens."""
 
-    def __init__(self, config: Config, parallel: Any, engine_id: str, place: tuple[str, int], keys: Keys | None):
+    def __init__(
+        self,
+        config: Config,
+        parallel: Any,
+        engine_id: str,
+        place: tuple[str, int],
+        keys: Keys | None,
+        epochs: Epochs,
+    ):
         self._config = config
+        self._adapter_of = epochs.adapters.name_of
         self._key = keys.public if keys is not None else None
         self._place = {
             "remote_engine_id": engine_id,
@@ -40,7 +50,7 @@ class Answers:
         self, request: Request, tables: tuple[BlockTable, ...], num_tokens: int, incarnation: str, weights: Weights
     ) -> RemotePrefill:
         """A finished prefill of `num_tokens` tokens in these blocks."""
-        digest = prompt_digest(request, num_tokens, self._config.adapter_ids)
+        digest = prompt_digest(request, num_tokens, self._adapter_of)
         own = self._own(tables, digest, self._config.kv_lease_duration, incarnation, weights)
         return RemotePrefill(
             do_remote_prefill=True,

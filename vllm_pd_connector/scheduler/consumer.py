@@ -47,20 +47,14 @@ from vllm_pd_connector.sidechannel.net.keys import keys_of
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from concurrent.futures import Future
 
-    from vllm_pd_connector.compat.types import (
-        KVCacheBlock,
-        KVCacheBlocks,
-        KVCacheConfig,
-        Request,
-        VllmConfig,
-    )
+    from vllm_pd_connector.compat.types import KVCacheBlock, KVCacheBlocks, KVCacheConfig, Request, VllmConfig
     from vllm_pd_connector.config import Config
-    from vllm_pd_connector.protocol.weights import OwnWeights
     from vllm_pd_connector.protocol.wire.fields import LeaseRef
     from vllm_pd_connector.protocol.wire.push_messages import PrefillRef
+    from vllm_pd_connector.scheduler.epochs import Epochs
 
 logger = init_logger(__name__)
 
@@ -75,12 +69,12 @@ class Consumer:
         config: Config,
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
-        own: OwnWeights,
+        epochs: Epochs,
         wake: Callable[[], None],
     ):
         self._wake = wake
-        self.sources = Sources(config, vllm_config, kv_cache_config)
-        self._own = own
+        self.sources = Sources(config, vllm_config, kv_cache_config, epochs.adapters)
+        self._own = epochs.own
         self._arrived: set[str] = set()  # received, and not scheduled since
         self._pushes = config.pushes
         self._groups = tuple(kv_cache_config.transfer_group_ids)
@@ -92,7 +86,7 @@ class Consumer:
         self._aborts: list[str] = []
         self._ended: Bounded[str, None] = Bounded(REMEMBER)
         self._renewer = LeaseRenewer(keys_of(config), config.kv_lease_duration)
-        self.turns = Turns(self.sources, self._renewer, own, wake)
+        self.turns = Turns(self.sources, self._renewer, epochs.own, wake)
         self._directory = EngineDirectory(config.handshake_timeout)
         self._states = state_groups(kv_cache_config)
         self._known: Bounded[LeaseRef | PrefillRef, None] = Bounded(REMEMBER)  # what requests came for
@@ -268,7 +262,7 @@ class Consumer:
         if num_computed_tokens >= request.num_prompt_tokens - 1:
             return 0
         count = max(receive.num_tokens - num_computed_tokens, 0)
-        if count and (reason := self._own.unlike(receive.weights or self._own.now)):
+        if count and (reason := receive.stale or self._own.unlike(receive.weights or self._own.now)):
             self._forget(request.request_id, release=True)
             self.refuse(request, reason)
             return int(request.num_prompt_tokens - num_computed_tokens)
@@ -346,19 +340,25 @@ class Consumer:
             self._arrived.add(request_id)
         return not receive.outdated
 
-    def outdate(self, reason: str) -> set[str]:
-        """The weights are others from now on: what is loading is given up. Returns the requests whose caches have come
+    def outdate(self, reason: str, among: Collection[str] | None = None) -> set[str]:
+        """The weights are others from now on: what is loading is given up. If those of these requests alone are, an
+        adapter's, no name says it of what they wait for: it is not loaded. Returns the requests whose caches have come
         and that have not gone on with them."""
         for request_id, receive in self._receives.items():
+            if among is not None:
+                if request_id not in among:
+                    continue
+                receive.stale = reason
             if receive.loading and not receive.outdated and not isinstance(receive.source, BadParameters):
                 receive.outdated = True
                 self._aborts.append(request_id)
                 logger.error("request %s: its load is given up: %s", request_id, reason)
-        return self.take_arrived()
+        return self.take_arrived(among)
 
-    def take_arrived(self) -> set[str]:
+    def take_arrived(self, among: Collection[str] | None = None) -> set[str]:
         """Requests whose caches have come and that were not scheduled since; the caller has them computed here."""
-        arrived, self._arrived = self._arrived, set()
+        arrived = self._arrived if among is None else self._arrived.intersection(among)
+        self._arrived = self._arrived - arrived
         return arrived
 
     def blocks_of(self, request_id: str) -> list[KVCacheBlock]:

@@ -5,6 +5,9 @@ after a preemption. Several calls make one change that peers are told of; an eng
 here each call ends an epoch. What vLLM's prefix cache holds when weights change is of the former ones until vLLM resets
 it; a prefill that begins with a hit of it is of no epoch. Trainers have vLLM reset its caches while it is paused (`POST
 /pause` does), before they change anything, so that nothing is refused.
+
+An adapter is loaded again in place without any of this. Its name is its content, so nothing waits for one; but whatever
+had come before the change is not handed over: it may be of both, or was promised under the former name.
 """
 
 from __future__ import annotations
@@ -12,48 +15,71 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from vllm_pd_connector.compat.blocks import begun_in, is_empty
+from vllm_pd_connector.compat.model.adapters import Adapters
 from vllm_pd_connector.protocol.weights import HOW_TO_NAME, OwnWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Mapping
 
-    from vllm_pd_connector.compat.types import BlockPool, SchedulerOutput
+    from vllm_pd_connector.compat.types import BlockPool, LoRARequest, Request, SchedulerOutput
 
 NO_EPOCH: Final = -1
+IN_TURN: Final = -2
+"""In the place of an adapter's age: another was loaded in turn with it."""
 
 
 class Epochs:
-    """See the module. One per engine, in the scheduler's thread."""
+    """See the module. One per engine, in the scheduler's thread. `adapter_ids`: as configured."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapter_ids: Mapping[str, str]) -> None:
         self.own = OwnWeights()
+        self.adapters = Adapters(adapter_ids, self._cached)
         self.pool: BlockPool | None = None
         self._outdated = False  # the prefix cache may hold what other weights computed
         self._epoch = 0
         self._begun: dict[str, int] = {}  # of running prefills: the epoch of their caches
+        self._came: dict[str, tuple[int, LoRARequest]] = {}  # with which adapter, and its age then
 
     def moved(self) -> None:
         """An epoch has ended. Leases must have been given back."""
         self._epoch += 1
-        self._outdated = self.pool is None or not is_empty(self.pool)
+        self._outdated = self._cached()
+
+    def _cached(self) -> bool:
+        return self.pool is None or not is_empty(self.pool)
 
     def was_reset(self) -> None:
         """The prefix cache has forgotten everything."""
         self._outdated = False
+        self.adapters.was_reset()
 
-    def advance(self, output: SchedulerOutput, *wanted: Collection[str]) -> None:
+    def arrived(self, request: Request) -> None:
+        """Any request has come."""
+        if (lora := request.lora_request) is None:
+            return
+        age = self.adapters.age(request)
+        others = (other for _, other in self._came.values() if other.load_inplace) if age else ()
+        if any(other.lora_int_id == lora.lora_int_id and other.lora_path != lora.lora_path for other in others):
+            age = IN_TURN
+        self._came[request.request_id] = age, lora
+
+    def advance(self, output: SchedulerOutput, *wanted: Mapping[str, Request]) -> None:
         """A step begins: of the requests whose caches may be handed over (those in `wanted`), remember the epochs of
         those that begin with it."""
         for request_id, hit in begun_in(output) if any(wanted) else ():
-            if any(request_id in some for some in wanted):
+            for request in (some[request_id] for some in wanted if request_id in some):
                 self._begun[request_id] = NO_EPOCH if hit and self._outdated else self._epoch
+                if hit and request.lora_request is not None and self.adapters.spoilt(request):
+                    self._came[request_id] = NO_EPOCH, request.lora_request
 
     def forget(self, request_id: str) -> None:
-        """A prefill has ended."""
+        """A request has ended."""
         self._begun.pop(request_id, None)
+        self._came.pop(request_id, None)
 
-    def mixed(self, request_id: str) -> str:
+    def mixed(self, request: Request) -> str:
         """Why a finished prefill is not to be handed over; empty if it is."""
+        request_id = request.request_id
         if self.own.nameless:
             return f"weights: changed in place and not named yet; {HOW_TO_NAME}"
         begun = self._begun.get(request_id, self._epoch)
@@ -64,4 +90,23 @@ class Epochs:
             )
         if begun != self._epoch:
             return f"weights: changed in place while it was computed (epoch {begun} then, {self._epoch} now)"
+        return self._of_two_adapters(request)
+
+    def _of_two_adapters(self, request: Request) -> str:
+        if request.request_id not in self._came:
+            return ""
+        now, (came, _) = self.adapters.age(request), self._came[request.request_id]
+        if came == IN_TURN:
+            return (
+                "lora_request: when it came, requests still ran that have its adapter read from another path in each "
+                "of their steps: let those end before weights are loaded in place"
+            )
+        if came == NO_EPOCH:
+            return (
+                "lora_request: the adapter's name and path were those of other weights, and it began with a prefix "
+                "that may be of these: load changed weights from a new path, or have the prefix cache reset (POST "
+                "/reset_prefix_cache)"
+            )
+        if came != now:
+            return f"lora_request: the adapter was loaded in place since it came (change {came} then, {now} now)"
         return ""

@@ -67,9 +67,9 @@ class SchedulerHalf:
         if loop is not None:
             loop.on_refusal(self._refused)
         self.hold = StepHold(loop)
-        self.epochs = Epochs()
+        self.epochs = Epochs(config.adapter_ids)
         self.producer = Producer(config, vllm_config, kv_cache_config, self.epochs, ended=self.hold.ask)
-        self.consumer = Consumer(config, vllm_config, kv_cache_config, self.epochs.own, self.hold.ask)
+        self.consumer = Consumer(config, vllm_config, kv_cache_config, self.epochs, self.hold.ask)
         self.operations = Operations(
             self.epochs, self.producer, self.consumer, lambda: self._quarantine, loads=config.conversations
         )
@@ -119,6 +119,7 @@ class SchedulerHalf:
     def on_new_request(self, request: Request) -> None:
         """A request arrived. Bad parameters are remembered and fail the request when it would load."""
         self.producer.drain()  # an idle engine has not stepped since these leases ended
+        self.operations.arrived(request)
         try:
             match kind_of(transfer_params(request)):
                 case Kind.REMOTE_PREFILL:

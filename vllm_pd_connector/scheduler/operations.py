@@ -4,6 +4,10 @@
 have come for requests which have not gone on with them are not used: vLLM computes those here. Until the weights have a
 name nothing is handed over and nothing taken (`epochs`).
 
+**An adapter that is loaded again in place** is another for the requests that have it, and for nobody else: what they
+load is given up in the same way, and none that came before is handed over. Its content names it, so nothing waits for a
+name, and leases of what was computed before go on under the name that they have.
+
 **Reset.** vLLM's prefix cache forgets only if no block is in use. A forced reset (one that runs requests anew, or that
 is meant for the connector, too) ends the leases and gives back what has come; a plain one leaves them, and vLLM says
 that it was not done. Either way the log says what is in the way.
@@ -23,7 +27,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import compute_here
+from vllm_pd_connector.compat.blocks import compute_here, with_adapter
 from vllm_pd_connector.compat.operations import watch
 from vllm_pd_connector.protocol.lease import End
 from vllm_pd_connector.protocol.weights import HOW_TO_NAME
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm_pd_connector.compat.blocks import Quarantine
+    from vllm_pd_connector.compat.types import LoRARequest, Request
     from vllm_pd_connector.scheduler.consumer import Consumer
     from vllm_pd_connector.scheduler.epochs import Epochs
     from vllm_pd_connector.scheduler.producer import Producer
@@ -65,11 +70,34 @@ class Operations:
         self._scheduler = watch(self, loads=loads)
 
     def weights_changing(self, what: str) -> None:
+        self._epochs.adapters.removed()  # with some of these calls the workers give them away
         if self._epochs.own.changing():
             self._move(f"the weights are changed in place ({what})")
             logger.warning("%s: nothing is handed over or taken until they are named; %s", what, HOW_TO_NAME)
         else:
             self._epochs.moved()
+
+    def adapter_loading(self, lora: LoRARequest) -> None:
+        self._epochs.adapters.loads(lora)
+        self._adapters_moved()
+
+    def adapter_failed(self, lora: LoRARequest) -> None:
+        self._epochs.adapters.failed(lora)
+
+    def adapter_removed(self, number: int) -> None:
+        self._epochs.adapters.removed(number)
+
+    def arrived(self, request: Request) -> None:
+        """Any request has come: vLLM may read its adapter's files anew."""
+        self._epochs.arrived(request)
+        self._adapters_moved()
+
+    def _adapters_moved(self) -> None:
+        for lora in self._epochs.adapters.take_moved():
+            reason = f"lora_request: adapter {lora.lora_name!r} was loaded in place from {lora.lora_path}"
+            logger.warning("%s: what requests that came before have computed or load is not used", reason)
+            names = with_adapter(self._scheduler, lora.lora_int_id)
+            self._compute_here(self._consumer.outdate(reason, names), at_once=False)
 
     def weights_named(self, version: str) -> None:
         if self._epochs.own.named(version):

@@ -37,6 +37,7 @@ class Receive:
     loading: bool = False
     weights: Weights | None = None  # that its prefill was computed with; None while only the prefill side knows
     outdated: bool = False  # what comes is of no use any more
+    stale: str = ""  # why what it waits for is of no use any more
     began: float = field(default_factory=time.monotonic)
     asked_at: float = field(default_factory=time.monotonic)  # when a turn's latest question went out
     blocks: list[KVCacheBlock] = field(default_factory=list)

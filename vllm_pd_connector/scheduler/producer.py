@@ -73,7 +73,7 @@ class Producer:
         self._ended = ended
         self._keeps = vllm_config.kv_transfer_config.is_kv_producer
         # A consumer that is written into is asked for its manifests, too.
-        self.lending = Lending(config, vllm_config, kv_cache_config)
+        self.lending = Lending(config, vllm_config, kv_cache_config, epochs.adapters)
         self._serves = self._keeps or config.pushes or self.lending.enabled
         self._engine_id = facts.engine_id(vllm_config)
         self._incarnation = secrets.token_hex(16)
@@ -83,7 +83,7 @@ class Producer:
         if self._serves:
             require_private_address(self._host, self._keys, config.allow_unauthenticated_peers)
         self._parallel = parallel
-        self._answers = Answers(config, parallel, self._engine_id, (self._host, self._port), self._keys)
+        self._answers = Answers(config, parallel, self._engine_id, (self._host, self._port), self._keys, epochs)
         self._first_engine = facts.first_engine(vllm_config)
         self._rank = facts.rank_for_routers(vllm_config)
         self._tables = LeasedTables(kv_cache_config, parallel.decode_context_parallel_size)
@@ -98,7 +98,7 @@ class Producer:
         self._choices: dict[str, str] = {}  # latest lease of the choices of a request with n > 1
         self._blocks: HeldBlocks | None = None
         self._leased: set[str] = set()
-        self._going: set[str] = set()  # decode requests of which something may be kept
+        self._going: dict[str, Request] = {}  # decode requests of which something may be kept
         self._unfinished: dict[str, Request] = {}  # prefills for decode instances
         self._progress = PrefillProgress(config.push_when != "end", kv_cache_config)
 
@@ -177,14 +177,14 @@ class Producer:
             return
         num_tokens = request.num_prompt_tokens
         name = pairing_name(transfer_params(request), request.request_id)
-        digest = prompt_digest(request, num_tokens, self._config.adapter_ids)
+        digest = prompt_digest(request, num_tokens, self._epochs.adapters.name_of)
         if self._server is not None and self._server.pushes.started(request.request_id, name, num_tokens, digest):
             self._progress.add(request.request_id, num_tokens)
 
     def follow(self, request: Request) -> None:
         """A decode request arrived: if it may be kept, it must be known with which weights it began."""
         if self.lending.enabled:
-            self._going.add(request.request_id)
+            self._going[request.request_id] = request
             self._tables.follow(request.request_id)
 
     def came_in_part(self, request_id: str, blocks: Mapping[int, int]) -> bool:
@@ -211,7 +211,7 @@ class Producer:
             return None
         if not any(block_ids):
             return None
-        if reason := self._epochs.mixed(request.request_id):
+        if reason := self._epochs.mixed(request):
             raise ProtocolError(reason)
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         tables = self._tables.of(request.request_id, block_ids, num_tokens)
@@ -227,7 +227,7 @@ class Producer:
         """
         if self._server is None or self._blocks is None or not self.lending.enabled or not any(block_ids):
             return None
-        if why := self.lending.why_not(request) or self._epochs.mixed(request.request_id):
+        if why := self.lending.why_not(request) or self._epochs.mixed(request):
             self.lending.not_kept(request.request_id, why)
             return None
         num_tokens = known_tokens(request)
@@ -285,7 +285,7 @@ class Producer:
         """A request ended, however."""
         self._unfinished.pop(request_id, None)
         self._spans.over(request_id)
-        self._going.discard(request_id)
+        self._going.pop(request_id, None)
         self._tables.over(request_id)
         self._epochs.forget(request_id)
 

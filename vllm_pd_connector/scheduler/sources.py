@@ -28,6 +28,7 @@ from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, Prefi
 from vllm_pd_connector.sidechannel.net.keys import keys_of, require_known_server
 
 if TYPE_CHECKING:
+    from vllm_pd_connector.compat.model.adapters import Adapters
     from vllm_pd_connector.compat.types import KVCacheConfig, Request, VllmConfig
     from vllm_pd_connector.config import Config
     from vllm_pd_connector.metadata import Source
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 class Sources:
     """See the module. `home` is where this instance's manifests are, None before they are served."""
 
-    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
+    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, adapters: Adapters):
+        self._adapter_of = adapters.name_of
         self.home: InstanceAddress | None = None
         self._config = config
         self._prefills = vllm_config.kv_transfer_config.is_kv_producer
@@ -73,7 +75,7 @@ class Sources:
                 f"remote_num_tokens: {remote.remote_num_tokens} there, at most {most} here: this model's decode "
                 f"computes the last {self._backoff} prompt token(s); run the same release on the prefill instance"
             )
-        digest = prompt_digest(request, remote.remote_num_tokens, self._config.adapter_ids)
+        digest = prompt_digest(request, remote.remote_num_tokens, self._adapter_of)
         if remote.remote_num_tokens > request.num_prompt_tokens or digest != remote.pd_connector.prompt_digest:
             raise ProtocolError(
                 f"the prefilled prompt ({remote.remote_num_tokens} tokens, digest {remote.pd_connector.prompt_digest}) "
@@ -123,7 +125,7 @@ class Sources:
         self._require_groups(remote)
         prefixes = [entry for entry in remote.pd_connector.prefixes if entry[0] < request.num_prompt_tokens]
         if is_text(request):
-            digests = prefix_digests(request, [tokens for tokens, _ in prefixes], self._config.adapter_ids)
+            digests = prefix_digests(request, [tokens for tokens, _ in prefixes], self._adapter_of)
             for (tokens, digest), own in reversed(list(zip(prefixes, digests, strict=True))):
                 if digest == own:
                     return int(tokens)
@@ -161,7 +163,7 @@ class Sources:
         """
         assert self.home is not None
         self.require_concurrent(place.host)
-        digest = prompt_digest(request, max(self.prefilled_tokens(request), 0), self._config.adapter_ids)
+        digest = prompt_digest(request, max(self.prefilled_tokens(request), 0), self._adapter_of)
         return PushFrom(PeerKey(place.host, place.port, ""), engine_id, named(request), self.home, digest)
 
     def require_concurrent(self, host: str) -> None:

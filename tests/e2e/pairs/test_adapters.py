@@ -1,22 +1,25 @@
 """LoRA adapters: a pair answers with an adapter as one instance does, and refuses where one name means two adapters.
 
-Decode has adapter `same` in a copy, at another path than prefill, and loads other weights as `other`.
+Decode has adapter `same` in a copy, at another path than prefill, and loads other weights as `other`. What `moving` is
+changes while the instances run.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from examples.launch import Server, Spec, router_spec, vllm_spec
+from examples.launch import Server, Spec, post, router_spec, vllm_spec
 from examples.make_models import ADAPTER_RANK, MODELS, make, make_adapter
-from tests.support.servers.cluster import PATIENCE
+from tests.support.servers.cluster import PATIENCE, until
 from tests.support.servers.pairs import Pairs
 from tests.support.servers.workload import Answer, Prompt, Refused, ask, completion, prompts
 
@@ -59,10 +62,24 @@ def instance(side: str, adapters: dict[str, Path]) -> Spec:
         "kv_connector_extra_config": {"mode": "push", **PATIENCE},
     }
     flags = ["--block-size", str(MODEL.block_size), "--no-enable-prefix-caching"]
-    flags += ["--enable-lora", "--max-lora-rank", str(ADAPTER_RANK), "--max-loras", str(len(adapters))]
+    flags += ["--enable-lora", "--max-lora-rank", str(ADAPTER_RANK), "--max-loras", str(len(adapters) + 1)]
     flags += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
-    polite = {"PD_TEST_POLITE": "1"}
-    return vllm_spec(f"adapters-{side}", make(MODEL), flags=flags, transfer=transfer, environment=polite)
+    flags += ["--enable-log-requests"]
+    environment = {"PD_TEST_POLITE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    return vllm_spec(f"adapters-{side}", make(MODEL), flags=flags, transfer=transfer, environment=environment)
+
+
+def load(server: Server, path: Path) -> None:
+    """Load `moving`, in place if it is there."""
+    body = json.dumps({"lora_name": "moving", "lora_path": str(path), "load_inplace": True}).encode()
+    asked = urllib.request.Request(f"{server.url}/v1/load_lora_adapter", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=120) as answer:
+        assert answer.status == 200
+
+
+def came(server: Server, request_id: str) -> bool:
+    log = server.log.read_text(errors="replace")
+    return any("Added request" in line and request_id in line for line in log.splitlines())
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +119,32 @@ def test_one_name_for_two_adapters_is_refused(adapted: Pair, way: Callable[[Pair
     assert "the same LoRA adapter, if any: equal files on both sides, or one id for it in adapter_ids" in said
     plain = ask(adapted.decode.url, completion("same", prompt))
     assert way(adapted, "same", prompt).tokens == plain.tokens, "both go on"
+
+
+def test_an_adapter_that_is_loaded_again_in_place_is_another_for_the_pair(adapted: Pair) -> None:
+    one, another = (make_adapter(MODEL, number) for number in (1, 2))
+    plain = {
+        name: [ask(adapted.decode.url, completion(name, prompt)).tokens for prompt in ASKED]
+        for name in ("same", "other")
+    }
+    for server in (adapted.prefill, adapted.decode):
+        load(server, one)
+    for way in WAYS:
+        assert [way(adapted, "moving", prompt).tokens for prompt in ASKED] == plain["same"]
+    load(adapted.prefill, another)
+    for way in WAYS:
+        with pytest.raises(Refused):
+            way(adapted, "moving", ASKED[1])
+    load(adapted.decode, another)
+    for way in WAYS:
+        assert [way(adapted, "moving", prompt).tokens for prompt in ASKED] == plain["other"]
+
+    post(f"{adapted.prefill.url}/pause?mode=keep&clear_cache=false", {})
+    with ThreadPoolExecutor(1) as pool:
+        body = completion("moving", ASKED[1], max_tokens=1, kv_transfer_params=KEEP)
+        waiting = pool.submit(ask, adapted.prefill.url, body, request_id="waits")
+        until(lambda: came(adapted.prefill, "waits"), "the request at the engine")
+        load(adapted.prefill, one)
+        post(f"{adapted.prefill.url}/resume", {})
+        assert waiting.result().kv_transfer_params is None, "it came for the former one"
+    assert "lora_request: " in adapted.prefill.log.read_text(errors="replace")

@@ -42,6 +42,26 @@ GUARANTEES = [
         "test_a_prefix_that_the_old_weights_computed_is_not_handed_over",
     ),
     Guarantee(
+        "a prefill of two adapters is not handed over",
+        "Epochs", "if came != now:", "if False:",
+        "test_files_that_are_overwritten_under_an_adapter_of_requests_in_place_are_a_change",
+    ),
+    Guarantee(
+        "a prefix that a former adapter computed is not handed over",
+        "Epochs", "self.adapters.spoilt(request):", "False:",
+        "test_a_prefix_that_the_former_adapter_computed_is_not_handed_over",
+    ),
+    Guarantee(
+        "caches of an adapter that was replaced are not loaded",
+        "Consumer", "receive.stale = reason", "pass",
+        "test_what_decode_came_for_before_is_not_used",
+    ),
+    Guarantee(
+        "a request of a former adapter that comes late gets and gives nothing",
+        "Adapters", "if name != loaded.name:", "if False:",
+        "test_a_request_of_the_former_adapter_that_comes_late_is_refused",
+    ),
+    Guarantee(
         "a load that ends in the moment of a change is not used",
         "Consumer", "receive.outdated = True", "receive.outdated = False",
         "test_a_load_of_old_weights_is_given_up",

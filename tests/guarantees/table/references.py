@@ -54,7 +54,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a cache is read for the adapter that it was computed with",
-        "prompt_digest", "adapter_of(request, adapter_ids)", '""',
+        "prompt_digest", "adapter_of(request)", '""',
         "test_adapters_of_one_name_are_told_apart_by_their_files",
     ),
     Guarantee(

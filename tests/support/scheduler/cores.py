@@ -22,11 +22,12 @@ METADATA = EncodedManifest(b"manifest", TOKEN)
 
 
 class Workers(Executor):  # type: ignore[misc]  # vLLM ships no types
-    """See the module. `asked` are the methods' names."""
+    """See the module. `asked` are the methods' names; those in `fails` fail."""
 
     def __init__(self) -> None:
         self.sleeping_tags: set[str] = set()
         self.asked: list[str] = []
+        self.fails: set[str] = set()
 
     def _init_executor(self) -> None:
         raise AssertionError("there are none")
@@ -38,7 +39,9 @@ class Workers(Executor):  # type: ignore[misc]  # vLLM ships no types
         self.asked.append(method)
         if method == "get_kv_connector_handshake_metadata":
             return [{(0, 0): METADATA}]
-        return [None]
+        if method in self.fails:
+            raise RuntimeError(f"{method} failed")
+        return [True if method == "add_lora" else None]
 
 
 class Core(EngineCoreProc):  # type: ignore[misc]  # vLLM ships no types

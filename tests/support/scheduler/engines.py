@@ -138,6 +138,7 @@ class Engine:
         max_tokens: int = 4,
         stop: int = -1,
         priority: int = 0,
+        lora: LoRARequest | None = None,
     ) -> Request:
         """A request that ends after `max_tokens`, or with the token `stop`."""
         arguments = SamplingParams(
@@ -146,7 +147,15 @@ class Engine:
             stop_token_ids=[] if stop < 0 else [stop],
             extra_args={"kv_transfer_params": params},
         )
-        request = Request(request_id, list(prompt), arguments, None, block_hasher=_hasher(), priority=priority)
+        request = Request(
+            request_id,
+            list(prompt),
+            arguments,
+            None,
+            lora_request=lora,
+            block_hasher=_hasher(),
+            priority=priority,
+        )
         self.scheduler.add_request(request)
         return request
 

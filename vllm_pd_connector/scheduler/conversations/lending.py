@@ -25,6 +25,7 @@ from vllm_pd_connector.protocol.params.conversation import Prefix, prefix_length
 from vllm_pd_connector.protocol.params.parse import choice_of
 
 if TYPE_CHECKING:
+    from vllm_pd_connector.compat.model.adapters import Adapters
     from vllm_pd_connector.compat.types import KVCacheConfig, Request, VllmConfig
     from vllm_pd_connector.config import Config
     from vllm_pd_connector.geometry.blocks import BlockTables
@@ -43,13 +44,13 @@ class Lending:
     `counted`: by the names of `observability.stats`.
     """
 
-    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig):
+    def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, adapters: Adapters):
         transfer = vllm_config.kv_transfer_config
         self.enabled = config.conversations and transfer.is_kv_consumer
         self.counted: Counter[str] = Counter()
         self._said: set[str] = set()
         self._share = config.conversation_share
-        self._adapter_ids = config.adapter_ids
+        self._adapter_of = adapters.name_of
         self._states = state_groups(kv_cache_config)
         self._block_tokens = group_block_tokens(
             kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size
@@ -98,7 +99,7 @@ class Lending:
         for kind, window, tokens, table in zip(self._kinds, self._windows, self._block_tokens, tables, strict=True):
             least = max(least, prefix_behind(kind, window, table.begin * tokens))
         lengths = prefix_lengths(least, num_tokens, also=request.num_prompt_tokens)
-        return tuple(zip(lengths, prefix_digests(request, lengths, self._adapter_ids), strict=True))
+        return tuple(zip(lengths, prefix_digests(request, lengths, self._adapter_of), strict=True))
 
     def blocks_for(self, request: Request) -> int:
         """Blocks that a new request's prompt takes, at most; 0 where nothing is kept that could be given for it."""

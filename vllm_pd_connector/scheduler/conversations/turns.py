@@ -117,7 +117,7 @@ class Turns:
 
     def _same_weights(self, receive: Receive, request: Request) -> bool:
         """Whether the weights of now are those that the turn was computed with, as far as anybody has said."""
-        if why := self._own_weights.unlike(receive.weights or self._own_weights.now):
+        if why := receive.stale or self._own_weights.unlike(receive.weights or self._own_weights.now):
             self._compute(request, why)
         return not why
 

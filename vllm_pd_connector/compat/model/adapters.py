@@ -1,0 +1,218 @@
+"""Which LoRA adapter a request computes with, told by the content of its files, and which have become others.
+
+vLLM knows an adapter by a number. What is loaded under one can be replaced: `load_inplace` has it loaded again, from
+the same path or another, while requests of that number run and wait. They go on with what is there now. And of a
+request whose own `LoRARequest` says `load_inplace` the files are read again in every step in which it is scheduled, so
+two of such requests with two paths have their adapters loaded in turn. So the book that is kept here says what is
+loaded under each number, and since which change (`age`).
+
+vLLM's prefix cache finds an adapter's blocks by its name and path, not by its number or content: where either has had
+other numbers, they are found, and mixed. A prompt that begins with such a hit is nobody's (`spoilt`) until the prefix
+cache was reset.
+
+Source: vLLM 0.32 and 0.33, `lora/worker_manager.py` (`LRUCacheWorkerLoRAManager.add_adapter`, `_apply_adapters`),
+`entrypoints/openai/models/serving.py` (`load_lora_adapter`), `v1/core/kv_cache_utils.py` (`_gen_lora_extra_hash_keys`),
+`v1/worker/lora_model_runner_mixin.py`, `lora/utils.py` (`get_adapter_absolute_path`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm_pd_connector.bounded import Bounded
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.compat.model.weights import local_files
+from vllm_pd_connector.content import adapter_digest, adapter_files
+from vllm_pd_connector.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+ADAPTERS_KNOWN = 4096
+"""Adapters whose content is remembered; one that is forgotten is read again."""
+_MIXED: Final = "mixed"
+_CONTENT: Final = "content"
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """What is loaded under a number: `name` is None while nobody knows."""
+
+    name: str | None
+    key: tuple[str, str]
+    age: int
+    failed: bool = False
+
+
+class Adapters:
+    """See the module. One per engine, in the scheduler's thread.
+
+    Args:
+        ids: `adapter_ids`, what adapters are called, by their names.
+        cached: whether vLLM's pool holds caches, in use or in its prefix cache.
+    """
+
+    def __init__(self, ids: Mapping[str, str], cached: Callable[[], bool]) -> None:
+        self._ids = ids
+        self._cached = cached
+        self._age = 0
+        self._loaded: Bounded[int, _Loaded] = Bounded(ADAPTERS_KNOWN)
+        self._read_again: Bounded[int, None] = Bounded(ADAPTERS_KNOWN)  # given away by the workers
+        self._keys: Bounded[tuple[str, str], str | None] = Bounded(ADAPTERS_KNOWN)  # what was computed under them
+        self._moved: list[LoRARequest] = []
+
+    def name_of(self, request: Request) -> str:
+        """The adapter that a request computes with: its name, and its id in `adapter_ids`, or else the content of its
+        files; empty if there is none.
+
+        Raises:
+            ProtocolError: nobody knows which numbers are loaded, or others than those that the request came for.
+        """
+        lora = request.lora_request
+        if lora is None:
+            return ""
+        loaded = self._look(lora)
+        if loaded.name is None:
+            raise ProtocolError(
+                f"lora_request: adapter {lora.lora_name!r} was loaded in place from {loaded.key[1]}, which failed or "
+                "whose files cannot be read here, so nobody can tell its content: load it from a path that this host "
+                "has, on both sides"
+            )
+        name = self._name(lora)
+        if name != loaded.name:
+            raise ProtocolError(
+                f"lora_request: adapter {lora.lora_name!r} (id {lora.lora_int_id}) is {loaded.name} since it was "
+                f"loaded in place, the request came for {name}: send it again"
+            )
+        return name
+
+    def age(self, request: Request) -> int:
+        """Moves when the numbers become others with which a request computes."""
+        return self._look(request.lora_request).age if request.lora_request is not None else 0
+
+    def spoilt(self, request: Request) -> bool:
+        """Whether the prefix cache may hold what another adapter computed, where this request looks."""
+        return request.lora_request is not None and self._keys.get(_key(request.lora_request)) == _MIXED
+
+    def loads(self, lora: LoRARequest) -> None:
+        """The workers are asked to load it. What they have they load again in place only."""
+        if lora.load_inplace or lora.lora_int_id not in self._loaded:
+            self._update(lora)
+
+    def take_moved(self) -> list[LoRARequest]:
+        """Since the last call: what was loaded under numbers that meant something else before."""
+        moved, self._moved = self._moved, []
+        return moved
+
+    def failed(self, lora: LoRARequest) -> None:
+        """They could not, all of them or some."""
+        if lora.load_inplace:
+            self._loaded[lora.lora_int_id].name, self._loaded[lora.lora_int_id].failed = None, True
+
+    def removed(self, number: int | None = None) -> None:
+        """The workers give an adapter away, or all: what is used again is read from its files again."""
+        for one in tuple(self._loaded) if number is None else (number,):
+            self._read_again[one] = None
+
+    def was_reset(self) -> None:
+        """The prefix cache has forgotten everything."""
+        self._keys.clear()
+
+    def _look(self, lora: LoRARequest) -> _Loaded:
+        """What is loaded for a request: the workers load what they do not have, and what is to be read again. Its
+        blocks go under its own key, whatever they are computed with."""
+        known = self._loaded.get(lora.lora_int_id)
+        if known is None or (self._reads(lora) and not known.failed and known.name != self._name(lora)):
+            known = self._update(lora)
+        key = _key(lora)
+        mixed = self._keys.get(key, known.name) != known.name and self._cached()
+        self._keys[key] = _MIXED if mixed else known.name
+        return known
+
+    def _update(self, lora: LoRARequest) -> _Loaded:
+        number, name = lora.lora_int_id, self._name(lora)
+        known = self._loaded.get(number)
+        if known is not None and (name is None or known.name != name):
+            self._age += 1
+            self._moved.append(lora)
+            if known.key in self._keys:  # who came for it goes on under its key
+                self._keys[known.key] = _MIXED
+            logger.warning(
+                "adapter %s (id %d) is another now, from %s: prompts that begin with what vLLM's prefix cache holds of "
+                "a path that it had before are not handed over until that is reset; load new weights from new paths",
+                lora.lora_name,
+                number,
+                lora.lora_path,
+            )
+        self._loaded[number] = _Loaded(name, _key(lora), self._age)
+        return self._loaded[number]
+
+    def _reads(self, lora: LoRARequest) -> bool:
+        """Whether the workers look at its files again."""
+        return lora.load_inplace or lora.lora_int_id in self._read_again
+
+    def _name(self, lora: LoRARequest) -> str | None:
+        """None: its files cannot be read, by whose content alone an adapter goes that is loaded in place."""
+        try:
+            stamp = _stamp(lora.lora_path) if self._reads(lora) else ()
+        except OSError:  # they are being replaced in this moment
+            return None
+        if not lora.load_inplace:
+            return repr(_told(lora, self._ids, stamp))
+        told = _told(lora, {}, stamp)
+        return repr(told) if told[1] == _CONTENT else None
+
+
+def by_files(request: Request) -> str:
+    """As `Adapters.name_of`, where nobody has given names and none was loaded again."""
+    lora = request.lora_request
+    return repr(_told(lora, {}, ())) if lora is not None else ""
+
+
+def _told(lora: LoRARequest, ids: Mapping[str, str], stamp: tuple[Any, ...]) -> tuple[str, str, str]:
+    """An adapter's name, by what it is told from others of this name, and that."""
+    name, path = str(lora.lora_name), str(lora.lora_path)
+    return (name, "id", ids[name]) if name in ids else (name, *_read(name, path, lora.lora_int_id, stamp))
+
+
+def _key(lora: LoRARequest) -> tuple[str, str]:
+    """By what vLLM's prefix cache tells an adapter from others."""
+    return str(lora.lora_name), str(lora.lora_path)
+
+
+@lru_cache(ADAPTERS_KNOWN)
+def _read(name: str, path: str, number: int, stamp: tuple[Any, ...]) -> tuple[str, str]:
+    try:
+        found = local_files(path, None, None)
+        digest = adapter_digest(found) if found is not None else None
+    except OSError as error:
+        logger.warning("adapter %s: %s: %s", name, path, error)
+        digest = None
+    if digest is None:
+        logger.warning(
+            "adapter %s: no files of it can be read here at %s, so it goes by that path: use one path on both sides, "
+            "or name it in adapter_ids",
+            name,
+            path,
+        )
+        return "path", path
+    logger.info("adapter %s (id %d) at %s has the content %s", name, number, path, digest)
+    return _CONTENT, digest
+
+
+def _stamp(path: str) -> tuple[Any, ...]:
+    """Changes with the files of an adapter; empty if they are not here.
+
+    Raises:
+        OSError: they could not be looked at.
+    """
+    found = local_files(path, None, None)
+    stats = [(file.name, file.stat()) for file in adapter_files(found)] if found is not None else []
+    return tuple((name, stat.st_ino, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
