@@ -78,6 +78,13 @@ async def test_both_legs_have_the_client_s_priority(bench: Bench) -> None:
 
 
 @over_bench
+async def test_both_legs_have_the_client_s_session(bench: Bench) -> None:
+    prefill, decode = await bench.pair()
+    assert (await bench.ask(**{"X-Session-ID": "s"}))[0] == 200
+    assert prefill.sessions == decode.sessions == ["s"]
+
+
+@over_bench
 async def test_both_legs_belong_to_the_clients_trace(bench: Bench) -> None:
     prefill, decode = await bench.pair()
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

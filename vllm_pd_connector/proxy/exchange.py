@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 END_OF_EVENT = re.compile(rb"\n\n|\r\n\r\n|\r\r")
-PASSED_ON = ("traceparent", "tracestate", "X-Vllm-Priority")
+PASSED_ON = ("traceparent", "tracestate", "X-Vllm-Priority", "X-Session-ID")
 """What vLLM reads besides: the headers of a trace (W3C, `vllm/tracing/utils.py`), so that both legs belong to the
-client's, and a priority that goes before the body's (`vllm/entrypoints/generate/base/serving.py`)."""
+client's; a priority and a session that go before the body's (`vllm/entrypoints/generate/base/serving.py`)."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 
 

@@ -33,6 +33,7 @@ class Instance:
         self.ranks: list[str | None] = []
         self.traces: list[tuple[str | None, ...]] = []
         self.priorities: list[tuple[str | None, int | None]] = []
+        self.sessions: list[str | None] = []
         self.says = says
         self.engines = engines
         self.health = 200
@@ -72,6 +73,7 @@ class Instance:
         self.ranks.append(request.headers.get("X-data-parallel-rank"))
         self.traces.append(tuple(request.headers.get(name) for name in ("traceparent", "tracestate")))
         self.priorities.append((request.headers.get("X-Vllm-Priority"), self.asked[-1].get("priority")))
+        self.sessions.append(request.headers.get("X-Session-ID"))
         self.arrived.set()
         try:
             return await self._handler(request)
