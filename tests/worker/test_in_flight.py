@@ -33,12 +33,13 @@ class Transport:
     def __init__(self) -> None:
         self.given: list[Any] = []
         self.ends: dict[int, TransferStatus | Exception] = {}
+        self.parts = 1
 
     def write(self, peer: object, runs: Runs) -> Any:
         return self.read(peer, runs)
 
     def read(self, peer: object, runs: Runs) -> Any:
-        self.given.append(SimpleNamespace(number=len(self.given), left=1, descriptors=len(runs)))
+        self.given.append(SimpleNamespace(number=len(self.given), left=self.parts, descriptors=len(runs)))
         return self.given[-1]
 
     def poll(self, transfer: Any) -> TransferStatus:
@@ -258,6 +259,7 @@ def test_what_is_given_up_before_it_began_may_not_write(flight, transport):
 
 
 def test_what_drains_is_looked_at_as_often_as_anything_while_it_moves(flight, transport):
+    transport.parts = 2
     begin(flight, 1)
     at = flight.posted_at
 
@@ -269,7 +271,7 @@ def test_what_drains_is_looked_at_as_often_as_anything_while_it_moves(flight, tr
     assert until_next(0.0) == pytest.approx(FIRST_S)
     flight.cancel()
     assert until_next(10.0) == pytest.approx(POLL_DRAINING_S)
-    transport.given[0].left = 0
+    transport.given[0].left = 1
     assert until_next(10.0) == until_next(10.0, draining=False) == pytest.approx(LONGEST_S)
     assert LONGEST_S < until_next(10.1) < until_next(10.5) < until_next(12.0) == pytest.approx(POLL_DRAINING_S)
 
