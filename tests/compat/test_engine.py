@@ -17,8 +17,8 @@ from vllm_pd_connector.scheduler.step_hold import StepHold
 
 @pytest.mark.parametrize(
     ("step", "slept"),
-    [(WAITING, 0), (WAITING | {"tells": True}, 0), (WAITING | {"waiting": 0}, 1), (WAITING | {"computes": True}, 1)],
-    ids=["waits", "begins to wait", "has something else", "computes"],
+    [(WAITING, 0), (WAITING | {"waiting": False}, 1), (WAITING | {"computes": True}, 1)],
+    ids=["waits", "has something else", "computes"],
 )
 def test_vllm_does_not_sleep_between_steps_that_wait_here(
     monkeypatch: pytest.MonkeyPatch, step: dict[str, Any], slept: int
@@ -122,7 +122,7 @@ def test_vllms_idle_engine_leaves_its_queue_to_step_when_it_is_asked() -> None:
     core.input_queue, core.aborts_queue, core._idle_state_callbacks = loop.input_queue, queue.Queue(), []
     core.engines_running, core.batch_queue, core.process_input_queue_block = False, None, True
     core.shutdown_state = EngineShutdownState.RUNNING
-    hold = StepHold(EngineLoop(loop, EngineCoreRequestType.WAKEUP))
+    hold = StepHold(EngineLoop(loop, EngineCoreRequestType.WAKEUP), lambda: 0, lambda name: False, set().update)
     core.scheduler = SimpleNamespace(
         has_unfinished_requests=lambda: False,
         has_finished_requests=lambda: False,
@@ -138,5 +138,5 @@ def test_vllms_idle_engine_leaves_its_queue_to_step_when_it_is_asked() -> None:
     hold.ask()
     thread.join()
     assert core.has_work()
-    hold.step(computes=False, tells=False, waiting=0)
+    hold.step(computes=False, waiting=False)
     assert not core.has_work()

@@ -68,7 +68,10 @@ MEMBERS = (
         "collective_rpc set_weight_version pause_scheduler resume_scheduler add_lora remove_lora model_executor "
         "scheduler",
     ),
-    _members("vllm.v1.engine.core:EngineCoreProc", "input_queue step_fn post_step _reject_add_in_shutdown"),
+    _members(
+        "vllm.v1.engine.core:EngineCoreProc",
+        "input_queue _process_input_queue step_fn post_step _reject_add_in_shutdown",
+    ),
     _members("vllm.v1.executor.abstract:Executor", "sleep discard"),
     _members("vllm.lora.request:LoRARequest", "lora_name lora_int_id lora_path load_inplace"),
     _members(
@@ -77,7 +80,9 @@ MEMBERS = (
         "reset_weights add_lora remove_lora",
     ),
     _members(
-        SCHEDULER, "requests failed_recving_kv_req_ids kv_cache_manager reset_prefix_cache defer_block_free vllm_config"
+        SCHEDULER,
+        "requests failed_recving_kv_req_ids _update_from_kv_xfer_finished kv_cache_manager reset_prefix_cache "
+        "defer_block_free vllm_config",
     ),
     _members(
         "vllm.v1.core.block_pool:BlockPool",

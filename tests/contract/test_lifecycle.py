@@ -7,6 +7,8 @@ others run, and ends as if the request had been computed here.
 
 from __future__ import annotations
 
+import queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from tests.support.scheduler.engines import (
     read,
 )
 from tests.support.scheduler.halves import until
+from vllm_pd_connector.compat.engine import EngineLoop
 from vllm_pd_connector.metadata import WorkerReport
 
 PROMPT = list(range(40))
@@ -102,6 +105,50 @@ def test_others_run_while_a_request_loads(engine: Any) -> None:
     decode.step(received={"d-1"})
     assert decode.step().num_scheduled_tokens == {"a": 1, "b": 1, "d-1": 1}
     decode.run("a", "b", "d-1")
+    decode.check_empty()
+
+
+def tell(decode: Any, request_id: str) -> None:
+    """Every worker has rung for a receive: vLLM is told between two steps, the reports come with the next."""
+    half = decode.connector.scheduler
+    half._loop = EngineLoop(SimpleNamespace(input_queue=queue.Queue(), scheduler=decode.scheduler), "wake")
+    half._received({request_id})
+
+
+@pytest.mark.parametrize("reports", [1, 0], ids=["with its results", "later"])
+def test_what_every_worker_rang_for_is_computed_in_the_next_step_and_their_reports_change_nothing(
+    engine: Any, reports: int
+) -> None:
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    loading(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
+    decode.step()
+    read(decode.receive_of("d-1"))
+    tell(decode, "d-1")
+    assert decode.step(received=["d-1"] * reports).num_scheduled_tokens == {"d-1": 1}
+    if not reports:
+        decode.step(received=["d-1"])
+    decode.run("d-1")
+    assert decode.ended("d-1").finish_reason is FinishReason.LENGTH
+    assert decode.shared([*PROMPT, 0]) == len(PROMPT) // BLOCK * BLOCK
+    decode.check_empty()
+
+
+@pytest.mark.parametrize("told", ["before it ends", "when it has ended"])
+def test_a_request_that_ends_beside_what_its_workers_rang_for_gives_its_blocks_back_once(
+    engine: Any, told: str
+) -> None:
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    loading(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
+    decode.step()
+    read(decode.receive_of("d-1"))
+    if told == "before it ends":
+        tell(decode, "d-1")
+    decode.scheduler.finish_requests("d-1", RequestStatus.FINISHED_ABORTED)
+    if told == "when it has ended":
+        tell(decode, "d-1")
+    assert "d-1" not in decode.scheduler.requests
+    decode.step(received=["d-1"])
+    decode.rest()
     decode.check_empty()
 
 

@@ -12,15 +12,15 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.support.scheduler.halves import EMPTY_STEP, TOKEN, allocate, hand_over, make_half, make_request, until
-from tests.support.scheduler.loops import WAITING, Core, Loop, made
+from tests.support.scheduler.loops import WAITING, Core, Loop, made, take_step
 from vllm_pd_connector.compat.engine import EngineLoop
-from vllm_pd_connector.metadata import WorkerReport
+from vllm_pd_connector.metadata import StepMetadata, WorkerReport
 from vllm_pd_connector.protocol.params.bootstrap import HostPort
 from vllm_pd_connector.protocol.wire.messages import FoundConversation
 from vllm_pd_connector.scheduler import step_hold as hold_module
 from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.scheduler.step_hold import LONGEST_S, SHORT_S, StepHold
-from vllm_pd_connector.sidechannel.bell import ENDED, HERE, ring
+from vllm_pd_connector.sidechannel.bell import ENDED, HERE, RECEIVED, ring
 
 OTHER = b"o" * 16
 TURN = {
@@ -46,13 +46,13 @@ def hold(loop: Loop) -> Iterator[StepHold]:
 
 
 def test_a_step_in_which_only_caches_are_waited_for_is_held(hold: StepHold, loop: Loop) -> None:
-    assert hold.step(**WAITING)
+    assert take_step(hold)
     assert loop.waits == [LONGEST_S]
 
 
-@pytest.mark.parametrize("change", [{"computes": True}, {"tells": True}, {"waiting": 0}])
-def test_a_step_with_something_to_do_is_not_held(hold: StepHold, loop: Loop, change: dict[str, Any]) -> None:
-    hold.step(**WAITING | change)
+@pytest.mark.parametrize("change", [{"computes": True}, {"waiting": False}])
+def test_an_engine_with_something_to_do_is_not_held(hold: StepHold, loop: Loop, change: dict[str, Any]) -> None:
+    take_step(hold, **change)
     assert not loop.waits
 
 
@@ -60,7 +60,7 @@ def test_no_step_is_held_while_a_request_is_computed() -> None:
     """With overlapping batches vLLM schedules nothing while the results of what it computes are out."""
     loop = Loop(Core(running=["r-1"]))
     hold = made(loop)
-    assert not hold.step(**WAITING)
+    assert not take_step(hold)
     assert not loop.waits
     hold.close()
 
@@ -70,7 +70,7 @@ def test_no_step_is_held_that_other_engines_wait_for() -> None:
     core.dp_group = object()  # type: ignore[attr-defined]
     loop = Loop(core)
     hold = made(loop)
-    assert not hold.step(**WAITING)
+    assert not take_step(hold)
     assert not loop.waits
     hold.close()
 
@@ -87,7 +87,7 @@ def test_no_step_is_held_that_other_engines_wait_for() -> None:
 def test_what_shows_no_sign_is_looked_at_soon(fields: dict[str, Any]) -> None:
     loop = Loop(Core(**fields))
     hold = made(loop)
-    hold.step(**WAITING)
+    take_step(hold)
     assert loop.waits == [SHORT_S]
     hold.close()
 
@@ -95,9 +95,9 @@ def test_what_shows_no_sign_is_looked_at_soon(fields: dict[str, Any]) -> None:
 def test_a_worker_that_was_never_heard_is_asked_soon(loop: Loop) -> None:
     hold = made(loop, (TOKEN, OTHER), heard=False)
     hold._rung(HERE + TOKEN)
-    hold.step(**WAITING)
+    take_step(hold)
     hold._rung(HERE + OTHER)
-    hold.step(**WAITING)
+    take_step(hold)
     assert loop.waits == [SHORT_S, LONGEST_S]
     hold.close()
 
@@ -106,7 +106,7 @@ def test_a_stranger_rings_in_vain(loop: Loop) -> None:
     hold = made(loop, heard=False)
     hold._rung(ENDED + OTHER)
     assert not hold.asked
-    hold.step(**WAITING)
+    take_step(hold)
     assert loop.waits == [SHORT_S]
     hold.close()
 
@@ -118,9 +118,9 @@ def test_nothing_is_held_until_the_results_of_an_end_were_looked_at(depth: int) 
     hold = made(loop)
     hold._rung(ENDED + TOKEN)
     for _ in range(depth):
-        assert not hold.step(**WAITING), "the workers are ready for what follows"
+        assert not take_step(hold), "the workers are ready for what follows"
     assert not loop.waits
-    assert hold.step(**WAITING)
+    assert take_step(hold)
     assert loop.waits == [LONGEST_S]
     hold.close()
 
@@ -130,24 +130,25 @@ def test_what_ended_beside_the_last_token_of_a_request_is_looked_at_without_a_ho
     """vLLM looks at the step with the token `depth` - 1 steps later, and then goes on with the results behind it."""
     loop = Loop(Core(depth, running=["r-1"]))
     hold = made(loop)
-    hold.step(**WAITING | {"computes": True})
+    take_step(hold, computes=True)
     for _ in range(depth - 2):
-        hold.step(**WAITING)
+        take_step(hold)
     hold._rung(ENDED + TOKEN)
-    hold.step(**WAITING)  # a worker hands the end over in this one, and vLLM finds that the request has ended
+    take_step(hold)  # a worker hands the end over in this one, and vLLM finds that the request has ended
     loop._core.scheduler.running.clear()
-    hold.step(**WAITING | {"tells": True})
+    take_step(hold)
     for _ in range(depth - 2):
-        hold.step(**WAITING)
+        take_step(hold)
     assert not loop.waits
-    hold.step(**WAITING)
+    take_step(hold)
     assert loop.waits == [LONGEST_S]
     hold.close()
 
 
 def test_workers_are_ready_for_the_step_after_an_end(hold: StepHold, loop: Loop) -> None:
     loop.meanwhile = lambda: hold._rung(ENDED + TOKEN)
-    assert not hold.step(**WAITING)
+    assert take_step(hold)
+    assert not take_step(hold)
     assert loop.waits == [LONGEST_S]
 
 
@@ -157,20 +158,20 @@ def test_workers_stay_calm_where_nobody_waits_for_what_ended(requests: int) -> N
     loop = Loop(Core(requests=dict.fromkeys(range(requests))))
     hold = made(loop)
     hold.ask()
-    assert hold.step(computes=False, tells=False, waiting=0) is not bool(requests)
+    assert take_step(hold, waiting=False) is not bool(requests)
     hold.close()
 
 
 def test_a_worker_that_says_only_that_it_is_there_has_nothing_to_take_up(loop: Loop) -> None:
     hold = made(loop)
     assert not hold.asked
-    assert hold.step(**WAITING)
+    assert take_step(hold)
     assert loop.waits == [LONGEST_S]
     hold.close()
 
 
 def test_an_engine_that_is_not_known_steps_as_it_likes() -> None:
-    hold = StepHold(None)
+    hold = StepHold(None, lambda: 1, lambda name: True, set().update)
     hold.listen([TOKEN])
     hold.ask()
     assert not hold.step(**WAITING)
@@ -184,28 +185,95 @@ def test_several_ends_wake_the_engine_once(hold: StepHold, loop: Loop) -> None:
         hold.ask()
     assert loop._queue.qsize() == 1
     assert hold.asked
-    hold.step(**WAITING)
+    take_step(hold)
     assert not hold.asked
 
 
-def test_a_bell_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("said", [ENDED, RECEIVED])
+def test_a_bell_ends_the_wait(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
     monkeypatch.setattr(hold_module, "LONGEST_S", 600.0)
     loop = EngineLoop(Core(), "wake")
+    loop.received = lambda request_ids: None  # type: ignore[method-assign]
     hold = made(loop)
-    thread = threading.Thread(target=hold.step, kwargs=WAITING)
+    thread = threading.Thread(target=take_step, args=(hold,))
     thread.start()
-    ring(hold.bell, ENDED + TOKEN)
+    ring(hold.bell, said + TOKEN + b"d-1")
     thread.join()
+    hold.close()
+
+
+def test_what_went_well_on_every_worker_is_told_before_the_next_step(loop: Loop) -> None:
+    hold = made(loop, (TOKEN, OTHER))
+
+    def all_ring() -> None:
+        for name in (b"d-1", b"d-2"):
+            for token in (TOKEN, OTHER):
+                hold._rung(RECEIVED + token + name)
+
+    loop.meanwhile = all_ring
+    assert take_step(hold)
+    assert loop.told == [{"d-1", "d-2"}] and loop.waits == [LONGEST_S]
+    assert not hold.asked, "no step is to fetch what the workers report"
+    hold._rung(RECEIVED + OTHER + b"d-1")
+    hold._rung(RECEIVED + TOKEN + b"d-1")
+    take_step(hold, computes=True)
+    assert len(loop.told) == 2, "also beside requests that are computed"
+    hold.close()
+
+
+def test_what_went_well_on_some_workers_is_waited_for_shortly_and_then_asked_for(
+    monkeypatch: pytest.MonkeyPatch, loop: Loop
+) -> None:
+    """The others are slower, or their message was lost."""
+    hold = made(loop, (TOKEN, OTHER))
+    loop.meanwhile = lambda: hold._rung(RECEIVED + TOKEN + b"d-1")
+    take_step(hold)
+    assert not loop.told and hold.asked
+    loop.meanwhile = lambda: None
+    assert not take_step(hold), "the workers are ready for the step after its results"
+    assert loop.waits == [LONGEST_S]
+    monkeypatch.setattr(hold_module, "PARTS_S", 600.0)
+    thread = threading.Thread(target=take_step, args=(hold,))
+    thread.start()
+    hold._rung(RECEIVED + OTHER + b"d-1")
+    thread.join()
+    assert loop.told == [{"d-1"}]
+    hold.close()
+
+
+def test_a_message_that_comes_behind_the_reports_changes_nothing() -> None:
+    loop, loads = Loop(), {"d-1"}
+    hold = StepHold(loop, lambda: 1, lambda name: name in loads, loop.received)
+    hold.listen((TOKEN, OTHER))
+    hold._rung(RECEIVED + TOKEN + b"d-1")
+    loads.clear()
+    hold.forget("d-1")
+    hold._rung(RECEIVED + OTHER + b"d-1")
+    take_step(hold)
+    assert not loop.told and not hold.asked
     hold.close()
 
 
 # The scheduler half
 
 
+def hold_steps(half: SchedulerHalf, core: Core | None = None) -> Loop:
+    """Give a half the loop of an engine; it is told between two steps what vLLM is told then."""
+    half._loop = loop = Loop(core)
+    half.hold = StepHold(loop, half._num_waiting, half.consumer.loads, half._received)
+    return loop
+
+
+def step(half: SchedulerHalf) -> StepMetadata:
+    metadata = half.build_metadata(EMPTY_STEP)
+    half.hold._between()
+    return metadata
+
+
 @pytest.fixture
 def producer() -> tuple[SchedulerHalf, Any, Loop]:
     half, pool = make_half("kv_producer", kv_lease_duration=600.0)
-    half.hold = StepHold(loop := Loop())
+    loop = hold_steps(half)
     half.producer._ended = half.hold.ask
     half.serve([b"manifest"], [TOKEN])
     return half, pool, loop
@@ -220,7 +288,7 @@ def test_an_idle_engine_is_asked_to_give_back_what_was_read(producer: tuple[Sche
     half.producer._server.drop("p-1")
     until(lambda: half.hold.asked, "the engine is asked for a step")
     assert loop._queue.get() == ("wake", None)
-    half.build_metadata(EMPTY_STEP)
+    step(half)
     stats = half.stats()
     assert pool.get_num_free_blocks() == free
     assert stats is not None
@@ -229,19 +297,18 @@ def test_an_idle_engine_is_asked_to_give_back_what_was_read(producer: tuple[Sche
 
 def test_a_turn_that_asks_for_its_conversation_is_waited_for_as_a_receive_is(monkeypatch: pytest.MonkeyPatch) -> None:
     half, _ = make_half("kv_producer", conversations=True)
-    loop = Loop()
-    half.hold = StepHold(loop)
+    loop = hold_steps(half)
     half.consumer.turns._wake = half.hold.ask
     half.serve([b"manifest"], [TOKEN])
     half.hold._rung(HERE + TOKEN)
-    half.build_metadata(EMPTY_STEP)
+    step(half)
     asked: list[Callable[[object], None]] = []
     monkeypatch.setattr(half.consumer.turns._renewer, "find", lambda where, name, heard: asked.append(heard))
     turn = make_request("p-2", TURN)
     half.on_new_request(turn)
-    half.build_metadata(EMPTY_STEP)
+    step(half)
     assert half.num_matched_tokens(turn, 0) == (None, False)
-    half.build_metadata(EMPTY_STEP)
+    step(half)
     assert loop.waits == [LONGEST_S] * len(loop.waits) != []
     asked[0](FoundConversation(b""))
     assert half.hold.asked
@@ -255,7 +322,7 @@ def test_a_request_that_was_answered_and_that_vllm_does_not_come_for_waits_for_s
 ) -> None:
     """A turn, or one whose prefill was looked up: it may wait for its grammar, which comes without a sign."""
     half, _ = make_half(role, mode="push", conversations=role == "kv_producer")
-    half.hold = StepHold(loop := Loop())
+    loop = hold_steps(half)
     half.serve([b"manifest"], [TOKEN])
     half.hold._rung(HERE + TOKEN)
     answers: list[Callable[[object], None]] = []
@@ -263,13 +330,13 @@ def test_a_request_that_was_answered_and_that_vllm_does_not_come_for_waits_for_s
     found: Future[HostPort] = Future()
     monkeypatch.setattr(half.consumer._directory, "find", lambda bootstrap, engine: found)
     half.on_new_request(make_request("d-1", TURN if role == "kv_producer" else LOOKED_UP))
-    half.build_metadata(EMPTY_STEP)
+    step(half)
     assert loop.waits == [LONGEST_S]
     if role == "kv_producer":
         answers[0](FoundConversation(b""))
     else:
         found.set_result(HostPort("127.0.0.1", 5))
-    half.build_metadata(EMPTY_STEP)
+    step(half)
     assert loop.waits == [LONGEST_S]
     half.shutdown()
 
@@ -280,8 +347,7 @@ def test_a_turn_that_is_held_back_and_asks_is_one_request_that_waits(
 ) -> None:
     """Another one's turn may come without a sign, as that of one that waits for its grammar."""
     half, _ = make_half("kv_producer", conversations=True, kv_lease_share=0.1)
-    loop = Loop(Core(requests=dict.fromkeys(("p-2", *others))))
-    half.hold = StepHold(loop)
+    loop = hold_steps(half, Core(requests=dict.fromkeys(("p-2", *others))))
     half.serve([b"manifest"], [TOKEN])
     half.hold._rung(HERE + TOKEN)
     hand_over(half)
@@ -289,7 +355,7 @@ def test_a_turn_that_is_held_back_and_asks_is_one_request_that_waits(
     turn = make_request("p-2", TURN)
     half.on_new_request(turn)
     assert half.num_matched_tokens(turn, 0) == (None, False)
-    half.build_metadata(EMPTY_STEP)
+    step(half)
     assert half.share.num_held_back == 1 and half.consumer.waiting == {"p-2"}
     assert loop.waits == [held_s]
 
@@ -298,23 +364,22 @@ def test_a_decode_instance_holds_its_steps_from_the_order_to_the_report(
     producer: tuple[SchedulerHalf, Any, Loop],
 ) -> None:
     half, pool = make_half("kv_consumer")
-    loop = Loop()
-    half.hold = StepHold(loop)
+    loop = hold_steps(half)
     half.serve([], [TOKEN])
     half.hold._rung(HERE + TOKEN)
-    half.build_metadata(EMPTY_STEP)
+    step(half)
     request = make_request("d-1", hand_over(producer[0]))
     half.on_new_request(request)
-    half.build_metadata(EMPTY_STEP)
+    step(half)
     allocate(half, pool, request)
-    ordered = half.build_metadata(EMPTY_STEP)
+    ordered = step(half)
     assert ordered.receives
     assert ordered.bell == half.hold.bell
     assert ordered.calm
-    assert not loop.waits
-    waiting = half.build_metadata(EMPTY_STEP)
+    assert loop.waits == [LONGEST_S]
+    waiting = step(half)
     assert waiting.calm
-    assert loop.waits == [LONGEST_S]
+    assert loop.waits == [LONGEST_S] * 2
     half.update_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(), finished_recving={"d-1"}))
-    half.build_metadata(EMPTY_STEP)
-    assert loop.waits == [LONGEST_S]
+    step(half)
+    assert loop.waits == [LONGEST_S] * 2

@@ -19,7 +19,7 @@ from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import PDConnectorError, TransferError
 from vllm_pd_connector.metadata import BadParameters, ReceiveRequest, StepMetadata
 from vllm_pd_connector.protocol.wire.messages import ChecksumJob
-from vllm_pd_connector.sidechannel.bell import ENDED, HERE, Bell
+from vllm_pd_connector.sidechannel.bell import ENDED, HERE, LONGEST, RECEIVED, Bell
 from vllm_pd_connector.transport import registry
 from vllm_pd_connector.transport.base import Use
 from vllm_pd_connector.transport.loopback import LoopbackTransport
@@ -97,7 +97,12 @@ def test_a_worker_says_that_it_hears_and_rings_at_every_end() -> None:
         half.start_step(StepMetadata(receives=[object()], bell=bell.address))
     assert heard.get() == HERE + half.token
     half._outbox.finished("d-1", ok=True, quarantined=False)
-    assert heard.get() == ENDED + half.token
+    assert heard.get() == RECEIVED + half.token + b"d-1"
+    half._outbox.finished("d" * LONGEST, ok=True, quarantined=False)
+    assert heard.get() == ENDED + half.token, "its name is too long"
+    for more in ({"ok": False}, {"ok": True, "quarantined": True}, {"ok": True, "unshareable": {0: 1}}):
+        half._outbox.finished("d-1", **{"quarantined": False} | more)
+        assert heard.get() == ENDED + half.token, "a report says more of it"
     half._outbox.drained("d-2")
     assert heard.get() == ENDED + half.token
     bell.close()

@@ -7,7 +7,8 @@ its scheduler. Where it is not found, or runs inside its caller's thread without
 an engine steps as vLLM has it step.
 
 Source: vLLM 0.32 and 0.33, `v1/engine/core.py` (`EngineCoreProc._process_input_queue`, `_process_engine_step`,
-`step_fn`, `post_step`, `_reject_add_in_shutdown`, `run_engine_core`), `v1/core/sched/scheduler.py` (`has_requests`).
+`step_fn`, `post_step`, `_reject_add_in_shutdown`, `run_engine_core`), `v1/core/sched/scheduler.py` (`has_requests`,
+`_update_from_kv_xfer_finished`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from vllm_pd_connector.compat.base import init_logger
@@ -41,6 +43,7 @@ class EngineLoop:
         self._core = core
         self._queue: queue.Queue[Any] = core.input_queue
         self._wakeup = wakeup
+        self._input: Callable[[], None] | None = None
         self._step: Callable[[], tuple[Any, bool]] | None = None
         self._post_step: Callable[[bool], None] | None = None
         self._computed = self._at_once = False
@@ -72,6 +75,24 @@ class EngineLoop:
     def wake(self) -> None:
         """Make `wait` return, or an idle engine look whether it has something to do. Callable from any thread."""
         self._queue.put_nowait((self._wakeup, None))
+
+    def between_steps(self, act: Callable[[], None]) -> None:
+        """Have `act` called in the engine core's thread between two steps: what the last one brought has been looked at
+        and sent, and what has come into the queue since was not taken. Once."""
+        assert self._input is None
+        self._input = self._core._process_input_queue
+
+        def acts_and_takes() -> None:
+            act()
+            assert self._input is not None
+            self._input()
+
+        self._core._process_input_queue = acts_and_takes
+
+    def received(self, request_ids: set[str]) -> None:
+        """These requests' caches have come: vLLM's scheduler is told as a worker's report would, before the next step
+        is scheduled. For the engine core's thread, between two steps."""
+        self._core.scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving=set(request_ids)))
 
     def go_on(self) -> None:
         """Have the next step follow the running one at once, though that computes nothing: vLLM would sleep for a

@@ -371,10 +371,9 @@ class Consumer:
         """Requests that load, and those of which it is not known yet what they load."""
         return {name for name, receive in self._receives.items() if receive.loading or receive.asks}
 
-    @property
-    def num_loading(self) -> int:
-        """Requests for which vLLM waits until every rank has reported."""
-        return sum(receive.loading for receive in self._receives.values())
+    def loads(self, request_id: str) -> bool:
+        """Whether vLLM waits until every rank has reported of this request. Callable from any thread."""
+        return (receive := self._receives.get(request_id)) is not None and receive.loading
 
     def take(self) -> tuple[list[ReceiveRequest], list[str]]:
         """What the workers must begin and what they must give up."""

@@ -66,7 +66,8 @@ class SchedulerHalf:
         loop = calling_loop()
         if loop is not None:
             loop.on_refusal(self._refused)
-        self.hold = StepHold(loop)
+        self._loop = loop
+        self.hold = StepHold(loop, self._num_waiting, lambda name: self.consumer.loads(name), self._received)
         self.epochs = Epochs(config.adapter_ids)
         self.producer = Producer(config, vllm_config, kv_cache_config, self.epochs, ended=self.hold.ask)
         self.consumer = Consumer(config, vllm_config, kv_cache_config, self.epochs, self.hold.ask)
@@ -77,6 +78,8 @@ class SchedulerHalf:
         self.share = LeaseShare(config.kv_lease_share, partial(leased_blocks, kv_cache_config, dcp_size))
         self._quarantine: Quarantine | None = None
         self._manager: KVCacheManager | None = None
+        self._held_back: set[str] = set()
+        self._told: set[str] = set()  # received, as vLLM was told before the workers' reports
         self._spared: dict[str, str] = {}  # turns that go on without what they came for, and why
         self._gauges: tuple[int, ...] = ()
 
@@ -182,16 +185,13 @@ class SchedulerHalf:
             return None
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
-        """vLLM's step begins here. Where it only waits for caches, this returns when some may have come."""
+        """vLLM's step begins here."""
         receives, aborts = self.consumer.take()
         if receives:
             receives = self._recording.marked(receives)
         computes = bool(output.num_scheduled_tokens)
-        tells = bool(receives or aborts or output.finished_req_ids)
-        held_back = self.share.step()
-        # A turn that is held back may wait for an answer, too.
-        waiting = 0 if computes else len(self.consumer.waiting | held_back) or int(self.operations.busy)
-        calm = self.hold.step(computes=computes, tells=tells, waiting=waiting)
+        self._held_back = self.share.step()
+        calm = self.hold.step(computes=computes, waiting=not computes and self._num_waiting() > 0)
         self.producer.drain()
         self.producer.make_room(len(output.num_scheduled_tokens) * self.producer.lending.groups)
         return StepMetadata(
@@ -203,6 +203,16 @@ class SchedulerHalf:
             aborts=aborts,
             held=self.producer.take_held(),
         )
+
+    def _num_waiting(self) -> int:
+        # A turn that is held back may wait for an answer, too.
+        return len(self.consumer.waiting | self._held_back) or int(self.operations.busy)
+
+    def _received(self, request_ids: set[str]) -> None:
+        """These receives went well on all workers, which will report them with the next step."""
+        assert self._loop is not None
+        self._loop.received(request_ids)
+        self._told |= request_ids
 
     def frees_blocks(self) -> bool:
         """Give back the blocks of leases that have ended and of failed pushes, and what was offered in vain of running
@@ -217,6 +227,10 @@ class SchedulerHalf:
     def update_output(self, output: KVConnectorOutput) -> None:
         """Called before vLLM frees the blocks of failed requests and caches those of received ones, so that quarantine
         and privacy come first."""
+        if self._told and output.finished_recving:
+            again = self._told & output.finished_recving
+            output.finished_recving -= again
+            self._told -= again
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             assert self._quarantine is not None
@@ -241,6 +255,7 @@ class SchedulerHalf:
             if why := self._spared.pop(request_id, ""):
                 self.consumer.lost(request_id, why)
             self.operations.received(request_id, failed=request_id in (output.failed_recving or ()))
+            self.hold.forget(request_id)
 
     def stats(self) -> PDStats | None:
         """Gauges, if one changed since the last call, and what was counted since then; None when nothing did."""

@@ -171,7 +171,7 @@ class Operations:
         found = {
             "prefills held for decode instances": self._producer.num_leases - conversations,
             "conversations held for a next turn": conversations,
-            "requests that load": self._consumer.num_loading,
+            "requests that load": sum(map(self._consumer.loads, self._consumer.waiting)),
             "blocks that a failed read may still write into": quarantine.num_blocks if quarantine is not None else 0,
         }
         return ", ".join(f"{count} {what}" for what, count in found.items() if count)

@@ -1,12 +1,16 @@
-"""When the engine core takes its next step, where vLLM leaves it without a reason to.
+"""When the engine core takes its next step, where vLLM leaves it without a reason to; and what it knows by then.
 
 While a decode instance has nothing to compute and only waits for caches, vLLM steps about a thousand times a second,
-and in each step asks every worker whether they have come. Here such a step is held back until something can come of
-it: a worker's bell says that a receive has ended, the engine's input queue holds something, or LONGEST_S are over. A
-step that schedules tokens or has something to tell the workers is never held, and none while a request is computed.
+and in each step asks every worker whether they have come. Here the engine is held between two such steps until
+something can come of the next: a worker's bell says that a receive has ended, the engine's input queue holds something,
+or LONGEST_S are over. Nothing is held while a request is computed, nor before the results of an end were looked at.
 
 Where somebody waits whose turn comes without a sign (a request that waits for blocks or a grammar, a worker on another
-host) the step is held for SHORT_S only.
+host) the engine is held for SHORT_S only.
+
+A receive that went well on every worker, and of which each has rung, needs no step that fetches the workers' reports:
+vLLM is told before the next one, which computes its request. What the workers report of it then is left out. Where some
+have rung and others have not, the engine waits for them for PARTS_S, instead of asking all.
 
 The other way round, an idle engine takes no step, but what has ended meanwhile (a lease, a quarantine) must be given
 back and told: `ask` makes it take one.
@@ -17,16 +21,17 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.sidechannel.bell import ENDED, Bell
+from vllm_pd_connector.sidechannel.bell import ENDED, RECEIVED, SECRET_BYTES, Bell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from vllm_pd_connector.compat.engine import EngineLoop
 
 LONGEST_S = 1.0
 """vLLM tells its own figures of an instance (requests waiting, cache in use) with its steps."""
 SHORT_S = 0.002
+PARTS_S = 0.001
 
 
 class StepHold:
@@ -34,15 +39,30 @@ class StepHold:
 
     Args:
         loop: of the engine that steps; None: it steps as it likes.
+        waiting: how many requests wait for their caches, or for leases to end.
+        loads: whether a request's caches are being received; asked in the bell's thread.
+        received: is told between two steps which of these are over on all workers.
     """
 
-    def __init__(self, loop: EngineLoop | None) -> None:
+    def __init__(
+        self,
+        loop: EngineLoop | None,
+        waiting: Callable[[], int],
+        loads: Callable[[str], bool],
+        received: Callable[[set[str]], None],
+    ) -> None:
         self._loop = loop
-        self._lock = threading.Lock()
+        self._waiting = waiting
+        self._loads = loads
+        self._received = received
+        self._changed = threading.Condition()
         self._asked = False
         self._due = 0
+        self._holds = False
         self._workers: frozenset[bytes] = frozenset()
         self._heard: set[bytes] = set()
+        self._parts: dict[str, set[bytes]] = {}  # of receives of which some workers have rung
+        self._whole: set[str] = set()
         self._bell: Bell | None = None
 
     def listen(self, tokens: Iterable[bytes]) -> None:
@@ -50,6 +70,7 @@ class StepHold:
         self._workers = frozenset(tokens)
         if self._loop is not None and self._bell is None:
             self._bell = Bell(self._rung)
+            self._loop.between_steps(self._between)
 
     @property
     def bell(self) -> str:
@@ -65,54 +86,86 @@ class StepHold:
         """Something has ended that a step must take up: have one taken soon, also by an idle engine."""
         if self._loop is None:
             return
-        with self._lock:
+        with self._changed:
             again, self._asked = self._asked, True
+            self._changed.notify()
         if not again:
             self._loop.wake()
 
-    def step(self, *, computes: bool, tells: bool, waiting: int) -> bool:
-        """Hold back the step that begins, if nothing can come of it yet, and have vLLM wait for nothing else. Returns
-        whether the next one may be long in coming, so that workers need not be ready for it.
+    def step(self, *, computes: bool, waiting: bool) -> bool:
+        """A step begins. Whether the next one may be long in coming, so that workers need not be ready for it.
 
         Args:
             computes: tokens are scheduled in it.
-            tells: it has something else to tell the workers.
-            waiting: requests that wait for their caches, or for leases to end.
+            waiting: there are requests that wait for their caches, or for leases to end.
         """
-        ended = self._take()
+        with self._changed:
+            ended, self._asked = self._asked, False
         if self._loop is None:
             return False
         busy = computes or self._loop.computes()
         if waiting and not busy:
             self._loop.go_on()
-            if not tells and not ended and not self._due:
-                self._loop.wait(LONGEST_S if self._sees_all(waiting) else SHORT_S)
-                ended = self._take()
         if ended:
             # vLLM looks at a step's results some steps later where its batches overlap: what ended beside a request
             # that was computed may be looked at after that request's end.
             self._due = self._loop.depth
+        self._holds = waiting and not busy and not self._due
         # Behind a lease that ended in an idle engine nothing follows.
         follows = busy or bool(self._due and self._loop.has_others(0))
         self._due = max(self._due - 1, 0)
         return not follows
+
+    def _between(self) -> None:
+        """Hold the engine, if nothing can come of its next step yet, and tell what has come."""
+        assert self._loop is not None
+        holds, self._holds = self._holds, False
+        if holds and not self._asked and not self._whole and (waiting := self._waiting()):
+            self._loop.wait(LONGEST_S if self._sees_all(waiting) else SHORT_S)
+            with self._changed:
+                self._changed.wait_for(lambda: self._asked or self._whole or not self._parts, PARTS_S)
+                self._asked |= bool(self._parts)  # or its message was lost: who has not rung may have reported
+        if self._whole:
+            with self._changed:
+                whole, self._whole = self._whole, set()
+            self._received(whole)
 
     def _sees_all(self, waiting: int) -> bool:
         """Whether everything that a step could take up would show itself."""
         assert self._loop is not None
         return bool(self._workers) and self._heard == self._workers and not self._loop.has_others(waiting)
 
-    def _take(self) -> bool:
-        with self._lock:
-            asked, self._asked = self._asked, False
-        return asked
+    def forget(self, request_id: str) -> None:
+        """All workers have reported this receive; it `loads` no more."""
+        with self._changed:
+            self._parts.pop(request_id, None)
+            self._whole.discard(request_id)
 
     def _rung(self, message: bytes) -> None:
-        said, token = message[:1], message[1:]
-        if token in self._workers:
-            self._heard.add(token)
-            if said == ENDED:
-                self.ask()
+        said, token, name = message[:1], message[1 : 1 + SECRET_BYTES], message[1 + SECRET_BYTES :]
+        if token not in self._workers:
+            return
+        self._heard.add(token)
+        if said == RECEIVED:
+            self._rung_for(name.decode(), token)
+        elif said == ENDED:
+            self.ask()
+
+    def _rung_for(self, request_id: str, token: bytes) -> None:
+        assert self._loop is not None
+        with self._changed:
+            if not self._loads(request_id):  # its reports were faster
+                return
+            rung = self._parts.setdefault(request_id, set())
+            first = not rung
+            rung.add(token)
+            whole = rung == self._workers
+            if whole:
+                del self._parts[request_id]
+                self._whole.add(request_id)
+                self._changed.notify()
+        if first or whole:
+            self._loop.wake()
 
     def close(self) -> None:
         if self._bell is not None:

@@ -1,8 +1,10 @@
-"""A bell between the workers of an instance and its scheduler half: "an end is in my outbox, take a step".
+"""A bell between the workers of an instance and its scheduler half: "this receive is over here", or "an end is in my
+outbox, take a step".
 
 A datagram socket in the abstract namespace, which only processes of this host (of this network namespace) reach, so
 each rings with the secret that its worker handed over when it described itself; anything else is ignored. A worker
-rings HERE when it learns the bell, and ENDED for each end. Who has rung once can wake the scheduler half: a worker on
+rings HERE when it learns the bell, RECEIVED for each receive that went well and of which there is no more to say, and
+ENDED for each other end. Who has rung once can wake the scheduler half: a worker on
 another host never has, and is waited for in short steps.
 
 A ring may get lost where many come at once, because the kernel queues few datagrams. Then others are there, and the
@@ -20,10 +22,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-HERE, ENDED = b"h", b"e"
-"""What a worker's message begins with; its secret follows."""
+HERE, RECEIVED, ENDED = b"h", b"r", b"e"
+"""What a worker's message begins with; its secret of SECRET_BYTES follows, and of a receive its request's name."""
 
-_LONGEST = 64
+SECRET_BYTES = 16
+LONGEST = 1024
+"""Bytes of a message."""
 
 
 class Bell:
@@ -40,7 +44,7 @@ class Bell:
 
     def _listen(self) -> None:
         while True:
-            message = self._socket.recv(_LONGEST)
+            message = self._socket.recv(LONGEST)
             if self._closing:
                 return
             self._heard(message)

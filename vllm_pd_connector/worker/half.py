@@ -27,7 +27,7 @@ from vllm_pd_connector.compat.queues import rest_until_next_message
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
 from vllm_pd_connector.geometry.validate import validate
 from vllm_pd_connector.observability.digest_trace import DigestTrace
-from vllm_pd_connector.sidechannel.bell import ENDED, HERE, ring
+from vllm_pd_connector.sidechannel.bell import ENDED, HERE, LONGEST, RECEIVED, SECRET_BYTES, ring
 from vllm_pd_connector.sidechannel.net.keys import Keys, keys_of
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.transport import registry
@@ -68,7 +68,7 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._outbox = Outbox(self._ring)
         self._bell = ""
-        self.token = secrets.token_bytes(16)
+        self.token = secrets.token_bytes(SECRET_BYTES)
         self._mark: Callable[[], Mark] | None = None
         self._count: WaveCount | None = None  # where layers are written before their step is done
         self._unmarked: StepMetadata | None = None  # a step of which more may be launched
@@ -295,9 +295,11 @@ class WorkerHalf:
         if self._drafts and metadata.ends_prefill:
             mark.synchronize()
 
-    def _ring(self) -> None:
-        if self._bell:
-            ring(self._bell, ENDED + self.token)
+    def _ring(self, received: str) -> None:
+        if not self._bell:
+            return
+        message = RECEIVED + self.token + received.encode()
+        ring(self._bell, message if received and len(message) <= LONGEST else ENDED + self.token)
 
     def transfer_results(self) -> KVConnectorTransferResults:
         """Every receive that ended since the last step, each once."""

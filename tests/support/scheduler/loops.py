@@ -12,7 +12,7 @@ from vllm_pd_connector.compat.engine import EngineLoop
 from vllm_pd_connector.scheduler.step_hold import StepHold
 from vllm_pd_connector.sidechannel.bell import HERE
 
-WAITING: dict[str, Any] = {"computes": False, "tells": False, "waiting": 1}
+WAITING: dict[str, Any] = {"computes": False, "waiting": True}
 
 
 class Core:
@@ -20,6 +20,7 @@ class Core:
 
     def __init__(self, depth: int = 1, **fields: Any) -> None:
         self.input_queue: queue.Queue[Any] = queue.Queue()
+        self._process_input_queue: Callable[[], None] = lambda: None
         self.batch_queue_size = depth
         self.step_fn: Callable[[], tuple[None, bool]] = lambda: (None, False)
         self.post_step: Callable[[bool], None] = lambda computed: None
@@ -29,22 +30,34 @@ class Core:
 
 
 class Loop(EngineLoop):
-    """Notes how long each step would have been held, and takes no time; what `meanwhile` does happens in the wait."""
+    """Notes how long it would have been held, and takes no time; what `meanwhile` does happens in the wait. `told` are
+    the requests whose caches vLLM was told of."""
 
     def __init__(self, core: Core | None = None) -> None:
         super().__init__(core or Core(), "wake")
         self.waits: list[float] = []
+        self.told: list[set[str]] = []
         self.meanwhile: Callable[[], None] = lambda: None
 
     def wait(self, seconds: float) -> None:
         self.waits.append(seconds)
         self.meanwhile()
 
+    def received(self, request_ids: set[str]) -> None:
+        self.told.append(request_ids)
+
 
 def made(loop: EngineLoop, tokens: tuple[bytes, ...] = (TOKEN,), heard: bool = True) -> StepHold:
-    """A hold whose workers have all been heard."""
-    hold = StepHold(loop)
+    """A hold whose workers have all been heard, while d-1 and d-2 load."""
+    hold = StepHold(loop, lambda: 1, lambda name: name in ("d-1", "d-2"), loop.received)
     hold.listen(tokens)
     for token in tokens if heard else ():
         hold._rung(HERE + token)
     return hold
+
+
+def take_step(hold: StepHold, **changes: bool) -> bool:
+    """A step, and what comes between it and the next; whether workers may rest."""
+    calm = hold.step(**WAITING | changes)
+    hold._between()
+    return calm
