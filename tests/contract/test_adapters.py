@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import FinishReason
 
 from tests.support.scheduler.adapters import load, lora, written
-from tests.support.scheduler.cores import Core
+from tests.support.scheduler.cores import Core, wake
 from tests.support.scheduler.engines import BLOCK, KEEP, given_back, read, transfer
 from tests.support.scheduler.halves import until
 from tests.support.scheduler.talks import ANSWER, NEXT, ON, PROMPT
@@ -174,6 +175,46 @@ def test_the_same_numbers_again_are_no_change(cores, tmp_path):
     assert prefill.engine.ended("p-1").kv_transfer_params is not None
 
 
+def test_the_same_numbers_again_are_no_change_where_another_adapter_has_changed(cores, tmp_path):
+    prefill = cores("kv_producer", step_tokens=BLOCK)
+    path, other = written(tmp_path / "a", b"numbers"), written(tmp_path / "b", b"others")
+    adapter = load(prefill, path)
+    load(prefill, other, 2)
+    prefill.engine.add("p-1", PROMPT, KEEP, max_tokens=1, lora=adapter)
+    prefill.engine.step()
+    load(prefill, written(other, b"others, trained"), 2)
+    load(prefill, path)
+    prefill.engine.run("p-1")
+    assert prefill.engine.ended("p-1").kv_transfer_params is not None
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_adapter_that_is_downloaded_when_it_is_loaded_goes_by_its_content(cores, tmp_path, monkeypatch, in_place):
+    """On one side it may have been there before."""
+    on_disk: dict[str, Path] = {}
+
+    def snapshot_download(where: str, **_: Any) -> str:
+        if where not in on_disk:
+            raise LocalEntryNotFoundError(where)
+        return str(on_disk[where])
+
+    def there(core: Core, path: str | Path) -> LoRARequest:
+        ask = core.model_executor.collective_rpc
+
+        def rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
+            on_disk["a-hub/sql"] = written(tmp_path / "snapshot", b"numbers")
+            return ask(method, *args, **kwargs)
+
+        monkeypatch.setattr(core.model_executor, "collective_rpc", rpc)
+        return load(core, Path(path), in_place=in_place)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    downloaded = there(prefill, "a-hub/sql")
+    params = prefilled(prefill, "p-1", downloaded)
+    served(decode, "d-1", there(decode, on_disk["a-hub/sql"]), params)
+
+
 def test_a_prefix_that_the_former_adapter_computed_is_not_handed_over(cores, tmp_path, caplog):
     """vLLM finds blocks by an adapter's name and path, whatever it computed them with."""
     prefill = cores("kv_producer")
@@ -189,6 +230,25 @@ def test_a_prefix_that_the_former_adapter_computed_is_not_handed_over(cores, tmp
     assert prefilled(prefill, "p-6", load(prefill, path)) is None, "back again"
     assert prefill.scheduler.reset_prefix_cache(False, True)
     assert all(prefilled(prefill, name, adapter) for name in ("p-7", "p-8"))
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_prefix_that_the_former_adapter_has_yet_to_compute_is_not_handed_over(cores, tmp_path, reset):
+    """What waits, or is run anew by a reset, will fill the prefix cache again under the name and path of both."""
+    prefill = cores("kv_producer")
+    path = written(tmp_path / "a", b"old numbers")
+    before = load(prefill, path, in_place=False)
+    prefill.wait(prefill.pause_scheduler("keep", True))
+    prefill.engine.add("p-1", PROMPT, KEEP, max_tokens=1, lora=before)
+    adapter = load(prefill, written(path, b"new numbers!"), 2, in_place=False)
+    if reset:
+        assert prefill.scheduler.reset_prefix_cache(True, False)
+    prefill.engine.add("p-2", PROMPT, KEEP, max_tokens=1, lora=adapter)
+    prefill.resume_scheduler()
+    prefill.engine.run("p-1", "p-2")
+    assert prefill.engine.ended("p-1").kv_transfer_params is not None
+    assert prefill.engine.ended("p-2").kv_transfer_params is None
+    assert prefilled(prefill, "p-3", adapter, PROMPT[::-1])
 
 
 def test_an_adapter_that_was_taken_away_and_loaded_anew_has_no_prefix_of_its_former_self(cores, tmp_path):
@@ -269,6 +329,20 @@ def test_one_that_the_workers_have_given_away_is_read_again(cores, tmp_path):
     prefill.engine.run("p-1")
     assert prefill.engine.ended("p-1").kv_transfer_params is None
     assert prefilled(prefill, "p-2", adapter, PROMPT[::-1])
+
+
+def test_a_prefill_whose_adapter_is_replaced_while_its_engine_sleeps_keeps_it_from_nothing(cores, places):
+    old, renew = places
+    prefill = cores(transfer("kv_producer", mode="push"))
+    before = load(prefill, old, in_place=False)
+    prefill.wait(prefill.sleep(1, "abort"))
+    prefill.engine.add("p-1", PROMPT, KEEP, max_tokens=1, lora=before)
+    adapter = load(prefill, renew())
+    prefill.engine.add("p-2", PROMPT[::-1], KEEP, max_tokens=1, lora=adapter)
+    wake(prefill)
+    prefill.engine.run("p-1", "p-2")
+    assert prefill.engine.ended("p-1").kv_transfer_params is None
+    assert prefill.engine.ended("p-2").kv_transfer_params is not None
 
 
 def test_a_turn_of_two_adapters_is_not_kept_and_one_that_waits_is_computed(cores, places):

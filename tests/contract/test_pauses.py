@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import FinishReason
 
-from tests.support.scheduler.cores import METADATA, Core
+from tests.support.scheduler.cores import Core, wake
 from tests.support.scheduler.engines import BLOCK, KEEP, given_back, loading, passed_over, prefilled, read, transfer
 from tests.support.scheduler.halves import make_half, until
 from tests.support.scheduler.push_halves import ASK, PushPeer, digest_of
@@ -26,12 +26,6 @@ MODES = ["abort", "wait", "keep"]
 @pytest.fixture
 def cores(engine: Callable[..., Any]) -> Callable[..., Core]:
     return lambda role, **arguments: Core(lambda: engine(role, **arguments))
-
-
-def wake(core: Core) -> None:
-    """As vLLM 0.33 does it: the memory is there again, and the workers' metadata is handed over."""
-    core.wake_up()
-    core.engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): METADATA})
 
 
 def held(core: Core) -> dict[str, Any]:

@@ -54,11 +54,9 @@ class Operator(Protocol):
     def weights_named(self, version: str) -> None:
         """After somebody said which weights there are."""
 
-    def adapter_loading(self, lora: LoRARequest) -> None:
-        """Before the workers load an adapter, anew where `load_inplace` says so."""
-
-    def adapter_failed(self, lora: LoRARequest) -> None:
-        """After some of them could not."""
+    def adapter_loaded(self, lora: LoRARequest, *, done: bool) -> None:
+        """After the workers have loaded an adapter, anew where `load_inplace` says so, and downloaded it where it lies
+        nowhere here; `done`: all of them."""
 
     def adapter_removed(self, number: int) -> None:
         """Before they give it away; who uses it has it loaded again."""
@@ -135,13 +133,11 @@ def _watch_core(core: Any, operator: Operator) -> None:
         return result
 
     def add_lora(call: Callable[..., Any], lora_request: LoRARequest) -> Any:
-        operator.adapter_loading(lora_request)
         done = False
         try:
             done = call(lora_request)
         finally:
-            if not done:
-                operator.adapter_failed(lora_request)
+            operator.adapter_loaded(lora_request, done=bool(done))
         return done
 
     def remove_lora(call: Callable[..., Any], lora_id: int) -> Any:

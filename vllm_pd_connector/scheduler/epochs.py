@@ -33,7 +33,7 @@ class Epochs:
 
     def __init__(self, adapter_ids: Mapping[str, str]) -> None:
         self.own = OwnWeights()
-        self.adapters = Adapters(adapter_ids, self._cached)
+        self.adapters = Adapters(adapter_ids, lambda: bool(self._came) or self._cached())
         self.pool: BlockPool | None = None
         self._outdated = False  # the prefix cache may hold what other weights computed
         self._epoch = 0
@@ -51,7 +51,7 @@ class Epochs:
     def was_reset(self) -> None:
         """The prefix cache has forgotten everything."""
         self._outdated = False
-        self.adapters.was_reset()
+        self.adapters.was_reset(lora for _, lora in self._came.values())
 
     def arrived(self, request: Request) -> None:
         """Any request has come."""

@@ -77,12 +77,9 @@ class Operations:
         else:
             self._epochs.moved()
 
-    def adapter_loading(self, lora: LoRARequest) -> None:
-        self._epochs.adapters.loads(lora)
+    def adapter_loaded(self, lora: LoRARequest, *, done: bool) -> None:
+        self._epochs.adapters.loaded(lora, done=done)
         self._adapters_moved()
-
-    def adapter_failed(self, lora: LoRARequest) -> None:
-        self._epochs.adapters.failed(lora)
 
     def adapter_removed(self, number: int) -> None:
         self._epochs.adapters.removed(number)

@@ -146,7 +146,10 @@ class Producer:
             self._server.pushes.enable(tokens, self._config.kv_lease_duration, self._config.step_timeout)
             self.compute_with("")
             for request in self._unfinished.values():  # which queued while this instance slept
-                self._announce(request)
+                try:
+                    self._announce(request)
+                except ProtocolError as error:  # its adapter was loaded in place meanwhile
+                    logger.error("request %s: nobody can ask for its push: %s", request.request_id, error)
             if self._bootstrap is None:
                 place = self._host, self._port
                 self._bootstrap = answer_proxies(

@@ -52,6 +52,16 @@ GUARANTEES = [
         "test_a_prefix_that_the_former_adapter_computed_is_not_handed_over",
     ),
     Guarantee(
+        "nor one that a former adapter's requests compute yet",
+        "Epochs", "bool(self._came) or self._cached()", "self._cached()",
+        "test_a_prefix_that_the_former_adapter_has_yet_to_compute_is_not_handed_over",
+    ),
+    Guarantee(
+        "nor one that they compute after a reset",
+        "Adapters", "            self._look(lora)\n", "            pass\n",
+        "test_a_prefix_that_the_former_adapter_has_yet_to_compute_is_not_handed_over",
+    ),
+    Guarantee(
         "caches of an adapter that was replaced are not loaded",
         "Consumer", "receive.stale = reason", "pass",
         "test_what_decode_came_for_before_is_not_used",
@@ -97,11 +107,9 @@ GUARANTEES = [
         "test_a_turn_is_not_read_into_blocks_that_a_step_in_flight_may_still_write",
     ),
     Guarantee(
-        "a bad request that queues while an instance sleeps does not keep it from waking",
+        "a request that queues while an instance sleeps does not keep it from waking",
         "Producer",
-        "        self._announce(request)\n        self._spans.started(request)\n"
-        "        self._unfinished[request.request_id] = request\n",
-        "        self._unfinished[request.request_id] = request\n        self._announce(request)\n",
-        "test_a_prefill_with_a_bad_name_that_queues_while_its_engine_sleeps_keeps_it_from_nothing",
+        "except ProtocolError as error:  # its adapter", "except KeyError as error:  # its adapter",
+        "test_a_prefill_whose_adapter_is_replaced_while_its_engine_sleeps_keeps_it_from_nothing",
     ),
 ]

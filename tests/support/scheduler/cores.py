@@ -80,3 +80,9 @@ class Core(EngineCoreProc):  # type: ignore[misc]  # vLLM ships no types
         until(over, "a pause that comes about")
         if future is not None:
             future.result()
+
+
+def wake(core: Core) -> None:
+    """As vLLM 0.33 does it: the memory is there again, and the workers' metadata is handed over."""
+    core.wake_up()
+    core.engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): METADATA})

@@ -28,7 +28,7 @@ from vllm_pd_connector.content import adapter_digest, adapter_files
 from vllm_pd_connector.errors import ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
@@ -56,7 +56,8 @@ class Adapters:
 
     Args:
         ids: `adapter_ids`, what adapters are called, by their names.
-        cached: whether vLLM's pool holds caches, in use or in its prefix cache.
+        cached: whether vLLM's pool holds caches, in use or in its prefix cache, or will when requests with adapters go
+            on that have come.
     """
 
     def __init__(self, ids: Mapping[str, str], cached: Callable[[], bool]) -> None:
@@ -101,29 +102,29 @@ class Adapters:
         """Whether the prefix cache may hold what another adapter computed, where this request looks."""
         return request.lora_request is not None and self._keys.get(_key(request.lora_request)) == _MIXED
 
-    def loads(self, lora: LoRARequest) -> None:
-        """The workers are asked to load it. What they have they load again in place only."""
+    def loaded(self, lora: LoRARequest, *, done: bool) -> None:
+        """The workers were asked to load it. What they have they load again in place only, all of them if it is
+        `done`, else perhaps some."""
         if lora.load_inplace or lora.lora_int_id not in self._loaded:
             self._update(lora)
+        if lora.load_inplace and not done:
+            self._loaded[lora.lora_int_id].name, self._loaded[lora.lora_int_id].failed = None, True
 
     def take_moved(self) -> list[LoRARequest]:
         """Since the last call: what was loaded under numbers that meant something else before."""
         moved, self._moved = self._moved, []
         return moved
 
-    def failed(self, lora: LoRARequest) -> None:
-        """They could not, all of them or some."""
-        if lora.load_inplace:
-            self._loaded[lora.lora_int_id].name, self._loaded[lora.lora_int_id].failed = None, True
-
     def removed(self, number: int | None = None) -> None:
         """The workers give an adapter away, or all: what is used again is read from its files again."""
         for one in tuple(self._loaded) if number is None else (number,):
             self._read_again[one] = None
 
-    def was_reset(self) -> None:
-        """The prefix cache has forgotten everything."""
+    def was_reset(self, live: Iterable[LoRARequest]) -> None:
+        """The prefix cache has forgotten everything; `live`: those of the requests that will fill it again."""
         self._keys.clear()
+        for lora in live:
+            self._look(lora)
 
     def _look(self, lora: LoRARequest) -> _Loaded:
         """What is loaded for a request: the workers load what they do not have, and what is to be read again. Its
@@ -139,8 +140,9 @@ class Adapters:
     def _update(self, lora: LoRARequest) -> _Loaded:
         number, name = lora.lora_int_id, self._name(lora)
         known = self._loaded.get(number)
+        age = known.age if known is not None else self._age
         if known is not None and (name is None or known.name != name):
-            self._age += 1
+            age = self._age = self._age + 1
             self._moved.append(lora)
             if known.key in self._keys:  # who came for it goes on under its key
                 self._keys[known.key] = _MIXED
@@ -151,7 +153,7 @@ class Adapters:
                 number,
                 lora.lora_path,
             )
-        self._loaded[number] = _Loaded(name, _key(lora), self._age)
+        self._loaded[number] = _Loaded(name, _key(lora), age)
         return self._loaded[number]
 
     def _reads(self, lora: LoRARequest) -> bool:
