@@ -93,6 +93,14 @@ MEMBERS = (
     _members("vllm.v1.core.kv_cache_manager:KVCacheManager", "coordinator get_block_ids evict_blocks free"),
     _members("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator", "single_type_managers reset_prefix_cache"),
     _members("vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager", "num_cached_block cache_blocks"),
+    _members("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector", "sub_connectors"),
+    _members(
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector", "connector_scheduler"
+    ),
+    _members(
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler",
+        "_current_batch_allocated_block_ids",
+    ),
     _members("vllm.v1.kv_cache_interface:KVCacheConfig", "num_blocks transfer_groups transfer_group_ids"),
     _members("vllm.v1.kv_cache_interface:KVCacheGroupSpec", "kv_cache_spec layer_names host_resident"),
     _members(

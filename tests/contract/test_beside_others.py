@@ -1,7 +1,8 @@
 """In vLLM's MultiConnector, made by vLLM from a configuration, through its own scheduler.
 
 The other connector is one that has every finished request kept and lets go of it in the next step, which is the one
-that has met vLLM's assertions. `tests/scheduler/test_multi_connector.py` has what each call does.
+that has met vLLM's assertions, or the scheduler half of vLLM's OffloadingConnector, whose workers need a GPU.
+`tests/scheduler/test_multi_connector.py` has what each call does.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from tests.support.scheduler.beside import PROMPT, among_others, beside, prefilled_beside, run_to_its_end
-from tests.support.scheduler.engines import Engine, loading, read
+from tests.support.scheduler.beside import PROMPT, among_others, beside, offloading, prefilled_beside, run_to_its_end
+from tests.support.scheduler.engines import BLOCK, FULL, STATES, WINDOWED, Engine, loading, prefilled, read
 from vllm_pd_connector.metadata import WorkerReport
 
 
@@ -60,4 +61,44 @@ def test_a_failure_is_one_beside_others_too(pair: tuple[Engine, Engine]) -> None
     decode.rest()
     assert decode.held() == 3
     decode.step(report=WorkerReport(drained={"d-1": 1}))
+    decode.check_empty()
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("groups", "few"), [((FULL,), 12), ((FULL, WINDOWED), 20), ((FULL, STATES), 13)], ids=["full", "window", "states"]
+)
+def test_what_a_store_copies_of_an_ended_request_is_copied_before_it_is_loaded_over(
+    engine: Any, groups: Any, few: int, first: bool
+) -> None:
+    """vLLM gives its blocks back at once, and the store would keep what comes as the ended request's."""
+    prompt = list(range(8 * BLOCK))
+    prefill = engine("kv_producer", groups=groups)
+    decode = engine(offloading("kv_consumer", first=first), groups=groups, blocks=few, wrap=among_others)
+    told: list[Any] = []
+    decode.compute = lambda output: told.append(output.kv_connector_metadata.metadata[1 if first else 0])
+    decode.add("ended", range(500, 500 + 6 * BLOCK), max_tokens=1)
+    decode.run("ended")
+    loading(decode, "d-1", prompt, prefilled(prefill, "p-1", prompt))
+    written = {i for table in decode.receive_of("d-1").blocks for i in table.ids.tolist()}
+    copied = {name: set(job.src_spec.block_ids.tolist()) for one in told for name, job in one.store_jobs.items()}
+    over = {name for name, blocks in copied.items() if blocks & written}
+    assert over, "there are few blocks"
+    assert over <= {name for one in told for name in one.jobs_to_flush}
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("ends", ["received", "failed", "aborted"])
+def test_beside_a_store_every_receive_ends(engine: Any, ends: str, first: bool) -> None:
+    prefill = engine("kv_producer")
+    decode = engine(offloading("kv_consumer", first=first), wrap=among_others)
+    loading(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
+    if ends == "aborted":
+        decode.scheduler.finish_requests("d-1", RequestStatus.FINISHED_ABORTED)
+    if ends == "received":
+        assert read(decode.receive_of("d-1"))
+        decode.step(received={"d-1"})
+    else:
+        decode.step(failed={"d-1"})
+    decode.run("d-1")
     decode.check_empty()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import torch
 from vllm.multimodal.hasher import MultiModalHasher
 from vllm.v1.request import RequestStatus
 
+from vllm_pd_connector.compat.engine import caller
 from vllm_pd_connector.compat.model.adapters import by_files
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK
@@ -240,6 +242,35 @@ def compute_here(scheduler: Any, request_id: str, *, at_once: bool) -> bool:
     if at_once:
         manager.free(request)
     return True
+
+
+class Copying:
+    """Stores of vLLM's OffloadingConnector beside this connector in a MultiConnector, which copy blocks that vLLM has
+    given back.
+
+    They have their workers end a copy before its block is written for another request. But they know of what is
+    computed and of what they load themselves, not of what another connector loads; it would be kept as the former
+    request's, and found by its prompt.
+
+    Source: vLLM 0.32, `OffloadingConnectorScheduler` (update_state_after_alloc, build_connector_meta,
+    _build_store_jobs), `OffloadingConnectorWorker.handle_preemptions`; its issue 46951. 0.33 sees to it itself.
+    """
+
+    def __init__(self) -> None:
+        self._multi = caller("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiConnector")
+        self._stores: list[Any] = []
+
+    def begin(self) -> None:
+        """All connectors are made."""
+        store = sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector")
+        if self._multi is not None and store is not None:
+            beside = (one for one in self._multi.sub_connectors if isinstance(one, store.OffloadingConnector))
+            self._stores = [one.connector_scheduler for one in beside]
+
+    def end_before(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Before a load into these blocks that the step begins which vLLM is scheduling."""
+        for store in self._stores:
+            store._current_batch_allocated_block_ids.update(block.block_id for block in blocks)
 
 
 class HeldBlocks:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import (
+    Copying,
     Quarantine,
     around_reset,
     computes_itself,
     finished_normally,
     keep_unshared,
+    owned_blocks,
     transfer_params,
 )
 from vllm_pd_connector.compat.engine import calling_loop
@@ -76,6 +78,7 @@ class SchedulerHalf:
         )
         dcp_size = vllm_config.parallel_config.decode_context_parallel_size
         self.share = LeaseShare(config.kv_lease_share, partial(leased_blocks, kv_cache_config, dcp_size))
+        self.copying = Copying()
         self._quarantine: Quarantine | None = None
         self._manager: KVCacheManager | None = None
         self._held_back: set[str] = set()
@@ -95,6 +98,7 @@ class SchedulerHalf:
         self._quarantine = Quarantine(pool)
         self.share.bind(self.producer.bind_block_pool(pool))
         self.epochs.pool = pool
+        self.copying.begin()
         around_reset(pool, self._give_back, self.epochs.was_reset)
 
     def _give_back(self) -> None:
@@ -149,6 +153,8 @@ class SchedulerHalf:
 
     def update_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.share.begin(request.request_id)
+        if num_external_tokens:
+            self.copying.end_before(owned_blocks(blocks, self.group_ids))
         self.consumer.allocated(request, blocks, num_external_tokens)
 
     def request_finished(

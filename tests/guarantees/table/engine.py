@@ -65,6 +65,11 @@ GUARANTEES = [
     ),
     # Other connectors in the engine
     Guarantee(
+        "what another connector has yet to copy is not loaded over",
+        "Copying", "self._stores = [one.connector_scheduler for one in beside]", "pass",
+        "test_what_a_store_copies_of_an_ended_request_is_copied_before_it_is_loaded_over",
+    ),
+    Guarantee(
         "a prefill is handed over beside a connector that knows one group only",
         "PDConnector", "        return self.request_finished_all_groups(request, (block_ids,))", "        return False, None",
         "test_a_finished_prefill_is_handed_over",

@@ -1,5 +1,5 @@
 """Engines with this connector in vLLM's MultiConnector, beside one that has every finished request kept and lets go of
-it in the next step (`pd_test_plugins.keeping`)."""
+it in the next step (`pd_test_plugins.keeping`), or beside vLLM's OffloadingConnector."""
 
 from __future__ import annotations
 
@@ -17,6 +17,15 @@ def beside(role: str, **extra_config: Any) -> dict[str, Any]:
     other = {"kv_connector": "KeepingConnector", "kv_role": role, "kv_connector_module_path": "pd_test_plugins.keeping"}
     extra = {"connectors": [transfer(role, **extra_config), other]}
     return {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": extra}
+
+
+def offloading(role: str, *, first: bool = True, **extra_config: Any) -> dict[str, Any]:
+    """`first`: this connector is named first."""
+    store = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 1 << 20}
+    other = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": store}
+    connectors = [transfer(role, **extra_config), other]
+    extra = {"connectors": connectors if first else connectors[::-1]}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def among_others(report: WorkerReport) -> MultiKVConnectorWorkerMetadata:
