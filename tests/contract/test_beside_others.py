@@ -7,6 +7,7 @@ that has met vLLM's assertions, or the scheduler half of vLLM's OffloadingConnec
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,4 +102,24 @@ def test_beside_a_store_every_receive_ends(engine: Any, ends: str, first: bool) 
     else:
         decode.step(failed={"d-1"})
     decode.run("d-1")
+    decode.check_empty()
+
+
+def test_a_window_that_came_in_part_is_kept_by_no_store(engine: Any) -> None:
+    """Its block has a hash by which the store would find it, for requests that look further back in it."""
+    groups = (FULL, replace(WINDOWED, sliding_window=BLOCK - 4))
+    prefill = engine("kv_producer", groups=groups)
+    decode = engine(offloading("kv_consumer"), groups=groups, wrap=among_others)
+    told: list[Any] = []
+    decode.compute = lambda output: told.append(output)
+    loading(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
+    window = decode.receive_of("d-1").blocks[1]
+    decode.step(received={"d-1"}, report=WorkerReport(unshareable={"d-1": {1: window.first_block}}))
+    decode.run("d-1")
+    decode.rest()
+    computed = next(at for at, output in enumerate(told) if "d-1" in output.num_scheduled_tokens)
+    assert told[computed].num_scheduled_tokens["d-1"] == len(PROMPT)
+    stores = [output.kv_connector_metadata.metadata[1].store_jobs for output in told]
+    assert not any(stores[:computed]) and any(stores[computed:])
+    assert decode.ended("d-1").finish_reason is FinishReason.LENGTH
     decode.check_empty()

@@ -244,13 +244,12 @@ def compute_here(scheduler: Any, request_id: str, *, at_once: bool) -> bool:
     return True
 
 
-class Copying:
-    """Stores of vLLM's OffloadingConnector beside this connector in a MultiConnector, which copy blocks that vLLM has
-    given back.
+class Beside:
+    """The other connectors in a MultiConnector, which keep what is computed and received here.
 
-    They have their workers end a copy before its block is written for another request. But they know of what is
-    computed and of what they load themselves, not of what another connector loads; it would be kept as the former
-    request's, and found by its prompt.
+    vLLM's OffloadingConnector copies blocks that vLLM has given back. It has its workers end a copy before its block is
+    written for another request. But it knows of what is computed and of what it loads itself, not of what another
+    connector loads; it would be kept as the former request's, and found by its prompt.
 
     Source: vLLM 0.32, `OffloadingConnectorScheduler` (update_state_after_alloc, build_connector_meta,
     _build_store_jobs), `OffloadingConnectorWorker.handle_preemptions`; its issue 46951. 0.33 sees to it itself.
@@ -259,6 +258,12 @@ class Copying:
     def __init__(self) -> None:
         self._multi = caller("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiConnector")
         self._stores: list[Any] = []
+
+    @property
+    def any(self) -> bool:
+        """Whether there are others. What they keep is no prefix cache's of vLLM: a block that must not be shared there
+        (`keep_unshared`) they share."""
+        return self._multi is not None and len(self._multi.sub_connectors) > 1
 
     def begin(self) -> None:
         """All connectors are made."""

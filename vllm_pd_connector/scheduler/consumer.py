@@ -134,7 +134,7 @@ class Consumer:
             self._receives[request.request_id] = receive
 
     def lost(self, request_id: str, why: str) -> None:
-        """A turn goes on without what it came for: nothing that has come of it is used."""
+        """A request goes on without what it came for: nothing that has come of it is used."""
         if (receive := self._receives.get(request_id)) is not None and request_id not in self._ended:
             self.turns.lost(receive, why)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import (
-    Copying,
+    Beside,
     Quarantine,
     around_reset,
     computes_itself,
@@ -78,12 +78,12 @@ class SchedulerHalf:
         )
         dcp_size = vllm_config.parallel_config.decode_context_parallel_size
         self.share = LeaseShare(config.kv_lease_share, partial(leased_blocks, kv_cache_config, dcp_size))
-        self.copying = Copying()
+        self.beside = Beside()
         self._quarantine: Quarantine | None = None
         self._manager: KVCacheManager | None = None
         self._held_back: set[str] = set()
         self._told: set[str] = set()  # received, as vLLM was told before the workers' reports
-        self._spared: dict[str, str] = {}  # turns that go on without what they came for, and why
+        self._spared: dict[str, str] = {}  # requests that go on without what they came for, and why
         self._gauges: tuple[int, ...] = ()
 
     def serve(self, manifests: list[bytes], tokens: list[bytes], weights: str = "") -> None:
@@ -98,7 +98,7 @@ class SchedulerHalf:
         self._quarantine = Quarantine(pool)
         self.share.bind(self.producer.bind_block_pool(pool))
         self.epochs.pool = pool
-        self.copying.begin()
+        self.beside.begin()
         around_reset(pool, self._give_back, self.epochs.was_reset)
 
     def _give_back(self) -> None:
@@ -154,7 +154,7 @@ class SchedulerHalf:
     def update_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.share.begin(request.request_id)
         if num_external_tokens:
-            self.copying.end_before(owned_blocks(blocks, self.group_ids))
+            self.beside.end_before(owned_blocks(blocks, self.group_ids))
         self.consumer.allocated(request, blocks, num_external_tokens)
 
     def request_finished(
@@ -251,6 +251,8 @@ class SchedulerHalf:
                     keep_unshared(self._manager, request_id, self.group_ids[group], block)
                 if not self.producer.came_in_part(request_id, blocks):
                     self._spared[request_id] = "its window came in part, and decode would need all of it"
+                if self.beside.any:
+                    self._spared[request_id] = "its window came in part, and another connector would keep it as whole"
         if output.invalid_block_ids:
             self.producer.loads_failed(output.invalid_block_ids)
         if output.finished_sending:

@@ -66,8 +66,13 @@ GUARANTEES = [
     # Other connectors in the engine
     Guarantee(
         "what another connector has yet to copy is not loaded over",
-        "Copying", "self._stores = [one.connector_scheduler for one in beside]", "pass",
+        "Beside", "self._stores = [one.connector_scheduler for one in beside]", "pass",
         "test_what_a_store_copies_of_an_ended_request_is_copied_before_it_is_loaded_over",
+    ),
+    Guarantee(
+        "a part of a window is kept by no other connector as whole",
+        "SchedulerHalf", "if self.beside.any:", "if False:",
+        "test_a_window_that_came_in_part_is_kept_by_no_store",
     ),
     Guarantee(
         "a prefill is handed over beside a connector that knows one group only",
