@@ -11,13 +11,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from tests.support.scheduler.beside import PROMPT, among_others, beside, offloading, prefilled_beside, run_to_its_end
-from tests.support.scheduler.engines import BLOCK, FULL, STATES, WINDOWED, Engine, loading, prefilled, read
+from tests.support.scheduler.cores import Core
+from tests.support.scheduler.engines import BLOCK, FULL, KEEP, STATES, WINDOWED, Engine, loading, prefilled, read
 from vllm_pd_connector.metadata import WorkerReport
+from vllm_pd_connector.protocol.lease import End
 
 
 @pytest.fixture
@@ -123,3 +126,49 @@ def test_a_window_that_came_in_part_is_kept_by_no_store(engine: Any) -> None:
     assert not any(stores[:computed]) and any(stores[computed:])
     assert decode.ended("d-1").finish_reason is FinishReason.LENGTH
     decode.check_empty()
+
+
+@pytest.mark.parametrize("reset", ["before", "after"])
+def test_what_a_store_holds_of_former_weights_is_not_handed_over_until_it_is_reset(engine: Any, reset: str) -> None:
+    core = Core(
+        lambda: engine(offloading("kv_producer"), wrap=lambda said: MultiKVConnectorWorkerMetadata((None, said)))
+    )
+    prefill, told = core.engine, list[Any]()
+    prefill.compute = lambda output: told.append(output.kv_connector_metadata.metadata[1])
+
+    def done() -> Any:
+        """Of the store's one worker."""
+        jobs = {name for one in told for name in (*one.store_jobs, *one.load_jobs)}
+        told.clear()
+        return OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(jobs, 1))
+
+    def handed_over(name: str, *, loads: bool) -> bool:
+        prefill.add(name, PROMPT, KEEP, max_tokens=1)
+        prefill.step()
+        assert any(one.load_jobs for one in told) is loads
+        if loads:
+            prefill.step(received={name}, report=done())
+        prefill.run(name)
+        prefill.rest()
+        prefill.step(report=done())
+        return prefill.ended(name).kv_transfer_params is not None
+
+    assert handed_over("p-1", loads=False)
+    prefill.connector._connectors[0].scheduler.producer.end_leases(End.RESET)
+    prefill.rest()
+    if reset == "before":
+        assert core.scheduler.reset_prefix_cache(False, False)
+    core.collective_rpc("reload_weights")
+    core.set_weight_version("v2")
+    if reset == "after":
+        assert core.scheduler.reset_prefix_cache(False, False)
+    assert not handed_over("p-2", loads=True)
+    assert core.scheduler.reset_prefix_cache(False, True)
+    assert handed_over("p-3", loads=False)
+    prefill.connector._connectors[0].scheduler.producer.end_leases(End.RESET)
+    prefill.rest()
+    assert core.scheduler.reset_prefix_cache(False, True)
+    core.collective_rpc("reload_weights")
+    core.set_weight_version("v3")
+    assert handed_over("p-4", loads=False)
+    assert handed_over("p-5", loads=False), "reset before, nobody held anything of the former"

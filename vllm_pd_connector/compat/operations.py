@@ -72,6 +72,9 @@ class Operator(Protocol):
         """Before the prefix cache forgets; `forced`: requests that run are computed again, or the connector is to
         forget, too."""
 
+    def all_reset(self) -> None:
+        """After it has, and every other connector of this engine, too."""
+
     def not_reset(self) -> None:
         """After it could not, because blocks are in use."""
 
@@ -115,6 +118,8 @@ def _watch_scheduler(scheduler: Any, operator: Operator) -> None:
         finally:
             if not done:
                 operator.not_reset()
+            elif reset_connector:
+                operator.all_reset()
         return done
 
     _wrap(scheduler, "reset_prefix_cache", reset)

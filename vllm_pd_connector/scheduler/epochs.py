@@ -3,8 +3,9 @@
 A prefill is handed over under one name, so all of it must be of one epoch: the one in which it began, or began anew
 after a preemption. Several calls make one change that peers are told of; an engine may step between two of them, so
 here each call ends an epoch. What vLLM's prefix cache holds when weights change is of the former ones until vLLM resets
-it; a prefill that begins with a hit of it is of no epoch. Trainers have vLLM reset its caches while it is paused (`POST
-/pause` does), before they change anything, so that nothing is refused.
+it, and what other connectors of the engine hold until they do; a prefill that begins with a hit is of no epoch.
+Trainers have vLLM reset its caches while it is paused (`POST /pause` does), before they change anything, so that
+nothing is refused.
 
 An adapter is loaded again in place without any of this. Its name is its content, so nothing waits for one; but whatever
 had come before the change is not handed over: it may be of both, or was promised under the former name.
@@ -19,7 +20,7 @@ from vllm_pd_connector.compat.model.adapters import Adapters
 from vllm_pd_connector.protocol.weights import HOW_TO_NAME, OwnWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from vllm_pd_connector.compat.types import BlockPool, LoRARequest, Request, SchedulerOutput
 
@@ -29,12 +30,15 @@ IN_TURN: Final = -2
 
 
 class Epochs:
-    """See the module. One per engine, in the scheduler's thread. `adapter_ids`: as configured."""
+    """See the module. One per engine, in the scheduler's thread. `adapter_ids`: as configured; `beside`: whether other
+    connectors of this engine may hold what was computed, and have vLLM find it."""
 
-    def __init__(self, adapter_ids: Mapping[str, str]) -> None:
+    def __init__(self, adapter_ids: Mapping[str, str], beside: Callable[[], bool]) -> None:
         self.own = OwnWeights()
         self.adapters = Adapters(adapter_ids, lambda: bool(self._came) or self._cached())
         self.pool: BlockPool | None = None
+        self._beside = beside
+        self._stored = True  # other connectors may hold something, if there are any
         self._outdated = False  # the prefix cache may hold what other weights computed
         self._epoch = 0
         self._begun: dict[str, int] = {}  # of running prefills: the epoch of their caches
@@ -46,11 +50,11 @@ class Epochs:
         self._outdated = self._cached()
 
     def _cached(self) -> bool:
-        return self.pool is None or not is_empty(self.pool)
+        return self.pool is None or not is_empty(self.pool) or (self._stored and self._beside())
 
     def was_reset(self) -> None:
-        """The prefix cache has forgotten everything."""
-        self._outdated = False
+        """The prefix cache has forgotten everything, and so have other connectors."""
+        self._outdated = self._stored = False
         self.adapters.was_reset(lora for _, lora in self._came.values())
 
     def arrived(self, request: Request) -> None:
@@ -66,6 +70,7 @@ class Epochs:
     def advance(self, output: SchedulerOutput, *wanted: Mapping[str, Request]) -> None:
         """A step begins: of the requests whose caches may be handed over (those in `wanted`), remember the epochs of
         those that begin with it."""
+        self._stored = self._stored or bool(output.num_scheduled_tokens)
         for request_id, hit in begun_in(output) if any(wanted) else ():
             for request in (some[request_id] for some in wanted if request_id in some):
                 self._begun[request_id] = NO_EPOCH if hit and self._outdated else self._epoch

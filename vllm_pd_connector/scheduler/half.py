@@ -70,7 +70,8 @@ class SchedulerHalf:
             loop.on_refusal(self._refused)
         self._loop = loop
         self.hold = StepHold(loop, self._num_waiting, lambda name: self.consumer.loads(name), self._received)
-        self.epochs = Epochs(config.adapter_ids)
+        self.beside = Beside()
+        self.epochs = Epochs(config.adapter_ids, lambda: self.beside.any)
         self.producer = Producer(config, vllm_config, kv_cache_config, self.epochs, ended=self.hold.ask)
         self.consumer = Consumer(config, vllm_config, kv_cache_config, self.epochs, self.hold.ask)
         self.operations = Operations(
@@ -78,7 +79,6 @@ class SchedulerHalf:
         )
         dcp_size = vllm_config.parallel_config.decode_context_parallel_size
         self.share = LeaseShare(config.kv_lease_share, partial(leased_blocks, kv_cache_config, dcp_size))
-        self.beside = Beside()
         self._quarantine: Quarantine | None = None
         self._manager: KVCacheManager | None = None
         self._held_back: set[str] = set()
@@ -99,12 +99,17 @@ class SchedulerHalf:
         self.share.bind(self.producer.bind_block_pool(pool))
         self.epochs.pool = pool
         self.beside.begin()
-        around_reset(pool, self._give_back, self.epochs.was_reset)
+        around_reset(pool, self._give_back, self._was_reset)
 
     def _give_back(self) -> None:
         """What is cached is to be forgotten: so are conversations."""
         self.producer.make_room()
         self.producer.drain()
+
+    def _was_reset(self) -> None:
+        """vLLM's prefix cache has forgotten everything; other connectors may be asked to afterwards."""
+        if not self.beside.any:
+            self.epochs.was_reset()
 
     def bind_cache_manager(self, manager: KVCacheManager) -> None:
         self._manager = manager

@@ -152,6 +152,9 @@ class Operations:
             self._producer.drain()
         self._compute_here(self._consumer.take_arrived(), at_once=True)
 
+    def all_reset(self) -> None:
+        self._epochs.was_reset()
+
     def not_reset(self) -> None:
         logger.error(
             "the prefix cache was not reset: %s. POST /pause waits for what is in the way (mode wait) or ends it; "

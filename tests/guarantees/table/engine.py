@@ -75,6 +75,16 @@ GUARANTEES = [
         "test_a_window_that_came_in_part_is_kept_by_no_store",
     ),
     Guarantee(
+        "what a store holds of former weights is not handed over after vLLM alone has forgotten it",
+        "SchedulerHalf", "if not self.beside.any:", "if True:",
+        "test_what_a_store_holds_of_former_weights_is_not_handed_over_until_it_is_reset",
+    ),
+    Guarantee(
+        "nor where vLLM had forgotten it before",
+        "Epochs", "or (self._stored and self._beside())", "or False",
+        "test_what_a_store_holds_of_former_weights_is_not_handed_over_until_it_is_reset",
+    ),
+    Guarantee(
         "a prefill is handed over beside a connector that knows one group only",
         "PDConnector", "        return self.request_finished_all_groups(request, (block_ids,))", "        return False, None",
         "test_a_finished_prefill_is_handed_over",
