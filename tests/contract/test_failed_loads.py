@@ -124,3 +124,20 @@ def test_a_read_after_the_lease_has_ended_is_told_so(engine: Any) -> None:
     decode.step(failed={"d-1"})
     decode.check_empty()
     given_back(prefill)
+
+
+@pytest.mark.parametrize("params", ["x", 5, 0.5, [1]])
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_parameters_that_are_no_object_fail_their_request_alone(engine: Any, role: str, params: Any) -> None:
+    """A client's `vllm_xargs` can have them; vLLM asks them for a key when its connector has heard of the request."""
+    one = engine(role)
+    one.add("bad", PROMPT, params)
+    one.add("plain", PROMPT[::-1])
+    one.step()
+    source = one.receive_of("bad").source
+    assert isinstance(source, BadParameters) and "expected an object" in source.reason
+    one.step(failed={"bad"})
+    one.run("bad", "plain")
+    assert one.ended("bad").finish_reason is FinishReason.ERROR
+    assert one.ended("plain").finish_reason is FinishReason.LENGTH
+    one.check_empty()

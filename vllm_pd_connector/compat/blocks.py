@@ -59,6 +59,16 @@ def transfer_params(request: Request) -> Any:
     return request.kv_transfer_params
 
 
+def drop_other_params(request: Request) -> None:
+    """Have vLLM not look into parameters that are no object: it does when its connector has heard of the request, and
+    the engine core ends with the error. Clients send them as `vllm_xargs`, whose values may be of other types.
+
+    Source: vLLM 0.32 and 0.33, `Scheduler.add_request`.
+    """
+    if not isinstance(request.kv_transfer_params, dict):
+        request.kv_transfer_params = None
+
+
 def trace_headers(request: Request) -> dict[str, str] | None:
     """The headers of the client's trace; None where there are none, or vLLM exports no traces.
 

@@ -17,6 +17,7 @@ from vllm_pd_connector.compat.blocks import (
     Quarantine,
     around_reset,
     computes_itself,
+    drop_other_params,
     finished_normally,
     keep_unshared,
     owned_blocks,
@@ -146,6 +147,7 @@ class SchedulerHalf:
                     pass
         except ProtocolError as error:
             self.consumer.refuse(request, str(error))
+            drop_other_params(request)
 
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """None: vLLM leaves the request in its queue, schedules what is behind it, and asks again in the next step."""

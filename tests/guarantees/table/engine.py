@@ -63,6 +63,11 @@ GUARANTEES = [
         "Producer", "tokens >= self._unfinished[name].num_prompt_tokens", "False",
         "test_the_step_that_completes_a_prefill_for_a_decode_instance_says_so",
     ),
+    Guarantee(
+        "parameters that are no object do not end the engine",
+        "SchedulerHalf", "            drop_other_params(request)\n", "            pass\n",
+        "test_parameters_that_are_no_object_fail_their_request_alone",
+    ),
     # Other connectors in the engine
     Guarantee(
         "what another connector has yet to copy is not loaded over",
