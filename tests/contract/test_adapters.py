@@ -295,6 +295,19 @@ def test_of_two_paths_that_are_read_in_turn_nothing_is_handed_over(cores, tmp_pa
     assert prefilled(prefill, "p-3", second, list(range(200, 240)))
 
 
+def test_two_paths_with_the_same_numbers_are_no_two_adapters(cores, tmp_path):
+    prefill = cores("kv_producer", step_tokens=BLOCK)
+    path = written(tmp_path / "a", b"one")
+    load(prefill, path)
+    first = load(prefill, written(path, b"another"))
+    prefill.engine.add("p-1", PROMPT, KEEP, max_tokens=1, lora=first)
+    prefill.engine.step()
+    second = load(prefill, written(tmp_path / "b", b"another"))
+    prefill.engine.add("p-2", PROMPT[::-1], KEEP, max_tokens=1, lora=second)
+    prefill.engine.run("p-1", "p-2")
+    assert None not in [prefill.engine.ended(name).kv_transfer_params for name in ("p-1", "p-2")]
+
+
 def test_an_adapter_that_could_not_be_loaded_is_nobodys_until_it_is(cores, places):
     old, renew = places
     prefill = cores("kv_producer")

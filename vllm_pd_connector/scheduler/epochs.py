@@ -63,7 +63,7 @@ class Epochs:
             return
         age = self.adapters.age(request)
         others = (other for _, other in self._came.values() if other.load_inplace) if age else ()
-        if any(other.lora_int_id == lora.lora_int_id and other.lora_path != lora.lora_path for other in others):
+        if any(self.adapters.in_turn(other, lora) for other in others):
             age = IN_TURN
         self._came[request.request_id] = age, lora
 

@@ -98,6 +98,12 @@ class Adapters:
         """Moves when the numbers become others with which a request computes."""
         return self._look(request.lora_request).age if request.lora_request is not None else 0
 
+    def in_turn(self, one: LoRARequest, other: LoRARequest) -> bool:
+        """Whether two that run at the same time, and are read in each of their steps, load other numbers in turn."""
+        if one.lora_int_id != other.lora_int_id or one.lora_path == other.lora_path:
+            return False
+        return (name := self._name(one)) is None or name != self._name(other)
+
     def spoilt(self, request: Request) -> bool:
         """Whether the prefix cache may hold what another adapter computed, where this request looks."""
         return request.lora_request is not None and self._keys.get(_key(request.lora_request)) == _MIXED
