@@ -273,16 +273,15 @@ def announce_layers(count: int, reps: int, told: str) -> dict[str, Any]:
             writes = told == WRITTEN and ahead[0] > done  # what the first wave of a step has brought
             pushes.waiting = not writes
             pause = SHORTEST_S if writes else clock.pause(*max(ahead, (done + 1, 0)))
-            if pause is not None and pause < 0.001 and not poller.poll(0):  # as `sidechannel.waiting` does
-                time.sleep(pause)
-            elif pause is None or pause >= 0.001:
+            if pause is None or pause >= 0.001:
                 poller.poll(100 if pause is None else pause * 1000)
+            elif not poller.poll(0):  # as `sidechannel.waiting` does
+                time.sleep(pause)
             wake.clear()
 
     half, loop = made.worker, TransferLoop.__new__(TransferLoop)
     loop._push, loop._pushes, loop._wake = SimpleNamespace(clock=clock), pushes, wake  # type: ignore[assignment]
-    half._count, half._loop = WaveCount(waves_of(layers)), loop
-    half._mark = marker(())
+    half._count, half._loop, half._mark = WaveCount(waves_of(layers)), loop, marker(())
     if told == COMPUTED:  # a device's, which has done all of a step when it has been launched
         half._mark = lambda: SimpleNamespace(query=partial(lambda mine: mine <= computed, step))  # type: ignore[assignment]
     thread = threading.Thread(target=look)

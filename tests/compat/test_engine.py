@@ -75,6 +75,19 @@ def test_workers_are_not_asked_for_drafts_after_a_step_that_computed_nothing() -
     hold.close()
 
 
+def test_the_engine_is_held_when_a_step_is_over_and_before_its_queue_is_looked_at() -> None:
+    """By the name that vLLM's loop calls between two steps."""
+    core, order = Core(), []
+    core._process_input_queue = lambda: order.append("input")
+    hold = made(loop := Loop(core))
+    loop.meanwhile = lambda: order.append("held")
+    hold.step(**WAITING)
+    assert not order
+    core._process_input_queue()
+    assert order == ["held", "input"]
+    hold.close()
+
+
 def wait_in_a_thread(loop: EngineLoop) -> threading.Thread:
     thread = threading.Thread(target=loop.wait, args=(600.0,))
     thread.start()

@@ -108,6 +108,15 @@ def test_others_run_while_a_request_loads(engine: Any) -> None:
     decode.check_empty()
 
 
+def having_read(engine: Any) -> Any:
+    """A decode engine whose worker has read d-1, and has not said so."""
+    prefill, decode = engine("kv_producer"), engine("kv_consumer")
+    loading(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
+    decode.step()
+    read(decode.receive_of("d-1"))
+    return decode
+
+
 def tell(decode: Any, request_id: str) -> None:
     """Every worker has rung for a receive: vLLM is told between two steps, the reports come with the next."""
     half = decode.connector.scheduler
@@ -119,10 +128,7 @@ def tell(decode: Any, request_id: str) -> None:
 def test_what_every_worker_rang_for_is_computed_in_the_next_step_and_their_reports_change_nothing(
     engine: Any, reports: int
 ) -> None:
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    loading(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
-    decode.step()
-    read(decode.receive_of("d-1"))
+    decode = having_read(engine)
     tell(decode, "d-1")
     assert decode.step(received=["d-1"] * reports).num_scheduled_tokens == {"d-1": 1}
     if not reports:
@@ -137,10 +143,7 @@ def test_what_every_worker_rang_for_is_computed_in_the_next_step_and_their_repor
 def test_a_request_that_ends_beside_what_its_workers_rang_for_gives_its_blocks_back_once(
     engine: Any, told: str
 ) -> None:
-    prefill, decode = engine("kv_producer"), engine("kv_consumer")
-    loading(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
-    decode.step()
-    read(decode.receive_of("d-1"))
+    decode = having_read(engine)
     if told == "before it ends":
         tell(decode, "d-1")
     decode.scheduler.finish_requests("d-1", RequestStatus.FINISHED_ABORTED)

@@ -380,6 +380,10 @@ def test_a_decode_instance_holds_its_steps_from_the_order_to_the_report(
     waiting = step(half)
     assert waiting.calm
     assert loop.waits == [LONGEST_S] * 2
+    half.hold._workers |= {OTHER}
+    half.hold._rung(RECEIVED + OTHER + b"d-1")
+    assert half.hold._parts
     half.update_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(), finished_recving={"d-1"}))
+    assert not half.hold._parts, "the first worker's message was lost"
     step(half)
     assert loop.waits == [LONGEST_S] * 2

@@ -49,10 +49,11 @@ short, and that what others begin need not wait for a long request's end."""
 
 @dataclass(eq=False, slots=True)
 class _Slice:
-    """A slice under way, and how many parts the transport made of it."""
+    """A slice under way, and how many parts the transport made of it. `looked_at`: since it was begun."""
 
     transfer: Transfer
     parts: int
+    looked_at: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -77,7 +78,7 @@ class _Direct:
     @property
     def due(self) -> bool:
         """Whether a look changes something now: also where the transport was done when it had posted a slice."""
-        over = any(not slice_.transfer.left for slice_ in self.running)
+        over = any(not (slice_.looked_at or slice_.transfer.left) for slice_ in self.running)
         return self.begins or self.posting or over or not self.running
 
     @property
@@ -181,6 +182,7 @@ class InFlight:
             if number and time.monotonic() >= until:
                 break
             try:
+                slice_.looked_at = True
                 status = self.transport.poll(slice_.transfer)
                 direct.posting |= status is TransferStatus.POSTING
                 if status is not TransferStatus.DONE:

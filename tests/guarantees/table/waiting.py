@@ -52,6 +52,16 @@ GUARANTEES = [
         "test_a_worker_says_that_it_hears_and_rings_at_every_end",
     ),
     Guarantee(
+        "the engine is held between its steps",
+        "StepHold", "            self._loop.between_steps(self._between)", "            pass",
+        "test_the_engine_is_held_when_a_step_is_over_and_before_its_queue_is_looked_at",
+    ),
+    Guarantee(
+        "what was rung for is forgotten with the workers' reports",
+        "SchedulerHalf", "            self.hold.forget(request_id)", "            pass",
+        "test_a_decode_instance_holds_its_steps_from_the_order_to_the_report",
+    ),
+    Guarantee(
         "vLLM is told of a receive when every worker has rung for it",
         "StepHold", "            whole = rung == self._workers", "            whole = True",
         "test_what_went_well_on_some_workers_is_waited_for_shortly_and_then_asked_for",
