@@ -6,13 +6,13 @@ pair the client runs the prefill leg itself, outside of the measured time, and s
 instance: the time is from sending that request to its first token. Requests at once come in waves, eight prefill legs
 and then eight decode legs: with both instances on the same cores, decoding beside a prefill would measure the cores.
 Also measured: the first request to a new peer, also to one that was introduced before (`vllm-pd introduce`), and the
-processor time that the idle servers burn. The variants take turns for several rounds, each with fresh servers, so that
-whatever else the machine does in a minute does not fall on one variant alone.
+processor time that the idle servers burn. The variants take turns for several rounds, each with fresh servers, every
+second round backwards, so that neither whatever else the machine does in a minute nor who comes first favours one.
 
 The plain instance computes the whole prompt, so its first token is no rival; its decode step and its idle cost are
 what the others are compared with.
 
-    python benchmarks/pull.py [--variants pd nixl-quiet …] [--requests 100] [--rounds 2] [--into out/bench/pull.json]
+    python benchmarks/pull.py [--variants pd nixl-quiet …] [--requests 100] [--rounds 2] [--idle 20] [--into …]
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ LENGTHS = (16, 1900)
 
 OUTPUT_TOKENS = 8
 AT_ONCE = 8
-IDLE_S = 20.0
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -161,10 +160,12 @@ def processor_seconds(server: Server, *, alone: bool = False) -> float:
     return total / TICKS_PER_SECOND
 
 
-def idle_cores(servers: Sequence[Server]) -> float:
-    """Cores that idle servers keep busy, per server; these instances have one worker each."""
+def idle_cores(servers: Sequence[Server], seconds: float) -> float:
+    """Cores that idle servers keep busy, per server; these instances have one worker each. Not a number in no time."""
+    if not seconds:
+        return float("nan")
     before, started = sum(map(processor_seconds, servers)), time.monotonic()
-    time.sleep(IDLE_S)
+    time.sleep(seconds)
     burnt = sum(map(processor_seconds, servers)) - before
     return round(burnt / (time.monotonic() - started) / len(servers), 3)
 
@@ -212,7 +213,7 @@ class Variant:
         return body(model, prompt, kv_transfer_params=answer["kv_transfer_params"])
 
 
-def measure(variant: Variant, model: str, requests: int, seed: int, logs: Path) -> Round:
+def measure(variant: Variant, model: str, requests: int, seed: int, logs: Path, idle: float) -> Round:
     """Start a variant, measure everything, stop it."""
     with Servers(logs) as servers:
         running = variant.start(servers, model)
@@ -251,7 +252,7 @@ def measure(variant: Variant, model: str, requests: int, seed: int, logs: Path) 
             for begin in range(0, requests, AT_ONCE):
                 legs = list(pool.map(prefilled, asked[begin : begin + AT_ONCE]))
                 at_once += first_tokens(pool.map(decoded, legs))
-        return Round(first, first_tokens(answers), at_once, steps, idle_cores(running), failed)
+        return Round(first, first_tokens(answers), at_once, steps, idle_cores(running, idle), failed)
 
 
 def summary(name: str, rounds: Sequence[Round]) -> Result:
@@ -297,6 +298,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="gqa")
     parser.add_argument("--requests", type=int, default=100, help="per variant, one by one and again all at once")
     parser.add_argument("--rounds", type=int, default=2, help="starts of each variant's servers")
+    parser.add_argument("--idle", type=float, default=20.0, help="seconds in which idle servers are watched; 0: not")
     parser.add_argument("--into", type=Path, default=ROOT / "out" / "bench" / "pull.json")
     options = parser.parse_args()
     options.into.parent.mkdir(parents=True, exist_ok=True)
@@ -310,10 +312,11 @@ def main() -> None:
         }
         rounds: dict[str, list[Round]] = {name: [] for name in options.variants}
         for number in range(options.rounds):
-            for name, taken in rounds.items():
+            for name in options.variants[:: -1 if number % 2 else 1]:
+                taken = rounds[name]
                 print(f"round {number + 1}, {name}: {2 * options.requests} requests …", flush=True)
                 logs = options.into.parent / "logs"
-                taken.append(measure(variants[name], options.model, options.requests, 3 * number, logs))
+                taken.append(measure(variants[name], options.model, options.requests, 3 * number, logs, options.idle))
                 print(markdown([row(summary(name, taken[-1:]))]), flush=True)
     rows = [row(summary(name, taken)) for name, taken in rounds.items()]
     facts = {"model": options.model, "prompt_tokens": LENGTHS, "unit": "ms", "rounds": options.rounds}

@@ -116,6 +116,28 @@ def test_many_requests_of_one_moment_are_begun_over_many_turns_and_all_end(prefi
     assert set(range(1, 5)) <= set(turns), "several requests were begun in one turn"
 
 
+def test_a_turn_that_binding_has_taken_all_of_moves_nothing_and_the_next_one_does(prefill, decode, monkeypatch):
+    linked(decode, prefill)
+    did: list[str] = []
+    bind, begin, turn = decode.loop._receives._bind, InFlight._begin_slice, decode.loop._turn
+    monkeypatch.setattr(decode.loop._receives, "_bind", lambda *given: (did.append("bind"), bind(*given)))
+    monkeypatch.setattr(InFlight, "_begin_slice", lambda *given: (did.append("slice"), begin(*given))[1])
+    monkeypatch.setattr(decode.loop, "_turn", lambda now: (did.append("turn"), turn(now)))
+    names = ["a", "b", "c"]
+
+    def at_once(now: float) -> None:
+        for name in names:
+            decode.loop._receives.begin(prefill.request(name), now)
+
+    in_its_thread(decode.loop, at_once)
+    assert decode.wait_for(*names) == [True] * len(names)
+    turns = [one.split() for one in " ".join(did).split("turn")]
+    assert all(turn.count("bind") <= 1 and not {"bind", "slice"} <= set(turn) for turn in turns), turns
+    between = [set(turn) for turn in turns if turn]
+    first = between.index({"bind"})
+    assert between[first : first + 5 : 2] == [{"bind"}] * 3 and {"bind"} not in between[first + 1 : first + 5 : 2]
+
+
 def test_what_is_given_up_before_it_is_bound_is_not_kept_in_quarantine(prefill, decode):
     linked(decode, prefill)
     receives = decode.loop._receives

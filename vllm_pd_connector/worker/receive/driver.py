@@ -109,6 +109,7 @@ class Receives:
         )
         self._active: dict[str, ActiveReceive] = {}
         self._linked: dict[str, ActiveReceive] = {}  # their peers are ready, and they are to be bound
+        self._bound_long = False
 
     def begin(self, request: ReceiveRequest, now: float) -> None:
         """Begin a receive: its peer is wanted."""
@@ -149,11 +150,14 @@ class Receives:
 
     def poll(self, now: float, until: float) -> None:
         """Bind what is to be bound, look at transfers that run and at those that may still write, and begin more, until
-        the monotonic clock says `until`; what is left then goes first the next time."""
-        while self._linked:
+        the monotonic clock says `until`; what is left then goes first the next time. Where binding has taken all of
+        the time, as that of a long prompt does, nothing is moved, and the next time nothing is bound."""
+        while self._linked and not self._bound_long:
             self._bind(self._linked.pop(next(iter(self._linked))), now)
             if time.monotonic() >= until:
-                break
+                self._bound_long = True
+                return
+        self._bound_long = False
         for name, active in list(self._active.items()):
             for end, error in active.in_flight.poll(now, until):
                 self._transfer_ended(active, end, error, now)
@@ -178,12 +182,8 @@ class Receives:
                     continue
                 active.links.drive(active.link, peers.Unwanted(active.request.request_id), now)
                 if waited:
-                    self._drive(
-                        active,
-                        receives.PeerFailed(ending.in_vain(active, self._limits.wait_s)),
-                        now,
-                        FailureKind.PEER_UNREACHABLE,
-                    )
+                    reason = ending.in_vain(active, self._limits.wait_s)
+                    self._drive(active, receives.PeerFailed(reason), now, FailureKind.PEER_UNREACHABLE)
                 else:
                     self._drive(active, receives.ReceiveTick(missing=ending.missing(active)), now, FailureKind.DEADLINE)
                 if active.in_flight.moves:  # else it waited for room or for our own copies, or did not read
