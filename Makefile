@@ -126,7 +126,7 @@ fuzz: setup
 	$(RUN) -m pip --disable-pip-version-check install --quiet "atheris>=3,<4"
 	$(RUN) tests/fuzz/coverage_guided.py -max_total_time=$(FUZZ_SECONDS)
 
-# Measures everything, keeps the documents and renews the page's tables: half an hour, in which nothing else should run.
+# Measures everything, keeps the documents and renews the page's tables: an hour, in which nothing else should run.
 bench: setup
 	$(RUN) benchmarks/bind.py --json out/bench/bind.json
 	$(RUN) benchmarks/step.py
@@ -134,6 +134,8 @@ bench: setup
 	$(RUN) benchmarks/convert.py
 	$(RUN) benchmarks/transports.py
 	$(RUN) benchmarks/pull.py --variants pd pd-introduced nixl-quiet plain --requests 40
+	$(RUN) benchmarks/pull.py --variants pd-introduced nixl-quiet --requests 40 --rounds 20 --idle 0 \
+		--into out/bench/pull-starts.json
 	$(RUN) benchmarks/phases.py
 	$(RUN) benchmarks/waiting.py --rounds 1
 	$(RUN) benchmarks/overlap.py

@@ -69,15 +69,20 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One variant. Times in milliseconds; `idle_cores` in processor seconds per second, per worker process."""
+    """One variant. Times in milliseconds; `idle_cores` in processor seconds per second, per worker process.
+
+    `lowest` and `highest` are medians of single starts.
+    """
 
     variant: str
     first_request: float
     first_worst: float
     idle_machine: Spread
+    lowest: float
+    highest: float
     at_once: Spread
     decode_step: float
-    idle_cores: float
+    idle_cores: float | None
     failed: int
 
 
@@ -89,7 +94,7 @@ class Round:
     first_tokens: list[float]
     first_tokens_at_once: list[float]
     decode_steps: list[float]
-    idle_cores: float
+    idle_cores: float | None
     failed: int
 
 
@@ -143,7 +148,7 @@ def events(url: str, request: Mapping[str, Any]) -> list[tuple[float, bytes]]:
 
 def event_times(url: str, request: Mapping[str, Any]) -> list[float]:
     """Only the seconds of `events`."""
-    return [seconds for seconds, _ in events(url, request)]
+    return [round(seconds, 6) for seconds, _ in events(url, request)]
 
 
 def processor_seconds(server: Server, *, alone: bool = False) -> float:
@@ -160,10 +165,10 @@ def processor_seconds(server: Server, *, alone: bool = False) -> float:
     return total / TICKS_PER_SECOND
 
 
-def idle_cores(servers: Sequence[Server], seconds: float) -> float:
-    """Cores that idle servers keep busy, per server; these instances have one worker each. Not a number in no time."""
+def idle_cores(servers: Sequence[Server], seconds: float) -> float | None:
+    """Cores that idle servers keep busy, per server; these instances have one worker each. None in no time."""
     if not seconds:
-        return float("nan")
+        return None
     before, started = sum(map(processor_seconds, servers)), time.monotonic()
     time.sleep(seconds)
     burnt = sum(map(processor_seconds, servers)) - before
@@ -261,23 +266,30 @@ def summary(name: str, rounds: Sequence[Round]) -> Result:
     def pooled(times: Callable[[Round], list[float]]) -> list[float]:
         return [time for one in rounds for time in times(one)]
 
+    starts = [round(float(np.median(one.first_tokens)) * 1e3, 1) for one in rounds if one.first_tokens]
+    idle = [one.idle_cores for one in rounds if one.idle_cores is not None]
     return Result(
         name,
         first_request=round(float(np.median([one.first_request for one in rounds])) * 1e3, 1),
         first_worst=round(max(one.first_request for one in rounds) * 1e3, 1),
         idle_machine=spread(pooled(lambda one: one.first_tokens)),
+        lowest=min(starts),
+        highest=max(starts),
         at_once=spread(pooled(lambda one: one.first_tokens_at_once)),
         decode_step=round(float(np.median(pooled(lambda one: one.decode_steps))) * 1e3, 1),
-        idle_cores=round(float(np.median([one.idle_cores for one in rounds])), 3),
+        idle_cores=round(float(np.median(idle)), 3) if idle else None,
         failed=sum(one.failed for one in rounds),
     )
 
 
 def row(result: Result) -> dict[str, Any]:
     """A variant's line of the table; times in milliseconds."""
+    idle = {} if result.idle_cores is None else {"idle cores per worker": result.idle_cores}
     return {
         "variant": result.variant,
         "median": result.idle_machine.median,
+        "of the lowest start": result.lowest,
+        "of the highest": result.highest,
         "p95": result.idle_machine.p95,
         "p99": result.idle_machine.p99,
         f"median, {AT_ONCE} at once": result.at_once.median,
@@ -286,7 +298,7 @@ def row(result: Result) -> dict[str, Any]:
         "first request": result.first_request,
         "its worst": result.first_worst,
         "decode step": result.decode_step,
-        "idle cores per worker": result.idle_cores,
+        **idle,
         "failed": result.failed,
     }
 

@@ -82,7 +82,7 @@ class Ranges:
 
     def room(self, address: Addresses) -> Addresses:
         """Bytes from each address to the end of the range that holds it; 0 or fewer if none does."""
-        return self.ends[self.edges.searchsorted(address, "right")] - address
+        return self.ends.take(self.edges.searchsorted(address, "right")) - address
 
     def memory(self, address: Addresses) -> tuple[Any, Any]:
         """Whether each address is in CUDA memory, and the number of its device: arrays, or what is so of all."""
@@ -113,14 +113,14 @@ def cut(runs: Runs, source: Ranges, destination: Ranges, limit: int | None) -> R
     Raises:
         TransferError: a length is negative, or a byte lies outside the ranges of its side. Nothing was moved.
     """
-    if not len(runs) or runs.length[runs.length.argmin()] < 1:
+    if not len(runs) or runs.length.item(runs.length.argmin()) < 1:
         runs = _some(runs)
         if not len(runs):
             return runs
-    over = np.count_nonzero(runs.length > source.room(runs.source))
-    if over or np.count_nonzero(runs.length > destination.room(runs.destination)):
+    over = np.minimum(source.room(runs.source), destination.room(runs.destination)) < runs.length
+    if over.item(over.argmax()):
         runs = _apart(runs, source, destination)
-    if limit is not None and runs.length[runs.length.argmax()] > limit:
+    if limit is not None and runs.length.item(runs.length.argmax()) > limit:
         runs = _shorter(runs, limit)
     return runs
 
@@ -202,7 +202,7 @@ def batches(runs: Runs, source: Ranges, destination: Ranges, per_descriptor: int
     each = runs.length + per_descriptor
     if source.only and destination.only:
         cost = np.add.accumulate(each)
-        return [Batches(rows, (from_cuda, to_cuda), cost, 0, int(cost[-1]))]
+        return [Batches(rows, (from_cuda, to_cuda), cost, 0, cost.item(-1))]
     found = []
     for kind in _KINDS:
         some = np.flatnonzero((from_cuda == kind[0]) & (to_cuda == kind[1]))

@@ -35,7 +35,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, Use, follow, options_of
@@ -95,7 +95,7 @@ class _Transfer:
     """
 
     peer: _Peer
-    operation: Any
+    reads: bool
     waiting: deque[Batches]
     descriptors: int
     posted: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -191,11 +191,11 @@ class NixlTransport:
 
     def read(self, peer: TransportPeer, runs: Runs) -> Transfer:
         assert isinstance(peer, _Peer) and not peer.leaving
-        return self._start(peer, self._nixl.NIXL_READ, runs, peer.ranges, self._ranges)
+        return self._start(peer, True, runs, peer.ranges, self._ranges)
 
     def write(self, peer: TransportPeer, runs: Runs) -> Transfer:
         assert isinstance(peer, _Peer) and not peer.leaving
-        return self._start(peer, self._nixl.NIXL_WRITE, runs, self._ranges, peer.ranges)
+        return self._start(peer, False, runs, self._ranges, peer.ranges)
 
     def poll(self, transfer: Transfer) -> TransferStatus:
         assert isinstance(transfer, _Transfer)
@@ -229,10 +229,10 @@ class NixlTransport:
                 agent.library = None
         self._library.close()
 
-    def _start(self, peer: _Peer, operation: Any, runs: Runs, source: Ranges, destination: Ranges) -> _Transfer:
+    def _start(self, peer: _Peer, reads: bool, runs: Runs, source: Ranges, destination: Ranges) -> _Transfer:
         work = cut(runs, source, destination, min(self._options.batch_bytes, _DESCRIPTOR_BYTES))
         waiting = deque(batches(work, source, destination, _DESCRIPTOR_COST_BYTES))
-        transfer = _Transfer(peer, operation, waiting, len(work))
+        transfer = _Transfer(peer, reads, waiting, len(work))
         peer.running += 1
         self._advance(transfer)
         return transfer
@@ -313,11 +313,13 @@ class NixlTransport:
             transfer.waiting.popleft()
         source = nixl.nixlXferDList(self._kinds[waiting.cuda[0]], rows[0])
         destination = nixl.nixlXferDList(self._kinds[waiting.cuda[1]], rows[1])
-        reads = transfer.operation == nixl.NIXL_READ
-        local, remote = (destination, source) if reads else (source, destination)
+        if transfer.reads:
+            operation, local, remote = nixl.NIXL_READ, destination, source
+        else:
+            operation, local, remote = nixl.NIXL_WRITE, source, destination
         agent, name = peer.agent.library, peer.name
         try:
-            handle = agent.createXferReq(transfer.operation, local, remote, name, b"", [])
+            handle = agent.createXferReq(operation, local, remote, name, b"", [])
         except self._errors as error:
             # Where the library has forgotten the peer, all others that are connected to it are to connect anew.
             gone = name in peer.agent.lost
