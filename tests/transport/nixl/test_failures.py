@@ -103,10 +103,20 @@ def test_the_window_follows_how_long_the_librarys_calls_take() -> None:
 
 
 def test_a_call_is_long_that_took_this_threads_time_and_not_one_in_which_others_had_the_core() -> None:
-    clock, busy = nixl_transport._now()
+    clock, busy = nixl_transport._now(nixl_transport._LEAST_WINDOW + 1)
+    assert busy is not None
     assert 10 < nixl_transport._took((clock - 20, busy - 10)) < 19
     assert nixl_transport._took((clock - 20, busy)) < 5
     assert nixl_transport._took((time.monotonic(), busy - 10)) < 1, "the clock says that it was short"
+
+
+def test_a_call_with_little_to_move_changes_no_window_by_having_taken_long() -> None:
+    peer: Any = SimpleNamespace(window=16 * MIB)
+    clock, busy = nixl_transport._now(nixl_transport._LEAST_WINDOW)
+    nixl_transport._fit_window(peer, nixl_transport._took((clock - 20, busy)), MIB)
+    assert peer.window == 16 * MIB
+    nixl_transport._fit_window(peer, nixl_transport._took((time.monotonic(), busy)), MIB)
+    assert peer.window == 17 * MIB
 
 
 def test_16_mib_in_runs_of_256_kib_are_one_post() -> None:

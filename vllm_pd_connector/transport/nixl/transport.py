@@ -283,7 +283,7 @@ class NixlTransport:
 
     def _look(self, transfer: _Transfer, until: float) -> None:
         """Take out the batches that have ended, as far as there is time: they end in about the order of their posts."""
-        before, began = transfer.in_flight, _now()
+        before, began = transfer.in_flight, _now(transfer.in_flight)
         for handle in list(transfer.posted):
             if not self._runs_on(transfer, handle):
                 transfer.in_flight -= transfer.posted.pop(handle)[0]
@@ -313,10 +313,9 @@ class NixlTransport:
             transfer.waiting.popleft()
         source = nixl.nixlXferDList(self._kinds[waiting.cuda[0]], rows[0])
         destination = nixl.nixlXferDList(self._kinds[waiting.cuda[1]], rows[1])
+        operation, local, remote = nixl.NIXL_WRITE, source, destination
         if transfer.reads:
             operation, local, remote = nixl.NIXL_READ, destination, source
-        else:
-            operation, local, remote = nixl.NIXL_WRITE, source, destination
         agent, name = peer.agent.library, peer.name
         try:
             handle = agent.createXferReq(operation, local, remote, name, b"", [])
@@ -324,7 +323,7 @@ class NixlTransport:
             # Where the library has forgotten the peer, all others that are connected to it are to connect anew.
             gone = name in peer.agent.lost
             return self._failed(transfer, ours(error, f"preparing a transfer with agent {name}", started=gone))
-        began = _now()
+        began = _now(cost)
         try:
             runs = agent.postXferReq(handle, b"") == nixl.NIXL_IN_PROG
         except self._errors as error:
@@ -372,16 +371,19 @@ class NixlTransport:
             self._library.end_in_background(agent)
 
 
-def _now() -> tuple[float, float]:
-    """The clock, and this thread's processor time."""
-    return time.monotonic(), time.thread_time()
+def _now(cost: int) -> tuple[float, float | None]:
+    """The clock, and this thread's processor time, for which the kernel has to be asked: not where a call that may move
+    so much is short anyway."""
+    return time.monotonic(), time.thread_time() if cost > _LEAST_WINDOW else None
 
 
-def _took(began: tuple[float, float]) -> float:
-    """Seconds of this thread's processor time since `began`, or, if they are less than a call may take, of the clock,
-    which costs a tenth to ask."""
+def _took(began: tuple[float, float | None]) -> float:
+    """Seconds of this thread's processor time since `began`, or, if they are less than a call may take, of the clock.
+    What a short call may take, where it took longer: it did not run all the time."""
     clock = time.monotonic() - began[0]
-    return clock if clock < _CALL_S else time.thread_time() - began[1]
+    if clock < _CALL_S:
+        return clock
+    return _CALL_S if began[1] is None else time.thread_time() - began[1]
 
 
 def _fit_window(peer: _Peer, took: float, ended: int) -> None:
