@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -29,6 +31,24 @@ async def test_a_body_of_an_unknown_charset_is_400(bench: Bench) -> None:
     async with bench.client.post(bench.url, data=b"{}", headers=headers) as response:
         assert response.status == 400
         assert "none-such" in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}",
+        b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nzz\r\n",
+        b"Content-Type: application/json; charset=undefined\r\nContent-Length: 2\r\n\r\n{}",
+    ],
+)
+@over_bench
+async def test_a_body_that_is_not_coded_as_its_headers_say_is_400(bench: Bench, said: bytes) -> None:
+    await bench.route()
+    where = urlsplit(bench.url)
+    reader, writer = await asyncio.open_connection(where.hostname, where.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nConnection: close\r\n" + said)
+    assert (await reader.readline()).split()[1] == b"400"
+    writer.close()
 
 
 @over_bench

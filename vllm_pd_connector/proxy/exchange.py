@@ -84,7 +84,8 @@ async def read_exchange(request: web.Request, request_id: str, started: float, t
         raise ProtocolError(f"X-Request-Id: {request_id!r:.80}; use up to 200 letters, digits, '.', '_', ':' and '-'")
     try:
         text = await request.text()
-    except (UnicodeDecodeError, LookupError) as error:  # the second is for a charset that nobody knows
+    # The second is for a charset that nobody knows, the third for content that is not compressed as its header says.
+    except (UnicodeError, LookupError, web.RequestPayloadError) as error:
         raise ProtocolError(f"the request body is not JSON: {error}") from error
     body, prefix = read_body(text)
     passed = {name: ",".join(request.headers.getall(name)) for name in PASSED_ON if name in request.headers}
