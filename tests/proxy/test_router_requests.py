@@ -11,7 +11,9 @@ import pytest
 from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import info, streams
+from tests.support.proxy.stand_ins import DONE, PARAMS, info, streams
+
+HANDED_OVER = {"choices": [{"text": "a"}], "kv_transfer_params": PARAMS}
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"n": 2}', b"\xff\xfe"])
@@ -132,3 +134,34 @@ async def test_a_client_that_is_leaving_when_it_is_answered_is_no_error_of_an_in
     _, text = await bench.get("/metrics")
     assert 'vllm_pd_proxy_requests_total{status="499"} 1.0' in text
     assert "vllm_pd_proxy_broken_streams_total 0.0" in text
+
+
+@over_bench
+async def test_what_an_instance_has_its_client_keep_is_not_shown_in_the_name_of_another(bench: Bench) -> None:
+    """As of a gateway before instances, that knows who has shown its key by a cookie from then on."""
+    cookies: list[str | None] = []
+
+    async def lets_in(request: web.Request) -> web.StreamResponse:
+        cookies.append(request.headers.get("Cookie"))
+        return web.json_response(HANDED_OVER, headers={"Set-Cookie": "session=of-the-first; Path=/"})
+
+    prefill, decode = await bench.instance(lets_in), await bench.instance(lets_in)
+    by_name = [instance.url.replace("127.0.0.1", "localhost") for instance in (prefill, decode)]
+    await bench.route(by_name[:1], by_name[1:])
+    for key in ("Bearer first", "Bearer second"):
+        assert (await bench.ask(Authorization=key))[0] == 200
+    assert cookies == [None] * 4
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@over_bench
+async def test_no_request_follows_an_instance_elsewhere(bench: Bench, status: int) -> None:
+    other = await bench.instance(DONE)
+
+    async def elsewhere(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=status, headers={"Location": f"{other.url}{request.path}"})
+
+    await bench.pair(prefill=elsewhere)
+    said = await bench.ask()
+    assert said[0] == 502 and "elsewhere" in said[1]["error"]["message"]
+    assert other.asked == []

@@ -128,10 +128,12 @@ class Legs:
                 with self._fleet.busy(instance, role, prefix):
                     async with AsyncExitStack() as stack:
                         async with self._fleet.answering(instance) as waiting:
+                            where = instance.url + path
                             request = self._session.post(
-                                instance.url + path, data=content, headers=headers, trace_request_ctx=sent
+                                where, data=content, headers=headers, trace_request_ctx=sent, allow_redirects=False
                             )
                             response = await stack.enter_async_context(request)
+                        _require_here(role, instance, response)
                         yield response
                         return
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -162,6 +164,22 @@ class Legs:
         return first or self._fleet.choose(role, prefix, without)
 
 
+def _require_here(role: InstanceRole, instance: Instance, response: aiohttp.ClientResponse) -> None:
+    """A prompt goes to whom the router was told of and to nobody else, and to the client a way around the router is of
+    no use.
+
+    Raises:
+        LegError: the instance sends its clients elsewhere.
+    """
+    if 300 <= response.status < 400:
+        place = response.headers.get("Location", "")
+        raise LegError(
+            502,
+            f"{role} instance {instance.url} answered {response.status}, which sends its clients elsewhere, to "
+            f"{place!r:.200}; give the router the URL at which requests are served",
+        )
+
+
 def encoded_body(body: Body) -> bytes:
     """A leg's body.
 
@@ -181,7 +199,9 @@ def make_session(limits: Limits) -> aiohttp.ClientSession:
     tracing.on_request_headers_sent.append(_on_headers_sent)
     # No limit on connections: waiting in the router would hide a queue from the instances' own metrics.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION)
-    return aiohttp.ClientSession(timeout=timeout, connector=connector, trace_configs=[tracing])
+    # No cookies: one that an instance gave for a client's request would go with those of all others.
+    jar = aiohttp.DummyCookieJar()
+    return aiohttp.ClientSession(timeout=timeout, connector=connector, cookie_jar=jar, trace_configs=[tracing])
 
 
 async def _on_headers_sent(_session: aiohttp.ClientSession, context: SimpleNamespace, _params: Any) -> None:
