@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -69,11 +70,11 @@ async def test_an_event_reaches_the_client_before_the_stream_ends(bench: Bench) 
     async def wait_until_seen(_request: web.Request) -> None:
         await seen.wait()
 
-    await bench.pair(decode=streams(b"data: 1\n\n", then=wait_until_seen))
+    await bench.pair(decode=streams(b"data: 1\n\n", then=wait_until_seen, last=DONE_EVENT))
     async with bench.client.post(bench.url, json={"prompt": "x", "stream": True}) as response:
         assert await response.content.readany() == b"data: 1\n\n"
         seen.set()
-        assert await response.content.read() == b""
+        assert await response.content.read() == DONE_EVENT
 
 
 @over_bench
@@ -297,10 +298,54 @@ def test_events_are_whole_however_a_stream_is_cut(blank: bytes) -> None:
 
         return [event async for event in whole_events(reads())]
 
-    expected = [b"data: 1" + blank, b"data: 2" + blank, b"data: [DO"]
+    expected = [b"data: 1" + blank, b"data: 2" + blank, b"data: [DONE]"]
     stream = b"".join(expected)
+    assert asyncio.run(events(stream[:-1])) == expected[:-1], "half an event"
     for cut in range(len(stream) + 1):
         assert asyncio.run(events(stream[:cut], stream[cut:])) == expected
+
+
+def test_a_long_event_is_looked_at_once() -> None:
+    """An echoed prompt with its log-probabilities, of some 30 MB; each look at all of it would take a tenth second."""
+
+    async def reads() -> AsyncIterator[bytes]:
+        for _ in range(500):
+            yield bytes(1 << 16)
+        yield b"\n\n"
+
+    async def sizes() -> list[int]:
+        return [len(event) async for event in whole_events(reads())]
+
+    began = time.process_time()
+    assert asyncio.run(sizes()) == [(500 << 16) + 2]
+    assert time.process_time() - began < 5.0
+
+
+@pytest.mark.parametrize("said", [b"", b"data: {}\n\n"])
+@over_bench
+async def test_a_stream_that_ends_without_its_last_event_is_broken(bench: Bench, said: bytes) -> None:
+    """As of an instance that ends behind a proxy which speaks HTTP/1.0 to it: there the end of a connection is the end
+    of an answer."""
+    await bench.pair(decode=streams(said + b'data: {"choices": [{"text": "a"}]}\n\n'))
+    status, text, _ = await bench.ask({"prompt": "x", "stream": True})
+    assert status == 200
+    *_, error, done, rest = text.split("\n\n")
+    assert "without data: [DONE]" in json.loads(error.removeprefix("data: "))["error"]["message"]
+    assert (done, rest) == ("data: [DONE]", "")
+    _, page = await bench.get("/metrics")
+    assert "vllm_pd_proxy_broken_streams_total 1.0" in page
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize("said", [b"", b"<html>Sign in</html>", b"[]", b'{"choices": [{"text": "a'])
+@over_bench
+async def test_an_answer_that_is_none_is_502(bench: Bench, leg: str, said: bytes) -> None:
+    async def says(_request: web.Request) -> web.StreamResponse:
+        return web.Response(body=said, content_type="application/json")
+
+    await bench.pair(**{leg: says})
+    status, answer, _ = await bench.ask()
+    assert (status, list(answer)) == (502, ["error"])
 
 
 @over_bench

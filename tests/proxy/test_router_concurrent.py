@@ -95,8 +95,10 @@ async def test_a_prefill_that_fails_after_the_first_byte_does_not_end_the_answer
         while bench.router.fleet.choose(InstanceRole.PREFILL, PromptPrefix(), set()).in_flight:
             await asyncio.sleep(0)
 
-    await bench.pair(fail_late, streams(b"data: 1\n\n", then=wait_until_prefill_failed), says=(info(), None))
-    assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (200, "data: 1\n\n")
+    events = [b"data: 1\n\n", b"data: [DONE]\n\n"]
+    decode = streams(events[0], then=wait_until_prefill_failed, last=events[1])
+    await bench.pair(fail_late, decode, says=(info(), None))
+    assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (200, b"".join(events).decode())
 
 
 @over_bench

@@ -128,7 +128,7 @@ async def test_a_client_that_is_leaving_when_it_is_answered_is_no_error_of_an_in
         return await does(answer, *rest)
 
     monkeypatch.setattr(web.StreamResponse, at, fail)
-    await bench.pair(decode=streams(b"data: 1\n\n"))
+    await bench.pair(decode=streams(b"data: 1\n\n", b"data: [DONE]\n\n"))
     with pytest.raises(aiohttp.ClientError):
         await bench.ask({"prompt": "x", "stream": True})
     _, text = await bench.get("/metrics")

@@ -25,6 +25,7 @@ from vllm_pd_connector.arguments import base_url
 from vllm_pd_connector.proxy.serve import _serve, add_arguments, options_of, run
 
 STARTS_WITHIN = 60.0
+END = b"data: [DONE]\n\n"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,10 @@ async def test_requests_end_before_a_router_that_is_told_to_stop(bench: Bench) -
     async def wait(_request: web.Request) -> None:
         await stops.wait()
 
-    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(streams(b"data: 1\n\n", then=wait))
+    prefill, decode = (
+        await bench.instance(HANDS_OVER),
+        await bench.instance(streams(b"data: 1\n\n", then=wait, last=END)),
+    )
     port = free_port()
     router = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "vllm_pd_connector.proxy", "--port", str(port), "--shutdown-timeout", str(LIMIT),
@@ -177,7 +181,7 @@ async def test_requests_end_before_a_router_that_is_told_to_stop(bench: Bench) -
                     async with client.get(url + "/health", headers={"Connection": "close"}):
                         pass
             stops.set()
-            assert await response.content.read() == b""
+            assert await response.content.read() == END
         assert await router.wait() == 0
     finally:
         with contextlib.suppress(ProcessLookupError):

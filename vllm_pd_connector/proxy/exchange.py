@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 END_OF_EVENT = re.compile(rb"\n\n|\r\n\r\n|\r\r")
+LONGEST_END = 4
 PASSED_ON = ("traceparent", "tracestate", "X-Vllm-Priority", "X-Session-ID")
 """What vLLM reads besides: the headers of a trace (W3C, `vllm/tracing/utils.py`), so that both legs belong to the
 client's; a priority and a session that go before the body's (`vllm/entrypoints/generate/base/serving.py`)."""
@@ -128,6 +129,19 @@ def check_finished(answer: object, who: str) -> None:
             raise kind(502, f"{who} could not finish the request (finish_reason: {reason}); see its log")
 
 
+def whole_answer(content: bytes, who: str) -> Body:
+    """What `who` answered in one piece, with status 200.
+
+    Raises:
+        Aborted, LegError: as `check_finished`, or it is no JSON object.
+    """
+    answer = parsed_json(content)
+    if not isinstance(answer, dict):
+        raise LegError(502, f"{who} answered 200 without a JSON object: {content[:100]!r}; is it a vLLM server?")
+    check_finished(answer, who)
+    return answer
+
+
 def for_client(content: bytes, answer: object, who: str) -> bytes:
     """A decode instance's answer in one piece, without what it says of its caches: that is for the next turn's prefill.
 
@@ -155,7 +169,7 @@ def event_for_client(event: bytes, who: str) -> bytes:
     return event if bare is content else b"data: " + bare + b"\n\n"
 
 
-def is_end(event: bytes) -> bool:
+def is_end(event: bytes | bytearray) -> bool:
     """Whether an event is the last of a stream; what it says may look the same within another."""
     return event.strip().removeprefix(b"data:").strip() == b"[DONE]"
 
@@ -163,16 +177,19 @@ def is_end(event: bytes) -> bool:
 async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The events of a stream, however it was cut into reads; each with the blank line that ends it.
 
-    What follows the last blank line of a stream that came to its end is the last of them.
+    What follows the last blank line of a stream that came to its end is one if it says so, and else half of one.
     """
-    rest = b""
+    rest, looked_at = bytearray(), 0
     async for chunk in chunks:
         rest += chunk
-        while (end := END_OF_EVENT.search(rest)) is not None:
-            yield rest[: end.end()]
-            rest = rest[end.end() :]
-    if rest:
-        yield rest
+        begin = 0
+        while (end := END_OF_EVENT.search(rest, max(begin, looked_at - LONGEST_END + 1))) is not None:
+            yield bytes(rest[begin : end.end()])
+            begin = end.end()
+        del rest[:begin]
+        looked_at = len(rest)
+    if is_end(rest):
+        yield bytes(rest)
 
 
 def check_event(event: bytes, first: bool, who: str) -> bool:

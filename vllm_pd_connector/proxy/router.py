@@ -32,7 +32,6 @@ from vllm_pd_connector.proxy.exchange import (
     Exchange,
     InstanceRefusal,
     check_event,
-    check_finished,
     credentials,
     end,
     error_object,
@@ -41,10 +40,10 @@ from vllm_pd_connector.proxy.exchange import (
     for_client,
     is_end,
     named,
-    parsed_json,
     read_exchange,
     refuse,
     to_client,
+    whole_answer,
     whole_events,
 )
 from vllm_pd_connector.proxy.fleet import DATA_PARALLEL_RANK, Fleet, Instance, InstanceRole
@@ -319,9 +318,7 @@ class Router:
             if response.status != 200:
                 raise InstanceRefusal(who, response.status, content, response.content_type)
             self._observe("prefill", exchange)
-            answer = parsed_json(content)
-            check_finished(answer, who)
-        return answer
+            return whole_answer(content, who)
 
     async def _decode(self, exchange: Exchange, body: Body, name: str) -> web.StreamResponse:
         """Answer the client from a decode instance, which knows the request by `name`."""
@@ -335,9 +332,8 @@ class Router:
                 self._observe("first_byte", exchange)
                 if response.status != 200:
                     raise InstanceRefusal(who, response.status, content, response.content_type)
-                answer = parsed_json(content)
-                check_finished(answer, who)
-                exchange.turn.ended(name, answer or {})
+                answer = whole_answer(content, who)
+                exchange.turn.ended(name, answer)
                 content, headers = for_client(content, answer, who), {"X-Request-Id": exchange.request_id}
                 return web.Response(body=content, content_type=response.content_type, headers=headers)
             return await self._stream(exchange, response, name)
@@ -346,7 +342,7 @@ class Router:
         """Pass events on as they come."""
         answer = web.StreamResponse(headers={"X-Request-Id": exchange.request_id, "Cache-Control": "no-cache"})
         answer.content_type = "text/event-stream"
-        who, failed = named(InstanceRole.DECODE, response), False
+        who, failed, ended = named(InstanceRole.DECODE, response), False, False
         async for event in whole_events(response.content.iter_any()):
             if check_event(event, exchange.answer is None, who):
                 logger.warning("request %s: %s, after the first byte: %.500r", exchange.request_id, who, event)
@@ -357,12 +353,13 @@ class Router:
                 exchange.answer = answer
                 with to_client():
                     await answer.prepare(exchange.request)
-            if is_end(event) and not failed:  # the client may go on with the conversation as soon as it has this
+            ended |= (last := is_end(event))
+            if last and not failed:  # the client may go on with the conversation as soon as it has this
                 exchange.turn.ended(name)
             with to_client():
                 await answer.write(event_for_client(event, who))
-        if exchange.answer is None:
-            raise LegError(502, f"{who} ended its stream without an event")
+        if not ended:
+            raise LegError(502, f"{who} ended its stream without data: [DONE], so in the midst of its answer")
         with to_client():
             await answer.write_eof()
         return answer

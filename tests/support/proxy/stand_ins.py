@@ -106,7 +106,7 @@ def answers(body: object, status: int = 200) -> Handler:
     return handler
 
 
-def streams(*chunks: bytes, then: Callable[[web.Request], Awaitable[None]] | None = None) -> Handler:
+def streams(*chunks: bytes, then: Callable[[web.Request], Awaitable[None]] | None = None, last: bytes = b"") -> Handler:
     async def handler(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
@@ -114,6 +114,8 @@ def streams(*chunks: bytes, then: Callable[[web.Request], Awaitable[None]] | Non
             await response.write(chunk)
         if then is not None:
             await then(request)
+        if last:
+            await response.write(last)
         return response
 
     return handler
