@@ -13,10 +13,11 @@ def base_url(text: str) -> str:
     Raises:
         argparse.ArgumentTypeError: not http(s)://host[:port][/path].
     """
-    parts = urlsplit(text)
     try:
+        parts = urlsplit(text)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+        (parts.hostname or "").encode("idna")  # as whoever looks it up does, whose error is no OSError
+    except ValueError:  # also a port that is no number, half an IPv6 address, a name with an empty or an endless label
         usable = False
     if not usable or parts.query or parts.fragment or parts.username:
         raise argparse.ArgumentTypeError(f"{text!r} is not a base URL; give http://host:port")

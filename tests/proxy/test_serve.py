@@ -30,14 +30,17 @@ END = b"data: [DONE]\n\n"
 
 @pytest.mark.parametrize(
     "text",
-    ["", "host:80", "ftp://h", "http://", "http://h:x", "http://h:0", "http://u@h", "http://h?x=1", "http://h#a"],
+    [
+        *("", "host:80", "ftp://h", "http://", "http://h:x", "http://h:0", "http://u@h", "http://h?x=1", "http://h#a"),
+        *("http://a..b:80", "http://.b", f"http://{'a' * 64}", "http://[::1", "http://[::g]"),
+    ],
 )
 def test_what_is_no_base_url_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="base URL"):
         base_url(text)
 
 
-@pytest.mark.parametrize("text", ["http://h", "https://h:1/p/", "http://[::1]:8000"])
+@pytest.mark.parametrize("text", ["http://h", "https://h:1/p/", "http://[::1]:8000", "http://my_pod.a."])
 def test_a_base_url_loses_its_closing_slash_only(text: str) -> None:
     assert base_url(text) == text.rstrip("/")
 
