@@ -284,6 +284,19 @@ async def test_operators_mistakes_are_told(bench: Bench, method: str, body: obje
         assert (await response.json())["error"]["message"]
 
 
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
+@over_bench
+async def test_a_page_that_an_operator_s_browser_shows_changes_nothing(bench: Bench, method: str) -> None:
+    prefill, _ = await bench.pair()
+    admin = await bench.serve(admin_application(bench.router)) + "/instances"
+    headers = {"Origin": "https://elsewhere.example", "Content-Type": "text/plain"}  # what needs no leave of ours
+    async with bench.client.request(
+        method, admin, params={"url": prefill.url}, data='{"url": "http://127.0.0.1:1"}', headers=headers
+    ) as response:
+        assert response.status == 403 and "elsewhere.example" in (await response.json())["error"]["message"]
+    assert [one["state"] for one in bench.router.fleet.describe()] == ["up", "up"]
+
+
 @over_bench
 async def test_who_asks_for_health_all_the_time_finds_a_change_in_the_log(
     bench: Bench, caplog: pytest.LogCaptureFixture

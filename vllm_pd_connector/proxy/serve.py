@@ -1,6 +1,8 @@
 """Command line of the router, and the servers that it runs: one for clients and, if asked for, one for operators.
 
-Operators' routes have a port of their own, by default on loopback: who may add an instance may read every prompt.
+Operators' routes have a port of their own, by default on loopback: who may add an instance may read every prompt. A
+browser on that machine reaches loopback, too, in the name of any page that it shows; it says so (Origin), and may look
+only.
 
     GET    /ui                                      a page for a browser: instances, links, failures
     GET    /instances                               what is known of each
@@ -15,6 +17,7 @@ import asyncio
 import json
 import logging
 import signal
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -26,6 +29,9 @@ from vllm_pd_connector.proxy.kv_events.subscriber import source_of
 from vllm_pd_connector.proxy.legs import Limits
 from vllm_pd_connector.proxy.router import Options, Router
 from vllm_pd_connector.proxy.ui.page import Page
+
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Handler
 
 logger = logging.getLogger(__name__)
 
@@ -187,12 +193,21 @@ def admin_application(router: Router) -> web.Application:
             return web.json_response(error_object(404, f"url: {url!r} is not here"), status=404)
         return web.json_response(instance.describe(), status=202)
 
-    app = web.Application()
+    app = web.Application(middlewares=[_no_pages])
     app.router.add_get("/ui", Page(router.fleet).show)
     app.router.add_get("/instances", show)
     app.router.add_post("/instances", add)
     app.router.add_delete("/instances", remove)
     return app
+
+
+@web.middleware
+async def _no_pages(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Nothing is changed by a page that a browser shows: none of ours does, and any other could."""
+    if request.method not in ("GET", "HEAD") and (origin := request.headers.get("Origin")) is not None:
+        said = f"Origin: {origin!r:.200}: no page in a browser may change instances; use vllm-pd, curl or the like"
+        return web.json_response(error_object(403, said), status=403)
+    return await handler(request)
 
 
 async def _serve(arguments: argparse.Namespace) -> int:
