@@ -297,6 +297,19 @@ def test_what_goes_wrong_unforeseen_ends_the_question_too(server: HostPort, monk
     assert "a defect" in refusal(EngineDirectory(10.0).find(server, "e-0"))
 
 
+def test_a_question_for_which_no_thread_is_left_fails_its_request_alone(
+    server: HostPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    directory = EngineDirectory(10.0)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", none)
+        assert "new thread" in refusal(directory.find(server, "e-0"))
+    assert directory.find(server, "e-0").result(10.0), "it is asked anew"
+
+
 def test_parameters_that_name_ever_other_engines_do_not_start_ever_more_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

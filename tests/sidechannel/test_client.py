@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -340,3 +341,23 @@ def test_names_that_are_looked_up_are_bounded(client, monkeypatch):
     assert "other names are being looked up" in str(collect(client, 1)[token])
     told.set()
     collect(client, 1)
+
+
+@pytest.mark.parametrize("lacking", ["Wake", "threading.Thread"])
+def test_a_look_up_that_cannot_begin_takes_no_place_for_ever(server, client, monkeypatch, lacking):
+    """No descriptor or no thread is left: names are looked up again when there are some."""
+    monkeypatch.setattr("vllm_pd_connector.sidechannel.net.dial._lookups", threading.BoundedSemaphore(1))
+    resolve(monkeypatch, {"prefill.example": lambda: ["127.0.0.1"]})
+    assert_serves(client, server)
+    with monkeypatch.context() as none_left:
+        none_left.setattr(f"vllm_pd_connector.sidechannel.net.dial.{lacking}", lack)
+        before = len(os.listdir("/proc/self/fd"))
+        token = client.send(endpoint("prefill.example", server.port), m.GetManifests(ENGINE), PATIENCE_S)
+        assert "none is left" in str(collect(client, 1)[token])
+        wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    token = client.send(endpoint("prefill.example", server.port), m.GetManifests(ENGINE), PATIENCE_S)
+    assert isinstance(collect(client, 1)[token], m.Manifests)
+
+
+def lack(*_: object, **__: object) -> None:
+    raise OSError("none is left")

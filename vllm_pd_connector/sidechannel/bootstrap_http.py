@@ -216,8 +216,13 @@ class EngineDirectory:
                 where = f"bootstrap {bootstrap.host}:{bootstrap.port}"
                 answer.set_exception(ProtocolError(f"{where}: {MAX_QUESTIONS} others do not answer either; ask later"))
                 return answer
+            asks = threading.Thread(target=self._ask, args=(*key, answer), name="pd-bootstrap-query", daemon=True)
+            try:
+                asks.start()
+            except RuntimeError as error:  # no thread is left: a scheduler asks, whose engine is not to end with it
+                answer.set_exception(ProtocolError(f"bootstrap {bootstrap.host}:{bootstrap.port}: {error}"))
+                return answer
             self._asked[key] = (now, answer)
-            threading.Thread(target=self._ask, args=(*key, answer), name="pd-bootstrap-query", daemon=True).start()
         return self._asked[key][1]
 
     def close(self) -> None:

@@ -98,13 +98,36 @@ def test_an_instance_that_ends_keeps_no_descriptor_of_its_renewals(used):
     assert tried._wake._closed
 
 
-def test_renewal_that_finds_no_descriptor_begins_with_the_next_command(caplog):
+def test_renewal_that_finds_no_descriptor_begins_when_there_is_one(caplog):
+    """By itself: a request may wait for the answer to the very command, and none other come."""
+    tried = lease_renewer.LeaseRenewer(None, 30.0)
+    begun = threading.Event()
+    with no_descriptor_left():
+        tried._submit(begun.set)
+        until(lambda: "lease renewal cannot begin" in caplog.text, "it to be tried")
+    assert begun.wait(20.0)
+    tried.close()
+
+
+def test_an_instance_that_ends_does_not_wait_for_renewals_that_cannot_begin():
     tried = lease_renewer.LeaseRenewer(None, 30.0)
     with no_descriptor_left():
         tried.drop_prefill("d-1")
-        until(lambda: not tried._thread.is_alive(), "the thread to end")
+        tried.close()
+        assert not tried._thread.is_alive() and tried._wake._closed
+
+
+def test_renewal_for_which_no_thread_is_left_begins_with_the_next_command(caplog, monkeypatch):
+    """A scheduler asks for it, whose engine is not to end with it."""
+
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    tried, begun = lease_renewer.LeaseRenewer(None, 30.0), threading.Event()
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", none)
+        tried._submit(begun.set)
     assert "lease renewal cannot begin" in caplog.text
-    begun = threading.Event()
-    tried._submit(begun.set)
+    tried.drop_prefill("d-1")
     assert begun.wait(20.0)
     tried.close()

@@ -38,7 +38,9 @@ and renewals without a pause would take the engine's core from it and flood the 
 REPLY_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 2.0
 """How long a request waits to hear whether a lease is held that it can do without."""
+AGAIN_S = 0.5
 REMEMBER = 1024
+CANNOT_BEGIN = "lease renewal cannot begin yet: what requests came for may expire before it is read"
 
 
 class LeaseRenewer:
@@ -115,17 +117,32 @@ class LeaseRenewer:
                 return
             self._commands.append(command)
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="pd-lease-renew", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="pd-lease-renew", daemon=True)
+                try:
+                    thread.start()
+                    self._thread = thread
+                except RuntimeError:  # no thread is left; the next command tries again
+                    logger.exception(CANNOT_BEGIN)
         self._wake.set()
 
     # Everything below runs in the renewer's thread.
 
+    def _begun(self) -> bool:
+        """Whether there is a client; without a descriptor for one it is tried again: requests wait for answers."""
+        told = False
+        while not self._closed:
+            try:
+                self._client = SideChannelClient(keys=self._keys)
+                return True
+            except Exception:
+                if not told:
+                    logger.exception(CANNOT_BEGIN)
+                told = True
+                time.sleep(AGAIN_S)
+        return False
+
     def _run(self) -> None:
-        try:
-            self._client = SideChannelClient(keys=self._keys)
-        except Exception:  # no descriptor is left; the next command tries again
-            logger.exception("lease renewal cannot begin: what requests came for may expire before it is read")
+        if not self._begun():
             return
         while not self._stop or (self._client.under_way() and time.monotonic() < self._until):
             due = min((*self._due.values(), self._prefills_due))

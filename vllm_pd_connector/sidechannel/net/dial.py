@@ -74,9 +74,14 @@ class Dial:
         if not _lookups.acquire(blocking=False):
             self._failures.append(f"{MAX_LOOKUPS} other names are being looked up")
             return
-        self._lookup = Wake()
-        self._ready.register(self._lookup, select.EPOLLIN)
-        threading.Thread(target=self._wait_for_names, args=(self._lookup,), name="pd-lookup", daemon=True).start()
+        try:
+            self._lookup = Wake()
+            self._ready.register(self._lookup, select.EPOLLIN)
+            threading.Thread(target=self._wait_for_names, args=(self._lookup,), name="pd-lookup", daemon=True).start()
+        except BaseException:  # no descriptor or no thread is left: who would give the place back does not run
+            _lookups.release()
+            self.close()
+            raise
 
     def _wait_for_names(self, done: Wake) -> None:
         try:
