@@ -114,8 +114,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def handoff(self) -> str:
         """How a router brings requests to a prefill instance: "concurrent" where it writes, so that it can do so while
         it computes; "serial" else, and where its answer is needed, which alone carries its key and its signature."""
-        plain = self.side_channel_keys is None and self.params_secret is None
-        return "concurrent" if self.mode == "push" and plain else "serial"
+        return "concurrent" if self.mode == "push" and self.nameable else "serial"
+
+    @property
+    def nameable(self) -> bool:
+        """Whether a router can say by itself what a prefill instance answers: it has no key and signs nothing."""
+        return self.side_channel_keys is None and self.params_secret is None
 
     @property
     def pushes(self) -> bool:

@@ -4,7 +4,8 @@
 the decode instance: "answer" is the prefill instance's `kv_transfer_params` as they are, anything else is the router's
 own. `sets` names what it puts into the answer, `leaves` what it should have taken out of the first leg. `order` says
 whether the second leg waits for the first. A router that first asks a prefill instance who it is has
-the question and the answer under `bootstrap`. Each record names the file that it was read from or how it was seen.
+the question and the answer under `bootstrap`. `learns` are fields that it remembers of an answer, for the next request.
+Each record names the file that it was read from or how it was seen.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ ROUTERS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("router
 SERIAL = [name for name, router in ROUTERS.items() if router["order"] == "serial"]
 FORWARDING = [name for name, router in ROUTERS.items() if router["decode"] == "answer"]
 ASKING = [name for name, router in ROUTERS.items() if "bootstrap" in router]
+NAMING = ["push demo proxy", "llm-d sidecar, nixlv2 in push mode"]
 SECRET = b"s" * 32
 CLIENT = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 50, "min_tokens": 4, "stream": True, "stream_options": {}}
 
@@ -73,7 +75,7 @@ def second_leg(router: dict[str, Any], handed: dict[str, Any]) -> dict[str, Any]
 
 
 def test_every_second_leg_is_of_one_of_the_known_forms() -> None:
-    assert set(FORWARDING) | set(ASKING) | {"push demo proxy"} == set(ROUTERS)
+    assert set(FORWARDING) | set(ASKING) | set(NAMING) == set(ROUTERS)
     assert not set(FORWARDING) & set(ASKING)
 
 
@@ -157,8 +159,14 @@ def test_who_asked_for_the_prefill_instances_engine_leads_the_decode_instance_to
     assert names == {told.transfer_id}
 
 
-def test_the_legs_of_a_push_find_each_other() -> None:
-    push = ROUTERS["push demo proxy"]
+@pytest.mark.parametrize("name", [name for name, router in ROUTERS.items() if "learns" in router])
+def test_a_router_finds_in_an_answer_what_it_remembers_of_it(name: str) -> None:
+    assert set(ROUTERS[name]["learns"]) <= answer().keys() & ROUTERS[name]["decode"].keys()
+
+
+@pytest.mark.parametrize("name", NAMING)
+def test_the_legs_of_a_push_find_each_other(name: str) -> None:
+    push = ROUTERS[name]
     parse_remote_push(push["decode"])
     request_id = push["decode"]["remote_request_id"]
     legs = (push["prefill"]["kv_transfer_params"], "1a2b3c4d"), (push["decode"], "5e6f7a8b")

@@ -23,6 +23,9 @@ from vllm_pd_connector.metadata import BadParameters
 from vllm_pd_connector.scheduler.half import SchedulerHalf
 from vllm_pd_connector.sidechannel.net.keys import admits, create_keys, create_secret
 
+LEARNED = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "transfer_mode", "pp_size", "dcp_size")
+"""What llm-d's sidecar remembers of an answer (`tests/contract/routers.json`)."""
+
 
 def refusal(half: SchedulerHalf, pool: BlockPool, params: Any) -> str:
     """Why a request with these parameters fails; empty if it does not."""
@@ -61,6 +64,23 @@ def test_a_secret_on_both_sides_lets_only_true_parameters_in(tmp_path):
     assert "signature" in refusal(half, pool, params | {"remote_block_ids": [[1, 2, 3]]})
     half.consumer.received("d-1")
     assert refusal(half, pool, params) == ""
+
+
+@pytest.mark.parametrize("by", ["keys", "secret", ""])
+def test_an_answer_says_that_routers_may_name_the_next_prefill_themselves_only_where_they_can(tmp_path, by):
+    """llm-d's sidecar in push mode makes the next request's second leg of an answer with transfer_mode push, and has
+    neither key nor signature to put into it."""
+    create_secret(tmp_path / "secret")
+    create_keys(tmp_path / "keys", "p")
+    safe = {"keys": {"side_channel_keys": str(tmp_path / "keys")}, "secret": {"params_secret": f"{tmp_path}/secret"}}
+    for mode in ("push", "auto"):
+        producer, _ = serving_half("kv_producer", mode=mode, **safe.get(by, {}))
+        answer = hand_over(producer)
+        learned = {name: answer[name] for name in LEARNED}
+        assert learned["transfer_mode"] == ("pull" if by else "push")
+        half, pool = serving_half("kv_consumer", mode=mode, **safe.get(by, {}))
+        named = {**learned, "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": "t-1"}
+        assert bool(refusal(half, pool, named)) is bool(by)
 
 
 def test_keys_on_both_sides_keep_a_lease_alive_and_give_it_back(tmp_path):

@@ -43,7 +43,8 @@ class Answers:
             "pp_size": parallel.pipeline_parallel_size,
             # A moment of this host's clock means nothing on another; the lease protocol replaces it.
             "remote_blocks_expiry_time": None,
-            "transfer_mode": "push" if config.pushes else "pull",
+            # By it routers learn whether they may send the next request's legs at once, by what this answer says.
+            "transfer_mode": "push" if config.pushes and config.nameable else "pull",
         }
 
     def prefill(
