@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, HANDS_OVER, answers, info
+from tests.support.proxy.stand_ins import DONE, HANDS_OVER, LIMIT, answers, info
 from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, EngineInfo, parse
 from vllm_pd_connector.proxy.choice import PromptPrefix
 from vllm_pd_connector.proxy.fleet import InstanceRole
-from vllm_pd_connector.proxy.legs import LegError, encoded_body
+from vllm_pd_connector.proxy.legs import GONE_S, LegError, Limits, encoded_body, make_session
 from vllm_pd_connector.proxy.serve import admin_application
 
 
@@ -112,6 +114,18 @@ async def test_a_leg_that_is_being_ended_is_not_ended_again(bench: Bench) -> Non
     let_go.set()
     with pytest.raises(TimeoutError):
         await ended
+
+
+@over_bench
+async def test_the_kernel_asks_whether_the_machine_of_an_instance_that_says_nothing_is_there(bench: Bench) -> None:
+    decode = await bench.instance(DONE)
+    async with make_session(Limits(LIMIT, LIMIT)) as session, session.get(decode.url + "/health") as response:
+        port = int(decode.url.rpartition(":")[2])
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+        [timer] = [row[5] for row in rows if row[2].endswith(f":{port:04X}")]
+        assert timer.startswith("02:"), "proc(5): a keep-alive is due"
+        assert 0 < int(timer.partition(":")[2], 16) <= GONE_S * os.sysconf("SC_CLK_TCK")
+        await response.read()
 
 
 @over_bench

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -37,6 +38,10 @@ logger = logging.getLogger(__name__)
 IDLE_CONNECTION = 2.0
 """Seconds for which a connection without a request is kept. vLLM closes it after five (VLLM_HTTP_TIMEOUT_KEEP_ALIVE),
 and a request that meets it closing would have to fail, because nobody knows whether it has been run."""
+
+GONE_S = 60
+"""For so long the machine of an instance acknowledges nothing until its connections end. One that lost its power ends
+none itself, and a leg would wait for it as long as for a silent instance."""
 
 ASKED_LAST_S = 30.0
 """For so long an instance that aborted a request is asked only where there is no other."""
@@ -198,10 +203,21 @@ def make_session(limits: Limits) -> aiohttp.ClientSession:
     tracing = aiohttp.TraceConfig()
     tracing.on_request_headers_sent.append(_on_headers_sent)
     # No limit on connections: waiting in the router would hide a queue from the instances' own metrics.
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION, socket_factory=_probed)
     # No cookies: one that an instance gave for a client's request would go with those of all others.
     jar = aiohttp.DummyCookieJar()
     return aiohttp.ClientSession(timeout=timeout, connector=connector, cookie_jar=jar, trace_configs=[tracing])
+
+
+def _probed(place: aiohttp.AddrInfoType) -> socket.socket:
+    """A connection that the kernel ends when the other machine is gone."""
+    family, kind, protocol, *_ = place
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, GONE_S // 2), (socket.TCP_KEEPINTVL, GONE_S // 6)):
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    return made
 
 
 async def _on_headers_sent(_session: aiohttp.ClientSession, context: SimpleNamespace, _params: Any) -> None:

@@ -40,6 +40,13 @@ which drops what is above its own limit (`hwm`): a gap."""
 REPLAYED = 10_000
 """Messages of a replay that wait here: what vLLM keeps (`buffer_steps`). It answers all at once, over a socket that
 drops what nobody reads, so these cannot wait there; that they are many is bounded by `REPLAY_S` alone."""
+PROBES = (
+    (zmq.TCP_KEEPALIVE, 1),
+    (zmq.TCP_KEEPALIVE_IDLE, 30),
+    (zmq.TCP_KEEPALIVE_INTVL, 10),
+    (zmq.TCP_KEEPALIVE_CNT, 3),
+)
+"""After a minute without an acknowledgement the kernel ends a connection, and it is made anew."""
 ANY_HOST = ("*", "0.0.0.0", "[::]")
 
 
@@ -183,4 +190,7 @@ class Subscriptions:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
         socket.setsockopt(zmq.RCVHWM, queued)
         socket.setsockopt(zmq.IPV6, 1)
+        # Who only listens hears nothing of a machine that is gone, or of a connection that a firewall has forgotten.
+        for option, value in PROBES:
+            socket.setsockopt(option, value)
         return socket
