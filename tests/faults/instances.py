@@ -35,6 +35,7 @@ class Instance:
     spec: Spec
     server: Server
     at_start: dict[str, float] = field(default_factory=dict)
+    told: frozenset[str] = frozenset()
     relay: Relay | None = None
     engine_id: str = ""
     side_port: int = 0
@@ -81,8 +82,13 @@ class Instance:
             return str(answer.read(), "utf-8")
 
     def holdings(self) -> dict[str, float]:
-        """What it says that it holds; engine steps renew that."""
-        return {name: float(value) for name, value in HOLDINGS.findall(self.metrics())}
+        """What it says that it holds; engine steps renew that. A figure that is not told any more is no leak that was
+        not found: vLLM's own is there from the start, the connector's from the first that it had to tell."""
+        held = {name: float(value) for name, value in HOLDINGS.findall(self.metrics())}
+        missing = {"kv_cache_usage_perc", *self.told} - held.keys()
+        assert not missing, f"{self.name} does not tell {', '.join(sorted(missing))} on /metrics"
+        self.told = frozenset(held)
+        return held
 
 
 def lasting_interfaces() -> list[str]:

@@ -335,6 +335,7 @@ class World:
         self._servers.stop(instance.server)
         [instance.server] = self._servers.start(instance.spec)
         instance.generation += 1
+        instance.told = frozenset()
         self._look_at(instance)
 
     def _look_at(self, instance: Instance) -> None:
