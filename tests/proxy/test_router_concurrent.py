@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -10,7 +12,9 @@ from aiohttp import web
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Handler, answers, info, stall, streams
 from vllm_pd_connector.proxy.choice import PromptPrefix
+from vllm_pd_connector.proxy.exchange import end
 from vllm_pd_connector.proxy.fleet import InstanceRole
+from vllm_pd_connector.proxy.legs import LegError
 
 
 @over_bench
@@ -161,3 +165,24 @@ async def test_a_concurrent_handoff_needs_a_prefill_that_says_its_engine(bench: 
     status, answer, _ = await bench.ask()
     assert status == 503 and "engine id" in answer["error"]["message"]
     assert decode.asked == []
+
+
+def test_a_leg_that_fails_when_its_client_leaves_is_no_forgotten_error() -> None:
+    forgotten: list[dict[str, Any]] = []
+
+    async def fail() -> None:
+        raise LegError(502, "it broke off")
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: forgotten.append(context))
+        leg = asyncio.create_task(fail())
+        ending = asyncio.create_task(end(leg))
+        while not leg.done():
+            await asyncio.sleep(0)
+        ending.cancel()
+        await asyncio.wait({ending})
+        assert ending.cancelled()
+
+    asyncio.run(main())
+    gc.collect()
+    assert forgotten == []

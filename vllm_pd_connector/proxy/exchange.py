@@ -251,8 +251,8 @@ def to_client() -> Iterator[None]:
 
 async def end(task: asyncio.Task[Any]) -> None:
     """Cancel a task if it runs, and wait until it has let go of its connection."""
+    # Looked at, also where this is cancelled itself, so that asyncio does not report its error as forgotten.
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     if not task.done():
         task.cancel()
     await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()  # looked at, so that asyncio does not report it as forgotten
