@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     KVCacheConfig,
@@ -77,6 +79,27 @@ def test_bytes_that_are_multiplied_by_other_scales_are_other_caches(monkeypatch:
     assert "times 0.1 (K) and 1.0 (V)" in difference.local and "times 0.10000001 (K)" in difference.remote
     assert "the same k_scale and v_scale" in difference.advice
     assert check_pd_topology(*(instance(FP8, 1, monkeypatch) for _ in range(2))).allowed
+
+
+BF16 = replace(FP8, dtype=torch.bfloat16, cache_dtype_str="auto", kv_quant_mode=KVQuantMode.NONE)
+INT8 = replace(FP8, dtype=torch.int8, cache_dtype_str="int8", kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
+
+
+@pytest.mark.parametrize(
+    ("spec", "same"), [(FP8, False), (PACKED, False), (INDEXER, False), (BF16, True), (INT8, True)],
+    ids=["fp8", "fp8_ds_mla", "indexer", "bfloat16", "int8"],
+)  # fmt: skip
+def test_the_fp8_of_one_amd_gpu_means_half_of_what_it_does_elsewhere(
+    spec: MLAAttentionSpec, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MI300 (fnuz) beside MI350: options, pages and scales are equal, and each byte is another number."""
+    sides = []
+    for fnuz in (True, False):
+        monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", lambda *_, fnuz=fnuz: fnuz)
+        sides.append(instance(spec, 1, monkeypatch))
+    result = check_pd_topology(*sides)
+    assert result.allowed == same
+    assert {difference.field.split(" of ")[0] for difference in result.differences} == (set() if same else {"dtype"})
 
 
 @pytest.mark.parametrize("spec", [FP8, PACKED, INDEXER], ids=["fp8", "fp8_ds_mla", "indexer"])

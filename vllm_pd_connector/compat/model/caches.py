@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_pd_connector.compat.model.layers import UNKNOWN_LAYER, LayerFacts, layer_facts
-from vllm_pd_connector.compat.model.pages import Page, nvfp4_in_order, page_of
+from vllm_pd_connector.compat.model.pages import Page, fp8_of_half_value, nvfp4_in_order, page_of
 from vllm_pd_connector.compat.model.recurrent import representative, state_block_tokens, states_of
 from vllm_pd_connector.errors import UnsupportedCache
 from vllm_pd_connector.geometry.manifest import WHOLE, Coordinates, Group, GroupKind, TokenShare
@@ -222,7 +222,7 @@ def layer_caches(
         UnsupportedCache: a layer of a transfer group was not handed over.
     """
     facts = layer_facts(vllm_config)
-    rocm, in_order = torch.version.hip is not None, nvfp4_in_order()
+    rocm, in_order, fnuz = torch.version.hip is not None, nvfp4_in_order(), fp8_of_half_value()
     caches = []
     for index, layer, spec, tensor in _layers(config, kv_caches):
         if not isinstance(spec, AttentionSpec):
@@ -237,7 +237,7 @@ def layer_caches(
                 head_size=spec.head_size,
                 head_size_v=spec.head_size_v,
                 replicated=_is_replicated(spec),
-                cache_dtype=str(getattr(spec, "cache_dtype_str", None) or spec.dtype).removeprefix("torch."),
+                cache_dtype=_elements(spec, fnuz=fnuz),
                 spec_name=type(spec).__name__,
                 state_tokens=int(spec.tokens_per_state),
                 quantized=spec.kv_quant_mode is not KVQuantMode.NONE,
@@ -245,6 +245,13 @@ def layer_caches(
             )
         )
     return caches
+
+
+def _elements(spec: AttentionSpec, *, fnuz: bool) -> str:
+    """The elements of a cache by name; those of one byte are fp8, but where the cache says that they are integers."""
+    name = str(getattr(spec, "cache_dtype_str", None) or spec.dtype).removeprefix("torch.")
+    integers = spec.kv_quant_mode in (KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.INT4_PER_TOKEN_HEAD)
+    return f"{name} (fp8: fnuz)" if fnuz and spec.dtype.itemsize == 1 and not integers else name
 
 
 def _is_replicated(spec: AttentionSpec) -> bool:

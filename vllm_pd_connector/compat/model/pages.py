@@ -78,6 +78,17 @@ def nvfp4_in_order() -> bool:
     return any(current_platform.is_device_capability_family(family) for family in (80, 90, 120))
 
 
+def fp8_of_half_value() -> bool:
+    """Whether the fp8 of this device is `fnuz`, whose exponents count from one less: the bytes of a number here mean
+    half or twice as much on other devices. AMD's MI300 has it, its MI350 does not.
+
+    Source: vLLM 0.32, `RocmPlatform.is_fp8_fnuz`.
+    """
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_fp8_fnuz())
+
+
 def page_of(spec: AttentionSpec, backend: str, *, rocm: bool, nvfp4_in_order: bool = False) -> Page:
     """The form of the pages of one layer; `nvfp4_in_order` is the device's, as the function of that name tells it."""
     if isinstance(spec, CircularBufferSpec):
