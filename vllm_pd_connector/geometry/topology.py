@@ -299,7 +299,12 @@ def pair_differences(local: Tensor, local_group: Group, remote: Tensor, remote_g
         ("item size", local.itemsize, remote.itemsize, "start both with the same dtypes"),
         ("group kind", local_group.kind, remote_group.kind, "use the same hybrid KV cache manager setting on both"),
         ("window", local_group.window, remote_group.window, _SAME_REVISION),
-        ("inner form", local.opaque or "affine", remote.opaque or "affine", "use the same attention backend on both"),
+        (
+            "inner form",
+            local.opaque or "affine",
+            remote.opaque or "affine",
+            "use the same attention backend and kind of device on both",
+        ),
     ]
     if local.opaque and remote.opaque:
         advice = "this attention backend's pages only move whole: use the same {} on both sides"

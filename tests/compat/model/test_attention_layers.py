@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     CircularBufferSpec,
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVQuantMode,
@@ -48,22 +51,23 @@ INDEXER = MLAAttentionSpec(
 
 
 def instance(
-    spec: MLAAttentionSpec,
+    spec: AttentionSpec,
     tp_size: int,
     monkeypatch: pytest.MonkeyPatch,
     scales: tuple[float, float] = (1.0, 1.0),
+    backend: str = "FLASHMLA",
 ) -> list[Manifest]:
     """The manifests of an instance with one layer of this spec."""
     config: Any = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)])
     content = spec.state_content_size_bytes // spec.dtype.itemsize
     monkeypatch.setattr(facts, "model_facts", lambda *_: FACTS)
     monkeypatch.setattr(facts, "engine_id", lambda _: "p-0")
-    backend = "DEEPSEEK_V32_INDEXER" if spec is INDEXER else "FLASHMLA"
+    backend = "DEEPSEEK_V32_INDEXER" if spec is INDEXER else backend
     monkeypatch.setattr(caches, "layer_facts", lambda _: {LAYER: LayerFacts(backend, 128, scales)})
     found = []
     for rank in range(tp_size):
         monkeypatch.setattr(facts, "coordinates", lambda _, rank=rank: Coordinates(rank, tp_size, 0, 1, 0, 1, 1, 1))
-        cache = torch.zeros((4, 1, 64, content), dtype=spec.dtype)
+        cache = torch.zeros((4, 1, spec.num_states, content), dtype=spec.dtype)
         described = {"incarnation": "0" * 32, "config": Config(), "software": "test", "transport": "nixl"}
         found.append(build_manifest(SimpleNamespace(speculative_config=None), config, {LAYER: cache}, **described))
         validate(found[-1])
@@ -100,6 +104,49 @@ def test_the_fp8_of_one_amd_gpu_means_half_of_what_it_does_elsewhere(
     result = check_pd_topology(*sides)
     assert result.allowed == same
     assert {difference.field.split(" of ")[0] for difference in result.differences} == (set() if same else {"dtype"})
+
+
+TURBO = FullAttentionSpec(
+    block_size=64, num_kv_heads=1, head_size=128, dtype=torch.uint8, kv_quant_mode=KVQuantMode.TURBOQUANT_K8V4,
+    state_content_bytes=196,
+)  # fmt: skip
+POOLED = replace(PACKED, block_size=256, tokens_per_state=4, state_content_bytes=584, model_version="deepseek_v4")
+
+
+@pytest.mark.parametrize(
+    ("spec", "backend", "anywhere"),
+    [(TURBO, "TURBOQUANT", False), (POOLED, "FLASHMLA_SPARSE_DSV4", True), (FP8, "FLASHMLA", True)],
+    ids=["TurboQuant", "DeepSeek-V4", "affine"],
+)
+def test_a_page_whose_writer_was_not_read_goes_to_devices_of_its_kind_only(
+    spec: AttentionSpec, backend: str, anywhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TurboQuant has its keys in e4m3 on Hopper and in e4b15 on Ampere."""
+    sides = []
+    for capability in (DeviceCapability(8, 0), DeviceCapability(9, 0)):
+        monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, told=capability, **__: told)
+        sides.append(instance(spec, 1, monkeypatch, backend=backend))
+    assert check_pd_topology(sides[0], instance(spec, 1, monkeypatch, backend=backend)).allowed == anywhere
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(8, 0))
+    assert check_pd_topology(sides[0], instance(spec, 1, monkeypatch, backend=backend)).allowed
+
+
+def test_a_writer_with_two_forms_under_one_name_is_told_by_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TurboQuant keeps its records in planes where a library for AMD's GPUs is installed."""
+    import vllm.config
+
+    backend = SimpleNamespace(get_name=lambda: "TURBOQUANT")
+    layers = {
+        name: SimpleNamespace(get_attn_backend=lambda: backend, impl=SimpleNamespace(_soa_store=planes))
+        for name, planes in (("a", True), ("b", False))
+    }
+    monkeypatch.setattr(vllm.config, "get_layers_from_vllm_config", lambda *_: layers)
+    arch = SimpleNamespace(total_num_hidden_layers=2, total_num_kv_heads=16)
+    config: Any = SimpleNamespace(model_config=SimpleNamespace(model_arch_config=arch, hf_text_config=None))
+    assert {name: found.backend for name, found in layer_facts(config).items()} == {
+        "a": "TURBOQUANT in planes",
+        "b": "TURBOQUANT",
+    }
 
 
 @pytest.mark.parametrize("spec", [FP8, PACKED, INDEXER], ids=["fp8", "fp8_ds_mla", "indexer"])

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_pd_connector.compat.model.layers import UNKNOWN_LAYER, LayerFacts, layer_facts
-from vllm_pd_connector.compat.model.pages import Page, fp8_of_half_value, nvfp4_in_order, page_of
+from vllm_pd_connector.compat.model.pages import Page, architecture, fp8_of_half_value, nvfp4_in_order, page_of
 from vllm_pd_connector.compat.model.recurrent import representative, state_block_tokens, states_of
 from vllm_pd_connector.errors import UnsupportedCache
 from vllm_pd_connector.geometry.manifest import WHOLE, Coordinates, Group, GroupKind, TokenShare
@@ -47,6 +47,7 @@ class LayerCache:
     `tensor` has shape [B, H, N, C]; `group` indexes the transfer groups; `head_size` and `head_size_v` are elements,
     `state_tokens` how many tokens one of the N stored states stands for. `facts.kv_heads` are those of all ranks.
     `replicated`: every tensor-parallel rank holds all of it, however many heads the model has (MLA and its indexers).
+    `device` is what its pages may depend on where nobody has read who writes them.
     """
 
     layer: str
@@ -58,6 +59,7 @@ class LayerCache:
     replicated: bool
     cache_dtype: str
     spec_name: str
+    device: str
     state_tokens: int
     quantized: bool
     tensor: torch.Tensor
@@ -223,6 +225,7 @@ def layer_caches(
     """
     facts = layer_facts(vllm_config)
     rocm, in_order, fnuz = torch.version.hip is not None, nvfp4_in_order(), fp8_of_half_value()
+    device = architecture()
     caches = []
     for index, layer, spec, tensor in _layers(config, kv_caches):
         if not isinstance(spec, AttentionSpec):
@@ -239,6 +242,7 @@ def layer_caches(
                 replicated=_is_replicated(spec),
                 cache_dtype=_elements(spec, fnuz=fnuz),
                 spec_name=type(spec).__name__,
+                device=device,
                 state_tokens=int(spec.tokens_per_state),
                 quantized=spec.kv_quant_mode is not KVQuantMode.NONE,
                 tensor=tensor,

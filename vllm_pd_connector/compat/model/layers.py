@@ -44,9 +44,7 @@ def layer_facts(vllm_config: VllmConfig) -> dict[str, LayerFacts]:
 
     layer_type: Any = AttentionLayerBase
     return {
-        name: LayerFacts(
-            layer.get_attn_backend().get_name(), _stated_heads(vllm_config.model_config, name, layer), _scales(layer)
-        )
+        name: LayerFacts(_backend(layer), _stated_heads(vllm_config.model_config, name, layer), _scales(layer))
         for name, layer in get_layers_from_vllm_config(vllm_config, layer_type).items()
     }
 
@@ -60,6 +58,15 @@ def draft_layers(vllm_config: VllmConfig, cached: Iterable[str]) -> tuple[str, .
         return ()
     first = vllm_config.model_config.get_total_num_hidden_layers()
     return tuple(name for name in cached if name.startswith("draft_model.") or _number(name) >= first)
+
+
+def _backend(layer: Any) -> str:
+    """The backend's name, and which of its two forms it keeps: TurboQuant's depends on a library that may be there.
+
+    Source: vLLM 0.32, `TurboQuantAttentionImpl` (`_soa_store`).
+    """
+    name = str(layer.get_attn_backend().get_name())
+    return f"{name} in planes" if getattr(getattr(layer, "impl", None), "_soa_store", False) else name
 
 
 def _number(name: str) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from platform import machine
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import (
@@ -47,13 +48,14 @@ class Form(Enum):
 @dataclass(frozen=True, slots=True)
 class Page:
     """`role` is that of rows and values. Bytes per token (and head): `values`, `scales`; 0 where the form has none.
-    `reason` says why a page is opaque."""
+    `reason` says why a page is opaque; `anywhere`: yet it is known that all devices have these pages alike."""
 
     form: Form
     role: Role = Role.OPAQUE
     values: int = 0
     scales: int = 0
     reason: str = ""
+    anywhere: bool = False
 
 
 DS_MLA_ROWS = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
@@ -78,6 +80,19 @@ def nvfp4_in_order() -> bool:
     return any(current_platform.is_device_capability_family(family) for family in (80, 90, 120))
 
 
+def architecture() -> str:
+    """What a writer of pages may go by that nobody has read: TurboQuant has the fp8 of its keys in one form on NVIDIA's
+    8.0 and in another on 9.0, and its records in planes on AMD's 9.5, all under one name and in equal sizes.
+
+    Source: vLLM 0.32, `_use_fp8_e4b15` of `triton_turboquant_decode.py`, `is_flydsl_available`.
+    """
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    version = machine() if capability is None else f"{capability.major}.{capability.minor}"
+    return f"{current_platform.device_name} {version}"
+
+
 def fp8_of_half_value() -> bool:
     """Whether the fp8 of this device is `fnuz`, whose exponents count from one less: the bytes of a number here mean
     half or twice as much on other devices. AMD's MI300 has it, its MI350 does not.
@@ -94,7 +109,7 @@ def page_of(spec: AttentionSpec, backend: str, *, rocm: bool, nvfp4_in_order: bo
     if isinstance(spec, CircularBufferSpec):
         return Page(Form.RING, Role.INDEX)
     if spec.tokens_per_state != 1:
-        return _opaque(f"a state stands for {spec.tokens_per_state} tokens")
+        return _opaque(f"a state stands for {spec.tokens_per_state} tokens", anywhere=True)
     if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         return _vectors(spec, backend, rocm)
     if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec):
@@ -102,8 +117,8 @@ def page_of(spec: AttentionSpec, backend: str, *, rocm: bool, nvfp4_in_order: bo
     return _heads(spec, backend, nvfp4_in_order)
 
 
-def _opaque(reason: str) -> Page:
-    return Page(Form.OPAQUE, reason=reason)
+def _opaque(reason: str, *, anywhere: bool = False) -> Page:
+    return Page(Form.OPAQUE, reason=reason, anywhere=anywhere)
 
 
 def _vectors(spec: MLAAttentionSpec | SlidingWindowMLASpec, backend: str, rocm: bool) -> Page:
@@ -158,5 +173,5 @@ def _nvfp4(spec: AttentionSpec, backend: str, in_order: bool) -> Page:
     if backend not in backends.FP4_REGIONS or not slots or spec.head_size != spec.head_size_v:
         return _opaque(f"NVFP4 of {backend}, whose writer was not read")
     if not in_order:
-        return _opaque("NVFP4, where this device has the scales of V in tiles of four tokens")
+        return _opaque("NVFP4, where this device has the scales of V in tiles of four tokens", anywhere=True)
     return Page(Form.KEY_VALUE_REGIONS, Role.KEY, values, scales)
