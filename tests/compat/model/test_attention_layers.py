@@ -142,7 +142,8 @@ def test_a_writer_with_two_forms_under_one_name_is_told_by_its_form(monkeypatch:
     }
     monkeypatch.setattr(vllm.config, "get_layers_from_vllm_config", lambda *_: layers)
     arch = SimpleNamespace(total_num_hidden_layers=2, total_num_kv_heads=16)
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(model_arch_config=arch, hf_text_config=None))
+    model = SimpleNamespace(model_arch_config=arch, hf_text_config=None)
+    config: Any = SimpleNamespace(model_config=model, speculative_config=None)
     assert {name: found.backend for name, found in layer_facts(config).items()} == {
         "a": "TURBOQUANT in planes",
         "b": "TURBOQUANT",
@@ -204,7 +205,8 @@ def test_a_layer_s_heads_are_those_that_the_configuration_states_for_it(
     monkeypatch.setattr(vllm.config, "get_layers_from_vllm_config", lambda *_: {name: layer})
     arch = Arch(total_num_hidden_layers=2, total_num_kv_heads=16)
     hf = SimpleNamespace(swa_num_key_value_heads=8)
-    config: Any = SimpleNamespace(model_config=SimpleNamespace(model_arch_config=arch, hf_text_config=hf))
+    model = SimpleNamespace(model_arch_config=arch, hf_text_config=hf)
+    config: Any = SimpleNamespace(model_config=model, speculative_config=None)
     assert layer_facts(config) == {name: LayerFacts("B", heads, (0.5, 1.0))}
 
 
@@ -240,3 +242,47 @@ def test_the_layers_of_a_drafter_are_numbered_behind_the_models_or_are_another_m
     own = ["model.layers.0.self_attn.attn", "model.layers.1.mixer", "lm_head.index"]
     drafted = ["model.layers.2.self_attn.attn", "draft_model.layers.0.self_attn.attn"]
     assert draft_layers(config, [*own, *drafted]) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mtp.layers.0.self_attn.attn", "model.mtp.layers.0.self_attn.attn", "model.eagle_layers.2.self_attn.attn",
+     "model.layers.0.transformer_block.attn"],
+    ids=["Qwen3.5, Exaone", "MiMo-V2", "MiniCPM", "Inkling"],
+)  # fmt: skip
+def test_drafters_that_number_their_layers_from_0_are_told_by_their_names(name: str) -> None:
+    """Else a decode instance that drafts is refused beside a prefill instance that does not."""
+    config: Any = SimpleNamespace(
+        speculative_config=SimpleNamespace(method="mtp"),
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 2),
+    )
+    own = ["model.layers.0.self_attn.attn", "language_model.model.layers.1.self_attn.attn"]
+    assert draft_layers(config, [*own, name]) == (name,)
+
+
+def test_a_drafter_s_layers_have_the_heads_of_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter of 2 heads on 4 ranks, of a model with 8: each rank has a copy of one, which 8 heads do not explain."""
+    import vllm.config
+
+    backend = SimpleNamespace(get_name=lambda: "B")
+    names = ["model.layers.0.self_attn.attn", "draft_model.layers.0.self_attn.attn"]
+    layers = {name: SimpleNamespace(get_attn_backend=lambda: backend) for name in names}
+    monkeypatch.setattr(vllm.config, "get_layers_from_vllm_config", lambda *_: layers)
+
+    class Arch(SimpleNamespace):
+        def __getitem__(self, number: int) -> SimpleNamespace:
+            return self
+
+    model, drafter = (
+        SimpleNamespace(
+            model_arch_config=Arch(total_num_hidden_layers=2, total_num_kv_heads=heads),
+            hf_text_config=None,
+            get_total_num_hidden_layers=lambda: 2,
+        )
+        for heads in (8, 2)
+    )
+    speculative = SimpleNamespace(method="draft_model", draft_model_config=drafter)
+    config: Any = SimpleNamespace(model_config=model, speculative_config=speculative)
+    assert {name: found.kv_heads for name, found in layer_facts(config).items()} == dict(
+        zip(names, (8, 2), strict=True)
+    )

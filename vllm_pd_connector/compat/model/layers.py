@@ -43,21 +43,35 @@ def layer_facts(vllm_config: VllmConfig) -> dict[str, LayerFacts]:
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     layer_type: Any = AttentionLayerBase
+    layers = get_layers_from_vllm_config(vllm_config, layer_type)
+    drafted = draft_layers(vllm_config, layers)
+    drafter = getattr(vllm_config.speculative_config, "draft_model_config", None) if drafted else None
     return {
-        name: LayerFacts(_backend(layer), _stated_heads(vllm_config.model_config, name, layer), _scales(layer))
-        for name, layer in get_layers_from_vllm_config(vllm_config, layer_type).items()
+        name: LayerFacts(
+            _backend(layer),
+            _stated_heads((drafter if name in drafted else None) or vllm_config.model_config, name, layer),
+            _scales(layer),
+        )
+        for name, layer in layers.items()
     }
 
 
-def draft_layers(vllm_config: VllmConfig, cached: Iterable[str]) -> tuple[str, ...]:
-    """Those of these layers that a drafter has: they are numbered behind the model's, or are another model's.
+_DRAFTERS = frozenset({"draft_model", "mtp", "mtp_block", "transformer_block", "eagle_layers"})
+"""Parts of names that only a drafter's layers have. Some drafters number their layers from 0, as the model does."""
 
-    Source: vLLM 0.32, `llama_eagle.py` (`start_layer_id`), `deepseek_mtp.py`, `v1/spec_decode/draft_model.py`.
+
+def draft_layers(vllm_config: VllmConfig, cached: Iterable[str]) -> tuple[str, ...]:
+    """Those of these layers that a drafter has: they are numbered behind the model's, or named as a drafter's.
+
+    A drafter's that are not known by either stay the model's: who drafts then pairs with who drafts, too.
+
+    Source: vLLM 0.32, `llama_eagle.py` (`start_layer_id`), `deepseek_mtp.py`, `v1/spec_decode/draft_model.py`,
+    `qwen3_5_mtp.py`, `exaone_moe_mtp.py` and `mimo_v2_mtp.py` (mtp), `minicpm_eagle.py`, `models/inkling` (mtp).
     """
     if not drafts_with_caches(vllm_config):
         return ()
     first = vllm_config.model_config.get_total_num_hidden_layers()
-    return tuple(name for name in cached if name.startswith("draft_model.") or _number(name) >= first)
+    return tuple(name for name in cached if not _DRAFTERS.isdisjoint(name.split(".")) or _number(name) >= first)
 
 
 def _backend(layer: Any) -> str:
@@ -81,6 +95,7 @@ def _scales(layer: Any) -> tuple[float, float]:
 
 
 def _stated_heads(model: Any, name: str, layer: Any) -> int:
+    """By the configuration of the model or of the drafter whose layer it is."""
     stated = model.model_arch_config
     of_windows = getattr(model.hf_text_config, "swa_num_key_value_heads", None)
     if of_windows is not None and getattr(layer, "sliding_window", None) is not None:
