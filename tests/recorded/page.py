@@ -36,6 +36,11 @@ A model's table has prefill setups as rows and decode setups as columns, by numb
 "Affine" pages are cut by token, head and channel: block sizes, layouts and tensor-parallel sizes may differ. "Opaque"
 pages move whole. "Replicated" caches are on every rank, so the tensor-parallel size does not matter to them, opaque
 ones included.
+
+Three things are in no table, since the same options give other caches. vLLM 0.33 keeps the scales of sparse-attention
+indexers in another form on NVIDIA's 10.x than elsewhere, and than 0.32 does: such pairs are refused. MI300's fp8 is not
+that of other GPUs. Opaque pages whose form is not known at all, DeepSeek-V4.1's among them, move between equal kinds
+of device and equal releases of vLLM only.
 """
 
 FIELDS = {

@@ -171,7 +171,7 @@ def manifests(fixture: Fixture) -> tuple[Manifest, ...]:
             patch.object(facts, "coordinates", lambda _, place=place: place),
             patch.object(caches, "layer_facts", lambda *_: layer_facts(fixture)),
             patch.object(caches, "nvfp4_in_order", lambda: fixture.setup.capability // 10 in (8, 9, 12)),
-            patch.object(caches, "architecture", lambda: str(fixture.setup.capability)),
+            patch.object(caches, "surroundings", lambda: str(fixture.setup.capability)),
         ):
             found.append(
                 build_manifest(

@@ -209,7 +209,7 @@ def _tensors(cache: LayerCache, view: PageView, model_dtype: str) -> tuple[Tenso
             reason = f"the writer of {cache.facts.backend} was not read"
     logger.warning_once(
         "%s: pages of backend %s (%s) are moved as opaque bytes (%s): only to an instance with the same backend, "
-        "kind of device, layout, block size and, where ranks hold shares of them, tensor-parallel size",
+        "kind of device, vLLM, layout, block size and, where ranks hold shares of them, tensor-parallel size",
         cache.layer,
         cache.facts.backend,
         cache.spec_name,
@@ -220,5 +220,7 @@ def _tensors(cache: LayerCache, view: PageView, model_dtype: str) -> tuple[Tenso
         str(stride) if size > 1 else "-" for size, stride in zip(view.shape[1:], view.strides[1:], strict=True)
     )
     known = page.form is Form.OPAQUE and page.anywhere
-    writer = f"{cache.facts.backend} {cache.spec_name} {cache.cache_dtype}{'' if known else f' on {cache.device}'}"
+    writer = (
+        f"{cache.facts.backend} {cache.spec_name} {cache.cache_dtype}{'' if known else f' on {cache.surroundings}'}"
+    )
     return attention.opaque(view, f"{writer} strides {strides}")

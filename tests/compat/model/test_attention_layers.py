@@ -131,6 +131,48 @@ def test_a_page_whose_writer_was_not_read_goes_to_devices_of_its_kind_only(
     assert check_pd_topology(sides[0], instance(spec, 1, monkeypatch, backend=backend)).allowed
 
 
+@pytest.mark.parametrize(
+    ("spec", "backend", "anywhere"),
+    [
+        (replace(PACKED, state_content_bytes=528, model_version="deepseek_v4"), "FLASHMLA_SPARSE_DSV41", False),
+        (replace(POOLED, state_content_bytes=528), "FLASHMLA_SPARSE_DSV41", False),
+        (POOLED, "FLASHMLA_SPARSE_DSV4", True),
+    ],
+    ids=["DeepSeek-V4.1", "DeepSeek-V4.1, 4 tokens", "DeepSeek-V4"],
+)
+def test_a_page_whose_writer_was_not_read_goes_to_the_same_release_only(
+    spec: AttentionSpec, backend: str, anywhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek-V4.1's record: scales behind all values of a page in vLLM 0.32, behind each value's in 0.33."""
+    import vllm
+
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(10, 0))
+    sides = []
+    for release in ("0.32.0", "0.33.0"):
+        monkeypatch.setattr(vllm, "__version__", release)
+        sides.append(instance(spec, 1, monkeypatch, backend=backend))
+    assert check_pd_topology(*sides).allowed == anywhere
+
+
+@pytest.mark.parametrize("pool", [1, 4], ids=["DeepSeek-V3.2", "GLM-5-Next"])
+def test_an_indexer_s_scales_of_another_form_are_other_caches(pool: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 has them as four exponents on Blackwell, as a float32 on Hopper; 0.32 as a float32 on both."""
+    from vllm.utils import deep_gemm
+
+    spec = replace(INDEXER, block_size=64 * pool, tokens_per_state=pool)
+    sides = []
+    for exponents in (True, False):
+        told = lambda exponents=exponents: exponents  # noqa: E731
+        monkeypatch.setattr(deep_gemm, "mqa_logits_use_mx_scales", told, raising=False)
+        sides.append(instance(spec, 1, monkeypatch, backend="DEEPSEEK_V32_INDEXER"))
+    monkeypatch.delattr(deep_gemm, "mqa_logits_use_mx_scales")  # 0.32
+    sides.append(instance(spec, 1, monkeypatch, backend="DEEPSEEK_V32_INDEXER"))
+    assert check_pd_topology(sides[1], sides[2]).allowed
+    for other in sides[1:]:
+        result = check_pd_topology(sides[0], other)
+        assert result.differences[0].field.startswith("dtype of")
+
+
 def test_a_writer_with_two_forms_under_one_name_is_told_by_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """TurboQuant keeps its records in planes where a library for AMD's GPUs is installed."""
     import vllm.config

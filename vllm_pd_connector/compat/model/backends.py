@@ -42,6 +42,17 @@ VALUES_THEN_SCALES = frozenset({"DEEPSEEK_V32_INDEXER"})
 INDEX_ROWS = frozenset({"MINIMAX_M3_SPARSE_INDEXER"})
 """Indexers whose page has a plain vector per token."""
 
+FP8_INDEXERS = frozenset({
+    "DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER", "DEEPSEEK_V41_INDEXER", "DEEPSEEK_V41_SPARSE_INDEXER",
+})  # fmt: skip
+"""Indexers whose keys are 128 bytes of fp8 and a scale of 4 bytes, the form of which depends on device and release."""
+
+POOLED_ALIKE = frozenset({
+    "FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4", "DEEPSEEK_V4_INDEXER", "DEEPSEEK_V32_INDEXER",
+})  # fmt: skip
+"""Backends whose states for several tokens are written alike on all of NVIDIA's GPUs, by vLLM 0.32 and 0.33, but for an
+indexer's scales."""
+
 INLINE_SCALES = frozenset({"TRITON_ATTN"})
 """Backends that keep the scales of each token and head behind its K, and behind its V."""
 

@@ -25,8 +25,18 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from vllm_pd_connector.compat.model import backends
 from vllm_pd_connector.compat.model.layers import UNKNOWN_LAYER, LayerFacts, layer_facts
-from vllm_pd_connector.compat.model.pages import Page, architecture, fp8_of_half_value, nvfp4_in_order, page_of
+from vllm_pd_connector.compat.model.pages import (
+    INDEX_SCALES,
+    INDEX_VALUES,
+    Page,
+    fp8_of_half_value,
+    index_scales,
+    nvfp4_in_order,
+    page_of,
+    surroundings,
+)
 from vllm_pd_connector.compat.model.recurrent import representative, state_block_tokens, states_of
 from vllm_pd_connector.errors import UnsupportedCache
 from vllm_pd_connector.geometry.manifest import WHOLE, Coordinates, Group, GroupKind, TokenShare
@@ -47,7 +57,7 @@ class LayerCache:
     `tensor` has shape [B, H, N, C]; `group` indexes the transfer groups; `head_size` and `head_size_v` are elements,
     `state_tokens` how many tokens one of the N stored states stands for. `facts.kv_heads` are those of all ranks.
     `replicated`: every tensor-parallel rank holds all of it, however many heads the model has (MLA and its indexers).
-    `device` is what its pages may depend on where nobody has read who writes them.
+    `surroundings` are what its pages may depend on where nobody has read who writes them.
     """
 
     layer: str
@@ -59,7 +69,7 @@ class LayerCache:
     replicated: bool
     cache_dtype: str
     spec_name: str
-    device: str
+    surroundings: str
     state_tokens: int
     quantized: bool
     tensor: torch.Tensor
@@ -225,7 +235,7 @@ def layer_caches(
     """
     facts = layer_facts(vllm_config)
     rocm, in_order, fnuz = torch.version.hip is not None, nvfp4_in_order(), fp8_of_half_value()
-    device = architecture()
+    around, scales = surroundings(), index_scales()
     caches = []
     for index, layer, spec, tensor in _layers(config, kv_caches):
         if not isinstance(spec, AttentionSpec):
@@ -240,9 +250,9 @@ def layer_caches(
                 head_size=spec.head_size,
                 head_size_v=spec.head_size_v,
                 replicated=_is_replicated(spec),
-                cache_dtype=_elements(spec, fnuz=fnuz),
+                cache_dtype=_elements(spec, known.backend, fnuz=fnuz, scales=scales),
                 spec_name=type(spec).__name__,
-                device=device,
+                surroundings=around,
                 state_tokens=int(spec.tokens_per_state),
                 quantized=spec.kv_quant_mode is not KVQuantMode.NONE,
                 tensor=tensor,
@@ -251,11 +261,17 @@ def layer_caches(
     return caches
 
 
-def _elements(spec: AttentionSpec, *, fnuz: bool) -> str:
-    """The elements of a cache by name; those of one byte are fp8, but where the cache says that they are integers."""
+def _elements(spec: AttentionSpec, backend: str, *, fnuz: bool, scales: str) -> str:
+    """The elements of a cache by name; those of one byte are fp8, but where the cache says that they are integers.
+    `scales` are in which form an indexer's fp8 keys have theirs, if in another than elsewhere."""
     name = str(getattr(spec, "cache_dtype_str", None) or spec.dtype).removeprefix("torch.")
-    integers = spec.kv_quant_mode in (KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.INT4_PER_TOKEN_HEAD)
-    return f"{name} (fp8: fnuz)" if fnuz and spec.dtype.itemsize == 1 and not integers else name
+    if spec.dtype.itemsize > 1 or spec.kv_quant_mode in _INTEGERS:
+        return name
+    indexer = backend in backends.FP8_INDEXERS and spec.state_content_size_bytes == INDEX_VALUES + INDEX_SCALES
+    return f"{name}{' (fp8: fnuz)' if fnuz else ''}{f' (scales: {scales})' if scales and indexer else ''}"
+
+
+_INTEGERS = (KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.INT4_PER_TOKEN_HEAD)
 
 
 def _is_replicated(spec: AttentionSpec) -> bool:

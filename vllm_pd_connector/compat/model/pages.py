@@ -48,7 +48,7 @@ class Form(Enum):
 @dataclass(frozen=True, slots=True)
 class Page:
     """`role` is that of rows and values. Bytes per token (and head): `values`, `scales`; 0 where the form has none.
-    `reason` says why a page is opaque; `anywhere`: yet it is known that all devices have these pages alike."""
+    `reason` says why a page is opaque; `anywhere`: yet it is known that all devices and releases have it alike."""
 
     form: Form
     role: Role = Role.OPAQUE
@@ -80,17 +80,36 @@ def nvfp4_in_order() -> bool:
     return any(current_platform.is_device_capability_family(family) for family in (80, 90, 120))
 
 
-def architecture() -> str:
-    """What a writer of pages may go by that nobody has read: TurboQuant has the fp8 of its keys in one form on NVIDIA's
-    8.0 and in another on 9.0, and its records in planes on AMD's 9.5, all under one name and in equal sizes.
+def surroundings() -> str:
+    """What a writer of pages may go by that nobody has read, beside its name: the kind of device and vLLM's release.
 
-    Source: vLLM 0.32, `_use_fp8_e4b15` of `triton_turboquant_decode.py`, `is_flydsl_available`.
+    TurboQuant has the fp8 of its keys in one form on NVIDIA's 8.0 and in another on 9.0, and its records in planes on
+    AMD's 9.5; DeepSeek-V4.1's record has its scales behind all values in 0.32, and behind its own in 0.33. Sizes are
+    equal. On the CPU the releases' operators are the same.
+
+    Source: vLLM 0.32 and 0.33, `_use_fp8_e4b15` of `triton_turboquant_decode.py`, `is_flydsl_available`, the note on
+    formats in `flashmla_sparse.py`.
     """
+    from vllm import __version__
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
-    version = machine() if capability is None else f"{capability.major}.{capability.minor}"
-    return f"{current_platform.device_name} {version}"
+    if capability is None:
+        return f"{current_platform.device_name} {machine()}"
+    release = ".".join(__version__.split(".")[:2])
+    return f"{current_platform.device_name} {capability.major}.{capability.minor}, vLLM {release}"
+
+
+def index_scales() -> str:
+    """In which form an indexer's fp8 keys have their scales, in words; empty for float32.
+
+    Source: vLLM 0.33, `mqa_logits_use_mx_scales` of `utils/deep_gemm.py`: four equal bytes of an exponent, on NVIDIA's
+    10.x alone. 0.32 has float32 there, too.
+    """
+    from vllm.utils import deep_gemm
+
+    exponents = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)
+    return "ue8m0" if exponents is not None and exponents() else ""
 
 
 def fp8_of_half_value() -> bool:
@@ -109,7 +128,8 @@ def page_of(spec: AttentionSpec, backend: str, *, rocm: bool, nvfp4_in_order: bo
     if isinstance(spec, CircularBufferSpec):
         return Page(Form.RING, Role.INDEX)
     if spec.tokens_per_state != 1:
-        return _opaque(f"a state stands for {spec.tokens_per_state} tokens", anywhere=True)
+        anywhere = backend in backends.POOLED_ALIKE and not rocm
+        return _opaque(f"a state stands for {spec.tokens_per_state} tokens", anywhere=anywhere)
     if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         return _vectors(spec, backend, rocm)
     if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec):
