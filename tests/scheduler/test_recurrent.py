@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec
 
 from tests.support.scheduler.halves import (
     BLOCK,
@@ -118,6 +118,19 @@ def test_a_prompt_that_is_cached_but_for_its_last_token_loads_nothing():
     blocks = pool.get_new_blocks(3)
     consumer.update_after_alloc(request, KVCacheBlocks((blocks, [], [])), 0)
     assert consumer.build_metadata(EMPTY_STEP).receives == []
+
+
+def test_of_a_ring_and_of_a_state_a_prompt_takes_few_blocks_however_long_it_is() -> None:
+    """GLM-5-Next: rings of 4 tokens. Else one long prompt were counted as more than all blocks."""
+    ring = CircularBufferSpec(
+        block_size=4, num_kv_heads=2, head_size=128, head_size_v=0, dtype=torch.bfloat16, dcp_sharded=False
+    )
+    half, _ = make_half("kv_both", spec=(FULL, ring, state("align")))
+    half.share.add("p-1", 100 * BLOCK)
+    assert half.share._needs == {"p-1": 100 + 1 + 1}
+    lending = half.producer.lending
+    lending.add("c-1", 1)
+    assert lending.blocks_for(make_request("d-1", None, num_tokens=100 * BLOCK)) == 101 + 3 + 3
 
 
 def test_a_single_token_is_computed_by_decode():

@@ -308,9 +308,9 @@ def pair_differences(local: Tensor, local_group: Group, remote: Tensor, remote_g
     ]
     if local.opaque and remote.opaque:
         advice = "this attention backend's pages only move whole: use the same {} on both sides"
-        here, there = box_of(local.axes), box_of(remote.axes)
+        here, there = (f"{box_of(axes)[0]} of {axes[0].total}" for axes in (local.axes, remote.axes))
         fields.append(("page tokens", local.page_tokens, remote.page_tokens, advice.format("--block-size")))
-        fields.append(("page bytes", str(here[0]), str(there[0]), advice.format("--tensor-parallel-size")))
+        fields.append(("page bytes", here, there, advice.format("--tensor-parallel-size")))
         ours, theirs = (_describe_shares(group.share) for group in (local_group, remote_group))
         options = "--decode-context-parallel-size and --cp-kv-cache-interleave-size"
         fields.append(("tokens", ours, theirs, advice.format(options)))

@@ -73,7 +73,8 @@ class Sources:
         if self._backoff and remote.remote_num_tokens > most > 0 and not computes_itself(request):
             raise ProtocolError(
                 f"remote_num_tokens: {remote.remote_num_tokens} there, at most {most} here: this model's decode "
-                f"computes the last {self._backoff} prompt token(s); run the same release on the prefill instance"
+                f"computes the last {self._backoff} prompt token(s); run the same release on the prefill instance, "
+                "and, where several draft modules look ahead, with as many num_speculative_tokens"
             )
         digest = prompt_digest(request, remote.remote_num_tokens, self._adapter_of)
         if remote.remote_num_tokens > request.num_prompt_tokens or digest != remote.pd_connector.prompt_digest:

@@ -167,11 +167,13 @@ def _heads(cache: LayerCache, heads: int, model: ModelFacts, place: Coordinates)
     try:
         held = shard(stated, place.tp_size, place.tp_rank)
     except InvalidTopology:
-        if heads == 1:
+        if heads == 1 and cache.page.form is not Form.OPAQUE:
             raise
         held = Interval(0, 0)
     if len(held) == heads:
         return held, stated
+    if heads == 1 and place.tp_size > 1 and cache.page.form is Form.OPAQUE:
+        return Interval(place.tp_rank, place.tp_rank + 1), place.tp_size  # moves from rank to rank, whatever it is
     if heads == 1 and place.tp_size > 1:
         raise UnsupportedCache(
             f"{cache.layer}: 1 KV head on this rank where {stated} heads over {place.tp_size} ranks make {len(held)}: "

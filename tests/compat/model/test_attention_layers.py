@@ -131,6 +131,20 @@ def test_a_page_whose_writer_was_not_read_goes_to_devices_of_its_kind_only(
     assert check_pd_topology(sides[0], instance(spec, 1, monkeypatch, backend=backend)).allowed
 
 
+def test_an_opaque_page_that_nobody_knows_the_sharding_of_moves_from_rank_to_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Step-5's summaries: one head on each rank, of how many the spec does not say.
+    Between equal sizes that is no matter, and others are refused."""
+    spec = replace(POOLED, max_tp_shards=None)
+    one, same, other = (instance(spec, size, monkeypatch) for size in (2, 2, 4))
+    assert check_pd_topology(one, same).allowed
+    assert [[edge.source for edge in make_plan(m, one).edges] for m in same] == [[(0, 0, 0)], [(0, 0, 1)]]
+    for sides in ((one, other), (other, one)):
+        result = check_pd_topology(*sides)
+        assert {difference.field.split(" of ")[0] for difference in result.differences} == {"page bytes"}
+
+
 @pytest.mark.parametrize(
     ("spec", "backend", "anywhere"),
     [

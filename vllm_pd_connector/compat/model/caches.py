@@ -141,7 +141,7 @@ def _block_slots(spec: KVCacheSpec, kind: GroupKind) -> int:
 
 def group_block_tokens(config: KVCacheConfig, dcp_size: int) -> tuple[int, ...]:
     """Tokens per logical block of each transfer group, in their order, on all decode-context parallel ranks together;
-    without meaning for states in mode none.
+    without meaning for states in mode none and for rings.
 
     Source: vLLM 0.32, `resolve_dcp_kv_block_size` of `v1/core/kv_cache_utils.py`.
     """
@@ -155,7 +155,7 @@ def leased_blocks(config: KVCacheConfig, dcp_size: int, num_tokens: int) -> int:
     total = 0
     for group, tokens in zip(config.transfer_groups, group_block_tokens(config, dcp_size), strict=True):
         spec = representative(group.kv_cache_spec)
-        if isinstance(spec, MambaSpec):
+        if isinstance(spec, MambaSpec | CircularBufferSpec):
             total += 1
             continue
         window = _window(spec)

@@ -103,7 +103,13 @@ class Lending:
 
     def blocks_for(self, request: Request) -> int:
         """Blocks that a new request's prompt takes, at most; 0 where nothing is kept that could be given for it."""
-        return sum(-(-request.num_tokens // tokens) + 1 for tokens in self._block_tokens) if self._held else 0
+        if not self._held:
+            return 0
+        # A state has its own block, the one before, and one for a checkpoint, however long the prompt is.
+        return sum(
+            self._states[group].scratch + 3 if group in self._states else -(-request.num_tokens // tokens) + 1
+            for group, tokens in enumerate(self._block_tokens)
+        )
 
     def add(self, request_id: str, num_blocks: int) -> None:
         self._held[request_id] = num_blocks
