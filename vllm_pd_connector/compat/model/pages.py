@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_pd_connector.compat.model import backends
+from vllm_pd_connector.compat.model import backends, facts
 from vllm_pd_connector.geometry.manifest import Role
 
 if TYPE_CHECKING:
@@ -90,13 +90,12 @@ def surroundings() -> str:
     Source: vLLM 0.32 and 0.33, `_use_fp8_e4b15` of `triton_turboquant_decode.py`, `is_flydsl_available`, the note on
     formats in `flashmla_sparse.py`.
     """
-    from vllm import __version__
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
     if capability is None:
         return f"{current_platform.device_name} {machine()}"
-    release = ".".join(__version__.split(".")[:2])
+    release = ".".join(facts.vllm_version().split(".")[:2])
     return f"{current_platform.device_name} {capability.major}.{capability.minor}, vLLM {release}"
 
 
@@ -106,7 +105,7 @@ def index_scales() -> str:
     Source: vLLM 0.33, `mqa_logits_use_mx_scales` of `utils/deep_gemm.py`: four equal bytes of an exponent, on NVIDIA's
     10.x alone. 0.32 has float32 there, too.
     """
-    from vllm.utils import deep_gemm
+    import vllm.utils.deep_gemm as deep_gemm
 
     exponents = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)
     return "ue8m0" if exponents is not None and exponents() else ""
