@@ -12,6 +12,7 @@ from tests.support.scheduler.engines import (
     BLOCK,
     FULL,
     KEEP,
+    RING,
     SAMPLED,
     STATES,
     WINDOWED,
@@ -99,6 +100,18 @@ def test_a_prefill_that_conversations_alone_hold_back_begins_at_once(engine: Any
     assert either.step().num_scheduled_tokens == {"p-5": len(PROMPT)}
     either.run("p-5")
     assert share.num_leased == 15, "the conversation made room"
+
+
+@pytest.mark.parametrize("engine", [False], indirect=True)
+def test_a_conversation_makes_room_for_no_more_than_a_new_prompt_takes(engine: Any) -> None:
+    """A ring of the latest tokens is one block, however long the prompt is."""
+    prefill, decode = both(engine, groups=(FULL, RING), blocks=21)
+    first_turn(prefill, decode)
+    kept, free = decode.held(), int(decode.pool.get_num_free_blocks())
+    assert kept == 4, "three blocks of tokens, and a ring"
+    decode.add("plain", range(500, 500 + (free - 3) * BLOCK), max_tokens=1)
+    decode.run("plain")
+    assert decode.held() == kept
 
 
 @pytest.mark.parametrize("change", ["prompt", "blocks", "digests", "nonce"])

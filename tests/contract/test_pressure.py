@@ -22,6 +22,7 @@ from tests.support.scheduler.engines import (
     BLOCK,
     FULL,
     KEEP,
+    RING,
     STATES,
     WINDOWED,
     Engine,
@@ -169,7 +170,21 @@ def test_a_running_request_is_not_preempted_for_blocks_that_a_lease_has_just_giv
     given_back(prefill)
 
 
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOWED), (FULL, STATES)], ids=["full", "window", "states"])
+def test_a_ring_of_latest_tokens_counts_as_the_one_block_that_it_is(engine: Any) -> None:
+    prefill = engine("kv_producer", blocks=TINY, groups=(FULL, RING))
+    for i in range(4):
+        prefill.add(f"p-{i}", [100 + i, *PROMPT[1:]], KEEP, max_tokens=1)
+    assert len(prefill.step().num_scheduled_tokens) == 4, "16 blocks, which is the share"
+    prefill.run("p-0", "p-1", "p-2", "p-3")
+    prefill.rest()
+    assert gauges(prefill)["leased blocks"] == 16
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [(FULL,), (FULL, WINDOWED), (FULL, STATES), (FULL, RING)],
+    ids=["full", "window", "states", "ring"],
+)
 def test_a_lease_takes_no_more_blocks_than_it_was_admitted_for(engine: Any, groups: Any) -> None:
     prefill = engine("kv_producer", groups=groups, blocks=200)
     share = prefill.connector.scheduler.share

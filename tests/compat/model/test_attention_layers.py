@@ -282,6 +282,7 @@ def test_a_ring_of_latest_tokens_is_a_state_to_both_halves() -> None:
     config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)])
     assert [(group.kind, group.block_tokens) for group in caches.transfer_groups(config)] == [(GroupKind.STATE, 0)]
     assert state_groups(config) == {0: StateGroup(scratch=0, block_tokens=0)}
+    assert caches.leased_blocks(config, 1, 4000) == 1
 
 
 @pytest.mark.parametrize(

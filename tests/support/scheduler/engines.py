@@ -27,6 +27,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -53,6 +54,7 @@ SAMPLED = 7
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
 WINDOWED = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=24)
 STATES = MambaSpec(block_size=BLOCK, shapes=((2, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
+RING = CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=8, dtype=torch.float32)
 
 KEEP = {"do_remote_decode": True, "do_remote_prefill": False}
 STAND_IN = EncodedManifest(b"manifest", TOKEN)

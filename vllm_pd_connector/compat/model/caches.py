@@ -151,7 +151,7 @@ def group_block_tokens(config: KVCacheConfig, dcp_size: int) -> tuple[int, ...]:
 
 def leased_blocks(config: KVCacheConfig, dcp_size: int, num_tokens: int) -> int:
     """Blocks of all transfer groups that hold what a decode instance needs of a prompt, at most: whole prompts, what a
-    window looks back on, one state."""
+    window looks back on, one state or ring."""
     total = 0
     for group, tokens in zip(config.transfer_groups, group_block_tokens(config, dcp_size), strict=True):
         spec = representative(group.kv_cache_spec)

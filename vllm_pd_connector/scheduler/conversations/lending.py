@@ -105,9 +105,11 @@ class Lending:
         """Blocks that a new request's prompt takes, at most; 0 where nothing is kept that could be given for it."""
         if not self._held:
             return 0
-        # A state has its own block, the one before, and one for a checkpoint, however long the prompt is.
+        # A state has its own block, the one before, and with prefix caching a checkpoint, however long the prompt is.
         return sum(
-            self._states[group].scratch + 3 if group in self._states else -(-request.num_tokens // tokens) + 1
+            state.scratch + (3 if state.block_tokens else 2)
+            if (state := self._states.get(group)) is not None
+            else -(-request.num_tokens // tokens) + 1
             for group, tokens in enumerate(self._block_tokens)
         )
 
