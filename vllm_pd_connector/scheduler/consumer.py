@@ -95,8 +95,9 @@ class Consumer:
         """A request with remote prefill arrived; keep its lease alive while it queues."""
         params = transfer_params(request)
         try:
-            if was_refused(request):
+            if was_refused(request) or not self.sources.loads:
                 self._give_back(request)
+                self.sources.require_role()
                 return
             if names_bootstrap(params):
                 self._look_up(request, parse_remote_bootstrap(params))
@@ -139,8 +140,8 @@ class Consumer:
             self.turns.lost(receive, why)
 
     def _give_back(self, refused: Request) -> None:
-        """vLLM's API server refused a request, or tells that one failed: what its prefill holds is not needed. Of
-        requests that came this far the prefill side has heard already.
+        """vLLM's API server refused a request, or tells that one failed, or it is none for this instance: what its
+        prefill holds is not needed. Of requests that came this far the prefill side has heard already.
 
         Raises:
             ProtocolError: parameters that are none, or of an unauthenticated peer, who is told nothing.
@@ -164,7 +165,7 @@ class Consumer:
                 self.sources.require_concurrent(push.remote_host)
                 self._renewer.decline(endpoint(push.remote_host, push.remote_port), ref, time.monotonic())
         logger.info(
-            "request %s: vLLM refused its decode request, or could not finish it: what its prefill holds is given back",
+            "request %s: its decode request was refused, or could not end well: its prefill is given back",
             prefill,
         )
 

@@ -36,13 +36,15 @@ if TYPE_CHECKING:
 
 
 class Sources:
-    """See the module. `home` is where this instance's manifests are, None before they are served."""
+    """See the module. `home` is where this instance's manifests are, None before they are served; `loads`: whether it
+    takes decode requests."""
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, adapters: Adapters):
         self._adapter_of = adapters.name_of
         self.home: InstanceAddress | None = None
         self._config = config
         self._prefills = vllm_config.kv_transfer_config.is_kv_producer
+        self.loads = bool(vllm_config.kv_transfer_config.is_kv_consumer)
         self._groups = len(kv_cache_config.transfer_group_ids)
         self._keys = keys_of(config)
         self._secret = config.secret()
@@ -51,6 +53,18 @@ class Sources:
     def prefilled_tokens(self, request: Request) -> int:
         """How much of a request's prompt a prefill instance computes; the rest is for decode, 0 or less is nothing."""
         return int(request.num_prompt_tokens - self._backoff)
+
+    def require_role(self) -> None:
+        """Refuse decode requests where vLLM expects none: for consumers alone it keeps the blocks of an aborted request
+        back while a step in flight may still write them, in place of what is received.
+
+        Raises:
+            ProtocolError: this instance only prefills.
+        """
+        if not self.loads:
+            raise ProtocolError(
+                "kv_role: kv_producer here, which loads nothing: send decode requests to a kv_consumer or kv_both"
+            )
 
     def answer(self, request: Request) -> RemotePrefill:
         """The prefill instance's answer that a request brings.
