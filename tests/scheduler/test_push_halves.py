@@ -297,11 +297,18 @@ def test_a_serial_router_s_request_is_asked_for_by_its_lease(prefill, consumer):
     assert receive.push.peer.incarnation == prefill.half.producer.home.incarnation
 
 
+LONG = "cmpl-" + "x" * 600 + "-0-0123abcd"
+"""A client's X-Request-Id, as vLLM hands it on."""
+
+
 @pytest.mark.parametrize("prefill", [{"kv_lease_duration": LEASE_S}], indirect=True)
-def test_a_prefill_is_kept_while_the_decode_request_queues(prefill):
+@pytest.mark.parametrize("beside", [(), (LONG,)], ids=["alone", "beside a name that no message takes"])
+def test_a_prefill_is_kept_while_the_decode_request_queues(prefill, beside):
     half, _ = serving_half("kv_consumer", mode="push", kv_lease_duration=0.3)
     request = make_request("d-1", concurrent(prefill.half.producer._port, transfer_id="t-1"))
     half.on_new_request(request)
+    for name in beside:
+        half.on_new_request(make_request(name, concurrent(prefill.half.producer._port)))
     first = prefill.arrive()
     prefill.half.request_finished(first, ([5, 6, 7],))
     until_s = time.monotonic() + 1.5 * LEASE_S
@@ -342,6 +349,13 @@ def test_a_full_hit_releases_a_prefill_that_has_finished_already(consumer, prefi
     assert allocate(half, pool, request, computed=2 * BLOCK)[0] == 0
     assert step(half).receives == []
     until(lambda: prefill.held() == 0, "the lease to be released")
+
+
+def test_a_name_that_no_message_takes_is_refused_on_both_sides(prefill, consumer):
+    asks = {"do_remote_decode": True}
+    for side, pool, params in ((*consumer, concurrent()), (prefill.half, prefill.pool, asks)):
+        receive = receive_of(side, pool, make_request(LONG, params))
+        assert "X-Request-Id" in receive.source.reason
 
 
 def test_parameters_of_another_shape_are_refused(consumer):

@@ -204,6 +204,7 @@ class RemoteDecode(ParamsStruct, frozen=True):
 
 
 S = TypeVar("S", bound=ParamsStruct)
+MAX_NAME: Final = 512  # as `fields.RequestId`
 _RANDOM_SUFFIX: Final = re.compile(r"-[0-9a-f]{8}\Z", re.IGNORECASE)
 _CHOICE: Final = re.compile(r"\d+_")  # vLLM 0.32, v1/engine/parallel_sampling.py; its own ids begin with a letter
 
@@ -295,13 +296,17 @@ def pairing_name(params: object, request_id: str) -> str:
     The choices of a request with `n` > 1 pair off one by one.
 
     Raises:
-        ProtocolError: a transfer_id that is no text of 1 to 512 characters.
+        ProtocolError: a transfer_id that is no text of 1 to 512 characters, or an id of more. Names go out several in a
+            message, which is refused as a whole for one.
     """
     transfer_id = _fields(params).get("transfer_id")
     if transfer_id is None:
-        return _RANDOM_SUFFIX.sub("", request_id) or request_id
+        name = _RANDOM_SUFFIX.sub("", request_id) or request_id
+        if len(name) > MAX_NAME:
+            raise ProtocolError(f"request id: {len(name)} characters, at most {MAX_NAME}; set a shorter X-Request-Id")
+        return name
     choice = choice_of(request_id)
-    if not isinstance(transfer_id, str) or not 1 <= len(transfer_id) <= 512 - len(choice):
+    if not isinstance(transfer_id, str) or not 1 <= len(transfer_id) <= MAX_NAME - len(choice):
         raise ProtocolError("kv_transfer_params: transfer_id: expected text of 1 to 512 characters")
     return choice + transfer_id
 
