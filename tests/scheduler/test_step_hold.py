@@ -241,6 +241,17 @@ def test_what_went_well_on_some_workers_is_waited_for_shortly_and_then_asked_for
     hold.close()
 
 
+def test_a_part_that_is_rung_for_while_nothing_is_held_is_not_waited_for() -> None:
+    hold = made(Loop(Core(2)), (TOKEN, OTHER))  # which looks at a report later than in the step that brings it
+    hold._rung(ENDED + OTHER)
+    for said in (HERE, RECEIVED, HERE, HERE, HERE, HERE):
+        hold.step(**WAITING)
+        hold._rung(said + TOKEN + b"d-1")
+        hold._between()
+    assert hold._loop.waits == [LONGEST_S], "the other may be slow"
+    hold.close()
+
+
 def test_a_message_that_comes_behind_the_reports_changes_nothing() -> None:
     loop, loads = Loop(), {"d-1"}
     hold = StepHold(loop, lambda: 1, lambda name: name in loads, loop.received)

@@ -62,6 +62,7 @@ class StepHold:
         self._workers: frozenset[bytes] = frozenset()
         self._heard: set[bytes] = set()
         self._parts: dict[str, set[bytes]] = {}  # of receives of which some workers have rung
+        self._part_came = False  # and no step was asked for since
         self._whole: set[str] = set()
         self._bell: Bell | None = None
 
@@ -121,10 +122,12 @@ class StepHold:
         assert self._loop is not None
         holds, self._holds = self._holds, False
         if holds and not self._asked and not self._whole and (waiting := self._waiting()):
-            self._loop.wait(LONGEST_S if self._sees_all(waiting) else SHORT_S)
+            if not (self._parts and self._part_came):  # else it came while nothing was held, and has woken nobody
+                self._loop.wait(LONGEST_S if self._sees_all(waiting) else SHORT_S)
             with self._changed:
                 self._changed.wait_for(lambda: self._asked or self._whole or not self._parts, PARTS_S)
                 self._asked |= bool(self._parts)  # or its message was lost: who has not rung may have reported
+                self._part_came = False
         if self._whole:
             with self._changed:
                 whole, self._whole = self._whole, set()
@@ -160,6 +163,7 @@ class StepHold:
             first = not rung
             rung.add(token)
             whole = rung == self._workers
+            self._part_came |= not whole
             if whole:
                 del self._parts[request_id]
                 self._whole.add(request_id)
