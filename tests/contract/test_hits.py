@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import FinishReason
 
-from tests.support.scheduler.engines import BLOCK, FULL, STATES, WINDOWED, given_back, loading, prefilled, read
+from tests.support.scheduler.engines import BLOCK, FULL, KEEP, STATES, WINDOWED, given_back, loading, prefilled, read
 from vllm_pd_connector.metadata import WorkerReport
 
 PROMPT = list(range(200))
@@ -69,6 +69,20 @@ def test_a_group_that_has_lost_a_part_of_a_hit_gets_it_again(engine: Any, groups
         assert len(tables.ids) == 1, "the state at the end"
     else:
         assert tables.first_block + len(tables.ids) == -(-receive.stop // BLOCK)
+    decode.check_empty()
+    given_back(prefill)
+
+
+@pytest.mark.parametrize("groups", [(FULL, WINDOWED), (FULL, STATES)], ids=["window", "states"])
+@pytest.mark.parametrize("length", [1, 40], ids=["one token", "with log-probabilities"])
+def test_a_longer_prompt_goes_on_from_the_state_of_the_prefilled_one(engine: Any, groups: Any, length: int) -> None:
+    """Which is not that of the tokens that the prefill's client had asked for besides."""
+    prefill, decode = engine("kv_producer", groups=groups), engine("kv_consumer", groups=groups)
+    prefill.add("p-1", PROMPT[:length], KEEP, max_tokens=30, prompt_logprobs=1 if length > 1 else None)
+    prefill.run("p-1")
+    assert sum(step.get("p-1", 0) for step in prefill.scheduled) == length, "nothing behind the prompt"
+    params = prefill.ended("p-1").kv_transfer_params
+    assert received(decode, "d-1", PROMPT, params).stop == length
     decode.check_empty()
     given_back(prefill)
 

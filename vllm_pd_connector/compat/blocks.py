@@ -83,11 +83,15 @@ def computes_itself(request: Request) -> bool:
 
 
 def stop_short(request: Request, tokens: int) -> None:
-    """Have a new request compute all of its prompt but the last `tokens`; it then ends after one output token.
+    """Have a new request compute all of its prompt but the last `tokens`, and end after one output token: a state or a
+    window that went on with further ones would not be that of the prompt any more.
 
-    A prompt that is not longer than that stays as it is, and so does one whose cache the decode side will not read.
+    A prompt that is not longer than that stays whole, and so does one that vLLM computes whatever was cached.
     """
-    if tokens == 0 or request.num_prompt_tokens <= tokens or computes_itself(request):
+    if tokens == 0:
+        return
+    request.max_tokens = 1
+    if request.num_prompt_tokens <= tokens or computes_itself(request):
         return
     # A chat may have all three: embeddings in the midst of its tokens, and a mask that tells them apart.
     if request.prompt_token_ids is not None:
@@ -98,7 +102,6 @@ def stop_short(request: Request, tokens: int) -> None:
         request.prompt_is_token_ids = request.prompt_is_token_ids[:-tokens]
     del request._all_token_ids[-tokens:]
     request.num_prompt_tokens -= tokens
-    request.max_tokens = 1
 
 
 def computed_after(output: SchedulerOutput, among: Collection[str]) -> Iterator[tuple[str, int]]:

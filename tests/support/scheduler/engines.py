@@ -141,10 +141,12 @@ class Engine:
         stop: int = -1,
         priority: int = 0,
         lora: LoRARequest | None = None,
+        prompt_logprobs: int | None = None,
     ) -> Request:
         """A request that ends after `max_tokens`, or with the token `stop`."""
         arguments = SamplingParams(
             max_tokens=max_tokens,
+            prompt_logprobs=prompt_logprobs,
             ignore_eos=True,
             stop_token_ids=[] if stop < 0 else [stop],
             extra_args={"kv_transfer_params": params},
