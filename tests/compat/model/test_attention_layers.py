@@ -294,6 +294,7 @@ def test_the_layers_of_a_drafter_are_numbered_behind_the_models_or_are_another_m
 ) -> None:
     config: Any = SimpleNamespace(
         speculative_config=method and SimpleNamespace(method=method),
+        compilation_config=SimpleNamespace(static_forward_context={}),
         model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 2),
     )
     own = ["model.layers.0.self_attn.attn", "model.layers.1.mixer", "lm_head.index"]
@@ -311,10 +312,23 @@ def test_drafters_that_number_their_layers_from_0_are_told_by_their_names(name: 
     """Else a decode instance that drafts is refused beside a prefill instance that does not."""
     config: Any = SimpleNamespace(
         speculative_config=SimpleNamespace(method="mtp"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
         model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 2),
     )
     own = ["model.layers.0.self_attn.attn", "language_model.model.layers.1.self_attn.attn"]
     assert draft_layers(config, [*own, name]) == (name,)
+
+
+def test_what_vllm_says_of_a_layer_counts_for_more_than_its_name() -> None:
+    """MiniMax-M3's drafter is named as its model; the model's own layers may be numbered beyond those it counts."""
+    names = ["language_model.model.layers.2.self_attn.attn", "model.layers.0.self_attn.attn"]
+    modules = {name: SimpleNamespace(is_draft_layer=drafts) for name, drafts in zip(names, (False, True), strict=True)}
+    config: Any = SimpleNamespace(
+        speculative_config=SimpleNamespace(method="mtp"),
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 2),
+        compilation_config=SimpleNamespace(static_forward_context=modules),
+    )
+    assert draft_layers(config, names) == (names[1],)
 
 
 def test_a_drafter_s_layers_have_the_heads_of_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +353,11 @@ def test_a_drafter_s_layers_have_the_heads_of_the_drafter(monkeypatch: pytest.Mo
         for heads in (8, 2)
     )
     speculative = SimpleNamespace(method="draft_model", draft_model_config=drafter)
-    config: Any = SimpleNamespace(model_config=model, speculative_config=speculative)
+    config: Any = SimpleNamespace(
+        model_config=model,
+        speculative_config=speculative,
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+    )
     assert {name: found.kv_heads for name, found in layer_facts(config).items()} == dict(
         zip(names, (8, 2), strict=True)
     )

@@ -61,17 +61,22 @@ _DRAFTERS = frozenset({"draft_model", "mtp", "mtp_block", "transformer_block", "
 
 
 def draft_layers(vllm_config: VllmConfig, cached: Iterable[str]) -> tuple[str, ...]:
-    """Those of these layers that a drafter has: they are numbered behind the model's, or named as a drafter's.
+    """Those of these layers that a drafter has. vLLM says it of each layer that loading the drafter added, but for 0.32's
+    model runner V1; there they are numbered behind the model's, or named as a drafter's.
 
-    A drafter's that are not known by either stay the model's: who drafts then pairs with who drafts, too.
+    A drafter's that are known by neither stay the model's: who drafts then pairs with who drafts, too.
 
-    Source: vLLM 0.32, `llama_eagle.py` (`start_layer_id`), `deepseek_mtp.py`, `v1/spec_decode/draft_model.py`,
+    Source: vLLM 0.32, `AttentionLayerBase.is_draft_layer`, `DraftModelSpeculator.load_model`;
+    `llama_eagle.py` (`start_layer_id`), `deepseek_mtp.py`, `v1/spec_decode/draft_model.py`,
     `qwen3_5_mtp.py`, `exaone_moe_mtp.py` and `mimo_v2_mtp.py` (mtp), `minicpm_eagle.py`, `models/inkling` (mtp).
     """
     if not drafts_with_caches(vllm_config):
         return ()
+    names, modules = tuple(cached), vllm_config.compilation_config.static_forward_context
+    if marked := tuple(name for name in names if getattr(modules.get(name), "is_draft_layer", False)):
+        return marked
     first = vllm_config.model_config.get_total_num_hidden_layers()
-    return tuple(name for name in cached if not _DRAFTERS.isdisjoint(name.split(".")) or _number(name) >= first)
+    return tuple(name for name in names if not _DRAFTERS.isdisjoint(name.split(".")) or _number(name) >= first)
 
 
 def _backend(layer: Any) -> str:
