@@ -61,8 +61,8 @@ _DRAFTERS = frozenset({"draft_model", "mtp", "mtp_block", "transformer_block", "
 
 
 def draft_layers(vllm_config: VllmConfig, cached: Iterable[str]) -> tuple[str, ...]:
-    """Those of these layers that a drafter has. vLLM says it of each layer that loading the drafter added, but for 0.32's
-    model runner V1; there they are numbered behind the model's, or named as a drafter's.
+    """Those of these layers that a drafter has: vLLM marks what loading the drafter added. Model runner V1 of 0.32 does
+    not; there they are numbered behind the model's, or named as a drafter's.
 
     A drafter's that are known by neither stay the model's: who drafts then pairs with who drafts, too.
 
