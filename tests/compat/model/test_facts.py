@@ -30,6 +30,8 @@ def facts(
     method: str | None = "mtp",
     load_format: str = "auto",
     own: Mapping[str, Any] | None = None,
+    rope: Mapping[str, Any] | None = None,
+    max_model_len: int = 4096,
     **changes: Any,
 ) -> ModelFacts:
     """Of an instance that loads its model from `path`, and drafts by `method` unless that is None. `own` are keys of
@@ -38,7 +40,8 @@ def facts(
         **vars(loaded(path, weights, **changes)),
         architecture="LlamaForCausalLM",
         dtype="torch.bfloat16",
-        hf_text_config=SimpleNamespace(),
+        hf_text_config=SimpleNamespace(rope_parameters=rope),
+        max_model_len=max_model_len,
         get_total_num_hidden_layers=lambda: 2,
         get_hidden_size=lambda: 64,
         get_total_num_kv_heads=lambda: 2,
@@ -60,6 +63,17 @@ def facts(
 def test_a_model_that_drafts_for_itself_has_one_name_wherever_it_is_loaded_from(weights: str) -> None:
     assert facts("/here", "m", weights=weights) == facts("/there", "m")
     assert facts("/here", None) != facts("/there", None)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_long_rope_has_two_sets_of_factors_and_max_model_len_decides(several: bool) -> None:
+    """Phi-4-mini beside itself with another --max-model-len: keys are rotated otherwise."""
+    kind = {"rope_type": "longrope", "original_max_position_embeddings": 4096, "short_factor": [1.0]}
+    rope = {"full_attention": kind, "sliding_attention": {"rope_type": "default"}} if several else kind
+    short, longer, longest = (facts("/m", None, rope=rope, max_model_len=n) for n in (4096, 8192, 131072))
+    assert short.rope != longer.rope and longer == longest
+    plain = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
+    assert facts("/m", None, rope=plain) == facts("/m", None, rope=plain, max_model_len=131072)
 
 
 def test_a_draft_model_of_its_own_is_told_apart() -> None:

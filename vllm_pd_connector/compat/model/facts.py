@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_pd_connector import __version__
@@ -39,7 +40,7 @@ def model_facts(config: VllmConfig, own: Config) -> ModelFacts:
         head_size=model.get_head_size(),
         dtype=str(model.dtype).removeprefix("torch."),
         kv_cache_dtype=str(config.cache_config.cache_dtype),
-        rope=_canonical(getattr(model.hf_text_config, "rope_parameters", None)),
+        rope=_rope(model),
         speculative=_speculative(config, name, own.weights_version),
         weights=weights_of(model, config.load_config) if version is None else version_name(version),
         quantization="mixed" if own.allow_mixed_quantization else quantization_of(model),
@@ -79,6 +80,26 @@ def _speculative(config: VllmConfig, name: str, version: str | None) -> str:
     if draft is not None and not own and version is None:
         facts["weights"] = weights_of(draft, config.load_config)
     return _canonical(facts)
+
+
+def _rope(model: Any) -> str:
+    """The rope parameters; with LongRoPE also which of its two sets of factors vLLM takes for all positions: the long
+    ones, if the longest request that it serves is longer than what the model was first trained on.
+
+    Source: vLLM 0.32, `Phi3LongRoPEScaledRotaryEmbedding`.
+    """
+    config = model.hf_text_config
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, Mapping):
+        return _canonical(parameters)
+    kinds = [one for one in (parameters, *parameters.values()) if isinstance(one, Mapping)]  # some have several
+    trained = [
+        int(one.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", 0))
+        for one in kinds
+        if "longrope" in (one.get("rope_type"), one.get("type"))
+    ]
+    long = {"long_factors": [model.max_model_len > length for length in trained]} if trained else {}
+    return _canonical({**parameters, **long})
 
 
 def _canonical(value: Any) -> str:
