@@ -92,9 +92,10 @@ def _rope(model: Any) -> str:
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, Mapping):
         return _canonical(parameters)
-    kinds = [one for one in (parameters, *parameters.values()) if isinstance(one, Mapping)]  # some have several
+    kinds: list[Any] = [one for one in (parameters, *parameters.values()) if isinstance(one, Mapping)]  # or several
+    stated = getattr(config, "original_max_position_embeddings", None) or 0
     trained = [
-        int(one.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", 0))
+        one.get("original_max_position_embeddings") or stated
         for one in kinds
         if "longrope" in (one.get("rope_type"), one.get("type"))
     ]
