@@ -127,6 +127,9 @@ def test_the_cpu_kernels_of_gdn_store_a_head_transposed(dim_first):
     _, on_cpu = states(spec("GDN_ATTN", shapes), module=module, device="cpu")
     assert on_gpu is not None and on_gpu.axes == ((AxisName.DV, 64), (AxisName.DK, 32))
     assert on_cpu is not None and on_cpu.axes == ((AxisName.DK, 32), (AxisName.DV, 64))
+    module.model_config = SimpleNamespace(dtype=torch.float16)
+    _, in_half = states(spec("GDN_ATTN", shapes), module=module, device="cpu")
+    assert in_half == on_gpu, "vLLM 0.33 has the GPUs' kernels for it"
 
 
 def test_linear_attention_has_a_square_matrix_per_head_and_no_convolution() -> None:

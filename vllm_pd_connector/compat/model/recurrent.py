@@ -176,8 +176,10 @@ def _matrix(kind: str, inner: list[int], module: Any, device: torch.device) -> t
     if kind == "LINEAR":  # `layers/mamba/linear/`: one square matrix per head, K by V
         return ((AxisName.DK, inner[0]), (AxisName.DV, inner[1]))
     value, key = (AxisName.DV, inner[0]), (AxisName.DK, inner[1])
-    if device.type == "cpu" and type(module).__name__ == "QwenGatedDeltaNetAttention":
-        # The CPU kernels store the transpose of what the spec declares (layers/mamba/ops/cpu/gdn_attention.py).
+    half = str(getattr(getattr(module, "model_config", None), "dtype", "")) == "torch.float16"
+    if device.type == "cpu" and type(module).__name__ == "QwenGatedDeltaNetAttention" and not half:
+        # The CPU kernels store the transpose of what the spec declares (layers/mamba/ops/cpu/gdn_attention.py); in
+        # float16 vLLM 0.33 takes those of GPUs.
         return ((AxisName.DK, inner[1]), (AxisName.DV, inner[0]))
     return (value, key)
 
