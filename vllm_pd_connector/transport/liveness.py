@@ -53,6 +53,10 @@ PAUSE_S = 1.0
 
 # Errors that the other end's kernel tells; others (ETIMEDOUT, EHOSTUNREACH …) are those of a network that fell silent.
 _TOLD = (errno.ECONNRESET, errno.ECONNREFUSED)
+# Those of this machine, before anything was sent: no port, route or memory is left, or its own filter forbids it.
+_OURS = frozenset(
+    (errno.EADDRNOTAVAIL, errno.ENETUNREACH, errno.ENETDOWN, errno.ENOBUFS, errno.ENOMEM, errno.EACCES, errno.EPERM)
+)
 _RECEIVE_BYTES = 4096
 
 # A refusal of a machine nearby comes within this time; `dial` does not wait longer for one.
@@ -221,7 +225,8 @@ class LivenessHub:
         `wait_ms`.
 
         Raises:
-            TransferError: this process has no descriptor left, the address is none here, or this hub is closed.
+            TransferError: this process has no descriptor left, this machine lets nobody dial there, the address is none
+                here, or this hub is closed.
         """
         try:
             made = socket.socket(self._family, socket.SOCK_STREAM)
@@ -236,6 +241,10 @@ class LivenessHub:
         except OSError as error:  # no address here: of another version of IP, or with a zone of another machine
             made.close()
             raise TransferError(f"{peer} cannot be dialled at {address} port {port}: {error}") from error
+        if failure in _OURS:
+            made.close()
+            reason = f"{peer} cannot be dialled at {address} port {port} from here: {os.strerror(failure)}"
+            raise TransferError(reason, retryable=True)
         if failure == errno.EINPROGRESS and not wait_ms:
             failure = 0
         elif failure == errno.EINPROGRESS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import socket
 import struct
@@ -108,6 +109,21 @@ def test_a_reset_and_refusals_are_no_end(mine, worker):
     dialled = watch._dialled_at
     until(lambda: looked(watch)._dialled_at > dialled + 2 * process_watch.SETTLE_S and watch.lost, "refusals")
     assert not watch.closed and not watch.over
+
+
+@pytest.mark.parametrize("failure", [errno.EADDRNOTAVAIL, errno.ENETUNREACH, errno.ENETDOWN, errno.EPERM])
+def test_what_this_machine_cannot_dial_has_not_ended(mine, worker, monkeypatch, failure):
+    """A proxy has closed the line, and then this machine has no port or no way left: the worker may write on."""
+    watch, line = watched(mine, worker)
+    with monkeypatch.context() as cut_off:
+        cut_off.setattr(socket.socket, "connect_ex", lambda *_: failure)
+        line.close()
+        until(lambda: looked(watch).closed, "the end of the line")
+        dialled = watch._dialled_at
+        until(lambda: looked(watch)._dialled_at > dialled + 3 * process_watch.SETTLE_S, "dials that fail")
+        assert watch.closed and not watch.over
+    with worker.take(watch):
+        until(lambda: looked(watch).here and not watch.closed, "the next line")
 
 
 def test_who_was_never_there_has_not_ended(mine, worker):
