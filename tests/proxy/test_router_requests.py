@@ -165,3 +165,16 @@ async def test_no_request_follows_an_instance_elsewhere(bench: Bench, status: in
     said = await bench.ask()
     assert said[0] == 502 and "elsewhere" in said[1]["error"]["message"]
     assert other.asked == []
+
+
+@over_bench
+async def test_an_answer_of_a_type_that_is_none_is_passed_on(bench: Bench) -> None:
+    async def says(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        head = b"HTTP/1.1 400 Bad\r\nContent-Type: text/plain charset=utf-8\r\nContent-Length: 2\r\n\r\n"
+        request.transport.write(head + b"no")
+        request.transport.close()
+        return web.Response()
+
+    await bench.pair(decode=says)
+    assert (await bench.ask())[:2] == (400, "no")

@@ -40,6 +40,7 @@ from vllm_pd_connector.proxy.exchange import (
     for_client,
     is_end,
     named,
+    passed_on,
     read_exchange,
     refuse,
     to_client,
@@ -180,12 +181,7 @@ class Router:
             return await self._hand_off(exchange)
         except InstanceRefusal as error:
             logger.warning("request %s: %s", request_id, error)
-            return web.Response(
-                status=error.status,
-                body=error.content,
-                content_type=error.content_type,
-                headers={"X-Request-Id": request_id},
-            )
+            return passed_on(error.status, error.content, error.content_type, request_id)
         except (LegError, ProtocolError) as error:
             status = error.status if isinstance(error, LegError) else 502
             if exchange.answer is None:
@@ -334,8 +330,7 @@ class Router:
                     raise InstanceRefusal(who, response.status, content, response.content_type)
                 answer = whole_answer(content, who)
                 exchange.turn.ended(name, answer)
-                content, headers = for_client(content, answer, who), {"X-Request-Id": exchange.request_id}
-                return web.Response(body=content, content_type=response.content_type, headers=headers)
+                return passed_on(200, for_client(content, answer, who), response.content_type, exchange.request_id)
             return await self._stream(exchange, response, name)
 
     async def _stream(self, exchange: Exchange, response: aiohttp.ClientResponse, name: str) -> web.StreamResponse:
@@ -376,7 +371,7 @@ class Router:
             try:
                 async with self._session.get(f"{instance.url}/v1/models", headers=credentials(request)) as response:
                     content = await response.read()
-                    return web.Response(status=response.status, body=content, content_type=response.content_type)
+                    return passed_on(response.status, content, response.content_type)
             except (aiohttp.ClientError, TimeoutError) as error:
                 self.fleet.refused(instance, repr(error))
         return refuse("-", 503, f"no decode instance can be reached: {self.fleet.reasons(InstanceRole.DECODE)}")
