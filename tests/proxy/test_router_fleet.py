@@ -6,11 +6,11 @@ import asyncio
 import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from aiohttp import web
 
+from tests.support.ports import probes_due
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import DONE, HANDS_OVER, LIMIT, answers, info
 from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, EngineInfo, parse
@@ -120,11 +120,9 @@ async def test_a_leg_that_is_being_ended_is_not_ended_again(bench: Bench) -> Non
 async def test_the_kernel_asks_whether_the_machine_of_an_instance_that_says_nothing_is_there(bench: Bench) -> None:
     decode = await bench.instance(DONE)
     async with make_session(Limits(LIMIT, LIMIT)) as session, session.get(decode.url + "/health") as response:
-        port = int(decode.url.rpartition(":")[2])
-        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
-        [timer] = [row[5] for row in rows if row[2].endswith(f":{port:04X}")]
-        assert timer.startswith("02:"), "proc(5): a keep-alive is due"
-        assert 0 < int(timer.partition(":")[2], 16) <= GONE_S * os.sysconf("SC_CLK_TCK")
+        while not (due := probes_due(int(decode.url.rpartition(":")[2]))):  # until all that was sent is acknowledged
+            await asyncio.sleep(0.01)
+        assert all(0 < ticks <= GONE_S * os.sysconf("SC_CLK_TCK") for ticks in due)
         await response.read()
 
 

@@ -7,10 +7,10 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
+from tests.support.ports import probes_due
 from tests.support.proxy.caches import FULL, batch, removed, stored
 from tests.support.proxy.publisher import Publisher
 from tests.support.proxy.stand_ins import LIMIT
@@ -189,13 +189,6 @@ def test_what_is_no_endpoint_is_refused(told: str) -> None:
 async def test_a_connection_over_which_nothing_comes_is_probed() -> None:
     async with following(replays=False) as (publisher, _):
         port = int(publisher.events.rpartition(":")[2])
-        while not (due := _probes_due(port)):  # until what was sent has been acknowledged
+        while not (due := probes_due(port)):  # until what was sent has been acknowledged
             await asyncio.sleep(0.01)
         assert all(0 < ticks <= 30 * os.sysconf("SC_CLK_TCK") for ticks in due)
-
-
-def _probes_due(port: int) -> list[int]:
-    """When the kernel probes this host's connections to a port, in ticks (proc(5): timer 02 is keep-alive)."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
-    timers = [row[5].split(":") for row in rows if row[2].endswith(f":{port:04X}")]
-    return [int(due, 16) for kind, due in timers if kind == "02"]
