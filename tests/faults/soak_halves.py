@@ -34,6 +34,7 @@ sys.path.append(str(ROOT))
 from vllm.v1.request import RequestStatus  # noqa: E402
 
 from tests.faults.system.memory import Trend, judge, resident  # noqa: E402
+from tests.support.scheduler.cores import Core  # noqa: E402
 from tests.support.scheduler.engines import BLOCK, KEEP  # noqa: E402
 from tests.support.scheduler.worked import WorkedEngine  # noqa: E402
 
@@ -79,7 +80,8 @@ class Halves:
             extra["transport_options"] = {"protocol": "tcp", "address": "127.0.0.1"}
         arguments: dict[str, Any] = {"scheduling": "fcfs" if self._at_once else "priority", "step_tokens": 512}
         self.prefill = WorkedEngine("kv_producer", "HND", BLOCKS, extra, **arguments)
-        self.decode = WorkedEngine("kv_consumer", "NHD", BLOCKS, extra, **arguments)
+        core = Core(lambda: WorkedEngine("kv_consumer", "NHD", BLOCKS, extra, **arguments))  # which hears its worker
+        self.decode: Any = core.engine
         self.prompts = [
             [self._rng.randrange(256) for _ in range(round(LONGEST ** self._rng.random()))] for _ in range(160)
         ]

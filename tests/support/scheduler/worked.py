@@ -65,7 +65,13 @@ class WorkedEngine(Engine):
         return half
 
     def turn(self) -> bool:
-        """A step with what the worker has reported; whether it computed anything or heard of an end."""
+        """A step with what the worker has reported; whether it computed anything or heard of an end. In an engine core
+        vLLM is told before of what the worker rang for, and is held for no time."""
+        if (loop := self.connector.scheduler.hold._loop) is not None:
+            loop.wait = lambda seconds: None
+            self.connector.scheduler.hold._between()
+            while not loop._queue.empty():
+                loop._queue.get_nowait()
         results = self.half.transfer_results()
         failed = set(results.failed_recving)
         self.step(received=set(results.finished_recving) - failed, failed=failed, report=self.half.take_report())
