@@ -135,7 +135,7 @@ def test_vllms_idle_engine_leaves_its_queue_to_step_when_it_is_asked() -> None:
     core.input_queue, core.aborts_queue, core._idle_state_callbacks = loop.input_queue, queue.Queue(), []
     core.engines_running, core.batch_queue, core.process_input_queue_block = False, None, True
     core.shutdown_state = EngineShutdownState.RUNNING
-    hold = StepHold(EngineLoop(loop, EngineCoreRequestType.WAKEUP), lambda: 0, lambda name: False, set().update)
+    hold = StepHold(EngineLoop(loop, EngineCoreRequestType.WAKEUP), lambda: 0, lambda *load: False, set().update)
     core.scheduler = SimpleNamespace(
         has_unfinished_requests=lambda: False,
         has_finished_requests=lambda: False,

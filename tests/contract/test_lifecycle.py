@@ -26,9 +26,10 @@ from tests.support.scheduler.engines import (
     prefilled,
     read,
 )
-from tests.support.scheduler.halves import until
+from tests.support.scheduler.halves import TOKEN, until
 from vllm_pd_connector.compat.engine import EngineLoop
 from vllm_pd_connector.metadata import WorkerReport
+from vllm_pd_connector.sidechannel.bell import RECEIVED
 
 PROMPT = list(range(40))
 """Two blocks and a half."""
@@ -137,6 +138,23 @@ def test_what_every_worker_rang_for_is_computed_in_the_next_step_and_their_repor
     assert decode.ended("d-1").finish_reason is FinishReason.LENGTH
     assert decode.shared([*PROMPT, 0]) == len(PROMPT) // BLOCK * BLOCK
     decode.check_empty()
+
+
+def test_a_ring_for_an_ended_request_is_not_heard_for_another_of_its_name(engine: Any) -> None:
+    """It waited in the kernel; a client may use a name again."""
+    prefill, decode = engine("kv_producer"), having_read(engine)
+    decode.step(received={"d-1"})
+    decode.run("d-1")
+    decode.rest()
+    former, other = decode.receive_of("d-1").attempt, PROMPT[::-1]
+    decode.told.clear()
+    loading(decode, "d-1", other, prefilled(prefill, "p-2", other))
+    hold, heard = decode.connector.scheduler.hold, []
+    hold._loop = SimpleNamespace(wake=lambda: heard.append(hold._whole.copy()))
+    hold._rung(RECEIVED + TOKEN + former + b"d-1")
+    assert not heard
+    hold._rung(RECEIVED + TOKEN + decode.receive_of("d-1").attempt + b"d-1")
+    assert heard == [{"d-1"}]
 
 
 @pytest.mark.parametrize("told", ["before it ends", "when it has ended"])

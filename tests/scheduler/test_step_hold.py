@@ -12,7 +12,7 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.support.scheduler.halves import EMPTY_STEP, TOKEN, allocate, hand_over, make_half, make_request, until
-from tests.support.scheduler.loops import WAITING, Core, Loop, made, take_step
+from tests.support.scheduler.loops import ATTEMPT, WAITING, Core, Loop, made, take_step
 from vllm_pd_connector.compat.engine import EngineLoop
 from vllm_pd_connector.metadata import StepMetadata, WorkerReport
 from vllm_pd_connector.protocol.params.bootstrap import HostPort
@@ -171,7 +171,7 @@ def test_a_worker_that_says_only_that_it_is_there_has_nothing_to_take_up(loop: L
 
 
 def test_an_engine_that_is_not_known_steps_as_it_likes() -> None:
-    hold = StepHold(None, lambda: 1, lambda name: True, set().update)
+    hold = StepHold(None, lambda: 1, lambda *load: True, set().update)
     hold.listen([TOKEN])
     hold.ask()
     assert not hold.step(**WAITING)
@@ -197,7 +197,7 @@ def test_a_bell_ends_the_wait(monkeypatch: pytest.MonkeyPatch, said: bytes) -> N
     hold = made(loop)
     thread = threading.Thread(target=take_step, args=(hold,))
     thread.start()
-    ring(hold.bell, said + TOKEN + b"d-1")
+    ring(hold.bell, said + TOKEN + ATTEMPT + b"d-1")
     thread.join()
     hold.close()
 
@@ -208,14 +208,14 @@ def test_what_went_well_on_every_worker_is_told_before_the_next_step(loop: Loop)
     def all_ring() -> None:
         for name in (b"d-1", b"d-2"):
             for token in (TOKEN, OTHER):
-                hold._rung(RECEIVED + token + name)
+                hold._rung(RECEIVED + token + ATTEMPT + name)
 
     loop.meanwhile = all_ring
     assert take_step(hold)
     assert loop.told == [{"d-1", "d-2"}] and loop.waits == [LONGEST_S]
     assert not hold.asked, "no step is to fetch what the workers report"
-    hold._rung(RECEIVED + OTHER + b"d-1")
-    hold._rung(RECEIVED + TOKEN + b"d-1")
+    hold._rung(RECEIVED + OTHER + ATTEMPT + b"d-1")
+    hold._rung(RECEIVED + TOKEN + ATTEMPT + b"d-1")
     take_step(hold, computes=True)
     assert len(loop.told) == 2, "also beside requests that are computed"
     hold.close()
@@ -226,7 +226,7 @@ def test_what_went_well_on_some_workers_is_waited_for_shortly_and_then_asked_for
 ) -> None:
     """The others are slower, or their message was lost."""
     hold = made(loop, (TOKEN, OTHER))
-    loop.meanwhile = lambda: hold._rung(RECEIVED + TOKEN + b"d-1")
+    loop.meanwhile = lambda: hold._rung(RECEIVED + TOKEN + ATTEMPT + b"d-1")
     take_step(hold)
     assert not loop.told and hold.asked
     loop.meanwhile = lambda: None
@@ -235,7 +235,7 @@ def test_what_went_well_on_some_workers_is_waited_for_shortly_and_then_asked_for
     monkeypatch.setattr(hold_module, "PARTS_S", 600.0)
     thread = threading.Thread(target=take_step, args=(hold,))
     thread.start()
-    hold._rung(RECEIVED + OTHER + b"d-1")
+    hold._rung(RECEIVED + OTHER + ATTEMPT + b"d-1")
     thread.join()
     assert loop.told == [{"d-1"}]
     hold.close()
@@ -246,7 +246,7 @@ def test_a_part_that_is_rung_for_while_nothing_is_held_is_not_waited_for() -> No
     hold._rung(ENDED + OTHER)
     for said in (HERE, RECEIVED, HERE, HERE, HERE, HERE):
         hold.step(**WAITING)
-        hold._rung(said + TOKEN + b"d-1")
+        hold._rung(said + TOKEN + ATTEMPT + b"d-1")
         hold._between()
     assert hold._loop.waits == [LONGEST_S], "the other may be slow"
     hold.close()
@@ -254,12 +254,12 @@ def test_a_part_that_is_rung_for_while_nothing_is_held_is_not_waited_for() -> No
 
 def test_a_message_that_comes_behind_the_reports_changes_nothing() -> None:
     loop, loads = Loop(), {"d-1"}
-    hold = StepHold(loop, lambda: 1, lambda name: name in loads, loop.received)
+    hold = StepHold(loop, lambda: 1, lambda name, attempt: name in loads, loop.received)
     hold.listen((TOKEN, OTHER))
-    hold._rung(RECEIVED + TOKEN + b"d-1")
+    hold._rung(RECEIVED + TOKEN + ATTEMPT + b"d-1")
     loads.clear()
     hold.forget("d-1")
-    hold._rung(RECEIVED + OTHER + b"d-1")
+    hold._rung(RECEIVED + OTHER + ATTEMPT + b"d-1")
     take_step(hold)
     assert not loop.told and not hold.asked
     hold.close()
@@ -392,7 +392,7 @@ def test_a_decode_instance_holds_its_steps_from_the_order_to_the_report(
     assert waiting.calm
     assert loop.waits == [LONGEST_S] * 2
     half.hold._workers |= {OTHER}
-    half.hold._rung(RECEIVED + OTHER + b"d-1")
+    half.hold._rung(RECEIVED + OTHER + ordered.receives[0].attempt + b"d-1")
     assert half.hold._parts
     half.update_output(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(), finished_recving={"d-1"}))
     assert not half.hold._parts, "the first worker's message was lost"

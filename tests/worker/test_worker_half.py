@@ -96,8 +96,8 @@ def test_a_worker_says_that_it_hears_and_rings_at_every_end() -> None:
     for _ in range(2):
         half.start_step(StepMetadata(receives=[object()], bell=bell.address))
     assert heard.get() == HERE + half.token
-    half._outbox.finished("d-1", ok=True, quarantined=False)
-    assert heard.get() == RECEIVED + half.token + b"d-1"
+    half._outbox.finished("d-1", ok=True, quarantined=False, attempt=b"a" * 16)
+    assert heard.get() == RECEIVED + half.token + b"a" * 16 + b"d-1"
     half._outbox.finished("d" * LONGEST, ok=True, quarantined=False)
     assert heard.get() == ENDED + half.token, "its name is too long"
     for more in ({"ok": False}, {"ok": True, "quarantined": True}, {"ok": True, "unshareable": {0: 1}}):

@@ -281,6 +281,7 @@ class Consumer:
             self._forget(request.request_id, release=True)
             return
         assert receive.source is not None
+        receive.attempt = receive.reading.attempt if receive.reading is not None else draw_attempt()
         receive.loading = True
         receive.blocks = owned_blocks(blocks, self._groups)
         stop = num_external_tokens if isinstance(receive.source, BadParameters) else receive.num_tokens
@@ -295,7 +296,7 @@ class Consumer:
                 blocks=tables,
                 start=start_of(tables, hit, self._block_tokens, self._states),
                 stop=stop,
-                attempt=receive.reading.attempt if receive.reading is not None else draw_attempt(),
+                attempt=receive.attempt,
                 shared=receive.reading is not None and receive.reading.shared,
                 waited_s=time.monotonic() - receive.began,
                 weights=self._own.now,
@@ -372,9 +373,10 @@ class Consumer:
         """Requests that load, and those of which it is not known yet what they load."""
         return {name for name, receive in self._receives.items() if receive.loading or receive.asks}
 
-    def loads(self, request_id: str) -> bool:
-        """Whether vLLM waits until every rank has reported of this request. Callable from any thread."""
-        return (receive := self._receives.get(request_id)) is not None and receive.loading
+    def loads(self, request_id: str, attempt: bytes = b"") -> bool:
+        """Whether vLLM waits until every rank has reported of this request('s attempt). Callable from any thread."""
+        receive = self._receives.get(request_id)
+        return receive is not None and receive.loading and attempt in (b"", receive.attempt)
 
     def take(self) -> tuple[list[ReceiveRequest], list[str]]:
         """What the workers must begin and what they must give up."""

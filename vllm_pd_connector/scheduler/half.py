@@ -70,7 +70,7 @@ class SchedulerHalf:
         if loop is not None:
             loop.on_refusal(self._refused)
         self._loop = loop
-        self.hold = StepHold(loop, self._num_waiting, lambda name: self.consumer.loads(name), self._received)
+        self.hold = StepHold(loop, self._num_waiting, lambda *load: self.consumer.loads(*load), self._received)
         self.beside = Beside()
         self.epochs = Epochs(config.adapter_ids, lambda: self.beside.any)
         self.producer = Producer(config, vllm_config, kv_cache_config, self.epochs, ended=self.hold.ask)

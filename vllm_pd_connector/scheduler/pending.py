@@ -35,6 +35,7 @@ class Receive:
     answers: list[object] = field(default_factory=list)  # what was said of a turn and not looked at
     asked: bool = False  # a turn whose decode instance has said that it holds what is to be read
     loading: bool = False
+    attempt: bytes = b""  # to load, by which it is told from another request of this name
     weights: Weights | None = None  # that its prefill was computed with; None while only the prefill side knows
     outdated: bool = False  # what comes is of no use any more
     stale: str = ""  # why what it waits for is of no use any more

@@ -21,6 +21,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from vllm_pd_connector.protocol.wire.fields import NONCE_BYTES
 from vllm_pd_connector.sidechannel.bell import ENDED, RECEIVED, SECRET_BYTES, Bell
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class StepHold:
     Args:
         loop: of the engine that steps; None: it steps as it likes.
         waiting: how many requests wait for their caches, or for leases to end.
-        loads: whether a request's caches are being received; asked in the bell's thread.
+        loads: whether a request's caches are being received, in this attempt; asked in the bell's thread.
         received: is told between two steps which of these are over on all workers.
     """
 
@@ -48,7 +49,7 @@ class StepHold:
         self,
         loop: EngineLoop | None,
         waiting: Callable[[], int],
-        loads: Callable[[str], bool],
+        loads: Callable[[str, bytes], bool],
         received: Callable[[set[str]], None],
     ) -> None:
         self._loop = loop
@@ -145,19 +146,19 @@ class StepHold:
             self._whole.discard(request_id)
 
     def _rung(self, message: bytes) -> None:
-        said, token, name = message[:1], message[1 : 1 + SECRET_BYTES], message[1 + SECRET_BYTES :]
+        said, token, rest = message[:1], message[1 : 1 + SECRET_BYTES], message[1 + SECRET_BYTES :]
         if token not in self._workers:
             return
         self._heard.add(token)
         if said == RECEIVED:
-            self._rung_for(name.decode(), token)
+            self._rung_for(rest[NONCE_BYTES:].decode(), rest[:NONCE_BYTES], token)
         elif said == ENDED:
             self.ask()
 
-    def _rung_for(self, request_id: str, token: bytes) -> None:
+    def _rung_for(self, request_id: str, attempt: bytes, token: bytes) -> None:
         assert self._loop is not None
         with self._changed:
-            if not self._loads(request_id):  # its reports were faster
+            if not self._loads(request_id, attempt):  # its reports were faster
                 return
             rung = self._parts.setdefault(request_id, set())
             first = not rung

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HERE, RECEIVED, ENDED = b"h", b"r", b"e"
-"""What a worker's message begins with; its secret of SECRET_BYTES follows, and of a receive its request's name."""
+"""What a worker's message begins with; its secret of SECRET_BYTES follows, and of a receive its attempt and request's
+name: names may be used again."""
 
 SECRET_BYTES = 16
 LONGEST = 1024

@@ -295,10 +295,10 @@ class WorkerHalf:
         if self._drafts and metadata.ends_prefill:
             mark.synchronize()
 
-    def _ring(self, received: str) -> None:
+    def _ring(self, received: bytes) -> None:
         if not self._bell:
             return
-        message = RECEIVED + self.token + received.encode()
+        message = RECEIVED + self.token + received
         ring(self._bell, message if received and len(message) <= LONGEST else ENDED + self.token)
 
     def transfer_results(self) -> KVConnectorTransferResults:

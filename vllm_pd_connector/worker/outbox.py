@@ -22,11 +22,11 @@ class Outbox:
     """Thread-safe; every receive is put in once and taken out once.
 
     `counting` is the transfer thread's own, without the lock: it counts there, and a report or `flush` hands over.
-    `ring` is called when something is in it that a step must take out, with the name of a receive that went well and of
-    which no report tells more, else with "".
+    `ring` is called when something is in it that a step must take out, with the attempt and name of a receive that went
+    well and of which no report tells more, else with nothing.
     """
 
-    def __init__(self, ring: Callable[[str], None] = lambda received: None) -> None:
+    def __init__(self, ring: Callable[[bytes], None] = lambda received: None) -> None:
         self.counting = PDStats()
         self._ring = ring
         self._lock = threading.Lock()
@@ -44,6 +44,7 @@ class Outbox:
         quarantined: bool,
         unshareable: Mapping[int, int] | None = None,
         spare: bool = False,
+        attempt: bytes = b"",
     ) -> None:
         """A receive ended on this rank. What belongs to it (a quarantine, `WorkerReport.unshareable`) is announced in
         the same step, never later. That a `spare` one failed is our own business and not told to vLLM."""
@@ -59,14 +60,14 @@ class Outbox:
             if ok and unshareable:
                 self._report.unshareable[request_id] = dict(unshareable)
             self._hand_over()
-        self._ring(request_id if ok and not quarantined and not unshareable else "")
+        self._ring(attempt + request_id.encode() if ok and not quarantined and not unshareable else b"")
 
     def drained(self, request_id: str) -> None:
         """Nothing writes into this request's blocks any more on this rank."""
         with self._lock:
             self._filled = True
             self._report.drained[request_id] = 1
-        self._ring("")
+        self._ring(b"")
 
     def speaks(self, transport: str, protocol: str) -> None:
         """This worker's transport speaks `protocol`; the first step tells."""

@@ -48,7 +48,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a worker rings when a receive has ended",
-        "Outbox", "        self._ring(request_id if", "        str(request_id if",
+        "Outbox", "        self._ring(attempt + request_id", "        str(attempt + request_id",
         "test_a_worker_says_that_it_hears_and_rings_at_every_end",
     ),
     Guarantee(
@@ -67,8 +67,13 @@ GUARANTEES = [
         "test_what_went_well_on_some_workers_is_waited_for_shortly_and_then_asked_for",
     ),
     Guarantee(
+        "a ring for an ended request is not heard for another of its name",
+        "Consumer", " and attempt in (b\"\", receive.attempt)", "",
+        "test_a_ring_for_an_ended_request_is_not_heard_for_another_of_its_name",
+    ),
+    Guarantee(
         "a worker that rings behind its report is not heard",
-        "StepHold", "            if not self._loads(request_id):", "            if False:",
+        "StepHold", "            if not self._loads(request_id, attempt):", "            if False:",
         "test_a_message_that_comes_behind_the_reports_changes_nothing",
     ),
     Guarantee(

@@ -12,6 +12,7 @@ from vllm_pd_connector.compat.engine import EngineLoop
 from vllm_pd_connector.scheduler.step_hold import StepHold
 from vllm_pd_connector.sidechannel.bell import HERE
 
+ATTEMPT = b"a" * 16
 WAITING: dict[str, Any] = {"computes": False, "waiting": True}
 
 
@@ -49,7 +50,7 @@ class Loop(EngineLoop):
 
 def made(loop: EngineLoop, tokens: tuple[bytes, ...] = (TOKEN,), heard: bool = True) -> StepHold:
     """A hold whose workers have all been heard, while d-1 and d-2 load."""
-    hold = StepHold(loop, lambda: 1, lambda name: name in ("d-1", "d-2"), loop.received)
+    hold = StepHold(loop, lambda: 1, lambda name, attempt: name in ("d-1", "d-2") and attempt == ATTEMPT, loop.received)
     hold.listen(tokens)
     for token in tokens if heard else ():
         hold._rung(HERE + token)

@@ -375,7 +375,10 @@ class Receives:
         late = {group: token // groups[group].block_tokens for group, token in active.first_valid_tokens.items()}
         ending.end_span(active, now, "" if ok else reason)
         record(active, self._manifest, self._stager.chunk_bytes, "" if ok else reason, quarantined, now)
-        self._outbox.finished(request.request_id, ok=ok, quarantined=quarantined, unshareable=late, spare=request.spare)
+        name, attempt = request.request_id, request.attempt
+        self._outbox.finished(
+            name, ok=ok, quarantined=quarantined, unshareable=late, spare=request.spare, attempt=attempt
+        )
 
     def _trace(self, active: ActiveReceive) -> None:
         try:
