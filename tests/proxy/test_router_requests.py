@@ -92,6 +92,17 @@ async def test_models_are_asked_for_in_the_clients_name(bench: Bench) -> None:
 
 
 @over_bench
+async def test_who_asks_for_models_does_not_wait_for_an_instance_that_is_stopped(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_pd_connector.proxy.router.LOOK_S", 0.1)
+    stopped, other = await bench.instance(DONE), await bench.instance(DONE)
+    stopped.names_models.clear()
+    await bench.route(decode=[stopped.url, other.url], read_timeout=1000.0)
+    assert (await bench.get("/v1/models"))[0] == 200
+
+
+@over_bench
 async def test_both_legs_have_the_client_s_priority(bench: Bench) -> None:
     for handoff, says in (("serial", None), ("concurrent", info())):
         p, d = await bench.pair(says=(says, None), handoff=handoff)

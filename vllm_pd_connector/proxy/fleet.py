@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAILURES = 2
+LOOK_S = 10.0
+"""For what an instance says of itself, which it does at once."""
 DATA_PARALLEL_RANK = "X-data-parallel-rank"
 """Header by which vLLM 0.32's API server gives a request to one of its engines."""
 
@@ -314,7 +316,7 @@ class Fleet:
 
     async def _get(self, instance: Instance, path: str) -> str:
         assert self._session is not None
-        async with self._session.get(instance.url + path, timeout=aiohttp.ClientTimeout(total=10)) as response:
+        async with self._session.get(instance.url + path, timeout=aiohttp.ClientTimeout(LOOK_S)) as response:
             # An instance without metrics can still serve a hand-off that needs no facts.
             if path == "/metrics" and response.status == 404:
                 return ""

@@ -47,7 +47,7 @@ from vllm_pd_connector.proxy.exchange import (
     whole_answer,
     whole_events,
 )
-from vllm_pd_connector.proxy.fleet import DATA_PARALLEL_RANK, Fleet, Instance, InstanceRole
+from vllm_pd_connector.proxy.fleet import DATA_PARALLEL_RANK, LOOK_S, Fleet, Instance, InstanceRole
 from vllm_pd_connector.proxy.legs import Aborted, Headers, LegError, Legs, Limits, make_session
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 from vllm_pd_connector.proxy.tracing import Tracer, Untraced
@@ -367,9 +367,11 @@ class Router:
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
+        limit = aiohttp.ClientTimeout(LOOK_S)
         for instance in self.fleet.usable(InstanceRole.DECODE):
+            where = f"{instance.url}/v1/models"
             try:
-                async with self._session.get(f"{instance.url}/v1/models", headers=credentials(request)) as response:
+                async with self._session.get(where, headers=credentials(request), timeout=limit) as response:
                     content = await response.read()
                     return passed_on(response.status, content, response.content_type)
             except (aiohttp.ClientError, TimeoutError) as error:

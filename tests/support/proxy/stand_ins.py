@@ -39,6 +39,8 @@ class Instance:
         self.health = 200
         self.checks = 0
         self.held: asyncio.Event | None = None
+        self.names_models = asyncio.Event()
+        self.names_models.set()
         self.page: bytes | None = None
         self.arrived = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -58,6 +60,7 @@ class Instance:
         return web.Response(status=self.health)
 
     async def _show_models(self, request: web.Request) -> web.Response:
+        await self.names_models.wait()
         return web.json_response({"asked by": request.headers.get("Authorization"), "data": [{"id": "m"}]})
 
     async def _show_metrics(self, _request: web.Request) -> web.Response:
