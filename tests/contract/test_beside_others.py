@@ -55,6 +55,21 @@ def test_a_request_that_ends_while_it_loads_is_freed_by_its_receive(pair: tuple[
     decode.check_empty()
 
 
+def test_a_request_with_the_name_of_one_that_left_while_it_loaded_is_freed_as_any_other(
+    pair: tuple[Engine, Engine],
+) -> None:
+    prefill, decode = pair
+    loading(decode, "d-1", PROMPT, prefilled_beside(prefill))
+    decode.step()
+    decode.scheduler.finish_requests("d-1", RequestStatus.FINISHED_ABORTED)
+    decode.step(sent={"d-1"})
+    decode.step(failed={"d-1"})
+    decode.rest()
+    decode.add("d-1", PROMPT[::-1])
+    run_to_its_end(decode)
+    decode.check_empty()
+
+
 def test_a_failure_is_one_beside_others_too(pair: tuple[Engine, Engine]) -> None:
     prefill, decode = pair
     loading(decode, "d-1", PROMPT, prefilled_beside(prefill))

@@ -157,6 +157,18 @@ def test_a_ring_for_an_ended_request_is_not_heard_for_another_of_its_name(engine
     assert heard == [{"d-1"}]
 
 
+def test_a_request_with_the_name_of_one_that_left_while_it_loaded_is_given_up_as_any_other(engine: Any) -> None:
+    prefill, decode = engine("kv_producer"), having_read(engine)
+    decode.scheduler.finish_requests("d-1", RequestStatus.FINISHED_ABORTED)
+    decode.step(failed={"d-1"})
+    decode.rest()
+    loading(decode, "d-1", PROMPT, prefilled(prefill, "p-2", PROMPT))
+    decode.connector.scheduler.operations.weights_changing("reload_weights")
+    decode.step(received={"d-1"})
+    assert decode.step().num_scheduled_tokens == {"d-1": len(PROMPT)}, "computed here"
+    decode.run("d-1")
+
+
 @pytest.mark.parametrize("told", ["before it ends", "when it has ended"])
 def test_a_request_that_ends_beside_what_its_workers_rang_for_gives_its_blocks_back_once(
     engine: Any, told: str

@@ -136,7 +136,7 @@ class Consumer:
 
     def lost(self, request_id: str, why: str) -> None:
         """A request goes on without what it came for: nothing that has come of it is used."""
-        if (receive := self._receives.get(request_id)) is not None and request_id not in self._ended:
+        if (receive := self._receives.get(request_id)) is not None and not receive.ended:
             self.turns.lost(receive, why)
 
     def _give_back(self, refused: Request) -> None:
@@ -324,19 +324,19 @@ class Consumer:
             self._decline_found(request, receive.found, receive.began)
         if receive.loading:
             self._aborts.append(request.request_id)
-            self._ended[request.request_id] = None
+            receive.ended, self._ended[request.request_id] = True, None
         else:
             self._forget(request.request_id, release=True)
 
     def ended_while_loading(self, request_ids: Iterable[str]) -> set[str]:
-        """Which of these requests ended before their receives did."""
-        return {request_id for request_id in request_ids if request_id in self._ended}
+        """Which of these requests ended before their receives did; each is told once, a name may be used again."""
+        return {request_id for request_id in request_ids if self._ended.pop(request_id, False) is None}
 
     def received(self, request_id: str) -> bool:
         """Every rank reported; the workers have told the prefill side. Returns whether what came is of use."""
         receive = self._receives.get(request_id)
         self._forget(request_id, release=False)
-        if receive is None or request_id in self._ended:
+        if receive is None or receive.ended:
             return True
         if not receive.outdated:
             self._arrived.add(request_id)

@@ -37,6 +37,7 @@ class Receive:
     loading: bool = False
     attempt: bytes = b""  # to load, by which it is told from another request of this name
     weights: Weights | None = None  # that its prefill was computed with; None while only the prefill side knows
+    ended: bool = False  # its request has, while it loads
     outdated: bool = False  # what comes is of no use any more
     stale: str = ""  # why what it waits for is of no use any more
     began: float = field(default_factory=time.monotonic)
