@@ -117,6 +117,20 @@ def test_an_instance_that_ends_does_not_wait_for_renewals_that_cannot_begin():
         assert not tried._thread.is_alive() and tried._wake._closed
 
 
+def test_what_is_given_back_as_an_instance_ends_is_told_though_its_thread_begins_late(monkeypatch):
+    """As a request that came to an engine which ends: the first for which anything is told."""
+    producer, _ = serving_half("kv_producer")
+    half, _ = make_half("kv_consumer")
+    renewer = half.consumer._renewer
+    begun = renewer._begun
+    monkeypatch.setattr(renewer, "_begun", lambda: until(lambda: renewer._closed, "it to be closed") or begun())
+    request = make_request("d-1", hand_over(producer))
+    half.on_new_request(request)
+    half.request_finished(request, ([],))
+    half.shutdown()
+    until(producer.producer.drain, "the lease to end")
+
+
 def test_renewal_for_which_no_thread_is_left_begins_with_the_next_command(caplog, monkeypatch):
     """A scheduler asks for it, whose engine is not to end with it."""
 

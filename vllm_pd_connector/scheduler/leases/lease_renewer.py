@@ -128,9 +128,10 @@ class LeaseRenewer:
     # Everything below runs in the renewer's thread.
 
     def _begun(self) -> bool:
-        """Whether there is a client; without a descriptor for one it is tried again: requests wait for answers."""
+        """Whether there is a client; without a descriptor for one it is tried again: requests wait for answers. Once
+        also where this was closed already: what was to be given back waits among the commands."""
         told = False
-        while not self._closed:
+        while True:
             try:
                 self._client = SideChannelClient(keys=self._keys)
                 return True
@@ -138,8 +139,9 @@ class LeaseRenewer:
                 if not told:
                     logger.exception(CANNOT_BEGIN)
                 told = True
-                time.sleep(AGAIN_S)
-        return False
+            if self._closed:
+                return False
+            time.sleep(AGAIN_S)
 
     def _run(self) -> None:
         if not self._begun():
