@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import socket
+import struct
 import threading
 import time
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientError, web
 
 from tests.support.ports import probes_due
 from tests.support.proxy.bench import Bench, over_bench
@@ -18,6 +21,8 @@ from vllm_pd_connector.proxy.choice import PromptPrefix
 from vllm_pd_connector.proxy.fleet import InstanceRole
 from vllm_pd_connector.proxy.legs import GONE_S, LegError, Limits, encoded_body, make_session
 from vllm_pd_connector.proxy.serve import admin_application
+
+_SO_ATTACH_FILTER = 26  # asm-generic/socket.h
 
 
 @over_bench
@@ -124,6 +129,31 @@ async def test_the_kernel_asks_whether_the_machine_of_an_instance_that_says_noth
             await asyncio.sleep(0.01)
         assert all(0 < ticks <= GONE_S * os.sysconf("SC_CLK_TCK") for ticks in due)
         await response.read()
+
+
+def test_a_request_to_a_machine_that_is_gone_ends_though_it_went_over_a_connection_that_was_kept(monkeypatch) -> None:
+    """The kernel asks for nothing as long as it sends the request itself again."""
+    monkeypatch.setattr("vllm_pd_connector.proxy.legs.GONE_S", 6)
+    nothing = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # a filter that takes no packet
+
+    def serve() -> socket.socket:
+        taken, _ = listener.accept()
+        taken.recv(65536)
+        taken.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(nothing)))
+        taken.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        return taken
+
+    async def ask_twice() -> None:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        served = asyncio.create_task(asyncio.to_thread(serve))
+        async with make_session(Limits(LIMIT, 6 * LIMIT)) as session, asyncio.timeout(3 * LIMIT):
+            async with session.post(url) as response:
+                await response.read()
+            with await served, pytest.raises(ClientError):
+                await session.post(url)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asyncio.run(ask_twice())
 
 
 @over_bench

@@ -217,6 +217,8 @@ def _probed(place: aiohttp.AddrInfoType) -> socket.socket:
     for option, value in ((socket.TCP_KEEPIDLE, GONE_S // 2), (socket.TCP_KEEPINTVL, GONE_S // 6)):
         made.setsockopt(socket.IPPROTO_TCP, option, value)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    # It does not probe while something is unacknowledged, such as a request on a connection that was kept.
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GONE_S * 1000)
     return made
 
 
