@@ -164,10 +164,7 @@ class Consumer:
                 push = parse_remote_push(params)
                 self.sources.require_concurrent(push.remote_host)
                 self._renewer.decline(endpoint(push.remote_host, push.remote_port), ref, time.monotonic())
-        logger.info(
-            "request %s: its decode request was refused, or could not end well: its prefill is given back",
-            prefill,
-        )
+        logger.info("request %s: its decode request was refused or could not end: its prefill is given back", prefill)
 
     def _look_up(self, request: Request, remote: RemoteBootstrap) -> None:
         """Find the prefill instance by its bootstrap address; the request waits for the answer before it allocates.
