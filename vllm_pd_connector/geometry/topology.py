@@ -193,7 +193,7 @@ def share_box(share: TokenShare) -> Box:
 _SAME_REVISION = "serve the same model and --revision on both sides"
 _ADVICE = {
     "model": "serve the same model on both sides",
-    "architecture": "serve the same model on both sides",
+    "architecture": "serve the same model on both sides, with the same --hf-overrides (release 0.1.0rc1 tells none)",
     **dict.fromkeys(("num_layers", "hidden_size", "num_kv_heads", "head_size"), _SAME_REVISION),
     "dtype": "start both with the same --dtype",
     "kv_cache_dtype": "start both with the same --kv-cache-dtype",

@@ -17,7 +17,7 @@ from vllm_pd_connector.geometry.manifest import ModelFacts
 
 
 def loaded(path: str | Path, weights: str = "", **changes: Any) -> SimpleNamespace:
-    fields = {"revision": None, "quantization": None, "quantization_config": None}
+    fields = {"revision": None, "quantization": None, "quantization_config": None, "hf_overrides": {}}
     fields["model_arch_config"] = SimpleNamespace(quantization_config=None)
     return SimpleNamespace(model=str(path), model_weights=weights, **fields | changes)
 
@@ -74,6 +74,70 @@ def test_long_rope_has_two_sets_of_factors_and_max_model_len_decides(several: bo
     assert short.rope != longer.rope and longer == longest
     plain = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
     assert facts("/m", None, rope=plain) == facts("/m", None, rope=plain, max_model_len=131072)
+
+
+def architecture(overrides: object, rope: Mapping[str, Any] | None = None, **changes: Any) -> str:
+    return facts("/m", None, method=None, rope=rope, hf_overrides=overrides, **changes).architecture
+
+
+def test_overrides_of_the_configuration_are_told() -> None:
+    """Same weights beside themselves with other numbers; who has none is as the release before says it."""
+    told = [
+        architecture({}),
+        architecture({"rms_norm_eps": 1e-3}),
+        architecture({"num_experts_per_tok": 2}),
+        architecture({"num_experts_per_tok": 4}),
+        architecture({"use_sliding_window": False}),
+        architecture({"text_config": {"logit_scale": 0.5}}),
+        architecture({"vision_config": {"rope_parameters": {"rope_theta": 5.0}}}),
+    ]
+    assert len(set(told)) == len(told)
+    assert told[:2] == ["LlamaForCausalLM", 'LlamaForCausalLM with --hf-overrides {"rms_norm_eps": 0.001}']
+    assert architecture({"a": 1, "b": 2}) == architecture({"b": 2, "a": 1})
+
+
+LENGTH = {"max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        LENGTH,
+        {"architectures": ["LlamaForCausalLM"]},
+        {"rope_parameters": {"rope_type": "yarn"}},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"num_nextn_predict_layers": 1},
+        {"text_config": {**LENGTH, "rope_parameters": {}}},
+    ],
+)
+def test_overrides_that_are_compared_by_their_effect_or_harmless_may_differ(overrides: object) -> None:
+    assert architecture(overrides) == architecture({})
+
+
+def test_overrides_of_a_quantization_may_differ_where_that_may() -> None:
+    own, one = {"allow_mixed_quantization": True}, {"quantization_config_file": "/q.json"}
+    assert architecture(one, own=own) == architecture({}, own=own)
+    assert architecture(one) != architecture({})
+
+
+def test_overrides_at_length_are_told_in_short() -> None:
+    one, other = (architecture({"table": [0] * 50_000 + [last]}) for last in (1, 2))
+    assert one != other and max(len(one), len(other)) < 5000
+
+
+@pytest.mark.parametrize("kind", [{"rope_type": "dynamic"}, {"full_attention": {"rope_type": "longrope"}}])
+def test_a_length_matters_where_rope_is_made_of_it(kind: Mapping[str, Any]) -> None:
+    assert architecture(LENGTH, kind) != architecture({}, kind)
+
+
+def test_functions_that_override_are_told_by_what_they_make() -> None:
+    def made(**config: object) -> str:
+        return architecture(lambda config: config, hf_config=SimpleNamespace(to_dict=lambda: config))
+
+    one = {"rms_norm_eps": 1e-3, "text_config": {"logit_scale": 1.0}}
+    assert made(**one, _name_or_path="/here", transformers_version="5.1") == made(**one, **LENGTH)
+    others = [made(**one), made(**{**one, "rms_norm_eps": 1.0}), made(**one | {"text_config": {}}), architecture({})]
+    assert len(set(others)) == len(others)
 
 
 def test_a_draft_model_of_its_own_is_told_apart() -> None:
