@@ -105,8 +105,17 @@ def test_a_prefill_that_did_not_finish_holds_nothing(producer, status):
     assert producer.request_finished(request, ([5],)) == (False, None)
 
 
-def test_a_prefill_that_stopped_at_its_first_token_is_handed_over(producer):
-    assert hand_over(producer, status=RequestStatus.FINISHED_STOPPED)["remote_num_tokens"] == 40
+@pytest.mark.parametrize("ended", ["ERROR", "IGNORED", "ABORTED"])
+def test_the_log_says_why_nothing_is_held_unless_the_client_has_gone(producer, caplog, ended):
+    request = make_request("p-1", {"do_remote_decode": True}, status=RequestStatus[f"FINISHED_{ended}"])
+    assert producer.request_finished(request, ([5],)) == (False, None)
+    assert ("p-1: nothing of it is held: the prefill ended as" in caplog.text) == (ended != "ABORTED")
+
+
+@pytest.mark.parametrize("status", [RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_REPETITION])
+def test_a_prefill_that_stopped_by_itself_is_handed_over(producer, status):
+    """At its first token, or after several that repeat themselves (`repetition_detection`)."""
+    assert hand_over(producer, status=status)["remote_num_tokens"] == 40
 
 
 def test_an_ordinary_request_is_none_of_our_business(producer, consumer):

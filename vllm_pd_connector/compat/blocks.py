@@ -39,10 +39,18 @@ of each process. What follows is the kind and number of the item, which says not
 
 Source: vLLM 0.32, `vllm/renderers/base.py` (`_process_mm_uuids`)."""
 
+_WHOLE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_REPETITION)
+
 
 def finished_normally(request: Request) -> bool:
-    """Whether the request ran to its end (length or stop token), so that its caches are whole."""
-    return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+    """Whether the request ran to its end (length, stop token, or tokens that repeat themselves), so that its caches are
+    whole."""
+    return request.status in _WHOLE
+
+
+def was_aborted(request: Request) -> bool:
+    """Whether its client is gone, or it was withdrawn."""
+    return request.status is RequestStatus.FINISHED_ABORTED
 
 
 def was_refused(request: Request) -> bool:

@@ -22,6 +22,7 @@ from vllm_pd_connector.compat.blocks import (
     keep_unshared,
     owned_blocks,
     transfer_params,
+    was_aborted,
 )
 from vllm_pd_connector.compat.engine import calling_loop
 from vllm_pd_connector.compat.model.caches import leased_blocks
@@ -187,7 +188,10 @@ class SchedulerHalf:
             if kind is not Kind.REMOTE_DECODE:
                 return None
             if not finished_normally(request):
-                self.producer.abandon(request, f"the prefill ended as {request.status.name}")
+                reason = f"the prefill ended as {request.status.name}"
+                if not was_aborted(request):
+                    logger.warning("request %s: nothing of it is held: %s", request.request_id, reason)
+                self.producer.abandon(request, reason)
                 return None
             if not names_conversation(params):  # which was read, or refused, when it arrived
                 parse_remote_decode(params)

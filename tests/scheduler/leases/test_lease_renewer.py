@@ -145,3 +145,36 @@ def test_renewal_for_which_no_thread_is_left_begins_with_the_next_command(caplog
     tried.drop_prefill("d-1")
     assert begun.wait(20.0)
     tried.close()
+
+
+def broken(*_: object) -> Any:
+    raise OSError("a defect")
+
+
+def test_what_goes_wrong_for_one_request_is_nobody_elses(caplog):
+    """Commands and answers that come together: one of them fails, the others are carried out in the same turn."""
+    tried, done = lease_renewer.LeaseRenewer(None, 30.0), []
+    numbers, tried._thread = iter((1, 2)), threading.current_thread()
+    tried._client = SimpleNamespace(send=lambda *_: next(numbers), receive=lambda: [(1, "one"), (2, "two")])
+    tried._commands.append(broken)
+    for answered in (broken, done.append):
+        tried.find("tcp://a", "conversation", answered)
+    tried._turn()
+    assert done == ["two"] and not tried._commands and "a defect" in caplog.text
+
+
+def test_who_asks_is_answered_whatever_goes_wrong():
+    tried, done = lease_renewer.LeaseRenewer(None, 30.0), []
+    tried._client = SimpleNamespace(send=broken, receive=list)
+    tried._ask("a", Renew(()), done.append)
+    assert isinstance(done[0], OSError)
+
+
+def test_an_end_that_meets_a_defect_is_an_end():
+    """Else an engine waits for five seconds, and the thread stays."""
+    tried, begun = lease_renewer.LeaseRenewer(None, 30.0), threading.Event()
+    tried.keep_prefill("d-1", broken, PrefillRef("t-1", None))
+    tried._submit(begun.set)
+    assert begun.wait(20.0)
+    tried.close()
+    assert not tried._thread.is_alive()

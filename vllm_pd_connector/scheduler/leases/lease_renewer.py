@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.bounded import Bounded
@@ -149,27 +150,28 @@ class LeaseRenewer:
         while not self._stop or (self._client.under_way() and time.monotonic() < self._until):
             due = min((*self._due.values(), self._prefills_due))
             wait(self._client, self._wake, self._until if self._stop else due if due < math.inf else None)
-            try:
-                self._turn()
-            except Exception:  # one lease that meets a defect of ours must not end the renewal of the others
-                logger.exception("lease renewal met an unexpected error")
+            self._turn()
         self._client.close()
 
     def _turn(self) -> None:
         while self._commands:
-            self._commands.popleft()()
-        self._renew_due(time.monotonic())
-        self._renew_prefills(time.monotonic())
+            _guarded(self._commands.popleft())
+        _guarded(lambda: self._renew_due(time.monotonic()))
+        _guarded(lambda: self._renew_prefills(time.monotonic()))
+        _guarded(self._collect)
+
+    def _collect(self) -> None:
         for token, outcome in self._client.receive():
             address = self._asked.pop(token)
-            if (awaited := self._awaited.pop(token, None)) is not None:
-                awaited(outcome)
-                continue
-            if isinstance(outcome, m.Renewed) and (gone := [name for name in outcome.gone if name not in self._gone]):
-                self._gone.update(dict.fromkeys(gone))
-                logger.warning("the prefill side no longer holds %s", ", ".join(gone))
-            elif isinstance(outcome, Exception):
-                logger.warning("lease renewal at %s: %s", address, outcome)
+            awaited = self._awaited.pop(token, partial(self._answered, address))
+            _guarded(partial(awaited, outcome))
+
+    def _answered(self, address: str, outcome: object) -> None:
+        if isinstance(outcome, m.Renewed) and (gone := [name for name in outcome.gone if name not in self._gone]):
+            self._gone.update(dict.fromkeys(gone))
+            logger.warning("the prefill side no longer holds %s", ", ".join(gone))
+        elif isinstance(outcome, Exception):
+            logger.warning("lease renewal at %s: %s", address, outcome)
 
     def _add(
         self, address: str, reading: Reading, lease_seconds: float, answered: Callable[[object], None] | None = None
@@ -186,7 +188,7 @@ class LeaseRenewer:
     def _ask(self, address: str, request: m.Request, answered: Callable[[object], None]) -> None:
         try:
             token = self._client.send(address, request, ASK_TIMEOUT_S)
-        except ProtocolError as error:
+        except Exception as error:  # whatever it is: who asked waits for the answer
             answered(error)
         else:
             self._asked[token], self._awaited[token] = address, answered
@@ -228,9 +230,12 @@ class LeaseRenewer:
             self._asked[self._client.send(address, request, REPLY_TIMEOUT_S)] = address
         except ProtocolError as error:
             logger.warning("lease renewal at %s: %s", address, error)
+        except Exception:  # nobody else's is to be left out for it
+            logger.exception("lease renewal at %s", address)
 
     def _end(self) -> None:
         """Nobody will read what still queues here."""
+        self._stop, self._until = True, time.monotonic() + REPLY_TIMEOUT_S / 2
         for address, leases in self._leases.items():
             for batch in m.lease_batches(list(leases)):
                 self._send(address, m.Release(batch))
@@ -238,5 +243,11 @@ class LeaseRenewer:
             if (place := where()) is not None:
                 self._send(place, DeclinePush(prefill, time.monotonic() - began))
         self._leases, self._due, self._prefills = {}, {}, {}
-        self._stop = True
-        self._until = time.monotonic() + REPLY_TIMEOUT_S / 2
+
+
+def _guarded(step: Callable[[], object]) -> None:
+    """One lease, or one request, that meets a defect of ours must not take the turns of the others."""
+    try:
+        step()
+    except Exception:
+        logger.exception("lease renewal met an unexpected error")
