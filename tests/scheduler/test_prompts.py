@@ -19,8 +19,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.request import Request
 
-from vllm_pd_connector.compat.blocks import prompt_digest, stop_short
+from vllm_pd_connector.compat.blocks import prompt_digest
 from vllm_pd_connector.compat.model.adapters import Adapters
+from vllm_pd_connector.compat.model.caches import stop_short
 from vllm_pd_connector.errors import ProtocolError
 
 TOKENS, HIDDEN = 6, 4
@@ -53,6 +54,21 @@ def with_media(*names: str, lora: str | None = None, pixels: float | None = 0.5)
     request.mm_features = [MultiModalFeatureSpec(data, "image", name, place) for name in names]
     request.lora_request = LoRARequest(lora, 1, "/no/such/adapter") if lora else None
     return request
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_prompt_is_not_cut_within_a_video(ends):
+    """Its last frame ends with a token of its own, which Qwen3.5 looks for in vLLM's workers when it makes positions."""
+    ids = [1, 9, 9, 9, 5] if ends else [1, 9, 9, 9, 5, 7]
+    request: Any = Request("r", ids, SamplingParams(max_tokens=9), None)
+    request.mm_features = [MultiModalFeatureSpec(None, "video", "v", PlaceholderRange(offset=0, length=5))]
+    if not ends:
+        stop_short(request, 1)
+        assert request.num_prompt_tokens == 5
+        return
+    with pytest.raises(ProtocolError, match=r"ends within a video \(5 tokens from 0 on, 5 in all\)"):
+        stop_short(request, 1)
+    assert request.num_prompt_tokens == len(request.prompt_token_ids) == 5
 
 
 def with_adapter(path: Path, name: str = "sql", number: int = 1, *, in_place: bool = False) -> Any:

@@ -90,28 +90,6 @@ def computes_itself(request: Request) -> bool:
     return bool(request.get_skip_reading_prefix_cache())
 
 
-def stop_short(request: Request, tokens: int) -> None:
-    """Have a new request compute all of its prompt but the last `tokens`, and end after one output token: a state or a
-    window that went on with further ones would not be that of the prompt any more.
-
-    A prompt that is not longer than that stays whole, and so does one that vLLM computes whatever was cached.
-    """
-    if tokens == 0:
-        return
-    request.max_tokens = 1
-    if request.num_prompt_tokens <= tokens or computes_itself(request):
-        return
-    # A chat may have all three: embeddings in the midst of its tokens, and a mask that tells them apart.
-    if request.prompt_token_ids is not None:
-        del request.prompt_token_ids[-tokens:]
-    if request.prompt_embeds is not None:
-        request.prompt_embeds = request.prompt_embeds[:-tokens]
-    if request.prompt_is_token_ids is not None:
-        request.prompt_is_token_ids = request.prompt_is_token_ids[:-tokens]
-    del request._all_token_ids[-tokens:]
-    request.num_prompt_tokens -= tokens
-
-
 def computed_after(output: SchedulerOutput, among: Collection[str]) -> Iterator[tuple[str, int]]:
     """(request id, tokens whose cache is there after this step) of those requests that are scheduled in it."""
     if not among:

@@ -15,10 +15,10 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import HeldBlocks, computed_after, prompt_digest, stop_short, transfer_params
+from vllm_pd_connector.compat.blocks import HeldBlocks, computed_after, prompt_digest, transfer_params
 from vllm_pd_connector.compat.conversations import known_tokens
 from vllm_pd_connector.compat.model import facts
-from vllm_pd_connector.compat.model.caches import prefill_backoff
+from vllm_pd_connector.compat.model.caches import prefill_backoff, stop_short
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.metadata import HeldRequest
 from vllm_pd_connector.protocol.lease import End, Freed, Given
@@ -162,7 +162,7 @@ class Producer:
         """A prefill for a decode instance arrived; what decode must compute itself is cut off.
 
         Raises:
-            ProtocolError: its name is none.
+            ProtocolError: its name is none, or it cannot be cut there.
         """
         stop_short(request, self._backoff)
         self._announce(request)

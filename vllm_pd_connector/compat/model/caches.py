@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from vllm_pd_connector.compat.blocks import computes_itself
 from vllm_pd_connector.compat.model import backends
 from vllm_pd_connector.compat.model.layers import UNKNOWN_LAYER, LayerFacts, layer_facts
 from vllm_pd_connector.compat.model.pages import (
@@ -38,7 +39,7 @@ from vllm_pd_connector.compat.model.pages import (
     surroundings,
 )
 from vllm_pd_connector.compat.model.recurrent import representative, state_block_tokens, states_of
-from vllm_pd_connector.errors import UnsupportedCache
+from vllm_pd_connector.errors import ProtocolError, UnsupportedCache
 from vllm_pd_connector.geometry.manifest import WHOLE, Coordinates, Group, GroupKind, TokenShare
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.request import Request
 
     from vllm_pd_connector.geometry.layouts.recurrent import Convolution, Recurrent
 
@@ -214,6 +216,42 @@ def prefill_backoff(vllm_config: VllmConfig, config: KVCacheConfig) -> int:
     """
     kinds = set(group_kinds(config))
     return max(0 if kinds <= {GroupKind.FULL} else 1, int(vllm_config.num_prefill_lookahead_tokens) - 1)
+
+
+def stop_short(request: Request, tokens: int) -> None:
+    """Have a new request compute all of its prompt but the last `tokens`, and end after one output token: a state or a
+    window that went on with further ones would not be that of the prompt any more.
+
+    A prompt that is not longer than that stays whole, and so does one that vLLM computes whatever was cached.
+
+    Raises:
+        ProtocolError: the prompt ends within a video, whose last frame some models look for to its end when they make
+            positions; a worker that does not find it ends its engine.
+
+    Source: vLLM 0.32, `Qwen3VLForConditionalGeneration._iter_mm_grid_hw` (also of Qwen3.5, whose states need this).
+    """
+    if tokens == 0:
+        return
+    request.max_tokens = 1
+    left = request.num_prompt_tokens - tokens
+    if left <= 0 or computes_itself(request):
+        return
+    videos = (feature.mm_position for feature in request.mm_features or () if feature.modality == "video")
+    if beyond := [place for place in videos if place.offset + place.length > left]:
+        raise ProtocolError(
+            f"prompt: ends within a video ({beyond[0].length} tokens from {beyond[0].offset} on, "
+            f"{request.num_prompt_tokens} in all), and a prefill of this model leaves the last {tokens} token(s) to "
+            "decode: have text follow it"
+        )
+    # A chat may have all three: embeddings in the midst of its tokens, and a mask that tells them apart.
+    if request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-tokens:]
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-tokens]
+    if request.prompt_is_token_ids is not None:
+        request.prompt_is_token_ids = request.prompt_is_token_ids[:-tokens]
+    del request._all_token_ids[-tokens:]
+    request.num_prompt_tokens -= tokens
 
 
 def _window(spec: KVCacheSpec) -> int:
