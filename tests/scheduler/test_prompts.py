@@ -58,7 +58,7 @@ def with_media(*names: str, lora: str | None = None, pixels: float | None = 0.5)
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_prompt_is_not_cut_within_a_video(ends):
-    """Its last frame ends with a token of its own, which Qwen3.5 looks for in vLLM's workers when it makes positions."""
+    """Its last frame ends with a token of its own, which Qwen3.5 looks for in vLLM's workers."""
     ids = [1, 9, 9, 9, 5] if ends else [1, 9, 9, 9, 5, 7]
     request: Any = Request("r", ids, SamplingParams(max_tokens=9), None)
     request.mm_features = [MultiModalFeatureSpec(None, "video", "v", PlaceholderRange(offset=0, length=5))]
