@@ -149,3 +149,18 @@ def test_an_adapter_is_read_as_vllm_loads_it(tmp_path: Path):
     assert adapters.name_of(with_adapter(path)) == loaded
     reloaded = adapters.name_of(with_adapter(path, in_place=True))
     assert loaded != reloaded == adapters.name_of(with_adapter(path, number=2))
+
+
+def test_an_adapter_that_failed_to_load_is_what_its_files_are_when_it_loads(tmp_path: Path):
+    """Under the same number, and not in place: an engine's own interface leaves the number to its caller."""
+    request, adapters = with_adapter(adapter(tmp_path / "a", b"1")), book()
+    adapters.loaded(request.lora_request, done=False)
+    failed = adapters.name_of(request)
+    adapter(tmp_path / "a", b"22")
+    adapters.loaded(request.lora_request, done=True)
+    assert failed != adapters.name_of(request) == book().name_of(with_adapter(tmp_path / "a", number=3))
+
+
+def test_an_adapter_in_the_home_of_nobody_goes_by_its_path():
+    """vLLM looks for the path as it stands, and a request must not end the engine."""
+    assert "~nobody-is-called-so/a" in book().name_of(with_adapter(Path("~nobody-is-called-so/a")))

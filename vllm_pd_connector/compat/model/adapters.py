@@ -65,7 +65,7 @@ class Adapters:
         self._cached = cached
         self._age = 0
         self._loaded: Bounded[int, _Loaded] = Bounded(ADAPTERS_KNOWN)
-        self._read_again: Bounded[int, None] = Bounded(ADAPTERS_KNOWN)  # given away by the workers
+        self._read_again: Bounded[int, None] = Bounded(ADAPTERS_KNOWN)  # the workers have not
         self._keys: Bounded[tuple[str, str], str | None] = Bounded(ADAPTERS_KNOWN)  # what was computed under them
         self._moved: list[LoRARequest] = []
 
@@ -111,10 +111,13 @@ class Adapters:
     def loaded(self, lora: LoRARequest, *, done: bool) -> None:
         """The workers were asked to load it. What they have they load again in place only, all of them if it is
         `done`, else perhaps some."""
-        if lora.load_inplace or lora.lora_int_id not in self._loaded:
+        number, new = lora.lora_int_id, lora.lora_int_id not in self._loaded
+        if lora.load_inplace or new:
             self._update(lora)
         if lora.load_inplace and not done:
-            self._loaded[lora.lora_int_id].name, self._loaded[lora.lora_int_id].failed = None, True
+            self._loaded[number].name, self._loaded[number].failed = None, True
+        elif new and not done:  # who uses it has it read again
+            self._read_again[number] = None
 
     def take_moved(self) -> list[LoRARequest]:
         """Since the last call: what was loaded under numbers that meant something else before."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def quantization_of(model: Any) -> str:
 
 def local_files(where: str, revision: str | None, cache: str | None) -> Path | None:
     """Where a model or adapter lies on this machine: a path, or a downloaded repository; None if it does not."""
-    if (path := Path(where).expanduser()).exists():
+    if (path := Path(os.path.expanduser(where))).exists():  # as vLLM does: an unknown user's home is no error
         return path
     from huggingface_hub import snapshot_download
 
