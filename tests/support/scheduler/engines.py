@@ -69,7 +69,7 @@ def transfer(role: str, **extra: Any) -> dict[str, Any]:
 class Engine:
     """One engine; `groups` are the specs of its KV-cache groups, `config` what `--kv-transfer-config` says, `wrap` what
     another connector that has this one in it makes of its workers' report, `worker` what its one worker says of itself
-    at the start."""
+    at the start, `block` the tokens of a block, which the specs must have too."""
 
     def __init__(
         self,
@@ -84,9 +84,11 @@ class Engine:
         scheduling: Literal["fcfs", "priority"] = "fcfs",
         wrap: Callable[[WorkerReport], Any] = lambda report: report,
         worker: EncodedManifest = STAND_IN,
+        block: int = BLOCK,
     ):
         self.role = config["kv_role"]
         self.policy = policy
+        self.block = block
         plugin.register()
         init_none_hash(sha256)
         vllm_config = VllmConfig(
@@ -100,7 +102,7 @@ class Engine:
                 watermark=0.0,
                 policy=scheduling,
             ),
-            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            cache_config=CacheConfig(block_size=block, enable_prefix_caching=True),
             device_config=DeviceConfig("cpu"),
             kv_transfer_config=KVTransferConfig(**{"kv_load_failure_policy": policy, **config}),
         )
@@ -114,7 +116,7 @@ class Engine:
             vllm_config=vllm_config,
             kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=specs),
             structured_output_manager=StructuredOutputManager(vllm_config),
-            block_size=BLOCK,
+            block_size=block,
             log_stats=True,
         )
         self.pool = self.scheduler.kv_cache_manager.block_pool
@@ -157,7 +159,7 @@ class Engine:
             arguments,
             None,
             lora_request=lora,
-            block_hasher=_hasher(),
+            block_hasher=self._hasher(),
             priority=priority,
         )
         self.scheduler.add_request(request)
@@ -237,8 +239,11 @@ class Engine:
 
     def shared(self, prompt: Sequence[int]) -> int:
         """How many tokens of a prompt the prefix cache has, found as vLLM finds them."""
-        request = Request("looks", list(prompt), SamplingParams(max_tokens=1), None, block_hasher=_hasher())
+        request = Request("looks", list(prompt), SamplingParams(max_tokens=1), None, block_hasher=self._hasher())
         return int(self.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
+
+    def _hasher(self) -> Any:
+        return get_request_block_hasher(self.block, sha256)
 
     @property
     def in_flight(self) -> list[SchedulerOutput]:
@@ -260,10 +265,6 @@ class Engine:
         assert not any(left.values()), {name: found for name, found in left.items() if found}
         assert self.held() == 0
         assert [block.block_id for block in self.pool.blocks if block.ref_cnt and not block.is_null] == []
-
-
-def _hasher() -> Any:
-    return get_request_block_hasher(BLOCK, sha256)
 
 
 def _computed(request: Request) -> int:
