@@ -63,6 +63,24 @@ def test_blocks_that_a_failed_load_may_still_write_are_given_to_nobody(engine: A
     decode.check_empty()
 
 
+def test_what_a_second_failed_load_of_one_name_may_still_write_is_given_to_nobody(engine: Any) -> None:
+    prefill, decode = engine("kv_producer"), engine("kv_consumer", blocks=12)
+    suspect: set[int] = set()
+    for lease in ("p-1", "p-2"):
+        loading(decode, "d-1", PROMPT, prefilled(prefill, lease, PROMPT))
+        suspect |= {block.block_id for block in decode.blocks_of("d-1")}
+        decode.step(failed={"d-1"}, report=WorkerReport(quarantined={"d-1": 1}))
+        decode.rest()
+    assert decode.held() == len(suspect) == 6
+    decode.step(report=WorkerReport(drained={"d-1": 1}))
+    decode.add("plain", PROMPT[::-1])
+    decode.step()
+    assert not suspect & {block.block_id for block in decode.blocks_of("plain")}, "one of them may still write"
+    decode.run("plain")
+    decode.step(report=WorkerReport(drained={"d-1": 1}))
+    decode.check_empty()
+
+
 def test_a_failed_load_whose_client_left_meanwhile_is_freed_once(engine: Any) -> None:
     prefill, decode = engine("kv_producer"), engine("kv_consumer")
     loading(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))

@@ -32,6 +32,14 @@ def test_a_quarantine_is_announced_in_the_step_of_the_failure():
     assert report is not None and report.drained == {"a": 1}
 
 
+def test_of_two_receives_of_one_name_both_ends_are_told():
+    outbox = Outbox()
+    outbox.drained("a")
+    outbox.drained("a")
+    outbox.take_results()
+    assert outbox.take_report().drained == {"a": 2}
+
+
 def test_reports_of_ranks_add_up():
     first, second = Outbox(), Outbox()
     for outbox in (first, second):

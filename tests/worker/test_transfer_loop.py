@@ -195,6 +195,24 @@ def test_an_aborted_read_is_reported_and_drained(prefill, decode):
     assert decode.failures == {"aborted": 1}
 
 
+def test_a_read_that_drains_is_not_forgotten_for_another_request_of_its_name(prefill, decode, monkeypatch):
+    """Names are used again where vLLM's randomization of request ids is off."""
+    drained: list[str] = []
+    monkeypatch.setattr(decode.outbox, "drained", drained.append)
+    prefill.transports[0].faults.frozen = True
+    before = None
+    for lease in "12":
+        decode.finished.clear()
+        decode.loop.submit([request_of("a", prefill.hand_over(lease))], [])
+        until(lambda before=before: decode.active("a") not in (None, before) and decode.reads("a"), "it to read")
+        before = decode.active("a")
+        decode.loop.submit([], ["a"])
+        assert decode.wait_for("a") == [False]
+    prefill.transports[0].faults.frozen = False
+    until(lambda: drained == ["a", "a"], "both to end")
+    assert not decode.loop._receives._active
+
+
 def test_an_abort_before_the_peer_answers_is_reported(decode):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

@@ -362,10 +362,13 @@ class Quarantine:
         return int(self._pool.get_num_free_blocks())
 
     def add(self, request_id: str, blocks: list[KVCacheBlock], ranks: int) -> None:
-        """`ranks` more ranks may still write into `blocks`, which the request still owns."""
-        if request_id not in self._blocks:
-            self._pool.touch(blocks)
-            self._blocks[request_id] = blocks
+        """`ranks` more ranks may still write into `blocks`, which the request still owns. Those of an earlier one of
+        its name wait for them, too."""
+        held = self._blocks.setdefault(request_id, [])
+        known = {block.block_id for block in held}
+        more = [block for block in blocks if block.block_id not in known]
+        self._pool.touch(more)
+        held += more
         self._ranks[request_id] = self._ranks.get(request_id, 0) + ranks
 
     def drain(self, request_id: str, ranks: int) -> None:

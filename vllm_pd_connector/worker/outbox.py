@@ -66,7 +66,7 @@ class Outbox:
         """Nothing writes into this request's blocks any more on this rank."""
         with self._lock:
             self._filled = True
-            self._report.drained[request_id] = 1
+            self._report.drained[request_id] = self._report.drained.get(request_id, 0) + 1
         self._ring(b"")
 
     def speaks(self, transport: str, protocol: str) -> None:

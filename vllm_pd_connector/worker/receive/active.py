@@ -45,7 +45,7 @@ class ActiveReceive:
     got all of them. `watches` are those of all workers that may write. `question` numbers what a prefill side that
     writes was asked, `life` is whom, `retry_at` is when it is asked again, `tell_at` when a long quarantine is told.
     `span` is its span, None if it is not traced; `phases` are those that are over, with the moments at which they began
-    and ended.
+    and ended. `key` is that of `enter`.
     """
 
     request: ReceiveRequest
@@ -75,6 +75,7 @@ class ActiveReceive:
     tell_at: float = 0.0
     span: Span | None = None
     phases: list[tuple[Phase, float, float]] = field(default_factory=list)
+    key: str = ""
 
     def passed(self, phase: Phase, now: float) -> float:
         """A phase is over; returns how many seconds it took."""
@@ -102,6 +103,16 @@ class ActiveReceive:
             either = isinstance(self.request.source, Either)
             return either and self.link.bandwidth is not None and self.link.bandwidth.prefers_push
         return True
+
+
+def enter(active: ActiveReceive, among: dict[str, ActiveReceive]) -> None:
+    """Put a receive among others by its request's name, which may be used again: one that had the name, and that has
+    failed and may still write, is there by another until nothing of it does."""
+    name = active.key = active.request.request_id
+    if (older := among.pop(name, None)) is not None:
+        older.key = f"{name} {older.attempt.hex()}"
+        among[older.key] = older
+    among[name] = active
 
 
 def bind_receive(active: ActiveReceive, groups: Sequence[Group]) -> tuple[receives.Event, FailureKind | None]:

@@ -27,7 +27,7 @@ from vllm_pd_connector.worker.in_flight import InFlight
 from vllm_pd_connector.worker.peers.pool import FETCH_ATTEMPTS, Links
 from vllm_pd_connector.worker.peers.process_watch import LOOK_S
 from vllm_pd_connector.worker.receive import ending
-from vllm_pd_connector.worker.receive.active import ActiveReceive, bind_receive
+from vllm_pd_connector.worker.receive.active import ActiveReceive, bind_receive, enter
 from vllm_pd_connector.worker.receive.push_link import AskLink
 from vllm_pd_connector.worker.receive.push_request import PushRequester
 from vllm_pd_connector.worker.receive.read_link import ReadLink
@@ -133,7 +133,7 @@ class Receives:
         name, arrived = request.request_id, now - request.waited_s
         active.span = tracing.begin("pd.receive", request.trace, arrived, request=name, rank=self._reader)
         active.in_flight = InFlight(active, links, link, self._transport, self._stager, writes=False)
-        self._active[request.request_id] = active
+        enter(active, self._active)
         active.links.drive(link, peers.Wanted(request.request_id), now)
 
     def abort(self, request_id: str, now: float) -> None:
@@ -306,7 +306,7 @@ class Receives:
                 case receives.Drained():
                     self._outbox.drained(active.request.request_id)
         if active.reported and not active.machine.writing:
-            self._active.pop(active.request.request_id, None)
+            self._active.pop(active.key, None)
 
     def _read(self, active: ActiveReceive) -> None:
         for index, (peer, work) in enumerate(active.reads):
