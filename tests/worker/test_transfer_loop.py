@@ -22,6 +22,7 @@ from tests.support.worker.decode_instance import (
     D_SIDE,
     Prefill,
     changed_model,
+    in_its_thread,
     lacking,
     request_of,
     set_faults,
@@ -34,6 +35,7 @@ from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.staging.strided_copy import Copy
 from vllm_pd_connector.metadata import BadParameters, ReceiveRequest
 from vllm_pd_connector.protocol.lease import End
+from vllm_pd_connector.protocol.receive import VerdictTimeout
 from vllm_pd_connector.protocol.wire.fields import Weights
 from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.outbox import Outbox
@@ -211,6 +213,23 @@ def test_a_read_that_drains_is_not_forgotten_for_another_request_of_its_name(pre
     prefill.transports[0].faults.frozen = False
     until(lambda: drained == ["a", "a"], "both to end")
     assert not decode.loop._receives._active
+
+
+def test_a_late_answer_for_a_receive_that_is_over_does_not_end_another_of_its_name(prefill, decode):
+    decode.received(prefill.request("warm"))
+    decode.transport.faults.held = True
+    decode.loop.submit([prefill.request("a")], [])
+    until(lambda: decode.reads("a"), "it to read")
+    ended = decode.active("a")
+    decode.transport.faults.held = False
+    assert decode.wait_for("a") == [True]
+    decode.transport.faults.held = True
+    decode.finished.clear()
+    decode.loop.submit([request_of("a", prefill.hand_over("b"))], [])
+    until(lambda: decode.reads("a"), "the other to read")
+    in_its_thread(decode.loop, lambda now: decode.loop._receives._handle(ended, VerdictTimeout(), now))
+    decode.transport.faults.held = False
+    assert decode.wait_for("a") == [True]
 
 
 def test_an_abort_before_the_peer_answers_is_reported(decode):

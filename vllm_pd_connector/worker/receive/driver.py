@@ -305,8 +305,8 @@ class Receives:
                     self._report(active, ok, reason, quarantined, now)
                 case receives.Drained():
                     self._outbox.drained(active.request.request_id)
-        if active.reported and not active.machine.writing:
-            self._active.pop(active.key, None)
+        if active.reported and not active.machine.writing and self._active.get(active.key) is active:
+            del self._active[active.key]
 
     def _read(self, active: ActiveReceive) -> None:
         for index, (peer, work) in enumerate(active.reads):
