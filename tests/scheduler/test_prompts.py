@@ -161,6 +161,20 @@ def test_an_adapter_that_failed_to_load_is_what_its_files_are_when_it_loads(tmp_
     assert failed != adapters.name_of(request) == book().name_of(with_adapter(tmp_path / "a", number=3))
 
 
+def test_an_adapter_that_was_loaded_again_is_what_was_loaded_whatever_becomes_of_its_files(tmp_path: Path):
+    """Given away by the workers, it is what its files are; loaded since, it is what they were then."""
+    request, adapters = with_adapter(adapter(tmp_path / "a", b"1")), book()
+    adapters.loaded(request.lora_request, done=True)
+    adapters.removed(1)
+    adapter(tmp_path / "a", b"22")
+    adapters.loaded(request.lora_request, done=True)
+    loaded = adapters.name_of(request)
+    adapter(tmp_path / "a", b"333")
+    assert adapters.name_of(request) == loaded
+    adapters.removed(1)
+    assert adapters.name_of(request) != loaded
+
+
 def test_an_adapter_in_the_home_of_nobody_goes_by_its_path():
     """vLLM looks for the path as it stands, and a request must not end the engine."""
     assert "~nobody-is-called-so/a" in book().name_of(with_adapter(Path("~nobody-is-called-so/a")))

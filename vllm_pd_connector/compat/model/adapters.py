@@ -17,6 +17,7 @@ Source: vLLM 0.32 and 0.33, `lora/worker_manager.py` (`LRUCacheWorkerLoRAManager
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -66,6 +67,7 @@ class Adapters:
         self._age = 0
         self._loaded: Bounded[int, _Loaded] = Bounded(ADAPTERS_KNOWN)
         self._read_again: Bounded[int, None] = Bounded(ADAPTERS_KNOWN)  # the workers have not
+        self._stamps: Bounded[int, tuple[Any, ...]] = Bounded(ADAPTERS_KNOWN)  # of the files that were loaded again
         self._keys: Bounded[tuple[str, str], str | None] = Bounded(ADAPTERS_KNOWN)  # what was computed under them
         self._moved: list[LoRARequest] = []
 
@@ -118,6 +120,10 @@ class Adapters:
             self._loaded[number].name, self._loaded[number].failed = None, True
         elif new and not done:  # who uses it has it read again
             self._read_again[number] = None
+        elif done and number in self._read_again and self._look(lora).name is not None:  # now they have it
+            with suppress(OSError):
+                self._stamps[number] = _stamp(lora.lora_path)
+                del self._read_again[number]
 
     def take_moved(self) -> list[LoRARequest]:
         """Since the last call: what was loaded under numbers that meant something else before."""
@@ -172,7 +178,7 @@ class Adapters:
     def _name(self, lora: LoRARequest) -> str | None:
         """None: its files cannot be read, by whose content alone an adapter goes that is loaded in place."""
         try:
-            stamp = _stamp(lora.lora_path) if self._reads(lora) else ()
+            stamp = _stamp(lora.lora_path) if self._reads(lora) else self._stamps.get(lora.lora_int_id, ())
         except OSError:  # they are being replaced in this moment
             return None
         if not lora.load_inplace:
