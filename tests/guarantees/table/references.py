@@ -48,6 +48,11 @@ GUARANTEES = [
         "test_weights_are_told_by_their_content_wherever_they_lie",
     ),
     Guarantee(
+        "a cache is read for the configuration that it was computed with",
+        "model_facts", "if overrides else model.architecture", "if False else model.architecture",
+        "test_overrides_of_the_configuration_are_told",
+    ),
+    Guarantee(
         "a cache is read for the quantization that it was computed with",
         "model_facts", '"mixed" if own.allow_mixed_quantization else quantization_of(model)', '"mixed"',
         "test_a_quantization_is_its_method_and_its_settings",
