@@ -18,8 +18,9 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -32,7 +33,7 @@ from tests.support.scheduler.caches import Caches, Computed, digests
 from tests.support.scheduler.engines import BLOCK, FULL, KEEP, RING, SAMPLED, STATES, WINDOWED, Engine, transfer
 from tests.support.scheduler.halves import until
 from tests.support.scheduler.workers import SimulatedWorker
-from vllm_pd_connector.metadata import WorkerReport
+from vllm_pd_connector.metadata import ReceiveRequest, WorkerReport
 from vllm_pd_connector.protocol.lease import End
 
 GROUPS: Mapping[str, tuple[KVCacheSpec, ...]] = {
@@ -102,10 +103,13 @@ class Setting:
 
 
 class ComputingEngine(Engine):
-    """An engine whose steps compute digests; `wrong` is what was found to be wrong. `worker` takes its orders."""
+    """An engine whose steps compute digests; `wrong` is what was found to be wrong. `worker` takes its orders, which
+    `begins` is told of; `received` are those that have come, with the blocks that are not to be shared."""
 
     def __init__(self, config: Mapping[str, Any], specs: Sequence[KVCacheSpec], **arguments: Any) -> None:
         self.caches, self.wrong = Caches(specs), list[str]()
+        self.received: dict[str, dict[int, int]] = {}
+        self.begins: Callable[[ReceiveRequest], None] = lambda order: None
         self._steps: dict[int, list[Computed]] = {}
         super().__init__(config, specs, **arguments)
         # As vLLM has it for a model with states; this one's model has none.
@@ -114,7 +118,7 @@ class ComputingEngine(Engine):
         self.worker = SimulatedWorker(self)
 
     def compute(self, output: SchedulerOutput) -> None:
-        """Note what the step was given; what it samples is known by now."""
+        """Note what the step was given; what it samples is known by now. Loads begin, while steps are in flight."""
         parts = self._steps[id(output)] = []
         for name, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
@@ -122,6 +126,9 @@ class ComputingEngine(Engine):
             tokens = [*request.all_token_ids, *[SAMPLED] * stop][:stop]
             tables = [list(table) for table in self.scheduler.kv_cache_manager.get_block_ids(name)]
             parts.append(Computed(name, stop - count, stop, digests(tokens), tables))
+        self.worker.listen()
+        for order in self.told[-1].receives:
+            self.begins(order)
 
     def look(self, output: SchedulerOutput, results: ModelRunnerOutput) -> None:
         """The last moment at which a step can have computed."""
@@ -143,6 +150,8 @@ class RandomOrders:
         self._title = f"seed {seed}, {self._setting}"
         self._engines = [self._setting.make(at) for at in range(2)]
         self._caches = {engine.port: engine.caches for engine in self._engines}
+        for at, engine in enumerate(self._engines):
+            engine.begins = partial(self._begin_load, at)
         self._numbers = itertools.count()
         self._prompts: tuple[dict[str, list[int]], ...] = ({}, {})
         self._aborted: set[str] = set()
@@ -178,7 +187,7 @@ class RandomOrders:
         prompt = [rng.randint(0, 3), *range(rng.randint(0, self._longest))]
         if rng.random() < 0.1:
             prompt = prompt[: max(1, len(prompt) // BLOCK * BLOCK)]
-        self._add(at, f"p{next(self._numbers)}", prompt, KEEP, 1 if rng.random() < 0.9 else 3)
+        self._add(at, f"p{next(self._numbers)}", prompt, KEEP, 1 if rng.random() < 0.8 else 3)
 
     def ask(self, at: int) -> None:
         """A request that is nobody else's."""
@@ -193,7 +202,7 @@ class RandomOrders:
         said, params = rng.choice(self._talks)
         common = rng.randint(1, len(said)) if rng.random() < 0.3 else len(said)
         prompt = said[:common] + [rng.randint(50, 60) for _ in range(rng.randint(1, 9))]
-        self._add(at, f"t{next(self._numbers)}", prompt, params, 1 if rng.random() < 0.9 else 3)
+        self._add(at, f"t{next(self._numbers)}", prompt, params, 1 if rng.random() < 0.8 else 3)
 
     def hand_over(self, at: int) -> None:
         """Some prefills go to two requests, some with a prompt that is not theirs, some to one with n > 1."""
@@ -204,7 +213,7 @@ class RandomOrders:
         prompt, params = self._ready[k] if rng.random() < 0.15 else self._ready.pop(k)
         longer = prompt + [99] * rng.randint(1, 20)
         changed = [longer, prompt[:-1] or [5], [9, *prompt[1:]], prompt]
-        [prompt] = rng.choices(changed, [0.08, 0.06, 0.04, 0.82])
+        [prompt] = rng.choices(changed, [0.12, 0.06, 0.04, 0.78])
         number = next(self._numbers)
         several = [f"{child}_d{number}" for child in range(rng.randint(2, 3))]
         for name in several if rng.random() < 0.1 else [f"d{number}"]:
@@ -243,9 +252,9 @@ class RandomOrders:
         running = not self._setting.overlapping and self._rng.random() < 0.5
         connector = self._rng.random() < 0.5
         try:
-            done = self._engines[at].scheduler.reset_prefix_cache(running, connector)
+            done = str(self._engines[at].scheduler.reset_prefix_cache(running, connector))
         except RuntimeError as error:  # vLLM's own: blocks are held by others than running requests
-            done = error
+            done = str(error)
         self._note(f"{at} resets, running requests {running}, connector {connector}: {done}")
 
     def drop(self, at: int) -> None:
@@ -268,12 +277,23 @@ class RandomOrders:
         ends: dict[str, Any] = {
             "max_tokens": more,
             "stop": SAMPLED if self._rng.random() < 0.05 else -1,
-            "prompt_logprobs": 1 if self._rng.random() < 0.06 else None,
+            "prompt_logprobs": 1 if self._rng.random() < 0.12 else None,
             "priority": self._rng.randint(0, 2),
         }
         origin = params.get("remote_request_id", "nobody") if params else "nobody"
         self._note(f"{at} gets {name}, {len(prompt)} tokens {prompt[:1]}…{prompt[-1:]} after {origin}, {ends}")
         self._engines[at].add(name, prompt, params, **ends)
+
+    def _begin_load(self, at: int, order: ReceiveRequest) -> None:
+        """Half of the loads come at once, the others when they end."""
+        if order.read is not None and self._rng.random() < 0.5:
+            self._note(f"{at} has read {order.request_id}")
+            self._receive(at, order)
+
+    def _receive(self, at: int, order: ReceiveRequest) -> None:
+        assert order.read is not None, order.source
+        engine = self._engines[at]
+        engine.received[order.request_id] = engine.caches.receive(order, self._caches[order.read.peer.port])
 
     def _end_load(self, at: int, name: str, *, well: bool) -> None:
         """A load that is not wanted any more, or cannot be, ends badly."""
@@ -285,8 +305,11 @@ class RandomOrders:
                 engine.caches.spoil(order)
             held = worker.fail(name)
         else:
-            late = engine.caches.receive(order, self._caches[order.read.peer.port])
+            if name not in engine.received:
+                self._receive(at, order)
+            late = engine.received[name]
             held = worker.read(name)
+        engine.received.pop(name, None)
         self._note(f"{at} ends the load of {name} [{order.start}, {order.stop}), held: {held}, late: {late}")
         spared = not held and order.spare
         report = WorkerReport(unshareable={name: late} if held and late else {}, spared={name} if spared else set())
@@ -297,7 +320,6 @@ class RandomOrders:
         engine = self._engines[at]
         before = len(engine.said)
         engine.step(**reported)
-        engine.worker.listen()
         for said in engine.said[before:]:
             if said.finish_reason is not None:
                 self._answer(at, said)
