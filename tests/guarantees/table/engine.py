@@ -127,7 +127,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "quarantined blocks stay out of vLLM's pool",
-        "Quarantine", "            self._pool.touch(blocks)\n            self._blocks[request_id] = blocks\n        self._ranks", "            self._blocks[request_id] = blocks\n        self._ranks",
+        "Quarantine", "        self._pool.touch(more)\n", "",
         "test_quarantined_blocks_stay_out_of_the_pool_until_every_rank_has_drained",
     ),
     Guarantee(
