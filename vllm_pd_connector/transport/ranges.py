@@ -108,18 +108,19 @@ def cut(runs: Runs, source: Ranges, destination: Ranges, limit: int | None) -> R
     """`runs` as descriptors: of at most `limit` bytes, each in one range per side. Runs of length 0 disappear.
 
     Few calls of numpy, of few kinds and without its wrappers in Python (`min`, `any`): between two large transfers all
-    code is cold, and the first call of each kind takes 5 us.
+    code is cold, and the first call of each kind takes 5 us, later ones 1.
 
     Raises:
         TransferError: a length is negative, or a byte lies outside the ranges of its side. Nothing was moved.
     """
-    if not len(runs) or runs.length.item(runs.length.argmin()) < 1:
+    if not runs.length.size or runs.length.item(runs.length.argmin()) < 1:
         runs = _some(runs)
         if not len(runs):
             return runs
-    over = np.minimum(source.room(runs.source), destination.room(runs.destination)) < runs.length
-    if over.item(over.argmax()):
-        runs = _apart(runs, source, destination)
+    for over in (source.room(runs.source) < runs.length, destination.room(runs.destination) < runs.length):
+        if over.item(over.argmax()):
+            runs = _apart(runs, source, destination)
+            break
     if limit is not None and runs.length.item(runs.length.argmax()) > limit:
         runs = _shorter(runs, limit)
     return runs
@@ -162,24 +163,28 @@ class Batches:
     """Descriptors of one kind of memory on each side, to be posted in order, in batches of bounded cost.
 
     `rows` is an array of shape (2, n, 3), each side in C order: address, length and device of source and destination;
-    `cuda` says of both sides whether that is memory of CUDA devices. `cost` has what those up to each descriptor cost:
-    an array of shape (n,). Those before `next` were taken, `rest` is what the others cost.
+    `cuda` says of both sides whether that is memory of CUDA devices. Those before `next` were taken, `rest` is what the
+    others cost. A descriptor costs its bytes plus `per_descriptor` bytes. `cost` has what those up to each cost, an
+    array of shape (n,), once they are not all taken together.
     """
 
     rows: Addresses
     cuda: tuple[bool, bool]
-    cost: Addresses
-    next: int
+    per_descriptor: int
     rest: int
+    next: int = 0
+    cost: Addresses | None = None
 
     @property
     def left(self) -> int:
-        return len(self.cost) - self.next
+        return len(self.rows[0]) - self.next
 
     def take(self, limit: int) -> tuple[Addresses, int]:
         """The rows of the next ones, which cost at most `limit` together or are one alone, and what they cost."""
-        first, stop, cost = self.next, len(self.cost), self.rest
+        first, stop, cost = self.next, len(self.rows[0]), self.rest
         if cost > limit:
+            if self.cost is None:
+                self.cost = np.add.accumulate(self.rows[0, :, 1] + self.per_descriptor)
             before = int(self.cost[-1]) - cost
             stop = max(first + 1, int(self.cost.searchsorted(before + limit, "right")))
             cost = int(self.cost[stop - 1]) - before
@@ -188,25 +193,24 @@ class Batches:
 
 
 def batches(runs: Runs, source: Ranges, destination: Ranges, per_descriptor: int) -> list[Batches]:
-    """Descriptors by kind of memory, as a library wants what it is given at once.
-
-    The cost of a descriptor is its bytes plus `per_descriptor` bytes.
-    """
-    if not len(runs):
+    """Descriptors by kind of memory, as a library wants what it is given at once. For what one costs see `Batches`."""
+    count = runs.length.size
+    if not count:
         return []
-    from_cuda, from_device = source.memory(runs.source)
-    to_cuda, to_device = destination.memory(runs.destination)
-    rows = np.empty((2, len(runs), 3), dtype=np.int64)
+    rows = np.zeros((2, count, 3), dtype=np.int64)
     rows[0, :, 0], rows[1, :, 0], rows[:, :, 1] = runs.source, runs.destination, runs.length
-    rows[0, :, 2], rows[1, :, 2] = from_device, to_device
-    each = runs.length + per_descriptor
     if source.only and destination.only:
-        cost = np.add.accumulate(each)
-        return [Batches(rows, (from_cuda, to_cuda), cost, 0, cost.item(-1))]
+        for side, (_, device) in enumerate((source.only, destination.only)):
+            if device:
+                rows[side, :, 2] = device
+        rest = np.add.accumulate(runs.length).item(-1) + count * per_descriptor
+        return [Batches(rows, (source.only[0], destination.only[0]), per_descriptor, rest)]
+    from_cuda, rows[0, :, 2] = source.memory(runs.source)
+    to_cuda, rows[1, :, 2] = destination.memory(runs.destination)
     found = []
     for kind in _KINDS:
         some = np.flatnonzero((from_cuda == kind[0]) & (to_cuda == kind[1]))
         if len(some):
-            cost = np.add.accumulate(each[some])
-            found.append(Batches(rows.take(some, axis=1), kind, cost, 0, int(cost[-1])))
+            rest = int(runs.length[some].sum()) + len(some) * per_descriptor
+            found.append(Batches(rows.take(some, axis=1), kind, per_descriptor, rest))
     return found

@@ -32,7 +32,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -65,6 +64,7 @@ _DESCRIPTOR_BYTES = 1 << 20
 # library, which may copy all of it, does not take longer.
 _CALL_S = 0.001
 _LEAST_WINDOW, _FIRST_WINDOW, _MOST_WINDOW = 2 << 20, 4 << 20, 64 << 20
+_TIMED = 64
 
 # After a disconnect UCX ends the endpoint's other lanes while it is polled; what they had begun lands before that.
 _SETTLE_S = 0.5
@@ -76,12 +76,14 @@ _MAX_OLDER = 3
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """`agent` is ours that posts to it. `window` bounds what of a transfer runs, as `Batches` count what it costs."""
+    """`agent` is ours that posts to it. `window` bounds what of a transfer runs, as `Batches` count what it costs, and
+    so many calls are `timed` by this thread's processor time: see `_fit_window`."""
 
     agent: Agent
     name: str
     ranges: Ranges
     window: int
+    timed: int = 0
     running: int = 0
     leaving: bool = False
 
@@ -96,7 +98,7 @@ class _Transfer:
 
     peer: _Peer
     reads: bool
-    waiting: deque[Batches]
+    waiting: list[Batches]
     descriptors: int
     posted: dict[int, tuple[int, int]] = field(default_factory=dict)
     in_flight: int = 0
@@ -231,7 +233,7 @@ class NixlTransport:
 
     def _start(self, peer: _Peer, reads: bool, runs: Runs, source: Ranges, destination: Ranges) -> _Transfer:
         work = cut(runs, source, destination, min(self._options.batch_bytes, _DESCRIPTOR_BYTES))
-        waiting = deque(batches(work, source, destination, _DESCRIPTOR_COST_BYTES))
+        waiting = batches(work, source, destination, _DESCRIPTOR_COST_BYTES)
         transfer = _Transfer(peer, reads, waiting, len(work))
         peer.running += 1
         self._advance(transfer)
@@ -283,13 +285,13 @@ class NixlTransport:
 
     def _look(self, transfer: _Transfer, until: float) -> None:
         """Take out the batches that have ended, as far as there is time: they end in about the order of their posts."""
-        before, began = transfer.in_flight, _now(transfer.in_flight)
+        before, began = transfer.in_flight, _now(transfer.peer)
         for handle in list(transfer.posted):
             if not self._runs_on(transfer, handle):
                 transfer.in_flight -= transfer.posted.pop(handle)[0]
             if time.monotonic() >= until:
                 break
-        _fit_window(transfer.peer, _took(began), before - transfer.in_flight)
+        _fit_window(transfer.peer, began, before - transfer.in_flight)
 
     def _runs_on(self, transfer: _Transfer, handle: int) -> bool:
         """Whether a posted batch may move bytes. Its failure is kept in the transfer, its handle given back when it
@@ -310,7 +312,7 @@ class NixlTransport:
         peer, waiting, nixl = transfer.peer, transfer.waiting[0], self._nixl
         rows, cost = waiting.take(min(self._options.batch_bytes, peer.window // 2))
         if not waiting.rest:
-            transfer.waiting.popleft()
+            del transfer.waiting[0]
         source = nixl.nixlXferDList(self._kinds[waiting.cuda[0]], rows[0])
         destination = nixl.nixlXferDList(self._kinds[waiting.cuda[1]], rows[1])
         operation, local, remote = nixl.NIXL_WRITE, source, destination
@@ -323,13 +325,13 @@ class NixlTransport:
             # Where the library has forgotten the peer, all others that are connected to it are to connect anew.
             gone = name in peer.agent.lost
             return self._failed(transfer, ours(error, f"preparing a transfer with agent {name}", started=gone))
-        began = _now(cost)
+        began = _now(peer)
         try:
             runs = agent.postXferReq(handle, b"") == nixl.NIXL_IN_PROG
         except self._errors as error:
             self._failed(transfer, ours(error, f"posting a transfer with agent {name}", started=True))
             runs = True  # the library posts one descriptor after the other: some may have begun
-        _fit_window(peer, _took(began), 0 if runs else cost)
+        _fit_window(peer, began, 0 if runs else cost)
         if runs:
             transfer.posted[handle] = cost, rows.shape[1]
             transfer.in_flight += cost
@@ -371,24 +373,22 @@ class NixlTransport:
             self._library.end_in_background(agent)
 
 
-def _now(cost: int) -> tuple[float, float | None]:
-    """The clock, and this thread's processor time, for which the kernel has to be asked: not where a call that may move
-    so much is short anyway."""
-    return time.monotonic(), time.thread_time() if cost > _LEAST_WINDOW else None
+def _now(peer: _Peer) -> tuple[float, float | None]:
+    """The clock, and this thread's processor time where a call seemed slow lately: to ask the kernel for it between two
+    large copies takes 20 us."""
+    return time.monotonic(), time.thread_time() if peer.timed else None
 
 
-def _took(began: tuple[float, float | None]) -> float:
-    """Seconds of this thread's processor time since `began`, or, if they are less than a call may take, of the clock.
-    What a short call may take, where it took longer: it did not run all the time."""
-    clock = time.monotonic() - began[0]
-    if clock < _CALL_S:
-        return clock
-    return _CALL_S if began[1] is None else time.thread_time() - began[1]
-
-
-def _fit_window(peer: _Peer, took: float, ended: int) -> None:
-    """Fit the window to how long calls of the library took, of this thread's processor time, in which so much ended:
-    they copy what runs, or they do not."""
+def _fit_window(peer: _Peer, began: tuple[float, float | None], ended: int) -> None:
+    """Fit the window to how long a call of the library took that began at `_now`, in which so much ended: it copied
+    what runs, or it did not. One that took long by the clock may not have run all the time: the next ones tell."""
+    took = time.monotonic() - began[0]
+    slow = took > 2 * _CALL_S
+    peer.timed = _TIMED if slow else max(peer.timed - 1, 0)
+    if began[1] is not None and took >= _CALL_S:
+        took = time.thread_time() - began[1]
+    elif slow:
+        return
     if took > 2 * _CALL_S:
         peer.window = max(peer.window // 2, _LEAST_WINDOW)
     elif took < _CALL_S:
