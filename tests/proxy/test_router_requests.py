@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -11,8 +12,9 @@ import pytest
 from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, PARAMS, info, streams
+from tests.support.proxy.stand_ins import DONE, PARAMS, break_off, info, streams
 
+TOKEN = b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\n'
 HANDED_OVER = {"choices": [{"text": "a"}], "kv_transfer_params": PARAMS}
 
 
@@ -189,3 +191,47 @@ async def test_an_answer_of_a_type_that_is_none_is_passed_on(bench: Bench) -> No
 
     await bench.pair(decode=says)
     assert (await bench.ask())[:2] == (400, "no")
+
+
+@over_bench
+async def test_no_check_follows_an_instance_elsewhere(bench: Bench) -> None:
+    other = await bench.instance(DONE, info(role="kv_consumer"))
+
+    async def elsewhere(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=307, headers={"Location": f"{other.url}{request.path}"})
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", elsewhere)
+    await bench.route(decode=[await bench.serve(app)])
+    [shown] = bench.router.fleet.describe()
+    assert (shown["state"], shown["why"], other.checks) == ("down", "/health answered 307", 0)
+
+
+@over_bench
+async def test_who_asks_for_models_is_not_sent_elsewhere(bench: Bench) -> None:
+    other = await bench.instance(DONE)
+
+    async def elsewhere(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=307, headers={"Location": f"{other.url}{request.path}"})
+
+    async def well(_request: web.Request) -> web.StreamResponse:
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/v1/models", elsewhere)
+    app.router.add_get("/{path:.*}", well)
+    await bench.route(decode=[await bench.serve(app)])
+    status, said = await bench.get("/v1/models")
+    assert status == 502 and "elsewhere" in said and other.url in said
+
+
+@pytest.mark.parametrize("then", [None, break_off])
+@over_bench
+async def test_a_stream_that_ends_behind_an_instances_own_error_event_is_told_and_counted_once(
+    bench: Bench, then: Callable[[web.Request], Awaitable[None]] | None
+) -> None:
+    event = b'data: {"error":{"message":"no cache","code":500}}\n\n'
+    await bench.pair(decode=streams(TOKEN, event, then=then))
+    whole = TOKEN + event + b"data: [DONE]\n\n"
+    assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (200, whole.decode())
+    assert "vllm_pd_proxy_broken_streams_total 1.0" in (await bench.get("/metrics"))[1]

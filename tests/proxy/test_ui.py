@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
+import pytest
+
 from tests.support.ports import free_port
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import HANDS_OVER, exposition, info
@@ -87,3 +89,20 @@ async def test_instances_are_asked_no_more_often_however_many_look(bench: Bench)
 async def test_clients_of_the_router_do_not_see_the_page(bench: Bench) -> None:
     await bench.route()
     assert (await bench.get("/ui"))[0] == 404
+
+
+@pytest.mark.parametrize("path", ["/ui", "/instances"])
+@over_bench
+async def test_a_page_whose_own_name_leads_to_loopback_sees_nothing(bench: Bench, path: str) -> None:
+    await bench.pair()
+    admin = await bench.serve(admin_application(bench.router)) + path
+    for host, status in (
+        ("elsewhere.example:80", 421),
+        ("", 421),
+        ("127.0.0.1:1", 200),
+        ("[::1]", 200),
+        ("LocalHost:1", 200),
+    ):
+        async with bench.client.get(admin, headers={"Host": host}) as response:
+            assert response.status == status, host
+            assert status == 200 or "http://" not in await response.text()

@@ -64,6 +64,8 @@ class Exchange:
     """What is known of its conversation."""
     answer: web.StreamResponse | None = None
     """Set when the first byte goes to the client."""
+    told: bool = False
+    """An error event of the instance's own has said to the client that the request failed."""
 
     @property
     def path(self) -> str:

@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAILURES = 2
-LOOK_S = 10.0
-"""For what an instance says of itself, which it does at once."""
+LOOK_S = 10.0  # for what an instance says of itself, which it does at once
 DATA_PARALLEL_RANK = "X-data-parallel-rank"
 """Header by which vLLM 0.32's API server gives a request to one of its engines."""
 
@@ -316,7 +315,8 @@ class Fleet:
 
     async def _get(self, instance: Instance, path: str) -> str:
         assert self._session is not None
-        async with self._session.get(instance.url + path, timeout=aiohttp.ClientTimeout(LOOK_S)) as response:
+        look = aiohttp.ClientTimeout(LOOK_S)
+        async with self._session.get(instance.url + path, timeout=look, allow_redirects=False) as response:
             # An instance without metrics can still serve a hand-off that needs no facts.
             if path == "/metrics" and response.status == 404:
                 return ""

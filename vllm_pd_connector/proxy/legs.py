@@ -138,7 +138,7 @@ class Legs:
                                 where, data=content, headers=headers, trace_request_ctx=sent, allow_redirects=False
                             )
                             response = await stack.enter_async_context(request)
-                        _require_here(role, instance, response)
+                        require_here(role, instance, response)
                         yield response
                         return
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -169,7 +169,7 @@ class Legs:
         return first or self._fleet.choose(role, prefix, without)
 
 
-def _require_here(role: InstanceRole, instance: Instance, response: aiohttp.ClientResponse) -> None:
+def require_here(role: InstanceRole, instance: Instance, response: aiohttp.ClientResponse) -> None:
     """A prompt goes to whom the router was told of and to nobody else, and to the client a way around the router is of
     no use.
 

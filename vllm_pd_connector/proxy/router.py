@@ -48,7 +48,7 @@ from vllm_pd_connector.proxy.exchange import (
     whole_events,
 )
 from vllm_pd_connector.proxy.fleet import DATA_PARALLEL_RANK, LOOK_S, Fleet, Instance, InstanceRole
-from vllm_pd_connector.proxy.legs import Aborted, Headers, LegError, Legs, Limits, make_session
+from vllm_pd_connector.proxy.legs import Aborted, Headers, LegError, Legs, Limits, make_session, require_here
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 from vllm_pd_connector.proxy.tracing import Tracer, Untraced
 from vllm_pd_connector.routing.handoff import Body, decode_body, decode_body_beside, prefill_body
@@ -187,10 +187,12 @@ class Router:
             if exchange.answer is None:
                 return refuse(request_id, status, str(error))
             logger.warning("request %s: after the first byte: %s", request_id, error)
-            self.metrics.broken_streams.inc()
-            event = json.dumps(error_object(status, str(error)))
+            last = "data: [DONE]\n\n"
+            if not exchange.told:
+                self.metrics.broken_streams.inc()
+                last = f"data: {json.dumps(error_object(status, str(error)))}\n\n{last}"
             with contextlib.suppress(ConnectionError):
-                await exchange.answer.write(f"data: {event}\n\ndata: [DONE]\n\n".encode())
+                await exchange.answer.write(last.encode())
                 await exchange.answer.write_eof()
             return exchange.answer
 
@@ -337,19 +339,19 @@ class Router:
         """Pass events on as they come."""
         answer = web.StreamResponse(headers={"X-Request-Id": exchange.request_id, "Cache-Control": "no-cache"})
         answer.content_type = "text/event-stream"
-        who, failed, ended = named(InstanceRole.DECODE, response), False, False
+        who, ended = named(InstanceRole.DECODE, response), False
         async for event in whole_events(response.content.iter_any()):
             if check_event(event, exchange.answer is None, who):
                 logger.warning("request %s: %s, after the first byte: %.500r", exchange.request_id, who, event)
                 self.metrics.broken_streams.inc()
-                failed = True
+                exchange.told = True
             if exchange.answer is None:
                 self._observe("first_byte", exchange)
                 exchange.answer = answer
                 with to_client():
                     await answer.prepare(exchange.request)
             ended |= (last := is_end(event))
-            if last and not failed:  # the client may go on with the conversation as soon as it has this
+            if last and not exchange.told:  # the client may go on with the conversation as soon as it has this
                 exchange.turn.ended(name)
             with to_client():
                 await answer.write(event_for_client(event, who))
@@ -371,9 +373,13 @@ class Router:
         for instance in self.fleet.usable(InstanceRole.DECODE):
             where = f"{instance.url}/v1/models"
             try:
-                async with self._session.get(where, headers=credentials(request), timeout=limit) as response:
+                asked = self._session.get(where, headers=credentials(request), timeout=limit, allow_redirects=False)
+                async with asked as response:
+                    require_here(InstanceRole.DECODE, instance, response)
                     content = await response.read()
                     return passed_on(response.status, content, response.content_type)
+            except LegError as error:
+                return refuse("-", error.status, str(error))
             except (aiohttp.ClientError, TimeoutError) as error:
                 self.fleet.refused(instance, repr(error))
         return refuse("-", 503, f"no decode instance can be reached: {self.fleet.reasons(InstanceRole.DECODE)}")

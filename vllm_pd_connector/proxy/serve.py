@@ -2,7 +2,8 @@
 
 Operators' routes have a port of their own, by default on loopback: who may add an instance may read every prompt. A
 browser on that machine reaches loopback, too, in the name of any page that it shows; it says so (Origin), and may look
-only.
+only. What it is answered such a page cannot read, unless its own name leads to loopback: then the browser says that
+name (Host), and is told nothing.
 
     GET    /ui                                      a page for a browser: instances, links, failures
     GET    /instances                               what is known of each
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
 import json
 import logging
 import signal
@@ -207,7 +209,29 @@ async def _no_pages(request: web.Request, handler: Handler) -> web.StreamRespons
     if request.method not in ("GET", "HEAD") and (origin := request.headers.get("Origin")) is not None:
         said = f"Origin: {origin!r:.200}: no page in a browser may change instances; use vllm-pd, curl or the like"
         return web.json_response(error_object(403, said), status=403)
+    if _came_by_loopback(request) and not _is_plain(request.host):
+        said = f"Host: {request.host!r:.200}: on loopback this is asked by its address or as localhost alone"
+        return web.json_response(error_object(421, said), status=421)
     return await handler(request)
+
+
+def _came_by_loopback(request: web.Request) -> bool:
+    address, *_ = request.get_extra_info("sockname", ("",))
+    return _is_address(address) and ipaddress.ip_address(address).is_loopback
+
+
+def _is_plain(host: str) -> bool:
+    """Whether a Host header has an address or "localhost", which nobody can have lead to somebody else's machine."""
+    name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+    return name.lower() == "localhost" or _is_address(name.strip("[]"))
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 async def _serve(arguments: argparse.Namespace) -> int:
