@@ -242,3 +242,41 @@ def test_a_half_posted_push_that_is_withdrawn_is_over_when_what_was_posted_is(wr
     set_faults(writer.transports, held=False)
     target.until(lambda: target.drained == {"d"}, "the prefill side to say that nothing is written")
     assert (target.worker.memory != target.written()).any(), "all of it was written"
+
+
+def test_a_thread_that_could_not_wait_goes_on(prefill, decode, monkeypatch, caplog):
+    """Else nobody's receive would end, and every request would wait for ever."""
+    waits, failed = decode.loop._calls.wait, []
+
+    def no_memory(*all_of_it: Any) -> None:
+        monkeypatch.setattr(decode.loop._calls, "wait", waits)
+        failed.append(True)
+        raise MemoryError
+
+    monkeypatch.setattr(decode.loop._calls, "wait", no_memory)
+    decode.loop.submit([], [])
+    until(lambda: bool(failed), "it to wait")
+    assert decode.received(prefill.request("a")) == [True]
+    assert "could not wait" in caplog.text
+
+
+def test_a_lost_peer_fails_no_request_that_waits_for_another_whose_name_one_had_that_was_to_be_bound(prefill, decode):
+    """The first was aborted behind a long one that was being bound; its name is used again, and its link in doubt."""
+    linked(decode, prefill)
+    receives = decode.loop._receives
+    request = prefill.request("a")
+
+    def again_and_lost(now: float) -> ReceiveState:
+        receives.begin(request, now)
+        first = receives._active["a"]
+        receives.abort("a", now)
+        assert receives._linked["a"] is first and first.reported
+        receives._links.drive(first.link, peers.Suspected("a test"), now)
+        receives.begin(request, now)
+        second = receives._active["a"]
+        receives.lost(second.link, "a test", now)
+        return second.machine.state
+
+    assert in_its_thread(decode.loop, again_and_lost) is ReceiveState.WAITING
+    decode.loop.submit([], ["a"])
+    until_in(decode.loop, lambda: not receives._active, "its end")

@@ -55,6 +55,7 @@ GOODBYE_S = 0.5
 
 TURN_S = 0.001
 """No other piece of work is begun in a turn that took this long; each takes a millisecond or two at most."""
+PAUSE_S = 0.1
 _LOOPBACK = ipaddress.ip_address("127.0.0.1")
 
 
@@ -159,7 +160,7 @@ class TransferLoop:
                 self._started.set_exception(error)
                 return
             while not self._stop:
-                self._calls.wait(self._wake, self._next_deadline())
+                self._sleep()
                 self._turn(time.monotonic())
             self._fail_all("this instance is shutting down", time.monotonic())
 
@@ -198,6 +199,15 @@ class TransferLoop:
         )
         if self._push is not None:
             self._pushes = Pushes(*common, self._push, self._reader, self._outbox.counting)
+
+    def _sleep(self) -> None:
+        """Until something is to be done; without memory to wait with, say, for a moment. Without this thread nobody's
+        receive would end."""
+        try:
+            self._calls.wait(self._wake, self._next_deadline())
+        except Exception:
+            logger.exception("the transfer thread could not wait")
+            time.sleep(PAUSE_S)
 
     def _turn(self, now: float) -> None:
         """One round: replies, orders, transfers, deadlines. An unexpected error fails receives and pushes, not the

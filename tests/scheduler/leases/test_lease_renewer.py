@@ -178,3 +178,22 @@ def test_an_end_that_meets_a_defect_is_an_end():
     assert begun.wait(20.0)
     tried.close()
     assert not tried._thread.is_alive()
+
+
+def test_renewal_goes_on_when_it_could_not_wait(caplog, monkeypatch):
+    """The same thread with the same client: who has asked by it waits for the answer."""
+    waits, failed = lease_renewer.wait, []
+
+    def no_memory(*all_of_it: Any) -> None:
+        if not failed:
+            failed.append(True)
+            raise MemoryError
+        waits(*all_of_it)
+
+    monkeypatch.setattr(lease_renewer, "AGAIN_S", 0.01)
+    monkeypatch.setattr(lease_renewer, "wait", no_memory)
+    tried, begun = lease_renewer.LeaseRenewer(None, 30.0), threading.Event()
+    tried._submit(begun.set)
+    assert begun.wait(20.0) and failed
+    assert tried._thread is not None and tried._thread.is_alive() and "could not wait" in caplog.text
+    tried.close()

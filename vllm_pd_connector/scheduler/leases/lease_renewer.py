@@ -148,10 +148,19 @@ class LeaseRenewer:
         if not self._begun():
             return
         while not self._stop or (self._client.under_way() and time.monotonic() < self._until):
-            due = min((*self._due.values(), self._prefills_due))
-            wait(self._client, self._wake, self._until if self._stop else due if due < math.inf else None)
+            self._sleep()
             self._turn()
         self._client.close()
+
+    def _sleep(self) -> None:
+        """Until something is to be done; without memory to wait with, say, for a moment. Without this thread no lease
+        would be renewed before the next command, and nobody answered who asked."""
+        try:
+            due = min((*self._due.values(), self._prefills_due))
+            wait(self._client, self._wake, self._until if self._stop else due if due < math.inf else None)
+        except Exception:
+            logger.exception("lease renewal could not wait")
+            time.sleep(AGAIN_S)
 
     def _turn(self) -> None:
         while self._commands:

@@ -128,8 +128,7 @@ class Receives:
                 link = links.get(read.peer, read.engine_id, now, same_weights=request.same_weights)
         verify = is_chosen(request, self._config.verify)
         machine, attempt = Receive(self._limits, now, verify), secrets.token_bytes(16)
-        own = self._manifest.engine_id
-        active = ActiveReceive(request, links, link, machine, attempt, prefill, own, now, now)
+        active = ActiveReceive(request, links, link, machine, attempt, prefill, self._manifest.engine_id, now, now)
         name, arrived = request.request_id, now - request.waited_s
         active.span = tracing.begin("pd.receive", request.trace, arrived, request=name, rank=self._reader)
         active.in_flight = InFlight(active, links, link, self._transport, self._stager, writes=False)
@@ -257,11 +256,11 @@ class Receives:
 
     def lost(self, link: PeerLink, reason: str, now: float) -> None:
         """A peer is lost: what was read from it fails, what it was asked to write, and what was to be bound."""
-        waiting = receives.ReceiveState.WAITING
-        for name, active in list(self._active.items()):
-            if active.link is not link or (active.machine.state is waiting and name not in self._linked):
+        for active in [active for active in self._active.values() if active.link is link]:
+            if self._linked.get(active.request.request_id) is active:  # and not one that had its name before
+                del self._linked[active.request.request_id]
+            elif active.machine.state is receives.ReceiveState.WAITING:
                 continue
-            self._linked.pop(name, None)
             self._handle(active, receives.PeerFailed(reason), now, FailureKind.PEER_UNREACHABLE)
 
     def stalled(self, link: PeerLink, reason: str, now: float) -> None:
