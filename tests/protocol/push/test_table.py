@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.push.table_world import DIGEST, NAME, NONCE, PATIENCE, REQUEST, STOP, TABLES, WORKERS, World, into
 from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.protocol.push import registrations
 from vllm_pd_connector.protocol.push.command_queue import IDLE_ANSWER_S
 from vllm_pd_connector.protocol.push.table import ANSWER_S, PushTable
 from vllm_pd_connector.protocol.wire import push_messages as pm
@@ -380,3 +381,16 @@ def test_reports_of_what_is_not_known_change_nothing() -> None:
     world.table.ended(pm.PushEnded(b"t" * 16, 0, b"q" * 16, True, "", True))
     world.table.close("unknown", "pulled", 0.0)
     assert world.table.freed.take() == ["unknown"], "a prefill that is read has no push"
+
+
+def test_registrations_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reaches the side channel makes them, for prefills that never come."""
+    monkeypatch.setattr(registrations, "MAX_WAITING_BYTES", 10 * len(TABLES[0].packed))
+    table = PushTable(WORKERS, PATIENCE)
+    for number in range(12):
+        table.register(into(attempt=bytes([number]) * 16), (b"client", number), 0.0)
+    refused = [(ticket[1], answer.reason) for ticket, answer in table.replies.take()]
+    assert [number for number, _ in refused] == [10, 11] and all("44 bytes, 40" in reason for _, reason in refused)
+    table.tick(PATIENCE)
+    table.register(into(attempt=b"x" * 16), (b"client", 13), PATIENCE)
+    assert (b"client", 13) not in dict(table.replies.take()), "there is room again"

@@ -10,8 +10,14 @@ from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef
 from vllm_pd_connector.protocol.wire.push_messages import Moved, Pushed, PushInto, PushState
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.push.command_queue import Ticket
+
+MAX_WAITING = 4096
+MAX_WAITING_BYTES = 256 * 1024 * 1024
+"""Of the block tables of all registrations; a request of a million tokens has some 256 KiB."""
 
 
 @dataclass(eq=False, slots=True)
@@ -119,6 +125,16 @@ class Prefill:
         """Tokens below `ready` are in these blocks when the forward of `step` is done."""
         self.earlier = (self.source, self.ready, self.step) if self.ready else None
         self.source, self.ready, self.step = source, ready, step
+
+
+def no_room(among: Collection[PushRegistration], into: PushInto) -> str:
+    """Why no other registration is taken beside these; empty if there is room."""
+    if len(among) >= MAX_WAITING:
+        return f"{len(among)} pushes are under way, the limit here"
+    size = sum(len(table.packed) for one in (into, *(other.into for other in among)) for table in one.blocks)
+    if size > MAX_WAITING_BYTES:
+        return f"with this one the blocks of pushes under way take {size} bytes, {MAX_WAITING_BYTES} are the limit here"
+    return ""
 
 
 def contradiction(registration: PushRegistration, prefill: Prefill) -> str:

@@ -32,7 +32,14 @@ from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.bind import latest
 from vllm_pd_connector.protocol.push.command_queue import CommandQueue, Ticket
-from vllm_pd_connector.protocol.push.registrations import Prefill, PushRegistration, contradiction, failed, standstill
+from vllm_pd_connector.protocol.push.registrations import (
+    Prefill,
+    PushRegistration,
+    contradiction,
+    failed,
+    no_room,
+    standstill,
+)
 from vllm_pd_connector.protocol.push.rendezvous import Rendezvous
 from vllm_pd_connector.protocol.push.results import Gathered
 from vllm_pd_connector.protocol.weights import unlike
@@ -46,7 +53,6 @@ if TYPE_CHECKING:
     from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.wire.messages import Reply
 
-MAX_WAITING = 4096
 REMEMBER = 4096
 ANSWER_S = 5.0
 
@@ -94,7 +100,9 @@ class PushTable:
             self.replies.append((ticket, answer))
             return None
         registration = self._registrations.get(into.attempt)
-        if registration is None and (refusal := self._refusal(into)):
+        if registration is None and (
+            refusal := no_room(self._registrations.values(), into) or unlike(self._weights, into.weights)
+        ):
             self.replies.append((ticket, failed(refusal)))
             return None
         if registration is None:
@@ -284,12 +292,6 @@ class PushTable:
         return min((moment for moment in moments if moment < inf), default=None)
 
     # Inside
-
-    def _refusal(self, into: pm.PushInto) -> str:
-        """Why nothing can be written for this one, whichever prefill it wants; empty if something can."""
-        if len(self._registrations) >= MAX_WAITING:
-            return f"{len(self._registrations)} pushes are under way, the limit here"
-        return unlike(self._weights, into.weights)
 
     def _attach(self, registration: PushRegistration, prefill: Prefill) -> None:
         into = registration.into
