@@ -60,7 +60,7 @@ from vllm_pd_connector.proxy.legs import LegError, encoded_body
 from vllm_pd_connector.routing.handoff import decode_body, prefill_body
 from vllm_pd_connector.transport.addresses import host_identity
 from vllm_pd_connector.transport.endpoint import Endpoint, seal, unseal
-from vllm_pd_connector.transport.liveness import IncomingLink
+from vllm_pd_connector.transport.greeting import IncomingLink
 from vllm_pd_connector.transport.mooncake import whereabouts as mooncake
 from vllm_pd_connector.transport.ranges import Ranges
 from vllm_pd_connector.worker.peers.link import decode as decode_manifest

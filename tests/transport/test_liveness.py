@@ -20,8 +20,9 @@ from tests.support.descriptors import no_descriptor_left
 from tests.support.forked import Child
 from tests.support.processor_time import seconds_of
 from tests.support.transport.ends import until
-from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.errors import ProtocolError, TransferError
 from vllm_pd_connector.transport import liveness
+from vllm_pd_connector.transport.greeting import answered, framed
 from vllm_pd_connector.transport.liveness import LivenessHub, LivenessLink, LivenessState
 
 HOST = "127.0.0.1"
@@ -55,6 +56,27 @@ def lost(line: LivenessLink) -> str:
 def test_a_line_speaks_ipv6(exchange: Callable[..., LivenessHub]) -> None:
     here, there = exchange("here", "::1"), exchange("there", "::1")
     opened(here, there, "there", "::1")
+
+
+@pytest.mark.parametrize("host", [HOST, "::1"])
+def test_who_asks_is_told_from_where_it_is_seen(exchange: Callable[..., LivenessHub], host: str) -> None:
+    here, there = exchange("here", host), exchange("there", host)
+    assert opened(here, there, "there", host).direct is None
+    line = here.dial(host, there.port, "there", 10.0, asks=True)
+    until(lambda: line.state is not LivenessState.DIALLING, "an answer")
+    assert (line.state, line.direct) == (LivenessState.OPEN, True)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_an_answer_is_read_in_any_pieces_and_no_byte_beyond_it(asks: bool) -> None:
+    whole = framed(b"there") + (framed(b"127.0.0.1 7") if asks else b"")
+    for cut in range(len(whole)):
+        assert answered(whole[:cut], b"there", asks) is None
+    assert answered(whole, b"there", asks) == (b"127.0.0.1 7" if asks else b"")
+    wrong = [whole + b"x", framed(b"their"), b"\xff", *([framed(b"there") + b"\0\0\1\1"] if asks else [])]
+    for answer in wrong:
+        with pytest.raises(ProtocolError):
+            answered(answer, b"there", asks)
 
 
 def test_another_incarnation_at_the_same_place_is_not_the_peer(exchange: Callable[..., LivenessHub]) -> None:

@@ -5,7 +5,10 @@ at one address with one thread, which sleeps unless a socket has something to sa
 first and is answered with it, so that a link leads to that incarnation and not to what listens on its port today, and
 only who was given the name (it is random and travels in a manifest) stays. After that, neither side sends anything.
 
-    greeting := length (4 bytes, big endian) name           the same from both sides
+    greeting := length (4 bytes, big endian) name           the same from both sides (`transport.greeting`)
+
+Who says "?" behind the name is told besides from where it is seen to dial: from its own end of the connection, unless a
+proxy or a translation of addresses is in between, which may close a link as a kernel does.
 
 Others may dial as well, unauthenticated. Who does not say the name within `GREETING_S` is hung up on, and the one that
 has been silent longest when more than `MAX_UNAUTHENTICATED` have not said it. When the process has no descriptor left
@@ -22,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hmac
 import itertools
 import logging
 import os
@@ -38,6 +40,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import ProtocolError, TransferError
+from vllm_pd_connector.transport.greeting import ASKS, IncomingLink, answered, framed, place_of
 from vllm_pd_connector.wake import Wake
 
 if TYPE_CHECKING:
@@ -45,7 +48,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_NAME_BYTES = 256
 SILENCE_S = 15
 GREETING_S = 10.0
 MAX_UNAUTHENTICATED = 256
@@ -76,7 +78,7 @@ class LivenessLink:
     """The dialler's end. `state`, `reason`, `ended` and `closed_at` are read by any thread and written by the
     hub's, or by `give_up`. `ended`: the loss was told from the other end, which is no more; else it fell silent
     and may be well. `closed_at`: when an open line was closed in good order from there, which no packet filter
-    does."""
+    does. `asks`: from where it is seen to dial; `direct` is whether that is its own end, None if it did not ask."""
 
     peer: str
     deadline: float
@@ -87,11 +89,13 @@ class LivenessLink:
     ended: bool = False
     closed_at: float | None = None
     leaving: bool = False
+    asks: bool = False
+    direct: bool | None = None
     _unsent: bytes = field(init=False)
     _received: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
-        self._unsent = _greeting(self.peer.encode())
+        self._unsent = framed(self.peer.encode() + ASKS * self.asks)
 
     def hang_up(self) -> None:
         """End the link."""
@@ -124,12 +128,14 @@ class LivenessLink:
                 ended=True,
             )
         self._received += received
-        answer = _greeting(self.peer.encode())
-        if not answer.startswith(self._received):
+        try:
+            seen = answered(bytes(self._received), self.peer.encode(), self.asks)
+        except ProtocolError:
             return self.lose(f"{self.peer} is gone: another process listens in its place", ended=True)
-        if len(self._received) == len(answer):
-            if self.socket.getsockname() == self.socket.getpeername():  # a port of ours where nobody listens
+        if seen is not None:
+            if (own := self.socket.getsockname()) == self.socket.getpeername():  # a port of ours where nobody listens
                 return self.lose(f"{self.peer} cannot be reached: the connection leads to this process itself")
+            self.direct = seen == place_of(own) if self.asks else None
             self.state = LivenessState.OPEN
 
     def writable(self) -> None:
@@ -145,35 +151,6 @@ class LivenessLink:
     def lose(self, reason: str, ended: bool = False) -> None:
         if self.state is not LivenessState.LOST:
             self.reason, self.ended, self.state = reason, ended, LivenessState.LOST
-
-
-@dataclass(eq=False, slots=True)
-class IncomingLink:
-    """What came from a dialler: our `name`, for which it has until `deadline`, and nothing else."""
-
-    name: bytes
-    deadline: float
-    greeted: bool = False
-    _received: bytearray = field(default_factory=bytearray)
-
-    def take(self, received: bytes) -> None:
-        """Go on with the greeting; `greeted` is true when it is whole.
-
-        Raises:
-            ProtocolError: the dialler is to be hung up on.
-        """
-        self._received += received
-        if len(self._received) < 4:
-            return
-        length, said = int.from_bytes(self._received[:4], "big"), self._received[4:]
-        if length > MAX_NAME_BYTES:
-            raise ProtocolError(f"it announced a name of {length} bytes, at most {MAX_NAME_BYTES} are read")
-        if len(said) > length:
-            raise ProtocolError("it sent more than a name, and nothing is taken here")
-        if len(said) == length:
-            if not hmac.compare_digest(said, self.name):
-                raise ProtocolError("it asked for another process than this one")
-            self.greeted = True
 
 
 class LivenessHub:
@@ -217,9 +194,9 @@ class LivenessHub:
         self._thread.start()
 
     def dial(
-        self, address: str, port: int, peer: str, timeout: float, wait_ms: int = _NEAR_MILLISECONDS
+        self, address: str, port: int, peer: str, timeout: float, wait_ms: int = _NEAR_MILLISECONDS, asks: bool = False
     ) -> LivenessLink:
-        """A link to the hub named `peer`.
+        """A link to the hub named `peer`; `asks`: from where it is seen to dial.
 
         It is LOST when it is not open within `timeout` seconds, and on return when the peer's machine refuses within
         `wait_ms`.
@@ -235,7 +212,7 @@ class LivenessHub:
         made.setblocking(False)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _notice_silence(made, self._silence_s)
-        link = LivenessLink(peer, time.monotonic() + timeout, self._wake.set, made)
+        link = LivenessLink(peer, time.monotonic() + timeout, self._wake.set, made, asks=asks)
         try:
             failure = made.connect_ex((address, port))
         except OSError as error:  # no address here: of another version of IP, or with a zone of another machine
@@ -366,7 +343,7 @@ class LivenessHub:
             incoming.take(received)
             if incoming.greeted:
                 del self._unauthenticated[arrived]
-                arrived.send(_greeting(incoming.name))
+                arrived.send(incoming.answer(arrived.getpeername()))
         except BlockingIOError:
             return
         except OSError:
@@ -383,10 +360,6 @@ class LivenessHub:
             link.lose("this worker's links have ended")
             link.socket.close()
         self._lost()
-
-
-def _greeting(name: bytes) -> bytes:
-    return len(name).to_bytes(4, "big") + name
 
 
 def _notice_silence(connection: socket.socket, seconds: int) -> None:

@@ -113,7 +113,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a reset is no proof that a process has ended",
-        "ProcessWatch", "            if link.closed_at is not None:\n                self._closed_at = link.closed_at", "            if link.ended:\n                self._closed_at = self._closed_at or now",
+        "ProcessWatch", "            if link.closed_at is not None:\n                self._closed_at, self._direct = link.closed_at, link.direct is not False", "            if link.ended:\n                self._closed_at = self._closed_at or now",
         "test_a_reset_and_refusals_are_no_end",
     ),
     Guarantee(
@@ -125,6 +125,11 @@ GUARANTEES = [
         "a line that is answered again was not closed by its process's end",
         "ProcessWatch", "            self._closed_at = None\n            return", "            return",
         "test_a_closed_line_that_is_answered_again_was_closed_by_somebody_in_between",
+    ),
+    Guarantee(
+        "what a proxy has closed is no proof that a process has ended",
+        "ProcessWatch", "link.closed_at, link.direct is not False", "link.closed_at, True",
+        "test_what_a_proxy_closes_is_no_end_though_it_is_dialled_in_vain",
     ),
     Guarantee(
         "who sends more than a name on a liveness link is hung up on",

@@ -16,6 +16,7 @@ import pytest
 from tests.support.worker.decode_instance import until
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import LivenessAddress
+from vllm_pd_connector.transport.liveness import LivenessHub
 from vllm_pd_connector.worker.peers import process_watch
 from vllm_pd_connector.worker.peers.process_watch import ProcessWatch, ProcessWatches, address_towards
 
@@ -124,6 +125,61 @@ def test_what_this_machine_cannot_dial_has_not_ended(mine, worker, monkeypatch, 
         assert watch.closed and not watch.over
     with worker.take(watch):
         until(lambda: looked(watch).here and not watch.closed, "the next line")
+
+
+def test_a_dial_that_was_refused_before_and_cannot_be_made_now_is_no_end(mine, worker, monkeypatch):
+    watch, line = watched(mine, worker)
+    worker.close()
+    line.close()
+    until(lambda: looked(watch).closed, "the end of the line")
+    monkeypatch.setattr(process_watch, "SETTLE_S", 1.0)
+    until(lambda: looked(watch)._link.closed_at is None and watch.lost, "a refusal")
+    monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: errno.EADDRNOTAVAIL)
+    dialled = watch._dialled_at
+    until(lambda: looked(watch)._dialled_at > dialled + 2 * process_watch.SETTLE_S, "dials that fail")
+    assert watch.closed and not watch.over
+
+
+class Proxy:
+    """Between dialler and worker: takes one connection, and closes both of its sides in good order."""
+
+    def __init__(self, worker: LivenessAddress) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.life = LivenessAddress("127.0.0.1", self._listener.getsockname()[1], worker.name)
+        self._worker = worker
+        self._ends: list[socket.socket] = []
+
+    def carry(self) -> None:
+        """The greeting and its answer."""
+        ends = [self._listener.accept()[0], socket.create_connection((self._worker.address, self._worker.port))]
+        for one, other in (ends, ends[::-1]):
+            other.sendall(one.recv(1024))
+        self._ends += ends
+
+    def close(self) -> None:
+        for end in (*self._ends, self._listener):
+            end.close()
+
+
+def test_what_a_proxy_closes_is_no_end_though_it_is_dialled_in_vain(mine):
+    """As a proxy that ends does, while the worker writes on over another network."""
+    with closing(made()) as other, closing(Proxy(other.own)) as proxy:
+        watch = mine.watch(proxy.life, time.monotonic())
+        proxy.carry()
+        until(lambda: looked(watch).here, "the line")
+        assert mine.watch(other.own, time.monotonic()) is not watch
+        proxy.close()
+        until(lambda: looked(watch).closed, "the end of the line")
+        dialled = watch._dialled_at
+        until(lambda: looked(watch)._dialled_at > dialled + 3 * process_watch.SETTLE_S and watch.lost, "refusals")
+        assert watch.closed and not watch.over and "proxy in between" in str(watch)
+
+
+def test_a_worker_of_a_release_that_does_not_say_from_where_it_is_dialled_is_believed(mine):
+    with closing(LivenessHub("127.0.0.1", "pd-life-00")) as other:
+        watch = mine.watch(LivenessAddress("127.0.0.1", other.port, "pd-life-00"), time.monotonic())
+        until(lambda: looked(watch).here, "the line")
+    until(lambda: looked(watch).over, "its end")
 
 
 def test_who_was_never_there_has_not_ended(mine, worker):

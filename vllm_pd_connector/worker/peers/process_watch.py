@@ -8,11 +8,12 @@ packet filter's or a proxy's doing while the workers write on.
 So every worker listens for liveness links (`transport.liveness`), which move nothing, and whoever depends on a worker's
 writes holds one to it from before the first of them. It is the worker's kernel that closes an open link when the
 process ends, whatever it died of; a stopped process keeps its links, and a packet filter cannot close one in good
-order. A reset, a refusal and silence prove nothing. A proxy in between may close a link too, so what was closed is
-dialled again and again; only when the process does not answer SETTLE_S later is it over. What it had sent has arrived
-by then: a network that was silent for longer would have cost the link its life by silence, which is no proof.
+order. A reset, a refusal and silence prove nothing. A proxy in between may close a link, too: there the hub sees
+another dial than who does, and says so, and no end is seen; that process alone can say what it writes no more. What was
+closed is dialled again and again; only when the process does not answer SETTLE_S later is it over. What it had sent has
+arrived by then: a network that was silent for longer would have cost the link its life by silence, which is no proof.
 
-    DIALLING --answered--> HERE --closed in good order--> CLOSED --not answered again, SETTLE_S later--> OVER
+    DIALLING --answered--> HERE --closed in good order--> CLOSED --direct, not answered again, SETTLE_S later--> OVER
         |  ^                |                               |
         |  +----------------+------ answered again ---------+
         +--refused, silence--> LOST <--reset, silence-- HERE        and LOST --dialled again--> DIALLING
@@ -44,6 +45,13 @@ LOOK_S = 0.25
 MAX_WATCHES = 4096
 IDLE_S = 3600.0
 
+_SAYS = "pd-line-"
+"""With which the names of hubs begin that say from where one is seen to dial; those of 0.1.0rc1 do not."""
+_BETWEEN = (
+    "closed its line, or a proxy in between did, or what translates addresses there: its end cannot be seen through "
+    "that; let workers reach each other's ports directly"
+)
+
 
 class ProcessWatch:
     """What is known of one worker's process. Lives in the transfer thread; `look` is called by who wants to know."""
@@ -54,6 +62,7 @@ class ProcessWatch:
         self._dial = dial
         self._link: LivenessLink | None = None
         self._closed_at: float | None = None
+        self._direct = True  # what was closed; a release whose hub does not say it is believed
         self._dialled_at = -inf
         self._over = False
         self._reason = ""
@@ -83,7 +92,7 @@ class ProcessWatch:
         if self._over:
             state = "has ended"
         elif self.closed:
-            state = "closed its line and is dialled again"
+            state = "closed its line and is dialled again" if self._direct else _BETWEEN
         else:
             state = "is there" if self.here else self._reason or "has not answered yet"
         return f"worker at {self.life.address} port {self.life.port}: {state}"
@@ -100,8 +109,8 @@ class ProcessWatch:
         if link is not None:
             self._reason = link.reason
             if link.closed_at is not None:
-                self._closed_at = link.closed_at
-            elif self._closed_at is not None and self._dialled_at >= self._closed_at + SETTLE_S:
+                self._closed_at, self._direct = link.closed_at, link.direct is not False
+            elif self._closed_at is not None and self._direct and self._dialled_at >= self._closed_at + SETTLE_S:
                 self._over = True
                 return
         if now >= self._dialled_at + AGAIN_S:
@@ -109,7 +118,7 @@ class ProcessWatch:
             try:
                 self._link = self._dial(self.life)
             except TransferError as error:  # ours to mend, and no word of that process
-                self._reason = str(error)
+                self._link, self._reason = None, str(error)
 
     def let_go(self) -> None:
         """End the link until somebody looks again."""
@@ -131,7 +140,7 @@ class ProcessWatches:
 
     def __init__(self, address: Address, wake: Callable[[], None]) -> None:
         self._address = address
-        name = f"pd-life-{secrets.token_hex(16)}"
+        name = f"{_SAYS}{secrets.token_hex(16)}"
         self._hub = LivenessHub(str(address), name, lost=wake)
         self.own = LivenessAddress(str(address), self._hub.port, name)
         self._watches: dict[str, ProcessWatch] = {}
@@ -165,7 +174,8 @@ class ProcessWatches:
             raise TransferError(f"{life.address[:80]!r} is no IP address") from None
         if address.version != self._address.version:
             raise TransferError(f"address: {self._address} here, {address} there, of another version of IP")
-        return self._hub.dial(str(address), life.port, life.name, DIAL_S, wait_ms=0)
+        asks = life.name.startswith(_SAYS)
+        return self._hub.dial(str(address), life.port, life.name, DIAL_S, wait_ms=0, asks=asks)
 
 
 def address_towards(host: str) -> Address:
