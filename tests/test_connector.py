@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config.aux_output import AuxOutputConfig
+from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from vllm_pd_connector.compat.base import FOLLOWS_SLEEP
@@ -53,6 +55,19 @@ def test_caches_and_buffers_that_nobody_would_move_stop_the_engine(monkeypatch, 
     made.kv_transfer_config.kv_buffer_device = buffer
     for role in KVConnectorRole:
         with pytest.raises(InvalidConfig, match=says):
+            PDConnector(made, role, SimpleNamespace())
+
+
+@pytest.mark.parametrize(("pruned", "experts"), [(0.75, False), (None, True)])
+def test_what_decode_would_lack_beside_caches_stops_the_engine(pruned, experts):
+    """Positions behind a pruned video and the experts of a prompt's tokens are known where it was computed alone."""
+    made = engine(enable_sleep_mode=False, uses_mrope=True, multimodal_config=MultiModalConfig(video_pruning_rate=None))
+    made.aux_output_config = AuxOutputConfig()
+    PDConnector(made, KVConnectorRole.WORKER, SimpleNamespace()).shutdown()
+    made.model_config.multimodal_config = MultiModalConfig(video_pruning_rate=pruned)
+    made.aux_output_config = AuxOutputConfig(enable_return_routed_experts=experts)
+    for role in KVConnectorRole:
+        with pytest.raises(InvalidConfig, match="video_pruning_rate is 0.75" if pruned else "return_routed_experts"):
             PDConnector(made, role, SimpleNamespace())
 
 

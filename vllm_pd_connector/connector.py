@@ -78,6 +78,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         super().__init__(vllm_config, role, kv_cache_config)
         facts.require_lasting_memory(vllm_config)
         facts.require_served_device(vllm_config)
+        facts.require_caches_alone(vllm_config)
         config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None

@@ -122,14 +122,16 @@ MEMBERS = (
     _members(
         "vllm.config.vllm:VllmConfig",
         "model_config cache_config parallel_config speculative_config kv_transfer_config compilation_config "
-        "kv_events_config "
+        "kv_events_config aux_output_config "
         "num_prefill_lookahead_tokens max_concurrent_batches __post_init__",
     ),
     _members(
         "vllm.config.model:ModelConfig",
         "model model_weights architecture dtype hf_text_config enable_sleep_mode get_total_num_hidden_layers "
-        "get_hidden_size get_total_num_kv_heads get_head_size",
+        "get_hidden_size get_total_num_kv_heads get_head_size multimodal_config uses_mrope",
     ),
+    _members("vllm.config.multimodal:MultiModalConfig", "is_multimodal_pruning_enabled video_pruning_rate"),
+    _members("vllm.config.aux_output:AuxOutputConfig", "enable_return_routed_experts"),
     _members("vllm.config.cache:CacheConfig", "cache_dtype"),
     _members("vllm.config.kv_events:KVEventsConfig", "enable_kv_cache_events publisher endpoint replay_endpoint"),
     _members("vllm.config.speculative:SpeculativeConfig", "method draft_model_config num_speculative_tokens"),

@@ -254,6 +254,33 @@ def require_lasting_memory(config: VllmConfig) -> None:
         )
 
 
+def require_caches_alone(config: VllmConfig) -> None:
+    """Refuse what vLLM keeps of a prompt beside its caches: nobody moves that, and decode goes on without it.
+
+    A pruned video's positions come with its embeddings, which decode does not compute: it would rotate what it computes
+    by those of the whole video. Experts that tokens were routed to are asked of a store by their blocks: it has none of
+    what was received, and ends the engine. vLLM refuses the latter for its own connectors, by their names.
+
+    Raises:
+        InvalidConfig: one of them is enabled.
+
+    Source: vLLM 0.32, `Qwen2_5_VLForConditionalGeneration.recompute_mrope_positions`, `MultiModalPruner`;
+    `VllmConfig._verify_aux_output_compatibility`, `AuxOutputWorkerConnector._commit_output`.
+    """
+    if getattr(getattr(config, "aux_output_config", None), "enable_return_routed_experts", False):
+        raise InvalidConfig(
+            "enable_return_routed_experts: the experts of a prompt's tokens are known where it was computed, and "
+            "PDConnector moves caches alone; serve without --enable-return-routed-experts"
+        )
+    media = getattr(config.model_config, "multimodal_config", None)
+    if media is not None and media.is_multimodal_pruning_enabled() and config.model_config.uses_mrope:
+        raise InvalidConfig(
+            f"video_pruning_rate is {media.video_pruning_rate}: which tokens of a video are left, and so the positions "
+            "of all behind them, is known where it was computed, and PDConnector moves caches alone; serve without "
+            "--video-pruning-rate"
+        )
+
+
 SERVED_DEVICES = ("cpu", "cuda")
 """Types of devices, as torch names them: cuda is a GPU of NVIDIA or AMD."""
 
