@@ -128,7 +128,8 @@ MEMBERS = (
     _members(
         "vllm.config.model:ModelConfig",
         "model model_weights architecture dtype hf_text_config enable_sleep_mode get_total_num_hidden_layers "
-        "get_hidden_size get_total_num_kv_heads get_head_size multimodal_config uses_mrope",
+        "get_hidden_size get_total_num_kv_heads get_head_size multimodal_config uses_mrope "
+        "hf_config_path revision",
     ),
     _members("vllm.config.multimodal:MultiModalConfig", "is_multimodal_pruning_enabled video_pruning_rate"),
     _members("vllm.config.aux_output:AuxOutputConfig", "enable_return_routed_experts"),

@@ -23,7 +23,7 @@ from tests.contract.describe_wire import describe, differences, record_of
 from tests.support.geometry.world import Model, Side, instance
 from tests.support.sidechannel.ends import ENGINE, INCARNATION, PATIENCE_S, collect
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.geometry.manifest import CONFIGURATION, Manifest
 from vllm_pd_connector.geometry.topology import check_pd_topology
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.sidechannel.client import SideChannelClient
@@ -93,6 +93,24 @@ def test_a_release_with_the_same_protocol_is_read_whatever_it_and_its_vllm_are_c
     [found] = map(decode, answer.manifests)
     assert found == served
     assert check_pd_topology(manifest("vllm 0.32.0+cpu, vllm_pd_connector 0.1.0"), [found]).allowed
+
+
+def test_weights_that_another_configuration_computes_with_are_refused() -> None:
+    """0.1.0rc1 does not say which it has, and pairs with who does."""
+    one, same, other, silent = (
+        [manifest(f"vllm 0.{release}.0, vllm_pd_connector 0.1.0{told}")]
+        for release, told in (
+            (32, CONFIGURATION + "0a"),
+            (33, CONFIGURATION + "0a"),
+            (32, CONFIGURATION + "0b"),
+            (32, ""),
+        )
+    )
+    assert check_pd_topology(one, same).allowed
+    [difference] = check_pd_topology(one, other).differences
+    assert (difference.field, difference.local, difference.remote) == ("configuration", "0a", "0b")
+    assert "config.json" in difference.advice
+    assert check_pd_topology(one, silent).allowed and check_pd_topology(silent, other).allowed
 
 
 NEXT = m.PROTOCOL_VERSION + 1

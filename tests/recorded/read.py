@@ -168,6 +168,7 @@ def manifests(fixture: Fixture) -> tuple[Manifest, ...]:
         with (
             patch.object(facts, "model_facts", lambda *_: told),
             patch.object(facts, "engine_id", lambda _: str(fixture)),
+            patch.object(facts, "software", lambda *_: "test"),
             patch.object(facts, "coordinates", lambda _, place=place: place),
             patch.object(caches, "layer_facts", lambda *_: layer_facts(fixture)),
             patch.object(caches, "nvfp4_in_order", lambda: fixture.setup.capability // 10 in (8, 9, 12)),
@@ -180,7 +181,6 @@ def manifests(fixture: Fixture) -> tuple[Manifest, ...]:
                     views,
                     incarnation="0" * 32,
                     config=Config(),
-                    software="test",
                     transport="nixl",
                 )
             )

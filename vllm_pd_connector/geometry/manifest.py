@@ -22,6 +22,10 @@ import msgspec
 
 MANIFEST_VERSION = 2
 
+CONFIGURATION = ", configuration "
+"""Begins what `software` tells of the model's configuration beside releases: a field of its own would be refused by
+the release before, which compares all of `ModelFacts`, and reads `software` to nobody."""
+
 
 class Role(StrEnum):
     """What a logical tensor is; two sides' tensors are matched by (layer, role)."""
@@ -238,3 +242,8 @@ class Manifest(ManifestStruct, frozen=True):
     scratch: Segment | None = None
     life: LivenessAddress | None = None
     draft_layers: tuple[str, ...] = ()
+
+    @property
+    def configuration(self) -> str:
+        """What tells the model's configuration from others; empty if this worker does not say."""
+        return self.software.partition(CONFIGURATION)[2]

@@ -191,6 +191,10 @@ def share_box(share: TokenShare) -> Box:
 
 
 _SAME_REVISION = "serve the same model and --revision on both sides"
+_SAME_CONFIGURATION = (
+    "serve with the same config.json (--hf-config-path) and processor configuration on both sides; where they say the "
+    "same in other words, name the weights alike with weights_version"
+)
 _ADVICE = {
     "model": "serve the same model on both sides",
     "architecture": "serve the same model on both sides, with the same --hf-overrides (release 0.1.0rc1 tells none)",
@@ -221,6 +225,9 @@ def instance_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) 
         if (here := getattr(mine.model, name)) != (there := getattr(theirs.model, name))
         and not (name == "speculative" and "" in (here, there))
     ]
+    configurations = mine.configuration, theirs.configuration
+    if all(configurations) and configurations[0] != configurations[1]:  # 0.1.0rc1 does not say
+        found.append(Difference("configuration", *configurations, _SAME_CONFIGURATION))
     if mine.transport != theirs.transport:
         advice = "set the same transport in kv_connector_extra_config"
         found.append(Difference("transport", mine.transport, theirs.transport, advice))

@@ -54,7 +54,6 @@ def build_manifest(
     *,
     incarnation: str,
     config: Config,
-    software: str,
     transport: str,
 ) -> Manifest:
     """This worker's manifest, complete but for the transport's `endpoint`.
@@ -80,7 +79,7 @@ def build_manifest(
         version=MANIFEST_VERSION,
         engine_id=facts.engine_id(vllm_config),
         incarnation=incarnation,
-        software=software,
+        software=facts.software(vllm_config, config),
         model=model,
         parallel=place,
         segments=tuple(segments.values()),

@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_pd_connector import __version__
 from vllm_pd_connector.compat.base import KVConnectorTransferResults, init_logger
 from vllm_pd_connector.compat.memory import Mark, make_device_current, marker
-from vllm_pd_connector.compat.model import facts
 from vllm_pd_connector.compat.model.announced import announced_layers
 from vllm_pd_connector.compat.queues import rest_until_next_message
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
@@ -95,7 +93,6 @@ class WorkerHalf:
             kv_caches,
             incarnation=secrets.token_hex(16),
             config=self._config,
-            software=f"vllm {facts.vllm_version()}, vllm_pd_connector {__version__}",
             transport=self._config.transport,
         )
         validate(manifest)

@@ -62,13 +62,14 @@ def instance(
     content = spec.state_content_size_bytes // spec.dtype.itemsize
     monkeypatch.setattr(facts, "model_facts", lambda *_: FACTS)
     monkeypatch.setattr(facts, "engine_id", lambda _: "p-0")
+    monkeypatch.setattr(facts, "software", lambda *_: "test")
     backend = "DEEPSEEK_V32_INDEXER" if spec is INDEXER else backend
     monkeypatch.setattr(caches, "layer_facts", lambda _: {LAYER: LayerFacts(backend, 128, scales)})
     found = []
     for rank in range(tp_size):
         monkeypatch.setattr(facts, "coordinates", lambda _, rank=rank: Coordinates(rank, tp_size, 0, 1, 0, 1, 1, 1))
         cache = torch.zeros((4, 1, spec.num_states, content), dtype=spec.dtype)
-        described = {"incarnation": "0" * 32, "config": Config(), "software": "test", "transport": "nixl"}
+        described = {"incarnation": "0" * 32, "config": Config(), "transport": "nixl"}
         found.append(build_manifest(SimpleNamespace(speculative_config=None), config, {LAYER: cache}, **described))
         validate(found[-1])
     return found

@@ -72,6 +72,7 @@ def test_what_the_model_computes_in_decides_and_not_the_precision_of_the_cache(
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(facts, "model_facts", lambda *_: replace(FACTS, dtype=model))
     monkeypatch.setattr(facts, "engine_id", lambda _: "p-0")
+    monkeypatch.setattr(facts, "software", lambda *_: "test")
     monkeypatch.setattr(facts, "coordinates", lambda _: Coordinates(0, 1, 0, 1, 0, 1, 1, 1))
     monkeypatch.setattr(caches, "layer_facts", lambda _: {LAYER: LayerFacts("CPU_ATTN", HEADS, (1.0, 1.0))})
     spec = FullAttentionSpec(
@@ -82,7 +83,7 @@ def test_what_the_model_computes_in_decides_and_not_the_precision_of_the_cache(
         num_blocks=PAGES, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)]
     )
     cache = torch.zeros((PAGES, HEADS, TOKENS, 2 * SIZE), dtype=torch.uint8)
-    described = {"incarnation": "0" * 32, "config": Config(), "software": "test", "transport": "nixl"}
+    described = {"incarnation": "0" * 32, "config": Config(), "transport": "nixl"}
     manifest = build_manifest(SimpleNamespace(speculative_config=None), config, {LAYER: cache}, **described)
     validate(manifest)
     assert {tensor.role for tensor in manifest.tensors} == ({Role.KEY, Role.VALUE} if affine else {Role.OPAQUE})

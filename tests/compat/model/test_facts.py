@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from vllm_pd_connector.compat.model.facts import event_endpoints, model_facts
+from vllm_pd_connector.compat.model.facts import event_endpoints, model_facts, software
 from vllm_pd_connector.config import Config
-from vllm_pd_connector.geometry.manifest import ModelFacts
+from vllm_pd_connector.geometry.manifest import CONFIGURATION, ModelFacts
 
 
 def loaded(path: str | Path, weights: str = "", **changes: Any) -> SimpleNamespace:
     fields = {"revision": None, "quantization": None, "quantization_config": None, "hf_overrides": {}}
+    fields |= {"hf_config_path": None, "multimodal_config": None}
     fields["model_arch_config"] = SimpleNamespace(quantization_config=None)
     return SimpleNamespace(model=str(path), model_weights=weights, **fields | changes)
 
@@ -138,6 +140,59 @@ def test_functions_that_override_are_told_by_what_they_make() -> None:
     assert made(**one, _name_or_path="/here", transformers_version="5.1") == made(**one, **LENGTH)
     others = [made(**one), made(**{**one, "rms_norm_eps": 1.0}), made(**one | {"text_config": {}}), architecture({})]
     assert len(set(others)) == len(others)
+
+
+def served(path: Path, own: Mapping[str, Any] | None = None, rope: object = None, **changes: Any) -> str:
+    """What an instance says of the files of its model's configuration."""
+    model = loaded(path, hf_text_config=SimpleNamespace(rope_parameters=rope), **changes)
+    return software(SimpleNamespace(model_config=model), Config(**own or {})).partition(CONFIGURATION)[2]
+
+
+def configured(directory: Path, name: str = "config.json", **values: object) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_text(json.dumps({"rms_norm_eps": 1e-5} | values))
+    return directory
+
+
+def test_configurations_that_lie_beside_equal_weights_are_told_apart(tmp_path: Path) -> None:
+    """A hub's repository whose config.json alone was mended, and its copy from before."""
+    one, copy = configured(tmp_path / "a"), configured(tmp_path / "b")
+    assert served(one) == served(copy) != ""
+    others = [
+        configured(tmp_path / "c", rms_norm_eps=1e-6),
+        configured(tmp_path / "d", num_experts_per_tok=4),
+        configured(tmp_path / "e", text_config={"logit_scale": 0.5}),
+        configured(tmp_path / "f", vision_config={"rope_theta": 0.5}),
+    ]
+    told = [served(path) for path in (one, *others)]
+    assert len(set(told)) == len(told)
+    assert served(one, hf_config_path=str(others[0])) == served(others[0], hf_config_path=None)
+    assert served(others[0], {"weights_version": "v1"}) == "", "the name stands for it"
+
+
+def test_what_a_configuration_may_say_otherwise(tmp_path: Path) -> None:
+    one = configured(tmp_path / "a")
+    names = {"_name_or_path": "/here", "transformers_version": "5.1", "eos_token_id": [1, 2], "torch_dtype": "float16"}
+    effects = {"rope_scaling": {"type": "yarn"}, "quantization_config": {"quant_method": "fp8"}}
+    assert served(configured(tmp_path / "b", **names, **effects, text_config=effects | LENGTH, **LENGTH)) == served(one)
+    longer = configured(tmp_path / "c", **LENGTH)
+    assert served(longer, rope={"rope_type": "dynamic"}) != served(one, rope={"rope_type": "dynamic"})
+
+
+def test_what_makes_images_into_embeddings_is_part_of_the_configuration(tmp_path: Path) -> None:
+    sides = [configured(tmp_path / name) for name in "ab"]
+    for side, mean in zip(sides, (0.4, 0.5), strict=True):
+        configured(side, "preprocessor_config.json", image_mean=mean)
+    assert served(sides[0]) == served(sides[1]), "a model of text alone reads none"
+    assert served(sides[0], multimodal_config=object()) != served(sides[1], multimodal_config=object())
+
+
+def test_a_configuration_that_cannot_be_read_stops_no_engine(tmp_path: Path) -> None:
+    assert served(tmp_path) == served(tmp_path / "nowhere") == ""
+    (tmp_path / "config.json").write_text("[]")
+    assert served(tmp_path) == ""
+    (tmp_path / "config.json").write_text("{")
+    assert served(tmp_path) == ""
 
 
 def test_a_draft_model_of_its_own_is_told_apart() -> None:

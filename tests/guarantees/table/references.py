@@ -53,6 +53,11 @@ GUARANTEES = [
         "test_overrides_of_the_configuration_are_told",
     ),
     Guarantee(
+        "a cache is read for the configuration files that it was computed with",
+        "instance_differences", "if all(configurations) and configurations[0] != configurations[1]:", "if False:",
+        "test_weights_that_another_configuration_computes_with_are_refused",
+    ),
+    Guarantee(
         "a cache is read for the quantization that it was computed with",
         "model_facts", '"mixed" if own.allow_mixed_quantization else quantization_of(model)', '"mixed"',
         "test_a_quantization_is_its_method_and_its_settings",

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_pd_connector import __version__
 from vllm_pd_connector.compat.base import FOLLOWS_SLEEP
-from vllm_pd_connector.compat.model.overrides import overrides_of
+from vllm_pd_connector.compat.model.overrides import configuration_of, overrides_of
 from vllm_pd_connector.compat.model.weights import quantization_of, weights_of
 from vllm_pd_connector.config import Config, parse_config
 from vllm_pd_connector.errors import InvalidConfig
-from vllm_pd_connector.geometry.manifest import Coordinates, ModelFacts
+from vllm_pd_connector.geometry.manifest import CONFIGURATION, Coordinates, ModelFacts
 from vllm_pd_connector.instance_info import EngineInfo
 from vllm_pd_connector.protocol.weights import version_name
 
@@ -48,6 +48,14 @@ def model_facts(config: VllmConfig, own: Config) -> ModelFacts:
         weights=weights_of(model, config.load_config) if version is None else version_name(version),
         quantization="mixed" if own.allow_mixed_quantization else quantization_of(model),
     )
+
+
+def software(config: VllmConfig, own: Config) -> str:
+    """Which releases this is, and what tells the files of the model's configuration from others; nothing of these where
+    nobody can, or where a name stands for the weights and all that says how they are computed with."""
+    releases = f"vllm {vllm_version()}, vllm_pd_connector {__version__}"
+    files = configuration_of(config.model_config) if own.weights_version is None else ""
+    return f"{releases}{CONFIGURATION}{files}" if files else releases
 
 
 # Methods that draft from the tokens alone: what is cached is the same without them.

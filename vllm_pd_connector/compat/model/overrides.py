@@ -1,8 +1,9 @@
-"""What `--hf-overrides` makes of a model's configuration: same weights, other numbers in the caches.
+"""A model's configuration and what `--hf-overrides` makes of it: same weights, other numbers in the caches.
 
-Most of what can be overridden decides numbers (an epsilon, how many experts a token gets, a scale of logits), so all of
-it has to be equal on both sides but for what is compared elsewhere, by its effect, and what may well differ: names,
-where the model's positions end, and how many modules draft.
+Most of what it says decides numbers (an epsilon, how many experts a token gets, a scale of logits), so all of it has to
+be equal on both sides but for what is compared elsewhere, by its effect, and what may well differ: names, where the
+model's positions end, and how many modules draft. Its file is read as it lies: what transformers makes of it has other
+defaults in each of its releases.
 
 Source: vLLM 0.32, `ModelConfig.__post_init__` (`_apply_dict_overrides`), `transformers_utils/config.py` (`get_config`),
 `model_arch_config_convertor.py` (keys of lengths), `rotary_embedding/__init__.py` (which rope goes by the length).
@@ -13,7 +14,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.compat.model.weights import local_files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+logger = init_logger(__name__)
 
 MAX_SHOWN: Final = 4096
 _COMPARED: Final = frozenset({"architectures", "dtype", "torch_dtype", "rope_parameters", "quantization_config"})
@@ -24,6 +33,14 @@ _LENGTHS: Final = frozenset(
     {
         *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
         *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
+    }
+)
+_FILES: Final = ("config.json", "params.json")
+_OF_MEDIA: Final = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+_FREE_IN_FILES: Final = frozenset(
+    {
+        *("rope_scaling", "rope_theta", "compression_config"),  # compared as rope_parameters and quantization_config
+        *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "processor_class", "chat_template"),
     }
 )
 _BY_LENGTH: Final = ("dynamic", "longrope")
@@ -46,6 +63,31 @@ def overrides_of(model: Any, *, any_quantization: bool) -> str:
         return ""
     text = _json(kept)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}… ({_digest(text)})"
+
+
+def configuration_of(model: Any) -> str:
+    """16 hex digits over the files that say how a ModelConfig's weights are computed with, and how its media become
+    embeddings; empty if there are none that can be read here."""
+    free = _COMPARED | _NAMES | _DRAFTED | _FREE_IN_FILES
+    free |= frozenset() if _goes_by_length(model) else _LENGTHS
+    try:
+        own = local_files(str(model.model), model.revision, None)
+        pinned = getattr(model, "_hf_config_revision", None) or model.revision
+        named = local_files(str(model.hf_config_path), pinned, None) if model.hf_config_path else own
+        found = [file for name in _FILES if named is not None and (file := named / name).is_file()][:1]
+        if model.multimodal_config is not None and own is not None:
+            found += [file for name in _OF_MEDIA if (file := own / name).is_file()]
+        return _digest(_json([_kept(_read(file), free) for file in found])) if found else ""
+    except (OSError, ValueError) as error:
+        logger.warning("the configuration of %s cannot be read here, and is not compared: %s", model.model, error)
+        return ""
+
+
+def _read(file: Path) -> Mapping[Any, Any]:
+    read = json.loads(file.read_bytes())
+    if not isinstance(read, Mapping):
+        raise ValueError(f"{file}: no object")
+    return read
 
 
 def _json(values: object) -> str:
