@@ -129,9 +129,13 @@ MEMBERS = (
         "vllm.config.model:ModelConfig",
         "model model_weights architecture dtype hf_text_config enable_sleep_mode get_total_num_hidden_layers "
         "get_hidden_size get_total_num_kv_heads get_head_size multimodal_config uses_mrope "
-        "hf_config_path revision",
+        "hf_config_path revision model_class_overrides",
     ),
-    _members("vllm.config.multimodal:MultiModalConfig", "is_multimodal_pruning_enabled video_pruning_rate"),
+    _members(
+        "vllm.config.multimodal:MultiModalConfig",
+        "is_multimodal_pruning_enabled video_pruning_rate mm_processor_kwargs get_video_pruning_spec "
+        "mm_encoder_attn_dtype",
+    ),
     _members("vllm.config.aux_output:AuxOutputConfig", "enable_return_routed_experts"),
     _members("vllm.config.cache:CacheConfig", "cache_dtype"),
     _members("vllm.config.kv_events:KVEventsConfig", "enable_kv_cache_events publisher endpoint replay_endpoint"),

@@ -197,7 +197,10 @@ _SAME_CONFIGURATION = (
 )
 _ADVICE = {
     "model": "serve the same model on both sides",
-    "architecture": "serve the same model on both sides, with the same --hf-overrides (release 0.1.0rc1 tells none)",
+    "architecture": (
+        "serve the same model on both sides, with the same --hf-overrides and other options that it names (release "
+        "0.1.0rc1 tells none)"
+    ),
     **dict.fromkeys(("num_layers", "hidden_size", "num_kv_heads", "head_size"), _SAME_REVISION),
     "dtype": "start both with the same --dtype",
     "kv_cache_dtype": "start both with the same --kv-cache-dtype",

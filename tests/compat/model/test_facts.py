@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from vllm.config.multimodal import MultiModalConfig
 
 from vllm_pd_connector.compat.model.facts import event_endpoints, model_facts, software
 from vllm_pd_connector.config import Config
@@ -114,6 +115,33 @@ LENGTH = {"max_position_embeddings": 8192}
 )
 def test_overrides_that_are_compared_by_their_effect_or_harmless_may_differ(overrides: object) -> None:
     assert architecture(overrides) == architecture({})
+
+
+def test_options_that_make_other_embeddings_of_media_are_told() -> None:
+    """vLLM's names of media have a request's own processor settings in them, and not an instance's."""
+
+    def options(**given: Any) -> str:
+        return architecture({}, multimodal_config=MultiModalConfig(**given))
+
+    told = [
+        options(),
+        options(mm_processor_kwargs={"do_normalize": False}),
+        options(mm_processor_kwargs={"do_normalize": True}),
+        options(video_pruning_rate=0.5),
+        options(video_pruning_rate=0.5, video_pruning_method="vidcom2"),
+        options(mm_encoder_attn_dtype="fp8"),
+        architecture({}, model_class_overrides={"LlamaForCausalLM": "mine:Llama"}),
+    ]
+    assert len(set(told)) == len(told)
+    assert told[:2] == ["LlamaForCausalLM", 'LlamaForCausalLM with --mm-processor-kwargs {"do_normalize": false}']
+    assert options(video_pruning_method="vidcom2", mm_processor_kwargs={"device": "cuda"}) == told[0]
+
+
+def test_a_file_of_a_quantization_goes_by_its_content(tmp_path: Path) -> None:
+    for name, bits in (("a", 4), ("b", 4), ("c", 8)):
+        (tmp_path / name).write_text(str(bits))
+    one, same, other, none = (architecture({"quantization_config_file": str(tmp_path / name)}) for name in "abcd")
+    assert one == same != other != none and one != none
 
 
 def test_overrides_of_a_quantization_may_differ_where_that_may() -> None:

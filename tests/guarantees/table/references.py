@@ -49,7 +49,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a cache is read for the configuration that it was computed with",
-        "model_facts", "if overrides else model.architecture", "if False else model.architecture",
+        "model_facts", 'f"{model.architecture}{options}"', "model.architecture",
         "test_overrides_of_the_configuration_are_told",
     ),
     Guarantee(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_pd_connector import __version__
 from vllm_pd_connector.compat.base import FOLLOWS_SLEEP
-from vllm_pd_connector.compat.model.overrides import configuration_of, overrides_of
+from vllm_pd_connector.compat.model.overrides import configuration_of, options_of
 from vllm_pd_connector.compat.model.weights import quantization_of, weights_of
 from vllm_pd_connector.config import Config, parse_config
 from vllm_pd_connector.errors import InvalidConfig
@@ -27,16 +27,16 @@ def model_facts(config: VllmConfig, own: Config) -> ModelFacts:
 
     `model_id` overrides the model's name, for instances that serve one model under different local paths, and
     `weights_version` what the weights tell of themselves. Rope parameters and the speculative method are part of the
-    facts because the cached numbers depend on them; overrides of the configuration stand with the architecture, since a
+    facts because the cached numbers depend on them; options that decide numbers stand with the architecture, since a
     field of their own would be refused by the release before.
     """
     model = config.model_config
     name = own.model_id or str(model.model)
     version = own.weights_version
-    overrides = overrides_of(model, any_quantization=own.allow_mixed_quantization)
+    options = options_of(model, any_quantization=own.allow_mixed_quantization)
     return ModelFacts(
         model=name,
-        architecture=f"{model.architecture} with --hf-overrides {overrides}" if overrides else model.architecture,
+        architecture=f"{model.architecture}{options}",
         num_layers=model.get_total_num_hidden_layers(),
         hidden_size=model.get_hidden_size(),
         num_kv_heads=model.get_total_num_kv_heads(),

@@ -14,13 +14,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.model.weights import local_files
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 logger = init_logger(__name__)
 
@@ -49,6 +47,22 @@ _TEXT: Final = ("text_config", "llm_config", "language_config", "thinker_config"
 """Where a configuration of several parts has that of the language model, whose rope is compared."""
 
 
+def options_of(model: Any, *, any_quantization: bool) -> str:
+    """Every option of a ModelConfig by which its caches hold other numbers, as it is told behind the architecture;
+    empty if there is none. What makes media into embeddings is not in vLLM's names of media if an option says it.
+
+    Source: vLLM 0.32, `ProcessorInputs.get_mm_hashes` (a request's own `mm_processor_kwargs` alone).
+    """
+    told: dict[str, object] = {"--model-class-overrides": getattr(model, "model_class_overrides", None)}
+    if (media := model.multimodal_config) is not None:
+        told["--mm-processor-kwargs"] = _kept(media.mm_processor_kwargs or {}, frozenset({"device"}))
+        told["--video-pruning-method"] = media.get_video_pruning_spec()
+        told["--mm-encoder-attn-dtype"] = None if any_quantization else media.mm_encoder_attn_dtype
+    texts = {"--hf-overrides": overrides_of(model, any_quantization=any_quantization)}
+    texts |= {option: _json(value) for option, value in told.items() if value}
+    return "".join(f" with {option} {text}" for option, text in texts.items() if text)
+
+
 def overrides_of(model: Any, *, any_quantization: bool) -> str:
     """The overrides of a ModelConfig that both sides must share, as JSON; empty if there are none.
 
@@ -61,6 +75,8 @@ def overrides_of(model: Any, *, any_quantization: bool) -> str:
         return f"a function that makes configuration {_digest(_json(_kept(model.hf_config.to_dict(), free)))}"
     if not (kept := _kept(model.hf_overrides or {}, free)):
         return ""
+    if (file := kept.get("quantization_config_file")) is not None:
+        kept["quantization_config_file"] = _content(str(file))
     text = _json(kept)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}… ({_digest(text)})"
 
@@ -88,6 +104,14 @@ def _read(file: Path) -> Mapping[Any, Any]:
     if not isinstance(read, Mapping):
         raise ValueError(f"{file}: no object")
     return read
+
+
+def _content(file: str) -> str:
+    """A file by its content; by its path where it cannot be read."""
+    try:
+        return f"content {_digest(Path(file).read_text(errors='replace'))}"
+    except OSError:
+        return file
 
 
 def _json(values: object) -> str:
