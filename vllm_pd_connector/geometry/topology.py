@@ -204,7 +204,7 @@ _ADVICE = {
     **dict.fromkeys(("num_layers", "hidden_size", "num_kv_heads", "head_size"), _SAME_REVISION),
     "dtype": "start both with the same --dtype",
     "kv_cache_dtype": "start both with the same --kv-cache-dtype",
-    "rope": "start both with the same --rope-scaling, --max-model-len and --hf-overrides",
+    "rope": "start both with the same --rope-scaling, --max-model-len, --hf-overrides and --override-generation-config",
     "speculative": (
         "start both with the same method and model in --speculative-config, however many tokens they draft, or one "
         "without"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from vllm_pd_connector.geometry.manifest import CONFIGURATION, ModelFacts
 
 def loaded(path: str | Path, weights: str = "", **changes: Any) -> SimpleNamespace:
     fields = {"revision": None, "quantization": None, "quantization_config": None, "hf_overrides": {}}
-    fields |= {"hf_config_path": None, "multimodal_config": None}
+    fields |= {"hf_config_path": None, "multimodal_config": None, "architecture": "LlamaForCausalLM"}
     fields["model_arch_config"] = SimpleNamespace(quantization_config=None)
     return SimpleNamespace(model=str(path), model_weights=weights, **fields | changes)
 
@@ -41,7 +41,6 @@ def facts(
     this connector, `changes` fields of vLLM's model configuration."""
     model = SimpleNamespace(
         **vars(loaded(path, weights, **changes)),
-        architecture="LlamaForCausalLM",
         dtype="torch.bfloat16",
         hf_text_config=SimpleNamespace(rope_parameters=rope),
         max_model_len=max_model_len,
@@ -77,6 +76,21 @@ def test_long_rope_has_two_sets_of_factors_and_max_model_len_decides(several: bo
     assert short.rope != longer.rope and longer == longest
     plain = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
     assert facts("/m", None, rope=plain) == facts("/m", None, rope=plain, max_model_len=131072)
+
+
+@pytest.mark.parametrize("name", ["Llama4ForCausalLM", "Llama4ForConditionalGeneration"])
+def test_llama_4_scales_queries_by_position_where_max_model_len_is_above_32768(name: str) -> None:
+    """Its layers without rope; later layers' keys and values follow from what they give. Configurations may say it."""
+
+    def rope(length: int, stored: Mapping[str, Any] = MappingProxyType({}), **given: Any) -> str:
+        says = {"try_get_generation_config": lambda: dict(stored), "override_generation_config": given}
+        return facts("/m", None, rope={"rope_theta": 5e5}, max_model_len=length, architecture=name, **says).rope
+
+    on, off = {"attn_temperature_tuning": True}, {"attn_temperature_tuning": False}
+    short, long = rope(32768), rope(32769)
+    assert short != long
+    assert short == rope(8192) == rope(65536, off) == rope(65536, on, **off)
+    assert long == rope(131072) == rope(8192, on) == rope(8192, off, **on)
 
 
 def architecture(overrides: object, rope: Mapping[str, Any] | None = None, **changes: Any) -> str:

@@ -93,25 +93,33 @@ def _speculative(config: VllmConfig, name: str, version: str | None) -> str:
     return _canonical(facts)
 
 
+_LLAMA4 = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
+_LLAMA4_TUNES_ABOVE = 32768
+
+
 def _rope(model: Any) -> str:
     """The rope parameters; with LongRoPE also which of its two sets of factors vLLM takes for all positions: the long
-    ones, if the longest request that it serves is longer than what the model was first trained on.
+    ones, if the longest request that it serves is longer than what the model was first trained on. Llama 4 goes by that
+    length, too, in layers without rope.
 
-    Source: vLLM 0.32, `Phi3LongRoPEScaledRotaryEmbedding`.
+    Source: vLLM 0.32, `Phi3LongRoPEScaledRotaryEmbedding`, `Llama4ForCausalLM`.
     """
     config = model.hf_text_config
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, Mapping):
         return _canonical(parameters)
     kinds: list[Any] = [one for one in (parameters, *parameters.values()) if isinstance(one, Mapping)]  # or several
-    stated = getattr(config, "original_max_position_embeddings", None) or 0
+    otherwise = getattr(config, "original_max_position_embeddings", None) or 0
     trained = [
-        one.get("original_max_position_embeddings") or stated
+        one.get("original_max_position_embeddings") or otherwise
         for one in kinds
         if "longrope" in (one.get("rope_type"), one.get("type"))
     ]
-    long = {"long_factors": [model.max_model_len > length for length in trained]} if trained else {}
-    return _canonical({**parameters, **long})
+    told = {"long_factors": [model.max_model_len > length for length in trained]} if trained else {}
+    if model.architecture in _LLAMA4:
+        stated = model.try_get_generation_config() | model.override_generation_config
+        told["tuned"] = [bool(stated.get("attn_temperature_tuning", model.max_model_len > _LLAMA4_TUNES_ABOVE))]
+    return _canonical({**parameters, **told})
 
 
 def _canonical(value: Any) -> str:

@@ -30,7 +30,7 @@ _DRAFTED: Final = frozenset({"num_nextn_predict_layers", "n_predict"})
 _LENGTHS: Final = frozenset(
     {
         *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
-        *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
+        *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len", "max_model_len"),
     }
 )
 _FILES: Final = ("config.json", "params.json")
