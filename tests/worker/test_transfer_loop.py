@@ -215,6 +215,23 @@ def test_a_read_that_drains_is_not_forgotten_for_another_request_of_its_name(pre
     assert not decode.loop._receives._active
 
 
+def test_a_receive_that_cannot_begin_is_reported_beside_one_of_its_name_that_drains(prefill, decode, monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("a defect of ours")
+
+    prefill.transports[0].faults.frozen = True
+    decode.loop.submit([prefill.request("a")], [])
+    until(lambda: decode.reads("a"), "it to read")
+    decode.loop.submit([], ["a"])
+    assert decode.wait_for("a") == [False]
+    decode.finished.clear()
+    monkeypatch.setattr(decode.loop._receives._links, "get", broken)
+    decode.loop.submit([request_of("a", prefill.hand_over("2"))], [])
+    assert decode.wait_for("a") == [False]
+    prefill.transports[0].faults.frozen = False
+    decode.until(lambda: decode.drained == {"a"}, "the quarantine to end")
+
+
 def test_a_late_answer_for_a_receive_that_is_over_does_not_end_another_of_its_name(prefill, decode):
     decode.received(prefill.request("warm"))
     decode.transport.faults.held = True

@@ -211,7 +211,7 @@ class Receives:
     def fail(self, request: ReceiveRequest, reason: str, now: float) -> None:
         """End a receive that could not begin."""
         active = self._active.get(request.request_id)
-        if active is None:
+        if active is None or active.request is not request:  # an older one of its name
             self._refuse(request, FailureKind.INTERNAL)
         elif not active.reported:
             self._drive(active, receives.PeerFailed(reason), now, FailureKind.INTERNAL)
