@@ -55,7 +55,8 @@ MEMBERS = (
     ),
     _members(
         "vllm.v1.request:RequestStatus",
-        "FINISHED_LENGTH_CAPPED FINISHED_STOPPED WAITING_FOR_REMOTE_KVS WAITING PREEMPTED",
+        "FINISHED_LENGTH_CAPPED FINISHED_STOPPED FINISHED_REPETITION FINISHED_ABORTED WAITING_FOR_REMOTE_KVS WAITING "
+        "PREEMPTED",
     ),
     _members(
         "vllm.v1.core.sched.output:SchedulerOutput",
@@ -138,6 +139,9 @@ MEMBERS = (
         "mm_encoder_attn_dtype",
     ),
     _members("vllm.config.aux_output:AuxOutputConfig", "enable_return_routed_experts"),
+    _members("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase", "is_draft_layer get_attn_backend"),
+    _members("vllm.multimodal.inputs:MultiModalFeatureSpec", "data identifier modality mm_position"),
+    _members("vllm.platforms.interface:Platform", "device_name get_device_capability is_fp8_fnuz"),
     _members("vllm.config.cache:CacheConfig", "cache_dtype"),
     _members("vllm.config.kv_events:KVEventsConfig", "enable_kv_cache_events publisher endpoint replay_endpoint"),
     _members("vllm.config.speculative:SpeculativeConfig", "method draft_model_config num_speculative_tokens"),
