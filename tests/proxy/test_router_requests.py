@@ -13,6 +13,7 @@ from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import DONE, PARAMS, break_off, info, streams
+from vllm_pd_connector.proxy.fleet import InstanceRole
 
 TOKEN = b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\n'
 HANDED_OVER = {"choices": [{"text": "a"}], "kv_transfer_params": PARAMS}
@@ -102,6 +103,19 @@ async def test_who_asks_for_models_does_not_wait_for_an_instance_that_is_stopped
     stopped.names_models.clear()
     await bench.route(decode=[stopped.url, other.url], read_timeout=1000.0)
     assert (await bench.get("/v1/models"))[0] == 200
+
+
+@over_bench
+async def test_an_instance_that_is_slow_to_name_its_models_still_gets_requests(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_pd_connector.proxy.router.LOOK_S", 0.1)
+    slow = await bench.instance(DONE)
+    slow.names_models.clear()
+    await bench.route(decode=[slow.url], check_interval=1000.0)
+    status, said = await bench.get("/v1/models")
+    assert status == 503 and f"{slow.url}/v1/models: TimeoutError" in str(said)
+    assert [instance.url for instance in bench.router.fleet.usable(InstanceRole.DECODE)] == [slow.url]
 
 
 @over_bench
@@ -222,7 +236,7 @@ async def test_who_asks_for_models_is_not_sent_elsewhere(bench: Bench) -> None:
     app.router.add_get("/{path:.*}", well)
     await bench.route(decode=[await bench.serve(app)])
     status, said = await bench.get("/v1/models")
-    assert status == 502 and "elsewhere" in said and other.url in said
+    assert status == 503 and "elsewhere" in said and other.url in said
 
 
 @pytest.mark.parametrize("then", [None, break_off])

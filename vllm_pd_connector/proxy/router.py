@@ -369,20 +369,20 @@ class Router:
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        limit = aiohttp.ClientTimeout(LOOK_S)
+        limit, failed = aiohttp.ClientTimeout(LOOK_S), ""
         for instance in self.fleet.usable(InstanceRole.DECODE):
             where = f"{instance.url}/v1/models"
             try:
                 asked = self._session.get(where, headers=credentials(request), timeout=limit, allow_redirects=False)
                 async with asked as response:
                     require_here(InstanceRole.DECODE, instance, response)
-                    content = await response.read()
-                    return passed_on(response.status, content, response.content_type)
-            except LegError as error:
-                return refuse("-", error.status, str(error))
-            except (aiohttp.ClientError, TimeoutError) as error:
-                self.fleet.refused(instance, repr(error))
-        return refuse("-", 503, f"no decode instance can be reached: {self.fleet.reasons(InstanceRole.DECODE)}")
+                    return passed_on(response.status, await response.read(), response.content_type)
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                self.fleet.refused(instance, str(error))
+            except (aiohttp.ClientError, TimeoutError, LegError) as error:  # one that is slow still takes requests
+                self.fleet.suspect()
+                failed = f"{where}: {str(error) or type(error).__name__}; "
+        return refuse("-", 503, f"no decode instance can be reached: {failed}{self.fleet.reasons(InstanceRole.DECODE)}")
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
         """200 while at least one instance of each role can be used. Who asks does so all the time: a change is logged,
