@@ -210,26 +210,13 @@ def test_a_read_that_drains_is_not_forgotten_for_another_request_of_its_name(pre
         before = decode.active("a")
         decode.loop.submit([], ["a"])
         assert decode.wait_for("a") == [False]
+    decode.finished.clear()
+    monkeypatch.setattr(decode.loop._receives._links, "get", lambda *_, **__: 1 / 0)
+    decode.loop.submit([request_of("a", prefill.hand_over("3"))], [])
+    assert decode.wait_for("a") == [False], "one that cannot begin is reported beside them"
     prefill.transports[0].faults.frozen = False
     until(lambda: drained == ["a", "a"], "both to end")
     assert not decode.loop._receives._active
-
-
-def test_a_receive_that_cannot_begin_is_reported_beside_one_of_its_name_that_drains(prefill, decode, monkeypatch):
-    def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("a defect of ours")
-
-    prefill.transports[0].faults.frozen = True
-    decode.loop.submit([prefill.request("a")], [])
-    until(lambda: decode.reads("a"), "it to read")
-    decode.loop.submit([], ["a"])
-    assert decode.wait_for("a") == [False]
-    decode.finished.clear()
-    monkeypatch.setattr(decode.loop._receives._links, "get", broken)
-    decode.loop.submit([request_of("a", prefill.hand_over("2"))], [])
-    assert decode.wait_for("a") == [False]
-    prefill.transports[0].faults.frozen = False
-    decode.until(lambda: decode.drained == {"a"}, "the quarantine to end")
 
 
 def test_a_late_answer_for_a_receive_that_is_over_does_not_end_another_of_its_name(prefill, decode):
