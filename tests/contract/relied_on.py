@@ -74,6 +74,7 @@ MEMBERS = (
         "input_queue _process_input_queue step_fn post_step _reject_add_in_shutdown",
     ),
     _members("vllm.v1.executor.abstract:Executor", "sleep discard"),
+    _members("vllm.config.lora:LoRAConfig", "max_cpu_loras target_modules"),
     _members("vllm.lora.request:LoRARequest", "lora_name lora_int_id lora_path load_inplace"),
     _members(
         "vllm.v1.worker.gpu_worker:Worker",
@@ -123,7 +124,7 @@ MEMBERS = (
     _members(
         "vllm.config.vllm:VllmConfig",
         "model_config cache_config parallel_config speculative_config kv_transfer_config compilation_config "
-        "kv_events_config aux_output_config "
+        "kv_events_config aux_output_config lora_config "
         "num_prefill_lookahead_tokens max_concurrent_batches __post_init__",
     ),
     _members(

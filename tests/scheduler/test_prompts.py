@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
@@ -117,7 +118,7 @@ def test_media_with_neither_a_name_nor_content_are_refused():
 
 
 def book(**ids: str) -> Adapters:
-    return Adapters(ids, lambda: True)
+    return Adapters(ids, None, lambda: True)
 
 
 def test_adapters_of_one_name_are_told_apart_by_their_files(tmp_path: Path):
@@ -173,6 +174,41 @@ def test_an_adapter_that_was_loaded_again_is_what_was_loaded_whatever_becomes_of
     assert adapters.name_of(request) == loaded
     adapters.removed(1)
     assert adapters.name_of(request) != loaded
+
+
+def test_an_adapter_for_which_there_was_no_place_may_be_what_its_files_became(tmp_path: Path):
+    """Workers with one place give it away for another's, and read it again, without a word."""
+    adapters = Adapters({}, LoRAConfig(max_lora_rank=8, max_loras=1), lambda: True)
+    request, other = (with_adapter(adapter(tmp_path / str(n), b"1"), number=n) for n in (1, 2))
+    loaded = adapters.name_of(request)
+    adapter(tmp_path / "1", b"22")
+    assert adapters.name_of(request) == loaded, "it is still there"
+    adapters.name_of(other)
+    with pytest.raises(ProtocolError, match="have changed since they were loaded"):
+        adapters.name_of(request)
+    again = with_adapter(tmp_path / "1", number=1, in_place=True)
+    adapters.loaded(again.lora_request, done=True)
+    assert adapters.name_of(again) == book().name_of(with_adapter(tmp_path / "1", number=3)) != loaded
+
+
+def test_an_adapter_that_was_given_away_is_read_once(tmp_path: Path):
+    """When a request has it, but nobody tells when: files that change after that may be what it is, or not."""
+    request, adapters = with_adapter(adapter(tmp_path / "a", b"1")), book()
+    first = adapters.name_of(request)
+    adapters.removed()
+    adapter(tmp_path / "a", b"22")
+    assert adapters.name_of(request) != first
+    adapter(tmp_path / "a", b"333")
+    with pytest.raises(ProtocolError, match="load it in place"):
+        adapters.name_of(request)
+
+
+def test_an_adapter_that_is_used_in_part_is_another(tmp_path: Path):
+    request = with_adapter(adapter(tmp_path / "a", b"1"))
+    parts = [None, ["q_proj"], ["v_proj", "q_proj"], ["q_proj", "v_proj"]]
+    configs = [LoRAConfig(max_lora_rank=8, target_modules=part) for part in parts]
+    digests = [prompt_digest(request, TOKENS, Adapters({}, one, lambda: True).name_of) for one in configs]
+    assert digests[0] == prompt_digest(request, TOKENS) and digests[2] == digests[3] and len(set(digests)) == 3
 
 
 def test_an_adapter_in_the_home_of_nobody_goes_by_its_path():

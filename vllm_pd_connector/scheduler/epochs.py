@@ -13,7 +13,7 @@ had come before the change is not handed over: it may be of both, or was promise
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm_pd_connector.compat.blocks import begun_in, is_empty
 from vllm_pd_connector.compat.model.adapters import Adapters
@@ -30,12 +30,12 @@ IN_TURN: Final = -2
 
 
 class Epochs:
-    """See the module. One per engine, in the scheduler's thread. `adapter_ids`: as configured; `beside`: whether other
-    connectors of this engine may hold what was computed, and have vLLM find it."""
+    """See the module. One per engine, in the scheduler's thread. `adapter_ids`, `lora` (vLLM's): as configured;
+    `beside`: whether other connectors of this engine may hold what was computed, and have vLLM find it."""
 
-    def __init__(self, adapter_ids: Mapping[str, str], beside: Callable[[], bool]) -> None:
+    def __init__(self, adapter_ids: Mapping[str, str], lora: Any, beside: Callable[[], bool]) -> None:
         self.own = OwnWeights()
-        self.adapters = Adapters(adapter_ids, lambda: bool(self._came) or self._cached())
+        self.adapters = Adapters(adapter_ids, lora, lambda: bool(self._came) or self._cached())
         self.pool: BlockPool | None = None
         self._beside = beside
         self._stored = True  # other connectors may hold something, if there are any

@@ -73,7 +73,7 @@ class SchedulerHalf:
         self._loop = loop
         self.hold = StepHold(loop, self._num_waiting, lambda *load: self.consumer.loads(*load), self._received)
         self.beside = Beside()
-        self.epochs = Epochs(config.adapter_ids, lambda: self.beside.any)
+        self.epochs = Epochs(config.adapter_ids, vllm_config.lora_config, lambda: self.beside.any)
         self.producer = Producer(config, vllm_config, kv_cache_config, self.epochs, ended=self.hold.ask)
         self.consumer = Consumer(config, vllm_config, kv_cache_config, self.epochs, self.hold.ask)
         self.operations = Operations(

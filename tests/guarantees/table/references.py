@@ -68,6 +68,11 @@ GUARANTEES = [
         "test_adapters_of_one_name_are_told_apart_by_their_files",
     ),
     Guarantee(
+        "an adapter that workers may have read again from other files is nobody's",
+        "Adapters", "if self._may_be_another(lora):", "if False:",
+        "test_an_adapter_for_which_there_was_no_place_may_be_what_its_files_became",
+    ),
+    Guarantee(
         "block ids outside the cache reach no transport",
         "_check_ids", "(ids < NULL_BLOCK) | (ids >= group.num_blocks)", "ids < NULL_BLOCK",
         "test_bounds_are_those_of_each_side",

@@ -74,7 +74,12 @@ def make_half(
     config = Config(**{"side_channel_port": free_port() - index, **changes})
     half = SchedulerHalf(
         config,
-        SimpleNamespace(parallel_config=ranks, kv_transfer_config=transfer, num_prefill_lookahead_tokens=lookahead),
+        SimpleNamespace(
+            parallel_config=ranks,
+            kv_transfer_config=transfer,
+            lora_config=None,
+            num_prefill_lookahead_tokens=lookahead,
+        ),
         SimpleNamespace(
             transfer_group_ids=tuple(range(len(specs))),
             transfer_groups=tuple(SimpleNamespace(kv_cache_spec=each) for each in specs),

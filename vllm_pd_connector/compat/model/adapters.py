@@ -6,6 +6,9 @@ request whose own `LoRARequest` says `load_inplace` the files are read again in 
 two of such requests with two paths have their adapters loaded in turn. So the book that is kept here says what is
 loaded under each number, and since which change (`age`).
 
+Workers give away what they have no place for, and read it from its files again when it is used. Nobody tells when, so
+once those have changed nobody knows what such an adapter is, until it is loaded anew.
+
 vLLM's prefix cache finds an adapter's blocks by its name and path, not by its number or content: where either has had
 other numbers, they are found, and mixed. A prompt that begins with such a hit is nobody's (`spoilt`) until the prefix
 cache was reset.
@@ -57,17 +60,22 @@ class Adapters:
 
     Args:
         ids: `adapter_ids`, what adapters are called, by their names.
+        config: vLLM's LoRAConfig; None if there are no adapters.
         cached: whether vLLM's pool holds caches, in use or in its prefix cache, or will when requests with adapters go
             on that have come.
     """
 
-    def __init__(self, ids: Mapping[str, str], cached: Callable[[], bool]) -> None:
+    def __init__(self, ids: Mapping[str, str], config: Any, cached: Callable[[], bool]) -> None:
         self._ids = ids
+        self._places = int(config.max_cpu_loras) if config is not None else ADAPTERS_KNOWN
+        # Of an adapter vLLM may be told to use some modules alone.
+        self._modules = f" in {sorted(config.target_modules)}" if config is not None and config.target_modules else ""
         self._cached = cached
         self._age = 0
         self._loaded: Bounded[int, _Loaded] = Bounded(ADAPTERS_KNOWN)
         self._read_again: Bounded[int, None] = Bounded(ADAPTERS_KNOWN)  # the workers have not
         self._stamps: Bounded[int, tuple[Any, ...]] = Bounded(ADAPTERS_KNOWN)  # of the files that were loaded again
+        self._files: Bounded[int, tuple[Any, ...]] = Bounded(ADAPTERS_KNOWN)  # stamps, as the workers have read them
         self._keys: Bounded[tuple[str, str], str | None] = Bounded(ADAPTERS_KNOWN)  # what was computed under them
         self._moved: list[LoRARequest] = []
 
@@ -77,6 +85,7 @@ class Adapters:
 
         Raises:
             ProtocolError: nobody knows which numbers are loaded, or others than those that the request came for.
+                Tells which modules of it are used, if not all.
         """
         lora = request.lora_request
         if lora is None:
@@ -88,13 +97,19 @@ class Adapters:
                 "whose files cannot be read here, so nobody can tell its content: load it from a path that this host "
                 "has, on both sides"
             )
+        if self._may_be_another(lora):
+            raise ProtocolError(
+                f"lora_request: the files of adapter {lora.lora_name!r} (id {lora.lora_int_id}) at {lora.lora_path} "
+                "have changed since they were loaded, and the workers may have read them again: load it in place, or "
+                "from another path, on both sides"
+            )
         name = self._name(lora)
         if name != loaded.name:
             raise ProtocolError(
                 f"lora_request: adapter {lora.lora_name!r} (id {lora.lora_int_id}) is {loaded.name} since it was "
                 f"loaded in place, the request came for {name}: send it again"
             )
-        return name
+        return name + self._modules
 
     def age(self, request: Request) -> int:
         """Moves when the numbers become others with which a request computes."""
@@ -120,9 +135,10 @@ class Adapters:
             self._loaded[number].name, self._loaded[number].failed = None, True
         elif new and not done:  # who uses it has it read again
             self._read_again[number] = None
+            self._files.pop(number, None)
         elif done and number in self._read_again and self._look(lora).name is not None:  # now they have it
             with suppress(OSError):
-                self._stamps[number] = _stamp(lora.lora_path)
+                self._stamps[number] = self._files[number] = _stamp(lora.lora_path)
                 del self._read_again[number]
 
     def take_moved(self) -> list[LoRARequest]:
@@ -134,6 +150,7 @@ class Adapters:
         """The workers give an adapter away, or all: what is used again is read from its files again."""
         for one in tuple(self._loaded) if number is None else (number,):
             self._read_again[one] = None
+            self._files.pop(one, None)
 
     def was_reset(self, live: Iterable[LoRARequest]) -> None:
         """The prefix cache has forgotten everything; `live`: those of the requests that will fill it again."""
@@ -169,7 +186,22 @@ class Adapters:
                 lora.lora_path,
             )
         self._loaded[number] = _Loaded(name, _key(lora), age)
+        if number not in self._read_again or number not in self._files:
+            with suppress(OSError):
+                self._files[number] = _stamp(lora.lora_path)
         return self._loaded[number]
+
+    def _may_be_another(self, lora: LoRARequest) -> bool:
+        """Whether its files have become others, and workers may have read them since."""
+        number = lora.lora_int_id
+        if lora.load_inplace or str(lora.lora_name) in self._ids or number not in self._files:
+            return False
+        if number not in self._read_again and len(self._loaded) <= self._places:
+            return False
+        try:
+            return _stamp(lora.lora_path) != self._files[number]
+        except OSError:  # they are being replaced in this moment
+            return True
 
     def _reads(self, lora: LoRARequest) -> bool:
         """Whether the workers look at its files again."""
