@@ -153,7 +153,11 @@ def _view(
 def _elements(cache: LayerCache) -> str:
     """The elements' type, and by what elements of one byte are multiplied to mean what was computed: pages of fp8 with
     other scales look alike and mean something else. Scales come with the weights, but those may be named by hand."""
-    if cache.tensor.element_size() > 1 or cache.facts.scales == (1.0, 1.0):
+    if cache.tensor.element_size() > 1:
+        return cache.cache_dtype
+    if cache.facts.per_head:
+        return f"{cache.cache_dtype} times a scale of each head ({cache.facts.per_head})"
+    if cache.facts.scales == (1.0, 1.0):
         return cache.cache_dtype
     return "{} times {!r} (K) and {!r} (V)".format(cache.cache_dtype, *cache.facts.scales)
 

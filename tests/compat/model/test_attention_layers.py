@@ -24,8 +24,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_pd_connector.compat.model import caches, facts
-from vllm_pd_connector.compat.model.layers import LayerFacts, draft_layers, layer_facts
+from vllm_pd_connector.compat.model import caches, facts, layers
+from vllm_pd_connector.compat.model.layers import LayerFacts, draft_layers, layer_facts, scales_of_heads
 from vllm_pd_connector.compat.model.recurrent import StateGroup, state_groups
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import UnsupportedCache
@@ -55,6 +55,7 @@ def instance(
     tp_size: int,
     monkeypatch: pytest.MonkeyPatch,
     scales: tuple[float, float] = (1.0, 1.0),
+    per_head: str = "",
     backend: str = "FLASHMLA",
 ) -> list[Manifest]:
     """The manifests of an instance with one layer of this spec."""
@@ -64,7 +65,7 @@ def instance(
     monkeypatch.setattr(facts, "engine_id", lambda _: "p-0")
     monkeypatch.setattr(facts, "software", lambda *_: "test")
     backend = "DEEPSEEK_V32_INDEXER" if spec is INDEXER else backend
-    monkeypatch.setattr(caches, "layer_facts", lambda _: {LAYER: LayerFacts(backend, 128, scales)})
+    monkeypatch.setattr(caches, "layer_facts", lambda _: {LAYER: LayerFacts(backend, 128, scales, per_head)})
     found = []
     for rank in range(tp_size):
         monkeypatch.setattr(facts, "coordinates", lambda _, rank=rank: Coordinates(rank, tp_size, 0, 1, 0, 1, 1, 1))
@@ -84,6 +85,41 @@ def test_bytes_that_are_multiplied_by_other_scales_are_other_caches(monkeypatch:
     assert "times 0.1 (K) and 1.0 (V)" in difference.local and "times 0.10000001 (K)" in difference.remote
     assert "the same k_scale and v_scale" in difference.advice
     assert check_pd_topology(*(instance(FP8, 1, monkeypatch) for _ in range(2))).allowed
+
+
+def test_scales_of_heads_are_told_alike_by_all_ranks_and_apart_from_others_with_the_same_largest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a rank's heads vLLM's number is the largest: another on each rank, and the same for other checkpoints."""
+    heads = (0.1, 0.2, 0.4, 0.3)
+
+    def told(*ranks: tuple[float, ...]) -> str:
+        return scales_of_heads([(own, own) for own in ranks], 4)
+
+    whole = told(heads)
+    assert whole == told(heads[:2], heads[2:]) == told(*((one,) for one in heads for _ in range(2)))
+    other = told((0.1, 0.1, 0.4, 0.3))
+    assert other != whole
+    one, rank, apart = (
+        instance(FP8, 1, monkeypatch, (largest, 1.0), of) for largest, of in ((0.4, whole), (0.2, whole), (0.4, other))
+    )
+    assert check_pd_topology(one, rank).allowed
+    assert "a scale of each head" in check_pd_topology(one, apart).differences[0].local
+
+
+def test_scales_of_heads_are_gathered_from_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = SimpleNamespace(quant_config=SimpleNamespace(kv_cache_scheme={"strategy": "attn_head"}))
+    layer = SimpleNamespace(quant_method=scheme, _k_scale=torch.tensor([0.5, 0.25]), _v_scale=torch.tensor([1.0, 2.0]))
+    monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: {LAYER: layer})
+    monkeypatch.setattr(layers, "draft_layers", lambda *_: ())
+    monkeypatch.setattr(layers, "_backend", lambda _: "FLASH_ATTN")
+    monkeypatch.setattr(layers, "_stated_heads", lambda *_: 4)
+    monkeypatch.setattr(layers, "_of_ranks", lambda own: [own, {LAYER: ((3.0, 4.0), (5.0, 6.0))}])
+    found = layer_facts(SimpleNamespace(speculative_config=None, model_config=None))[LAYER]
+    whole = ((0.5, 0.25, 3.0, 4.0), (1.0, 2.0, 5.0, 6.0))
+    assert found.per_head == scales_of_heads([whole], 4) != ""
+    scheme.quant_config.kv_cache_scheme["strategy"] = "tensor"
+    assert layer_facts(SimpleNamespace(speculative_config=None, model_config=None))[LAYER].per_head == ""
 
 
 BF16 = replace(FP8, dtype=torch.bfloat16, cache_dtype_str="auto", kv_quant_mode=KVQuantMode.NONE)

@@ -6,6 +6,7 @@ and models exist whose layers differ in it (Gemma-4: windows of 16 heads beside 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_pd_connector.compat.model.facts import drafts_with_caches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from vllm.config import VllmConfig
 
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
     """The backend that reads and writes a layer's pages, the KV heads that the model's configuration states for it (0
-    if it states none), and by what a K and a V of one byte are multiplied."""
+    if it states none), and by what a K and a V of one byte are multiplied: `per_head` tells scales of single heads from
+    others, on every rank alike; `scales` are then those of this rank's largest."""
 
     backend: str
     kv_heads: int
     scales: tuple[float, float] = (1.0, 1.0)
+    per_head: str = ""
 
 
 UNKNOWN_LAYER = LayerFacts("unknown", 0)
@@ -46,14 +49,46 @@ def layer_facts(vllm_config: VllmConfig) -> dict[str, LayerFacts]:
     layers = get_layers_from_vllm_config(vllm_config, layer_type)
     drafted = draft_layers(vllm_config, layers)
     drafter = getattr(vllm_config.speculative_config, "draft_model_config", None) if drafted else None
-    return {
-        name: LayerFacts(
-            _backend(layer),
-            _stated_heads((drafter if name in drafted else None) or vllm_config.model_config, name, layer),
-            _scales(layer),
-        )
-        for name, layer in layers.items()
-    }
+    own = {name: found for name, layer in layers.items() if (found := _of_heads(layer))}
+    ranks = _of_ranks(own) if own else []
+    facts = {}
+    for name, layer in layers.items():
+        heads = _stated_heads((drafter if name in drafted else None) or vllm_config.model_config, name, layer)
+        told = scales_of_heads([rank[name] for rank in ranks], heads) if name in own else ""
+        facts[name] = LayerFacts(_backend(layer), heads, _scales(layer), told)
+    return facts
+
+
+_OfHeads = tuple[tuple[float, ...], tuple[float, ...]]
+"""By what K and V of each head that a rank has are multiplied."""
+
+
+def scales_of_heads(ranks: Sequence[_OfHeads], heads: int) -> str:
+    """What tells a layer's scales of single heads from others, however many tensor-parallel ranks have them; where
+    there are more ranks than heads, several in a row have copies of one."""
+    copies = max(sum(len(keys) for keys, _ in ranks) // max(heads, 1), 1)
+    whole = [[scale for rank in ranks[::copies] for scale in rank[kind]] for kind in (0, 1)]
+    return hashlib.blake2b(repr(whole).encode(), digest_size=8).hexdigest()
+
+
+def _of_heads(layer: Any) -> _OfHeads | None:
+    """Source: vLLM 0.32, `CompressedTensorsKVCacheMethod` (strategy attn_head)."""
+    scheme = getattr(getattr(getattr(layer, "quant_method", None), "quant_config", None), "kv_cache_scheme", None)
+    if not scheme or scheme.get("strategy") != "attn_head":
+        return None
+    keys, values = (tuple(map(float, getattr(layer, name).flatten().tolist())) for name in ("_k_scale", "_v_scale"))
+    return keys, values
+
+
+def _of_ranks(own: dict[str, _OfHeads]) -> list[dict[str, _OfHeads]]:
+    """What every tensor-parallel rank has, in the order of the ranks. Each of them must call it."""
+    from torch.distributed import all_gather_object
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    given = [own] * group.world_size
+    all_gather_object(given, own, group=group.cpu_group)
+    return given
 
 
 _DRAFTERS = frozenset({"draft_model", "mtp", "mtp_block", "transformer_block", "eagle_layers"})
