@@ -186,9 +186,12 @@ def test_programs_that_the_process_starts_inherit_no_descriptor(exchange: Callab
 
 
 @pytest.mark.parametrize(
-    ("error", "ended"), [(errno.ECONNRESET, True), (errno.ETIMEDOUT, False), (errno.EHOSTUNREACH, False)]
+    ("error", "ended"),
+    [(errno.ECONNREFUSED, True), (errno.ECONNRESET, False), (errno.ETIMEDOUT, False), (errno.EHOSTUNREACH, False)],
 )
 def test_a_line_knows_whether_its_peer_ended_or_fell_silent(error: int, ended: bool) -> None:
+    """A packet filter that came into being resets connections of peers that live and take what was written."""
+
     def recv(size: int) -> bytes:
         raise OSError(error, os.strerror(error))
 

@@ -53,8 +53,9 @@ GREETING_S = 10.0
 MAX_UNAUTHENTICATED = 256
 PAUSE_S = 1.0
 
-# Errors that the other end's kernel tells; others (ETIMEDOUT, EHOSTUNREACH …) are those of a network that fell silent.
-_TOLD = (errno.ECONNRESET, errno.ECONNREFUSED)
+# The error that the other end's kernel tells. Others (ETIMEDOUT, EHOSTUNREACH …) are those of a network that fell
+# silent; a reset is what a packet filter answers, too, and a process that ends closes a link without one.
+_TOLD = (errno.ECONNREFUSED,)
 # Those of this machine, before anything was sent: no port, route or memory is left, or its own filter forbids it.
 _OURS = frozenset(
     (errno.EADDRNOTAVAIL, errno.ENETUNREACH, errno.ENETDOWN, errno.ENOBUFS, errno.ENOMEM, errno.EACCES, errno.EPERM)
