@@ -211,6 +211,25 @@ def test_an_adapter_that_is_used_in_part_is_another(tmp_path: Path):
     assert digests[0] == prompt_digest(request, TOKENS) and digests[2] == digests[3] and len(set(digests)) == 3
 
 
+def test_an_adapter_whose_files_are_replaced_after_it_was_perhaps_read_again_is_nobodys(tmp_path: Path):
+    """Given away by the workers, they read it with the first request that is scheduled, and keep that."""
+    request, adapters = with_adapter(adapter(tmp_path / "a", b"1")), book()
+    adapters.loaded(request.lora_request, done=True)
+    adapters.removed(1)
+    first = adapters.age(request)
+    known = adapters.name_of(request)
+    adapter(tmp_path / "a", b"22")
+    assert adapters.age(request) != first
+    for done in (None, True):  # that they load what they have changes nothing
+        if done:
+            adapters.loaded(request.lora_request, done=True)
+        with pytest.raises(ProtocolError, match="have changed since"):
+            adapters.name_of(request)
+    adapters.removed(1)
+    adapters.loaded(request.lora_request, done=True)
+    assert known != adapters.name_of(request) == book().name_of(with_adapter(tmp_path / "a", number=2))
+
+
 def test_an_adapter_in_the_home_of_nobody_goes_by_its_path():
     """vLLM looks for the path as it stands, and a request must not end the engine."""
     assert "~nobody-is-called-so/a" in book().name_of(with_adapter(Path("~nobody-is-called-so/a")))

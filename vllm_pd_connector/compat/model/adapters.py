@@ -112,8 +112,13 @@ class Adapters:
         return name + self._modules
 
     def age(self, request: Request) -> int:
-        """Moves when the numbers become others with which a request computes."""
-        return self._look(request.lora_request).age if request.lora_request is not None else 0
+        """Moves when the numbers become others with which a request computes, which has come."""
+        if (lora := request.lora_request) is None:
+            return 0
+        age = self._look(lora).age
+        if lora.lora_int_id not in self._files:  # the workers may read it for this request
+            self._stamp_files(lora)
+        return age
 
     def in_turn(self, one: LoRARequest, other: LoRARequest) -> bool:
         """Whether two that run at the same time, and are read in each of their steps, load other numbers in turn."""
@@ -136,8 +141,10 @@ class Adapters:
         elif new and not done:  # who uses it has it read again
             self._read_again[number] = None
             self._files.pop(number, None)
-        elif done and number in self._read_again and self._look(lora).name is not None:  # now they have it
-            with suppress(OSError):
+        elif (
+            done and number in self._read_again and self._look(lora).name is not None and not self._may_be_another(lora)
+        ):
+            with suppress(OSError):  # now they have it
                 self._stamps[number] = self._files[number] = _stamp(lora.lora_path)
                 del self._read_again[number]
 
@@ -187,9 +194,12 @@ class Adapters:
             )
         self._loaded[number] = _Loaded(name, _key(lora), age)
         if number not in self._read_again or number not in self._files:
-            with suppress(OSError):
-                self._files[number] = _stamp(lora.lora_path)
+            self._stamp_files(lora)
         return self._loaded[number]
+
+    def _stamp_files(self, lora: LoRARequest) -> None:
+        with suppress(OSError):
+            self._files[lora.lora_int_id] = _stamp(lora.lora_path)
 
     def _may_be_another(self, lora: LoRARequest) -> bool:
         """Whether its files have become others, and workers may have read them since."""
