@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_pd_connector.compat.model import caches, facts, layers
+from vllm_pd_connector.compat.model import caches, facts
 from vllm_pd_connector.compat.model.layers import LayerFacts, draft_layers, layer_facts, scales_of_heads
 from vllm_pd_connector.compat.model.recurrent import StateGroup, state_groups
 from vllm_pd_connector.config import Config
@@ -69,7 +69,7 @@ def instance(
     found = []
     for rank in range(tp_size):
         monkeypatch.setattr(facts, "coordinates", lambda _, rank=rank: Coordinates(rank, tp_size, 0, 1, 0, 1, 1, 1))
-        cache = torch.zeros((4, 1, spec.num_states, content), dtype=spec.dtype)
+        cache = torch.zeros((4, spec.num_heads, spec.num_states, content), dtype=spec.dtype)
         described = {"incarnation": "0" * 32, "config": Config(), "transport": "nixl"}
         found.append(build_manifest(SimpleNamespace(speculative_config=None), config, {LAYER: cache}, **described))
         validate(found[-1])
@@ -107,21 +107,6 @@ def test_scales_of_heads_are_told_alike_by_all_ranks_and_apart_from_others_with_
     assert "a scale of each head" in check_pd_topology(one, apart).differences[0].local
 
 
-def test_scales_of_heads_are_gathered_from_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    scheme = SimpleNamespace(quant_config=SimpleNamespace(kv_cache_scheme={"strategy": "attn_head"}))
-    layer = SimpleNamespace(quant_method=scheme, _k_scale=torch.tensor([0.5, 0.25]), _v_scale=torch.tensor([1.0, 2.0]))
-    monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: {LAYER: layer})
-    monkeypatch.setattr(layers, "draft_layers", lambda *_: ())
-    monkeypatch.setattr(layers, "_backend", lambda _: "FLASH_ATTN")
-    monkeypatch.setattr(layers, "_stated_heads", lambda *_: 4)
-    monkeypatch.setattr(layers, "_of_ranks", lambda own: [own, {LAYER: ((3.0, 4.0), (5.0, 6.0))}])
-    found = layer_facts(SimpleNamespace(speculative_config=None, model_config=None))[LAYER]
-    whole = ((0.5, 0.25, 3.0, 4.0), (1.0, 2.0, 5.0, 6.0))
-    assert found.per_head == scales_of_heads([whole], 4) != ""
-    scheme.quant_config.kv_cache_scheme["strategy"] = "tensor"
-    assert layer_facts(SimpleNamespace(speculative_config=None, model_config=None))[LAYER].per_head == ""
-
-
 BF16 = replace(FP8, dtype=torch.bfloat16, cache_dtype_str="auto", kv_quant_mode=KVQuantMode.NONE)
 INT8 = replace(FP8, dtype=torch.int8, cache_dtype_str="int8", kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
 
@@ -148,6 +133,21 @@ TURBO = FullAttentionSpec(
     state_content_bytes=196,
 )  # fmt: skip
 POOLED = replace(PACKED, block_size=256, tokens_per_state=4, state_content_bytes=584, model_version="deepseek_v4")
+
+
+def test_pages_of_two_heads_that_amd_s_backend_shuffles_are_other_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K and V of two heads, each side by side; or K of both, then V of both: of one shape."""
+    plain = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+    shuffled = replace(plain, num_head_slots=2, state_content_bytes=2 * 128 * 2)
+    assert (plain.num_heads, plain.state_content_size_bytes) == (shuffled.num_heads, shuffled.state_content_size_bytes)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(9, 4))
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda _: True)
+    sides = []
+    for spec, variable in ((plain, "0"), (shuffled, "1")):
+        monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", variable)
+        sides.append([instance(spec, 1, monkeypatch, backend="ROCM_AITER_FA") for _ in range(2)])
+    assert all(check_pd_topology(*side).allowed for side in sides)
+    assert not check_pd_topology(sides[0][0], sides[1][0]).allowed
 
 
 @pytest.mark.parametrize(

@@ -87,16 +87,20 @@ def surroundings() -> str:
     AMD's 9.5; DeepSeek-V4.1's record has its scales behind all values in 0.32, and behind its own in 0.33. Sizes are
     equal. On the CPU the releases' operators are the same.
 
+    A variable has AMD's backends shuffle a page's inside, which shows in its shape unless a rank has two heads.
+
     Source: vLLM 0.32 and 0.33, `_use_fp8_e4b15` of `triton_turboquant_decode.py`, `is_flydsl_available`, the note on
-    formats in `flashmla_sparse.py`.
+    formats in `flashmla_sparse.py`, `AiterFlashAttentionBackend.customize_spec`.
     """
+    import vllm.envs as envs
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
     if capability is None:
         return f"{current_platform.device_name} {machine()}"
     release = ".".join(facts.vllm_version().split(".")[:2])
-    return f"{current_platform.device_name} {capability.major}.{capability.minor}, vLLM {release}"
+    shuffled = ", shuffled" if current_platform.is_rocm() and envs.VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT else ""
+    return f"{current_platform.device_name} {capability.major}.{capability.minor}, vLLM {release}{shuffled}"
 
 
 def index_scales() -> str:
