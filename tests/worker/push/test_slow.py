@@ -90,7 +90,7 @@ class Slow:
         if now < self._next:
             return TransferStatus.RUNNING
         status = self._real.poll(transfer)
-        if status is not TransferStatus.RUNNING:
+        if status is TransferStatus.DONE:
             self._next = now + self._every_s
         return status
 
