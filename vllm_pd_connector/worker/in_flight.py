@@ -124,6 +124,8 @@ class InFlight:
         self.connection = self.link.connection
         try:
             watch = self.watches[index] = self.link.watch_of(peer)
+            if watch is not None:  # its line is let go of where nobody has looked for long; this may be the time for it
+                watch.look(time.monotonic())
             if isinstance(work, Slices):
                 self.posted_at = self.moved_at = time.monotonic()
                 self.transfers[index] = _Direct(peer, iter(work))
