@@ -229,6 +229,20 @@ def test_what_makes_images_into_embeddings_is_part_of_the_configuration(tmp_path
     assert served(sides[0], multimodal_config=object()) != served(sides[1], multimodal_config=object())
 
 
+def test_of_two_configurations_that_is_compared_which_vllm_reads(tmp_path: Path) -> None:
+    """Mistral's repositories have both. Of one that vLLM downloads for itself this machine has Mistral's alone."""
+    whole, alone, other = (
+        configured(tmp_path / name, "params.json", norm_eps=n) for name, n in zip("abc", (1, 1, 2), strict=True)
+    )
+    for directory in (whole, alone, other):
+        (directory / "consolidated-00001-of-00001.safetensors").touch()
+    for directory in (whole, other):
+        configured(directory)
+    assert served(whole, config_format="auto") == served(alone, config_format="auto") != ""
+    assert served(whole, config_format="auto") != served(other, config_format="auto")
+    assert served(whole, config_format="hf") == served(other, config_format="hf")
+
+
 def test_a_configuration_that_cannot_be_read_stops_no_engine(tmp_path: Path) -> None:
     assert served(tmp_path) == served(tmp_path / "nowhere") == ""
     (tmp_path / "config.json").write_text("[]")

@@ -34,6 +34,7 @@ _LENGTHS: Final = frozenset(
     }
 )
 _FILES: Final = ("config.json", "params.json")
+_MISTRALS: Final = "consolidated*.safetensors"
 _OF_MEDIA: Final = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 _FREE_IN_FILES: Final = frozenset(
     {
@@ -90,13 +91,23 @@ def configuration_of(model: Any) -> str:
         own = local_files(str(model.model), model.revision, None)
         pinned = getattr(model, "_hf_config_revision", None) or model.revision
         named = local_files(str(model.hf_config_path), pinned, None) if model.hf_config_path else own
-        found = [file for name in _FILES if named is not None and (file := named / name).is_file()][:1]
+        found = _stated(named, getattr(model, "config_format", "auto")) if named is not None else []
         if model.multimodal_config is not None and own is not None:
             found += [file for name in _OF_MEDIA if (file := own / name).is_file()]
         return _digest(_json([_kept(_read(file), free) for file in found])) if found else ""
     except (OSError, ValueError) as error:
         logger.warning("the configuration of %s cannot be read here, and is not compared: %s", model.model, error)
         return ""
+
+
+def _stated(directory: Path, form: str) -> list[Path]:
+    """The file that vLLM reads there, if there is one: of two Mistral's, beside weights in its form.
+
+    Source: vLLM 0.32, `get_config` (auto), `is_mistral_model_repo`.
+    """
+    mistral = form == "mistral" or (form == "auto" and any(directory.glob(_MISTRALS)))
+    names = reversed(_FILES) if mistral else _FILES
+    return [file for name in names if (file := directory / name).is_file()][:1]
 
 
 def _read(file: Path) -> Mapping[Any, Any]:
