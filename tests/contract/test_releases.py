@@ -96,19 +96,20 @@ def test_a_release_with_the_same_protocol_is_read_whatever_it_and_its_vllm_are_c
 
 
 def test_weights_that_another_configuration_computes_with_are_refused() -> None:
-    """0.1.0rc1 does not say which it has, and pairs with who does."""
-    one, same, other, silent = (
+    """Nothing is known of files that one side does not tell: 0.1.0rc1 tells none."""
+    one, same, other, more, silent = (
         [manifest(f"vllm 0.{release}.0, vllm_pd_connector 0.1.0{told}")]
         for release, told in (
-            (32, CONFIGURATION + "0a"),
-            (33, CONFIGURATION + "0a"),
-            (32, CONFIGURATION + "0b"),
+            (32, CONFIGURATION + "config=0a processor_config.json=01"),
+            (33, CONFIGURATION + "config=0a processor_config.json=01"),
+            (32, CONFIGURATION + "config=0b processor_config.json=01"),
+            (32, CONFIGURATION + "config=0a video_preprocessor_config.json=02"),
             (32, ""),
         )
     )
-    assert check_pd_topology(one, same).allowed
+    assert check_pd_topology(one, same).allowed and check_pd_topology(one, more).allowed
     [difference] = check_pd_topology(one, other).differences
-    assert (difference.field, difference.local, difference.remote) == ("configuration", "0a", "0b")
+    assert (difference.field, difference.local, difference.remote) == ("configuration", "config 0a", "config 0b")
     assert "config.json" in difference.advice
     assert check_pd_topology(one, silent).allowed and check_pd_topology(silent, other).allowed
 

@@ -244,6 +244,7 @@ class Manifest(ManifestStruct, frozen=True):
     draft_layers: tuple[str, ...] = ()
 
     @property
-    def configuration(self) -> str:
-        """What tells the model's configuration from others; empty if this worker does not say."""
-        return self.software.partition(CONFIGURATION)[2]
+    def configuration(self) -> dict[str, str]:
+        """What tells each file of the model's configuration from others; empty if this worker does not say."""
+        told = self.software.partition(CONFIGURATION)[2].split()
+        return {name: digest for name, _, digest in (one.partition("=") for one in told)}

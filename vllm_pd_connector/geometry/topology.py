@@ -228,9 +228,13 @@ def instance_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) 
         if (here := getattr(mine.model, name)) != (there := getattr(theirs.model, name))
         and not (name == "speculative" and "" in (here, there))
     ]
-    configurations = mine.configuration, theirs.configuration
-    if all(configurations) and configurations[0] != configurations[1]:  # 0.1.0rc1 does not say
-        found.append(Difference("configuration", *configurations, _SAME_CONFIGURATION))
+    # Of files that one side lacks nothing is known: another release of transformers has others, 0.1.0rc1 tells none.
+    mine_told, theirs_told = mine.configuration, theirs.configuration
+    found += [
+        Difference("configuration", f"{name} {mine_told[name]}", f"{name} {theirs_told[name]}", _SAME_CONFIGURATION)
+        for name in sorted(mine_told.keys() & theirs_told.keys())
+        if mine_told[name] != theirs_told[name]
+    ]
     if mine.transport != theirs.transport:
         advice = "set the same transport in kv_connector_extra_config"
         found.append(Difference("transport", mine.transport, theirs.transport, advice))

@@ -54,7 +54,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a cache is read for the configuration files that it was computed with",
-        "instance_differences", "if all(configurations) and configurations[0] != configurations[1]:", "if False:",
+        "instance_differences", "        if mine_told[name] != theirs_told[name]", "        if False",
         "test_weights_that_another_configuration_computes_with_are_refused",
     ),
     Guarantee(

@@ -83,18 +83,19 @@ def overrides_of(model: Any, *, any_quantization: bool) -> str:
 
 
 def configuration_of(model: Any) -> str:
-    """16 hex digits over the files that say how a ModelConfig's weights are computed with, and how its media become
-    embeddings; empty if there are none that can be read here."""
+    """Of each file that says how a ModelConfig's weights are computed with, or how its media become embeddings, what it
+    is and 16 hex digits; empty if there are none that can be read here."""
     free = _COMPARED | _NAMES | _DRAFTED | _FREE_IN_FILES
     free |= frozenset() if _goes_by_length(model) else _LENGTHS
     try:
         own = local_files(str(model.model), model.revision, None)
         pinned = getattr(model, "_hf_config_revision", None) or model.revision
         named = local_files(str(model.hf_config_path), pinned, None) if model.hf_config_path else own
-        found = _stated(named, getattr(model, "config_format", "auto")) if named is not None else []
+        stated = _stated(named, getattr(model, "config_format", "auto")) if named is not None else []
+        found = [("config", file) for file in stated]
         if model.multimodal_config is not None and own is not None:
-            found += [file for name in _OF_MEDIA if (file := own / name).is_file()]
-        return _digest(_json([_kept(_read(file), free) for file in found])) if found else ""
+            found += [(name, file) for name in _OF_MEDIA if (file := own / name).is_file()]
+        return " ".join(f"{name}={_digest(_json(_kept(_read(file), free)))}" for name, file in found)
     except (OSError, ValueError) as error:
         logger.warning("the configuration of %s cannot be read here, and is not compared: %s", model.model, error)
         return ""
