@@ -139,6 +139,7 @@ def connector(role: KVConnectorRole, kv_role: str, settings: dict[str, Any]) -> 
         parallel_config=parallel,
         model_config=SimpleNamespace(enable_sleep_mode=False),
         num_prefill_lookahead_tokens=0,
+        lora_config=None,
     )
     spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
     caches = SimpleNamespace(transfer_group_ids=(0,), transfer_groups=(SimpleNamespace(kv_cache_spec=spec),))
