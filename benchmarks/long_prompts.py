@@ -15,6 +15,7 @@ has: 1 KiB a token. Its runs are shorter than those of most models, and so more.
 from __future__ import annotations
 
 import argparse
+import gc
 import ipaddress
 import multiprocessing
 import resource
@@ -181,6 +182,8 @@ def receive(pair: str, tokens: int, transport: str) -> dict[str, Any]:
 
     try:
         ask(place.leases[0], max(theirs.block_tokens, ours.block_tokens))  # connects
+        gc.collect()
+        gc.freeze()  # as vLLM's workers do when they have started
         turns.longest = turns.in_all = 0.0
         before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
         counted = ask(place.leases[1], tokens)
@@ -188,6 +191,7 @@ def receive(pair: str, tokens: int, transport: str) -> dict[str, Any]:
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         assert (memory[LAYERS * ours.block_tokens * 2 * CHANNELS * ITEM :] == 7).any(), "nothing arrived"
     finally:
+        gc.unfreeze()
         loop.close()
         pipe.close()
         process.join(10.0)
