@@ -191,6 +191,20 @@ def test_an_adapter_for_which_there_was_no_place_may_be_what_its_files_became(tm
     assert adapters.name_of(again) == book().name_of(with_adapter(tmp_path / "1", number=3)) != loaded
 
 
+def test_an_adapter_that_workers_have_yet_to_download_has_not_changed_when_it_is_there(tmp_path: Path):
+    adapters = Adapters({}, LoRAConfig(max_lora_rank=8, max_loras=1), lambda: True)
+    request, other = (with_adapter(tmp_path / str(n), number=n) for n in (1, 2))
+    adapters.age(request)
+    known = adapters.name_of(request)
+    adapter(tmp_path / "1", b"1")
+    adapters.age(request)
+    adapters.name_of(other)
+    assert adapters.name_of(request) == known
+    adapter(tmp_path / "1", b"22")
+    with pytest.raises(ProtocolError, match="have changed since they were loaded"):
+        adapters.name_of(request)
+
+
 def test_an_adapter_that_was_given_away_is_read_once(tmp_path: Path):
     """When a request has it, but nobody tells when: files that change after that may be what it is, or not."""
     request, adapters = with_adapter(adapter(tmp_path / "a", b"1")), book()

@@ -91,6 +91,30 @@ def test_one_slice_begins_where_the_turn_has_no_more_time(flight, transport):
     assert not look(0.0) and flight.next_look(0.0, draining=False)[0] > 0.0
 
 
+@pytest.mark.parametrize("end", ["given", "given up"])
+def test_a_slice_whose_making_took_the_rest_of_a_turn_is_given_in_the_next(flight, transport, monkeypatch, end):
+    now = 1.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def made() -> Any:
+        nonlocal now
+        for runs in Sliced((NOTHING,) * 2):
+            now += 0.002
+            yield runs
+
+    flight.start(0, NOTHING, Sliced((NOTHING,)))
+    flight.transfers[0].rest = made()
+    for begun in range(3):  # the one that was made is given first
+        assert not list(flight.poll(now, now + 0.001)) and len(transport.given) == begun
+        if end == "given up":
+            flight.cancel()
+            assert [type(told) for told, _ in flight.poll(now, now + 0.001)] == [TransferFailed]
+            assert not transport.given and not flight.may_write
+            return
+        assert flight.posts == (begun < 2)
+    assert flight.moved.runs == 2
+
+
 def test_nothing_begins_in_a_turn_that_the_look_has_taken_all_of(flight, transport, monkeypatch):
     look, now = begin(flight, 3), 1.0
     monkeypatch.setattr(time, "monotonic", lambda: now)

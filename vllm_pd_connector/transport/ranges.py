@@ -117,10 +117,9 @@ def cut(runs: Runs, source: Ranges, destination: Ranges, limit: int | None) -> R
         runs = _some(runs)
         if not len(runs):
             return runs
-    for over in (source.room(runs.source) < runs.length, destination.room(runs.destination) < runs.length):
-        if over.item(over.argmax()):
-            runs = _apart(runs, source, destination)
-            break
+    over = np.minimum(source.room(runs.source), destination.room(runs.destination)) < runs.length
+    if over.item(over.argmax()):
+        runs = _apart(runs, source, destination)
     if limit is not None and runs.length.item(runs.length.argmax()) > limit:
         runs = _shorter(runs, limit)
     return runs
@@ -181,15 +180,15 @@ class Batches:
 
     def take(self, limit: int) -> tuple[Addresses, int]:
         """The rows of the next ones, which cost at most `limit` together or are one alone, and what they cost."""
-        first, stop, cost = self.next, len(self.rows[0]), self.rest
+        rows, first, stop, cost = self.rows, self.next, self.rows.shape[1], self.rest
         if cost > limit:
             if self.cost is None:
-                self.cost = np.add.accumulate(self.rows[0, :, 1] + self.per_descriptor)
+                self.cost = np.add.accumulate(rows[0, :, 1] + self.per_descriptor)
             before = int(self.cost[-1]) - cost
             stop = max(first + 1, int(self.cost.searchsorted(before + limit, "right")))
             cost = int(self.cost[stop - 1]) - before
         self.next, self.rest = stop, self.rest - cost
-        return self.rows[:, first:stop], cost
+        return rows if stop - first == rows.shape[1] else rows[:, first:stop], cost
 
 
 def batches(runs: Runs, source: Ranges, destination: Ranges, per_descriptor: int) -> list[Batches]:
@@ -200,11 +199,11 @@ def batches(runs: Runs, source: Ranges, destination: Ranges, per_descriptor: int
     rows = np.zeros((2, count, 3), dtype=np.int64)
     rows[0, :, 0], rows[1, :, 0], rows[:, :, 1] = runs.source, runs.destination, runs.length
     if source.only and destination.only:
-        for side, (_, device) in enumerate((source.only, destination.only)):
-            if device:
-                rows[side, :, 2] = device
+        (from_one, from_device), (to_one, to_device) = source.only, destination.only
+        if from_device or to_device:
+            rows[0, :, 2], rows[1, :, 2] = from_device, to_device
         rest = np.add.accumulate(runs.length).item(-1) + count * per_descriptor
-        return [Batches(rows, (source.only[0], destination.only[0]), per_descriptor, rest)]
+        return [Batches(rows, (from_one, to_one), per_descriptor, rest)]
     from_cuda, rows[0, :, 2] = source.memory(runs.source)
     to_cuda, rows[1, :, 2] = destination.memory(runs.destination)
     found = []

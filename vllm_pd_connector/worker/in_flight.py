@@ -42,6 +42,9 @@ _DRAINING_SHARE = 1 / 20
 """Nobody waits for what drains. It is looked at as often as anything while it moves, because some transports move
 bytes only then, and the less the longer nothing has."""
 
+_LONG_S = 0.0003
+"""A slice that takes longer to be made is a long request's."""
+
 SLICES_UNDER_WAY = 4
 """Of one transfer: enough that the transport does not run dry between two turns, few enough that a look at them is
 short, and that what others begin need not wait for a long request's end."""
@@ -58,12 +61,14 @@ class _Slice:
 
 @dataclass(eq=False, slots=True)
 class _Direct:
-    """A direct transfer. `rest` are the slices that were not begun, None when no other will be; `posting`: one that was
-    wants time of this thread. `failure` is the first reason why it failed; `blamed`: a slice's error was told; `stuck`:
-    one failed and may still write."""
+    """A direct transfer. `rest` are the slices that were not begun, None when no other will be; of these the next is
+    `made` already where that took the rest of a turn. `posting`: one that was begun wants time of this thread.
+    `failure` is the first reason why it failed; `blamed`: a slice's error was told; `stuck`: one failed and may still
+    write."""
 
     peer: TransportPeer
     rest: Iterator[Runs] | None
+    made: Runs | None = None
     running: list[_Slice] = field(default_factory=list)
     posting: bool = False
     failure: str = ""
@@ -145,7 +150,7 @@ class InFlight:
             came_late = time.monotonic() >= until
             errors = self._look(direct, until)
             while direct.begins and (came_late or time.monotonic() < until):
-                errors += self._begin_slice(direct)
+                errors += self._begin_slice(direct, until)
                 if time.monotonic() >= until:
                     break
             for error in errors:
@@ -197,15 +202,20 @@ class InFlight:
             self.over += slice_.parts + 1
         return errors
 
-    def _begin_slice(self, direct: _Direct) -> list[TransferError]:
-        """Give the next slice to the transport, if there is one; why that failed."""
+    def _begin_slice(self, direct: _Direct, until: float) -> list[TransferError]:
+        """Make the next slice, if there is one, and give it to the transport, as far as there is time; why that
+        failed."""
         assert direct.rest is not None
         began = time.monotonic()
         try:
-            runs = next(direct.rest, None)
-            if runs is None:
-                direct.rest = None
-                return []
+            if direct.made is None:
+                direct.made = next(direct.rest, None)
+                if direct.made is None:
+                    direct.rest = None
+                    return []
+                if (now := time.monotonic()) >= until and now - began > _LONG_S:
+                    return []
+            runs, direct.made = direct.made, None
             transfer = (self.transport.write if self.writes else self.transport.read)(direct.peer, runs)
         except TransferError as error:
             direct.fail(error)

@@ -199,7 +199,8 @@ class Adapters:
 
     def _stamp_files(self, lora: LoRARequest) -> None:
         with suppress(OSError):
-            self._files[lora.lora_int_id] = _stamp(lora.lora_path)
+            if stamp := _stamp(lora.lora_path):  # else the workers have yet to download it
+                self._files[lora.lora_int_id] = stamp
 
     def _may_be_another(self, lora: LoRARequest) -> bool:
         """Whether its files have become others, and workers may have read them since."""

@@ -234,7 +234,7 @@ class NixlTransport:
     def _start(self, peer: _Peer, reads: bool, runs: Runs, source: Ranges, destination: Ranges) -> _Transfer:
         work = cut(runs, source, destination, min(self._options.batch_bytes, _DESCRIPTOR_BYTES))
         waiting = batches(work, source, destination, _DESCRIPTOR_COST_BYTES)
-        transfer = _Transfer(peer, reads, waiting, len(work))
+        transfer = _Transfer(peer, reads, waiting, work.length.size)
         peer.running += 1
         self._advance(transfer)
         return transfer
