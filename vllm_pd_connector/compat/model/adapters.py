@@ -85,7 +85,6 @@ class Adapters:
 
         Raises:
             ProtocolError: nobody knows which numbers are loaded, or others than those that the request came for.
-                Tells which modules of it are used, if not all.
         """
         lora = request.lora_request
         if lora is None:

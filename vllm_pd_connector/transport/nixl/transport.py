@@ -64,7 +64,7 @@ _DESCRIPTOR_BYTES = 1 << 20
 # library, which may copy all of it, does not take longer.
 _CALL_S = 0.001
 _LEAST_WINDOW, _FIRST_WINDOW, _MOST_WINDOW = 2 << 20, 4 << 20, 64 << 20
-_TIMED = 64
+_TIMED = 64  # calls after one that seemed slow
 
 # After a disconnect UCX ends the endpoint's other lanes while it is polled; what they had begun lands before that.
 _SETTLE_S = 0.5
