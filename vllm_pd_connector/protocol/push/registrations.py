@@ -10,8 +10,6 @@ from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef
 from vllm_pd_connector.protocol.wire.push_messages import Moved, Pushed, PushInto, PushState
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.push.command_queue import Ticket
 
@@ -127,14 +125,37 @@ class Prefill:
         self.source, self.ready, self.step = source, ready, step
 
 
-def no_room(among: Collection[PushRegistration], into: PushInto) -> str:
-    """Why no other registration is taken beside these; empty if there is room."""
-    if len(among) >= MAX_WAITING:
-        return f"{len(among)} pushes are under way, the limit here"
-    size = sum(len(table.packed) for one in (into, *(other.into for other in among)) for table in one.blocks)
-    if size > MAX_WAITING_BYTES:
-        return f"with this one the blocks of pushes under way take {size} bytes, {MAX_WAITING_BYTES} are the limit here"
-    return ""
+class Registrations(dict[bytes, PushRegistration]):
+    """Registrations by their attempts. What their block tables take is counted as they come and go: to sum it for each
+    would cost the more the more there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._size = 0
+
+    def __setitem__(self, attempt: bytes, registration: PushRegistration) -> None:
+        assert attempt not in self
+        super().__setitem__(attempt, registration)
+        self._size += _size(registration.into)
+
+    def __delitem__(self, attempt: bytes) -> None:
+        self._size -= _size(self[attempt].into)
+        super().__delitem__(attempt)
+
+    def no_room(self, into: PushInto) -> str:
+        """Why no other registration is taken; empty if there is room."""
+        if len(self) >= MAX_WAITING:
+            return f"{len(self)} pushes are under way, the limit here"
+        size = self._size + _size(into)
+        if size > MAX_WAITING_BYTES:
+            return (
+                f"with this one block tables of pushes under way take {size} bytes, {MAX_WAITING_BYTES} are the limit"
+            )
+        return ""
+
+
+def _size(into: PushInto) -> int:
+    return sum(len(table.packed) for table in into.blocks)
 
 
 def contradiction(registration: PushRegistration, prefill: Prefill) -> str:

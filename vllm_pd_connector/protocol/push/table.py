@@ -35,9 +35,9 @@ from vllm_pd_connector.protocol.push.command_queue import CommandQueue, Ticket
 from vllm_pd_connector.protocol.push.registrations import (
     Prefill,
     PushRegistration,
+    Registrations,
     contradiction,
     failed,
-    no_room,
     standstill,
 )
 from vllm_pd_connector.protocol.push.rendezvous import Rendezvous
@@ -85,7 +85,7 @@ class PushTable:
         self._now = self._stepped = -inf  # the latest time that was told
         self._look_at = inf  # no ticket is due before
         self._rendezvous = Rendezvous(wait_timeout_s)
-        self._registrations: dict[bytes, PushRegistration] = {}
+        self._registrations = Registrations()
         self._answers: Bounded[bytes, pm.Pushed] = Bounded(REMEMBER)
         self._commands = CommandQueue(workers)
         self._weights = Weights()
@@ -101,7 +101,7 @@ class PushTable:
             return None
         registration = self._registrations.get(into.attempt)
         if registration is None and (
-            refusal := no_room(self._registrations.values(), into) or unlike(self._weights, into.weights)
+            refusal := self._registrations.no_room(into) or unlike(self._weights, into.weights)
         ):
             self.replies.append((ticket, failed(refusal)))
             return None
