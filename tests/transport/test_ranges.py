@@ -44,9 +44,9 @@ rows = st.lists(
 
 
 @settings(deadline=None)
-@given(edges, edges, rows, st.integers(1, SPACE))
+@given(edges, edges, rows, st.integers(1, SPACE), st.integers(1, 5))
 def test_every_byte_is_copied_as_its_run_says_and_each_descriptor_fits_its_segments(
-    source_cuts: set[int], destination_cuts: set[int], wanted: list[tuple[int, int, int]], limit: int
+    source_cuts: set[int], destination_cuts: set[int], wanted: list[tuple[int, int, int]], limit: int, most: int
 ) -> None:
     source, destination = ranges(source_cuts, 1000), ranges(destination_cuts, 5000)
     wanted = [(1000 + s, 5000 + d, n) for s, d, n in wanted]
@@ -57,20 +57,21 @@ def test_every_byte_is_copied_as_its_run_says_and_each_descriptor_fits_its_segme
         held = (side.start <= address[:, None]) & (address[:, None] + work.length[:, None] <= side.stop)
         assert held.any(axis=1).all(), "a descriptor lies in no one segment"
 
-    groups = taken(batches(work, source, destination, per_descriptor=3), 2 * limit)
+    groups = taken(batches(work, source, destination, per_descriptor=3), 2 * limit, most)
     assert sorted(pair for group, _ in groups for pair in pairs(as_runs(group))) == pairs(work)
     for group, cost in groups:
         assert cost == as_runs(group).total_bytes + 3 * group.shape[1]
         assert cost <= 2 * limit or group.shape[1] == 1
+        assert 0 < group.shape[1] <= most
 
 
-def taken(groups: list[Batches], limit: int) -> list[tuple[Addresses, int]]:
+def taken(groups: list[Batches], limit: int, most: int) -> list[tuple[Addresses, int]]:
     """All batches of all kinds."""
     found = []
     for group in groups:
         while left := group.left:
             assert group.rest > 0
-            found.append(group.take(limit))
+            found.append(group.take(limit, most))
             assert group.left == left - found[-1][0].shape[1]
         assert group.rest == 0
     return found
@@ -91,7 +92,7 @@ def test_a_batch_holds_one_kind_of_memory_per_side() -> None:
     assert [group.cuda for group in there] == [(False, True), (True, True)]
     assert [set(group.rows[0, :, 2].tolist()) for group in there] == [{0}, {3}]
     assert [set(group.rows[1, :, 2].tolist()) for group in there] == [{7}, {7}]
-    assert pairs(concatenate(as_runs(rows) for rows, _ in taken(there, 1 << 20))) == pairs(work)
+    assert pairs(concatenate(as_runs(rows) for rows, _ in taken(there, 1 << 20, 10))) == pairs(work)
 
 
 def test_the_device_of_each_side_is_told() -> None:

@@ -177,7 +177,7 @@ def _check_ids(name: str, table: BlockTable, group: Group, *, unique: bool) -> N
     if len(wrong):
         raise BindError(f"{name}: block id {wrong[0]} is outside [1, {group.num_blocks}) of this side's cache")
     if unique:
-        ordered = np.sort(ids)
+        ordered = np.sort(ids.astype(np.int32))  # in range, and half as wide: sorting is most of a long table's time
         twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] != NULL_BLOCK)]
         if len(twice):
             raise BindError(f"{name}: block id {twice[0]} is given twice; two positions would write the same bytes")
@@ -259,13 +259,13 @@ def pages_of(paging: Paging, table: BlockTable, tokens: Addresses) -> tuple[Addr
     """Pages that hold these token positions, and where there is none (the page is then meaningless). All of them are
     positions that this side's share holds."""
     page = local_position(paging.share, tokens) // paging.page_tokens
-    entry = page // paging.pages_per_block - table.first_block
-    ids = table.ids
+    block = page // paging.pages_per_block
+    entry, ids = block - table.first_block, table.ids
     outside = (entry < 0) | (entry >= len(ids))
     if outside.all():
         return np.zeros_like(page), outside
-    ids = ids[np.where(outside, 0, entry)] if outside.any() else ids[entry]
-    return ids * paging.pages_per_block + page % paging.pages_per_block, outside | (ids == NULL_BLOCK)
+    ids = ids.take(np.where(outside, 0, entry) if outside.any() else entry)
+    return (ids - block) * paging.pages_per_block + page, outside | (ids == NULL_BLOCK)
 
 
 def _refuse_any(side: str, paging: Paging, table: BlockTable, tokens: Addresses, missing: NDArray[np.bool_]) -> None:

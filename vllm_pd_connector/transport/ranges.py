@@ -178,14 +178,15 @@ class Batches:
     def left(self) -> int:
         return len(self.rows[0]) - self.next
 
-    def take(self, limit: int) -> tuple[Addresses, int]:
-        """The rows of the next ones, which cost at most `limit` together or are one alone, and what they cost."""
+    def take(self, limit: int, most: int) -> tuple[Addresses, int]:
+        """The rows of the next ones, at most `most`, which cost at most `limit` together or are one alone; and what
+        they cost."""
         rows, first, stop, cost = self.rows, self.next, self.rows.shape[1], self.rest
-        if cost > limit:
+        if cost > limit or stop - first > most:
             if self.cost is None:
                 self.cost = np.add.accumulate(rows[0, :, 1] + self.per_descriptor)
             before = int(self.cost[-1]) - cost
-            stop = max(first + 1, int(self.cost.searchsorted(before + limit, "right")))
+            stop = max(first + 1, min(first + most, int(self.cost.searchsorted(before + limit, "right"))))
             cost = int(self.cost[stop - 1]) - before
         self.next, self.rest = stop, self.rest - cost
         return rows if stop - first == rows.shape[1] else rows[:, first:stop], cost

@@ -85,7 +85,7 @@ def test_16_mib_in_runs_of_256_kib_are_one_post() -> None:
     memory = Ranges.of([Segment(1 << 30, 64 * MIB, "cpu", 0)], "a worker")
     scattered = runs([((1 << 30) + (i << 19), (1 << 30) + (i << 19), 1 << 18) for i in range(64)])
     [waiting] = batches(scattered, memory, memory, nixl_transport._DESCRIPTOR_COST_BYTES)
-    waiting.take(NixlOptions().batch_bytes)
+    waiting.take(NixlOptions().batch_bytes, nixl_transport._MOST_DESCRIPTORS)
     assert not waiting.left
 
 
@@ -110,6 +110,21 @@ def test_no_more_runs_than_the_window_and_the_rest_follows(ends: tuple[End, End]
     agent._calls.clear()
     end.finish(transfer)
     assert (end.memory == other.memory).all()
+
+
+def test_many_short_runs_are_posted_some_at_a_time(ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TCP each costs the call that posts them some microseconds."""
+    end, other = ends
+    monkeypatch.setattr(end.transport, "_options", NixlOptions())
+    peer = end.transport.connect(other.endpoint, other.segments)
+    peer.window = nixl_transport._MOST_WINDOW
+    posted: list[int] = []
+    create = end.transport._posting().library.createXferReq
+    instead(end, createXferReq=lambda *given: (posted.append(given[1].descCount()), create(*given))[1])
+    short = runs([(other.address + at, end.address + at, 64) for at in range(0, 64000, 64)])
+    end.finish(end.transport.read(peer, short))
+    assert posted == [256, 256, 256, 232]
+    assert (end.memory[:64000] == other.memory[:64000]).all()
 
 
 def test_what_is_posted_has_not_moved(ends: tuple[End, End]) -> None:

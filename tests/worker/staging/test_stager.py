@@ -21,8 +21,9 @@ from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.staging.strided_copy import Copy
 from vllm_pd_connector.metadata import ReceiveRequest
 from vllm_pd_connector.worker.peers.pool import IDLE_LINK_S
+from vllm_pd_connector.worker.staging import stager as stager_module
+from vllm_pd_connector.worker.staging.buffer import StagingBuffer
 from vllm_pd_connector.worker.staging.copiers import CpuCopier
-from vllm_pd_connector.worker.staging.stager import StagingBuffer
 from vllm_pd_connector.worker.staging.views import cache_array, element_arrays
 
 # Of the small worlds of test_loop, one page of one layer of one rank has 64 bytes: the smallest chunk there is.
@@ -74,6 +75,33 @@ def test_chunks_are_never_larger_than_their_share_of_the_staging_buffer(prefill,
     monkeypatch.setattr(decode.transport, "read", lambda peer, runs: sizes.append(runs.total_bytes) or read(peer, runs))
     assert decode.received(prefill.request("a")) == [True]
     assert len(sizes) > 4 and max(sizes) <= TINY // 8
+
+
+def test_a_turn_that_one_kind_of_work_has_taken_all_of_leaves_the_next_kind_to_the_next_turn(
+    prefill, decode, monkeypatch
+):
+    assert decode.received(prefill.request("warm")) == [True]
+    decode.collect()
+    did: list[str] = []
+    stager, read = decode.loop._stager, decode.transport.read
+    convert, make, poll = stager._convert, stager._next, stager.poll
+    monkeypatch.setattr(stager_module, "SLICE_S", 0.0)
+    monkeypatch.setattr(decode.transport, "read", lambda *given: (did.append("post"), read(*given))[1])
+    monkeypatch.setattr(stager, "_convert", lambda *given: (did.append("convert"), convert(*given))[1])
+
+    def makes(stream, failed):
+        new = stream.waiting is None
+        made = make(stream, failed)
+        did.extend(["make"] * (new and made))
+        return made
+
+    monkeypatch.setattr(stager, "_next", makes)
+    monkeypatch.setattr(stager, "poll", lambda: (did.append("turn"), poll())[1])
+    assert decode.received(prefill.request("a")) == [True]
+    assert (decode.worker.memory == decode.expected()).all() and free(decode) == TINY
+    turns = [one.split() for one in " ".join(did).split("turn")]
+    assert sum("post" in turn for turn in turns) > 4
+    assert not any("post" in turn and {"convert", "make"} & set(turn) for turn in turns), turns
 
 
 def test_many_requests_share_the_staging_buffer(prefill, other, decode):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
@@ -31,6 +32,7 @@ from vllm_pd_connector.geometry.staging.chunks import CHUNKS_PER_BUFFER, Chunk
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, Transport, TransportPeer
 from vllm_pd_connector.worker.peers.process_watch import LOOK_S, ProcessWatch
 from vllm_pd_connector.worker.poll_interval import pause
+from vllm_pd_connector.worker.staging.buffer import ALIGNMENT, StagingBuffer
 from vllm_pd_connector.worker.staging.copiers import copier_for
 
 if TYPE_CHECKING:
@@ -45,39 +47,6 @@ SLICE_S = 0.001
 POLL_DEVICE_S = 0.0001  # a device copies a chunk in less
 POLL_DRAINING_S = 0.05
 CHUNKS_UNDER_WAY = 4
-_ALIGNMENT = 64
-
-
-class StagingBuffer:
-    """Slots of one stretch of memory of `length` bytes: first fit, in bytes from its start."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self._slots: dict[int, int] = {}
-
-    @property
-    def free(self) -> int:
-        """Bytes that no slot holds, not necessarily in one piece."""
-        return self.length - sum(self._slots.values())
-
-    def take(self, size: int) -> int | None:
-        """A slot of at least `size` bytes, or None while there is no room for it."""
-        size = -(-size // _ALIGNMENT) * _ALIGNMENT
-        start = 0
-        for slot, length in sorted(self._slots.items()):
-            if slot - start >= size:
-                break
-            start = slot + length
-        if start + size > self.length:
-            return None
-        self._slots[start] = size
-        return start
-
-    def give(self, slot: int) -> None:
-        del self._slots[slot]
-
-    def size_of(self, slot: int) -> int:
-        return self._slots[slot]
 
 
 @dataclass(eq=False, slots=True)
@@ -111,6 +80,16 @@ class Stream:
     landed: int = 0
 
 
+class _Work(IntEnum):
+    """What is done in turns; each may take as long as a turn should, so one that is late ends it. On one host a read is
+    often over when it was posted: what it brought is copied before the next is started, while it is still in the
+    processor's cache."""
+
+    CONVERT = 0
+    MAKE = 1
+    POST = 2
+
+
 class Stager:
     """See the module.
 
@@ -128,13 +107,13 @@ class Stager:
         self._transport = transport
         self.copier: Copier = copier_for(segments)
         # A chunk of the largest size must fit beside the gaps that smaller ones leave.
-        self.chunk_bytes = length // CHUNKS_PER_BUFFER // _ALIGNMENT * _ALIGNMENT
+        self.chunk_bytes = length // CHUNKS_PER_BUFFER // ALIGNMENT * ALIGNMENT
         self._memory = self.copier.allocate(length, "the staging buffer (staging_bytes)") if self.chunk_bytes else None
         self.staging = StagingBuffer(length if self._memory else 0)
         self._streams: list[Stream] = []
         self._orphans: list[_InFlightChunk] = []
         self._stuck: list[_InFlightChunk] = []
-        self._posted = False
+        self._work, self._posted = _Work.CONVERT, False
         self._posted_at = 0.0
 
     @property
@@ -145,7 +124,9 @@ class Stager:
     @property
     def converting(self) -> bool:
         """Whether there may be work that does not wait for anything."""
-        return self._posted or any(not flight.copying.launched for flight in self._being_copied())
+        if self._posted or self._work is not _Work.CONVERT:
+            return True
+        return any(not flight.copying.launched for flight in self._being_copied())
 
     def pause(self) -> float | None:
         """Seconds until a `poll` is due; None if there is nothing to look at."""
@@ -183,13 +164,9 @@ class Stager:
         failed: dict[Stream, TransferError] = {}
         until = time.monotonic() + SLICE_S
         while True:
-            for stream in self._streams:
-                self._look(stream, until, failed)
-            self._convert(until, failed)
-            # On one host a read is often over when it was posted: what it brought is then copied before the next is
-            # started, while it is still in the processor's cache.
-            self._posted = self._refill(failed)
-            if not self._posted or time.monotonic() >= until:
+            self._do(self._work, until, failed)
+            self._work = _Work((self._work + 1) % len(_Work))
+            if time.monotonic() >= until or (self._work is _Work.CONVERT and not self._posted):
                 break
         for stream in [s for s in self._streams if s not in failed and not s.in_flight and not self._next(s, failed)]:
             if stream not in failed:
@@ -198,6 +175,18 @@ class Stager:
         for stream in failed:
             self._abandon(stream)
         return [*ended, *failed.items()]
+
+    def _do(self, work: _Work, until: float, failed: dict[Stream, TransferError]) -> None:
+        match work:
+            case _Work.CONVERT:
+                for stream in self._streams:
+                    self._look(stream, until, failed)
+                self._convert(until, failed)
+            case _Work.MAKE:
+                for stream in self._streams:
+                    self._next(stream, failed)
+            case _Work.POST:
+                self._posted = self._refill(failed)
 
     def cancel(self, owner: object) -> None:
         """Give up the streams of `owner`: when this returns nothing is written to the destinations of those that read,
