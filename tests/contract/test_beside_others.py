@@ -18,7 +18,18 @@ from vllm.v1.request import RequestStatus
 
 from tests.support.scheduler.beside import PROMPT, among_others, beside, offloading, prefilled_beside, run_to_its_end
 from tests.support.scheduler.cores import Core
-from tests.support.scheduler.engines import BLOCK, FULL, KEEP, STATES, WINDOWED, Engine, loading, prefilled, read
+from tests.support.scheduler.engines import (
+    BLOCK,
+    FULL,
+    KEEP,
+    STATES,
+    WINDOWED,
+    Engine,
+    loading,
+    prefilled,
+    read,
+    transfer,
+)
 from vllm_pd_connector.metadata import WorkerReport
 from vllm_pd_connector.protocol.lease import End
 
@@ -104,6 +115,32 @@ def test_what_a_store_copies_of_an_ended_request_is_copied_before_it_is_loaded_o
     over = {name for name, blocks in copied.items() if blocks & written}
     assert over, "there are few blocks"
     assert over <= {name for one in told for name in one.jobs_to_flush}
+
+
+@pytest.mark.parametrize("outer", ["kv_producer", "kv_both"])
+def test_nothing_is_loaded_into_blocks_that_a_step_in_flight_may_still_write(engine: Any, outer: str) -> None:
+    """vLLM keeps blocks of aborted requests back by the outer role alone, which says nothing of what is loaded here."""
+    prefill = engine("kv_producer")
+    config = {"kv_connector": "MultiConnector", "kv_role": outer}
+    extra = {"connectors": [transfer("kv_consumer")]}
+    decode = engine(config | {"kv_connector_extra_config": extra}, blocks=10)
+    params = prefilled(prefill, "p-1", PROMPT)
+    decode.add("other", range(500, 500 + 8 * BLOCK), max_tokens=9)
+    decode.step()
+    asks = decode.add("d-1", PROMPT, params)
+    decode.step()
+    assert asks.status is RequestStatus.WAITING, "there is no room beside the other"
+    assert len(decode.in_flight) == decode.overlapping
+    writes = {block.block_id for block in decode.blocks_of("other")}
+    decode.scheduler.finish_requests("other", RequestStatus.FINISHED_ABORTED)
+    decode.step()
+    assert len(decode.told[-1].receives) == (not decode.overlapping)
+    decode.step()
+    [table] = decode.receive_of("d-1").blocks
+    assert writes & set(table.ids.tolist()), "no step writes them any more"
+    assert read(decode.receive_of("d-1"))
+    decode.step(received={"d-1"})
+    decode.run("d-1")
 
 
 @pytest.mark.parametrize("first", [True, False])

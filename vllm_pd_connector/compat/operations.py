@@ -88,7 +88,8 @@ def watch(operator: Operator, *, loads: bool) -> Any:
 
     `loads`: caches are received here, whatever the role says. Where a step is scheduled while another is in flight, the
     blocks of a request that was aborted are then given to no other before the step that may still write them is done.
-    vLLM sees to that for consumers alone, but a prefill instance receives conversations.
+    vLLM sees to that for consumers alone, but a prefill instance receives conversations, and in a MultiConnector the
+    role that vLLM looks at is not ours.
 
     Raises:
         InvalidConfig: an engine whose scheduler is another than vLLM's.

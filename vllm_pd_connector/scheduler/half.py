@@ -76,9 +76,8 @@ class SchedulerHalf:
         self.epochs = Epochs(config.adapter_ids, vllm_config.lora_config, lambda: self.beside.any)
         self.producer = Producer(config, vllm_config, kv_cache_config, self.epochs, ended=self.hold.ask)
         self.consumer = Consumer(config, vllm_config, kv_cache_config, self.epochs, self.hold.ask)
-        self.operations = Operations(
-            self.epochs, self.producer, self.consumer, lambda: self._quarantine, loads=config.conversations
-        )
+        loads = config.conversations or self.consumer.sources.loads
+        self.operations = Operations(self.epochs, self.producer, self.consumer, lambda: self._quarantine, loads=loads)
         dcp_size = vllm_config.parallel_config.decode_context_parallel_size
         self.share = LeaseShare(config.kv_lease_share, partial(leased_blocks, kv_cache_config, dcp_size))
         self._quarantine: Quarantine | None = None
