@@ -134,8 +134,9 @@ def connector(role: KVConnectorRole, kv_role: str, settings: dict[str, Any]) -> 
     sizes = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"), 1)
     place = {"data_parallel_index": 0, "data_parallel_rank_local": None, "data_parallel_master_ip": "127.0.0.1"}
     parallel = SimpleNamespace(local_engines_only=False, **place, **sizes)
-    model = SimpleNamespace(enable_sleep_mode=False)
-    others = {"num_prefill_lookahead_tokens": 0, "lora_config": None}
+    model = SimpleNamespace(enable_sleep_mode=False, is_mm_prefix_lm=False)
+    scheduling = SimpleNamespace(disable_chunked_mm_input=False)
+    others = {"num_prefill_lookahead_tokens": 0, "lora_config": None, "scheduler_config": scheduling}
     config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, model_config=model, **others)
     spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=8, dtype=torch.float32)
     caches = SimpleNamespace(transfer_group_ids=(0,), transfer_groups=(SimpleNamespace(kv_cache_spec=spec),))

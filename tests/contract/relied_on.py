@@ -124,7 +124,7 @@ MEMBERS = (
     _members(
         "vllm.config.vllm:VllmConfig",
         "model_config cache_config parallel_config speculative_config kv_transfer_config compilation_config "
-        "kv_events_config aux_output_config lora_config "
+        "kv_events_config aux_output_config lora_config scheduler_config "
         "num_prefill_lookahead_tokens max_concurrent_batches __post_init__",
     ),
     _members(
@@ -132,7 +132,7 @@ MEMBERS = (
         "model model_weights architecture dtype hf_config hf_text_config hf_config_path hf_overrides max_model_len "
         "enable_sleep_mode get_total_num_hidden_layers get_hidden_size get_total_num_kv_heads get_head_size "
         "try_get_generation_config override_generation_config multimodal_config uses_mrope revision "
-        "model_class_overrides config_format",
+        "model_class_overrides config_format is_mm_prefix_lm",
     ),
     _members(
         "vllm.config.multimodal:MultiModalConfig",
@@ -144,6 +144,7 @@ MEMBERS = (
     _members("vllm.multimodal.inputs:MultiModalFeatureSpec", "data identifier modality mm_position"),
     _members("vllm.platforms.interface:Platform", "device_name get_device_capability is_fp8_fnuz"),
     _members("vllm.config.cache:CacheConfig", "cache_dtype"),
+    _members("vllm.config.scheduler:SchedulerConfig", "disable_chunked_mm_input"),
     _members("vllm.config.kv_events:KVEventsConfig", "enable_kv_cache_events publisher endpoint replay_endpoint"),
     _members("vllm.config.speculative:SpeculativeConfig", "method draft_model_config num_speculative_tokens"),
     _members(

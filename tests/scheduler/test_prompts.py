@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from vllm.v1.request import Request
 
 from vllm_pd_connector.compat.blocks import prompt_digest
 from vllm_pd_connector.compat.model.adapters import Adapters
-from vllm_pd_connector.compat.model.caches import stop_short
+from vllm_pd_connector.compat.model.caches import stop_short, takes_media_whole
 from vllm_pd_connector.errors import ProtocolError
 
 TOKENS, HIDDEN = 6, 4
@@ -40,7 +41,7 @@ def embedded(*values: float) -> Request:
 def test_a_prompt_of_tokens_and_embeddings_is_cut_short_in_all_of_its_parts():
     """vLLM's workers refuse a request whose parts have different lengths, and end."""
     request = embedded(1.0, 2.0)
-    stop_short(request, 1)
+    stop_short(request, 1, False)
     assert length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds) == TOKENS - 1
     assert request.num_prompt_tokens == request.num_tokens == TOKENS - 1
     assert request.prompt_is_token_ids == [True] * 4 + [False]
@@ -57,19 +58,38 @@ def with_media(*names: str, lora: str | None = None, pixels: float | None = 0.5)
     return request
 
 
-@pytest.mark.parametrize("ends", [False, True])
-def test_a_prompt_is_not_cut_within_a_video(ends):
-    """Its last frame ends with a token of its own, which Qwen3.5 looks for in vLLM's workers."""
+@pytest.mark.parametrize(
+    ("modality", "whole", "ends", "cut"),
+    [
+        ("video", False, False, True),
+        ("video", False, True, False),
+        ("image", False, True, True),
+        ("image", True, True, False),
+        ("audio", True, False, True),
+    ],
+)
+def test_a_prompt_is_not_cut_within_a_medium_that_is_computed_in_one_piece(modality, whole, ends, cut):
+    """A video's last frame ends with a token of its own, which Qwen3.5 looks for in vLLM's workers; the tokens of an
+    image look at each other in both directions in Gemma 3 and 4."""
     ids = [1, 9, 9, 9, 5] if ends else [1, 9, 9, 9, 5, 7]
     request: Any = Request("r", ids, SamplingParams(max_tokens=9), None)
-    request.mm_features = [MultiModalFeatureSpec(None, "video", "v", PlaceholderRange(offset=0, length=5))]
-    if not ends:
-        stop_short(request, 1)
-        assert request.num_prompt_tokens == 5
+    request.mm_features = [MultiModalFeatureSpec(None, modality, "m", PlaceholderRange(offset=0, length=5))]
+    if cut:
+        stop_short(request, 1, whole)
+        assert request.num_prompt_tokens == (4 if ends else 5)
         return
-    with pytest.raises(ProtocolError, match=r"ends within a video \(5 tokens from 0 on, 5 in all\)"):
-        stop_short(request, 1)
+    with pytest.raises(ProtocolError, match=rf"ends within a medium of kind {modality} \(5 tokens from 0 on, 5 in"):
+        stop_short(request, 1, whole)
     assert request.num_prompt_tokens == len(request.prompt_token_ids) == 5
+
+
+@pytest.mark.parametrize(("told", "both_ways"), [(False, False), (True, False), (False, True)])
+def test_vllms_configuration_says_whether_media_are_computed_in_one_piece(told, both_ways):
+    config: Any = SimpleNamespace(
+        scheduler_config=SimpleNamespace(disable_chunked_mm_input=told),
+        model_config=SimpleNamespace(is_mm_prefix_lm=both_ways),
+    )
+    assert takes_media_whole(config) is (told or both_ways)
 
 
 def with_adapter(path: Path, name: str = "sql", number: int = 1, *, in_place: bool = False) -> Any:

@@ -18,7 +18,7 @@ from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import HeldBlocks, computed_after, prompt_digest, transfer_params
 from vllm_pd_connector.compat.conversations import known_tokens
 from vllm_pd_connector.compat.model import facts
-from vllm_pd_connector.compat.model.caches import prefill_backoff, stop_short
+from vllm_pd_connector.compat.model.caches import prefill_backoff, stop_short, takes_media_whole
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.metadata import HeldRequest
 from vllm_pd_connector.protocol.lease import End, Freed, Given
@@ -87,7 +87,7 @@ class Producer:
         self._first_engine = facts.first_engine(vllm_config)
         self._rank = facts.rank_for_routers(vllm_config)
         self._tables = LeasedTables(kv_cache_config, parallel.decode_context_parallel_size)
-        self._backoff = prefill_backoff(vllm_config, kv_cache_config)
+        self._cut = prefill_backoff(vllm_config, kv_cache_config), takes_media_whole(vllm_config)
         self._server: SideChannelServer | None = None
         self._bootstrap: BootstrapServer | EngineRegistration | None = None
         self._held: list[HeldRequest] = []
@@ -164,7 +164,7 @@ class Producer:
         Raises:
             ProtocolError: its name is none, or it cannot be cut there.
         """
-        stop_short(request, self._backoff)
+        stop_short(request, *self._cut)
         self._announce(request)
         self._spans.started(request)
         self._unfinished[request.request_id] = request

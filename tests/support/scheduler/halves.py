@@ -79,6 +79,8 @@ def make_half(
             kv_transfer_config=transfer,
             lora_config=None,
             num_prefill_lookahead_tokens=lookahead,
+            scheduler_config=SimpleNamespace(disable_chunked_mm_input=False),
+            model_config=SimpleNamespace(is_mm_prefix_lm=False),
         ),
         SimpleNamespace(
             transfer_group_ids=tuple(range(len(specs))),

@@ -218,15 +218,25 @@ def prefill_backoff(vllm_config: VllmConfig, config: KVCacheConfig) -> int:
     return max(0 if kinds <= {GroupKind.FULL} else 1, int(vllm_config.num_prefill_lookahead_tokens) - 1)
 
 
-def stop_short(request: Request, tokens: int) -> None:
+def takes_media_whole(vllm_config: VllmConfig) -> bool:
+    """Whether the tokens of an image or another medium are computed in one step: they look at each other in both
+    directions, or vLLM was told so. A part of one would have other numbers then, and vLLM 0.33 never schedules a part.
+
+    Source: vLLM 0.32 and 0.33, `Scheduler._try_schedule_encoder_inputs`, `compute_mm_prefix_ranges`.
+    """
+    return bool(vllm_config.scheduler_config.disable_chunked_mm_input or vllm_config.model_config.is_mm_prefix_lm)
+
+
+def stop_short(request: Request, tokens: int, media_whole: bool) -> None:
     """Have a new request compute all of its prompt but the last `tokens`, and end after one output token: a state or a
     window that went on with further ones would not be that of the prompt any more.
 
     A prompt that is not longer than that stays whole, and so does one that vLLM computes whatever was cached.
 
     Raises:
-        ProtocolError: the prompt ends within a video, whose last frame some models look for to its end when they make
-            positions; a worker that does not find it ends its engine.
+        ProtocolError: the prompt ends within a medium that is computed in one piece (`takes_media_whole`), or within a
+            video, whose last frame some models look for to its end when they make positions; a worker that does not
+            find it ends its engine.
 
     Source: vLLM 0.32, `Qwen3VLForConditionalGeneration._iter_mm_grid_hw` (also of Qwen3.5, whose states need this).
     """
@@ -236,13 +246,14 @@ def stop_short(request: Request, tokens: int) -> None:
     left = request.num_prompt_tokens - tokens
     if left <= 0 or computes_itself(request):
         return
-    videos = (feature.mm_position for feature in request.mm_features or () if feature.modality == "video")
-    if beyond := [place for place in videos if place.offset + place.length > left]:
-        raise ProtocolError(
-            f"prompt: ends within a video ({beyond[0].length} tokens from {beyond[0].offset} on, "
-            f"{request.num_prompt_tokens} in all), and a prefill of this model leaves the last {tokens} token(s) to "
-            "decode: have text follow it"
-        )
+    for medium in request.mm_features or ():
+        place = medium.mm_position
+        if (media_whole or medium.modality == "video") and place.offset + place.length > left:
+            raise ProtocolError(
+                f"prompt: ends within a medium of kind {medium.modality} ({place.length} tokens from {place.offset} "
+                f"on, {request.num_prompt_tokens} in all) that this model computes in one piece, and a prefill leaves "
+                f"the last {tokens} token(s) to decode: have text follow it"
+            )
     # A chat may have all three: embeddings in the midst of its tokens, and a mask that tells them apart.
     if request.prompt_token_ids is not None:
         del request.prompt_token_ids[-tokens:]
