@@ -141,6 +141,9 @@ MEMBERS = (
     ),
     _members("vllm.config.aux_output:AuxOutputConfig", "enable_return_routed_experts"),
     _members("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase", "is_draft_layer get_attn_backend"),
+    _members(
+        "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl", "_ensure_scale_caches _is_per_token_head_quant"
+    ),
     _members("vllm.multimodal.inputs:MultiModalFeatureSpec", "data identifier modality mm_position"),
     _members("vllm.platforms.interface:Platform", "device_name get_device_capability is_fp8_fnuz"),
     _members("vllm.config.cache:CacheConfig", "cache_dtype"),
@@ -258,5 +261,6 @@ TAKES = (
         ("cls", "name", "module_path", "class_name"),
     ),
     Takes("vllm.platforms.interface:Platform.is_device_capability_family", ("cls", "capability")),
+    Takes("vllm.v1.attention.backends.triton_attn:TritonAttentionImpl._ensure_scale_caches", ("self", "kv_cache")),
     Takes("vllm.v1.attention.backends.cpu_attn:_get_attn_isa", ("dtype", "block_size", "head_size")),
 )

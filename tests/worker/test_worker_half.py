@@ -10,6 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+from vllm.v1.kv_cache_interface import KVQuantMode
 
 from tests.support.geometry.world import instance
 from tests.support.ports import free_port
@@ -255,3 +258,28 @@ def test_the_memory_does_not_go_while_a_thread_may_touch_it(
         stuck.ends.set()
     half.restore()
     assert half._loop is not None and half._loop.runs
+
+
+# -- caches that are written before the first forward ------------------------------------------------------------------
+
+
+def test_a_first_forward_leaves_the_scales_in_pages_that_were_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's attention sets all scales of a layer to 1 when it first sees the layer's cache; with --enforce-eager
+    that is the first step that serves, and a decode instance has received caches by then."""
+    [worker] = instance(MODEL, P_SIDE, "d-0")[:1]
+    monkeypatch.setattr(half_module, "build_manifest", lambda *_, **__: real(worker))
+    backend: Any = object.__new__(TritonAttentionImpl)
+    backend._kv_quant_mode, backend._is_per_token_head_quant = KVQuantMode.INT8_PER_TOKEN_HEAD, True
+    layers = {"layers.0": SimpleNamespace(impl=backend), "layers.1": SimpleNamespace(impl=object())}
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(is_kv_producer=False, is_kv_consumer=True),
+        parallel_config=SimpleNamespace(data_parallel_index=0),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+    )
+    cache = torch.zeros((4, 2, 16, 2 * (64 + 4)), dtype=torch.int8)
+    half = WorkerHalf(parse_config({"transport": "loopback", "huge_pages": False}), config, None)
+    half.register({"layers.0": cache, "layers.1": cache.clone(), "no module of its own": cache.clone()})
+    half.shutdown()
+    received = cache.random_(1, 100).clone()
+    backend._pth_key_value_caches(cache)  # how it begins to write, and to attend
+    assert torch.equal(cache, received)

@@ -21,6 +21,7 @@ import msgspec
 from vllm_pd_connector.compat.base import KVConnectorTransferResults, init_logger
 from vllm_pd_connector.compat.memory import Mark, make_device_current, marker
 from vllm_pd_connector.compat.model.announced import announced_layers
+from vllm_pd_connector.compat.model.layers import settle_scales
 from vllm_pd_connector.compat.queues import rest_until_next_message
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
 from vllm_pd_connector.geometry.validate import validate
@@ -87,6 +88,7 @@ class WorkerHalf:
                 start with a connector that would fail every request.
         """
         self._kv_caches = kv_caches
+        settle_scales(self._vllm_config, kv_caches)
         manifest = build_manifest(
             self._vllm_config,
             self._kv_cache_config,

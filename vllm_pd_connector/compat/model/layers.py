@@ -16,6 +16,7 @@ from vllm_pd_connector.compat.model.facts import drafts_with_caches
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import torch
     from vllm.config import VllmConfig
 
 
@@ -121,6 +122,21 @@ def _backend(layer: Any) -> str:
     """
     name = str(layer.get_attn_backend().get_name())
     return f"{name} in planes" if getattr(getattr(layer, "impl", None), "_soa_store", False) else name
+
+
+def settle_scales(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> None:
+    """Have scales that lie in the pages set to 1 now, before anything is received.
+
+    A backend that keeps them there sets all of them when a layer runs for the first time: what a decode instance had
+    received until then would mean something else. vLLM runs layers before it serves, but not with `--enforce-eager`.
+
+    Source: vLLM 0.32 and 0.33, `TritonAttentionImpl._ensure_scale_caches`, `VllmConfig.__post_init__`
+    (`enable_jit_warmup`), `Worker.compile_or_warm_up_model`.
+    """
+    for name, cache in kv_caches.items():
+        impl: Any = getattr(vllm_config.compilation_config.static_forward_context.get(name), "impl", None)
+        if getattr(impl, "_is_per_token_head_quant", False):
+            impl._ensure_scale_caches(cache)
 
 
 def _number(name: str) -> int:
