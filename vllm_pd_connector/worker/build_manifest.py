@@ -203,12 +203,10 @@ def _tensors(cache: LayerCache, view: PageView, model_dtype: str) -> tuple[Tenso
         case Form.RING:
             return attention.ring(view, page.role)
         case Form.KEY_VALUE:
-            if backends.is_plain(cache.facts.backend, quantized=cache.quantized):
+            if cache.facts.backend != backends.CPU:
                 return attention.key_value(view, cache.head_size, cache.head_size_v)
-            if (
-                cache.facts.backend == backends.CPU
-                and cache.head_size == cache.head_size_v
-                and cpu_attention_is_affine(cache.head_size, model_dtype, view.shape[2])
+            if cache.head_size == cache.head_size_v and cpu_attention_is_affine(
+                cache.head_size, model_dtype, view.shape[2]
             ):
                 return attention.cpu_attention(view, cache.head_size)
             reason = f"the writer of {cache.facts.backend} was not read"

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,
+    SlidingWindowSpec,
     SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
@@ -168,13 +169,22 @@ def test_a_page_whose_writer_was_not_read_goes_to_devices_of_its_kind_only(
     assert check_pd_topology(sides[0], instance(spec, 1, monkeypatch, backend=backend)).allowed
 
 
+CONVOLUTIONS = SlidingWindowSpec(
+    block_size=4, num_kv_heads=1, head_size=2048, head_size_v=0, dtype=torch.bfloat16, sliding_window=4
+)
+
+
+@pytest.mark.parametrize(
+    ("spec", "backend"),
+    [(replace(POOLED, max_tp_shards=None), "FLASHMLA"), (CONVOLUTIONS, "INKLING_SCONV_SWA")],
+    ids=["Step-5", "Inkling"],
+)
 def test_an_opaque_page_that_nobody_knows_the_sharding_of_moves_from_rank_to_rank(
-    monkeypatch: pytest.MonkeyPatch,
+    spec: AttentionSpec, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step-5's summaries: one head on each rank, of how many the spec does not say.
-    Between equal sizes that is no matter, and others are refused."""
-    spec = replace(POOLED, max_tp_shards=None)
-    one, same, other = (instance(spec, size, monkeypatch) for size in (2, 2, 4))
+    """Step-5's summaries, and short convolutions beside Inkling's full attention, of which the configuration states
+    those of its windows: one head on each rank. Between equal sizes that is no matter, and others are refused."""
+    one, same, other = (instance(spec, size, monkeypatch, backend=backend) for size in (2, 2, 4))
     assert check_pd_topology(one, same).allowed
     assert [[edge.source for edge in make_plan(m, one).edges] for m in same] == [[(0, 0, 0)], [(0, 0, 1)]]
     for sides in ((one, other), (other, one)):
@@ -272,35 +282,6 @@ def test_a_group_of_unequal_recurrent_layers_is_a_state_group_to_both_halves() -
     config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[group])
     assert [one.kind for one in caches.transfer_groups(config)] == [GroupKind.STATE]
     assert state_groups(config) == {0: StateGroup(scratch=1, block_tokens=16)}
-
-
-@pytest.mark.parametrize(
-    ("window", "name", "heads"),
-    [(None, "model.layers.1.self_attn.attn", 4), (128, "model.layers.0.self_attn.attn", 8),
-     (None, "model.layers.9.self_attn.attn", 16)],
-    ids=["the layer's own", "of windows", "a draft layer: the model's"],
-)  # fmt: skip
-def test_a_layer_s_heads_are_those_that_the_configuration_states_for_it(
-    window: int | None, name: str, heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Gemma-4 states the heads of every layer, MiMo-V2 those of its windows."""
-    import vllm.config
-
-    stated = {1: SimpleNamespace(total_num_kv_heads=4), 0: SimpleNamespace(total_num_kv_heads=2)}
-
-    class Arch(SimpleNamespace):
-        def __getitem__(self, number: int) -> SimpleNamespace:
-            return stated[number]
-
-    backend = SimpleNamespace(get_name=lambda: "B")
-    scales = {"_k_scale_float": 0.5, "_v_scale_float": None}
-    layer = SimpleNamespace(sliding_window=window, get_attn_backend=lambda: backend, **scales)
-    monkeypatch.setattr(vllm.config, "get_layers_from_vllm_config", lambda *_: {name: layer})
-    arch = Arch(total_num_hidden_layers=2, total_num_kv_heads=16)
-    hf = SimpleNamespace(swa_num_key_value_heads=8)
-    model = SimpleNamespace(model_arch_config=arch, hf_text_config=hf)
-    config: Any = SimpleNamespace(model_config=model, speculative_config=None)
-    assert layer_facts(config) == {name: LayerFacts("B", heads, (0.5, 1.0))}
 
 
 def test_a_window_whose_hits_are_computed_again_is_refused_by_name() -> None:

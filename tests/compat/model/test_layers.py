@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_pd_connector.compat.model import layers
-from vllm_pd_connector.compat.model.layers import layer_facts, scales_of_heads
+from vllm_pd_connector.compat.model.layers import LayerFacts, layer_facts, scales_of_heads
 
 LAYER = "model.layers.0.self_attn.attn"
 
@@ -28,3 +28,32 @@ def test_scales_of_heads_are_gathered_from_all_ranks(monkeypatch: pytest.MonkeyP
     assert found.per_head == scales_of_heads([whole], 4) != ""
     scheme.quant_config.kv_cache_scheme["strategy"] = "tensor"
     assert layer_facts(config)[LAYER].per_head == ""
+
+
+@pytest.mark.parametrize(
+    ("window", "name", "heads"),
+    [(None, "model.layers.1.self_attn.attn", 4), (128, "model.layers.0.self_attn.attn", 8),
+     (None, "model.layers.9.self_attn.attn", 16)],
+    ids=["the layer's own", "of windows", "a draft layer: the model's"],
+)  # fmt: skip
+def test_a_layer_s_heads_are_those_that_the_configuration_states_for_it(
+    window: int | None, name: str, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma-4 states the heads of every layer, MiMo-V2 those of its windows."""
+    import vllm.config
+
+    stated = {1: SimpleNamespace(total_num_kv_heads=4), 0: SimpleNamespace(total_num_kv_heads=2)}
+
+    class Arch(SimpleNamespace):
+        def __getitem__(self, number: int) -> SimpleNamespace:
+            return stated[number]
+
+    backend = SimpleNamespace(get_name=lambda: "B")
+    scales = {"_k_scale_float": 0.5, "_v_scale_float": None}
+    layer = SimpleNamespace(sliding_window=window, get_attn_backend=lambda: backend, **scales)
+    monkeypatch.setattr(vllm.config, "get_layers_from_vllm_config", lambda *_: {name: layer})
+    arch = Arch(total_num_hidden_layers=2, total_num_kv_heads=16)
+    hf = SimpleNamespace(swa_num_key_value_heads=8)
+    model = SimpleNamespace(model_arch_config=arch, hf_text_config=hf)
+    config: Any = SimpleNamespace(model_config=model, speculative_config=None)
+    assert layer_facts(config) == {name: LayerFacts("B", heads, (0.5, 1.0))}

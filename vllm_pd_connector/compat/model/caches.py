@@ -73,7 +73,6 @@ class LayerCache:
     spec_name: str
     surroundings: str
     state_tokens: int
-    quantized: bool
     tensor: torch.Tensor
 
 
@@ -303,7 +302,6 @@ def layer_caches(
                 spec_name=type(spec).__name__,
                 surroundings=around,
                 state_tokens=int(spec.tokens_per_state),
-                quantized=spec.kv_quant_mode is not KVQuantMode.NONE,
                 tensor=tensor,
             )
         )

@@ -178,7 +178,9 @@ def _heads(spec: AttentionSpec, backend: str, nvfp4_in_order: bool) -> Page:
     plain = spec.num_head_slots is None and spec.state_content_bytes is None
     # One scale per tensor, kept with the weights: the page holds plain one-byte elements.
     if plain and mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
-        return Page(Form.KEY_VALUE, Role.KEY)
+        if backend == backends.CPU or backends.is_plain(backend, quantized=mode is not KVQuantMode.NONE):
+            return Page(Form.KEY_VALUE, Role.KEY)
+        return _opaque(f"the writer of {backend} was not read")
     scaled = mode in (KVQuantMode.INT8_PER_TOKEN_HEAD, KVQuantMode.FP8_PER_TOKEN_HEAD, KVQuantMode.INT4_PER_TOKEN_HEAD)
     content = spec.state_content_size_bytes
     if scaled and spec.num_head_slots is None and spec.head_size == spec.head_size_v and content % 2 == 0:
