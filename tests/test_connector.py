@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.config.aux_output import AuxOutputConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
 from vllm_pd_connector.compat.base import FOLLOWS_SLEEP
 from vllm_pd_connector.compat.model import facts
@@ -69,6 +72,28 @@ def test_what_decode_would_lack_beside_caches_stops_the_engine(pruned, experts):
     for role in KVConnectorRole:
         with pytest.raises(InvalidConfig, match="video_pruning_rate is 0.75" if pruned else "return_routed_experts"):
             PDConnector(made, role, SimpleNamespace())
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_conversations_of_a_model_that_looks_at_whole_prompts_stop_the_engine(alike):
+    """HRM-Text: what a turn left was computed with no look at what the next prompt says."""
+    causal = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    whole = replace(causal, non_causal=True)
+    several = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": causal, "b": whole})
+    made = engine(enable_sleep_mode=False)
+    for spec, conversations, refused in (
+        (whole if alike else several, True, True),
+        (whole if alike else several, False, False),
+        (causal, True, False),
+    ):
+        made.kv_transfer_config.kv_connector_extra_config = {"conversations": conversations}
+        cache = KVCacheConfig(num_blocks=2, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a", "b"], spec)])
+        if not refused:
+            PDConnector(made, KVConnectorRole.WORKER, cache).shutdown()
+            continue
+        for role in KVConnectorRole:
+            with pytest.raises(InvalidConfig, match=r"conversations: layer [ab] looks at all of a prompt"):
+                PDConnector(made, role, cache)
 
 
 def test_the_release_that_tells_is_known_by_what_it_calls():

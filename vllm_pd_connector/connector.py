@@ -27,7 +27,7 @@ from vllm_pd_connector.compat.base import (
 )
 from vllm_pd_connector.compat.logs import adopt_vllm_logging
 from vllm_pd_connector.compat.model import facts, layouts
-from vllm_pd_connector.compat.model.caches import align_interleave
+from vllm_pd_connector.compat.model.caches import align_interleave, require_causal
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
 from vllm_pd_connector.metadata import StepMetadata
@@ -80,6 +80,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         facts.require_served_device(vllm_config)
         facts.require_caches_alone(vllm_config)
         config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
+        if config.conversations:
+            require_causal(kv_cache_config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:

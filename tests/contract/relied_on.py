@@ -110,7 +110,7 @@ MEMBERS = (
         "block_size head_size dtype kv_quant_mode num_head_slots state_content_bytes tokens_per_state",
     ),
     _members("vllm.v1.kv_cache_interface:KVCacheSpec", "block_size dcp_sharded"),
-    _members("vllm.v1.kv_cache_interface:FullAttentionSpec", "head_size_v"),
+    _members("vllm.v1.kv_cache_interface:FullAttentionSpec", "head_size_v non_causal"),
     _members("vllm.v1.kv_cache_interface:SlidingWindowSpec", "sliding_window"),
     _members("vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec", "attention_chunk_size"),
     _members("vllm.v1.kv_cache_interface:MLAAttentionSpec", "cache_role cache_dtype_str max_tp_shards"),

@@ -39,7 +39,7 @@ from vllm_pd_connector.compat.model.pages import (
     surroundings,
 )
 from vllm_pd_connector.compat.model.recurrent import representative, state_block_tokens, states_of
-from vllm_pd_connector.errors import ProtocolError, UnsupportedCache
+from vllm_pd_connector.errors import InvalidConfig, ProtocolError, UnsupportedCache
 from vllm_pd_connector.geometry.manifest import WHOLE, Coordinates, Group, GroupKind, TokenShare
 
 if TYPE_CHECKING:
@@ -189,6 +189,24 @@ def align_interleave(vllm_config: VllmConfig, config: KVCacheConfig) -> None:
     specs = (representative(group.kv_cache_spec) for group in config.kv_cache_groups)
     if size := gcd(*(spec.block_size for spec in specs if spec.dcp_sharded)):
         parallel.cp_kv_cache_interleave_size = size
+
+
+def require_causal(config: KVCacheConfig) -> None:
+    """Refuse conversations with a model whose prompts are no prefixes of longer ones: where its layers look at all of a
+    prompt (prefix LM), what a turn left is not what the next one's prompt has there.
+
+    Raises:
+        InvalidConfig: there is such a layer; names it.
+
+    Source: vLLM 0.32, `PrefillPrefixLMAttention`; `EngineCore._initialize_kv_caches` has no prefix cache there either.
+    """
+    for group in config.transfer_groups:
+        for layer, spec in layer_specs(group.kv_cache_spec, group.layer_names).items():
+            if getattr(spec, "non_causal", False):
+                raise InvalidConfig(
+                    f"conversations: layer {layer} looks at all of a prompt, so what is cached of one is no beginning "
+                    "of a longer one; serve this model without conversations"
+                )
 
 
 def group_kinds(config: KVCacheConfig) -> tuple[GroupKind | None, ...]:
