@@ -289,7 +289,7 @@ def test_a_window_whose_hits_are_computed_again_is_refused_by_name() -> None:
         block_size=64, num_kv_heads=1, head_size=512, dtype=torch.bfloat16, sliding_window=128, bounded_replay=True
     )
     config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)])
-    with pytest.raises(UnsupportedCache, match="bounded replay"):
+    with pytest.raises(UnsupportedCache, match="Serve with --no-swa-bounded-replay"):
         caches.transfer_groups(config)
 
 

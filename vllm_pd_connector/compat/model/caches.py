@@ -126,7 +126,7 @@ def transfer_groups(config: KVCacheConfig, share: TokenShare = WHOLE) -> tuple[G
         if getattr(spec, "bounded_replay", False):
             raise UnsupportedCache(
                 f"layers {', '.join(group.layer_names[:3])}… compute the window before a hit again instead of keeping "
-                "it (bounded replay), which this version does not know. Serve this model without PDConnector"
+                "it (bounded replay), which this version does not know. Serve with --no-swa-bounded-replay"
             )
         held = share if spec.dcp_sharded else WHOLE
         slots = _block_slots(spec, kind)
