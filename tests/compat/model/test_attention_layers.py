@@ -234,23 +234,30 @@ def test_an_indexer_s_scales_of_another_form_are_other_caches(pool: int, monkeyp
         assert result.differences[0].field.startswith("dtype of")
 
 
-def test_a_writer_with_two_forms_under_one_name_is_told_by_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TurboQuant keeps its records in planes where a library for AMD's GPUs is installed."""
+@pytest.mark.parametrize(
+    ("writer", "flag", "said"),
+    [
+        ("TURBOQUANT", "_soa_store", "TURBOQUANT in planes"),
+        ("ROCM_ATTN", "_use_interleaved_v_cache", "ROCM_ATTN with V interleaved"),
+    ],
+)
+def test_a_writer_with_two_forms_under_one_name_is_told_by_its_form(
+    writer: str, flag: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TurboQuant keeps its records in planes where a library for AMD's GPUs is installed; AMD's attention in vLLM 0.33
+    interleaves V where the model is compiled, and not with --enforce-eager."""
     import vllm.config
 
-    backend = SimpleNamespace(get_name=lambda: "TURBOQUANT")
+    backend = SimpleNamespace(get_name=lambda: writer)
     layers = {
-        name: SimpleNamespace(get_attn_backend=lambda: backend, impl=SimpleNamespace(_soa_store=planes))
-        for name, planes in (("a", True), ("b", False))
+        name: SimpleNamespace(get_attn_backend=lambda: backend, impl=SimpleNamespace(**{flag: other}))
+        for name, other in (("a", True), ("b", False))
     }
     monkeypatch.setattr(vllm.config, "get_layers_from_vllm_config", lambda *_: layers)
     arch = SimpleNamespace(total_num_hidden_layers=2, total_num_kv_heads=16)
     model = SimpleNamespace(model_arch_config=arch, hf_text_config=None)
     config: Any = SimpleNamespace(model_config=model, speculative_config=None)
-    assert {name: found.backend for name, found in layer_facts(config).items()} == {
-        "a": "TURBOQUANT in planes",
-        "b": "TURBOQUANT",
-    }
+    assert {name: found.backend for name, found in layer_facts(config).items()} == {"a": said, "b": writer}
 
 
 @pytest.mark.parametrize("spec", [FP8, PACKED, INDEXER], ids=["fp8", "fp8_ds_mla", "indexer"])

@@ -115,13 +115,21 @@ def draft_layers(vllm_config: VllmConfig, cached: Iterable[str]) -> tuple[str, .
     return tuple(name for name in names if not _DRAFTERS.isdisjoint(name.split(".")) or _number(name) >= first)
 
 
-def _backend(layer: Any) -> str:
-    """The backend's name, and which of its two forms it keeps: TurboQuant's depends on a library that may be there.
+_FORMS = {"_soa_store": "in planes", "_use_interleaved_v_cache": "with V interleaved"}
+"""Flags of a backend that has two forms of pages of one size under one name, and what is said of the other one.
 
-    Source: vLLM 0.32, `TurboQuantAttentionImpl` (`_soa_store`).
-    """
-    name = str(layer.get_attn_backend().get_name())
-    return f"{name} in planes" if getattr(getattr(layer, "impl", None), "_soa_store", False) else name
+Source: vLLM 0.32, `TurboQuantAttentionImpl`, by a library that may be there; 0.33, `RocmAttentionImpl`, by whether the
+model is compiled (`QkNormRopeKvCacheFusionPass`), as it is before caches are registered.
+"""
+
+
+def _backend(layer: Any) -> str:
+    """The backend's name, and which of its forms it keeps."""
+    impl = getattr(layer, "impl", None)
+    return " ".join((
+        str(layer.get_attn_backend().get_name()),
+        *(form for flag, form in _FORMS.items() if getattr(impl, flag, False)),
+    ))  # fmt: skip
 
 
 def settle_scales(vllm_config: VllmConfig, kv_caches: dict[str, torch.Tensor]) -> None:
