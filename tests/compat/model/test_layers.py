@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,3 +58,25 @@ def test_a_layer_s_heads_are_those_that_the_configuration_states_for_it(
     model = SimpleNamespace(model_arch_config=arch, hf_text_config=hf)
     config: Any = SimpleNamespace(model_config=model, speculative_config=None)
     assert layer_facts(config) == {name: LayerFacts("B", heads, (0.5, 1.0))}
+
+
+@pytest.mark.parametrize(("number", "heads"), [(0, 8), (1, 4), (2, 1)])
+def test_a_model_whose_blocks_differ_in_heads_has_those_of_each_block(number: int, heads: int) -> None:
+    """Nemotron-NAS (Llama-3.1-Nemotron-51B): what vLLM states of the model are the heads of its first block."""
+    from vllm.model_executor.models import nemotron_nas
+    from vllm.transformers_utils.model_arch_config_convertor import NemotronNasModelArchConfigConvertor as Convertor
+
+    assert "config.num_attention_heads // block_config.attention.n_heads_in_group" in inspect.getsource(nemotron_nas)
+    blocks = [SimpleNamespace(attention=SimpleNamespace(no_op=False, n_heads_in_group=group)) for group in (8, 16, 64)]
+    text = SimpleNamespace(num_attention_heads=64, block_configs=blocks)
+    convertor: Any = SimpleNamespace(hf_text_config=text)
+    first = Convertor.get_total_num_kv_heads(convertor)
+    assert first == 8
+
+    class Arch(SimpleNamespace):
+        def __getitem__(self, _: int) -> Arch:
+            return self
+
+    arch = Arch(total_num_hidden_layers=3, total_num_kv_heads=first)
+    model = SimpleNamespace(model_arch_config=arch, hf_text_config=text)
+    assert layers._stated_heads(model, f"model.layers.{number}.self_attn.attn", SimpleNamespace()) == heads

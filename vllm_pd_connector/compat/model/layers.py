@@ -159,11 +159,18 @@ def _scales(layer: Any) -> tuple[float, float]:
 
 
 def _stated_heads(model: Any, name: str, layer: Any) -> int:
-    """By the configuration of the model or of the drafter whose layer it is."""
+    """By the configuration of the model or of the drafter whose layer it is.
+
+    Source: vLLM 0.32, `nemotron_nas.py` (`n_heads_in_group`): what vLLM states is the count of the first block.
+    """
     stated = model.model_arch_config
     of_windows = getattr(model.hf_text_config, "swa_num_key_value_heads", None)
     if of_windows is not None and getattr(layer, "sliding_window", None) is not None:
         return int(of_windows)
     if 0 <= (number := _number(name)) < stated.total_num_hidden_layers:
+        blocks = getattr(model.hf_text_config, "block_configs", None) or ()
+        attention = getattr(blocks[number], "attention", None) if number < len(blocks) else None
+        if group := getattr(attention, "n_heads_in_group", None):
+            return int(model.hf_text_config.num_attention_heads // group)
         stated = stated[number]
     return int(stated.total_num_kv_heads)
