@@ -22,7 +22,7 @@ def write(directory: Path, tensors: Mapping[str, np.ndarray], files: int = 1) ->
     directory.mkdir()
     names = sorted(tensors)
     places = {
-        name: f"model-{i % files}.safetensors" if files > 1 else content.CHECKPOINTS[0] for i, name in enumerate(names)
+        name: f"model-{i % files}.safetensors" if files > 1 else "model.safetensors" for i, name in enumerate(names)
     }
     for file in set(places.values()):
         save_file({name: tensors[name] for name in names if places[name] == file}, directory / file)
@@ -39,11 +39,52 @@ def test_a_checkpoint_is_its_tensors_in_whatever_files(tmp_path: Path) -> None:
 
 def test_files_that_vllm_does_not_load_do_not_count(tmp_path: Path) -> None:
     plain = write(tmp_path / "plain", TENSORS)
-    more = write(tmp_path / "more", TENSORS)
-    save_file({"merged": np.zeros(3)}, more / "consolidated.safetensors")
-    (more / "training_args.bin").write_bytes(b"optimizer")
+    more = write(tmp_path / "more", TENSORS, files=2)
+    save_file({"merged": np.zeros(3)}, more / "merged.safetensors")
+    (more / "pytorch_model.bin").write_bytes(b"in another form")
     (more / "README.md").write_text("a model")
     assert checkpoint_digest(plain) == checkpoint_digest(more)
+    pickled = [tmp_path / name for name in ("alone", "trained")]
+    for directory in pickled:
+        directory.mkdir()
+        (directory / "pytorch_model.bin").write_bytes(b"weights")
+    (pickled[1] / "training_args.bin").write_bytes(b"optimizer")
+    assert checkpoint_digest(pickled[0]) == checkpoint_digest(pickled[1]) != checkpoint_digest(plain)
+
+
+def test_what_lies_in_two_forms_is_told_by_the_one_that_vllm_loads(tmp_path: Path) -> None:
+    """Mistral's repositories have weights twice, and a tuner may write one form: the other is still the base's."""
+    trained = {name: tensor + 1 for name, tensor in TENSORS.items()}
+    base, tuned = write(tmp_path / "base", TENSORS, files=2), write(tmp_path / "tuned", trained, files=2)
+    both = shutil.copytree(tuned, tmp_path / "both")
+    save_file(TENSORS, both / "consolidated.safetensors")
+    (both / "old.pt").write_bytes(b"older still")
+    assert checkpoint_digest(both) == checkpoint_digest(both, "mistral") == checkpoint_digest(base)
+    for form in ("hf", "safetensors", "fastsafetensors", "sharded_state"):
+        assert checkpoint_digest(both, form) == checkpoint_digest(tuned) != checkpoint_digest(base), form
+    (alone := tmp_path / "alone").mkdir()
+    shutil.copy(both / "old.pt", alone)
+    assert checkpoint_digest(both, "pt") == checkpoint_digest(alone)
+
+
+def test_of_mistrals_files_those_are_told_that_its_index_names(tmp_path: Path) -> None:
+    digests = []
+    for named in (1, 2):
+        (directory := tmp_path / str(named)).mkdir()
+        names = [f"consolidated-{i}.safetensors" for i in range(2)]
+        for i, name in enumerate(names):
+            save_file({f"layers.{i}": np.zeros(30, dtype=np.float32)}, directory / name)
+        index = {"weight_map": {f"layers.{i}": name for i, name in enumerate(names[:named])}}
+        (directory / content.MISTRALS_INDEX).write_text(json.dumps(index))
+        digests.append(checkpoint_digest(directory))
+    assert digests[0] != digests[1]
+
+
+def test_files_that_no_index_names_are_all_told(tmp_path: Path) -> None:
+    """vLLM loads all of them, also beside one that has the name of the whole."""
+    whole, more = write(tmp_path / "whole", TENSORS), write(tmp_path / "more", TENSORS)
+    save_file({"mtp.weight": np.zeros(3)}, more / "mtp.safetensors")
+    assert checkpoint_digest(whole) != checkpoint_digest(more)
 
 
 @pytest.mark.parametrize("name", TENSORS)

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 SAMPLE_BYTES = 4096
@@ -27,18 +27,32 @@ PARTS = 64
 MAX_HEADER = 1 << 30
 
 INDEX = "model.safetensors.index.json"
-CHECKPOINTS = ("model.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt")
+MISTRALS = "consolidated*.safetensors"
+MISTRALS_INDEX = "consolidated.safetensors.index.json"
+CHECKPOINTS = {
+    "hf": ("*.safetensors", "*.bin", "*.pt"),
+    "safetensors": ("*.safetensors",),
+    "mistral": (MISTRALS,),
+    "npcache": ("*.bin", "*.pt"),
+    "pt": ("*.pt",),
+}
+"""By vLLM's --load-format, what it loads: the first of these kinds of files that there are. Other formats are read as
+"hf" is, of two forms under "auto" Mistral's."""
+OTHERS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 
 
-def checkpoint_digest(path: Path) -> str | None:
+def checkpoint_digest(path: Path, load_format: str = "auto") -> str | None:
     """16 hex digits over the weights in a directory, or of one file; None if there are no files of weights.
+
+    Args:
+        load_format: by which vLLM chooses among files of several kinds.
 
     Raises:
         OSError: a file cannot be read.
         ValueError: a file is not what its name says.
     """
-    files = _weight_files(path)
+    files = _weight_files(path, load_format)
     if not files:
         return None
     digest = hashlib.blake2b(digest_size=8)
@@ -79,14 +93,21 @@ def adapter_files(directory: Path) -> list[Path]:
     return [file for name in ADAPTERS if (file := directory / name).is_file()]
 
 
-def _weight_files(path: Path) -> Sequence[Path]:
-    """What vLLM would load: what the index names, else one kind of files. Others may lie beside them."""
+def _weight_files(path: Path, load_format: str) -> Sequence[Path]:
+    """What vLLM would load: one kind of files, of safetensors those that their index names. Others may lie beside them.
+
+    Source: vLLM 0.32, `DefaultModelLoader._prepare_weights`, `filter_files_not_needed_for_inference`.
+    """
     if not path.is_dir():
         return [path] if path.is_file() else []
-    if (index := path / INDEX).is_file():
+    if load_format == "auto" and any(path.glob(MISTRALS)):
+        load_format = "mistral"
+    kinds = CHECKPOINTS.get(load_format, CHECKPOINTS["hf"])
+    files: Sequence[Path] = next(filter(None, (sorted(path.glob(kind)) for kind in kinds)), [])
+    index = path / (MISTRALS_INDEX if load_format == "mistral" else INDEX)
+    if files and files[0].suffix == ".safetensors" and index.is_file():
         return [path / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
-    found: Iterator[Sequence[Path]] = (sorted(path.glob(pattern)) for pattern in CHECKPOINTS)
-    return next(filter(None, found), [])
+    return [file for file in files if not file.name.endswith(OTHERS)]
 
 
 def _pieces(file: Path, number: int) -> list[tuple[str, int, int]]:

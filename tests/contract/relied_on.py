@@ -149,7 +149,11 @@ MEMBERS = (
     _members("vllm.config.cache:CacheConfig", "cache_dtype"),
     _members("vllm.config.scheduler:SchedulerConfig", "disable_chunked_mm_input"),
     _members("vllm.config.kv_events:KVEventsConfig", "enable_kv_cache_events publisher endpoint replay_endpoint"),
-    _members("vllm.config.speculative:SpeculativeConfig", "method draft_model_config num_speculative_tokens"),
+    _members(
+        "vllm.config.speculative:SpeculativeConfig",
+        "method draft_model_config draft_load_config num_speculative_tokens",
+    ),
+    _members("vllm.config.load:LoadConfig", "load_format download_dir"),
     _members(
         "vllm.config.parallel:ParallelConfig",
         "tensor_parallel_size pipeline_parallel_size data_parallel_rank data_parallel_size data_parallel_index "

@@ -32,6 +32,7 @@ def facts(
     weights: str = "",
     method: str | None = "mtp",
     load_format: str = "auto",
+    draft_format: str = "",
     own: Mapping[str, Any] | None = None,
     rope: Mapping[str, Any] | None = None,
     max_model_len: int = 4096,
@@ -50,7 +51,10 @@ def facts(
         get_head_size=lambda: 32,
     )
     drafts = SimpleNamespace(
-        method=method, num_speculative_tokens=2, draft_model_config=loaded(draft or weights or path)
+        method=method,
+        num_speculative_tokens=2,
+        draft_model_config=loaded(draft or weights or path),
+        draft_load_config=SimpleNamespace(load_format=draft_format, download_dir=None) if draft_format else None,
     )
     config: Any = SimpleNamespace(
         model_config=model,
@@ -274,6 +278,33 @@ def test_weights_are_told_by_their_content_wherever_they_lie(tmp_path: Path) -> 
     assert facts(here, "m", draft=copy) != facts(here, "m", draft=other)
     drafted = facts(here, "m", draft=here / "..", method="eagle")
     assert drafted != facts(here, "m", method=None)
+
+
+def test_of_weights_in_two_forms_those_are_told_that_vllm_loads(tmp_path: Path) -> None:
+    """As Mistral's repositories have them, or who tunes one form: the other is the base's still."""
+    here, other = (checkpoint(tmp_path / name, value) for name, value in (("a", 1.0), ("b", 2.0)))
+    for directory in (here, other):
+        save_file({"weight": np.full(10, 3.0)}, directory / "consolidated.safetensors")
+        index = {"weight_map": {"weight": "model.safetensors"}}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert facts(here, "m", method=None) == facts(other, "m", method=None)
+    told = [facts(here, "m", method=None, load_format=form).weights for form in ("auto", "mistral", "hf")]
+    assert told[0] == told[1] != told[2]
+    assert told[2] != facts(other, "m", method=None, load_format="hf").weights
+    drafted = [facts(tmp_path, "m", draft=draft, draft_format="hf").speculative for draft in (here, other)]
+    assert len({json.loads(said)["weights"] for said in drafted}) == 2
+
+
+def test_parts_of_a_model_that_lie_elsewhere_are_told(tmp_path: Path) -> None:
+    """Ultravox has its language model in another repository, which only its configuration names."""
+    here, text, tuned = (checkpoint(tmp_path / name, value) for name, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)))
+
+    def weights(**parts: object) -> str:
+        return facts(here, "m", method=None, hf_config=SimpleNamespace(**parts)).weights
+
+    assert weights() == weights(text_model_id=None) == facts(here, "m", method=None).weights
+    found = [weights(), weights(text_model_id=text), weights(text_model_id=tuned), weights(audio_model_id="/nowhere")]
+    assert len(set(found)) == 4
 
 
 def test_weights_that_cannot_be_read_go_by_their_revision() -> None:

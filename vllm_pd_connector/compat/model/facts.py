@@ -89,7 +89,7 @@ def _speculative(config: VllmConfig, name: str, version: str | None) -> str:
     own = path in (config.model_config.model, config.model_config.model_weights)
     facts = {"method": speculative.method, "model": name if own else path}
     if draft is not None and not own and version is None:
-        facts["weights"] = weights_of(draft, config.load_config)
+        facts["weights"] = weights_of(draft, speculative.draft_load_config or config.load_config)
     return _canonical(facts)
 
 

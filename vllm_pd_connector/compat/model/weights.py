@@ -4,7 +4,7 @@ Caches of other weights look alike and mean something else, so both are compared
 the model (`facts`); a request's adapter (`adapters`) is compared with its prompt (`blocks`).
 
 Source: vLLM 0.32, `config/model.py`, `transformers_utils/model_arch_config_convertor.py` (quantization),
-`model_executor/model_loader/default_loader.py`.
+`model_executor/model_loader/default_loader.py`, `model_executor/models/ultravox.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.content import checkpoint_digest
@@ -21,21 +21,30 @@ from vllm_pd_connector.content import checkpoint_digest
 logger = init_logger(__name__)
 
 
+_ELSEWHERE: Final = ("audio_model_id", "text_model_id")
+"""Keys of a configuration that name other repositories of which vLLM loads a part of the model (Ultravox)."""
+
+
 def weights_of(model: Any, load: Any) -> str:
     """Which weights a model has, from vLLM's ModelConfig and LoadConfig: by their content where files can be read here,
     else by --revision; empty if nothing is known but the model's name."""
     if load.load_format == "dummy":
         return "dummy"
-    where = str(model.model_weights or model.model)
+    digest = _digest(str(model.model_weights or model.model), model.revision, load)
+    if digest is None:
+        return f"revision {model.revision}" if model.revision else ""
+    config = getattr(model, "hf_config", None)
+    others = [str(name) for key in _ELSEWHERE if (name := getattr(config, key, None))]
+    return " ".join(("content", digest, *(_digest(name, None, load) or "unknown" for name in others)))
+
+
+def _digest(where: str, revision: str | None, load: Any) -> str | None:
     try:
-        found = local_files(where, model.revision, load.download_dir)
-        digest = checkpoint_digest(found) if found is not None else None
+        found = local_files(where, revision, load.download_dir)
+        return checkpoint_digest(found, load.load_format) if found is not None else None
     except (OSError, ValueError, KeyError) as error:
         logger.warning("the weights of %s cannot be told by their content (%s): they go by --revision", where, error)
-        digest = None
-    if digest is not None:
-        return f"content {digest}"
-    return f"revision {model.revision}" if model.revision else ""
+        return None
 
 
 def quantization_of(model: Any) -> str:
