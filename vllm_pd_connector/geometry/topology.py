@@ -128,6 +128,11 @@ def _common_facts(manifests: Sequence[Manifest]) -> dict[str, list[str]]:
             for name in ("tp_size", "pp_size", "dp_size", "dcp_size", "pcp_size", "interleave")
         },
         **{name: [str(getattr(m.model, name)) for m in manifests] for name in ModelFacts.__struct_fields__},
+        # Nodes of one instance that each read their own files; where one lacks them nothing is known.
+        **{
+            f"configuration {name}": [m.configuration[name] for m in manifests if name in m.configuration]
+            for name in {name for m in manifests for name in m.configuration}
+        },
         # One scheduler gives all ranks the same block ids, by which each then finds its own pages.
         "groups": [
             ", ".join(
@@ -229,7 +234,7 @@ def instance_differences(local: Sequence[Manifest], remote: Sequence[Manifest]) 
         and not (name == "speculative" and "" in (here, there))
     ]
     # Of files that one side lacks nothing is known: another release of transformers has others, 0.1.0rc1 tells none.
-    mine_told, theirs_told = mine.configuration, theirs.configuration
+    mine_told, theirs_told = ({n: d for m in side for n, d in m.configuration.items()} for side in (local, remote))
     found += [
         Difference("configuration", f"{name} {mine_told[name]}", f"{name} {theirs_told[name]}", _SAME_CONFIGURATION)
         for name in sorted(mine_told.keys() & theirs_told.keys())
