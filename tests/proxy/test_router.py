@@ -336,6 +336,13 @@ async def test_a_stream_that_ends_without_its_last_event_is_broken(bench: Bench,
     assert "vllm_pd_proxy_broken_streams_total 1.0" in page
 
 
+@over_bench
+async def test_a_connection_that_breaks_behind_the_last_event_breaks_no_stream(bench: Bench) -> None:
+    await bench.pair(decode=streams(b"data: 1\n\n", DONE_EVENT, then=break_off))
+    assert (await bench.ask({"prompt": "x", "stream": True}))[:2] == (200, "data: 1\n\ndata: [DONE]\n\n")
+    assert "vllm_pd_proxy_broken_streams_total 0.0" in (await bench.get("/metrics"))[1]
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 @pytest.mark.parametrize("said", [b"", b"<html>Sign in</html>", b"[]", b'{"choices": [{"text": "a'])
 @over_bench

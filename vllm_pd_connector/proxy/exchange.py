@@ -179,14 +179,25 @@ def is_end(event: bytes | bytearray) -> bool:
 async def whole_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The events of a stream, however it was cut into reads; each with the blank line that ends it.
 
-    What follows the last blank line of a stream that came to its end is one if it says so, and else half of one.
+    What follows the last blank line of a stream that came to its end is one if it says so, and else half of one. How
+    the connection ends behind the last event is of no interest: the answer is there.
     """
-    rest, looked_at = bytearray(), 0
-    async for chunk in chunks:
+    rest, looked_at, ended = bytearray(), 0, False
+    while True:
+        try:
+            chunk = await anext(chunks)
+        except StopAsyncIteration:
+            break
+        except (aiohttp.ClientError, TimeoutError):
+            if not ended:
+                raise
+            return
         rest += chunk
         begin = 0
         while (end := END_OF_EVENT.search(rest, max(begin, looked_at - LONGEST_END + 1))) is not None:
-            yield bytes(rest[begin : end.end()])
+            event = bytes(rest[begin : end.end()])
+            ended |= is_end(event)
+            yield event
             begin = end.end()
         del rest[:begin]
         looked_at = len(rest)
