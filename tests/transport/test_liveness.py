@@ -20,10 +20,11 @@ from tests.support.descriptors import no_descriptor_left
 from tests.support.forked import Child
 from tests.support.processor_time import seconds_of
 from tests.support.transport.ends import until
+from tests.support.transport.line_proxy import Proxy
 from vllm_pd_connector.errors import ProtocolError, TransferError
 from vllm_pd_connector.transport import liveness
 from vllm_pd_connector.transport.greeting import answered, framed
-from vllm_pd_connector.transport.liveness import LivenessHub, LivenessLink, LivenessState
+from vllm_pd_connector.transport.liveness import SAYS, LivenessHub, LivenessLink, LivenessState
 
 HOST = "127.0.0.1"
 
@@ -60,11 +61,21 @@ def test_a_line_speaks_ipv6(exchange: Callable[..., LivenessHub]) -> None:
 
 @pytest.mark.parametrize("host", [HOST, "::1"])
 def test_who_asks_is_told_from_where_it_is_seen(exchange: Callable[..., LivenessHub], host: str) -> None:
-    here, there = exchange("here", host), exchange("there", host)
-    assert opened(here, there, "there", host).direct is None
-    line = here.dial(host, there.port, "there", 10.0, asks=True)
-    until(lambda: line.state is not LivenessState.DIALLING, "an answer")
-    assert (line.state, line.direct) == (LivenessState.OPEN, True)
+    here, there, older = exchange("here", host), exchange(f"{SAYS}there", host), exchange("there", host)
+    assert opened(here, there, f"{SAYS}there", host).direct is True
+    assert opened(here, older, "there", host).direct is None
+
+
+def test_what_a_proxy_closes_is_no_end_of_the_process(exchange: Callable[..., LivenessHub]) -> None:
+    here, there = exchange("here"), exchange(f"{SAYS}there")
+    with contextlib.closing(Proxy(there.port)) as proxy:
+        line = here.dial(HOST, proxy.port, f"{SAYS}there", 10.0)
+        proxy.carry()
+        until(lambda: line.state is LivenessState.OPEN, "an answer")
+    assert "proxy" in lost(line) and not line.ended
+    line = opened(here, there, f"{SAYS}there")
+    there.close()
+    assert "proxy" not in lost(line) and line.ended
 
 
 @pytest.mark.parametrize("asks", [False, True])

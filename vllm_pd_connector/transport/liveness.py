@@ -8,7 +8,8 @@ only who was given the name (it is random and travels in a manifest) stays. Afte
     greeting := length (4 bytes, big endian) name           the same from both sides (`transport.greeting`)
 
 Who says "?" behind the name is told besides from where it is seen to dial: from its own end of the connection, unless a
-proxy or a translation of addresses is in between, which may close a link as a kernel does.
+proxy or a translation of addresses is in between, which may close a link as a kernel does. So is asked who has a name
+that begins with SAYS; the hubs of 0.1.0rc1 do not answer that.
 
 Others may dial as well, unauthenticated. Who does not say the name within `GREETING_S` is hung up on, and the one that
 has been silent longest when more than `MAX_UNAUTHENTICATED` have not said it. When the process has no descriptor left
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SAYS = "pd-line-"
 SILENCE_S = 15
 GREETING_S = 10.0
 MAX_UNAUTHENTICATED = 256
@@ -77,9 +79,10 @@ class LivenessState(Enum):
 @dataclass(eq=False, slots=True)
 class LivenessLink:
     """The dialler's end. `state`, `reason`, `ended` and `closed_at` are read by any thread and written by the
-    hub's, or by `give_up`. `ended`: the loss was told from the other end, which is no more; else it fell silent
-    and may be well. `closed_at`: when an open line was closed in good order from there, which no packet filter
-    does. `asks`: from where it is seen to dial; `direct` is whether that is its own end, None if it did not ask."""
+    hub's, or by `give_up`. `ended`: the loss was told from the other end, which is no more; else it fell silent, or
+    something in between told it, and it may be well. `closed_at`: when an open line was closed in good order from
+    there, which no packet filter does. `asks`: from where it is seen to dial; `direct` is whether that is its own end,
+    None if it did not ask."""
 
     peer: str
     deadline: float
@@ -122,11 +125,12 @@ class LivenessLink:
         if not received:
             if self.state is LivenessState.OPEN:
                 self.closed_at = time.monotonic()
+            between = ", or a proxy in between did" if self.direct is False else ""
             return self.lose(
                 f"{self.peer} is gone: another process listens in its place"
                 if self.state is LivenessState.DIALLING
-                else f"{self.peer} closed the connection: its process ended or its transport was closed",
-                ended=True,
+                else f"{self.peer} closed the connection: its process ended or its transport was closed{between}",
+                ended=not between,
             )
         self._received += received
         try:
@@ -195,9 +199,9 @@ class LivenessHub:
         self._thread.start()
 
     def dial(
-        self, address: str, port: int, peer: str, timeout: float, wait_ms: int = _NEAR_MILLISECONDS, asks: bool = False
+        self, address: str, port: int, peer: str, timeout: float, wait_ms: int = _NEAR_MILLISECONDS
     ) -> LivenessLink:
-        """A link to the hub named `peer`; `asks`: from where it is seen to dial.
+        """A link to the hub named `peer`.
 
         It is LOST when it is not open within `timeout` seconds, and on return when the peer's machine refuses within
         `wait_ms`.
@@ -213,7 +217,7 @@ class LivenessHub:
         made.setblocking(False)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _notice_silence(made, self._silence_s)
-        link = LivenessLink(peer, time.monotonic() + timeout, self._wake.set, made, asks=asks)
+        link = LivenessLink(peer, time.monotonic() + timeout, self._wake.set, made, asks=peer.startswith(SAYS))
         try:
             failure = made.connect_ex((address, port))
         except OSError as error:  # no address here: of another version of IP, or with a zone of another machine

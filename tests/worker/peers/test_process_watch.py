@@ -13,6 +13,7 @@ from contextlib import closing
 
 import pytest
 
+from tests.support.transport.line_proxy import Proxy
 from tests.support.worker.decode_instance import until
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import LivenessAddress
@@ -140,31 +141,11 @@ def test_a_dial_that_was_refused_before_and_cannot_be_made_now_is_no_end(mine, w
     assert watch.closed and not watch.over
 
 
-class Proxy:
-    """Between dialler and worker: takes one connection, and closes both of its sides in good order."""
-
-    def __init__(self, worker: LivenessAddress) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.life = LivenessAddress("127.0.0.1", self._listener.getsockname()[1], worker.name)
-        self._worker = worker
-        self._ends: list[socket.socket] = []
-
-    def carry(self) -> None:
-        """The greeting and its answer."""
-        ends = [self._listener.accept()[0], socket.create_connection((self._worker.address, self._worker.port))]
-        for one, other in (ends, ends[::-1]):
-            other.sendall(one.recv(1024))
-        self._ends += ends
-
-    def close(self) -> None:
-        for end in (*self._ends, self._listener):
-            end.close()
-
-
 def test_what_a_proxy_closes_is_no_end_though_it_is_dialled_in_vain(mine):
     """As a proxy that ends does, while the worker writes on over another network."""
-    with closing(made()) as other, closing(Proxy(other.own)) as proxy:
-        watch = mine.watch(proxy.life, time.monotonic())
+    with closing(made()) as other, closing(Proxy(other.own.port)) as proxy:
+        life = LivenessAddress("127.0.0.1", proxy.port, other.own.name)
+        watch = mine.watch(life, time.monotonic())
         proxy.carry()
         until(lambda: looked(watch).here, "the line")
         assert mine.watch(other.own, time.monotonic()) is not watch

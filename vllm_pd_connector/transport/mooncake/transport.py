@@ -34,7 +34,7 @@ from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.addresses import Address, host_identity, local_address
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, Use, follow, options_of
 from vllm_pd_connector.transport.endpoint import seal, unseal
-from vllm_pd_connector.transport.liveness import LivenessHub, LivenessLink, LivenessState
+from vllm_pd_connector.transport.liveness import SAYS, LivenessHub, LivenessLink, LivenessState
 from vllm_pd_connector.transport.mooncake.engine import (
     MAX_IN_FLIGHT,
     RDMA_DEVICES,
@@ -140,7 +140,7 @@ class MooncakeTransport:
         self._address = local_address(self._options.address, self._options.route_to)
         check_reachability(self._options, self._address, use.serves)
         self._module = load_module(protocol, self._address)
-        self._name = f"pd-{uuid.uuid4().hex}"
+        self._name = f"{SAYS}{uuid.uuid4().hex}"
         self._ranges = Ranges.of((), "this worker")
         self._peers: dict[str, _Peer] = {}
         self._torn: _Peer | None = None  # from the library last, at `_torn_at`

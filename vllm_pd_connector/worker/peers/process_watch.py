@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import LivenessAddress
 from vllm_pd_connector.transport.addresses import Address, local_address, source_address
-from vllm_pd_connector.transport.liveness import SILENCE_S, LivenessHub, LivenessLink, LivenessState
+from vllm_pd_connector.transport.liveness import SAYS, SILENCE_S, LivenessHub, LivenessLink, LivenessState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,8 +45,6 @@ LOOK_S = 0.25
 MAX_WATCHES = 4096
 IDLE_S = 3600.0
 
-_SAYS = "pd-line-"
-"""With which the names of hubs begin that say from where one is seen to dial; those of 0.1.0rc1 do not."""
 _BETWEEN = (
     "closed its line, or a proxy in between did, or what translates addresses there: its end cannot be seen through "
     "that; let workers reach each other's ports directly"
@@ -140,7 +138,7 @@ class ProcessWatches:
 
     def __init__(self, address: Address, wake: Callable[[], None]) -> None:
         self._address = address
-        name = f"{_SAYS}{secrets.token_hex(16)}"
+        name = f"{SAYS}{secrets.token_hex(16)}"
         self._hub = LivenessHub(str(address), name, lost=wake)
         self.own = LivenessAddress(str(address), self._hub.port, name)
         self._watches: dict[str, ProcessWatch] = {}
@@ -174,8 +172,7 @@ class ProcessWatches:
             raise TransferError(f"{life.address[:80]!r} is no IP address") from None
         if address.version != self._address.version:
             raise TransferError(f"address: {self._address} here, {address} there, of another version of IP")
-        asks = life.name.startswith(_SAYS)
-        return self._hub.dial(str(address), life.port, life.name, DIAL_S, wait_ms=0, asks=asks)
+        return self._hub.dial(str(address), life.port, life.name, DIAL_S, wait_ms=0)
 
 
 def address_towards(host: str) -> Address:

@@ -1,0 +1,26 @@
+"""A TCP proxy on the way of a liveness link."""
+
+from __future__ import annotations
+
+import socket
+
+
+class Proxy:
+    """Between a dialler and the hub at `port`: takes one connection, and closes both of its sides in good order."""
+
+    def __init__(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._hub = port
+        self._ends: list[socket.socket] = []
+
+    def carry(self) -> None:
+        """The greeting and its answer."""
+        ends = [self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._hub))]
+        for one, other in (ends, ends[::-1]):
+            other.sendall(one.recv(1024))
+        self._ends += ends
+
+    def close(self) -> None:
+        for end in (*self._ends, self._listener):
+            end.close()
