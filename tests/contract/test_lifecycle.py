@@ -169,6 +169,24 @@ def test_a_request_with_the_name_of_one_that_left_while_it_loaded_is_given_up_as
     decode.run("d-1")
 
 
+def test_a_request_with_the_name_of_one_that_left_when_it_was_told_begins_behind_the_former_s_report(
+    engine: Any,
+) -> None:
+    """A worker that has ended both says the name once: the second would be waited for for ever."""
+    prefill, decode = engine("kv_producer"), having_read(engine)
+    tell(decode, "d-1")
+    decode.scheduler.finish_requests("d-1", RequestStatus.FINISHED_ABORTED)
+    decode.told.clear()
+    loading(decode, "d-1", PROMPT[::-1], prefilled(prefill, "p-2", PROMPT[::-1]))
+    assert not any(told.receives for told in decode.told)
+    decode.step(received={"d-1"})
+    decode.step()
+    assert decode.receive_of("d-1").attempt
+    decode.step(failed={"d-1"})
+    decode.run("d-1")
+    assert decode.ended("d-1").finish_reason is FinishReason.ERROR
+
+
 @pytest.mark.parametrize("told", ["before it ends", "when it has ended"])
 def test_a_request_that_ends_beside_what_its_workers_rang_for_gives_its_blocks_back_once(
     engine: Any, told: str

@@ -375,11 +375,12 @@ class Consumer:
         receive = self._receives.get(request_id)
         return receive is not None and receive.loading and attempt in (b"", receive.attempt)
 
-    def take(self) -> tuple[list[ReceiveRequest], list[str]]:
-        """What the workers must begin and what they must give up."""
+    def take(self, but: Collection[str] = ()) -> tuple[list[ReceiveRequest], list[str]]:
+        """What the workers must begin and what they must give up; what is of these names comes later."""
         orders, aborts = self._orders, self._aborts
-        self._orders, self._aborts = [], []
-        return orders, aborts
+        self._orders = [order for order in orders if order.request_id in but]
+        self._aborts = [name for name in aborts if name in but]
+        return [o for o in orders if o.request_id not in but], [name for name in aborts if name not in but]
 
     def _forget(self, request_id: str, *, release: bool) -> None:
         receive = self._receives.pop(request_id, None)

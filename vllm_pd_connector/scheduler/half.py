@@ -202,7 +202,8 @@ class SchedulerHalf:
 
     def build_metadata(self, output: SchedulerOutput) -> StepMetadata:
         """vLLM's step begins here."""
-        receives, aborts = self.consumer.take()
+        # A name may be used again; a worker reports by name, and its report of the former is yet to come.
+        receives, aborts = self.consumer.take(but=self._told)
         if receives:
             receives = self._recording.marked(receives)
         computes = bool(output.num_scheduled_tokens)
