@@ -247,20 +247,24 @@ async def test_of_an_instance_with_keys_the_next_turn_has_the_key_that_it_says(b
     assert turns(prefill)[1]["pd_connector"] == {"server_key": "k" * 40}
 
 
-def several(bench: Bench, handler: Any, **says: Any) -> Any:
-    """A decode instance with three data-parallel engines, `d-0` to `d-2`, that keep turns."""
+def several(bench: Bench, handler: Any, first: int = 0, **says: Any) -> Any:
+    """A decode instance with three data-parallel engines, `d-0` to `d-2`, that keep turns; `first` are on other hosts.
+    """
     engines = [
         info(
             mode="pull", conversations="on", role="kv_consumer", engine_id=f"d-{i}", side_channel_port=5700 + i, **says
         )
         for i in range(3)
     ]
-    return bench.instance(handler, says=engines)
+    return bench.instance(handler, says=engines, first_engine=first)
 
 
+@pytest.mark.parametrize("first", [0, 3])
 @over_bench
-async def test_the_router_chooses_among_data_parallel_engines_and_asks_the_one_that_it_chose(bench: Bench) -> None:
-    prefill, decode = await bench.instance(HANDS_OVER, P), await several(bench, STREAM)
+async def test_the_router_chooses_among_data_parallel_engines_and_asks_the_one_that_it_chose(
+    bench: Bench, first: int
+) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER, P), await several(bench, STREAM, first)
     await bench.route([prefill.url], [decode.url], conversations=True)
     for said in "xyz":
         await ask(bench, said, stream=True)

@@ -124,13 +124,18 @@ async def test_nothing_is_sent_to_decode_before_a_prefill_took_the_connection(be
     assert [asked["kv_transfer_params"]["remote_engine_id"] for asked in decode.asked] == ["p-0", "p-0"]
 
 
+@pytest.mark.parametrize("first", [0, 2])
 @over_bench
-async def test_a_prefill_with_several_engines_is_asked_for_one_of_them(bench: Bench) -> None:
-    prefill, decode = await bench.instance(HANDS_OVER, info(dp_size=2), engines=2), await bench.instance(DONE)
+async def test_a_prefill_with_several_engines_is_asked_for_one_of_them(bench: Bench, first: int) -> None:
+    """By the number that its API server gives it: with hybrid load balancing those of other hosts come before them."""
+    says = [info(dp_size=4, engine_id=f"p-{first + i}") for i in range(2)]
+    prefill, decode = await bench.instance(HANDS_OVER, says, first_engine=first), await bench.instance(DONE)
     await bench.route([prefill.url], [decode.url])
     for _ in range(4):
         assert (await bench.ask())[0] == 200
     assert sorted(prefill.ranks) == ["0", "0", "1", "1"]
+    named = [asked["kv_transfer_params"]["remote_engine_id"] for asked in decode.asked]
+    assert named == [f"p-{first + int(rank)}" for rank in prefill.ranks]
 
 
 @over_bench

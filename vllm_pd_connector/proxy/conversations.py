@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.proxy.choice import prefix_keys
-from vllm_pd_connector.proxy.fleet import DATA_PARALLEL_RANK
+from vllm_pd_connector.proxy.legs import pinned
 from vllm_pd_connector.routing.handoff import NOTHING
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Turn:
         index = self._choose(instance)
         self._engine, self._counted = instance.engines[index], (instance, index)
         instance.at_engine[index] += 1
-        return {DATA_PARALLEL_RANK: str(index)} if len(instance.engines) > 1 else {}
+        return pinned(instance.engines, index)
 
     def ended(self, name: str, answer: object = None) -> None:
         """The turn was answered in full: in one piece, or by a stream, in which only its name is known."""

@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import aiohttp
 
-from vllm_pd_connector.proxy.fleet import Fleet, Instance, InstanceRole
+from vllm_pd_connector.proxy.fleet import DATA_PARALLEL_RANK, Fleet, Instance, InstanceRole
 from vllm_pd_connector.routing.handoff import Body
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from types import SimpleNamespace
 
     from vllm_pd_connector.proxy.choice import PromptPrefix
@@ -183,6 +184,12 @@ def require_here(role: InstanceRole, instance: Instance, response: aiohttp.Clien
             f"{role} instance {instance.url} answered {response.status}, which sends its clients elsewhere, to "
             f"{place!r:.200}; give the router the URL at which requests are served",
         )
+
+
+def pinned(engines: Collection[int], index: int) -> Headers:
+    """Headers by which an API server gives a request to one of its data-parallel engines. It counts those that it has,
+    from 0; with hybrid load balancing others come before them."""
+    return {DATA_PARALLEL_RANK: str(sorted(engines).index(index))} if len(engines) > 1 else {}
 
 
 def encoded_body(body: Body) -> bytes:

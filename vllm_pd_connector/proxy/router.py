@@ -47,8 +47,8 @@ from vllm_pd_connector.proxy.exchange import (
     whole_answer,
     whole_events,
 )
-from vllm_pd_connector.proxy.fleet import DATA_PARALLEL_RANK, LOOK_S, Fleet, Instance, InstanceRole
-from vllm_pd_connector.proxy.legs import Aborted, Headers, LegError, Legs, Limits, make_session, require_here
+from vllm_pd_connector.proxy.fleet import LOOK_S, Fleet, Instance, InstanceRole
+from vllm_pd_connector.proxy.legs import Aborted, Headers, LegError, Legs, Limits, make_session, pinned, require_here
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 from vllm_pd_connector.proxy.tracing import Tracer, Untraced
 from vllm_pd_connector.routing.handoff import Body, decode_body, decode_body_beside, prefill_body
@@ -258,9 +258,8 @@ class Router:
                                "hand-off needs PDConnector there, with metrics on")  # fmt: skip
             index, engine = found
             chosen[:] = [engine]
-            pinned = {DATA_PARALLEL_RANK: str(index)} if len(instance.engines) > 1 else {}
-            turn = exchange.turn.brought_to(instance)
-            return prefill_body(exchange.body, exchange.request_id, turn), {**exchange.headers, **pinned}
+            turn, headers = exchange.turn.brought_to(instance), pinned(instance.engines, index)
+            return prefill_body(exchange.body, exchange.request_id, turn), {**exchange.headers, **headers}
 
         def on_sent(_instance: Instance) -> None:
             if not sent.done():

@@ -132,10 +132,11 @@ async def test_an_answer_that_cannot_be_passed_on_costs_one_introduction(bench: 
     assert len(failures) == 70 and not failures[0] and "kv_transfer_params" in failures[-1], "it could not be read"
 
 
+@pytest.mark.parametrize("first", [0, 4])
 @over_bench
-async def test_each_data_parallel_engine_meets_each(bench: Bench) -> None:
-    prefill = await bench.instance(HANDS_OVER, [engine("kv_producer", number) for number in range(2)])
-    decode = await bench.instance(DONE, [engine("kv_consumer", number) for number in range(3)])
+async def test_each_data_parallel_engine_meets_each(bench: Bench, first: int) -> None:
+    prefill = await bench.instance(HANDS_OVER, [engine("kv_producer", n) for n in range(2)], first_engine=first)
+    decode = await bench.instance(DONE, [engine("kv_consumer", n) for n in range(3)], first_engine=first)
     done, _ = await introduce([prefill.url, decode.url])
     assert len({(one.prefill, one.decode) for one in done}) == 6
     assert Counter(prefill.ranks) == {"0": 3, "1": 3} and Counter(decode.ranks) == {"0": 2, "1": 2, "2": 2}

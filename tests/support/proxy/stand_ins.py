@@ -27,6 +27,7 @@ class Instance:
         says: EngineInfo | Sequence[EngineInfo] | None = None,
         engines: int = 1,
         port: int | None = None,
+        first_engine: int = 0,
     ):
         self.asked: list[dict[str, Any]] = []
         self.request_ids: list[str | None] = []
@@ -35,7 +36,7 @@ class Instance:
         self.priorities: list[tuple[str | None, int | None]] = []
         self.sessions: list[str | None] = []
         self.says = says
-        self.engines = engines
+        self.engines, self.first_engine = engines, first_engine
         self.health = 200
         self.checks = 0
         self.held: asyncio.Event | None = None
@@ -67,7 +68,7 @@ class Instance:
         if self.page is not None:
             return web.Response(body=self.page, content_type="text/plain")
         said = [self.says] * self.engines if isinstance(self.says, EngineInfo) else self.says or []
-        rows = [exposition(says, index) for index, says in enumerate(said)]
+        rows = [exposition(says, index) for index, says in enumerate(said, self.first_engine)]
         return web.Response(text="".join(rows))
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:

@@ -43,7 +43,7 @@ STARTUP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A data-parallel engine of an instance; `rank` is None where the instance has no other."""
+    """A data-parallel engine of an instance, as its API server counts them; `rank` is None where it has no other."""
 
     url: str
     rank: int | None
@@ -175,8 +175,8 @@ def engines(instances: Sequence[Instance]) -> list[Engine]:
     found = []
     for instance in instances:
         several = len(instance.engines) > 1
-        ids = {index: engine.engine_id for index, engine in instance.engines.items()} or {0: instance.url}
-        found += [Engine(instance.url, index if several else None, engine_id) for index, engine_id in ids.items()]
+        ids = [engine.engine_id for _, engine in sorted(instance.engines.items())] or [instance.url]
+        found += [Engine(instance.url, rank if several else None, engine_id) for rank, engine_id in enumerate(ids)]
     return found
 
 
