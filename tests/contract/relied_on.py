@@ -153,7 +153,7 @@ MEMBERS = (
         "vllm.config.speculative:SpeculativeConfig",
         "method draft_model_config draft_load_config num_speculative_tokens",
     ),
-    _members("vllm.config.load:LoadConfig", "load_format download_dir"),
+    _members("vllm.config.load:LoadConfig", "load_format download_dir model_loader_extra_config"),
     _members(
         "vllm.config.parallel:ParallelConfig",
         "tensor_parallel_size pipeline_parallel_size data_parallel_rank data_parallel_size data_parallel_index "

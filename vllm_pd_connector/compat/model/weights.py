@@ -25,6 +25,16 @@ _ELSEWHERE: Final = ("audio_model_id", "text_model_id")
 """Keys of a configuration that name other repositories of which vLLM loads a part of the model (Ultravox)."""
 
 
+_FROM_FILES: Final = frozenset(
+    {
+        *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt"),
+        *("runai_streamer", "runai_streamer_sharded", "sharded_state"),
+    }
+)
+"""What --load-format reads of a model's own files. What others take elsewhere (a server, another's memory) may be of
+other files than those that are here: who loads so is told from who does not."""
+
+
 def weights_of(model: Any, load: Any) -> str:
     """Which weights a model has, from vLLM's ModelConfig and LoadConfig: by their content where files can be read here,
     else by --revision; empty if nothing is known but the model's name."""
@@ -35,7 +45,16 @@ def weights_of(model: Any, load: Any) -> str:
         return f"revision {model.revision}" if model.revision else ""
     config = getattr(model, "hf_config", None)
     others = [str(name) for key in _ELSEWHERE if (name := getattr(config, key, None))]
-    return " ".join(("content", digest, *(_digest(name, None, load) or "unknown" for name in others)))
+    told = " ".join(("content", digest, *(_digest(name, None, load) or "unknown" for name in others)))
+    return told if load.load_format in _FROM_FILES else f"{told} by {_loader(load)}"
+
+
+def _loader(load: Any) -> str:
+    """A load format and, where it says whence it loads, that."""
+    extra = load.model_loader_extra_config
+    options = json.dumps(extra, sort_keys=True, default=str) if isinstance(extra, dict) and extra else ""
+    told = f" ({hashlib.blake2b(options.encode(), digest_size=4).hexdigest()})" if options else ""
+    return f"--load-format {load.load_format}{told}"
 
 
 def _digest(where: str, revision: str | None, load: Any) -> str | None:

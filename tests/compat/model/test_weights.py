@@ -1,0 +1,36 @@
+"""Weights that vLLM takes from elsewhere than from a model's files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from vllm_pd_connector.compat.model.weights import weights_of
+
+
+def weights(path: Path, form: str, **loader: object) -> str:
+    model = SimpleNamespace(model=str(path), model_weights="", revision=None)
+    return weights_of(model, SimpleNamespace(load_format=form, download_dir=None, model_loader_extra_config=loader))
+
+
+def test_what_is_loaded_from_elsewhere_is_not_what_the_files_are(tmp_path: Path) -> None:
+    """vLLM's cache of weights in a GPU keeps what it had when the files were replaced by others of their form."""
+    save_file({"weight": np.full(10, 1.0)}, tmp_path / "model.safetensors")
+    found = [
+        weights(tmp_path, "auto"),
+        weights(tmp_path, "ipc_cache"),
+        weights(tmp_path, "of_a_plugin"),
+        weights(tmp_path, "tensorizer", tensorizer_config={"tensorizer_uri": "s3://a/1"}),
+        weights(tmp_path, "tensorizer", tensorizer_config={"tensorizer_uri": "s3://a/2"}),
+    ]
+    assert len(set(found)) == len(found) and weights(tmp_path, "ipc_cache") == found[1]
+    assert found[1] == f"{found[0]} by --load-format ipc_cache"
+
+
+def test_how_files_are_read_is_no_matter(tmp_path: Path) -> None:
+    save_file({"weight": np.full(10, 1.0)}, tmp_path / "model.safetensors")
+    ways = [weights(tmp_path, form, concurrency=2) for form in ("auto", "hf", "fastsafetensors", "runai_streamer")]
+    assert len(set(ways)) == 1 and ways[0].startswith("content ")
