@@ -198,6 +198,11 @@ class InFlight:
                 # At once, and of all slices before one is told: by that it is decided whether the blocks are kept.
                 direct.fail(error)
                 errors.append(error)
+            except Exception as error:  # a defect, of a transport say: nobody else's transfers are to wait for it
+                logger.exception("a transfer could not be looked at")
+                failed = TransferError(f"unexpected {type(error).__name__}: {error}", terminal=False)
+                direct.fail(failed)
+                errors.append(failed)
             direct.running.remove(slice_)
             self.over += slice_.parts + 1
         return errors

@@ -7,6 +7,7 @@ import itertools
 import resource
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -310,3 +311,24 @@ def test_memory_of_a_host_is_there_when_it_is_given() -> None:
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     memory.owner[:] = 1
     assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < length // resource.getpagesize() / 10
+
+
+@pytest.mark.parametrize("decode", [{"staging_bytes": 0}, {"staging_bytes": 1 << 20}], indirect=True)
+def test_a_transfer_that_cannot_be_looked_at_fails_its_request_and_no_later_one(prefill, decode, monkeypatch):
+    """As of a transport of another package, each time."""
+    poll, read, met = decode.transport.poll, decode.transport.read, []
+
+    def note(*what: Any) -> Any:
+        transfer = read(*what)
+        met[:] = met or [transfer]
+        return transfer
+
+    def broken(transfer: Any) -> Any:
+        if transfer in met:
+            raise RuntimeError("a defect")
+        return poll(transfer)
+
+    monkeypatch.setattr(decode.transport, "read", note)
+    monkeypatch.setattr(decode.transport, "poll", broken)
+    assert decode.received(prefill.request("a")) == [False]
+    assert decode.received(prefill.request("b"), prefill.request("c")) == [True, True]

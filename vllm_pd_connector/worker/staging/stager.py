@@ -286,7 +286,12 @@ class Stager:
 
     def _is_over(self, flight: _InFlightChunk) -> bool:
         assert flight.transfer is not None
-        return self._transport.poll(flight.transfer) is TransferStatus.DONE
+        try:
+            return self._transport.poll(flight.transfer) is TransferStatus.DONE
+        except TransferError:
+            raise
+        except Exception as error:  # a defect, of a transport say, is to cost nobody else's transfers a turn
+            raise TransferError(str(_defect(error)), terminal=False) from error
 
     def _slot_after(self, flight: _InFlightChunk, error: TransferError) -> None:
         if error.terminal:
