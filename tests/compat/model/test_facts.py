@@ -188,9 +188,11 @@ def test_functions_that_override_are_told_by_what_they_make() -> None:
     assert len(set(others)) == len(others)
 
 
-def served(path: Path, own: Mapping[str, Any] | None = None, rope: object = None, **changes: Any) -> str:
+def served(
+    path: Path, own: Mapping[str, Any] | None = None, rope: object = None, ngrams: int = 0, **changes: Any
+) -> str:
     """What an instance says of the files of its model's configuration."""
-    model = loaded(path, hf_text_config=SimpleNamespace(rope_parameters=rope), **changes)
+    model = loaded(path, hf_text_config=SimpleNamespace(rope_parameters=rope, ngram_size=ngrams), **changes)
     return software(SimpleNamespace(model_config=model), Config(**own or {})).partition(CONFIGURATION)[2]
 
 
@@ -223,6 +225,8 @@ def test_what_a_configuration_may_say_otherwise(tmp_path: Path) -> None:
     assert served(configured(tmp_path / "b", **names, **effects, text_config=effects | LENGTH, **LENGTH)) == served(one)
     longer = configured(tmp_path / "c", **LENGTH)
     assert served(longer, rope={"rope_type": "dynamic"}) != served(one, rope={"rope_type": "dynamic"})
+    ended = configured(tmp_path / "d", eos_token_id=1)
+    assert served(ended) == served(one) and served(ended, ngrams=3) != served(one, ngrams=3), "a hash of it is embedded"
 
 
 def test_what_makes_images_into_embeddings_is_part_of_the_configuration(tmp_path: Path) -> None:

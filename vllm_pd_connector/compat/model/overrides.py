@@ -39,9 +39,15 @@ _OF_MEDIA: Final = ("preprocessor_config.json", "video_preprocessor_config.json"
 _FREE_IN_FILES: Final = frozenset(
     {
         *("rope_scaling", "rope_theta", "compression_config"),  # compared as rope_parameters and quantization_config
-        *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "processor_class", "chat_template"),
+        *("use_cache", "processor_class", "chat_template"),
     }
 )
+_TOKENS: Final = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
+_HASHED: Final = ("ngram_size", "emb_neighbor_num")
+"""Keys of models that embed hashes of the latest tokens, too: none before the end of a text.
+
+Source: vLLM 0.32, `longcat_flash_ngram.py`, `qwen4_exp/nvidia/ngram_embedding.py`.
+"""
 _BY_LENGTH: Final = ("dynamic", "longrope")
 """Kinds of rope that make their frequencies or scales of the length."""
 _TEXT: Final = ("text_config", "llm_config", "language_config", "thinker_config", "decoder", "generator")
@@ -86,6 +92,7 @@ def configuration_of(model: Any) -> str:
     """Of each file that says how a ModelConfig's weights are computed with, or how its media become embeddings, what it
     is and 16 hex digits; empty if there are none that can be read here."""
     free = _COMPARED | _NAMES | _DRAFTED | _FREE_IN_FILES
+    free |= frozenset() if any(getattr(model.hf_text_config, key, None) for key in _HASHED) else _TOKENS
     free |= frozenset() if _goes_by_length(model) else _LENGTHS
     try:
         own = local_files(str(model.model), model.revision, None)
