@@ -248,7 +248,7 @@ async def test_of_an_instance_with_keys_the_next_turn_has_the_key_that_it_says(b
 
 
 def several(bench: Bench, handler: Any, first: int = 0, **says: Any) -> Any:
-    """A decode instance with three data-parallel engines, `d-0` to `d-2`, that keep turns; `first` are on other hosts."""
+    """A decode instance with three data-parallel engines that keep turns; `first` others are on other hosts."""
     engines = [
         info(
             mode="pull", conversations="on", role="kv_consumer", engine_id=f"d-{i}", side_channel_port=5700 + i, **says
