@@ -94,7 +94,7 @@ def test_what_runs_of_a_transfer_has_a_bound_whatever_a_batch_may_be(
 ) -> None:
     end, other = ends
     monkeypatch.setattr(end.transport, "_options", NixlOptions(batch_bytes=1 << 40))
-    assert end.transport.connect(other.endpoint, other.segments).window == 4 * MIB
+    assert end.transport.connect(other.endpoint, other.segments).window.size == 4 * MIB
 
 
 def test_no_more_runs_than_the_window_and_the_rest_follows(ends: tuple[End, End]) -> None:
@@ -105,7 +105,7 @@ def test_no_more_runs_than_the_window_and_the_rest_follows(ends: tuple[End, End]
     transfer = end.transport.read(peer, whole(other.address, end.address, SIZE))
     for _ in range(20):
         assert end.transport.poll(transfer) is not TransferStatus.DONE
-        assert transfer.waiting and 0 < transfer.in_flight <= peer.window
+        assert transfer.waiting and 0 < transfer.runs == peer.window.running <= peer.window.size
     assert end.transport.poll(transfer) is TransferStatus.RUNNING, "coming back at once gains nothing"
     agent._calls.clear()
     end.finish(transfer)
@@ -117,7 +117,7 @@ def test_many_short_runs_are_posted_some_at_a_time(ends: tuple[End, End], monkey
     end, other = ends
     monkeypatch.setattr(end.transport, "_options", NixlOptions())
     peer = end.transport.connect(other.endpoint, other.segments)
-    peer.window = nixl_transport._MOST_WINDOW
+    peer.window.spent = 0.0  # its calls copy nothing
     posted: list[int] = []
     create = end.transport._posting().library.createXferReq
     instead(end, createXferReq=lambda *given: (posted.append(given[1].descCount()), create(*given))[1])
@@ -179,6 +179,7 @@ def test_a_failure_of_unknown_extent_is_not_terminal_and_releases_nothing(ends: 
         end.transport.poll(transfer)
     assert not failure.value.terminal
     assert list(transfer.posted) == running and not set(running) & set(agent.released)
+    assert peer.window.running == 0, "nobody waits for it, and others of the peer are to be posted"
     end.transport.disconnect(peer)
     assert end.transport._posting().peers, "the peer of a transfer that may still run was forgotten"
 
@@ -221,7 +222,7 @@ def test_a_disconnect_is_reported_when_nothing_lands_any_more(
         end.finish(transfer)
     assert failure.value.terminal
     assert not late.landed.is_alive(), "the blocks were given back before that landed"
-    assert agent.released and not transfer.posted
+    assert agent.released and not transfer.posted and peer.window.running == 0
     end.transport.disconnect(peer)
     assert not end.transport._posting().peers
 

@@ -1,13 +1,13 @@
-"""How much of a transfer runs at once, by how long the library's calls take."""
+"""How much of a peer's transfers runs at once, by how long the library's calls take."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from vllm_pd_connector.transport.nixl import transport as nixl_transport
+from vllm_pd_connector.transport.nixl import window as windows
+from vllm_pd_connector.transport.nixl.window import Window
 
 MIB = 1 << 20
 
@@ -15,60 +15,117 @@ MIB = 1 << 20
 class Clocks:
     """The clock and a thread's processor time, as far as calls of a library let them go on."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-        self.clock = self.busy = 0.0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock, self.busy = 1000.0, 0.0
         self.asked = 0
-        self.peer: Any = SimpleNamespace(window=window, timed=0)
+        self.window = Window()
         clocks = SimpleNamespace(monotonic=lambda: self.clock, thread_time=self._thread_time)
-        monkeypatch.setattr(nixl_transport, "time", clocks)
+        monkeypatch.setattr(windows, "time", clocks)
 
     def _thread_time(self) -> float:
         self.asked += 1
         return self.busy
 
-    def call(self, took: float, busy: float, ended: int) -> int:
-        """The window after a call that took so long, of this thread's processor time so much."""
-        began = nixl_transport._now(self.peer)
-        self.clock, self.busy = self.clock + took, self.busy + busy
-        nixl_transport._fit_window(self.peer, began, ended)
-        return int(self.peer.window)
+    def look(self, took: float, ended: int, busy: float | None = None) -> int:
+        """The window after a look that took so long, of this thread's processor time so much; what ended in it had
+        been posted before."""
+        self.window.running += ended
+        began = self.window.begin()
+        self.clock, self.busy = self.clock + took, self.busy + (took if busy is None else busy)
+        self.window.looked(ended, began)
+        return self.window.size
+
+    def post(self, took: float, cost: int, *, runs: bool) -> None:
+        began = self.window.begin()
+        self.clock, self.busy = self.clock + took, self.busy + took
+        self.window.posted(cost, began, runs=runs)
 
 
-def test_the_window_follows_how_long_the_librarys_calls_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    clocks = Clocks(monkeypatch, 16 * MIB)
-    assert clocks.call(0.0015, 0.0015, 8 * MIB) == 16 * MIB
-    assert clocks.call(0.0001, 0.0001, 0) == 16 * MIB, "nothing has ended: the call does not say what it costs to copy"
-    assert clocks.call(0.0001, 0.0001, 5 * MIB) == 21 * MIB
-    for _ in range(10):
-        clocks.call(0.01, 0.01, 0)
-    assert clocks.peer.window == 2 * MIB
+def test_the_window_is_what_calls_copy_in_a_few_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch)
+    assert clocks.window.size == 4 * MIB
+    for _ in range(200):
+        clocks.look(0.001, MIB)
+        clocks.look(0.0001, 0)
+    assert clocks.window.size == pytest.approx(2.5 * MIB, rel=0.1), "1 MiB takes a millisecond: all of it may have come"
+    for _ in range(200):
+        clocks.look(0.001, 10 * MIB)
+    assert clocks.window.size == pytest.approx(25 * MIB, rel=0.1)
+    for _ in range(200):
+        clocks.look(0.00002, 16 * MIB)
+    assert clocks.window.size == 256 * MIB, "the library's calls copy nothing"
+    for _ in range(200):
+        clocks.look(0.002, MIB)
+    assert clocks.window.size == 2 * MIB
+
+
+def test_many_looks_that_find_little_do_not_widen_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TCP one of the next copies all that they let in."""
+    clocks = Clocks(monkeypatch)
     for _ in range(1000):
-        clocks.call(0.0001, 0.0001, 16 * MIB)
-    assert clocks.peer.window == 64 * MIB, "over TCP most looks are quick, and one copies all that others let in"
+        assert clocks.look(0.0005, MIB // 2) <= 4 * MIB
+
+
+def test_one_call_that_copied_for_too_long_fits_the_window_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch)
+    for _ in range(200):
+        clocks.look(0.001, 10 * MIB)
+    clocks.look(0.01, 10 * MIB)
+    clocks.look(0.01, 10 * MIB)
+    assert clocks.window.size == pytest.approx(2.5 * MIB, rel=0.01)
 
 
 def test_a_call_is_long_that_took_this_threads_time_and_not_one_in_which_others_had_the_core(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clocks = Clocks(monkeypatch, 16 * MIB)
-    assert clocks.call(20, 10, MIB) == 16 * MIB, "nothing is known of it but the clock"
-    for _ in range(5):
-        assert clocks.call(20, 0.0015, MIB) == 16 * MIB
-    assert clocks.call(20, 0.0001, MIB) == 17 * MIB, "it was short, and others had the core"
-    assert clocks.call(20, 10, MIB) == 17 * MIB // 2
+    clocks = Clocks(monkeypatch)
+    assert clocks.look(20, MIB, busy=10) == 4 * MIB, "nothing is known of it but the clock"
+    for _ in range(100):
+        assert clocks.look(20, MIB, busy=0.0005) >= 4 * MIB
+    assert clocks.look(20, MIB, busy=10) == 2 * MIB
 
 
 def test_the_kernel_is_asked_for_a_threads_time_only_for_a_while_after_a_call_that_seemed_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clocks = Clocks(monkeypatch, 16 * MIB)
+    clocks = Clocks(monkeypatch)
     for _ in range(5):
-        clocks.call(0.0019, 0.0019, MIB)
-        clocks.call(0.0001, 0.0001, MIB)
-    clocks.call(0.0021, 0.0021, MIB)
+        clocks.look(0.0019, MIB)
+        clocks.look(0.0001, MIB)
+    clocks.look(0.0021, MIB)
     assert not clocks.asked
-    for _ in range(nixl_transport._TIMED):
-        clocks.call(0.0001, 0.0001, MIB)
-    assert clocks.asked == nixl_transport._TIMED
-    clocks.call(0.0001, 0.0001, MIB)
-    assert clocks.asked == nixl_transport._TIMED, "it was long ago"
+    for _ in range(windows._TIMED):
+        clocks.look(0.0001, MIB)
+    assert clocks.asked == windows._TIMED
+    clocks.look(0.0001, MIB)
+    assert clocks.asked == windows._TIMED, "it was long ago"
+
+
+def test_half_of_the_window_is_posted_at_a_time_where_other_calls_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch)
+    window = clocks.window
+    for _ in range(2):
+        assert window.room(clocks.clock) == 2 * MIB
+        clocks.post(0.0, 2 * MIB, runs=True)
+    assert window.room(clocks.clock) == 0
+    window.looked(2 * MIB, window.begin())
+    assert window.room(clocks.clock) == window.size // 2 > 0
+
+
+def test_the_whole_window_is_posted_where_the_call_that_posts_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of 16 MiB is one call then on one host."""
+    clocks = Clocks(monkeypatch)
+    clocks.post(0.0002, 2 * MIB, runs=False)
+    assert clocks.window.room(clocks.clock) == clocks.window.size > 4 * MIB
+    clocks.post(0.0, MIB, runs=True)
+    assert clocks.window.room(clocks.clock) == clocks.window.size // 2
+
+
+def test_what_stands_still_does_not_keep_the_peers_others_from_being_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch)
+    clocks.post(0.0, 5 * MIB, runs=True)
+    assert clocks.window.room(clocks.clock) == 0
+    clocks.clock += 0.2
+    assert clocks.window.room(clocks.clock) == 2 * MIB
+    clocks.window.forget(5 * MIB)
+    assert clocks.window.running == 0 and clocks.window.room(clocks.clock) == 2 * MIB

@@ -10,8 +10,8 @@ What the library does not do, and this module does:
   three times for ever, with every later one to that peer. So there are two agents: one with a thread, which peers know
   and which posts nothing, and one without, whose transfers are moved by being polled. Each exists where it is needed.
 - **A call is bounded.** On one host UCX copies inside the call that posts, over TCP inside the call that looks, which
-  does not return while bytes come. So a transfer is posted in batches, of which no more run than was found to be copied
-  in a millisecond or so (`_Peer.window`), and never more than `_MOST_WINDOW`: over TCP most looks find little to copy.
+  does not return while bytes come. So a transfer is posted in batches, of which with one peer no more run than calls
+  were found to copy in some milliseconds (`window`).
 - **Nothing running is released.** NIXL's release returns at once and data still lands. A handle is released when it
   is terminal; `disconnect` only marks a peer that has running transfers, and the last of them removes it. Handles
   that failed in an unknown way live until `close`, which ends all by destroying the agent.
@@ -42,6 +42,7 @@ from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.nixl.agents import Agent, Library, Preparation, ours
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, check, described  # noqa: F401  # see `registry.check`
 from vllm_pd_connector.transport.nixl.ways import ways  # noqa: F401  # see `registry.ways`
+from vllm_pd_connector.transport.nixl.window import Window
 from vllm_pd_connector.transport.ranges import Batches, Ranges, batches, cut
 
 if TYPE_CHECKING:
@@ -60,11 +61,9 @@ _DESCRIPTOR_COST_BYTES = 32 << 10
 # No descriptor is longer: a batch has one at least. Longer ones are no faster (docs/design/transports.md).
 _DESCRIPTOR_BYTES = 1 << 20
 
-# A call of ours does nothing more when it took this long. What runs of a transfer is bounded so that a call of the
-# library, which may copy all of it, does not take longer.
+# A call of ours does nothing more when it took this long.
 _CALL_S = 0.001
-_LEAST_WINDOW, _FIRST_WINDOW, _MOST_WINDOW = 2 << 20, 4 << 20, 64 << 20
-_TIMED, _MOST_DESCRIPTORS = 64, 256  # calls after one that seemed slow; in one that posts, over TCP 4 us each
+_MOST_DESCRIPTORS = 256  # in a call that posts: over TCP each takes 4 us of it
 
 # After a disconnect UCX ends the endpoint's other lanes while it is polled; what they had begun lands before that.
 _SETTLE_S = 0.5
@@ -76,14 +75,12 @@ _MAX_OLDER = 3
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """`agent` is ours that posts to it. `window` bounds what of a transfer runs, as `Batches` count what it costs, and
-    so many calls are `timed` by this thread's processor time: see `_fit_window`."""
+    """`agent` is ours that posts to it, `window` bounds what of its transfers runs."""
 
     agent: Agent
     name: str
     ranges: Ranges
-    window: int
-    timed: int = 0
+    window: Window = field(default_factory=Window)
     running: int = 0
     leaving: bool = False
 
@@ -91,9 +88,9 @@ class _Peer:
 @dataclass(eq=False, slots=True)
 class _Transfer:
     """`waiting` is not posted yet, `posted` has the handles of batches that run, what each costs and of how many
-    descriptors it is; `in_flight` is what they cost together. `posting`: some of it was posted in the last call, and
-    there is more. `outcome` is set at the end. `settled_at`: when nothing lands any more of a transfer whose peer is
-    lost, if it is polled `settling` times until then; 0.0 while it is not.
+    descriptors it is. `posting`: some of it was posted in the last call, and there is more. `outcome` is set at the
+    end. `settled_at`: when nothing lands any more of a transfer whose peer is lost, if it is polled `settling` times
+    until then; 0.0 while it is not.
     """
 
     peer: _Peer
@@ -101,7 +98,6 @@ class _Transfer:
     waiting: list[Batches]
     descriptors: int
     posted: dict[int, tuple[int, int]] = field(default_factory=dict)
-    in_flight: int = 0
     posting: bool = False
     failure: TransferError | None = None
     settled_at: float = 0.0
@@ -112,6 +108,11 @@ class _Transfer:
     @property
     def left(self) -> int:
         return sum(batches.left for batches in self.waiting) + sum(count for _, count in self.posted.values())
+
+    @property
+    def runs(self) -> int:
+        """What the batches that run cost."""
+        return sum(cost for cost, _ in self.posted.values())
 
 
 class NixlTransport:
@@ -168,7 +169,7 @@ class NixlTransport:
             raise TransferError(f"endpoint says agent {made.name}, its metadata another; fetch the manifest again")
         agent = self._posting()
         self._meet(agent, made.name, made.metadata)
-        return _Peer(agent, made.name, ranges, _FIRST_WINDOW)
+        return _Peer(agent, made.name, ranges)
 
     def _meet(self, agent: Agent, name: str, metadata: bytes) -> None:
         """Load a peer into an agent of ours, if it is not there yet or was lost since, and count the connection."""
@@ -244,16 +245,17 @@ class NixlTransport:
         peer = transfer.peer
         if transfer.settled_at:
             return self._settle(transfer)
-        until = time.monotonic() + _CALL_S
+        now = time.monotonic()
+        until = now + _CALL_S
         transfer.posting = False
         if transfer.posted:
             self._look(transfer, until)
         if transfer.waiting and peer.leaving and transfer.failure is None:
             transfer.failure = TransferError(f"agent {peer.name} was disconnected before the whole transfer was posted")
-        while transfer.waiting and transfer.failure is None and transfer.in_flight <= peer.window // 2:
-            self._post(transfer)
+        while transfer.waiting and transfer.failure is None and (room := peer.window.room(now)):
+            self._post(transfer, room)
             transfer.posting = True
-            if time.monotonic() >= until:
+            if (now := time.monotonic()) >= until:
                 break
         transfer.posting &= bool(transfer.waiting)
         if transfer.failure is not None:
@@ -261,6 +263,7 @@ class NixlTransport:
             transfer.posting = False
             if not transfer.failure.terminal:
                 transfer.outcome = transfer.failure
+                peer.window.forget(transfer.runs)
                 return  # bytes may still move: the handles and the peer's metadata stay until `close`
             if isinstance(transfer.failure, PeerLost) and transfer.posted:
                 transfer.settled_at = time.monotonic() + _SETTLE_S
@@ -278,6 +281,7 @@ class NixlTransport:
         if time.monotonic() >= transfer.settled_at and transfer.settling <= 0:
             for handle in transfer.posted:
                 self._release(transfer.peer, handle)
+            transfer.peer.window.forget(transfer.runs)
             transfer.posted.clear()
             transfer.outcome = transfer.failure
             transfer.peer.running -= 1
@@ -285,13 +289,13 @@ class NixlTransport:
 
     def _look(self, transfer: _Transfer, until: float) -> None:
         """Take out the batches that have ended, as far as there is time: they end in about the order of their posts."""
-        before, began = transfer.in_flight, _now(transfer.peer)
+        ended, began = 0, transfer.peer.window.begin()
         for handle in list(transfer.posted):
             if not self._runs_on(transfer, handle):
-                transfer.in_flight -= transfer.posted.pop(handle)[0]
+                ended += transfer.posted.pop(handle)[0]
             if time.monotonic() >= until:
                 break
-        _fit_window(transfer.peer, began, before - transfer.in_flight)
+        transfer.peer.window.looked(ended, began)
 
     def _runs_on(self, transfer: _Transfer, handle: int) -> bool:
         """Whether a posted batch may move bytes. Its failure is kept in the transfer, its handle given back when it
@@ -307,10 +311,10 @@ class NixlTransport:
         self._release(transfer.peer, handle)
         return False
 
-    def _post(self, transfer: _Transfer) -> None:
-        """Post the next batch."""
+    def _post(self, transfer: _Transfer, room: int) -> None:
+        """Post the next batch, which costs so much at most."""
         peer, waiting, nixl = transfer.peer, transfer.waiting[0], self._nixl
-        rows, cost = waiting.take(min(self._options.batch_bytes, peer.window // 2), _MOST_DESCRIPTORS)
+        rows, cost = waiting.take(min(self._options.batch_bytes, room), _MOST_DESCRIPTORS)
         if not waiting.rest:
             del transfer.waiting[0]
         source = nixl.nixlXferDList(self._kinds[waiting.cuda[0]], rows[0])
@@ -325,16 +329,15 @@ class NixlTransport:
             # Where the library has forgotten the peer, all others that are connected to it are to connect anew.
             gone = name in peer.agent.lost
             return self._failed(transfer, ours(error, f"preparing a transfer with agent {name}", started=gone))
-        began = _now(peer)
+        began = peer.window.begin()
         try:
             runs = agent.postXferReq(handle, b"") == nixl.NIXL_IN_PROG
         except self._errors as error:
             self._failed(transfer, ours(error, f"posting a transfer with agent {name}", started=True))
             runs = True  # the library posts one descriptor after the other: some may have begun
-        _fit_window(peer, began, 0 if runs else cost)
+        peer.window.posted(cost, began, runs=runs)
         if runs:
             transfer.posted[handle] = cost, rows.shape[1]
-            transfer.in_flight += cost
         else:
             self._release(peer, handle)
 
@@ -371,28 +374,6 @@ class NixlTransport:
         if agent in self._older and not agent.peers:
             self._older.remove(agent)
             self._library.end_in_background(agent)
-
-
-def _now(peer: _Peer) -> tuple[float, float | None]:
-    """The clock, and this thread's processor time where a call seemed slow lately: to ask the kernel for it between two
-    large copies takes 20 us."""
-    return time.monotonic(), time.thread_time() if peer.timed else None
-
-
-def _fit_window(peer: _Peer, began: tuple[float, float | None], ended: int) -> None:
-    """Fit the window to how long a call of the library took that began at `_now`, in which so much ended: it copied
-    what runs, or it did not. One that took long by the clock may not have run all the time: the next ones tell."""
-    took = time.monotonic() - began[0]
-    slow = took > 2 * _CALL_S
-    peer.timed = _TIMED if slow else max(peer.timed - 1, 0)
-    if began[1] is not None and took >= _CALL_S:
-        took = time.thread_time() - began[1]
-    elif slow:
-        return
-    if took > 2 * _CALL_S:
-        peer.window = max(peer.window // 2, _LEAST_WINDOW)
-    elif took < _CALL_S:
-        peer.window = min(peer.window + ended, _MOST_WINDOW)
 
 
 def create(options: Mapping[str, object], use: Use) -> NixlTransport:

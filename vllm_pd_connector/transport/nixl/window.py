@@ -1,0 +1,103 @@
+"""How much a peer's transfers may have under way at once, by how long the library's calls take.
+
+On one host UCX copies inside the call that posts, over TCP inside the one that looks, and that one copies all that has
+come, of any transfer. So what runs with a peer is bounded by what the calls with it were seen to copy in `_RUN_S` of
+the thread that calls: the costs that ended in them (`ranges.Batches` says what a descriptor costs), by their seconds.
+Calls that copy nothing take next to no time (RDMA): there the window is as large as it may be.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+FIRST, LEAST, MOST = 4 << 20, 2 << 20, 256 << 20
+"""Bytes of the window at the beginning, and its bounds."""
+
+_RUN_S = 0.0025
+_EMPTY_S = 0.00003
+"""A look that finds nothing takes so long, and says nothing of what copying takes."""
+
+_REMEMBERED = 32 << 20
+"""When so much has ended, what was seen counts half from then on."""
+
+_SLOW_S, _TIMED = 0.002, 64
+"""So many calls after one that seemed slow are timed by the thread's processor time, too."""
+
+_STILL_S = 0.1
+
+
+class Began(NamedTuple):
+    """When a call began, by the clock, and by the thread's processor time where that is asked for."""
+
+    clock: float
+    busy: float | None
+
+
+@dataclass(eq=False, slots=True)
+class Window:
+    """Of one peer. `running` is the cost of what was posted and has not ended, `ended` of what has, which took `spent`
+    seconds. `inline`: what was posted last ended in that call, so that nothing runs that another one copies. So many
+    calls are `timed` by this thread's processor time. `moved_at`: when something of the peer last ended, by the
+    monotonic clock in seconds."""
+
+    ended: float = FIRST
+    spent: float = _RUN_S
+    running: int = 0
+    inline: bool = False
+    timed: int = 0
+    moved_at: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Bytes, as `Batches` counts them."""
+        return int(max(LEAST, min(self.ended * _RUN_S / self.spent if self.spent else MOST, MOST)))
+
+    def room(self, now: float) -> int:
+        """What the next batch may cost; 0 while enough runs. What has stood still for a while does not keep others
+        from being posted: its peer may be well, or it may never end."""
+        if self.inline and not self.running:
+            return self.size
+        half = self.size // 2
+        return half if self.running <= half or now - self.moved_at > _STILL_S else 0
+
+    def posted(self, cost: int, began: Began, *, runs: bool) -> None:
+        """A batch was given to the library, in a call that began so; it ended in that call if it does not run on."""
+        self.inline = not runs
+        if runs:
+            self.moved_at = began.clock if not self.running else self.moved_at
+            self.running += cost
+        self._fit(began, 0 if runs else cost)
+
+    def looked(self, ended: int, began: Began) -> None:
+        """So much was found to have ended in a look that began so."""
+        self.forget(ended)
+        self._fit(began, ended)
+
+    def forget(self, cost: int) -> None:
+        """So much runs no more, or is waited for no more."""
+        self.running -= cost
+        if cost:
+            self.moved_at = time.monotonic()
+
+    def begin(self) -> Began:
+        """Call before a call of the library that may copy. To ask the kernel for a thread's processor time between two
+        large copies takes 20 us, so that is done only for a while after a call that seemed slow."""
+        return Began(time.monotonic(), time.thread_time() if self.timed else None)
+
+    def _fit(self, began: Began, ended: int) -> None:
+        """A call that took long by the clock may not have run all the time: the next ones tell."""
+        took = time.monotonic() - began.clock
+        slow = took > _SLOW_S
+        self.timed = _TIMED if slow else max(self.timed - 1, 0)
+        if slow:
+            if began.busy is None:
+                return
+            took = time.thread_time() - began.busy
+        if ended and took > _RUN_S:
+            self.ended, self.spent = ended, took  # what was seen before is not so any more
+            return
+        self.ended, self.spent = self.ended + ended, self.spent + max(took - _EMPTY_S, 0.0)
+        if self.ended > _REMEMBERED:
+            self.ended, self.spent = self.ended / 2, self.spent / 2
