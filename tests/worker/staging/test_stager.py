@@ -332,3 +332,19 @@ def test_a_transfer_that_cannot_be_looked_at_fails_its_request_and_no_later_one(
     monkeypatch.setattr(decode.transport, "poll", broken)
     assert decode.received(prefill.request("a")) == [False]
     assert decode.received(prefill.request("b"), prefill.request("c")) == [True, True]
+
+
+@pytest.mark.parametrize("decode", [{"staging_bytes": 1 << 20}], indirect=True)
+def test_a_chunk_that_the_transport_does_not_take_fails_its_request_alone(prefill, decode, monkeypatch):
+    """With an error that is none of ours, as of a transport of another package."""
+    read, given = decode.transport.read, itertools.count()
+
+    def broken(*what: Any) -> Any:
+        if next(given) == 0:
+            raise RuntimeError("a defect")
+        return read(*what)
+
+    monkeypatch.setattr(decode.transport, "read", broken)
+    decode.loop.submit(requests := [into(prefill.request("a"), A), into(prefill.request("b"), B)], [])
+    assert decode.wait_for(*(request.request_id for request in requests)) == [False, True]
+    assert free(decode) == 1 << 20

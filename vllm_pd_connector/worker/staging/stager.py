@@ -344,6 +344,8 @@ class Stager:
                 self._post(flight)
             except TransferError as error:
                 failed[stream] = _seen_by_owner(chunk, error)
+            except Exception as error:  # a defect, of a transport say, is to cost nobody else's transfers
+                failed[stream] = _defect(error)
         return True
 
     def _post(self, flight: _InFlightChunk) -> None:
