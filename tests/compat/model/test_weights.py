@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from safetensors.numpy import save_file
+from vllm.engine.arg_utils import EngineArgs
 
 from vllm_pd_connector.compat.model.weights import weights_of
 
@@ -34,3 +35,26 @@ def test_how_files_are_read_is_no_matter(tmp_path: Path) -> None:
     save_file({"weight": np.full(10, 1.0)}, tmp_path / "model.safetensors")
     ways = [weights(tmp_path, form, concurrency=2) for form in ("auto", "hf", "fastsafetensors", "runai_streamer")]
     assert len(set(ways)) == 1 and ways[0].startswith("content ")
+
+
+def test_where_files_cannot_be_read_it_is_told_from_where_others_are(tmp_path: Path) -> None:
+    """A tensorized model's directory holds its configuration alone."""
+    found = [
+        weights(tmp_path, "auto"),
+        weights(tmp_path, "tensorizer", tensorizer_config={"tensorizer_uri": "s3://a/1"}),
+        weights(tmp_path, "tensorizer", tensorizer_config={"tensorizer_uri": "s3://a/2"}),
+    ]
+    assert len(set(found)) == len(found) and not found[0]
+
+
+def test_a_tensorized_model_is_told_by_its_uri_wherever_its_configuration_lies() -> None:
+    """vLLM adds the model's own path to the options."""
+    load = [
+        EngineArgs(
+            model=path, load_format="tensorizer", model_loader_extra_config={"tensorizer_uri": uri}
+        ).create_load_config()
+        for path, uri in (("/here", "s3://a/1"), ("/there", "s3://a/1"), ("/there", "s3://a/2"))
+    ]
+    model = SimpleNamespace(model="/none", model_weights="", revision="main")
+    one, same, other = (weights_of(model, each) for each in load)
+    assert one == same != other and one.startswith("revision main by --load-format tensorizer (")

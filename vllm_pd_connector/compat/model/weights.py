@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,18 +43,27 @@ def weights_of(model: Any, load: Any) -> str:
         return "dummy"
     digest = _digest(str(model.model_weights or model.model), model.revision, load)
     if digest is None:
-        return f"revision {model.revision}" if model.revision else ""
-    config = getattr(model, "hf_config", None)
-    others = [str(name) for key in _ELSEWHERE if (name := getattr(config, key, None))]
-    told = " ".join(("content", digest, *(_digest(name, None, load) or "unknown" for name in others)))
-    return told if load.load_format in _FROM_FILES else f"{told} by {_loader(load)}"
+        told = f"revision {model.revision}" if model.revision else ""
+    else:
+        config = getattr(model, "hf_config", None)
+        others = [str(name) for key in _ELSEWHERE if (name := getattr(config, key, None))]
+        told = " ".join(("content", digest, *(_digest(name, None, load) or "unknown" for name in others)))
+    return told if load.load_format in _FROM_FILES else f"{told} by {_loader(load)}".lstrip()
 
 
 def _loader(load: Any) -> str:
-    """A load format and, where it says whence it loads, that."""
+    """A load format and, where it says whence it loads, that.
+
+    Source: vLLM 0.32, `EngineArgs.create_load_config` (the model's own path, in any case), `TensorizerConfig` (which is
+    of no interest beside a URI).
+    """
     extra = load.model_loader_extra_config
-    options = json.dumps(extra, sort_keys=True, default=str) if isinstance(extra, dict) and extra else ""
-    told = f" ({hashlib.blake2b(options.encode(), digest_size=4).hexdigest()})" if options else ""
+    options = dict(extra) if isinstance(extra, Mapping) else {}
+    config = options.get("tensorizer_config")
+    if isinstance(config, Mapping) and config.get("tensorizer_uri"):
+        options["tensorizer_config"] = {name: value for name, value in config.items() if name != "tensorizer_dir"}
+    text = json.dumps(options, sort_keys=True, default=str) if options else ""
+    told = f" ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})" if text else ""
     return f"--load-format {load.load_format}{told}"
 
 
