@@ -187,6 +187,21 @@ def test_a_request_with_the_name_of_one_that_left_when_it_was_told_begins_behind
     assert decode.ended("d-1").finish_reason is FinishReason.ERROR
 
 
+def test_what_was_to_be_given_up_when_its_end_was_told_is_not_said_of_another_of_its_name(engine: Any) -> None:
+    """vLLM takes aborts in the midst of a step, too, and the next is told of what every worker rang for meanwhile."""
+    prefill, decode = engine("kv_producer"), having_read(engine)
+    decode.scheduler.finish_requests("d-1", RequestStatus.FINISHED_ABORTED)
+    tell(decode, "d-1")
+    decode.told.clear()
+    loading(decode, "d-1", PROMPT[::-1], prefilled(prefill, "p-2", PROMPT[::-1]))
+    decode.step(received={"d-1"})
+    decode.step()
+    assert decode.receive_of("d-1").attempt
+    assert not any(told.aborts for told in decode.told)
+    decode.step(received={"d-1"})
+    decode.run("d-1")
+
+
 @pytest.mark.parametrize("told", ["before it ends", "when it has ended"])
 def test_a_request_that_ends_beside_what_its_workers_rang_for_gives_its_blocks_back_once(
     engine: Any, told: str

@@ -333,6 +333,7 @@ class Consumer:
         """Every rank reported; the workers have told the prefill side. Returns whether what came is of use."""
         receive = self._receives.get(request_id)
         self._forget(request_id, release=False)
+        self._aborts = [name for name in self._aborts if name != request_id]  # the name may be another's by then
         if receive is None or receive.ended:
             return True
         if not receive.outdated:
