@@ -9,6 +9,7 @@ such runs are cut at the segment's end, and any that is longer than a transport 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,9 @@ class Ranges:
     """Memory of one worker: arrays of shape (n,), sorted by address, [start, stop) in bytes.
 
     `owner` names the worker in messages ("this worker", "the peer"). `only`: whether all of it is CUDA memory, and on
-    which device; None where that differs. `edges` and `ends` are what `room` looks up: 0 and `start`, and by how many
-    of these an address has reached, where its range ends: at the least number below 0, at 0 below all ranges.
+    which device; None where that differs. `places` is [start, stop) as integers, which `hold` looks up. `edges` and
+    `ends` are for `room`: 0 and `start`, and by how many of these an address has reached, where its range ends: at the
+    least number below 0, at 0 below all ranges.
     """
 
     owner: str
@@ -44,6 +46,7 @@ class Ranges:
     cuda: NDArray[np.bool_]
     device: Addresses
     only: tuple[bool, int] | None
+    places: tuple[tuple[int, ...], tuple[int, ...]]
     edges: Addresses
     ends: Addresses
 
@@ -76,9 +79,17 @@ class Ranges:
             cuda=np.array([segment.device == "cuda" for segment in ordered], dtype=np.bool_),
             device=np.array([segment.device_id for segment in ordered], dtype=np.int64),
             only=kinds.pop() if len(kinds) == 1 else None,
+            places=(tuple(start.tolist()), tuple(stop.tolist())),
             edges=np.concatenate(([0], start)),
             ends=np.concatenate(([-(2**63), 0], stop)),
         )
+
+    def hold(self, address: Addresses, length: int) -> bool:
+        """Whether `length` bytes from each of one address or more lie in one range, the same of all. By the least and
+        the greatest address alone, and so in integers that have no end."""
+        starts, stops = self.places
+        index = bisect_right(starts, address.item(address.argmin())) - 1
+        return index >= 0 and address.item(address.argmax()) + length <= stops[index]
 
     def room(self, address: Addresses) -> Addresses:
         """Bytes from each address to the end of the range that holds it; 0 or fewer if none does."""
@@ -108,7 +119,8 @@ def cut(runs: Runs, source: Ranges, destination: Ranges, limit: int | None) -> R
     """`runs` as descriptors: of at most `limit` bytes, each in one range per side. Runs of length 0 disappear.
 
     Few calls of numpy, of few kinds and without its wrappers in Python (`min`, `any`): between two large transfers all
-    code is cold, and the first call of each kind takes 5 us, later ones 1.
+    code is cold, and the first call of each kind takes 5 us, later ones 1. Caches are mostly one segment, so that it is
+    enough to know the least and the greatest of each array; only where it is not is every run looked up.
 
     Raises:
         TransferError: a length is negative, or a byte lies outside the ranges of its side. Nothing was moved.
@@ -117,10 +129,12 @@ def cut(runs: Runs, source: Ranges, destination: Ranges, limit: int | None) -> R
         runs = _some(runs)
         if not len(runs):
             return runs
-    over = np.minimum(source.room(runs.source), destination.room(runs.destination)) < runs.length
-    if over.item(over.argmax()):
-        runs = _apart(runs, source, destination)
-    if limit is not None and runs.length.item(runs.length.argmax()) > limit:
+    longest = runs.length.item(runs.length.argmax())
+    if not (source.hold(runs.source, longest) and destination.hold(runs.destination, longest)):
+        over = np.minimum(source.room(runs.source), destination.room(runs.destination)) < runs.length
+        if over.item(over.argmax()):
+            runs = _apart(runs, source, destination)
+    if limit is not None and longest > limit:
         runs = _shorter(runs, limit)
     return runs
 

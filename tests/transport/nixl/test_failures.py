@@ -117,7 +117,7 @@ def test_many_short_runs_are_posted_some_at_a_time(ends: tuple[End, End], monkey
     end, other = ends
     monkeypatch.setattr(end.transport, "_options", NixlOptions())
     peer = end.transport.connect(other.endpoint, other.segments)
-    peer.window.spent = 0.0  # its calls copy nothing
+    peer.window.spent, peer.window.size = 0.0, 256 * MIB  # its calls copy nothing
     posted: list[int] = []
     create = end.transport._posting().library.createXferReq
     instead(end, createXferReq=lambda *given: (posted.append(given[1].descCount()), create(*given))[1])

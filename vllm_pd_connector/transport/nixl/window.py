@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
 
 FIRST, LEAST, MOST = 4 << 20, 2 << 20, 256 << 20
 """Bytes of the window at the beginning, and its bounds."""
@@ -27,32 +26,24 @@ _SLOW_S, _TIMED = 0.002, 64
 
 _STILL_S = 0.1
 
-
-class Began(NamedTuple):
-    """When a call began, by the clock, and by the thread's processor time where that is asked for."""
-
-    clock: float
-    busy: float | None
+Began = tuple[float, float | None]
+"""When a call began: by the clock, and by the thread's processor time where that is asked for."""
 
 
 @dataclass(eq=False, slots=True)
 class Window:
-    """Of one peer. `running` is the cost of what was posted and has not ended, `ended` of what has, which took `spent`
-    seconds. `inline`: what was posted last ended in that call, so that nothing runs that another one copies. So many
-    calls are `timed` by this thread's processor time. `moved_at`: when something of the peer last ended, by the
-    monotonic clock in seconds."""
+    """Of one peer. `size` is in bytes, as `Batches` counts them. `running` is the cost of what was posted and has not
+    ended, `ended` of what has, which took `spent` seconds. `inline`: what was posted last ended in that call, so that
+    nothing runs that another one copies. So many calls are `timed` by this thread's processor time. `moved_at`: when
+    something of the peer last ended, by the monotonic clock in seconds."""
 
+    size: int = FIRST
     ended: float = FIRST
     spent: float = _RUN_S
     running: int = 0
     inline: bool = False
     timed: int = 0
     moved_at: float = 0.0
-
-    @property
-    def size(self) -> int:
-        """Bytes, as `Batches` counts them."""
-        return int(max(LEAST, min(self.ended * _RUN_S / self.spent if self.spent else MOST, MOST)))
 
     def room(self, now: float) -> int:
         """What the next batch may cost; 0 while enough runs. What has stood still for a while does not keep others
@@ -66,7 +57,7 @@ class Window:
         """A batch was given to the library, in a call that began so; it ended in that call if it does not run on."""
         self.inline = not runs
         if runs:
-            self.moved_at = began.clock if not self.running else self.moved_at
+            self.moved_at = began[0] if not self.running else self.moved_at
             self.running += cost
         self._fit(began, 0 if runs else cost)
 
@@ -84,20 +75,27 @@ class Window:
     def begin(self) -> Began:
         """Call before a call of the library that may copy. To ask the kernel for a thread's processor time between two
         large copies takes 20 us, so that is done only for a while after a call that seemed slow."""
-        return Began(time.monotonic(), time.thread_time() if self.timed else None)
+        return time.monotonic(), time.thread_time() if self.timed else None
 
     def _fit(self, began: Began, ended: int) -> None:
         """A call that took long by the clock may not have run all the time: the next ones tell."""
-        took = time.monotonic() - began.clock
-        slow = took > _SLOW_S
-        self.timed = _TIMED if slow else max(self.timed - 1, 0)
-        if slow:
-            if began.busy is None:
+        clock, busy = began
+        took = time.monotonic() - clock
+        if took > _SLOW_S:
+            self.timed = _TIMED
+            if busy is None:
                 return
-            took = time.thread_time() - began.busy
-        if ended and took > _RUN_S:
+            took = time.thread_time() - busy
+        elif self.timed:
+            self.timed -= 1
+        if took > _RUN_S and ended:
             self.ended, self.spent = ended, took  # what was seen before is not so any more
-            return
-        self.ended, self.spent = self.ended + ended, self.spent + max(took - _EMPTY_S, 0.0)
-        if self.ended > _REMEMBERED:
-            self.ended, self.spent = self.ended / 2, self.spent / 2
+        else:
+            self.ended += ended
+            if took > _EMPTY_S:
+                self.spent += took - _EMPTY_S
+            if self.ended > _REMEMBERED:
+                self.ended, self.spent = self.ended / 2, self.spent / 2
+        most = MOST * self.spent  # no division by what is next to nothing
+        fits = self.ended * _RUN_S
+        self.size = MOST if fits >= most else max(LEAST, int(fits / self.spent))
