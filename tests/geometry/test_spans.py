@@ -41,6 +41,19 @@ def test_no_slice_is_much_longer_than_it_may_be(monkeypatch: pytest.MonkeyPatch,
     assert sizes == [len(runs) for runs in slices], "it can be gone through again"
 
 
+def test_what_follows_a_slice_is_made_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn of the transfer thread makes one of them, and may have no time for another."""
+    monkeypatch.setattr(spans, "SLICE_RUNS", 10)
+    made: list[int] = []
+    make = spans._runs
+    monkeypatch.setattr(spans, "_runs", lambda *given: (runs := make(*given), made.append(len(runs)))[0])
+    alike = edge(MODEL, *[{"num_blocks": 4 * BLOCKS + 1, "block_tokens": 4}] * 2)
+    blocks = [table(*range(2 * BLOCKS, 0, -2))]
+    for number, runs in enumerate(Slices.of(pair(alike, blocks, blocks, 0, 4 * BLOCKS)), start=1):
+        assert len(made) == number and len(runs) == made[-1]
+    assert len(made) > 5
+
+
 def test_consecutive_pages_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "SLICE_RUNS", LAYERS)
     alike = edge(MODEL, *[{"num_blocks": BLOCKS + 1, "block_tokens": 4}] * 2)

@@ -90,6 +90,9 @@ class Slices:
                     yield concatenate(parts)
                     parts = []
                 parts.append(runs)
+                if sum(map(len, parts)) > SLICE_RUNS // 2:  # so that what follows is not made in the same turn
+                    yield concatenate(parts)
+                    parts = []
         if parts:
             yield concatenate(parts)
 
