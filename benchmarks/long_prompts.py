@@ -6,6 +6,11 @@ every receive: bytes, runs, descriptors, the whole time, the processor time of t
 nothing else is begun, ended or answered), and what the process has more of memory than before, the caches aside.
 Whether all of it grows with the bytes and no faster is the ratio of microseconds per MiB to those of the shortest.
 
+Meanwhile the process's first thread launches steps, as a worker's does that decodes other requests: OPERATORS small
+operators one after the other, every STEP_PAUSE_S. Of these the time alone and beside the receive, and what of it is no
+waiting for a core (`ready`): here three busy threads share two, where one is left over only waiting for the interpreter
+counts.
+
 The model has LAYERS layers of one KV head of CHANNELS channels in 16 bits, as a rank of a tensor-parallel instance
 has: 1 KiB a token. Its runs are shorter than those of most models, and so more.
 
@@ -29,6 +34,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
@@ -54,6 +60,7 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
     "mooncake": {"protocol": "tcp", "address": "127.0.0.1"},
 }
 TURN_GOAL_MS = 5.0
+OPERATORS, STEP_PAUSE_S, STEPS_ALONE = 200, 0.003, 100
 LOOPBACK = ipaddress.ip_address("127.0.0.1")
 PATIENCE_S = 300.0
 
@@ -137,6 +144,31 @@ class Turns:
         self.longest, self.in_all = max(self.longest, took), self.in_all + took
 
 
+class Steps:
+    """Launches steps in the calling thread; `took` has the milliseconds of each, `ready` those without what it waited
+    for a core."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.took: list[float] = []
+        self.ready: list[float] = []
+        self._matrix, self._product = torch.ones(64, 64), torch.empty(64, 64)
+
+    def launch(self) -> None:
+        began, waited = time.perf_counter(), waited_for_core_s()
+        for _ in range(OPERATORS):
+            torch.mm(self._matrix, self._matrix, out=self._product)
+        took, waited = time.perf_counter() - began, waited_for_core_s() - waited
+        self.took.append(1e3 * took)
+        self.ready.append(1e3 * (took - waited))
+        time.sleep(STEP_PAUSE_S)
+
+
+def waited_for_core_s() -> float:
+    """How long the calling thread has been ready to run and had no core, in all."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
 def receive(pair: str, tokens: int, transport: str) -> dict[str, Any]:
     """One receive of a prompt between a pair that was connected before."""
     theirs, ours = PAIRS[pair]
@@ -162,6 +194,7 @@ def receive(pair: str, tokens: int, transport: str) -> dict[str, Any]:
     loop.start()
     turns = Turns(loop)
     table = scattered(theirs, tokens, 1), scattered(ours, tokens, 2)
+    steps = Steps()
 
     def ask(lease: LeaseRef, stop: int) -> Mapping[str, Any]:
         name = lease.request_id
@@ -174,7 +207,7 @@ def receive(pair: str, tokens: int, transport: str) -> dict[str, Any]:
         deadline = time.monotonic() + PATIENCE_S
         while name not in (results := outbox.take_results()).finished_recving:
             assert time.monotonic() < deadline, "the receive does not end"
-            time.sleep(0.0005)
+            steps.launch()
         assert name not in results.failed_recving, "the receive failed"
         report = outbox.take_stats()
         assert report is not None
@@ -184,6 +217,11 @@ def receive(pair: str, tokens: int, transport: str) -> dict[str, Any]:
         ask(place.leases[0], max(theirs.block_tokens, ours.block_tokens))  # connects
         gc.collect()
         gc.freeze()  # as vLLM's workers do when they have started
+        for _ in range(STEPS_ALONE):
+            steps.launch()
+        alone = np.median(steps.took[-STEPS_ALONE:])
+        steps.took.clear()
+        steps.ready.clear()
         turns.longest = turns.in_all = 0.0
         before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
         counted = ask(place.leases[1], tokens)
@@ -208,6 +246,10 @@ def receive(pair: str, tokens: int, transport: str) -> dict[str, Any]:
         "thread_ms": round(1e3 * turns.in_all, 1),
         "longest_turn_ms": round(1e3 * turns.longest, 2),
         "memory_MiB": round(grown / 1024, 1),
+        "step_alone_ms": round(float(alone), 2),
+        "step_ms": round(float(np.median(steps.took)), 2),
+        "step_p90_ms": round(float(np.percentile(steps.took, 90)), 2),
+        "step_ready_p90_ms": round(float(np.percentile(steps.ready, 90)), 2),
         "goal_ms": TURN_GOAL_MS,
     }
 
