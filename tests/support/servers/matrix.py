@@ -226,8 +226,10 @@ MOONCAKE_ROWS: list[Row] = [
     Row("swa", mode="push", transport="mooncake"),
     Row("mla", prefix_caching=False, mode="push", transport="mooncake"),
     Row("kimi", prefix_caching=MODELS["kimi"].prefix_caching, mode="push", transport="mooncake"),
+    Row("gqa6", 3, 2, p_block=64, d_block=32, chunked=True, mode="push", transport="mooncake"),
 ]
-"""Every kind of cache and of plan once: no transport knows what it moves, the conformance suite has the rest."""
+"""Every kind of cache and of plan once: no transport knows what it moves, the conformance suite has the rest. The last
+has five workers on two cores, where pushes failed at their deadlines while those that waited polled."""
 
 
 PUSHED_UNEQUAL_ROWS: list[Row] = [
