@@ -47,6 +47,16 @@ def test_a_prompt_of_tokens_and_embeddings_is_cut_short_in_all_of_its_parts():
     assert request.prompt_is_token_ids == [True] * 4 + [False]
 
 
+def test_who_shares_a_prompt_s_list_of_tokens_keeps_the_last():
+    """With the engine core in the caller's process the choices of a request have one list, and it is the caller's."""
+    ids = list(range(TOKENS))
+    choices = [Request(f"{choice}_r", ids, SamplingParams(max_tokens=9), None) for choice in range(2)]
+    for request in choices:
+        stop_short(request, 1, False)
+        assert request.prompt_token_ids == list(request.all_token_ids) == ids[: TOKENS - 1]
+    assert ids == list(range(TOKENS))
+
+
 def with_media(*names: str, lora: str | None = None, pixels: float | None = 0.5) -> Any:
     request: Any = Request("r", list(range(TOKENS)), SamplingParams(max_tokens=9), None)
     shared = MultiModalSharedField(batch_size=1)

@@ -271,9 +271,10 @@ def stop_short(request: Request, tokens: int, media_whole: bool) -> None:
                 f"on, {request.num_prompt_tokens} in all) that this model computes in one piece, and a prefill leaves "
                 f"the last {tokens} token(s) to decode: have text follow it"
             )
-    # A chat may have all three: embeddings in the midst of its tokens, and a mask that tells them apart.
+    # A chat may have all three: embeddings in the midst of its tokens, and a mask that tells them apart. The list
+    # of ids is also its caller's, and other choices', where the engine core runs in the caller's process.
     if request.prompt_token_ids is not None:
-        del request.prompt_token_ids[-tokens:]
+        request.prompt_token_ids = request.prompt_token_ids[:-tokens]
     if request.prompt_embeds is not None:
         request.prompt_embeds = request.prompt_embeds[:-tokens]
     if request.prompt_is_token_ids is not None:
