@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+from vllm import envs
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.request import RequestStatus
@@ -177,6 +178,8 @@ def test_a_refused_request_gives_its_lease_back_in_one_line(pair, caplog):
     reject(consumer, params)
     [line] = [record for record in caplog.records if record.levelno >= logging.INFO]
     assert line.levelno == logging.ERROR and "is not this request's" in line.getMessage()
+    pinned = "VLLM_SYSTEM_START_DATE"  # by which vLLM's templates of gpt-oss write one date on both sides
+    assert pinned in line.getMessage() and pinned in envs.environment_variables
 
 
 def test_what_a_failed_request_came_for_is_not_given_back_twice(pair, caplog):

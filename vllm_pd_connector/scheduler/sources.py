@@ -24,6 +24,7 @@ from vllm_pd_connector.protocol.params.conversation import (
 )
 from vllm_pd_connector.protocol.params.parse import RemotePrefill, pairing_name, parse_remote_prefill
 from vllm_pd_connector.protocol.peer import PeerKey
+from vllm_pd_connector.protocol.push.registrations import ALIKE
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
 from vllm_pd_connector.sidechannel.net.keys import keys_of, require_known_server
 
@@ -95,8 +96,7 @@ class Sources:
             raise ProtocolError(
                 f"the prefilled prompt ({remote.remote_num_tokens} tokens, digest {remote.pd_connector.prompt_digest}) "
                 f"is not this request's ({request.num_prompt_tokens} tokens, digest {digest}): send the decode request "
-                "with the same prompt, the kv_transfer_params that its own prefill returned, and "
-                "the same LoRA adapter, if any: equal files on both sides, or one id for it in adapter_ids"
+                f"with the same prompt, the kv_transfer_params that its own prefill returned, and {ALIKE}"
             )
 
     def named_conversation(self, request: Request) -> NamedConversation | None:

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 MAX_WAITING = 4096
 MAX_WAITING_BYTES = 256 * 1024 * 1024
 """Of the block tables of all registrations; a request of a million tokens has some 256 KiB."""
+ALIKE = (
+    "the same LoRA adapter, if any: equal files on both sides, or one id for it in adapter_ids. A chat template that "
+    "writes the date needs one time zone (TZ) on all instances, gpt-oss one VLLM_SYSTEM_START_DATE"
+)
+"""What both legs of a request need besides, to have one prompt."""
 
 
 @dataclass(eq=False, slots=True)
@@ -166,7 +171,7 @@ def contradiction(registration: PushRegistration, prefill: Prefill) -> str:
         return (
             f"the prefilled prompt ({prefill.num_tokens} tokens, digest {prefill.prompt_digest}) is not the decode "
             f"request's ({into.stop} tokens, digest {into.prompt_digest}): send both legs with the same prompt and "
-            "the same LoRA adapter, if any: equal files on both sides, or one id for it in adapter_ids"
+            f"{ALIKE}"
         )
     if into.reader >= into.readers or any(into.readers != other.readers for other in others):
         return f"reader {into.reader} of {into.readers} contradicts the other readers of this prefill"
