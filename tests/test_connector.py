@@ -23,7 +23,7 @@ def engine(**model: Any) -> Any:
     transfer = SimpleNamespace(kv_connector_extra_config={}, kv_buffer_device="cpu", is_kv_producer=True)
     return SimpleNamespace(
         kv_transfer_config=transfer,
-        model_config=SimpleNamespace(**model),
+        model_config=SimpleNamespace(**{"is_diffusion": False} | model),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
     )
 
@@ -72,6 +72,13 @@ def test_what_decode_would_lack_beside_caches_stops_the_engine(pruned, experts):
     for role in KVConnectorRole:
         with pytest.raises(InvalidConfig, match="video_pruning_rate is 0.75" if pruned else "return_routed_experts"):
             PDConnector(made, role, SimpleNamespace())
+
+
+def test_a_model_whose_prefills_go_on_behind_the_prompt_stops_the_engine():
+    """DiffusionGemma denoises a canvas of tokens at once, by which its windows move on."""
+    for role in KVConnectorRole:
+        with pytest.raises(InvalidConfig, match="a diffusion model computes a whole canvas behind its prompt"):
+            PDConnector(engine(enable_sleep_mode=False, is_diffusion=True), role, SimpleNamespace())
 
 
 @pytest.mark.parametrize("alike", [True, False])

@@ -297,6 +297,22 @@ def require_caches_alone(config: VllmConfig) -> None:
         )
 
 
+def require_prefills_that_end(config: VllmConfig) -> None:
+    """Refuse diffusion models, on either side: a prefill of one token computes a whole canvas behind the prompt, and
+    its windows have let go of what decode needs of the prompt then.
+
+    Raises:
+        InvalidConfig: the model is one.
+
+    Source: vLLM 0.32, `ModelConfig.is_diffusion`, `vllm/config/diffusion.py`, `models/diffusion_gemma.py`.
+    """
+    if config.model_config.is_diffusion:
+        raise InvalidConfig(
+            "model: a diffusion model computes a whole canvas behind its prompt, so no prefill ends where the prompt "
+            "does, as one for PDConnector must; serve it without PDConnector"
+        )
+
+
 SERVED_DEVICES = ("cpu", "cuda")
 """Types of devices, as torch names them: cuda is a GPU of NVIDIA or AMD."""
 
