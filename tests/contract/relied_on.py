@@ -51,7 +51,7 @@ MEMBERS = (
         "vllm.v1.request:Request",
         "request_id num_prompt_tokens prompt_token_ids prompt_embeds prompt_is_token_ids _all_token_ids max_tokens "
         "status kv_transfer_params num_computed_tokens mm_features lora_request get_skip_reading_prefix_cache "
-        "trace_headers",
+        "trace_headers resumable",
     ),
     _members(
         "vllm.v1.request:RequestStatus",

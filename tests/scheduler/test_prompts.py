@@ -93,6 +93,15 @@ def test_a_prompt_is_not_cut_within_a_medium_that_is_computed_in_one_piece(modal
     assert request.num_prompt_tokens == len(request.prompt_token_ids) == 5
 
 
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_prompt_that_comes_in_parts_is_refused_and_not_cut(tokens):
+    """The next part is put behind the first, which would lack its end."""
+    request = Request("r", list(range(TOKENS)), SamplingParams(max_tokens=9), None, resumable=True)
+    with pytest.raises(ProtocolError, match="do_remote_decode: the prompt comes in parts"):
+        stop_short(request, tokens, False)
+    assert request.prompt_token_ids == list(request.all_token_ids) == list(range(TOKENS)) and request.max_tokens == 9
+
+
 @pytest.mark.parametrize(("told", "both_ways"), [(False, False), (True, False), (False, True)])
 def test_vllms_configuration_says_whether_media_are_computed_in_one_piece(told, both_ways):
     config: Any = SimpleNamespace(

@@ -114,6 +114,7 @@ def make_request(request_id: str, params: Any, prompt: list[int] = PROMPT, **cha
         "mm_features": [],
         "lora_request": None,
         "abort_immediately": False,
+        "resumable": False,
         "trace_headers": None,
         "get_skip_reading_prefix_cache": lambda: False,
     }

@@ -253,10 +253,17 @@ def stop_short(request: Request, tokens: int, media_whole: bool) -> None:
     Raises:
         ProtocolError: the prompt ends within a medium that is computed in one piece (`takes_media_whole`), or within a
             video, whose last frame some models look for to its end when they make positions; a worker that does not
-            find it ends its engine.
+            find it ends its engine. Or it comes in parts (`AsyncLLM.generate` with a generator): what is cut off the
+            first would be missing before the second, and nobody knows yet where the prompt ends.
 
-    Source: vLLM 0.32, `Qwen3VLForConditionalGeneration._iter_mm_grid_hw` (also of Qwen3.5, whose states need this).
+    Source: vLLM 0.32, `Qwen3VLForConditionalGeneration._iter_mm_grid_hw` (also of Qwen3.5, whose states need this),
+    `Scheduler._update_request_as_session`.
     """
+    if request.resumable:
+        raise ProtocolError(
+            "kv_transfer_params: do_remote_decode: the prompt comes in parts (streaming input), so a prefill does not "
+            "know where it ends; send it whole to the prefill instance"
+        )
     if tokens == 0:
         return
     request.max_tokens = 1
