@@ -339,7 +339,7 @@ def test_a_request_that_was_answered_and_that_vllm_does_not_come_for_waits_for_s
     answers: list[Callable[[object], None]] = []
     monkeypatch.setattr(half.consumer.turns._renewer, "find", lambda where, name, heard: answers.append(heard))
     found: Future[HostPort] = Future()
-    monkeypatch.setattr(half.consumer._directory, "find", lambda bootstrap, engine: found)
+    monkeypatch.setattr(half.consumer._searches._directory, "find", lambda bootstrap, engine: found)
     half.on_new_request(make_request("d-1", TURN if role == "kv_producer" else LOOKED_UP))
     step(half)
     assert loop.waits == [LONGEST_S]

@@ -1,15 +1,34 @@
-"""Who an engine is, for proxies that ask in the way of the in-tree Mooncake connector."""
+"""Who an engine is, for proxies that ask as the in-tree Mooncake connector's do, and where one is that they name."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.protocol.params.bootstrap import EngineRegistry, HostPort, encode_answer
-from vllm_pd_connector.sidechannel.bootstrap_http import BootstrapServer, EngineRegistration, is_own_address
+from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.protocol.params.bootstrap import (
+    EngineRegistry,
+    HostPort,
+    encode_answer,
+    parse_bootstrap_address,
+)
+from vllm_pd_connector.sidechannel.bootstrap_http import (
+    BootstrapServer,
+    EngineDirectory,
+    EngineRegistration,
+    is_own_address,
+)
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
     from vllm_pd_connector.config import Config
+    from vllm_pd_connector.protocol.params.parse import RemoteBootstrap
+    from vllm_pd_connector.protocol.wire.push_messages import PrefillRef
+    from vllm_pd_connector.scheduler.leases.lease_renewer import LeaseRenewer
+    from vllm_pd_connector.scheduler.sources import Sources
 
 logger = init_logger(__name__)
 
@@ -40,3 +59,49 @@ def answer_proxies(
 def _reachable(host: str) -> str:
     """Where this host finds what listens at `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+class Searches:
+    """Where prefill instances are that requests name by a bootstrap address. `wake` tells that one may be known."""
+
+    def __init__(self, timeout_s: float, sources: Sources, renewer: LeaseRenewer, wake: Callable[[], None]):
+        self._directory = EngineDirectory(timeout_s)
+        self._sources = sources
+        self._renewer = renewer
+        self._wake = wake
+
+    def find(self, remote: RemoteBootstrap) -> Future[HostPort]:
+        """Ask there.
+
+        Raises:
+            ProtocolError: the address is none, or as `Sources.require_concurrent`.
+        """
+        bootstrap = parse_bootstrap_address(remote.remote_bootstrap_addr)
+        self._sources.require_concurrent(bootstrap.host)
+        found = self._directory.find(bootstrap, remote.remote_engine_id)
+        found.add_done_callback(lambda _: self._wake())
+        return found
+
+    def address(self, found: Future[HostPort]) -> str | None:
+        """Of a prefill instance that was looked up: None if it is not known yet, nowhere, or an unauthenticated peer,
+        who is told nothing. Callable from any thread."""
+        if not found.done() or found.exception() is not None:
+            return None
+        place = found.result()
+        try:
+            self._sources.require_concurrent(place.host)
+        except ProtocolError:
+            return None
+        return endpoint(place.host, place.port)
+
+    def decline(self, prefill: PrefillRef, found: Future[HostPort], began: float) -> None:
+        """Tell the prefill side that nothing is needed by a request that `began` then, once it is known where it is."""
+
+        def decline(found: Future[HostPort]) -> None:  # in the thread that found it
+            if (address := self.address(found)) is not None:
+                self._renewer.decline(address, prefill, began)
+
+        found.add_done_callback(decline)
+
+    def close(self) -> None:
+        self._directory.close()

@@ -30,7 +30,7 @@ from vllm_pd_connector.compat.model.recurrent import state_groups
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.metadata import BadParameters, PushFrom, ReceiveRequest, draw_attempt
-from vllm_pd_connector.protocol.params.bootstrap import HostPort, parse_bootstrap_address
+from vllm_pd_connector.protocol.params.bootstrap import HostPort
 from vllm_pd_connector.protocol.params.parse import (
     RemoteBootstrap,
     is_answer,
@@ -38,17 +38,16 @@ from vllm_pd_connector.protocol.params.parse import (
     parse_remote_bootstrap,
     parse_remote_push,
 )
+from vllm_pd_connector.scheduler.bootstrap import Searches
 from vllm_pd_connector.scheduler.conversations.turns import Turns
 from vllm_pd_connector.scheduler.leases.lease_renewer import LeaseRenewer
 from vllm_pd_connector.scheduler.pending import Receive, reading_of, start_of
 from vllm_pd_connector.scheduler.sources import Sources, named
-from vllm_pd_connector.sidechannel.bootstrap_http import EngineDirectory
 from vllm_pd_connector.sidechannel.net.keys import keys_of
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
-    from concurrent.futures import Future
 
     from vllm_pd_connector.compat.types import KVCacheBlock, KVCacheBlocks, KVCacheConfig, Request, VllmConfig
     from vllm_pd_connector.config import Config
@@ -72,7 +71,6 @@ class Consumer:
         epochs: Epochs,
         wake: Callable[[], None],
     ):
-        self._wake = wake
         self.sources = Sources(config, vllm_config, kv_cache_config, epochs.adapters)
         self._own = epochs.own
         self._arrived: set[str] = set()  # received, and not scheduled since
@@ -87,7 +85,7 @@ class Consumer:
         self._ended: Bounded[str, None] = Bounded(REMEMBER)
         self._renewer = LeaseRenewer(keys_of(config), config.kv_lease_duration)
         self.turns = Turns(self.sources, self._renewer, epochs.own, wake)
-        self._directory = EngineDirectory(config.handshake_timeout)
+        self._searches = Searches(config.handshake_timeout, self.sources, self._renewer, wake)
         self._states = state_groups(kv_cache_config)
         self._known: Bounded[LeaseRef | PrefillRef, None] = Bounded(REMEMBER)  # what requests came for
 
@@ -159,7 +157,7 @@ class Consumer:
                 return
             prefill = ref.name
             if names_bootstrap(params):
-                self._decline_found(refused, self._find(parse_remote_bootstrap(params)), time.monotonic())
+                self._searches.decline(ref, self._searches.find(parse_remote_bootstrap(params)), time.monotonic())
             else:
                 push = parse_remote_push(params)
                 self.sources.require_concurrent(push.remote_host)
@@ -172,45 +170,16 @@ class Consumer:
         Raises:
             ProtocolError: this instance pulls, the parameters cannot be trusted, or the address is none.
         """
-        found = self._find(remote)
-        self._known[named(request)] = None
+        found, prefill = self._searches.find(remote), named(request)
+        self._known[prefill] = None
         if not self._pushes:
-            self._decline_found(request, found, time.monotonic())
+            self._searches.decline(prefill, found, time.monotonic())
             raise ProtocolError(
                 "kv_transfer_params: remote_bootstrap_addr: the router sends both legs at once, which a pull cannot "
                 "serve: set mode to push on both sides"
             )
         self._receives[request.request_id] = Receive(None, self.sources.prefilled_tokens(request), found=found)
-        self._renewer.keep_prefill(request.request_id, lambda: self._address(found), named(request))
-
-    def _find(self, remote: RemoteBootstrap) -> Future[HostPort]:
-        bootstrap = parse_bootstrap_address(remote.remote_bootstrap_addr)
-        self.sources.require_concurrent(bootstrap.host)
-        found = self._directory.find(bootstrap, remote.remote_engine_id)
-        found.add_done_callback(lambda _: self._wake())
-        return found
-
-    def _address(self, found: Future[HostPort]) -> str | None:
-        """Of a prefill instance that was looked up: None if it is not known yet, nowhere, or an unauthenticated peer,
-        who is told nothing. Callable from any thread."""
-        if not found.done() or found.exception() is not None:
-            return None
-        place = found.result()
-        try:
-            self.sources.require_concurrent(place.host)
-        except ProtocolError:
-            return None
-        return endpoint(place.host, place.port)
-
-    def _decline_found(self, request: Request, found: Future[HostPort], began: float) -> None:
-        """Tell the prefill side that nothing is needed by a request that `began` then, once it is known where it is."""
-        prefill = named(request)
-
-        def decline(found: Future[HostPort]) -> None:  # in the thread that found it
-            if (address := self._address(found)) is not None:
-                self._renewer.decline(address, prefill, began)
-
-        found.add_done_callback(decline)
+        self._renewer.keep_prefill(request.request_id, lambda: self._searches.address(found), prefill)
 
     def _found(self, request: Request, receive: Receive) -> bool:
         """Whether it is known where the request's prefill instance is, or that it is nowhere."""
@@ -274,7 +243,7 @@ class Consumer:
             return
         if num_external_tokens == 0:
             if receive.found is not None:  # vLLM does not wait for it: it computes this prompt itself in any case
-                self._decline_found(request, receive.found, receive.began)
+                self._searches.decline(named(request), receive.found, receive.began)
             self._forget(request.request_id, release=True)
             return
         assert receive.source is not None
@@ -318,7 +287,7 @@ class Consumer:
         if receive is None:
             return
         if receive.found is not None:
-            self._decline_found(request, receive.found, receive.began)
+            self._searches.decline(named(request), receive.found, receive.began)
         if receive.loading:
             self._aborts.append(request.request_id)
             receive.ended, self._ended[request.request_id] = True, None
@@ -396,5 +365,5 @@ class Consumer:
             self._renewer.decline(endpoint(peer.host, peer.port), receive.source.prefill, receive.began)
 
     def close(self) -> None:
-        self._directory.close()
+        self._searches.close()
         self._renewer.close()
