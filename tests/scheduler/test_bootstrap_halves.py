@@ -149,6 +149,15 @@ def test_an_instance_that_pulls_gives_up_the_prefill_of_what_it_refuses(proxied)
     until(lambda: declines(prefill) == 1, "the word that nothing is needed")
 
 
+def test_a_bootstrap_address_that_leads_to_the_instance_itself_gives_up_its_prefill():
+    """Its workers cannot write to themselves; vLLM computes what its prefix cache lacks."""
+    half, pool = serving_half("kv_both", mode="push", bootstrap_port=(port := free_port()))
+    request = make_request("d-1", bootstrapped(port, remote_engine_id="kv_both-0"))
+    half.on_new_request(request)
+    assert allocate(half, pool, request)[0] == 0 and step(half).receives == []
+    until(lambda: declines(half) == 1, "the word that nothing is needed")
+
+
 def test_a_prefill_instance_that_is_found_at_a_stranger_s_is_told_nothing(consumer, monkeypatch):
     half, _ = consumer
     told, over = [], threading.Event()

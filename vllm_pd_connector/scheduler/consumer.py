@@ -6,7 +6,8 @@ States of a request here, in the scheduler's thread:
     LOADING   blocks allocated, the workers were told to read; vLLM waits for every rank's report
 
 A request leaves PENDING without loading when its prompt is already cached here or when it is aborted; its lease is
-then released at once, or its prefill declined as soon as it is known where that runs. It leaves LOADING when vLLM has
+then released at once, or its prefill declined as soon as it is known where that runs. So it is, without PENDING, where
+the prefill is this instance's own (kv_both): no worker could read from itself. It leaves LOADING when vLLM has
 every rank's report, also when it was aborted meanwhile. A request with refused parameters takes the same way without a
 source, because a report from the workers is the only way in which vLLM fails one request. Whoever untrusted parameters
 name (`sources`) is not spoken to.
@@ -24,15 +25,16 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import first_lacking, owned_blocks, trace_headers, transfer_params, was_refused
+from vllm_pd_connector.compat.blocks import owned_blocks, trace_headers, transfer_params, was_refused
 from vllm_pd_connector.compat.model.caches import group_block_tokens
 from vllm_pd_connector.compat.model.recurrent import state_groups
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.metadata import BadParameters, PushFrom, ReceiveRequest, draw_attempt
 from vllm_pd_connector.protocol.params.bootstrap import HostPort
 from vllm_pd_connector.protocol.params.parse import (
     RemoteBootstrap,
+    RemotePrefill,
+    RemotePush,
     is_answer,
     names_bootstrap,
     parse_remote_bootstrap,
@@ -41,13 +43,13 @@ from vllm_pd_connector.protocol.params.parse import (
 from vllm_pd_connector.scheduler.bootstrap import Searches
 from vllm_pd_connector.scheduler.conversations.turns import Turns
 from vllm_pd_connector.scheduler.leases.lease_renewer import LeaseRenewer
-from vllm_pd_connector.scheduler.pending import Receive, reading_of, start_of
+from vllm_pd_connector.scheduler.pending import Receive, computed_here, reading_of, start_of, to_fill
 from vllm_pd_connector.scheduler.sources import Sources, named
 from vllm_pd_connector.sidechannel.net.keys import keys_of
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable
 
     from vllm_pd_connector.compat.types import KVCacheBlock, KVCacheBlocks, KVCacheConfig, Request, VllmConfig
     from vllm_pd_connector.config import Config
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 REMEMBER = 4096
+OWN = "its prefill is this instance's own"
 
 
 class Consumer:
@@ -101,25 +104,45 @@ class Consumer:
                 self._look_up(request, parse_remote_bootstrap(params))
                 return
             if self._pushes and not is_answer(params):
-                told = parse_remote_push(params)
-                place = HostPort(told.remote_host, told.remote_port)
-                push = self.sources.concurrent(request, told.remote_engine_id, place)
-                self._receives[request.request_id] = Receive(push, self.sources.prefilled_tokens(request))
-                address = endpoint(place.host, place.port)
-                self._known[push.prefill] = None
-                self._renewer.keep_prefill(request.request_id, lambda: address, push.prefill)
+                self._keep_prefill(request, parse_remote_push(params))
                 return
-            remote = self.sources.answer(request)
-            address, reading = reading_of(remote, request)
-            self._known[remote.lease] = None
-            try:
-                self.sources.require_fit(request, remote)
-            except ProtocolError:
-                self._renewer.drop(address, reading, release=True)
-                raise
+            self._keep(request, self.sources.answer(request))
         except ProtocolError as error:
             self.refuse(request, str(error))
+
+    def _keep_prefill(self, request: Request, told: RemotePush) -> None:
+        """The prefill may have yet to come: the router sends both legs at once.
+
+        Raises:
+            ProtocolError: the parameters cannot be trusted.
+        """
+        place = HostPort(told.remote_host, told.remote_port)
+        push, address = self.sources.concurrent(request, told.remote_engine_id, place), endpoint(place.host, place.port)
+        self._known[push.prefill] = None
+        if self.sources.are_here(push.engine_id):
+            self._renewer.decline(address, push.prefill, time.monotonic())
+            computed_here(request, OWN)
             return
+        self._receives[request.request_id] = Receive(push, self.sources.prefilled_tokens(request))
+        self._renewer.keep_prefill(request.request_id, lambda: address, push.prefill)
+
+    def _keep(self, request: Request, remote: RemotePrefill) -> None:
+        """The prefill has finished, and is held under a lease.
+
+        Raises:
+            ProtocolError: the answer is for another prompt or model.
+        """
+        address, reading = reading_of(remote, request)
+        self._known[remote.lease] = None
+        if self.sources.are_here(remote.remote_engine_id):
+            self._renewer.drop(address, reading, release=True)
+            computed_here(request, OWN)
+            return
+        try:
+            self.sources.require_fit(request, remote)
+        except ProtocolError:
+            self._renewer.drop(address, reading, release=True)
+            raise
         source = self.sources.finished(remote, shared=reading.shared)
         ours = remote.pd_connector
         self._receives[request.request_id] = Receive(
@@ -178,6 +201,10 @@ class Consumer:
                 "kv_transfer_params: remote_bootstrap_addr: the router sends both legs at once, which a pull cannot "
                 "serve: set mode to push on both sides"
             )
+        if self.sources.are_here(remote.remote_engine_id):
+            self._searches.decline(prefill, found, time.monotonic())
+            computed_here(request, OWN)
+            return
         self._receives[request.request_id] = Receive(None, self.sources.prefilled_tokens(request), found=found)
         self._renewer.keep_prefill(request.request_id, lambda: self._searches.address(found), prefill)
 
@@ -252,7 +279,10 @@ class Consumer:
         receive.blocks = owned_blocks(blocks, self._groups)
         stop = num_external_tokens if isinstance(receive.source, BadParameters) else receive.num_tokens
         hit = stop - num_external_tokens
-        tables = tuple(self._table(i, blocks.blocks[group], hit, stop) for i, group in enumerate(self._groups))
+        tables = tuple(
+            to_fill(blocks.blocks[group], hit, stop, self._block_tokens[i], self._states.get(i))
+            for i, group in enumerate(self._groups)
+        )
         if receive.turn is not None:
             self.turns.counted += Counter(turns_read=1, turn_tokens=num_external_tokens)
         self._orders.append(
@@ -271,14 +301,6 @@ class Consumer:
                 trace=trace_headers(request),
             )
         )
-
-    def _table(self, group: int, blocks: Sequence[KVCacheBlock], hit: int, stop: int) -> BlockTable:
-        """The blocks of a group that are to be filled."""
-        state = self._states.get(group)
-        if state is not None:
-            return BlockTable.of(0, (state.state_block([block.block_id for block in blocks], stop),))
-        first = first_lacking(blocks, hit // self._block_tokens[group])
-        return BlockTable.of(first, [block.block_id for block in blocks[first:]])
 
     def finished(self, request: Request) -> None:
         """The request ended: normally, or aborted in any state."""

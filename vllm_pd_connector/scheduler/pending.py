@@ -6,6 +6,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.compat.blocks import first_lacking
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.metadata import draw_attempt
 from vllm_pd_connector.protocol.params.parse import RemotePrefill, choice_of
 from vllm_pd_connector.protocol.wire.fields import Reading
@@ -15,11 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
     from concurrent.futures import Future
 
+    from vllm_pd_connector.compat.model.recurrent import StateGroup
     from vllm_pd_connector.compat.types import KVCacheBlock, Request
-    from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.metadata import Source
     from vllm_pd_connector.protocol.params.bootstrap import HostPort
     from vllm_pd_connector.protocol.wire.fields import Weights
+
+logger = init_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -57,6 +62,22 @@ def reading_of(remote: RemotePrefill, request: Request) -> tuple[str, Reading]:
     """Where a lease is held, and a request's use of it."""
     lease, address = remote.lease, endpoint(remote.remote_host, remote.remote_port, remote.pd_connector.server_key)
     return address, Reading(lease.request_id, lease.nonce, draw_attempt(), bool(choice_of(request.request_id)))
+
+
+def computed_here(request: Request, why: str) -> None:
+    """Nothing is loaded for a request that brings good parameters: vLLM computes what its prefix cache lacks."""
+    logger.info("request %s: %s: nothing is loaded, what the prefix cache lacks is computed", request.request_id, why)
+
+
+def to_fill(
+    blocks: Sequence[KVCacheBlock], hit: int, stop: int, block_tokens: int, state: StateGroup | None
+) -> BlockTable:
+    """The blocks of a group that are to be filled with the tokens up to `stop`, of which the first `hit` were found;
+    of states that of `stop`."""
+    if state is not None:
+        return BlockTable.of(0, (state.state_block([block.block_id for block in blocks], stop),))
+    first = first_lacking(blocks, hit // block_tokens)
+    return BlockTable.of(first, [block.block_id for block in blocks[first:]])
 
 
 def start_of(tables: Iterable[BlockTable], hit: int, block_tokens: Sequence[int], states: Container[int]) -> int:

@@ -77,6 +77,10 @@ class Sources:
         self._require_trusted(remote)
         return remote
 
+    def are_here(self, engine_id: str) -> bool:
+        """Whether caches of this engine are this one's own: no worker links itself, and vLLM finds them by itself."""
+        return self.home is not None and engine_id == self.home.engine_id
+
     def require_fit(self, request: Request, remote: RemotePrefill) -> None:
         """Refuse the answer for another prompt, or of another number of groups.
 
@@ -133,7 +137,7 @@ class Sources:
         Raises:
             ProtocolError: there is none, or of another number of groups, or this instance itself holds them.
         """
-        if self.home is not None and remote.remote_engine_id == self.home.engine_id:
+        if self.are_here(remote.remote_engine_id):
             raise ProtocolError(
                 f"remote_engine_id: {remote.remote_engine_id} is this instance: what it holds is in its prefix cache"
             )

@@ -1,4 +1,5 @@
-"""Two instances that each prefill for the other: full pools must not make them wait for each other for ever."""
+"""Two instances that each prefill for the other: full pools must not make them wait for each other for ever. And one
+that prefills for itself."""
 
 from __future__ import annotations
 
@@ -52,6 +53,19 @@ def test_two_instances_that_wait_for_each_other_s_blocks_go_on_by_themselves(pai
         assert _series(here, "pd_leases_over_limit_total") == 1 and _series(there, "pd_leases_over_limit_total") == 0
     finally:
         pairs.servers.stop(here, there)
+
+
+def test_an_instance_answers_a_request_of_which_it_gets_both_legs(pairs: Pairs) -> None:
+    pairs.end()
+    [alone] = pairs.servers.start(_spec("both-alone", LIMITS_S[1]))
+    try:
+        prompt = next(prompt[:TOKENS] for prompt in SCENARIOS["concurrent"] if len(prompt) >= TOKENS)
+        plain = ask(alone.url, completion(FAMILY, prompt)).tokens
+        for _ in range(2):
+            assert _decode(alone, prompt, _prefill(alone, prompt)) == plain
+        until(lambda: _series(alone, "pd_leases") == 0, "the leases are given back")
+    finally:
+        pairs.servers.stop(alone)
 
 
 def _spec(name: str, limit: float) -> Any:

@@ -66,7 +66,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a request that is refused here gives its lease back",
-        "Consumer", "self._renewer.drop(address, reading, release=True)\n                raise", "raise",
+        "Consumer", "self._renewer.drop(address, reading, release=True)\n            raise", "raise",
         "test_a_refused_request_gives_its_lease_back_in_one_line",
     ),
     Guarantee(

@@ -60,7 +60,7 @@ def ended_halves() -> Iterator[None]:
 def make_half(
     role: str, lookahead: int = 0, spec: Any = FULL, parallel: Mapping[str, Any] | None = None, **changes: Any
 ) -> tuple[SchedulerHalf, BlockPool]:
-    """A scheduler half with a real block pool; `role` is kv_producer or kv_consumer, `spec` that of each group."""
+    """A scheduler half with a real block pool; `role` is a `kv_role`, `spec` that of each group."""
     specs = spec if isinstance(spec, tuple) else (spec,)
     alone = {
         "data_parallel_index": 0, "data_parallel_rank_local": None, "data_parallel_master_ip": "127.0.0.1",
@@ -69,8 +69,8 @@ def make_half(
     }  # fmt: skip
     ranks = SimpleNamespace(**alone | dict(parallel or {}))
     index = ranks.data_parallel_index
-    produces = role == "kv_producer"
-    transfer = SimpleNamespace(engine_id=f"{role}-{index}", is_kv_producer=produces, is_kv_consumer=not produces)
+    produces, consumes = role != "kv_consumer", role != "kv_producer"
+    transfer = SimpleNamespace(engine_id=f"{role}-{index}", is_kv_producer=produces, is_kv_consumer=consumes)
     config = Config(**{"side_channel_port": free_port() - index, **changes})
     half = SchedulerHalf(
         config,
