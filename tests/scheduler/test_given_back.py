@@ -205,6 +205,57 @@ def test_a_prefill_is_declined_for_a_request_that_vllm_refused_behind_a_concurre
     until(lambda: prefill.held() == 0, "the blocks to be given back")
 
 
+# -- parameters that come again ----------------------------------------------------------------------------------------
+
+
+def reads(half: SchedulerHalf, pool: Any, name: str, params: Any) -> Any:
+    """A request that receives what it came for, and what its worker was told."""
+    receive = receive_of(half, pool, make_request(name, params))
+    half.consumer.received(name)
+    return receive
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["received", "needless"])
+def test_what_brings_the_parameters_of_an_earlier_request_is_computed(pair, caplog, cached):
+    """Between the tool calls of a response vLLM's API server sends the same ones, behind a longer prompt each time."""
+    producer, consumer, pool = pair
+    params = hand_over(producer, "p-1")
+    if cached:
+        first = make_request("d-1_0", params)
+        consumer.on_new_request(first)
+        assert allocate(consumer, pool, first, computed=len(PROMPT) - 1)[0] == 0
+    else:
+        reads(consumer, pool, "d-1_0", params)
+    caplog.set_level(logging.INFO, logger="vllm_pd_connector")
+    for round_, prompt in enumerate(([*PROMPT, 7, 8], [*PROMPT[:20], 9]), 1):
+        again = make_request(f"d-1_{round_}", params, prompt)
+        consumer.on_new_request(again)
+        assert allocate(consumer, pool, again)[0] == 0
+    assert consumer.build_metadata(EMPTY_STEP).receives == []
+    assert [record.levelno for record in caplog.records] == [logging.INFO] * 2
+    assert all("d-1_" in line and "an earlier request has had what it brings" in line for line in caplog.messages)
+
+
+def test_what_another_waits_for_or_failed_to_get_is_asked_for_again(pair):
+    """While a use of it goes on a lease is held, and of one that failed it is the prefill side that knows why."""
+    producer, consumer, pool = pair
+    params = hand_over(producer, "p-1")
+    waits = make_request("waits", params)
+    consumer.on_new_request(waits)
+    for name in ("d-1", "d-2"):
+        assert reads(consumer, pool, name, params).read is not None
+    failing = hand_over(producer, "p-2")
+    receive_of(consumer, pool, make_request("d-3", failing))
+    consumer.consumer.received("d-3", failed=True)
+    assert reads(consumer, pool, "d-4", failing).read is not None
+
+
+def test_a_choice_that_comes_when_another_has_read_is_not_computed(pair):
+    producer, consumer, pool = pair
+    params = hand_over(producer, "p-1")
+    assert [reads(consumer, pool, f"{choice}_d-1", params).shared for choice in (0, 1)] == [True, True]
+
+
 # -- several choices ---------------------------------------------------------------------------------------------------
 
 

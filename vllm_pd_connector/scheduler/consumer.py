@@ -7,10 +7,10 @@ States of a request here, in the scheduler's thread:
 
 A request leaves PENDING without loading when its prompt is already cached here or when it is aborted; its lease is
 then released at once, or its prefill declined as soon as it is known where that runs. So it is, without PENDING, where
-the prefill is this instance's own (kv_both): no worker could read from itself. It leaves LOADING when vLLM has
-every rank's report, also when it was aborted meanwhile. A request with refused parameters takes the same way without a
-source, because a report from the workers is the only way in which vLLM fails one request. Whoever untrusted parameters
-name (`sources`) is not spoken to.
+the prefill is this instance's own (kv_both): no worker could read from itself; and where what it brings was had
+before. It leaves LOADING when vLLM has every rank's report, also when it was aborted meanwhile. A request with refused
+parameters takes the same way without a source, because a report from the workers is the only way in which vLLM fails
+one request. Whoever untrusted parameters name (`sources`) is not spoken to.
 
 A prefill that goes on with a conversation (`turn`) can always be computed. It waits until the decode instance has said
 that what it holds is there still; whatever stands against reading it is said in the log, and the prefill goes on
@@ -43,7 +43,7 @@ from vllm_pd_connector.protocol.params.parse import (
 from vllm_pd_connector.scheduler.bootstrap import Searches
 from vllm_pd_connector.scheduler.conversations.turns import Turns
 from vllm_pd_connector.scheduler.leases.lease_renewer import LeaseRenewer
-from vllm_pd_connector.scheduler.pending import Receive, computed_here, reading_of, start_of, to_fill
+from vllm_pd_connector.scheduler.pending import REMEMBER, Receive, Used, computed_here, reading_of, start_of, to_fill
 from vllm_pd_connector.scheduler.sources import Sources, named
 from vllm_pd_connector.sidechannel.net.keys import keys_of
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-REMEMBER = 4096
 OWN = "its prefill is this instance's own"
+USED = "an earlier request has had what it brings, as between the tool calls of a response"
 
 
 class Consumer:
@@ -91,6 +91,7 @@ class Consumer:
         self._searches = Searches(config.handshake_timeout, self.sources, self._renewer, wake)
         self._states = state_groups(kv_cache_config)
         self._known: Bounded[LeaseRef | PrefillRef, None] = Bounded(REMEMBER)  # what requests came for
+        self._used = Used()
 
     def add(self, request: Request) -> None:
         """A request with remote prefill arrived; keep its lease alive while it queues."""
@@ -137,6 +138,10 @@ class Consumer:
         if self.sources.are_here(remote.remote_engine_id):
             self._renewer.drop(address, reading, release=True)
             computed_here(request, OWN)
+            return
+        # Of several choices one may come late, and is waited for.
+        if not reading.shared and self._used.up(remote.lease, self._receives.values()):
+            computed_here(request, USED)
             return
         try:
             self.sources.require_fit(request, remote)
@@ -271,6 +276,7 @@ class Consumer:
         if num_external_tokens == 0:
             if receive.found is not None:  # vLLM does not wait for it: it computes this prompt itself in any case
                 self._searches.decline(named(request), receive.found, receive.began)
+            self._used.add(receive)
             self._forget(request.request_id, release=True)
             return
         assert receive.source is not None
@@ -320,9 +326,11 @@ class Consumer:
         """Which of these requests ended before their receives did; each is told once, a name may be used again."""
         return {request_id for request_id in request_ids if self._ended.pop(request_id, False) is None}
 
-    def received(self, request_id: str) -> bool:
+    def received(self, request_id: str, *, failed: bool = False) -> bool:
         """Every rank reported; the workers have told the prefill side. Returns whether what came is of use."""
         receive = self._receives.get(request_id)
+        if not failed:
+            self._used.add(receive)
         self._forget(request_id, release=False)
         self._aborts = [name for name in self._aborts if name != request_id]  # the name may be another's by then
         if receive is None or receive.ended:

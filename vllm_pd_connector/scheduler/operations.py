@@ -112,7 +112,7 @@ class Operations:
 
     def received(self, request_id: str, *, failed: bool) -> None:
         """Every rank of this engine has reported a receive."""
-        if not self._consumer.received(request_id) and not failed:
+        if not self._consumer.received(request_id, failed=failed) and not failed:
             self._compute_here({request_id}, at_once=False)
 
     def pausing(self, mode: str, *, clears: bool) -> Callable[[], None]:

@@ -6,12 +6,13 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import first_lacking
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.metadata import draw_attempt
 from vllm_pd_connector.protocol.params.parse import RemotePrefill, choice_of
-from vllm_pd_connector.protocol.wire.fields import Reading
+from vllm_pd_connector.protocol.wire.fields import LeaseRef, Reading
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from vllm_pd_connector.protocol.wire.fields import Weights
 
 logger = init_logger(__name__)
+
+REMEMBER = 4096
 
 
 @dataclass(slots=True)
@@ -50,12 +53,33 @@ class Receive:
     blocks: list[KVCacheBlock] = field(default_factory=list)
 
     @property
+    def lease(self) -> LeaseRef | None:
+        """Which it uses; None where no lease is known."""
+        return None if self.reading is None else LeaseRef(self.reading.request_id, self.reading.nonce)
+
+    @property
     def asks(self) -> bool:
         """Whether somebody was asked what it loads, and has not answered. With an answer that vLLM has not come for it
         waits for something else, as for its grammar."""
         if self.found is not None:
             return not self.found.done()
         return self.turn is not None and not self.asked and not self.answers
+
+
+class Used:
+    """Leases that have ended with a use of them here: what they bring was received, or needless. The newest of them."""
+
+    def __init__(self) -> None:
+        self._leases: Bounded[LeaseRef, None] = Bounded(REMEMBER)
+
+    def add(self, receive: Receive | None) -> None:
+        """A use is over."""
+        if receive is not None and receive.lease is not None:
+            self._leases[receive.lease] = None
+
+    def up(self, lease: LeaseRef, going: Iterable[Receive]) -> bool:
+        """Whether nobody needs to ask for a lease: it was used, and none of those that are `going` on keeps it."""
+        return lease in self._leases and all(receive.lease != lease for receive in going)
 
 
 def reading_of(remote: RemotePrefill, request: Request) -> tuple[str, Reading]:
