@@ -62,6 +62,8 @@ class Exchange:
     trace: Untraced
     turn: Turn = field(default_factory=Turn)
     """What is known of its conversation."""
+    prefilled_at: str = ""
+    """URL of the instance that got the first leg."""
     answer: web.StreamResponse | None = None
     """Set when the first byte goes to the client."""
     told: bool = False

@@ -8,6 +8,9 @@ closes its connection, and vLLM aborts a request whose connection is closed.
 vLLM that was told to end goes on to answer `/health` with 200 and each new request with an abort (`EngineCoreProc.
 _reject_add_in_shutdown`), until what it has is done. It would be the least busy of all; so who has aborted a request of
 ours is asked last for a while.
+
+An instance of both roles that has prefilled a request loads nothing for it, and may have to compute the prompt again.
+It decodes where there is no other.
 """
 
 from __future__ import annotations
@@ -77,10 +80,11 @@ class Limits:
 
 
 class Sent(Protocol):
-    """A client's request, as far as its legs need it."""
+    """A client's request, as far as its legs need it; `prefilled_at` is the URL of who got its first leg."""
 
     prefix: PromptPrefix
     trace: Untraced
+    prefilled_at: str
 
     @property
     def path(self) -> str: ...
@@ -112,33 +116,34 @@ class Legs:
             LegError: see the module.
         """
         with request.trace.leg(role) as traced:
-            async with self._send(role, request.path, traced(prepare), request.prefix, on_sent) as response:
+            async with self._send(role, request, traced(prepare), on_sent) as response:
                 yield response
 
     @asynccontextmanager
     async def _send(
         self,
         role: InstanceRole,
-        path: str,
+        request: Sent,
         prepare: Prepare,
-        prefix: PromptPrefix,
         on_sent: Callable[[Instance], None] | None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         refused: dict[str, str] = {}
-        while (instance := self._choose(role, prefix, set(refused))) is not None:
+        while (instance := self._choose(role, request, set(refused))) is not None:
+            if role is InstanceRole.PREFILL:
+                request.prefilled_at = instance.url
             body, headers = prepare(instance)
             content, headers = encoded_body(body), {**headers, "Content-Type": "application/json"}
             logger.debug("request %s: %s at %s", headers["X-Request-Id"], role, instance.url)
             sent = None if on_sent is None else lambda chosen=instance: on_sent(chosen)
             try:
-                with self._fleet.busy(instance, role, prefix):
+                with self._fleet.busy(instance, role, request.prefix):
                     async with AsyncExitStack() as stack:
                         async with self._fleet.answering(instance) as waiting:
-                            where = instance.url + path
-                            request = self._session.post(
+                            where = instance.url + request.path
+                            posted = self._session.post(
                                 where, data=content, headers=headers, trace_request_ctx=sent, allow_redirects=False
                             )
-                            response = await stack.enter_async_context(request)
+                            response = await stack.enter_async_context(posted)
                         require_here(role, instance, response)
                         yield response
                         return
@@ -163,11 +168,13 @@ class Legs:
                 raise LegError(502, f"{role} instance {instance.url} broke off: {error!r}") from error
         raise LegError(503, f"no {role} instance can be reached: {self._fleet.reasons(role)}")
 
-    def _choose(self, role: InstanceRole, prefix: PromptPrefix, without: set[str]) -> Instance | None:
+    def _choose(self, role: InstanceRole, request: Sent, without: set[str]) -> Instance | None:
         now = time.monotonic()
         self._asked_last = {url: until for url, until in self._asked_last.items() if until > now}
-        first = self._fleet.choose(role, prefix, without | self._asked_last.keys())
-        return first or self._fleet.choose(role, prefix, without)
+        ending = without | self._asked_last.keys()
+        own = {request.prefilled_at} if role is InstanceRole.DECODE else set()
+        tries = (self._fleet.choose(role, request.prefix, avoided) for avoided in (ending | own, ending, without))
+        return next((found for found in tries if found is not None), None)
 
 
 def require_here(role: InstanceRole, instance: Instance, response: aiohttp.ClientResponse) -> None:
