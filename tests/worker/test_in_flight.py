@@ -257,6 +257,24 @@ def test_a_slice_that_cannot_begin_fails_its_transfer(flight, transport, monkeyp
     assert not flight.may_write and not flight.transfers
 
 
+def test_a_slice_that_the_transport_does_not_take_for_a_reason_of_its_own_may_have_begun(
+    flight, transport, monkeypatch
+):
+    """Libraries post part after part, so an error that is none of ours may come in the middle."""
+    monkeypatch.setattr(transport, "read", lambda *_: 1 // 0)
+    [(end, error)] = begin(flight, 2)()
+    assert "ZeroDivisionError" in end.reason and not (end.terminal or error.terminal)
+    assert flight.may_write == {0} and flight.stuck == {0} and not flight.transfers
+
+
+def test_a_slice_that_cannot_be_made_has_not_begun(flight, transport):
+    flight.start(0, NOTHING, Sliced((NOTHING,)))
+    flight.transfers[0].rest = (1 // 0 for _ in range(2))
+    [(end, error)] = flight.poll(0.0, math.inf)
+    assert "ZeroDivisionError" in end.reason and end.terminal and error.terminal
+    assert not flight.may_write and not flight.transfers and not transport.given
+
+
 def test_a_transfer_that_cannot_begin_costs_no_other(flight, transport, monkeypatch):
     flight.start(0, NOTHING, Sliced((NOTHING,)))
     monkeypatch.setattr(flight.link, "watch_of", lambda peer: 1 // 0)

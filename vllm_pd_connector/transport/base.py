@@ -10,7 +10,8 @@ terminal, and its destination stays in quarantine until then (the caller's busin
 Runs are checked against the registered segments of both sides before a library sees them. A run may go on from one
 segment into an adjacent one, and runs may have any length and order; short runs cost (docs/design/transports.md).
 
-Errors are `TransferError` (`PeerLost` when the peer is gone); a transport translates its library's exceptions.
+Errors are `TransferError` (`PeerLost` when the peer is gone); a transport translates its library's exceptions. After
+any other out of `read`, `write` or `poll` bytes are taken to move until the peer's process ends.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Transport(Protocol):
         """Start copying `runs` from the peer (source) to this process (destination).
 
         Raises:
-            TransferError: not started; nothing moves.
+            TransferError: not started; nothing moves, if it is `terminal`.
         """
 
     def write(self, peer: TransportPeer, runs: Runs) -> Transfer:
@@ -119,7 +120,7 @@ class Transport(Protocol):
         DONE says that all bytes are in the peer's memory, so who is told so afterwards may use them.
 
         Raises:
-            TransferError: not started; nothing moves.
+            TransferError: not started; nothing moves, if it is `terminal`.
         """
 
     def poll(self, transfer: Transfer) -> TransferStatus:

@@ -90,10 +90,11 @@ class _Direct:
     def may_write(self) -> bool:
         return bool(self.running) or self.stuck
 
-    def fail(self, error: TransferError) -> None:
-        """A slice of it has failed: no other begins, and it cannot end well."""
+    def fail(self, error: TransferError) -> TransferError:
+        """A slice of it has failed so: no other begins, and it cannot end well."""
         self.rest, self.failure = None, self.failure or str(error)
         self.stuck |= not error.terminal
+        return error
 
 
 @dataclass(eq=False, slots=True)
@@ -194,15 +195,9 @@ class InFlight:
                 direct.posting |= status is TransferStatus.POSTING
                 if status is not TransferStatus.DONE:
                     continue
-            except TransferError as error:
+            except Exception as error:
                 # At once, and of all slices before one is told: by that it is decided whether the blocks are kept.
-                direct.fail(error)
-                errors.append(error)
-            except Exception as error:  # a defect, of a transport say: nobody else's transfers are to wait for it
-                logger.exception("a transfer could not be looked at")
-                failed = TransferError(f"unexpected {type(error).__name__}: {error}", terminal=False)
-                direct.fail(failed)
-                errors.append(failed)
+                errors.append(direct.fail(_of_transport(error)))
             direct.running.remove(slice_)
             self.over += slice_.parts + 1
         return errors
@@ -210,30 +205,33 @@ class InFlight:
     def _begin_slice(self, direct: _Direct, until: float) -> list[TransferError]:
         """Make the next slice, if there is one, and give it to the transport, as far as there is time; why that
         failed."""
-        assert direct.rest is not None
         began = time.monotonic()
         try:
-            if direct.made is None:
-                direct.made = next(direct.rest, None)
-                if direct.made is None:
-                    direct.rest = None
-                    return []
-                if (now := time.monotonic()) >= until and now - began > _LONG_S:
-                    return []
-            runs, direct.made = direct.made, None
+            runs = self._next_slice(direct, began, until)
+        except Exception as error:  # ours: what was not begun must not be waited for
+            return [direct.fail(_unexpected(error, terminal=True))]
+        if runs is None:
+            return []
+        try:
             transfer = (self.transport.write if self.writes else self.transport.read)(direct.peer, runs)
-        except TransferError as error:
-            direct.fail(error)
-            return [error]
-        except Exception as error:  # a defect of ours: what was not begun must not be waited for
-            logger.exception("a slice of a transfer could not begin")
-            failed = TransferError(f"unexpected {type(error).__name__}: {error}")
-            direct.fail(failed)
-            return [failed]
-        direct.running.append(_Slice(transfer, transfer.left))
-        self.moved += Moved(runs.total_bytes, len(runs), transfer.descriptors)
+            direct.running.append(_Slice(transfer, transfer.left))
+            self.moved += Moved(runs.total_bytes, len(runs), transfer.descriptors)
+        except Exception as error:
+            return [direct.fail(_of_transport(error))]
         self.posting_s += time.monotonic() - began
         return []
+
+    def _next_slice(self, direct: _Direct, began: float, until: float) -> Runs | None:
+        """The next slice, if there is one and its making did not take the rest of a turn that began then."""
+        assert direct.rest is not None
+        if direct.made is None:
+            direct.made = next(direct.rest, None)
+            if direct.made is None:
+                direct.rest = None
+            elif (now := time.monotonic()) >= until and now - began > _LONG_S:
+                return None
+        runs, direct.made = direct.made, None
+        return runs
 
     def staged_ended(self, stream: Stream, error: TransferError | None) -> TransferEnd:
         """What became of a transfer by way of the staging buffer. What one that writes has begun may go on."""
@@ -296,3 +294,14 @@ class InFlight:
             rarely = min((now - self.moved_at) * _DRAINING_SHARE, POLL_DRAINING_S) if draining else 0.0
             moments.append(now + max(rarely, pause(now - self.posted_at)))
         return moments
+
+
+def _of_transport(error: Exception) -> TransferError:
+    """An error out of a call of the transport. After one that is none of ours nobody knows what was begun and goes on,
+    and nobody else's transfers are to wait for it."""
+    return error if isinstance(error, TransferError) else _unexpected(error, terminal=False)
+
+
+def _unexpected(error: Exception, *, terminal: bool) -> TransferError:
+    logger.error("a slice of a transfer", exc_info=error)
+    return TransferError(f"unexpected {type(error).__name__}: {error}", terminal=terminal)

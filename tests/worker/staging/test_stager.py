@@ -335,16 +335,23 @@ def test_a_transfer_that_cannot_be_looked_at_fails_its_request_and_no_later_one(
 
 
 @pytest.mark.parametrize("decode", [{"staging_bytes": 1 << 20}], indirect=True)
-def test_a_chunk_that_the_transport_does_not_take_fails_its_request_alone(prefill, decode, monkeypatch):
-    """With an error that is none of ours, as of a transport of another package."""
-    read, given = decode.transport.read, itertools.count()
+@pytest.mark.parametrize("error", [RuntimeError("a defect"), TransferError("no", terminal=False), TransferError("no")])
+def test_a_chunk_that_the_transport_does_not_take_fails_its_request_alone(prefill, decode, monkeypatch, error):
+    """Its slot is another's only where it is certain that nothing was begun: an error that is none of ours, as of a
+    transport of another package, does not say so."""
+    read, given, begun = decode.transport.read, itertools.count(), []
 
     def broken(*what: Any) -> Any:
         if next(given) == 0:
-            raise RuntimeError("a defect")
+            begun.append(what[1])
+            raise error
         return read(*what)
 
     monkeypatch.setattr(decode.transport, "read", broken)
     decode.loop.submit(requests := [into(prefill.request("a"), A), into(prefill.request("b"), B)], [])
     assert decode.wait_for(*(request.request_id for request in requests)) == [False, True]
-    assert free(decode) == 1 << 20
+    assert not decode.quarantined, "nothing but our own copies writes into its blocks"
+    certain = isinstance(error, TransferError) and error.terminal
+    assert (free(decode) == 1 << 20) is certain
+    prefill.end_workers()
+    decode.until(lambda: free(decode) == 1 << 20, "the slot")

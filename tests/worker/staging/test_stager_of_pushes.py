@@ -4,6 +4,7 @@ for."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import secrets
 import threading
@@ -340,8 +341,15 @@ def test_a_failed_write_of_a_chunk_fails_the_push_and_frees_the_staging_buffer(w
     assert target.received(into(target, writer, "b")) == [True]
 
 
-def test_a_write_that_may_go_on_keeps_its_slot_and_both_sides_blocks_until_the_worker_has_ended(writer, target):
-    writer.transports[0].faults.failures.append(TransferError("unclear", terminal=False))
+@pytest.mark.parametrize("taken", [True, False], ids=["taken", "a defect as it is given"])
+def test_a_write_that_may_go_on_keeps_its_slot_and_both_sides_blocks_until_the_worker_has_ended(
+    writer, target, monkeypatch, taken
+):
+    if taken:
+        writer.transports[0].faults.failures.append(TransferError("unclear", terminal=False))
+    else:
+        write, given = writer.transports[0].write, itertools.count()
+        monkeypatch.setattr(writer.transports[0], "write", lambda *what: write(*what) if next(given) else 1 // 0)
     writer.whole()
     assert target.received(into(target, writer, "a")) == [False]
     until(lambda: free(writer) == [TINY - 64, TINY], "all slots but one to come back")

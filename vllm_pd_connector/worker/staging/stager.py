@@ -290,8 +290,8 @@ class Stager:
             return self._transport.poll(flight.transfer) is TransferStatus.DONE
         except TransferError:
             raise
-        except Exception as error:  # a defect, of a transport say, is to cost nobody else's transfers a turn
-            raise TransferError(str(_defect(error)), terminal=False) from error
+        except Exception as error:
+            raise _unknown(error) from error
 
     def _slot_after(self, flight: _InFlightChunk, error: TransferError) -> None:
         if error.terminal:
@@ -314,13 +314,11 @@ class Stager:
                 try:
                     if flight.copying.advance(until):
                         if flight.chunk.writes:
-                            self._post(flight)
+                            self._post(flight, failed)
                         else:
                             self._land(flight)
                     elif time.monotonic() >= until:
                         return
-                except TransferError as error:
-                    failed[stream] = _seen_by_owner(flight.chunk, error)
                 except Exception as error:  # a defect of ours that one stream met must not reach the others
                     failed[stream] = _defect(error)
 
@@ -341,30 +339,32 @@ class Stager:
         stream.in_flight.append(flight)
         if not chunk.writes:
             try:
-                self._post(flight)
-            except TransferError as error:
-                failed[stream] = _seen_by_owner(chunk, error)
-            except Exception as error:  # a defect, of a transport say, is to cost nobody else's transfers
+                self._post(flight, failed)
+            except Exception as error:  # a defect of ours that one stream met must not reach the others
                 failed[stream] = _defect(error)
         return True
 
-    def _post(self, flight: _InFlightChunk) -> None:
-        """Give a chunk's runs to the transport.
-
-        Raises:
-            TransferError: nothing moves; the slot is given back when the stream is abandoned.
-        """
+    def _post(self, flight: _InFlightChunk, failed: dict[Stream, TransferError]) -> None:
+        """Give a chunk's runs to the transport. If it does not take them and nothing moves, the slot is given back when
+        the stream is abandoned; if something may, it stays out."""
         assert self._memory is not None
         stream, runs, base = flight.stream, flight.chunk.runs, self._memory.segment.address + flight.slot
         if flight.chunk.writes:
-            runs = Runs(runs.source + base, runs.destination, runs.length)
-            flight.transfer = self._transport.write(stream.peer, runs)
+            move, runs = self._transport.write, Runs(runs.source + base, runs.destination, runs.length)
         else:
-            runs = Runs(runs.source, runs.destination + base, runs.length)
-            flight.transfer = self._transport.read(stream.peer, runs)
+            move, runs = self._transport.read, Runs(runs.source, runs.destination + base, runs.length)
+        try:
+            flight.transfer = move(stream.peer, runs)
+            stream.descriptors += flight.transfer.descriptors
+        except Exception as error:
+            failure = error if isinstance(error, TransferError) else _unknown(error)
+            if flight.transfer is None and not failure.terminal:
+                stream.in_flight.remove(flight)
+                self._stuck.append(flight)
+            failed[stream] = _seen_by_owner(flight.chunk, failure)
+            return
         self._posted_at = time.monotonic()
         stream.bytes, stream.runs = stream.bytes + runs.total_bytes, stream.runs + len(runs)
-        stream.descriptors += flight.transfer.descriptors
 
     def _next(self, stream: Stream, failed: dict[Stream, TransferError]) -> bool:
         """Whether a stream has a chunk to start; it is then in `waiting`."""
@@ -387,6 +387,12 @@ def _seen_by_owner(chunk: Chunk, error: TransferError) -> TransferError:
     if error.terminal or chunk.writes:
         return error
     return TransferError(str(error), retryable=error.retryable)
+
+
+def _unknown(error: Exception) -> TransferError:
+    """After a call of the transport that raised an error which is none of ours nobody knows what goes on. It is to cost
+    nobody else's transfers a turn."""
+    return TransferError(str(_defect(error)), terminal=False)
 
 
 def _defect(error: Exception) -> TransferError:
