@@ -1,73 +1,24 @@
-"""What NIXL's failures leave running, and memory that takes long to register: agents that a test makes fail or wait."""
+"""What NIXL's failures leave running."""
 
 from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from tests.support.transport.ends import End, runs, until, whole
+from tests.support.transport.agents import SIZE, error, instead, raises
+from tests.support.transport.ends import End, runs, whole
 from tests.support.transport.variants import MIB
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.nixl import transport as nixl_transport
-from vllm_pd_connector.transport.nixl.agents import Library
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, translate
 from vllm_pd_connector.transport.ranges import Ranges, batches
 
 pytestmark = pytest.mark.libraries
-
-SIZE = 32 * MIB
-OPTIONS = {"ucx": {"TLS": "tcp"}, "batch_bytes": 4 * MIB}
-
-
-class Agent:
-    """NIXL's agent, with some of its calls replaced; `released` are the handles that were given back."""
-
-    def __init__(self, agent: Any, **calls: Callable[..., Any]) -> None:
-        self._agent, self._calls = agent, calls
-        self.released: list[int] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return self._calls.get(name) or getattr(self._agent, name)
-
-    def releaseXferReq(self, handle: int) -> Any:
-        self.released.append(handle)
-        return self._agent.releaseXferReq(handle)
-
-
-@pytest.fixture
-def ends() -> Iterator[tuple[End, End]]:
-    with ExitStack() as stack:
-        made = End("nixl", OPTIONS, SIZE), End("nixl", OPTIONS, SIZE)
-        for end in made:
-            stack.callback(end.transport.close)
-        yield made
-
-
-def error(kind: str) -> Exception:
-    made: Exception = getattr(importlib.import_module("nixl")._bindings, kind)("who knows")
-    return made
-
-
-def raises(kind: str) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        raise error(kind)
-
-    return call
-
-
-def instead(end: End, **calls: Callable[..., Any]) -> Agent:
-    """An agent with these calls in the place of the one that posts."""
-    poster = end.transport._posting()
-    poster.library = Agent(poster.library, **calls)
-    made: Agent = poster.library
-    return made
 
 
 def test_only_a_disconnect_ends_what_was_started() -> None:
@@ -277,111 +228,3 @@ def test_a_batch_whose_peer_another_one_lost_is_waited_for_too(
     assert end.transport.poll(transfer) is TransferStatus.RUNNING and len(transfer.posted) == running
     with pytest.raises(PeerLost):
         end.finish(transfer)
-
-
-class Slow:
-    """A registration that takes until `done` is set, as device memory's takes seconds."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.done, self.began = threading.Event(), threading.Event()
-        real = Library.register
-
-        def register(library: Library, agent: Any, ranges: Any) -> None:
-            self.began.set()
-            assert self.done.wait(60)
-            real(library, agent, ranges)
-
-        monkeypatch.setattr(Library, "register", register)
-
-
-def test_other_transfers_go_on_while_another_agent_registers_the_memory(
-    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end, other = ends
-    other.fill(3)
-    peer = end.transport.connect(other.endpoint, other.segments)
-    slow = Slow(monkeypatch)
-    with pytest.raises(TransferError, match="being made") as refusal:
-        end.transport.replace_endpoint(peer)
-    assert refusal.value.retryable
-    assert slow.began.wait(60)
-    end.finish(end.transport.read(peer, whole(other.address, end.address, SIZE)))
-    assert end.digest() == other.digest()
-    with pytest.raises(TransferError, match="being made"):
-        end.transport.replace_endpoint(peer)
-    slow.done.set()
-
-    def replaced() -> bool:
-        try:
-            end.transport.replace_endpoint(peer)
-        except TransferError as error:
-            assert error.retryable
-            return False
-        return True
-
-    until(replaced, "the other agent")
-    end.zero()
-    again = end.transport.connect(other.endpoint, other.segments)
-    assert again.agent is not peer.agent
-    end.finish(end.transport.read(again, whole(other.address, end.address, SIZE)))
-    assert end.digest() == other.digest()
-
-
-def test_an_agent_that_is_being_made_ends_with_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    end, other = End("nixl", OPTIONS, SIZE), End("nixl", OPTIONS, SIZE)
-    peer = end.transport.connect(other.endpoint, other.segments)
-    slow = Slow(monkeypatch)
-    with pytest.raises(TransferError, match="being made"):
-        end.transport.replace_endpoint(peer)
-    threading.Timer(0.1, slow.done.set).start()
-    end.transport.close()
-    assert not end.transport._next._thread.is_alive()
-    other.transport.close()
-
-
-def test_who_posts_has_registered_its_memory_before_it_meets_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    registered: list[Any] = []
-    real = Library.register
-
-    def register(library: Library, agent: Any, ranges: Any) -> None:
-        registered.append(agent)
-        real(library, agent, ranges)
-
-    monkeypatch.setattr(Library, "register", register)
-    end, other = End("nixl", OPTIONS, MIB), End("nixl", OPTIONS, MIB)
-    assert len(registered) == 4 and end.transport._poster in registered
-    end.transport.connect(other.endpoint, other.segments)
-    assert len(registered) == 4, "memory was registered while transfers may run"
-    for one in (end, other):
-        one.transport.close()
-
-
-def test_an_agent_that_ends_gives_its_memory_back_beside_the_transfers(
-    ends: tuple[End, End],
-) -> None:
-    end, other = ends
-    peer = end.transport.connect(other.endpoint, other.segments)
-    gone, goes = threading.Event(), threading.Event()
-
-    def deregister(*arguments: Any) -> None:
-        gone.set()
-        assert goes.wait(60)
-
-    poster = end.transport._poster
-    instead(end, deregisterMem=deregister)
-
-    def replaced() -> bool:
-        try:
-            end.transport.replace_endpoint(peer)
-        except TransferError:
-            return False
-        return True
-
-    until(replaced, "the other agent")
-    again = end.transport.connect(other.endpoint, other.segments)
-    end.transport.disconnect(peer)
-    assert gone.wait(60) and poster.library is None
-    other.fill(4)
-    end.finish(end.transport.read(again, whole(other.address, end.address, SIZE)))
-    assert end.digest() == other.digest()
-    goes.set()

@@ -1,0 +1,124 @@
+"""Agents of NIXL that take another's place, and memory that takes long to register."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from tests.support.transport.agents import OPTIONS, SIZE, instead
+from tests.support.transport.ends import End, until, whole
+from tests.support.transport.variants import MIB
+from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.transport.nixl.agents import Library
+
+pytestmark = pytest.mark.libraries
+
+
+class Slow:
+    """A registration that takes until `done` is set, as device memory's takes seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done, self.began = threading.Event(), threading.Event()
+        real = Library.register
+
+        def register(library: Library, agent: Any, ranges: Any) -> None:
+            self.began.set()
+            assert self.done.wait(60)
+            real(library, agent, ranges)
+
+        monkeypatch.setattr(Library, "register", register)
+
+
+def test_other_transfers_go_on_while_another_agent_registers_the_memory(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, other = ends
+    other.fill(3)
+    peer = end.transport.connect(other.endpoint, other.segments)
+    slow = Slow(monkeypatch)
+    with pytest.raises(TransferError, match="being made") as refusal:
+        end.transport.replace_endpoint(peer)
+    assert refusal.value.retryable
+    assert slow.began.wait(60)
+    end.finish(end.transport.read(peer, whole(other.address, end.address, SIZE)))
+    assert end.digest() == other.digest()
+    with pytest.raises(TransferError, match="being made"):
+        end.transport.replace_endpoint(peer)
+    slow.done.set()
+
+    def replaced() -> bool:
+        try:
+            end.transport.replace_endpoint(peer)
+        except TransferError as error:
+            assert error.retryable
+            return False
+        return True
+
+    until(replaced, "the other agent")
+    end.zero()
+    again = end.transport.connect(other.endpoint, other.segments)
+    assert again.agent is not peer.agent
+    end.finish(end.transport.read(again, whole(other.address, end.address, SIZE)))
+    assert end.digest() == other.digest()
+
+
+def test_an_agent_that_is_being_made_ends_with_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    end, other = End("nixl", OPTIONS, SIZE), End("nixl", OPTIONS, SIZE)
+    peer = end.transport.connect(other.endpoint, other.segments)
+    slow = Slow(monkeypatch)
+    with pytest.raises(TransferError, match="being made"):
+        end.transport.replace_endpoint(peer)
+    threading.Timer(0.1, slow.done.set).start()
+    end.transport.close()
+    assert not end.transport._next._thread.is_alive()
+    other.transport.close()
+
+
+def test_who_posts_has_registered_its_memory_before_it_meets_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[Any] = []
+    real = Library.register
+
+    def register(library: Library, agent: Any, ranges: Any) -> None:
+        registered.append(agent)
+        real(library, agent, ranges)
+
+    monkeypatch.setattr(Library, "register", register)
+    end, other = End("nixl", OPTIONS, MIB), End("nixl", OPTIONS, MIB)
+    assert len(registered) == 4 and end.transport._poster in registered
+    end.transport.connect(other.endpoint, other.segments)
+    assert len(registered) == 4, "memory was registered while transfers may run"
+    for one in (end, other):
+        one.transport.close()
+
+
+def test_an_agent_that_ends_gives_its_memory_back_beside_the_transfers(
+    ends: tuple[End, End],
+) -> None:
+    end, other = ends
+    peer = end.transport.connect(other.endpoint, other.segments)
+    gone, goes = threading.Event(), threading.Event()
+
+    def deregister(*arguments: Any) -> None:
+        gone.set()
+        assert goes.wait(60)
+
+    poster = end.transport._poster
+    instead(end, deregisterMem=deregister)
+
+    def replaced() -> bool:
+        try:
+            end.transport.replace_endpoint(peer)
+        except TransferError:
+            return False
+        return True
+
+    until(replaced, "the other agent")
+    again = end.transport.connect(other.endpoint, other.segments)
+    end.transport.disconnect(peer)
+    assert gone.wait(60) and poster.library is None
+    other.fill(4)
+    end.finish(end.transport.read(again, whole(other.address, end.address, SIZE)))
+    assert end.digest() == other.digest()
+    goes.set()
