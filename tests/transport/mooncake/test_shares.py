@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.transport.ends import runs
+from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.transport.base import Transfer, TransferStatus
 from vllm_pd_connector.transport.liveness import LivenessState
@@ -101,6 +102,25 @@ def test_however_many_run_each_has_room_for_one_descriptor_and_the_library_for_a
         engine.end(50)
         many = [one for one in many if transport.poll(one) is not TransferStatus.DONE]
     assert not many
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_was_submitted_before_a_defect_is_followed_to_its_end_and_may_go_on(
+    transport, engine, read, monkeypatch, lost
+):
+    """Whether the descriptor that met it is the library's nobody knows."""
+    submit = engine.batch_transfer_async
+    monkeypatch.setattr(engine, "batch_transfer_async", lambda *what: submit() if engine.taken < 2 else 1 // 0)
+    monkeypatch.setattr(mooncake, "_GRACE_S", 0.0)
+    transfer = read(5)
+    assert transport.poll(transfer) is TransferStatus.RUNNING and transfer.peer.queued == 2
+    engine.end(2)
+    if lost:
+        silent = SimpleNamespace(state=LivenessState.LOST, ended=False, reason="it fell silent")
+        monkeypatch.setattr(transfer.peer, "liveness", silent)
+    with pytest.raises(TransferError, match="it fell silent" if lost else "unexpected ZeroDivisionError") as failure:
+        transport.poll(transfer)
+    assert not failure.value.terminal and transfer.peer.queued == transfer.peer.running == 0
 
 
 def test_it_is_said_when_time_alone_kept_descriptors_back(transport, engine, read, monkeypatch):

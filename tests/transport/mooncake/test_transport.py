@@ -369,8 +369,8 @@ def test_incarnations_at_one_port_have_names_of_their_own_that_the_library_takes
 ) -> None:
     """The library never forgets what it learnt under a name, and ports come back after restarts."""
     where = msgspec.msgpack.decode(unseal("mooncake", peer.endpoint).metadata, type=Whereabouts)
-    address = end.transport._address
-    names = [end.transport._segment(name, address, where.engine_port) for name in ("first", "second", "first", "third")]
+    name_of, address = end.transport._segment_names.of, end.transport._address
+    names = [name_of(name, address, where.engine_port) for name in ("first", "second", "first", "third")]
     assert len(set(names)) == 3 and names[0] == names[2]
     peer.call("fill", 3)
     connection = end.connect(peer.endpoint, peer.segments)

@@ -159,6 +159,24 @@ def test_a_post_that_failed_in_the_middle_may_still_write(ends: tuple[End, End])
     late.landed.join()
 
 
+def test_a_post_that_a_defect_ended_is_one_that_may_still_write(ends: tuple[End, End]) -> None:
+    """An error that is none of the library's, out of one of several posts or behind it."""
+    end, other = ends
+    peer = end.transport.connect(other.endpoint, other.segments)
+    post, posted = end.transport._posting().library.postXferReq, []
+
+    def posts(handle: int, notification: bytes) -> Any:
+        posted.append(post(handle, notification))
+        return posted[-1] if len(posted) < 2 else 1 // 0
+
+    agent = instead(end, postXferReq=posts)
+    transfer = end.transport.read(peer, whole(other.address, end.address, SIZE))
+    with pytest.raises(TransferError, match="unexpected ZeroDivisionError") as failure:
+        end.finish(transfer)
+    assert not failure.value.terminal and len(posted) == 2 and len(agent.released) < 2
+    assert peer.window.running == 0, "others of the peer are to be posted"
+
+
 def test_a_disconnect_is_reported_when_nothing_lands_any_more(
     ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:

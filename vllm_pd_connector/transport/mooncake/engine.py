@@ -269,6 +269,26 @@ def segment_name(address: Address, port: int) -> str:
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
 
 
+class SegmentNames:
+    """The library's names for peers' memory, never one that it used for another process.
+
+    The library keeps what it learnt under a name for ever, and after restarts the same port is another process: leading
+    zeros, which it does not read, tell the incarnations apart.
+    """
+
+    def __init__(self) -> None:
+        self._incarnations: dict[str, list[str]] = {}
+
+    def of(self, peer: str, address: Address, port: int) -> str:
+        """That of the memory of `peer`, whose engine listens there."""
+        plain = segment_name(address, port)
+        incarnations = self._incarnations.setdefault(plain, [])
+        if peer not in incarnations:
+            incarnations.append(peer)
+        host, _, number = plain.rpartition(":")
+        return f"{host}:{'0' * incarnations.index(peer)}{number}"
+
+
 def _names(devices: str) -> list[str]:
     return [name for name in devices.split(",") if name]
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_pd_connector.errors import PeerLost, TransferError
-from vllm_pd_connector.transport.addresses import Address, host_identity, local_address
+from vllm_pd_connector.transport.addresses import host_identity, local_address
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, Use, follow, options_of
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.liveness import SAYS, LivenessHub, LivenessLink, LivenessState
@@ -39,13 +39,13 @@ from vllm_pd_connector.transport.mooncake.engine import (
     MAX_IN_FLIGHT,
     RDMA_DEVICES,
     MooncakeOptions,
+    SegmentNames,
     check,  # noqa: F401  # see `registry.check`
     check_options,
     check_reachability,
     choose_protocol,
     load_module,
     own_devices,
-    segment_name,
     start_engine,
 )
 from vllm_pd_connector.transport.mooncake.opening import Opening, Openings
@@ -145,7 +145,7 @@ class MooncakeTransport:
         self._peers: dict[str, _Peer] = {}
         self._torn: _Peer | None = None  # from the library last, at `_torn_at`
         self._torn_at = 0.0
-        self._segments: dict[str, list[str]] = {}
+        self._segment_names = SegmentNames()
         self._liveness = LivenessHub(str(self._address), self._name, silence_s=self._options.silence_timeout)
         try:
             self._engine, self._protocol = start_engine(
@@ -200,7 +200,7 @@ class MooncakeTransport:
         liveness = self._liveness.dial(str(address), where.line_port, made.name, self._options.connect_timeout)
         if liveness.state is LivenessState.LOST:
             raise PeerLost(liveness.reason)
-        segment = self._segment(made.name, address, where.engine_port)
+        segment = self._segment_names.of(made.name, address, where.engine_port)
         peer = _Peer(made.name, Opening(segment, address, where.engine_port), frozenset(segments), ranges, liveness)
         self._peers[made.name] = peer
         return peer
@@ -256,19 +256,6 @@ class MooncakeTransport:
         self._openings.close()
         self._engine = None
 
-    def _segment(self, peer: str, address: Address, port: int) -> str:
-        """The library's name for a peer's memory, never one that it used for another process.
-
-        The library keeps what it learnt under a name for ever, and after restarts the same port is another process:
-        leading zeros, which it does not read, tell the incarnations apart.
-        """
-        plain = segment_name(address, port)
-        incarnations = self._segments.setdefault(plain, [])
-        if peer not in incarnations:
-            incarnations.append(peer)
-        host, _, number = plain.rpartition(":")
-        return f"{host}:{'0' * incarnations.index(peer)}{number}"
-
     def _start(self, peer: _Peer, opcode: Any, work: Runs) -> _Transfer:
         assert not peer.leaving
         reads = opcode == self._module.TransferOpcode.Read
@@ -276,7 +263,12 @@ class MooncakeTransport:
         local, remote = (destination, source) if reads else (source, destination)
         transfer = _Transfer(peer, opcode, local, remote, work.length.tolist(), not reads)
         peer.running += 1
-        self._advance(transfer)
+        try:
+            self._advance(transfer)
+        except Exception as error:  # some of it may be the library's: it is followed to its end
+            logger.exception("a transfer with %s", peer.name)
+            self._note_failure(transfer, f"unexpected {type(error).__name__}: {error}")
+            transfer.unsettled = True
         return transfer
 
     def _advance(self, transfer: _Transfer) -> None:
@@ -293,7 +285,7 @@ class MooncakeTransport:
             self._fail(transfer)
         elif peer.liveness.state is LivenessState.LOST:
             # What ended after the line did may have been answered by another process at that port.
-            transfer.outcome = self._lost(peer, writes=transfer.writes and transfer.next > 0)
+            transfer.outcome = self._lost(peer, moves=transfer.writes and transfer.next > 0)
         elif rest and peer.leaving:
             transfer.outcome = TransferError(f"{peer.name} was disconnected before the whole transfer was submitted")
         elif not rest:
@@ -361,7 +353,7 @@ class MooncakeTransport:
         """The outcome of a failed transfer of which nothing runs any more."""
         peer = transfer.peer
         if peer.liveness.state is LivenessState.LOST:
-            transfer.outcome = self._lost(peer, writes=transfer.writes)
+            transfer.outcome = self._lost(peer, moves=transfer.writes or transfer.unsettled)
         elif time.monotonic() >= transfer.failed_at + _GRACE_S:
             transfer.outcome = TransferError(
                 f"{transfer.failed} with {peer.name}, which is alive: its memory is not registered any more, or the "
@@ -370,12 +362,12 @@ class MooncakeTransport:
                 terminal=not (transfer.writes or transfer.unsettled),
             )
 
-    def _lost(self, peer: _Peer, *, writes: bool) -> TransferError:
+    def _lost(self, peer: _Peer, *, moves: bool) -> TransferError:
         """The outcome of a transfer that ended after its peer was lost. The kernel goes on for minutes to send what a
         closed connection held, also when the network is back."""
-        if peer.liveness.ended or not writes:
+        if peer.liveness.ended or not moves:
             return PeerLost(f"{peer.liveness.reason}; connect to its new incarnation")
-        reason = f"{peer.liveness.reason}; what was written may still arrive there until one of the two processes ends"
+        reason = f"{peer.liveness.reason}; what was under way may still arrive until one of the two processes ends"
         return TransferError(reason, retryable=True, terminal=False)
 
     def _end_exchanges(self, peer: _Peer) -> None:

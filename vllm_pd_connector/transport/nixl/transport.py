@@ -237,7 +237,11 @@ class NixlTransport:
         waiting = batches(work, source, destination, _DESCRIPTOR_COST_BYTES)
         transfer = _Transfer(peer, reads, waiting, work.length.size)
         peer.running += 1
-        self._advance(transfer)
+        try:
+            self._advance(transfer)
+        except Exception as error:  # some of it may be posted: who asked is told with the next look
+            logger.exception("a transfer with agent %s", peer.name)
+            self._failed(transfer, TransferError(f"unexpected {type(error).__name__}: {error}", terminal=False))
         return transfer
 
     def _advance(self, transfer: _Transfer) -> None:
