@@ -133,6 +133,32 @@ def test_no_step_begins_where_something_is_being_ended(port: Port, monkeypatch: 
     openings.close()
 
 
+def test_where_no_thread_is_left_a_peer_cannot_be_opened_and_nothing_is_ended_yet(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are open are not concerned: whose transfers end the exchange may be well."""
+    openings, one = Openings(Engine(port.number), 60.0), Opening("one", HERE, port.number)
+    port.answers = True
+    until(lambda: openings.ready(one), "the link to open")
+    asked = len(port.asked)
+    other, now = Opening("other", HERE, port.number), time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        openings.end_exchanges(one, now)
+        with pytest.raises(TransferError, match=r"cannot open other: can't start new thread"):
+            openings.ready(other)
+        assert openings.ready(one) and other.thread is None
+    openings.end_exchanges(one, now + mooncake_opening._AGAIN_S)
+    assert len(openings._ending) == 1, "it is not tried again"
+    until(lambda: openings.ready(other), "the other link to open")
+    assert len(port.asked) == asked + 1
+    openings.close()
+
+
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 LOCKED = """
 import fcntl, sys
 with open(sys.argv[1], "r+") as file:

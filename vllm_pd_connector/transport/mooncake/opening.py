@@ -82,7 +82,7 @@ class Openings:
         """Whether descriptors of this peer can be submitted now without waiting; takes the next step to that.
 
         Raises:
-            TransferError: the engine does not answer, or refuses.
+            TransferError: the engine does not answer, or refuses, or no thread is left to ask it in.
         """
         self._look_after(time.monotonic())
         if opening.runs() or any(place == opening.place for place, _ in self._ending):
@@ -107,12 +107,17 @@ class Openings:
     def end_exchanges(self, opening: Opening, now: float) -> None:
         """End whatever the library asks this engine, which is open; called as long as that is wanted. It is done beside
         the caller: a process with thousands of peers has many descriptors to look at."""
-        if now >= opening.hung_up_at + _AGAIN_S:
-            opening.hung_up_at = now
-            self._disturb(opening)
-            thread = threading.Thread(target=hang_up, args=opening.place, name="pd-mooncake-hang-up", daemon=True)
-            self._ending.append((opening.place, thread))
+        if now < opening.hung_up_at + _AGAIN_S:
+            return
+        opening.hung_up_at = now
+        self._disturb(opening)
+        thread = threading.Thread(target=hang_up, args=opening.place, name="pd-mooncake-hang-up", daemon=True)
+        try:
             thread.start()
+        except RuntimeError as error:  # no thread is left; who calls has transfers that are well
+            logger.warning("an exchange of Mooncake with %s cannot be ended yet: %s", opening.segment, error)
+            return
+        self._ending.append((opening.place, thread))
 
     def close(self) -> None:
         """End what runs, and let go of the engine."""
@@ -146,8 +151,12 @@ class Openings:
 
         opening.result, opening.disturbed, opening.overdue = -1, False, False
         opening.deadline = time.monotonic() + seconds
-        opening.thread = threading.Thread(target=run, name="pd-mooncake-open", daemon=True)
-        opening.thread.start()
+        thread = threading.Thread(target=run, name="pd-mooncake-open", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise TransferError(f"Mooncake cannot open {opening.segment}: {error}") from error
+        opening.thread = thread
         self._running.append(opening)
 
     def _look_after(self, now: float) -> None:
