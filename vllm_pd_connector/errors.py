@@ -97,10 +97,11 @@ class TransferError(PDConnectorError):
 
 
 class PeerLost(TransferError):
-    """The peer is gone (process died, connection reset); its operations are terminal."""
+    """The peer is gone (process died, connection reset). Not `terminal` where what was written may still arrive there:
+    the kernel goes on to send what a closed connection held."""
 
-    def __init__(self, message: str):
-        super().__init__(message, retryable=True, terminal=True)
+    def __init__(self, message: str, *, terminal: bool = True):
+        super().__init__(message, retryable=True, terminal=terminal)
 
 
 class DeadlineExceeded(PDConnectorError):

@@ -12,6 +12,11 @@ GUARANTEES = [
         "test_a_disconnect_is_reported_when_nothing_lands_any_more",
     ),
     Guarantee(
+        "what was being written when its connection was lost is not over",
+        "NixlTransport", "transfer.failure if transfer.reads else _may_arrive(transfer.failure)", "transfer.failure",
+        "test_what_was_written_when_its_connection_was_lost_may_still_arrive",
+    ),
+    Guarantee(
         "a post that failed in the middle is not over",
         "translate", "terminal=not started", "terminal=True",
         "test_a_post_that_failed_in_the_middle_may_still_write",

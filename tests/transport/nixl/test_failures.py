@@ -136,7 +136,7 @@ def test_a_failure_of_unknown_extent_is_not_terminal_and_releases_nothing(ends: 
 
 
 class Late:
-    """A post that fails when a part of it has begun, which lands 100 ms later."""
+    """A post that fails when a part of it has begun, which lands at this end 100 ms later."""
 
     def __init__(self, end: End, kind: str) -> None:
         self._kind = kind
@@ -194,6 +194,39 @@ def test_a_disconnect_is_reported_when_nothing_lands_any_more(
     assert agent.released and not transfer.posted and peer.window.running == 0
     end.transport.disconnect(peer)
     assert not end.transport._posting().peers
+
+
+def test_what_was_written_when_its_connection_was_lost_may_still_arrive(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel sends what a closed connection held, and a process whose connection was reset may live."""
+    monkeypatch.setattr(nixl_transport, "_SETTLE_S", 0.0)
+    end, other = ends
+    peer = end.transport.connect(other.endpoint, other.segments)
+    agent = instead(end, postXferReq=raises("nixlRemoteDisconnectError"))
+    transfer = end.transport.write(peer, whole(end.address, other.address, MIB))
+    with pytest.raises(PeerLost, match="may still arrive there until one of the two processes ends") as failure:
+        end.finish(transfer)
+    assert failure.value.retryable and not failure.value.terminal
+    assert agent.released and not transfer.posted and peer.window.running == 0, "UCX has ended its part"
+    agent._calls.clear()
+    again = end.transport.connect(other.endpoint, other.segments)
+    end.transport.disconnect(peer)
+    end.finish(end.transport.write(again, whole(end.address, other.address, SIZE)))
+    assert end.digest() == other.digest()
+
+
+@pytest.mark.parametrize("method", ["read", "write"])
+def test_what_was_never_posted_to_a_lost_peer_is_over(ends: tuple[End, End], method: str) -> None:
+    end, other = ends
+    peer = end.transport.connect(other.endpoint, other.segments)
+    instead(end, createXferReq=raises("nixlRemoteDisconnectError"))
+    with pytest.raises(PeerLost) as failure:
+        if method == "read":
+            end.finish(end.transport.read(peer, whole(other.address, end.address, MIB)))
+        else:
+            end.finish(end.transport.write(peer, whole(end.address, other.address, MIB)))
+    assert failure.value.terminal
 
 
 def test_what_waits_for_the_end_of_a_lost_connection_is_not_asked_again_at_once(

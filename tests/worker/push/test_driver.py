@@ -346,6 +346,19 @@ def test_a_decode_instance_that_died_fails_its_push_and_frees_the_prefill(writer
     freed(writer, "a")
 
 
+def test_what_a_lost_connection_may_still_bring_keeps_both_sides_blocks_and_the_next_push_connects_anew(writer, target):
+    writer.transports[0].faults.failures.append(PeerLost("connection reset", terminal=False))
+    assert not pushed(writer, target)
+    assert pushed(writer, target, "e", "b"), "others go on"
+    freed(writer, "b")
+    target.collect()
+    assert target.quarantined == {"d"} and not target.drained
+    counted = [stats.data for loop in writer.loops if (stats := loop._outbox.take_stats()) is not None]
+    assert counted and not any(data["relinked"] for data in counted), "no other endpoint is needed"
+    in_its_thread(target.loop, lambda _: target.loop._processes.close())
+    freed(writer, "a")
+
+
 def test_a_prefill_of_which_nothing_is_needed_is_freed_at_once(writer):
     with contextlib.closing(SideChannelClient()) as sender:
         address = endpoint("127.0.0.1", writer.server.port)

@@ -21,7 +21,8 @@ What the library does not do, and this module does:
   of a device takes seconds.
 - **A failure tells little.** A request is many operations, posted one after the other, over several devices where there
   are several. The call that posts raises when some have begun, and the one that looks when the last of them failed.
-  Only a disconnect ends them all, when UCX has been polled for a while (`_SETTLE_S`).
+  Only a disconnect ends them all, when UCX has been polled for a while (`_SETTLE_S`). Of writes it ends what this side
+  does: what the kernel holds may still arrive.
 - **Peers are removed.** After a death NIXL still believes in a peer and refuses it for ever; `disconnect` removes it.
 
 Source of the library's behaviour: NIXL 1.5.1 with UCX 1.23.0, observed and read (docs/design/transports.md).
@@ -89,8 +90,8 @@ class _Peer:
 class _Transfer:
     """`waiting` is not posted yet, `posted` has the handles of batches that run, what each costs and of how many
     descriptors it is. `posting`: some of it was posted in the last call, and there is more. `outcome` is set at the
-    end. `settled_at`: when nothing lands any more of a transfer whose peer is lost, if it is polled `settling` times
-    until then; 0.0 while it is not.
+    end. `settled_at`: when nothing is read any more, or sent by UCX, of a transfer whose peer is lost, if it is polled
+    `settling` times until then; 0.0 while it is not.
     """
 
     peer: _Peer
@@ -287,7 +288,7 @@ class NixlTransport:
                 self._release(transfer.peer, handle)
             transfer.peer.window.forget(transfer.runs)
             transfer.posted.clear()
-            transfer.outcome = transfer.failure
+            transfer.outcome = transfer.failure if transfer.reads else _may_arrive(transfer.failure)
             transfer.peer.running -= 1
             self._forget_when_idle(transfer.peer)
 
@@ -378,6 +379,14 @@ class NixlTransport:
         if agent in self._older and not agent.peers:
             self._older.remove(agent)
             self._library.end_in_background(agent)
+
+
+def _may_arrive(lost: TransferError | None) -> PeerLost:
+    """The outcome of a write that ran when its peer was lost. The process there may live (a packet filter's reset, one
+    of several networks that broke), and over TCP the kernel here sends for minutes what a closed connection held.
+    Whether TCP was among the ways UCX does not say."""
+    reason = f"{lost}; what was written may still arrive there until one of the two processes ends"
+    return PeerLost(reason, terminal=False)
 
 
 def create(options: Mapping[str, object], use: Use) -> NixlTransport:
