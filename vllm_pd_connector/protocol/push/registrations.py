@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
+from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef
 from vllm_pd_connector.protocol.wire.push_messages import Moved, Pushed, PushInto, PushState
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.push.command_queue import Ticket
 
+REMEMBER_REFUSED = 4096
 MAX_WAITING = 4096
 MAX_WAITING_BYTES = 256 * 1024 * 1024
 """Of the block tables of all registrations; a request of a million tokens has some 256 KiB."""
@@ -132,10 +134,15 @@ class Prefill:
 
 class Registrations(dict[bytes, PushRegistration]):
     """Registrations by their attempts. What their block tables take is counted as they come and go: to sum it for each
-    would cost the more the more there are."""
+    would cost the more the more there are.
+
+    What was `refused` stays so: the decode side has given its blocks to others when a copy of the message comes late.
+    It is remembered apart from other answers, which must not be forgotten where many are refused.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.refused: Bounded[bytes, Pushed] = Bounded(REMEMBER_REFUSED)
         self._size = 0
 
     def __setitem__(self, attempt: bytes, registration: PushRegistration) -> None:
@@ -146,6 +153,11 @@ class Registrations(dict[bytes, PushRegistration]):
     def __delitem__(self, attempt: bytes) -> None:
         self._size -= _size(self[attempt].into)
         super().__delitem__(attempt)
+
+    def refuse(self, into: PushInto, reason: str) -> Pushed:
+        """The answer to a registration that is not taken, now and whenever it comes again."""
+        answer = self.refused[into.attempt] = failed(reason)
+        return answer
 
     def no_room(self, into: PushInto) -> str:
         """Why no other registration is taken; empty if there is room."""

@@ -96,14 +96,14 @@ class PushTable:
     def register(self, into: pm.PushInto, ticket: Ticket, now: float) -> LeaseRef | None:
         """A decode worker wants a push, or asks again how far it is. Returns the lease that is to be renewed."""
         self._now, self._look_at = now, min(self._look_at, now + ANSWER_S)
-        if (answer := self._answers.get(into.attempt)) is not None:
+        if (answer := self._answers.get(into.attempt) or self._registrations.refused.get(into.attempt)) is not None:
             self.replies.append((ticket, answer))
             return None
         registration = self._registrations.get(into.attempt)
         if registration is None and (
             refusal := self._registrations.no_room(into) or unlike(self._weights, into.weights)
         ):
-            self.replies.append((ticket, failed(refusal)))
+            self.replies.append((ticket, self._registrations.refuse(into, refusal)))
             return None
         if registration is None:
             registration = self._registrations[into.attempt] = PushRegistration(into, now - into.waited_s)

@@ -1,0 +1,47 @@
+"""Registrations that the prefill side refuses: it stays so, because the decode side gives its blocks to others then."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.push.table_world import TABLES, World, into
+from vllm_pd_connector.protocol.push import registrations
+from vllm_pd_connector.protocol.wire.fields import Weights
+from vllm_pd_connector.protocol.wire.push_messages import PushState
+
+
+@pytest.mark.parametrize("why", ["no room", "other weights"])
+def test_a_copy_of_a_refused_message_that_comes_late_is_refused_too(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    world, attempt = World(), into(0).attempt
+    with monkeypatch.context() as patch:
+        if why == "no room":
+            patch.setattr(registrations, "MAX_WAITING_BYTES", len(TABLES[0].packed) - 1)
+        else:
+            world.table.compute_with(Weights("version v2"), "", 0.0)
+        world.do("register 0")
+    [refusal] = world.answers[attempt]
+    assert refusal.state is PushState.FAILED and refusal.terminal
+    world.table.compute_with(Weights(), "", 0.0)
+    for event in ("register 0", "start", "register 0", "finish", "register 0"):
+        world.do(event)
+    assert world.answers[attempt] == [refusal] * 4, "the same answer"
+    assert not world.table._registrations and not world.begun, "it is written into blocks that others have"
+    world.do("register 1")
+    assert world.begun, "another one is served"
+
+
+def test_refusals_make_no_other_answer_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    for event in ("start", "finish", "register 0", "register 1"):
+        world.do(event)
+    done = world.answers[into(0).attempt][-1]
+    assert done.state is PushState.DONE
+    with monkeypatch.context() as patch:
+        patch.setattr(registrations, "MAX_WAITING", 0)
+        for number in range(registrations.REMEMBER_REFUSED + 2):
+            message = into(attempt=number.to_bytes(16, "big"))
+            world.table.register(message, (b"flood", number), 0.0)
+    world.table.replies.take()
+    assert len(world.table._registrations.refused) == registrations.REMEMBER_REFUSED
+    world.do("register 0")
+    assert world.answers[into(0).attempt][-1] == done
