@@ -40,9 +40,9 @@ def raises(kind: str) -> Callable[..., Any]:
     return call
 
 
-def instead(end: End, **calls: Callable[..., Any]) -> Agent:
-    """An agent with these calls in the place of the one that posts."""
-    poster = end.transport._posting()
+def instead(end: End, poster: Any = None, /, **calls: Callable[..., Any]) -> Agent:
+    """An agent with these calls in the place of the one that posts, or of a former one."""
+    poster = poster or end.transport._posting()
     poster.library = Agent(poster.library, **calls)
     made: Agent = poster.library
     return made

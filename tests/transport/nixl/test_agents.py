@@ -47,16 +47,7 @@ def test_other_transfers_go_on_while_another_agent_registers_the_memory(
     with pytest.raises(TransferError, match="being made"):
         end.transport.replace_endpoint(peer)
     slow.done.set()
-
-    def replaced() -> bool:
-        try:
-            end.transport.replace_endpoint(peer)
-        except TransferError as error:
-            assert error.retryable
-            return False
-        return True
-
-    until(replaced, "the other agent")
+    replace(end, peer)
     end.zero()
     again = end.transport.connect(other.endpoint, other.segments)
     assert again.agent is not peer.agent
@@ -107,14 +98,7 @@ def test_an_agent_that_ends_gives_its_memory_back_beside_the_transfers(
     poster = end.transport._poster
     instead(end, deregisterMem=deregister)
 
-    def replaced() -> bool:
-        try:
-            end.transport.replace_endpoint(peer)
-        except TransferError:
-            return False
-        return True
-
-    until(replaced, "the other agent")
+    replace(end, peer)
     again = end.transport.connect(other.endpoint, other.segments)
     end.transport.disconnect(peer)
     assert gone.wait(60) and poster.library is None
@@ -122,3 +106,46 @@ def test_an_agent_that_ends_gives_its_memory_back_beside_the_transfers(
     end.finish(end.transport.read(again, whole(other.address, end.address, SIZE)))
     assert end.digest() == other.digest()
     goes.set()
+
+
+def test_where_no_thread_is_left_another_agent_is_made_later_and_one_that_ends_waits_for_the_transport(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Transfers that are well go on: they are polled by who asks for both."""
+    end, other = End("nixl", OPTIONS, SIZE), End("nixl", OPTIONS, SIZE)
+    peer = end.transport.connect(other.endpoint, other.segments)
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(TransferError, match="can't start new thread") as refusal:
+            end.transport.replace_endpoint(peer)
+        assert refusal.value.retryable
+    replace(end, peer)
+    given_back: list[object] = []
+    instead(end, peer.agent, deregisterMem=lambda *what: given_back.append(what))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        end.transport.disconnect(peer)
+    assert not given_back and peer.agent.library is None
+    again = end.transport.connect(other.endpoint, other.segments)
+    end.finish(end.transport.read(again, whole(other.address, end.address, SIZE)))
+    end.transport.close()
+    assert given_back
+    other.transport.close()
+
+
+def replace(end: End, peer: Any) -> None:
+    """Have another agent take the place of the one that posts."""
+
+    def replaced() -> bool:
+        try:
+            end.transport.replace_endpoint(peer)
+        except TransferError as error:
+            assert error.retryable
+            return False
+        return True
+
+    until(replaced, "the other agent")

@@ -245,6 +245,19 @@ def test_a_peer_that_cannot_be_linked_anew_is_used_as_it_is_or_tried_again(prefi
     let_go(reader)
 
 
+def test_a_defect_while_a_peer_is_linked_anew_leaves_it_to_be_tried_again(prefill, reader, monkeypatch):
+    reader.transport.faults.stalled = 1
+    reader.loop.submit([prefill.request("a")], [])
+    begin_reads(reader, "a")
+    real, met = reader.transport.replace_endpoint, itertools.count()
+    monkeypatch.setattr(reader.transport, "replace_endpoint", lambda peer: real(peer) if next(met) else 1 // 0)
+    assert reader.wait_for("a") == [False]
+    assert reader.received(prefill.request("b")) == [True], "who waits for the peer waits for ever"
+    reader.until(lambda: reader.relinked == 1, "the count")
+    reader.transport.faults.stalled = 0
+    let_go(reader)
+
+
 def test_an_endpoint_that_is_being_made_is_asked_for_again(prefill, reader, monkeypatch):
     monkeypatch.setattr("vllm_pd_connector.worker.peers.pool._REMAKE_S", 0.05)
     reader.transport.faults.stalled = 1

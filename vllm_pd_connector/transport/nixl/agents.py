@@ -63,6 +63,7 @@ class Library:
             raise InvalidConfig("progress_interval_us and batch_bytes must be at least 1")
         self._prepare_thread = prepare_thread
         self._ending: list[threading.Thread] = []
+        self._unended: list[Callable[[], None]] = []
 
     def start(self, *, threaded: bool) -> Agent:
         """An agent with no memory. `threaded`: it has a progress thread, which options may give to all.
@@ -99,7 +100,11 @@ class Library:
                 agent.registered.append(descriptors)
 
     def prepare(self, ranges: Ranges) -> Preparation:
-        """Start an agent without a progress thread and register memory with it, in a thread of its own."""
+        """Start an agent without a progress thread and register memory with it, in a thread of its own.
+
+        Raises:
+            TransferError: no thread is left; retryable.
+        """
 
         def make() -> Agent:
             self._prepare_thread()
@@ -111,7 +116,7 @@ class Library:
 
     def end_in_background(self, agent: Agent) -> None:
         """End an agent that runs nothing any more. Its memory is given back first: the library's destructor, which does
-        that too, keeps the GIL."""
+        that too, keeps the GIL. Where no thread is left for it, the agent ends with `close`."""
         library, agent.library = agent.library, None
         registered = agent.registered
 
@@ -126,13 +131,20 @@ class Library:
             library = None
 
         thread = threading.Thread(target=end, name="pd-nixl-end", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.warning("NIXL agent %s ends with the transport: %s", agent.name, error)
+            self._unended.append(end)
+            return
         self._ending = [*(one for one in self._ending if one.is_alive()), thread]
 
     def close(self) -> None:
-        """Wait for the agents that are ending."""
+        """Wait for the agents that are ending, and end those that wait for it."""
         for thread in self._ending:
             thread.join()
+        while self._unended:
+            self._unended.pop()()
 
     @contextmanager
     def translated(self, action: str) -> Iterator[None]:
@@ -144,7 +156,11 @@ class Library:
 
 
 class Preparation:
-    """An agent that is being made."""
+    """An agent that is being made.
+
+    Raises:
+        TransferError: no thread is left to make it in; retryable.
+    """
 
     def __init__(self, make: Callable[[], Agent]) -> None:
         self._made: Agent | Exception | None = None
@@ -156,7 +172,10 @@ class Preparation:
                 self._made = error
 
         self._thread = threading.Thread(target=run, name="pd-nixl-agent", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise TransferError(f"another NIXL agent cannot be made now: {error}", retryable=True) from error
 
     def agent(self) -> Agent | None:
         """The agent; None while it is not ready.

@@ -252,6 +252,17 @@ class Links(Generic[LinkKind]):
         self._handle(link, event, now)
 
     def _relink(self, link: LinkKind, answer: peers.ManifestsArrived, now: float) -> peers.Event:
+        """`_link_anew`. After a defect, of a transport say, the peer is asked again: else who waits for it waits for
+        ever."""
+        stalled = link.stalled
+        try:
+            return self._link_anew(link, answer, now)
+        except Exception as error:
+            logger.exception("%s %s at %s cannot be linked anew", self._noun, link.engine_id, link.machine.key)
+            link.stalled = stalled
+            return peers.FetchFailed(answer.attempt, f"unexpected {type(error).__name__}: {error}")
+
+    def _link_anew(self, link: LinkKind, answer: peers.ManifestsArrived, now: float) -> peers.Event:
         """A peer in doubt lives, but what it was asked for stands still: use another endpoint of the library for it.
         Without one it is used as it is, and what stands still ends by its deadline. One that is being made is
         asked for again."""
