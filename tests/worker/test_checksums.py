@@ -28,6 +28,7 @@ from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, Prefi
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.sidechannel.server import SideChannelServer
+from vllm_pd_connector.worker import checksum_server
 from vllm_pd_connector.worker.checksum_server import ChecksumServer
 from vllm_pd_connector.worker.checksums import is_chosen, of_pieces, to_messages
 
@@ -165,6 +166,23 @@ def test_a_maker_without_a_side_channel_ends_when_it_is_told(decode):
     maker.close()
     assert time.monotonic() - began < 5.0 and not maker._thread.is_alive()
     prefill.close()
+
+
+def test_a_maker_begins_again_after_an_unexpected_error(decode, monkeypatch):
+    """Without memory to wait with, say."""
+    real, met = checksum_server.wait, set()
+
+    def fails_once(*what):
+        if (thread := threading.current_thread()) not in met:
+            met.add(thread)
+            raise MemoryError
+        real(*what)
+
+    monkeypatch.setattr(checksum_server, "wait", fails_once)
+    monkeypatch.setattr(checksum_server, "_AGAIN_S", 0.0)
+    with contextlib.closing(Verifying()) as prefill:
+        decode.until(lambda: len(met) == len(prefill.makers), "each maker to meet one")
+        assert decode.received(prefill.held("a")) == [True]
 
 
 def test_a_maker_that_finds_no_descriptor_asks_again_later(monkeypatch):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 _JOB_WAIT_S = 30.0
 _RETRY_S = 1.0
+_AGAIN_S = 0.5
 _CLOSE_S = 10.0
 
 
@@ -61,6 +62,15 @@ class ChecksumServer:
         return self._thread.is_alive()
 
     def _run(self) -> None:
+        """Begin again after an unexpected error: without this thread no comparison would ever be answered."""
+        while not self._stop:
+            try:
+                self._serve()
+            except Exception:
+                logger.exception("sums of worker %d", self._worker)
+                time.sleep(_AGAIN_S)
+
+    def _serve(self) -> None:
         client = SideChannelClient(keys=self._keys)
         try:
             while not self._stop:
