@@ -21,6 +21,20 @@ def test_what_is_rung_is_heard() -> None:
     bell.close()
 
 
+def test_a_message_that_meets_a_defect_keeps_no_later_one_from_being_heard() -> None:
+    heard: queue.Queue[bytes] = queue.Queue()
+
+    def meets_one(message: bytes) -> None:
+        assert message != b"one"
+        heard.put(message)
+
+    bell = Bell(meets_one)
+    ring(bell.address, b"one")
+    ring(bell.address, b"two")
+    assert heard.get(timeout=20.0) == b"two"
+    bell.close()
+
+
 def test_nobody_waits_at_a_bell_that_is_gone() -> None:
     bell = Bell(lambda message: None)
     bell.close()

@@ -14,6 +14,7 @@ step that they cause takes all results.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import socket
 import threading
@@ -21,6 +22,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
 
 HERE, RECEIVED, ENDED = b"h", b"r", b"e"
 """What a worker's message begins with; its secret of SECRET_BYTES follows, and of a receive its attempt and request's
@@ -48,7 +51,10 @@ class Bell:
             message = self._socket.recv(LONGEST)
             if self._closing:
                 return
-            self._heard(message)
+            try:
+                self._heard(message)
+            except Exception:  # what one message meets must not keep all later ones from being heard
+                logger.exception("what a worker rang for was not taken")
 
     def close(self) -> None:
         """End the thread. May be called twice."""
