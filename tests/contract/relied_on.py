@@ -145,7 +145,7 @@ MEMBERS = (
         "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl", "_ensure_scale_caches _is_per_token_head_quant"
     ),
     _members("vllm.multimodal.inputs:MultiModalFeatureSpec", "data identifier modality mm_position"),
-    _members("vllm.platforms.interface:Platform", "device_name get_device_capability is_fp8_fnuz"),
+    _members("vllm.platforms.interface:Platform", "device_name get_device_capability is_fp8_fnuz is_rocm"),
     _members("vllm.config.cache:CacheConfig", "cache_dtype"),
     _members("vllm.config.scheduler:SchedulerConfig", "disable_chunked_mm_input"),
     _members("vllm.config.kv_events:KVEventsConfig", "enable_kv_cache_events publisher endpoint replay_endpoint"),

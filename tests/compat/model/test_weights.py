@@ -1,4 +1,4 @@
-"""Weights that vLLM takes from elsewhere than from a model's files."""
+"""Weights that vLLM takes from elsewhere than from a model's files, or quantizes by what no flag says."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 
-from vllm_pd_connector.compat.model.weights import weights_of
+from vllm_pd_connector.compat.model.weights import quantization_of, weights_of
 
 
 def weights(path: Path, form: str, **loader: object) -> str:
@@ -58,3 +60,35 @@ def test_a_tensorized_model_is_told_by_its_uri_wherever_its_configuration_lies()
     model = SimpleNamespace(model="/none", model_weights="", revision="main")
     one, same, other = (weights_of(model, each) for each in load)
     assert one == same != other and one.startswith("revision main by --load-format tensorizer (")
+
+
+def quantized(method: str | None) -> str:
+    stored = SimpleNamespace(quantization_config=None)
+    return quantization_of(SimpleNamespace(quantization=method, quantization_config=None, model_arch_config=stored))
+
+
+def test_a_quantization_that_the_environment_says_is_told_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--quantization humming` quantizes as a variable has it: JSON, or a file of it."""
+
+    def told(text: str, method: str | None = "humming") -> str:
+        monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", text)
+        return quantized(method)
+
+    (tmp_path / "q.json").write_text('{"b_dtype": "int4", "group_size": 128}')
+    nothing, four, eight = told(""), told('{"group_size": 128,  "b_dtype": "int4"}'), told('{"b_dtype": "int8"}')
+    assert len({nothing, four, eight}) == 3 and told(str(tmp_path / "q.json")) == four
+    assert told('{"b_dtype": "int4"}', method=None) == "", "nobody else reads it"
+
+
+def test_weights_that_the_environment_alone_has_quantized_are_told_from_unquantized_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Muse on AMD, with vLLM 0.33; without any flag."""
+    monkeypatch.setenv("VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "MXFP4")
+    assert quantized(None) == "", "no AMD"
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda _: True)
+    told = quantized(None)
+    monkeypatch.setenv("VLLM_ROCM_MUSE_MOE_ONLINE_QUANT", "mxfp4")
+    assert quantized(None) == told != ""

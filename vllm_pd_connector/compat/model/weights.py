@@ -81,12 +81,40 @@ def quantization_of(model: Any) -> str:
 
     The method is the checkpoint's where it names one: vLLM's own differs by the kernels that a machine has.
     """
-    if model.quantization is None:
+    ordered = _ordered(model.quantization)
+    if model.quantization is None and not ordered:
         return ""
     stored = model.model_arch_config.quantization_config
-    method = (stored or {}).get("quant_method") or model.quantization
-    settings = json.dumps([stored, model.quantization_config], sort_keys=True, default=str)
-    return f"{method} ({hashlib.blake2b(settings.encode(), digest_size=4).hexdigest()})"
+    method = (stored or {}).get("quant_method") or model.quantization or "by the environment"
+    settings = [stored, model.quantization_config, *([ordered] if ordered else [])]
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return f"{method} ({hashlib.blake2b(text.encode(), digest_size=4).hexdigest()})"
+
+
+def _ordered(method: str | None) -> dict[str, object]:
+    """The variables of the environment, with what they say, that have vLLM quantize weights while it loads them; `method`
+    is that of the flag.
+
+    Source: vLLM 0.32, `HummingConfig.get_quant_config_for_layer`, `envs.maybe_convert_json_str_or_file`; vLLM 0.33,
+    `muse_spark/amd/muse_moe_runner.py`.
+    """
+    from vllm.platforms import current_platform
+
+    read = {
+        "VLLM_HUMMING_ONLINE_QUANT_CONFIG": method == "humming",
+        "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT": current_platform.is_rocm(),
+    }
+    return {name: _value(text) for name, counts in read.items() if counts and (text := os.environ.get(name))}
+
+
+def _value(text: str) -> object:
+    """Of a variable: JSON, a file of it, or a word."""
+    if os.path.exists(text):
+        text = Path(text).read_text()
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text.lower()
 
 
 def local_files(where: str, revision: str | None, cache: str | None) -> Path | None:
