@@ -62,6 +62,21 @@ def test_a_tensorized_model_is_told_by_its_uri_wherever_its_configuration_lies()
     assert one == same != other and one.startswith("revision main by --load-format tensorizer (")
 
 
+def test_an_engine_that_is_added_is_told_by_the_files_of_those_from_which_it_has_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elastic expert parallelism: vLLM makes it with random weights, and sends it those of the others."""
+    sides = [tmp_path / name for name in "ab"]
+    for value, side in enumerate(sides):
+        side.mkdir()
+        save_file({"weight": np.full(10, float(value))}, side / "model.safetensors")
+    one, other = (weights(side, "auto") for side in sides)
+    assert weights(sides[0], "dummy") == "dummy"
+    monkeypatch.setenv("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", "1")
+    assert [weights(side, "dummy") for side in sides] == [one, other] and one != other
+    assert weights(sides[0], "ipc_cache") == f"{one} by --load-format ipc_cache"
+
+
 def quantized(method: str | None) -> str:
     stored = SimpleNamespace(quantization_config=None)
     return quantization_of(SimpleNamespace(quantization=method, quantization_config=None, model_arch_config=stored))

@@ -39,16 +39,28 @@ other files than those that are here: who loads so is told from who does not."""
 def weights_of(model: Any, load: Any) -> str:
     """Which weights a model has, from vLLM's ModelConfig and LoadConfig: by their content where files can be read here,
     else by --revision; empty if nothing is known but the model's name."""
-    if load.load_format == "dummy":
+    form = _configured(load.load_format)
+    if form == "dummy":
         return "dummy"
-    digest = _digest(str(model.model_weights or model.model), model.revision, load)
+    digest = _digest(str(model.model_weights or model.model), model.revision, form, load.download_dir)
     if digest is None:
         told = f"revision {model.revision}" if model.revision else ""
     else:
         config = getattr(model, "hf_config", None)
-        others = [str(name) for key in _ELSEWHERE if (name := getattr(config, key, None))]
-        told = " ".join(("content", digest, *(_digest(name, None, load) or "unknown" for name in others)))
-    return told if load.load_format in _FROM_FILES else f"{told} by {_loader(load)}".lstrip()
+        named = [str(name) for key in _ELSEWHERE if (name := getattr(config, key, None))]
+        others = (_digest(name, None, form, load.download_dir) or "unknown" for name in named)
+        told = " ".join(("content", digest, *others))
+    return told if form in _FROM_FILES else f"{told} by {_loader(load)}".lstrip()
+
+
+def _configured(form: str) -> str:
+    """--load-format, where vLLM may have replaced it: an engine that elastic expert parallelism adds is made with
+    random weights, and then gets those of its peers. What it was is nowhere; mostly peers have theirs of the files.
+
+    Source: vLLM 0.32, `GPUModelRunner.load_model`, `ElasticEPScalingExecutor.load_model`, `CoreEngineActorManager`.
+    """
+    added = os.environ.get("VLLM_ELASTIC_EP_SCALE_UP_LAUNCH", "0") != "0"
+    return "auto" if added and form == "dummy" else form
 
 
 def _loader(load: Any) -> str:
@@ -67,10 +79,10 @@ def _loader(load: Any) -> str:
     return f"--load-format {load.load_format}{told}"
 
 
-def _digest(where: str, revision: str | None, load: Any) -> str | None:
+def _digest(where: str, revision: str | None, form: str, cache: str | None) -> str | None:
     try:
-        found = local_files(where, revision, load.download_dir)
-        return checkpoint_digest(found, load.load_format) if found is not None else None
+        found = local_files(where, revision, cache)
+        return checkpoint_digest(found, form) if found is not None else None
     except (OSError, ValueError, KeyError) as error:
         logger.warning("the weights of %s cannot be told by their content (%s): they go by --revision", where, error)
         return None
@@ -92,8 +104,8 @@ def quantization_of(model: Any) -> str:
 
 
 def _ordered(method: str | None) -> dict[str, object]:
-    """The variables of the environment, with what they say, that have vLLM quantize weights while it loads them; `method`
-    is that of the flag.
+    """The variables of the environment, with what they say, by which vLLM quantizes weights while it loads them;
+    `method` is that of the flag.
 
     Source: vLLM 0.32, `HummingConfig.get_quant_config_for_layer`, `envs.maybe_convert_json_str_or_file`; vLLM 0.33,
     `muse_spark/amd/muse_moe_runner.py`.
