@@ -19,8 +19,8 @@ from vllm_pd_connector.geometry.manifest import CONFIGURATION, ModelFacts
 
 
 def loaded(path: str | Path, weights: str = "", **changes: Any) -> SimpleNamespace:
-    fields = {"revision": None, "quantization": None, "quantization_config": None, "hf_overrides": {}}
-    fields |= {"hf_config_path": None, "multimodal_config": None, "architecture": "LlamaForCausalLM"}
+    none = "revision quantization quantization_config hf_config_path multimodal_config original_max_model_len"
+    fields: dict[str, Any] = dict.fromkeys(none.split()) | {"hf_overrides": {}, "architecture": "LlamaForCausalLM"}
     fields["model_arch_config"] = SimpleNamespace(quantization_config=None)
     return SimpleNamespace(model=str(path), model_weights=weights, **fields | changes)
 
@@ -95,6 +95,15 @@ def test_llama_4_scales_queries_by_position_where_max_model_len_is_above_32768(n
     assert short != long
     assert short == rope(8192) == rope(65536, off) == rope(65536, on, **off)
     assert long == rope(131072) == rope(8192, on) == rope(8192, off, **on)
+
+
+def test_a_length_that_vllm_fits_to_its_memory_is_not_the_one_that_a_model_was_made_by() -> None:
+    """`--max-model-len auto`: it is fitted when the model is there."""
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 32768}
+    says = {"try_get_generation_config": dict, "override_generation_config": {}, "architecture": "Llama4ForCausalLM"}
+    fits = {"original_max_model_len": -1, "get_and_verify_max_len": {-1: 131072}.__getitem__}
+    short, long = ({**says, "rope": rope, "max_model_len": length} for length in (30000, 131072))
+    assert facts("/m", None, **short, **fits) == facts("/m", None, **long) != facts("/m", None, **short)
 
 
 def architecture(overrides: object, rope: Mapping[str, Any] | None = None, **changes: Any) -> str:
@@ -364,8 +373,7 @@ def test_the_kernels_of_a_quantization_are_each_sides_own() -> None:
 
 
 def test_another_quantization_is_allowed_by_both_sides_or_not_at_all() -> None:
-    either = {"allow_mixed_quantization": True}
-    assert quantized("fp8", **either) == quantized(None, **either) != quantized(None)
+    assert quantized("fp8", allow_mixed_quantization=True) == quantized(None, allow_mixed_quantization=True) != ""
 
 
 @pytest.mark.parametrize(

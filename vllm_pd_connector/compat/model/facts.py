@@ -115,11 +115,21 @@ def _rope(model: Any) -> str:
         for one in kinds
         if "longrope" in (one.get("rope_type"), one.get("type"))
     ]
-    told = {"long_factors": [model.max_model_len > length for length in trained]} if trained else {}
+    told = {"long_factors": [_length_at_load(model) > length for length in trained]} if trained else {}
     if model.architecture in _LLAMA4:
         stated = model.try_get_generation_config() | model.override_generation_config
-        told["tuned"] = [bool(stated.get("attn_temperature_tuning", model.max_model_len > _LLAMA4_TUNES_ABOVE))]
+        told["tuned"] = [bool(stated.get("attn_temperature_tuning", _length_at_load(model) > _LLAMA4_TUNES_ABOVE))]
     return _canonical({**parameters, **told})
+
+
+def _length_at_load(model: Any) -> int:
+    """The longest request by which the model was made: `--max-model-len auto` is that of its configuration until vLLM
+    knows what fits into its caches.
+
+    Source: vLLM 0.32, `ModelConfig.__post_init__`, `_auto_fit_max_model_len` of `v1/core/kv_cache_utils.py`.
+    """
+    original = model.original_max_model_len
+    return int(model.get_and_verify_max_len(original) if original == -1 else model.max_model_len)
 
 
 def _canonical(value: Any) -> str:
