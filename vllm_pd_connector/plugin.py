@@ -23,7 +23,7 @@ def register() -> None:
     from vllm_pd_connector.compat.factory import register_connector
 
     register_connector(CONNECTOR_NAME, CONNECTOR_MODULE)
-    check_early(_settings, _ports)
+    check_early(_settings, _ports, _named)
 
 
 def _settings(document: Mapping[str, Any]) -> list[str]:
@@ -36,3 +36,9 @@ def _ports(document: Mapping[str, Any], engines: Iterable[int]) -> list[str]:
     from vllm_pd_connector.checks import early_port_problems
 
     return early_port_problems(document, engines)
+
+
+def _named(document: Mapping[str, Any]) -> bool:
+    from vllm_pd_connector.checks import entries_of
+
+    return any(True for _ in entries_of(document))

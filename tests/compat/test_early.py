@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import pickle
 import socket
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.libraries
 
-from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig  # noqa: E402
+from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, VllmConfig  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
@@ -96,6 +97,28 @@ def test_a_taken_port_is_seen_beside_other_connectors() -> None:
         several({"kv_role": "kv_producer"})  # vLLM makes more of them while it looks at this one
         with pytest.raises(RefusedStart, match=f"cannot listen on host '127.0.0.1' port {extra['side_channel_port']}"):
             VllmConfig(kv_transfer_config=config)
+
+
+@pytest.mark.parametrize("multi", [False, True])
+def test_offloading_that_takes_the_connectors_place_is_refused(multi: bool) -> None:
+    """vLLM would start without this connector: it has one of its own for `--kv-offloading-size`."""
+    config = several({"kv_role": "kv_consumer"}) if multi else transfer()
+    place = "MultiConnector" if multi else "PDConnector"
+    with pytest.raises(RefusedStart, match=rf"puts OffloadingConnector in the place of {place}, .* behind PDConnector"):
+        VllmConfig(kv_transfer_config=config, cache_config=CacheConfig(kv_offloading_size=1.0))
+
+
+def test_offloading_without_the_connector_is_left_alone() -> None:
+    others = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
+    for config in (others, None):
+        made = VllmConfig(kv_transfer_config=config, cache_config=CacheConfig(kv_offloading_size=1.0))
+        assert made.kv_transfer_config.kv_connector == "OffloadingConnector"
+
+
+def test_a_configuration_without_a_connector_is_made_after_one_with_it_is_gone() -> None:
+    transfer()  # and nobody keeps it
+    gc.collect()
+    VllmConfig()
 
 
 def test_a_key_that_is_no_text_is_refused_as_one() -> None:

@@ -39,32 +39,39 @@ class RefusedStart(InvalidConfig, argparse.ArgumentTypeError, SystemExit):
 
 
 def check_early(
-    settings: Callable[[Document], list[str]], ports: Callable[[Document, Iterable[int]], list[str]]
+    settings: Callable[[Document], list[str]],
+    ports: Callable[[Document, Iterable[int]], list[str]],
+    named: Callable[[Document], bool],
 ) -> None:
     """Ask for the problems of every configuration that this process makes from now on; once per process.
 
     Args:
         settings: given the keys of a `--kv-transfer-config`.
         ports: given the same, and the data-parallel indices of the engines that are to be started.
+        named: whether such a configuration names PDConnector.
     """
     from vllm.config import KVTransferConfig, VllmConfig
 
     if hasattr(KVTransferConfig.__post_init__, "__wrapped__"):
         return
-    parsed: list[weakref.ref[Any]] = []
+    parsed: list[tuple[weakref.ref[Any], Document]] = []
 
     def on_transfer(made: Any) -> None:
         document = _document(made)
         if document["kv_role"] is None:
             return
         _refuse(settings(document))
-        parsed[:] = [*(one for one in parsed if one() is not None), weakref.ref(made)]
+        parsed[:] = [*((one, said) for one, said in parsed if one() is not None), (weakref.ref(made), document)]
 
     def on_whole(made: Any) -> None:
-        others = [one for one in parsed if one() is not made.kv_transfer_config]
-        if len(others) < len(parsed):
-            parsed[:] = others
-            _refuse(ports(_document(made.kv_transfer_config), _engines(made.parallel_config)))
+        transfer = made.kv_transfer_config
+        if transfer is None:
+            return
+        asked = [said for one, said in parsed if one() is transfer]
+        parsed[:] = [(one, said) for one, said in parsed if one() is not transfer]
+        for said in asked:
+            _refuse(_replaced(said, transfer.kv_connector) if named(said) else [])
+            _refuse(ports(_document(transfer), _engines(made.parallel_config)))
 
     _after(KVTransferConfig, on_transfer)
     _after(VllmConfig, on_whole)
@@ -72,6 +79,17 @@ def check_early(
 
 def _document(transfer: Any) -> Document:
     return {key: getattr(transfer, key) for key in ("kv_connector", "kv_role", "kv_connector_extra_config")}
+
+
+def _replaced(said: Document, connector: str) -> list[str]:
+    """Whether vLLM has put another connector in the place of the one that its command line named, or of those in it.
+
+    Source: vLLM 0.32, `VllmConfig._post_init_kv_transfer_config`, which does so without a word.
+    """
+    if connector == said["kv_connector"]:
+        return []
+    taken = f"--kv-offloading-size puts {connector} in the place of {said['kv_connector']}, and nothing is handed over"
+    return [f"{taken}: leave it out, and put {connector} behind PDConnector in a MultiConnector"]
 
 
 def _engines(parallel: Any) -> range:

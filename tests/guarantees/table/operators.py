@@ -18,8 +18,13 @@ GUARANTEES = [
     ),
     Guarantee(
         "an engine is not refused for the ports at which it listens itself",
-        "check_early", "if len(others) < len(parsed):", "if made.kv_transfer_config is not None:",
+        "check_early", "asked = [said for one, said in parsed if one() is transfer]", "asked = [_document(transfer)]",
         "test_a_process_that_was_given_its_configuration_asks_nothing",
+    ),
+    Guarantee(
+        "an instance does not start whose connector vLLM has replaced",
+        "check_early", "_replaced(said, transfer.kv_connector) if named(said) else []", "[]",
+        "test_offloading_that_takes_the_connectors_place_is_refused",
     ),
     Guarantee(
         "a key of another connector is refused and not dropped",
