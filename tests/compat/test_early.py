@@ -6,13 +6,14 @@ import argparse
 import gc
 import pickle
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.libraries
 
-from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, VllmConfig  # noqa: E402
+from vllm.config import CacheConfig, ECTransferConfig, KVTransferConfig, MultiModalConfig, ParallelConfig, VllmConfig  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
@@ -119,6 +120,28 @@ def test_a_configuration_without_a_connector_is_made_after_one_with_it_is_gone()
     transfer()  # and nobody keeps it
     gc.collect()
     VllmConfig()
+
+
+@pytest.mark.parametrize(
+    ("connector", "ec_role", "may"),
+    [("PDConnector", None, False), ("PDConnector", "ec_consumer", True), ("NixlConnector", None, True)],
+)
+def test_embeddings_of_media_may_be_left_out_only_where_something_brings_them(
+    monkeypatch: pytest.MonkeyPatch, connector: str, ec_role: Any, may: bool
+) -> None:
+    """vLLM allows it to every consumer of caches; decode that computes such a prompt ends. What vLLM makes of a model's
+    configuration is put right also in a process that was given the rest of it."""
+    encoded = ECTransferConfig(ec_connector="ECExampleConnector", ec_role=ec_role) if ec_role else None
+    received = pickle.loads(pickle.dumps(KVTransferConfig(kv_connector=connector, kv_role="kv_consumer")))
+    media = MultiModalConfig()
+    made: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=media), ec_transfer_config=encoded, kv_transfer_config=received
+    )
+    monkeypatch.setattr(KVTransferConfig, "__post_init__", KVTransferConfig.__post_init__.__wrapped__)
+    monkeypatch.setattr(VllmConfig, "__post_init__", VllmConfig._resolve_mm_embedding_inputs)
+    register()
+    VllmConfig.__post_init__(made)
+    assert media.allow_missing_mm_embeddings is may
 
 
 def test_a_key_that_is_no_text_is_refused_as_one() -> None:

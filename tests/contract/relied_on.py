@@ -124,7 +124,7 @@ MEMBERS = (
     _members(
         "vllm.config.vllm:VllmConfig",
         "model_config cache_config parallel_config speculative_config kv_transfer_config compilation_config "
-        "kv_events_config aux_output_config lora_config scheduler_config "
+        "kv_events_config aux_output_config lora_config scheduler_config ec_transfer_config "
         "num_prefill_lookahead_tokens max_concurrent_batches __post_init__",
     ),
     _members(
@@ -138,8 +138,9 @@ MEMBERS = (
     _members(
         "vllm.config.multimodal:MultiModalConfig",
         "is_multimodal_pruning_enabled video_pruning_rate mm_processor_kwargs get_video_pruning_spec "
-        "mm_encoder_attn_dtype",
+        "mm_encoder_attn_dtype allow_missing_mm_embeddings",
     ),
+    _members("vllm.config.ec_transfer:ECTransferConfig", "is_ec_consumer"),
     _members("vllm.config.aux_output:AuxOutputConfig", "enable_return_routed_experts"),
     _members("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase", "is_draft_layer get_attn_backend"),
     _members(
@@ -175,6 +176,11 @@ MEMBERS = (
 )
 
 ORDERS = (
+    Order(
+        "vllm.config.vllm:VllmConfig.__post_init__",
+        ("_resolve_mm_embedding_inputs", "_post_init_kv_transfer_config"),
+        "what vLLM makes of a connector's role, and puts in its place, is there when it has made its configuration",
+    ),
     Order(
         f"{SCHEDULER}._update_from_kv_xfer_finished",
         ("update_connector_output", "_free_blocks"),

@@ -5,7 +5,7 @@ vLLM asks a connector nothing until the weights are there, so its two configurat
 object, made before the engines are started (one of each connector in a MultiConnector is made in between). Both are
 plain dataclasses of which the method that vLLM runs after the fields are set is wrapped. In a process that neither
 parses nor starts engines nothing is asked: there the object was unpickled, and its ports may be taken by the engine
-that asks.
+that asks. What vLLM has concluded wrongly from the connector's role is put right there, in every process.
 
 Source: vLLM 0.32 and 0.33, `config/kv_transfer.py` (`KVTransferConfig.__post_init__`), `config/vllm.py`
 (`VllmConfig.__post_init__`), `engine/arg_utils.py` (`parse_dataclass`), `config/parallel.py`.
@@ -18,6 +18,7 @@ import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from vllm_pd_connector.compat.logs import adopt_vllm_logging
 from vllm_pd_connector.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def check_early(
         for said in asked:
             _refuse(_replaced(said, transfer.kv_connector) if named(said) else [])
             _refuse(ports(_document(transfer), _engines(made.parallel_config)))
+        if _lacks_embeddings(made) and named(_document(transfer)):
+            _require_embeddings(made.model_config.multimodal_config)
 
     _after(KVTransferConfig, on_transfer)
     _after(VllmConfig, on_whole)
@@ -90,6 +93,32 @@ def _replaced(said: Document, connector: str) -> list[str]:
         return []
     taken = f"--kv-offloading-size puts {connector} in the place of {said['kv_connector']}, and nothing is handed over"
     return [f"{taken}: leave it out, and put {connector} behind PDConnector in a MultiConnector"]
+
+
+def _lacks_embeddings(made: Any) -> bool:
+    """Whether clients may leave the embeddings of media out here, and no EC connector brings them."""
+    media = getattr(made.model_config, "multimodal_config", None)
+    encoded = made.ec_transfer_config
+    return media is not None and media.allow_missing_mm_embeddings and not (encoded and encoded.is_ec_consumer)
+
+
+def _require_embeddings(media: Any) -> None:
+    """Have the API server refuse media whose embeddings a client has left out.
+
+    vLLM takes them for needless where caches are received. But decode computes a prompt itself now and then (a request
+    without a prefill, another policy for failed loads, new weights, preemption), and an encoder without input ends the
+    engine core.
+
+    Source: vLLM 0.32, `VllmConfig._resolve_mm_embedding_inputs`, `sanity_check_mm_encoder_outputs`;
+    `MultiModalDataParser.embedding_field_sets`, which reads this when the API server is there.
+    """
+    from vllm.logger import init_logger
+
+    media.allow_missing_mm_embeddings = False
+    adopt_vllm_logging()
+    init_logger(__name__).info_once(
+        "pre-computed embeddings of media must not be left out after all: decode may have to compute their prompt"
+    )
 
 
 def _engines(parallel: Any) -> range:

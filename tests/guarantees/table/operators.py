@@ -27,6 +27,11 @@ GUARANTEES = [
         "test_offloading_that_takes_the_connectors_place_is_refused",
     ),
     Guarantee(
+        "media whose embeddings nobody brings are refused by the API server",
+        "_require_embeddings", "    media.allow_missing_mm_embeddings = False\n", "",
+        "test_embeddings_of_media_may_be_left_out_only_where_something_brings_them",
+    ),
+    Guarantee(
         "a key of another connector is refused and not dropped",
         "parse_config", "if key not in Config.__struct_fields__:", "if False:",
         "test_a_mistake_is_one_line",
