@@ -138,7 +138,7 @@ MEMBERS = (
     _members(
         "vllm.config.multimodal:MultiModalConfig",
         "is_multimodal_pruning_enabled video_pruning_rate mm_processor_kwargs get_video_pruning_spec "
-        "mm_encoder_attn_dtype allow_missing_mm_embeddings",
+        "mm_encoder_attn_dtype allow_missing_mm_embeddings mm_processor_cache_gb",
     ),
     _members("vllm.config.ec_transfer:ECTransferConfig", "is_ec_consumer"),
     _members("vllm.config.aux_output:AuxOutputConfig", "enable_return_routed_experts"),
@@ -148,7 +148,7 @@ MEMBERS = (
     ),
     _members("vllm.multimodal.inputs:MultiModalFeatureSpec", "data identifier modality mm_position"),
     _members("vllm.platforms.interface:Platform", "device_name get_device_capability is_fp8_fnuz is_rocm"),
-    _members("vllm.config.cache:CacheConfig", "cache_dtype"),
+    _members("vllm.config.cache:CacheConfig", "cache_dtype enable_prefix_caching"),
     _members("vllm.config.scheduler:SchedulerConfig", "disable_chunked_mm_input"),
     _members("vllm.config.kv_events:KVEventsConfig", "enable_kv_cache_events publisher endpoint replay_endpoint"),
     _members(

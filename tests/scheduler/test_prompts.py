@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import LoRAConfig
+from vllm.config import LoRAConfig, MultiModalConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
@@ -21,10 +21,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.request import Request
 
-from vllm_pd_connector.compat.blocks import prompt_digest
+from tests.support.scheduler.halves import TOKEN, ended_halves, make_half, make_request
+from tests.support.scheduler.push_halves import ASK
+from vllm_pd_connector.compat.blocks import media_names, prompt_digest
+from vllm_pd_connector.compat.conversations import prefix_digests
 from vllm_pd_connector.compat.model.adapters import Adapters
 from vllm_pd_connector.compat.model.caches import stop_short, takes_media_whole
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.geometry.blocks import BlockTable
 
 TOKENS, HIDDEN = 6, 4
 
@@ -148,6 +152,55 @@ def test_media_that_each_process_names_for_itself_are_compared_by_their_content(
     """vLLM hashes no image where it caches neither images nor prefixes."""
     there, here = with_media("renderer0-mm-7-image-0"), with_media("renderer1-mm-12-image-0")
     assert prompt_digest(there, TOKENS) == prompt_digest(here, TOKENS)
+
+
+def hashing(cache_gb: float = 0, prefixes: bool = False, encoded: object = None) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=MultiModalConfig(mm_processor_cache_gb=cache_gb)),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefixes),
+        ec_transfer_config=encoded,
+    )
+
+
+def test_a_hash_of_a_counter_is_no_name_of_a_medium():
+    """Where vLLM hashes no image, it hashes its own name for one together with a request's options."""
+    there, here, other = with_media("a" * 64), with_media("b" * 64), with_media("a" * 64, pixels=0.25)
+    digests = [prompt_digest(each, TOKENS, medium_of=media_names(hashing())) for each in (there, here, other)]
+    assert digests[0] == digests[1] != digests[2]
+    prefixes = [prefix_digests(each, [TOKENS], medium_of=media_names(hashing())) for each in (there, here, other)]
+    assert prefixes[0] == prefixes[1] != prefixes[2]
+    with pytest.raises(ProtocolError, match="neither a hash nor content"):
+        prompt_digest(with_media("a" * 64, pixels=None), TOKENS, medium_of=media_names(hashing()))
+
+
+@pytest.mark.parametrize("config", [hashing(cache_gb=4), hashing(prefixes=True), hashing(encoded=object())])
+def test_a_name_is_one_where_vllm_hashes_media_or_takes_clients_names_for_them(config):
+    """The content need not be there: vLLM sends it once, or an EC connector brings it."""
+    one, other = (prompt_digest(with_media(name, pixels=None), TOKENS, medium_of=media_names(config)) for name in "ab")
+    assert one == prompt_digest(with_media("a"), TOKENS) != other
+
+
+def test_both_halves_name_media_by_what_their_engine_hashes():
+    """Of one image in two instances, which have counted otherwise: a prefill, what a turn left, and who reads them."""
+    media = MultiModalConfig(mm_processor_cache_gb=0)
+    there, here, other = (
+        make_request("r", ASK, list(range(TOKENS)), mm_features=with_media(name * 64, pixels=pixels).mm_features)
+        for name, pixels in (("a", 0.5), ("b", 0.5), ("a", 0.25))
+    )
+    for each in (there, here, other):
+        each.all_token_ids, each.cache_salt = list(range(TOKENS)), None
+    with ended_halves():
+        prefill, _ = make_half("kv_producer", media=media)
+        decode, _ = make_half("kv_consumer", media=media, conversations=True)
+        prefill.serve([b"manifest"], [TOKEN])
+        _, params = prefill.request_finished(there, ([5],))
+        here.kv_transfer_params = other.kv_transfer_params = params
+        sources, tables = decode.consumer.sources, (BlockTable(0, bytes(4)),)
+        sources.require_fit(here, sources.answer(here))
+        with pytest.raises(ProtocolError, match="is not this request's"):
+            sources.require_fit(other, sources.answer(other))
+        left = [decode.producer.lending.prefixes(each, tables, TOKENS) for each in (there, here, other)]
+        assert left[0] == left[1] != left[2]
 
 
 def test_media_with_neither_a_name_nor_content_are_refused():

@@ -9,6 +9,7 @@ import hashlib
 import re
 import sys
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from vllm_pd_connector.geometry.blocks import NULL_BLOCK
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
+    from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -116,9 +118,44 @@ def begun_in(output: SchedulerOutput) -> Iterator[tuple[str, bool]]:
             yield request_id, computed > 0
 
 
-def prompt_digest(request: Request, num_tokens: int, adapter_of: Callable[[Request], str] = by_files) -> str:
+def media_names(config: VllmConfig) -> Callable[[MultiModalFeatureSpec], str]:
+    """`medium_name`, as an engine can rely on vLLM's. Where it caches neither media nor prefixes, its hash may be that
+    of a counter, with a request's options. With an EC connector names are clients', and the content may lie elsewhere.
+
+    Source: vLLM 0.32, `vllm/renderers/base.py` (`_process_mm_uuids`), `ProcessorInputs.get_mm_hashes`.
+    """
+    media = config.model_config.multimodal_config
+    hashed = media is None or media.mm_processor_cache_gb != 0 or config.cache_config.enable_prefix_caching
+    return partial(medium_name, named=hashed or config.ec_transfer_config is not None)
+
+
+def medium_name(feature: MultiModalFeatureSpec, *, named: bool = True) -> str:
+    """What tells an image or another medium from all others, on every instance: vLLM's hash of it or the client's name
+    for it; where vLLM has only named it for itself, or hashed such a name (not `named`), what the model gets of it.
+
+    Raises:
+        ProtocolError: there is neither.
+    """
+    name = str(feature.identifier)
+    local = _LOCAL_NAME.search(name)
+    if named and local is None:
+        return name
+    if feature.data is None:
+        raise ProtocolError(f"the medium {name} has neither a hash nor content here: enable vLLM's processor cache")
+    content = hashlib.blake2b(digest_size=16)
+    for chunk in MultiModalHasher.iter_item_to_bytes("medium", dict(sorted(feature.data.get_data().items()))):
+        content.update(chunk)
+    return (_LOCAL_NAME.sub("", name) if local else feature.modality) + content.hexdigest()
+
+
+def prompt_digest(
+    request: Request,
+    num_tokens: int,
+    adapter_of: Callable[[Request], str] = by_files,
+    medium_of: Callable[[MultiModalFeatureSpec], str] = medium_name,
+) -> str:
     """16 hex digits over the first `num_tokens` prompt tokens and what else decides their cached numbers: embeddings,
-    images and other media, the adapter (`Adapters.name_of`).
+    images and other media (`media_names`), the adapter (`Adapters.name_of`).
 
     A receiver compares it with its own, so that parameters of one request are never used for another prompt.
 
@@ -130,27 +167,9 @@ def prompt_digest(request: Request, num_tokens: int, adapter_of: Callable[[Reque
         digest.update(np.asarray(request.prompt_token_ids[:num_tokens], dtype="<i8").tobytes())
     if request.prompt_embeds is not None:
         digest.update(request.prompt_embeds[:num_tokens].flatten().contiguous().view(torch.uint8).numpy())
-    media = [medium_name(feature) for feature in request.mm_features or ()]
+    media = [medium_of(feature) for feature in request.mm_features or ()]
     digest.update(repr((media, adapter_of(request))).encode())
     return digest.hexdigest()
-
-
-def medium_name(feature: MultiModalFeatureSpec) -> str:
-    """What tells an image or another medium from all others, on every instance: vLLM's hash of it or the client's name
-    for it; where vLLM has only named it for itself, what the model gets of it.
-
-    Raises:
-        ProtocolError: there is neither.
-    """
-    name = str(feature.identifier)
-    if _LOCAL_NAME.search(name) is None:
-        return name
-    if feature.data is None:
-        raise ProtocolError(f"the medium {name} has neither a hash nor content here: enable vLLM's processor cache")
-    content = hashlib.blake2b(digest_size=16)
-    for chunk in MultiModalHasher.iter_item_to_bytes("medium", dict(sorted(feature.data.get_data().items()))):
-        content.update(chunk)
-    return _LOCAL_NAME.sub("", name) + content.hexdigest()
 
 
 def owned_blocks(blocks: KVCacheBlocks, groups: Sequence[int]) -> list[KVCacheBlock]:

@@ -16,6 +16,7 @@ from vllm_pd_connector.compat.model.adapters import by_files
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
 
@@ -37,7 +38,10 @@ def is_text(request: Request) -> bool:
 
 
 def prefix_digests(
-    request: Request, lengths: Sequence[int], adapter_of: Callable[[Request], str] = by_files
+    request: Request,
+    lengths: Sequence[int],
+    adapter_of: Callable[[Request], str] = by_files,
+    medium_of: Callable[[MultiModalFeatureSpec], str] = medium_name,
 ) -> list[str]:
     """16 hex digits for each of these prefixes of a request's tokens (prompt and answer), `lengths` ascending: over the
     tokens, the media that begin among them, the adapter, and the salt by which a client keeps its caches to itself.
@@ -46,7 +50,7 @@ def prefix_digests(
         ProtocolError: a medium or the adapter of the request cannot be told from others.
     """
     tokens = np.asarray(list(request.all_token_ids[: lengths[-1]] if lengths else ()), dtype="<i8")
-    media = sorted((feature.mm_position.offset, medium_name(feature)) for feature in request.mm_features or ())
+    media = sorted((feature.mm_position.offset, medium_of(feature)) for feature in request.mm_features or ())
     rest = adapter_of(request), request.cache_salt
     digest, digests, done = hashlib.blake2b(digest_size=8), [], 0
     for length in lengths:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from vllm_pd_connector.compat.blocks import prompt_digest
+from vllm_pd_connector.compat.blocks import media_names, prompt_digest
 from vllm_pd_connector.protocol.params.conversation import Conversation, ConversationExtension, Prefix
 from vllm_pd_connector.protocol.params.parse import Extension, RemotePrefill
 from vllm_pd_connector.protocol.wire.messages import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
-    from vllm_pd_connector.compat.types import Request
+    from vllm_pd_connector.compat.types import Request, VllmConfig
     from vllm_pd_connector.config import Config
     from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.wire.fields import Weights
@@ -20,19 +20,20 @@ if TYPE_CHECKING:
 
 
 class Answers:
-    """Of one engine; `parallel` is vLLM's configuration, `place` where the side channel listens."""
+    """Of one engine; `place` is where the side channel listens."""
 
     def __init__(
         self,
         config: Config,
-        parallel: Any,
+        vllm_config: VllmConfig,
         engine_id: str,
         place: tuple[str, int],
         keys: Keys | None,
         epochs: Epochs,
     ):
         self._config = config
-        self._adapter_of = epochs.adapters.name_of
+        self._names = epochs.adapters.name_of, media_names(vllm_config)
+        parallel = vllm_config.parallel_config
         self._key = keys.public if keys is not None else None
         self._place = {
             "remote_engine_id": engine_id,
@@ -47,11 +48,19 @@ class Answers:
             "transfer_mode": "push" if config.pushes and config.nameable else "pull",
         }
 
+    def digest(self, request: Request, num_tokens: int) -> str:
+        """Of a prefill of `num_tokens` tokens.
+
+        Raises:
+            ProtocolError: as `prompt_digest`.
+        """
+        return prompt_digest(request, num_tokens, *self._names)
+
     def prefill(
         self, request: Request, tables: tuple[BlockTable, ...], num_tokens: int, incarnation: str, weights: Weights
     ) -> RemotePrefill:
         """A finished prefill of `num_tokens` tokens in these blocks."""
-        digest = prompt_digest(request, num_tokens, self._adapter_of)
+        digest = self.digest(request, num_tokens)
         own = self._own(tables, digest, self._config.kv_lease_duration, incarnation, weights)
         return RemotePrefill(
             do_remote_prefill=True,

@@ -15,7 +15,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import HeldBlocks, computed_after, prompt_digest, transfer_params
+from vllm_pd_connector.compat.blocks import HeldBlocks, computed_after, transfer_params
 from vllm_pd_connector.compat.conversations import known_tokens
 from vllm_pd_connector.compat.model import facts
 from vllm_pd_connector.compat.model.caches import prefill_backoff, stop_short, takes_media_whole
@@ -83,7 +83,7 @@ class Producer:
         if self._serves:
             require_private_address(self._host, self._keys, config.allow_unauthenticated_peers)
         self._parallel = parallel
-        self._answers = Answers(config, parallel, self._engine_id, (self._host, self._port), self._keys, epochs)
+        self._answers = Answers(config, vllm_config, self._engine_id, (self._host, self._port), self._keys, epochs)
         self._first_engine = facts.first_engine(vllm_config)
         self._rank = facts.rank_for_routers(vllm_config)
         self._tables = LeasedTables(kv_cache_config, parallel.decode_context_parallel_size)
@@ -180,7 +180,7 @@ class Producer:
             return
         num_tokens = request.num_prompt_tokens
         name = pairing_name(transfer_params(request), request.request_id)
-        digest = prompt_digest(request, num_tokens, self._epochs.adapters.name_of)
+        digest = self._answers.digest(request, num_tokens)
         if self._server is not None and self._server.pushes.started(request.request_id, name, num_tokens, digest):
             self._progress.add(request.request_id, num_tokens)
 

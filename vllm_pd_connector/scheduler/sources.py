@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.compat.blocks import computes_itself, prompt_digest, transfer_params
+from vllm_pd_connector.compat.blocks import computes_itself, media_names, prompt_digest, transfer_params
 from vllm_pd_connector.compat.conversations import is_text, prefix_digests
 from vllm_pd_connector.compat.model.caches import prefill_backoff
 from vllm_pd_connector.errors import ProtocolError
@@ -41,7 +41,7 @@ class Sources:
     takes decode requests."""
 
     def __init__(self, config: Config, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, adapters: Adapters):
-        self._adapter_of = adapters.name_of
+        self._names = adapters.name_of, media_names(vllm_config)
         self.home: InstanceAddress | None = None
         self._config = config
         self._prefills = vllm_config.kv_transfer_config.is_kv_producer
@@ -95,7 +95,7 @@ class Sources:
                 f"computes the last {self._backoff} prompt token(s); run the same release on the prefill instance, "
                 "and, where several draft modules look ahead, with as many num_speculative_tokens"
             )
-        digest = prompt_digest(request, remote.remote_num_tokens, self._adapter_of)
+        digest = prompt_digest(request, remote.remote_num_tokens, *self._names)
         if remote.remote_num_tokens > request.num_prompt_tokens or digest != remote.pd_connector.prompt_digest:
             raise ProtocolError(
                 f"the prefilled prompt ({remote.remote_num_tokens} tokens, digest {remote.pd_connector.prompt_digest}) "
@@ -144,7 +144,7 @@ class Sources:
         self._require_groups(remote)
         prefixes = [entry for entry in remote.pd_connector.prefixes if entry[0] < request.num_prompt_tokens]
         if is_text(request):
-            digests = prefix_digests(request, [tokens for tokens, _ in prefixes], self._adapter_of)
+            digests = prefix_digests(request, [tokens for tokens, _ in prefixes], *self._names)
             for (tokens, digest), own in reversed(list(zip(prefixes, digests, strict=True))):
                 if digest == own:
                     return int(tokens)
@@ -182,7 +182,7 @@ class Sources:
         """
         assert self.home is not None
         self.require_concurrent(place.host)
-        digest = prompt_digest(request, max(self.prefilled_tokens(request), 0), self._adapter_of)
+        digest = prompt_digest(request, max(self.prefilled_tokens(request), 0), *self._names)
         return PushFrom(PeerKey(place.host, place.port, ""), engine_id, named(request), self.home, digest)
 
     def require_concurrent(self, host: str) -> None:

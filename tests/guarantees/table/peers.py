@@ -52,6 +52,11 @@ GUARANTEES = [
         "test_prompts_of_the_same_tokens_and_other_contents_are_told_apart",
     ),
     Guarantee(
+        "a hash that vLLM makes of its own counter is no name of a medium",
+        "medium_name", "if named and local is None:", "if local is None:",
+        "test_a_hash_of_a_counter_is_no_name_of_a_medium",
+    ),
+    Guarantee(
         "an engine registers on its own host only if the first engine is there",
         "answer_proxies", " if is_own_address(first_engine) else ()", "",
         "test_an_engine_registers_on_its_own_host_only_if_the_first_engine_is_there",

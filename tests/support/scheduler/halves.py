@@ -58,9 +58,15 @@ def ended_halves() -> Iterator[None]:
 
 
 def make_half(
-    role: str, lookahead: int = 0, spec: Any = FULL, parallel: Mapping[str, Any] | None = None, **changes: Any
+    role: str,
+    lookahead: int = 0,
+    spec: Any = FULL,
+    parallel: Mapping[str, Any] | None = None,
+    media: Any = None,
+    **changes: Any,
 ) -> tuple[SchedulerHalf, BlockPool]:
-    """A scheduler half with a real block pool; `role` is a `kv_role`, `spec` that of each group."""
+    """A scheduler half with a real block pool; `role` is a `kv_role`, `spec` that of each group, `media`
+    vLLM's MultiModalConfig of an engine without prefix caching."""
     specs = spec if isinstance(spec, tuple) else (spec,)
     alone = {
         "data_parallel_index": 0, "data_parallel_rank_local": None, "data_parallel_master_ip": "127.0.0.1",
@@ -80,7 +86,10 @@ def make_half(
             lora_config=None,
             num_prefill_lookahead_tokens=lookahead,
             scheduler_config=SimpleNamespace(disable_chunked_mm_input=False),
-            model_config=SimpleNamespace(is_mm_prefix_lm=False),
+            model_config=SimpleNamespace(is_mm_prefix_lm=False, multimodal_config=media),
+            cache_config=SimpleNamespace(enable_prefix_caching=False),
+            ec_transfer_config=None,
+            speculative_config=None,
         ),
         SimpleNamespace(
             transfer_group_ids=tuple(range(len(specs))),

@@ -20,7 +20,8 @@ MAX_WAITING_BYTES = 256 * 1024 * 1024
 """Of the block tables of all registrations; a request of a million tokens has some 256 KiB."""
 ALIKE = (
     "the same LoRA adapter, if any: equal files on both sides, or one id for it in adapter_ids. A chat template that "
-    "writes the date needs one time zone (TZ) on all instances, gpt-oss one VLLM_SYSTEM_START_DATE"
+    "writes the date needs one time zone (TZ) on all instances, gpt-oss one VLLM_SYSTEM_START_DATE. Media "
+    "need one --mm-hasher-algorithm, and vLLM's caches for them or prefixes on both sides or on neither"
 )
 """What both legs of a request need besides, to have one prompt."""
 

@@ -15,6 +15,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.compat.blocks import media_names
 from vllm_pd_connector.compat.conversations import is_text, known_tokens, prefix_digests, steps_beyond
 from vllm_pd_connector.compat.model import facts
 from vllm_pd_connector.compat.model.caches import group_block_tokens, group_kinds, group_windows
@@ -50,7 +51,7 @@ class Lending:
         self.counted: Counter[str] = Counter()
         self._said: set[str] = set()
         self._share = config.conversation_share
-        self._adapter_of = adapters.name_of
+        self._names = adapters.name_of, media_names(vllm_config)
         self._states = state_groups(kv_cache_config)
         self._block_tokens = group_block_tokens(
             kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size
@@ -99,7 +100,7 @@ class Lending:
         for kind, window, tokens, table in zip(self._kinds, self._windows, self._block_tokens, tables, strict=True):
             least = max(least, prefix_behind(kind, window, table.begin * tokens))
         lengths = prefix_lengths(least, num_tokens, also=request.num_prompt_tokens)
-        return tuple(zip(lengths, prefix_digests(request, lengths, self._adapter_of), strict=True))
+        return tuple(zip(lengths, prefix_digests(request, lengths, *self._names), strict=True))
 
     def blocks_for(self, request: Request) -> int:
         """Blocks that a new request's prompt takes, at most; 0 where nothing is kept that could be given for it."""
