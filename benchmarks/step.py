@@ -134,7 +134,7 @@ def connector(role: KVConnectorRole, kv_role: str, settings: dict[str, Any]) -> 
     sizes = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"), 1)
     place = {"data_parallel_index": 0, "data_parallel_rank_local": None, "data_parallel_master_ip": "127.0.0.1"}
     parallel = SimpleNamespace(local_engines_only=False, **place, **sizes)
-    model = SimpleNamespace(enable_sleep_mode=False, is_mm_prefix_lm=False)
+    model = SimpleNamespace(enable_sleep_mode=False, is_mm_prefix_lm=False, is_diffusion=False, multimodal_config=None)
     scheduling = SimpleNamespace(disable_chunked_mm_input=False)
     others = {"num_prefill_lookahead_tokens": 0, "lora_config": None, "scheduler_config": scheduling}
     config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, model_config=model, **others)
@@ -157,6 +157,7 @@ def request(number: int, params: dict[str, Any], **changes: Any) -> Any:
         "lora_request": None,
         "max_tokens": 9,
         "abort_immediately": False,
+        "resumable": False,
         "trace_headers": None,
         "get_skip_reading_prefix_cache": lambda: False,
     }

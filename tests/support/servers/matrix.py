@@ -228,9 +228,7 @@ MOONCAKE_ROWS: list[Row] = [
     Row("kimi", prefix_caching=MODELS["kimi"].prefix_caching, mode="push", transport="mooncake"),
     Row("gqa6", 3, 2, p_block=64, d_block=32, chunked=True, mode="push", transport="mooncake"),
 ]
-"""Every kind of cache and of plan once: no transport knows what it moves, the conformance suite has the rest. The last
-has five workers on two cores, where pushes failed at their deadlines while those that waited polled."""
-
+"""Every kind of cache and of plan once, as no transport knows what it moves; last: five workers on two cores."""
 
 PUSHED_UNEQUAL_ROWS: list[Row] = [
     Row("gqa", p_block=128, d_block=32),
