@@ -1,0 +1,32 @@
+"""Benchmarks without servers still run: what they build of an engine has to say what the connector asks of vLLM's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SHORT = {
+    "step": ("--reps", "20"),
+    "long_prompts": ("--tokens", "4096", "--transports", "nixl", "--pairs", "blocks of 128"),
+}
+"""Options with which each is over in seconds."""
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_benchmark_runs_and_writes_its_rows(name: str, tmp_path: Path) -> None:
+    into = tmp_path / f"{name}.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *SHORT[name], "--json", str(into)]
+    of_checkout = os.environ | {"PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=of_checkout, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    rows = json.loads(into.read_text())["rows"]
+    assert rows and all(row[key] >= 0 for row in rows for key in row if key.endswith(("_us", "_ms")))
