@@ -51,7 +51,7 @@ def test_what_follows_a_slice_is_made_when_it_is_asked_for(monkeypatch: pytest.M
     blocks = [table(*range(2 * BLOCKS, 0, -2))]
     for number, runs in enumerate(Slices.of(pair(alike, blocks, blocks, 0, 4 * BLOCKS)), start=1):
         assert len(made) == number and len(runs) == made[-1]
-    assert len(made) > 5
+    assert len(made) > 5 and not Slices.of(pair(alike, blocks, blocks, 0, 4 * BLOCKS)).single
 
 
 def test_consecutive_pages_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +67,6 @@ def test_a_short_request_is_one_slice_and_nothing_is_none() -> None:
     twice = pair(plain, [table(1)], [table(2)], 0, 4) + pair(plain, [table(2)], [table(3)], 0, 4)
     short = Slices.of(twice)
     [runs] = short
-    assert short and len(short.paired) == 2 and len(runs) == 2 * LAYERS == len(runs_of(twice))
+    assert short and short.single and len(short.paired) == 2 and len(runs) == 2 * LAYERS == len(runs_of(twice))
     nothing = Slices.of(pair(plain, [table(1)], [table(2)], 4, 4))
-    assert not nothing and list(nothing) == [] and not len(runs_of(nothing.paired))
+    assert not nothing and not nothing.single and list(nothing) == [] and not len(runs_of(nothing.paired))

@@ -285,7 +285,7 @@ def step(half: SchedulerHalf) -> StepMetadata:
 def producer() -> tuple[SchedulerHalf, Any, Loop]:
     half, pool = make_half("kv_producer", kv_lease_duration=600.0)
     loop = hold_steps(half)
-    half.producer._ended = half.hold.ask
+    half.producer._ended = half.hold.ask_soon
     half.serve([b"manifest"], [TOKEN])
     return half, pool, loop
 

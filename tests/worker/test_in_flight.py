@@ -161,6 +161,21 @@ def test_what_was_over_when_it_had_been_posted_is_looked_at_at_once(flight, tran
     assert flight.next_look(0.0, draining=False) > [0.0]
 
 
+def test_one_slice_that_is_over_when_it_was_posted_ends_its_transfer_in_that_turn(flight, transport):
+    """Also where the turn has no more time: the next would only find that out."""
+    transport.parts, transport.ends[0] = 0, TransferStatus.DONE
+    flight.start(0, NOTHING, Sliced((NOTHING,), single=True))
+    assert list(flight.poll(0.0, -math.inf)) == [(TransferDone(0), None)]
+    assert not flight.transfers and flight.moved.runs == 1
+
+
+def test_one_slice_that_failed_when_it_was_posted_ends_its_transfer_in_that_turn(flight, transport):
+    transport.parts, transport.ends[0] = 0, TransferError("gone")
+    flight.start(0, NOTHING, Sliced((NOTHING,), single=True))
+    [(end, blame)] = flight.poll(0.0, -math.inf)
+    assert isinstance(end, TransferFailed) and end.terminal and blame is transport.ends[0]
+
+
 def test_no_slice_is_begun_while_the_transport_wants_time_for_the_last(flight, transport):
     look = begin(flight, 3)
     look(0.0)

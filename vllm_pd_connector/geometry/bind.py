@@ -223,19 +223,15 @@ def _token_spans(
     destination, destination_absent = pages_of(b, ours, first)
     if pairing.kind is GroupKind.FULL:  # a windowed table may begin late or with null blocks
         _refuse_any("destination", b, ours, first, destination_absent)
+    from_, to = local_position(a.share, first) % a.page_tokens, local_position(b.share, first) % b.page_tokens
+    spans = Spans(source, destination, from_, to, tokens)
+    if not (source_absent | destination_absent).any():
+        return spans
     lacking = source_absent & ~destination_absent
     spared = lacking & (first + tokens <= needed)
     _refuse_any("source", a, theirs, first, lacking & ~spared)
-    left_out = destination_absent | spared
-    present = slice(None) if not left_out.any() else ~left_out
-    return Spans(
-        source[present],
-        destination[present],
-        (local_position(a.share, first) % a.page_tokens)[present],
-        (local_position(b.share, first) % b.page_tokens)[present],
-        tokens[present],
-        int((first + tokens)[spared].max(initial=0)),
-    )
+    present = np.flatnonzero(~(destination_absent | spared))
+    return spans.take(present, first_valid_token=int((first + tokens)[spared].max(initial=0)))
 
 
 def block_tokens(paging: Paging) -> int:
@@ -257,15 +253,20 @@ def _refuse_beyond(side: str, paging: Paging, table: BlockTable, start: int, sto
 
 def pages_of(paging: Paging, table: BlockTable, tokens: Addresses) -> tuple[Addresses, NDArray[np.bool_]]:
     """Pages that hold these token positions, and where there is none (the page is then meaningless). All of them are
-    positions that this side's share holds."""
+    positions that this side's share holds, in order."""
     page = local_position(paging.share, tokens) // paging.page_tokens
     block = page // paging.pages_per_block
     entry, ids = block - table.first_block, table.ids
-    outside = (entry < 0) | (entry >= len(ids))
-    if outside.all():
-        return np.zeros_like(page), outside
-    ids = ids.take(np.where(outside, 0, entry) if outside.any() else entry)
-    return (ids - block) * paging.pages_per_block + page, outside | (ids == NULL_BLOCK)
+    if not len(entry) or (entry.item(0) >= 0 and entry.item(-1) < len(ids)):  # they are in order
+        ids = ids.take(entry)
+        absent = ids == NULL_BLOCK
+    else:
+        absent = (entry < 0) | (entry >= len(ids))
+        if absent.all():
+            return np.zeros_like(page), absent
+        ids = ids.take(np.where(absent, 0, entry))
+        absent |= ids == NULL_BLOCK
+    return (ids - block) * paging.pages_per_block + page, absent
 
 
 def _refuse_any(side: str, paging: Paging, table: BlockTable, tokens: Addresses, missing: NDArray[np.bool_]) -> None:

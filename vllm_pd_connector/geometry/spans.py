@@ -50,6 +50,11 @@ class Spans:
     tokens: Addresses
     first_valid_token: int = 0
 
+    @property
+    def kind(self) -> tuple[Addresses, Addresses, Addresses]:
+        """Spans with the same offsets and number of tokens have the same runs, but for the pages."""
+        return self.source_token, self.destination_token, self.tokens
+
     def part(self, first: int, stop: int) -> Spans:
         """The spans [first, stop), as views."""
         return Spans(
@@ -60,28 +65,43 @@ class Spans:
             self.tokens[first:stop],
         )
 
+    def take(self, index: NDArray[np.intp], first_valid_token: int) -> Spans:
+        """The spans at an array of indices, in its order."""
+        return Spans(
+            self.source_page[index],
+            self.destination_page[index],
+            self.source_token[index],
+            self.destination_token[index],
+            self.tokens[index],
+            first_valid_token,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Slices:
     """The runs of paired spans, each of which has at least one; iterating makes them, up to about SLICE_RUNS at a time.
+    `single`: they are few, and one slice.
 
     Raises:
         BindError: more runs than can be moved.
     """
 
     paired: tuple[tuple[PagePairing, Spans], ...]
+    single: bool = False
 
     @classmethod
     def of(cls, paired: Iterable[tuple[PagePairing, Spans]]) -> Slices:
         some = tuple((pairing, spans) for pairing, spans in paired if len(spans.tokens))
-        for pairing, spans in some:
-            _require_few(pairing, _fullest(pairing, spans), len(spans.tokens))
-        return cls(some)
+        most = sum(_most_runs(pairing, _fullest(pairing, spans), len(spans.tokens)) for pairing, spans in some)
+        return cls(some, single=0 < most <= SLICE_RUNS // 2)
 
     def __bool__(self) -> bool:
         return bool(self.paired)
 
     def __iter__(self) -> Iterator[Runs]:
+        if self.single:
+            yield concatenate(_runs(pairing, spans) for pairing, spans in self.paired)
+            return
         parts: list[Runs] = []
         for pairing, spans in self.paired:
             for some in _portions(pairing, spans):
@@ -114,8 +134,8 @@ def _fullest(pairing: PagePairing, spans: Spans) -> tuple[int, int, int]:
     return int(spans.source_token[at]), int(spans.destination_token[at]), int(spans.tokens[at])
 
 
-def _require_few(pairing: PagePairing, kind: tuple[int, int, int], spans: int) -> None:
-    """Refuse more runs than can be moved, before any list of them is made."""
+def _most_runs(pairing: PagePairing, kind: tuple[int, int, int], spans: int) -> int:
+    """About how many runs come of these spans at most. Refuses more than can be moved, before any list is made."""
     runs = row_count(pairing, kind[2])
     if runs <= MAX_RUNS:
         runs = len(pattern(pairing, *kind)) * spans
@@ -125,6 +145,7 @@ def _require_few(pairing: PagePairing, kind: tuple[int, int, int], spans: int) -
             f"{runs} runs for one request, at most {MAX_RUNS} can be moved; start both sides with the same layout and "
             "block size, or with staging_bytes in which they are converted"
         )
+    return runs
 
 
 def _portions(pairing: PagePairing, spans: Spans) -> Iterator[Spans]:
@@ -145,25 +166,33 @@ def _runs(pairing: PagePairing, spans: Spans) -> Runs:
     A run of one span can only continue in the next span. Between spans of one kind it does so by filling its page on
     both sides, which `_stretches` sees from the page numbers; only runs next to a change of kind need comparing.
     """
-    kinds = np.stack((spans.source_token, spans.destination_token, spans.tokens))
-    if pairing.whole:
-        kinds = np.broadcast_to(np.array([[0], [0], [1]], dtype=np.int64), kinds.shape)
-    change = (kinds[:, 1:] != kinds[:, :-1]).any(axis=0)
+    source, destination = spans.source_page, spans.destination_page
+    one = np.ones(len(source), dtype=np.int64)
+    change = None if pairing.whole or len(source) == 1 else _changes(spans)
+    if change is None or not change.any():  # as of most requests, and of short ones every call of numpy counts
+        kind = (0, 0, 1) if pairing.whole else (part.item(0) for part in spans.kind)
+        pages = _Stretches(source, destination, one, np.zeros(len(source), dtype=np.bool_))
+        return concatenate(_spread(pairing, *rows) for rows in _rows(pairing, pattern(pairing, *kind), pages))
     changing = np.append(change, False) | np.insert(change, 0, False)
+    kinds = np.stack(spans.kind)
     apart: list[Runs] = []
     touching: list[Runs] = []
-    first = kinds[:, np.insert(change, 0, True)]
-    for source_token, destination_token, tokens in dict.fromkeys(zip(*first.tolist(), strict=True)):
-        alike = (kinds == [[source_token], [destination_token], [tokens]]).all(axis=0)
-        runs = pattern(pairing, source_token, destination_token, tokens)
-        dense = _fills_pages(pairing, runs)
-        count = np.ones(np.count_nonzero(alike), dtype=np.int64)
-        single = _Stretches(spans.source_page[alike], spans.destination_page[alike], count, changing[alike])
-        for rows, stretches in ((dense, _stretches(single)), (~dense, single)):
+    for kind in dict.fromkeys(zip(*kinds[:, np.insert(change, 0, True)].tolist(), strict=True)):
+        alike = np.flatnonzero((kinds == np.array(kind)[:, None]).all(axis=0))
+        pages = _Stretches(source, destination, one, changing).take(alike)
+        for rows, stretches in _rows(pairing, pattern(pairing, *kind), pages):
             for chosen, out in ((~stretches.changing, apart), (stretches.changing, touching)):
-                if rows.any() and chosen.any():
-                    out.append(_spread(pairing, runs, rows, stretches, chosen))
+                if chosen.any():
+                    out.append(_spread(pairing, rows, stretches.take(np.flatnonzero(chosen))))
     return concatenate([*apart, join(touching)] if touching else apart)
+
+
+def _changes(spans: Spans) -> NDArray[np.bool_]:
+    """Which spans but the first are of another kind than the one before."""
+    change = np.zeros(len(spans.tokens) - 1, dtype=np.bool_)
+    for part in spans.kind:
+        change |= part[1:] != part[:-1]
+    return change
 
 
 def _fills_pages(pairing: PagePairing, rows: Runs) -> NDArray[np.bool_]:
@@ -189,23 +218,33 @@ class _Stretches:
     count: Addresses
     changing: NDArray[np.bool_]
 
+    def take(self, index: NDArray[np.intp]) -> _Stretches:
+        return _Stretches(self.source[index], self.destination[index], self.count[index], self.changing[index])
+
+
+def _rows(pairing: PagePairing, runs: Runs, pages: _Stretches) -> list[tuple[Runs, _Stretches]]:
+    """The rows of a pattern, and single pages, or stretches of them for those that fill a page."""
+    dense = _fills_pages(pairing, runs)
+    fill = np.count_nonzero(dense)
+    if fill == len(runs):
+        return [(runs, _stretches(pages))]
+    rest = runs.take(np.flatnonzero(~dense)), pages
+    return [rest] if not fill else [(runs.take(np.flatnonzero(dense)), _stretches(pages)), rest]
+
 
 def _stretches(pages: _Stretches) -> _Stretches:
-    broken = _broken(pages.source, pages.destination)
-    first = np.concatenate(([0], np.flatnonzero(broken) + 1))
+    if len(pages.source) == 1:
+        return pages
+    first = np.flatnonzero(np.insert(_broken(pages.source, pages.destination), 0, True))
     count = np.diff(np.append(first, len(pages.source)))
     changing = np.logical_or.reduceat(pages.changing, first)
     return _Stretches(pages.source[first], pages.destination[first], count, changing)
 
 
-def _spread(
-    pairing: PagePairing, runs: Runs, rows: NDArray[np.bool_], stretches: _Stretches, chosen: NDArray[np.bool_]
-) -> Runs:
-    """Chosen rows of a pattern at chosen stretches of pages, with the stretches as the fast axis."""
-    source = stretches.source[chosen] * pairing.source.page_stride
-    destination = stretches.destination[chosen] * pairing.destination.page_stride
+def _spread(pairing: PagePairing, runs: Runs, stretches: _Stretches) -> Runs:
+    """The rows of a pattern at stretches of pages, with the stretches as the fast axis."""
     return Runs(
-        np.add.outer(runs.source[rows], source).ravel(),
-        np.add.outer(runs.destination[rows], destination).ravel(),
-        np.multiply.outer(runs.length[rows], stretches.count[chosen]).ravel(),
+        np.add.outer(runs.source, stretches.source * pairing.source.page_stride).ravel(),
+        np.add.outer(runs.destination, stretches.destination * pairing.destination.page_stride).ravel(),
+        np.multiply.outer(runs.length, stretches.count).ravel(),
     )

@@ -74,7 +74,7 @@ class SchedulerHalf:
         self.hold = StepHold(loop, self._num_waiting, lambda *load: self.consumer.loads(*load), self._received)
         self.beside = Beside()
         self.epochs = Epochs(config.adapter_ids, vllm_config.lora_config, lambda: self.beside.any)
-        self.producer = Producer(config, vllm_config, kv_cache_config, self.epochs, ended=self.hold.ask)
+        self.producer = Producer(config, vllm_config, kv_cache_config, self.epochs, ended=self.hold.ask_soon)
         self.consumer = Consumer(config, vllm_config, kv_cache_config, self.epochs, self.hold.ask)
         loads = config.conversations or self.consumer.sources.loads
         self.operations = Operations(self.epochs, self.producer, self.consumer, lambda: self._quarantine, loads=loads)

@@ -53,7 +53,7 @@ class Producer:
 
     Args:
         epochs: of the weights that prefills are computed with.
-        ended: called, from the server's thread, when blocks are to be given back; the engine may be idle.
+        ended: called when blocks are to be given back, and the engine may be idle; see `SideChannelServer`, `freed`.
 
     Raises:
         InvalidConfig: keys that cannot be used, or an address that unauthenticated peers reach and no keys.
@@ -65,7 +65,7 @@ class Producer:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         epochs: Epochs,
-        ended: Callable[[], None] = lambda: None,
+        ended: Callable[[], float] = lambda: 0.0,
     ):
         parallel = vllm_config.parallel_config
         self._config = config

@@ -13,12 +13,15 @@ vLLM is told before the next one, which computes its request. What the workers r
 have rung and others have not, the engine waits for them for PARTS_S, instead of asking all.
 
 The other way round, an idle engine takes no step, but what has ended meanwhile (a lease, a quarantine) must be given
-back and told: `ask` makes it take one.
+back and told: `ask` makes it take one. For leases of which nobody waits for the blocks that is put off for GATHER_S
+(`ask_soon`): one step serves all that end meanwhile, and it does not take the processor, where that is shared, from a
+decode instance that has just read and now computes.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.protocol.wire.fields import NONCE_BYTES
@@ -33,10 +36,11 @@ LONGEST_S = 1.0
 """vLLM tells its own figures of an instance (requests waiting, cache in use) with its steps."""
 SHORT_S = 0.002
 PARTS_S = 0.001
+GATHER_S = 0.02
 
 
 class StepHold:
-    """See the module. `ask` may be called from any thread, the rest from the engine core's.
+    """See the module. `ask` may be called from any thread, `ask_soon` from one, the rest from the engine core's.
 
     Args:
         loop: of the engine that steps; None: it steps as it likes.
@@ -58,6 +62,7 @@ class StepHold:
         self._received = received
         self._changed = threading.Condition()
         self._asked = False
+        self._waits, self._gathers_until = False, 0.0
         self._due = 0
         self._holds = False
         self._workers: frozenset[bytes] = frozenset()
@@ -94,6 +99,16 @@ class StepHold:
         if not again:
             self._loop.wake()
 
+    def ask_soon(self) -> float:
+        """As `ask`: at once where a request waited in the last step, else in the call that comes GATHER_S behind the
+        first one since that step. Returns in how many seconds that is due, 0.0: it has asked. For one thread."""
+        now = time.monotonic()
+        if self._loop is None or self._waits or 0 < self._gathers_until <= now:
+            self.ask()
+            return 0.0
+        self._gathers_until = self._gathers_until or now + GATHER_S
+        return self._gathers_until - now
+
     def step(self, *, computes: bool, waiting: bool) -> bool:
         """A step begins. Whether the next one may be long in coming, so that workers need not be ready for it.
 
@@ -103,6 +118,7 @@ class StepHold:
         """
         with self._changed:
             ended, self._asked = self._asked, False
+        self._waits, self._gathers_until = waiting, 0.0
         if self._loop is None:
             return False
         busy = computes or self._loop.computes()

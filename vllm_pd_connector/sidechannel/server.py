@@ -67,7 +67,8 @@ class SideChannelServer:
         engine_id, incarnation: of the engine that it serves.
         clock: seconds, monotonic.
         verifies: this instance's workers make checksums of their caches for readers that ask.
-        freed: called in the server's thread, perhaps more than once, when `take_freed` has something to give.
+        freed: called in the server's thread, perhaps more than once, when `take_freed` has something to give; after how
+            many seconds it is to be called again if that was not taken, 0.0: when something else happens.
         lease_limit_s: the longest life of a lease.
         keys: talk only to clients with a key in their directory, and encrypt; None: to everybody.
 
@@ -84,7 +85,7 @@ class SideChannelServer:
         clock: Callable[[], float] = time.monotonic,
         keys: Keys | None = None,
         verifies: bool = False,
-        freed: Callable[[], None] = lambda: None,
+        freed: Callable[[], float] = lambda: 0.0,
         lease_limit_s: float = math.inf,
     ) -> None:
         self._engine_id = engine_id
@@ -101,6 +102,7 @@ class SideChannelServer:
         self._verifies = verifies
         self._keyed = keys is not None
         self._tell_freed = freed
+        self._tell_at = math.inf
         self._verification: Verification[Ticket] = Verification(0)
         self._counts: Counter[str] = Counter()
         self._due: list[tuple[Ticket, m.Reply]] = []  # to others than the client that is being answered
@@ -228,8 +230,8 @@ class SideChannelServer:
                     self._freed += self.pushes.settle(self._clock())
                     answers, self._due = self._due + self.pushes.take_replies(), []
                     freed, self._news = bool(self._freed), True
-                if freed:
-                    self._tell_freed()
+                again = self._tell_freed() if freed else 0.0
+                self._tell_at = self._clock() + again if again else math.inf
                 for (client, seq), reply in answers:
                     self._send(client, seq, reply)
             except Exception as error:  # the thread outlives whatever this was; the pause keeps it from spinning
@@ -246,10 +248,9 @@ class SideChannelServer:
 
     def _sleep_ms(self) -> int:
         with self._lock:
-            moments = [self._leases.next_deadline(), self.pushes.next_deadline()]
-        deadline = min((moment for moment in moments if moment is not None), default=None)
-        seconds = _LONGEST_SLEEP_S if deadline is None else min(_LONGEST_SLEEP_S, deadline - self._clock())
-        return max(0, math.ceil(seconds * 1000))
+            moments = [self._leases.next_deadline(), self.pushes.next_deadline(), self._tell_at]
+        deadline = min(moment for moment in moments if moment is not None)
+        return max(0, math.ceil(min(_LONGEST_SLEEP_S, deadline - self._clock()) * 1000))
 
     def _serve_batch(self) -> None:
         for _ in range(_BATCH):

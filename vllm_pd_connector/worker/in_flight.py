@@ -62,12 +62,13 @@ class _Slice:
 @dataclass(eq=False, slots=True)
 class _Direct:
     """A direct transfer. `rest` are the slices that were not begun, None when no other will be; of these the next is
-    `made` already where that took the rest of a turn. `posting`: one that was begun wants time of this thread.
-    `failure` is the first reason why it failed; `blamed`: a slice's error was told; `stuck`: one failed and may still
-    write."""
+    `made` already where that took the rest of a turn; `single`: there is one in all. `posting`: one that was begun
+    wants time of this thread. `failure` is the first reason why it failed; `blamed`: a slice's error was told; `stuck`:
+    one failed and may still write."""
 
     peer: TransportPeer
     rest: Iterator[Runs] | None
+    single: bool = False
     made: Runs | None = None
     running: list[_Slice] = field(default_factory=list)
     posting: bool = False
@@ -134,7 +135,7 @@ class InFlight:
                 watch.look(time.monotonic())
             if isinstance(work, Slices):
                 self.posted_at = self.moved_at = time.monotonic()
-                self.transfers[index] = _Direct(peer, iter(work))
+                self.transfers[index] = _Direct(peer, iter(work), work.single)
             else:
                 self.stager.start(self.owner, index, self.link, peer, work, watch)
                 self.staged.add(index)
@@ -189,17 +190,23 @@ class InFlight:
         for number, slice_ in enumerate(list(direct.running)):
             if number and time.monotonic() >= until:
                 break
-            try:
-                slice_.looked_at = True
-                status = self.transport.poll(slice_.transfer)
-                direct.posting |= status is TransferStatus.POSTING
-                if status is not TransferStatus.DONE:
-                    continue
-            except Exception as error:
-                # At once, and of all slices before one is told: by that it is decided whether the blocks are kept.
-                errors.append(direct.fail(_of_transport(error)))
-            direct.running.remove(slice_)
-            self.over += slice_.parts + 1
+            errors += self._look_at(direct, slice_)
+        return errors
+
+    def _look_at(self, direct: _Direct, slice_: _Slice) -> list[TransferError]:
+        """Take a slice out if it has ended; what failed of it."""
+        errors = []
+        try:
+            slice_.looked_at = True
+            status = self.transport.poll(slice_.transfer)
+            direct.posting |= status is TransferStatus.POSTING
+            if status is not TransferStatus.DONE:
+                return []
+        except Exception as error:
+            # At once, and of all slices before one is told: by that it is decided whether the blocks are kept.
+            errors.append(direct.fail(_of_transport(error)))
+        direct.running.remove(slice_)
+        self.over += slice_.parts + 1
         return errors
 
     def _begin_slice(self, direct: _Direct, until: float) -> list[TransferError]:
@@ -214,12 +221,14 @@ class InFlight:
             return []
         try:
             transfer = (self.transport.write if self.writes else self.transport.read)(direct.peer, runs)
-            direct.running.append(_Slice(transfer, transfer.left))
+            slice_ = _Slice(transfer, transfer.left)
+            direct.running.append(slice_)
             self.moved += Moved(runs.total_bytes, len(runs), transfer.descriptors)
         except Exception as error:
             return [direct.fail(_of_transport(error))]
         self.posting_s += time.monotonic() - began
-        return []
+        # Over already, as on one host: what follows need not wait for the next turn.
+        return [] if transfer.left else self._look_at(direct, slice_)
 
     def _next_slice(self, direct: _Direct, began: float, until: float) -> Runs | None:
         """The next slice, if there is one and its making did not take the rest of a turn that began then."""
@@ -231,6 +240,8 @@ class InFlight:
             elif (now := time.monotonic()) >= until and now - began > _LONG_S:
                 return None
         runs, direct.made = direct.made, None
+        if direct.single:
+            direct.rest = None
         return runs
 
     def staged_ended(self, stream: Stream, error: TransferError | None) -> TransferEnd:

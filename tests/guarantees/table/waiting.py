@@ -88,7 +88,12 @@ GUARANTEES = [
     ),
     Guarantee(
         "an idle engine gives back the blocks of leases that ended",
-        "SideChannelServer", "                    self._tell_freed()", "                    pass",
+        "SideChannelServer", "self._tell_freed() if freed else 0.0", "0.0",
+        "test_an_idle_engine_is_asked_to_give_back_what_was_read",
+    ),
+    Guarantee(
+        "what nobody waits for is given back later, and not never",
+        "StepHold", " or 0 < self._gathers_until <= now", "",
         "test_an_idle_engine_is_asked_to_give_back_what_was_read",
     ),
     Guarantee(

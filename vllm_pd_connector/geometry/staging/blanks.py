@@ -65,6 +65,8 @@ def _of_family(family: PagePairing, table: BlockTable, start: int, stop: int) ->
 
 def _between(family: PagePairing, table: BlockTable, low: int, high: int) -> Iterator[Copy]:
     """The slots of tokens [low, high)."""
+    if low >= high:  # as mostly: and without a pass of numpy over nothing, just before a request is reported
+        return
     paging = family.destination
     page, share = paging.page_tokens, paging.share
     first, tokens = cut(low, high, (family.source.share, page), (share, page))

@@ -1,0 +1,44 @@
+"""What ended in an idle engine: when it is asked to take that up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.scheduler.loops import Loop, made, take_step
+from vllm_pd_connector.scheduler import step_hold as hold_module
+from vllm_pd_connector.scheduler.step_hold import GATHER_S, StepHold
+
+
+@pytest.fixture
+def loop() -> Loop:
+    return Loop()
+
+
+@pytest.fixture
+def hold(loop: Loop) -> Iterator[StepHold]:
+    made_hold = made(loop)
+    yield made_hold
+    made_hold.close()
+
+
+def test_what_ends_in_an_idle_engine_is_gathered_for_one_step(
+    hold: StepHold, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(hold_module, "time", SimpleNamespace(monotonic=lambda: now))
+    take_step(hold, waiting=False)
+    assert hold.ask_soon() == pytest.approx(GATHER_S) and not hold.asked
+    now += GATHER_S / 4
+    assert hold.ask_soon() == pytest.approx(GATHER_S * 3 / 4), "it is not put off again by what ends next"
+    now += GATHER_S
+    assert hold.ask_soon() == 0.0 and hold.asked and loop._queue.qsize() == 1
+    take_step(hold, waiting=False)
+    assert hold.ask_soon() == pytest.approx(GATHER_S), "what ended before was taken by a step"
+
+
+def test_what_a_request_may_wait_for_is_given_back_at_once(hold: StepHold) -> None:
+    take_step(hold)
+    assert hold.ask_soon() == 0.0 and hold.asked
