@@ -102,12 +102,14 @@ class StepHold:
     def ask_soon(self) -> float:
         """As `ask`: at once where a request waited in the last step, else in the call that comes GATHER_S behind the
         first one since that step. Returns in how many seconds that is due, 0.0: it has asked. For one thread."""
-        now = time.monotonic()
-        if self._loop is None or self._waits or 0 < self._gathers_until <= now:
-            self.ask()
-            return 0.0
-        self._gathers_until = self._gathers_until or now + GATHER_S
-        return self._gathers_until - now
+        with self._changed:
+            now = time.monotonic()
+            until = self._gathers_until or now + GATHER_S
+            if self._loop is not None and not self._waits and now < until:
+                self._gathers_until = until
+                return until - now
+        self.ask()
+        return 0.0
 
     def step(self, *, computes: bool, waiting: bool) -> bool:
         """A step begins. Whether the next one may be long in coming, so that workers need not be ready for it.
@@ -117,8 +119,9 @@ class StepHold:
             waiting: there are requests that wait for their caches, or for leases to end.
         """
         with self._changed:
-            ended, self._asked = self._asked, False
-        self._waits, self._gathers_until = waiting, 0.0
+            # What was put off is given back in this step, too late for a request that was looked at before.
+            ended, self._asked = self._asked or self._gathers_until > 0, False
+            self._waits, self._gathers_until = waiting, 0.0
         if self._loop is None:
             return False
         busy = computes or self._loop.computes()

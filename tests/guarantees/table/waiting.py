@@ -93,8 +93,13 @@ GUARANTEES = [
     ),
     Guarantee(
         "what nobody waits for is given back later, and not never",
-        "StepHold", " or 0 < self._gathers_until <= now", "",
+        "StepHold", " and now < until", "",
         "test_an_idle_engine_is_asked_to_give_back_what_was_read",
+    ),
+    Guarantee(
+        "a step that gives back what was put off is followed by one that can use it",
+        "StepHold", "self._asked or self._gathers_until > 0, False", "self._asked, False",
+        "test_a_step_that_gives_back_what_was_put_off_is_not_held",
     ),
     Guarantee(
         "who wakes a thread that takes the event back is heard",
