@@ -8,8 +8,10 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 
 from tests.support.scheduler.halves import ended_halves, make_half, serving_half
+from tests.support.scheduler.loops import Loop, made
 from tests.support.scheduler.push_halves import Prefill
 from vllm_pd_connector.scheduler.half import SchedulerHalf
+from vllm_pd_connector.scheduler.step_hold import StepHold
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +29,19 @@ def producer() -> SchedulerHalf:
 @pytest.fixture
 def consumer() -> tuple[SchedulerHalf, BlockPool]:
     return make_half("kv_consumer")
+
+
+@pytest.fixture
+def loop() -> Loop:
+    return Loop()
+
+
+@pytest.fixture
+def hold(loop: Loop) -> Iterator[StepHold]:
+    """Of the steps of an engine with that loop."""
+    made_hold = made(loop)
+    yield made_hold
+    made_hold.close()
 
 
 @pytest.fixture

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
-from tests.support.scheduler.loops import Loop, made, take_step
+from tests.support.scheduler.loops import Loop, take_step
 from vllm_pd_connector.scheduler import step_hold as hold_module
 from vllm_pd_connector.scheduler.step_hold import GATHER_S, LONGEST_S, StepHold
-
-
-@pytest.fixture
-def loop() -> Loop:
-    return Loop()
-
-
-@pytest.fixture
-def hold(loop: Loop) -> Iterator[StepHold]:
-    made_hold = made(loop)
-    yield made_hold
-    made_hold.close()
 
 
 def test_what_ends_in_an_idle_engine_is_gathered_for_one_step(

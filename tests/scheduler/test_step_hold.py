@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -31,18 +31,6 @@ LOOKED_UP = {
     **{"do_remote_prefill": True, "do_remote_decode": False},
     **{"remote_bootstrap_addr": "http://127.0.0.1:9", "remote_engine_id": "p", "transfer_id": "t-1"},
 }
-
-
-@pytest.fixture
-def loop() -> Loop:
-    return Loop()
-
-
-@pytest.fixture
-def hold(loop: Loop) -> Iterator[StepHold]:
-    made_hold = made(loop)
-    yield made_hold
-    made_hold.close()
 
 
 def test_a_step_in_which_only_caches_are_waited_for_is_held(hold: StepHold, loop: Loop) -> None:
