@@ -4,11 +4,12 @@
 
 Two processes on one host (loopback: one), scattered runs that nothing can merge. For each point, in one round one after
 another: the transport as the connector uses it (the port, polled as often as the transfer loop does), the library alone
-given the same descriptors (`bare`), and a plain copy of the same bytes inside one process. Best of several rounds
-(more where they are short): what else runs on the machine only adds. Writes JSON, a table in Markdown and a plot.
+given the same descriptors (`bare`), and a plain copy of the same bytes inside one process. Medians over several rounds
+(more where they are short), and the ratio of the best ones beside theirs: with two processes on two cores, over TCP, a
+library's best round is half as long as its median. Writes JSON, a table in Markdown and a plot.
 
 - bare NIXL: one request with all descriptors through the bindings, asked for its state every 0.1 ms.
-- bare Mooncake: its blocking batched calls, 1000 descriptors each.
+- bare Mooncake: its blocking batched calls, 1000 descriptors each, which wait without sleeping.
 - bare loopback is the plain copy.
 """
 
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from report import markdown
 
 from vllm_pd_connector.geometry.manifest import Segment
@@ -50,7 +52,7 @@ SERVES = {"read": False, "write": True}
 prefill instance that writes is read from by others."""
 
 SHORT_S, SHORT_ROUNDS = 1.0, 12
-"""Rounds that are over in less than this together are made so many times: of a few short ones the best is chance."""
+"""Rounds that are over in less than this together are made so many times."""
 
 GOAL, GOAL_MESSAGE, SHORT_GOAL, GOAL_RUN_BYTES = 0.95, 4 * MIB, 0.85, 64 * KIB
 LOCAL = {"protocol": "tcp", "address": "127.0.0.1"}
@@ -64,7 +66,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """GB/s (1e9 bytes) of one message; `ratio` is connector / bare."""
+    """GB/s (1e9 bytes) of one message, medians; `ratio` is connector / bare, `best` the same of their best rounds."""
 
     transport: str
     operation: str
@@ -74,6 +76,7 @@ class Point:
     bare: float
     copy: float
     ratio: float
+    best: float
 
 
 class Memory:
@@ -245,30 +248,30 @@ class Pair:
             transport.close()
 
 
-def plain_copy(runs: Runs, here: Memory, there: Memory, ours_first: int, theirs_first: int) -> None:
-    """The same bytes from one memory of this process to another."""
-    sources, destinations = runs.source - theirs_first, runs.destination - ours_first
-    from_, to = there.segment.address, here.segment.address
-    for source, destination, length in zip(sources.tolist(), destinations.tolist(), runs.length.tolist(), strict=True):
-        ctypes.memmove(to + destination, from_ + source, length)
+def plain_copy(runs: Runs, source: int, destination: int) -> None:
+    """The same bytes inside this process: addresses moved by so much."""
+    starts, ends = (runs.source + source).tolist(), (runs.destination + destination).tolist()
+    for start, end, length in zip(starts, ends, runs.length.tolist(), strict=True):
+        ctypes.memmove(end, start, length)
 
 
-def best_seconds(rounds: int, actions: Sequence[Callable[[], None]]) -> list[float]:
-    """Shortest time of each action, over rounds that make each once, more of them where they are short; one more round
-    warms up.
+def seconds(rounds: int, actions: Sequence[Callable[[], None]]) -> NDArray[np.float64]:
+    """How long each action took, over rounds that make each once, more of them where they are short; one more round
+    warms up. Shape (rounds, actions).
 
-    Each round begins with another action: what ran before leaves caches that help or hinder.
+    Each round has an order of its own, by chance: what ran before leaves caches and idle cores that help or hinder.
     """
-    seconds: list[list[float]] = []
+    found: list[list[float]] = []
+    random = np.random.default_rng(0)
     until = time.perf_counter() + SHORT_S
-    while len(seconds) <= rounds or (len(seconds) <= rounds * SHORT_ROUNDS and time.perf_counter() < until):
+    while len(found) <= rounds or (len(found) <= rounds * SHORT_ROUNDS and time.perf_counter() < until):
         took = [0.0] * len(actions)
-        for j in np.roll(np.arange(len(actions)), len(seconds)).tolist():
+        for j in random.permutation(len(actions)).tolist():
             began = time.perf_counter()
             actions[j]()
             took[j] = time.perf_counter() - began
-        seconds.append(took)
-    return [min(times) for times in zip(*seconds[1:], strict=True)]
+        found.append(took)
+    return np.array(found[1:])
 
 
 def measure(pair: Pair, other: Memory, messages: Sequence[int], lengths: Sequence[int], rounds: int) -> list[Point]:
@@ -277,17 +280,19 @@ def measure(pair: Pair, other: Memory, messages: Sequence[int], lengths: Sequenc
         for length in (length for length in lengths if length <= message):
             pair.verify(message, length)
             for operation in ("read", "write"):
-                runs, pattern = pair.runs(operation, message, length), pair.runs("read", message, length)
+                runs, to_other = pair.runs(operation, message, length), other.segment.address - pair.theirs.address
+                moved = (to_other, 0) if operation == "read" else (0, to_other)
                 actions = [
                     lambda: pair.through_the_port(operation, runs),  # noqa: B023
-                    lambda: plain_copy(pattern, pair.memory, other, pair.memory.segment.address, pair.theirs.address),  # noqa: B023
+                    lambda: plain_copy(runs, *moved),  # noqa: B023
                 ]
                 if (bare := pair.bare.get(operation)) is not None:
                     actions.append(lambda: bare.move(operation, runs))  # noqa: B023
-                seconds = best_seconds(rounds, actions)
-                connector, copy, alone = (round(message / s / 1e9, 3) for s in (*seconds, seconds[1])[:3])
-                ratio = round(connector / alone, 2)
-                points.append(Point(pair.name, operation, message, length, connector, alone, copy, ratio))
+                took = seconds(rounds, actions)
+                middle, shortest = np.median(took, axis=0), took.min(axis=0)
+                connector, copy, alone = (round(message / s / 1e9, 3) for s in (*middle, middle[1])[:3])
+                ratio, best = (round(float(some[-1 if bare else 1] / some[0]), 2) for some in (middle, shortest))
+                points.append(Point(pair.name, operation, message, length, connector, alone, copy, ratio, best))
                 print(points[-1], flush=True)
     return points
 
@@ -298,9 +303,12 @@ def size(count: int) -> str:
 
 def table(points: Sequence[Point]) -> str:
     """Markdown, one line per transport, operation and message size and run length."""
-    head = ("transport", "operation", "message", "runs", "connector GB/s", "bare GB/s", "ratio", "copy GB/s")
+    head = ("transport", "operation", "message", "runs", "connector GB/s", "bare GB/s", "ratio", "of best", "copy GB/s")
     rows = [
-        (p.transport, p.operation, size(p.message_bytes), size(p.run_bytes), p.connector, p.bare, p.ratio, p.copy)
+        (
+            *(p.transport, p.operation, size(p.message_bytes), size(p.run_bytes)),
+            *(p.connector, p.bare, p.ratio, p.best, p.copy),
+        )
         for p in points
     ]
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ("---",) * len(head), *rows)) + "\n"
@@ -308,17 +316,18 @@ def table(points: Sequence[Point]) -> str:
 
 def summary(points: Sequence[Point]) -> list[dict[str, Any]]:
     """How far the goal is reached with runs of GOAL_RUN_BYTES and more, by transport, operation and message."""
-    cases: dict[tuple[str, str, int], list[float]] = {}
+    cases: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     for p in points:
         if p.run_bytes >= GOAL_RUN_BYTES:
-            cases.setdefault((p.transport, p.operation, p.message_bytes), []).append(p.ratio)
+            cases.setdefault((p.transport, p.operation, p.message_bytes), []).append((p.ratio, p.best))
     return [
         {
             "transport": transport,
             "operation": operation,
             "message": size(message),
-            "connector / bare, median": round(float(np.median(ratios)), 2),
-            "lowest": min(ratios),
+            "connector / bare, median": round(float(np.median([ratio for ratio, _ in ratios])), 2),
+            "lowest": min(ratio for ratio, _ in ratios),
+            "of the best rounds": round(float(np.median([best for _, best in ratios])), 2),
             "goal": GOAL if message >= GOAL_MESSAGE else SHORT_GOAL,
         }
         for (transport, operation, message), ratios in cases.items()

@@ -49,6 +49,22 @@ def test_what_runs_of_a_transfer_has_a_bound_whatever_a_batch_may_be(
     assert end.transport.connect(other.endpoint, other.segments).window.size == 4 * MIB
 
 
+def test_descriptors_are_short_but_where_the_call_that_posts_copies(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One alone may be a batch: such a call is short, and progress is seen over a slow network."""
+    end, other = ends
+    monkeypatch.setattr(end.transport, "_options", NixlOptions())
+    peer = end.transport.connect(other.endpoint, other.segments)
+    counts = []
+    for window, inline in ((2, True), (4, True), (16, True), (24, True), (256, True), (256, False)):
+        peer.window.size, peer.window.inline = window * MIB, inline
+        transfer = end.transport.read(peer, whole(other.address, end.address, 16 * MIB))
+        counts.append(transfer.descriptors)
+        end.finish(transfer)
+    assert counts == [16, 16, 4, 3, 2, 16]
+
+
 def test_no_more_runs_than_the_window_and_the_rest_follows(ends: tuple[End, End]) -> None:
     end, other = ends
     peer = end.transport.connect(other.endpoint, other.segments)
