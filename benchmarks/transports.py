@@ -6,7 +6,7 @@ Two processes on one host (loopback: one), scattered runs that nothing can merge
 another: the transport as the connector uses it (the port, polled as often as the transfer loop does), the library alone
 given the same descriptors (`bare`), and a plain copy of the same bytes inside one process. Medians over several rounds
 (more where they are short), and the ratio of the best ones beside theirs: with two processes on two cores, over TCP, a
-library's best round is half as long as its median. Writes JSON, a table in Markdown and a plot.
+library's best round may be half as long as its median. Writes JSON, a table in Markdown and a plot.
 
 - bare NIXL: one request with all descriptors through the bindings, asked for its state every 0.1 ms.
 - bare Mooncake: its blocking batched calls, 1000 descriptors each, which wait without sleeping.
