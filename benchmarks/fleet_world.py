@@ -153,9 +153,9 @@ class Prefill:
 class Calls:
     """`worker.rpc.PendingCalls` of one decode worker, over the clock in place of sockets."""
 
-    def __init__(self, clock: Clock, prefills: dict[str, Prefill], meter: Meter):
-        self._clock, self._prefills, self._meter = clock, prefills, meter
-        self.asked = 0
+    def __init__(self, clock: Clock, prefills: dict[str, Prefill], answers: Meter, links: Meter):
+        self._clock, self._prefills, self._answers, self._links = clock, prefills, answers, links
+        self.asked = self.linked = 0
         self._numbers = itertools.count(1)
 
     def ask(self, endpoint: str, request: m.Request, timeout_s: float, handler: Any = None) -> None:
@@ -169,13 +169,18 @@ class Calls:
         def arrive(there: Prefill = prefill) -> None:
             reply = there.answer(frame)
             if handler is not None:
-                self._clock.after(LATENCY_S, lambda: self._meter(lambda: self._deliver(reply, handler)))
+                self._clock.after(LATENCY_S, lambda: self._deliver(reply, handler))
 
         self._clock.after(LATENCY_S, arrive)
 
     def _deliver(self, frame: bytes, handler: Any) -> None:
+        began = time.thread_time()
         _, reply = m.decode_reply(frame)
         handler(reply, self._clock.now)
+        meter = self._answers
+        if isinstance(reply, m.Manifests):
+            meter, self.linked = self._links, self.linked + 1
+        meter.times.append(time.thread_time() - began)
 
 
 class Link(LoopbackTransport):
@@ -210,13 +215,13 @@ class Decode:
     def __init__(self, clock: Clock, number: int, prefills: list[Prefill], in_flight: int):
         self.clock, self.number, self.prefills, self.in_flight = clock, number, prefills, in_flight
         self.random = random.Random(number)
-        self.turns, self.work = Meter(), Meter()
+        self.turns, self.binds, self.answers, self.links = Meter(), Meter(), Meter(), Meter()
         self.memory = make_memory()
         transport = self.link = Link(clock, self.random)
         manifest = describe(f"d-{number}", secrets.token_hex(16), self.memory, transport.describe())
         transport.register(manifest.segments)
         addresses = {f"tcp://127.0.0.1:{prefill.port}": prefill for prefill in prefills}
-        self.calls: Any = Calls(clock, addresses, self.work)
+        self.calls: Any = Calls(clock, addresses, self.answers, self.links)
         self.outbox = Outbox()
         stager = Stager(transport, manifest.segments, 0)
         no_comparison: Any = None
@@ -237,7 +242,10 @@ class Decode:
         while len(self.waiting) > self.in_flight // 3:
             request = self.waiting.popleft()
             self.reading += 1
-            self.work(lambda request=request: self.receives.begin(request, now))
+            asked = self.calls.asked
+            self.binds(lambda request=request: self.receives.begin(request, now))
+            if self.calls.asked > asked:  # its peer is not linked yet: that costs a link, not a request
+                self.links.times.append(self.binds.times.pop())
         copied = self.link.copying.total
         self.turns(
             lambda: (self.receives.poll(now, math.inf), self.receives.tick(now), self.receives.next_deadline(now))

@@ -12,7 +12,7 @@ another life of it under way, and what is read from it then fails and is not cou
 
 Besides: the push table's cost of one order with many pushes under way, and what manifests of many ranks cost.
 
-    python benchmarks/scale.py [--instances 4 16 64] [--in-flight 10 100 1000] [--whole] [--json out/bench/scale.json]
+    python benchmarks/scale.py [--instances 4 16 64] [--peers 64 256] [--in-flight 10 100 1000] [--whole]
 """
 
 from __future__ import annotations
@@ -55,26 +55,28 @@ from vllm_pd_connector.protocol.wire.push_messages import (  # noqa: E402
 )
 
 
-def fleet(instances: int, in_flight: int) -> dict[str, Any]:
+def fleet(peers: int, decoders: int, in_flight: int) -> dict[str, Any]:
     """A fleet of so many prefill and so many decode instances for SECONDS of its time; what it cost."""
     clock = Clock()
     serving = Meter()
-    prefills = [Prefill(clock, number, serving) for number in range(instances)]
-    decodes = [Decode(clock, number, prefills, in_flight) for number in range(instances)]
+    prefills = [Prefill(clock, number, serving) for number in range(peers)]
+    decodes = [Decode(clock, number, prefills, in_flight) for number in range(decoders)]
     began, cpu = clock.now, time.process_time()
     ended_before = [0]
 
     def warm() -> None:
         """Links are made, and what the first requests of a shape compute is known: from here on it is measured."""
+        gc.collect()
+        gc.freeze()  # a worker's collector looks at one worker's links, not at those of a whole fleet
         ended_before[0] = sum(decode.good + decode.failed for decode in decodes)
         serving.times.clear()
         for decode in decodes:
-            decode.work.times.clear()
-            decode.turns.times.clear()
-            decode.calls.asked = 0
+            for meter in (decode.turns, decode.binds, decode.answers, decode.links):
+                meter.times.clear()
+            decode.calls.asked = decode.calls.linked = 0
 
     clock.after(SECONDS / 2, warm)
-    restarts = deque((began + SECONDS * (0.2 + 0.2 * i / instances), prefills[i]) for i in range(0, instances, 8))
+    restarts = deque((began + SECONDS * (0.2 + 0.2 * i / peers), prefills[i]) for i in range(0, peers, 8))
     while clock.now < began + SECONDS:
         if restarts and restarts[0][0] <= clock.now:
             restarts.popleft()[1].begin_life()
@@ -86,13 +88,18 @@ def fleet(instances: int, in_flight: int) -> dict[str, Any]:
     assert failed < 0.5 * all_ended, f"{failed} of {all_ended} requests failed"
     ended = all_ended - ended_before[0]
     turns = [seconds for decode in decodes for seconds in decode.turns.times]
+    links = sum(decode.calls.linked for decode in decodes)
+    bind = sum(d.binds.total for d in decodes) / sum(len(d.binds.times) for d in decodes)  # of those with a link
     return {
         "case": "fleet",
-        "peers": instances,
+        "peers": peers,
+        "decoders": decoders,
         "in_flight": in_flight,
         "ended": all_ended,
         "failed": failed,
-        "decode_us_per_request": round(1e6 * sum(d.work.total for d in decodes) / ended, 1),
+        "decode_us_per_request": round(1e6 * (bind + sum(d.answers.total for d in decodes) / ended), 1),
+        "links": links,
+        "us_per_link": round(1e6 * sum(d.links.total for d in decodes) / links, 1) if links else None,
         "prefill_us_per_request": round(1e6 * serving.total / ended, 1),
         "turn_us_per_reading": round(1e6 * median(turns) / max(1, in_flight - in_flight // 3), 2),
         "messages_per_request": round(sum(d.calls.asked for d in decodes) / ended, 2),
@@ -176,19 +183,22 @@ def manifest_cases() -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", nargs="+", type=int, default=[4, 16, 64], help="of each role")
+    parser.add_argument("--peers", nargs="+", type=int, default=[64, 256], help="of as few decode instances as above")
     parser.add_argument("--in-flight", nargs="+", type=int, default=[10, 100, 1000], help="at each decode instance")
     parser.add_argument("--whole", action="store_true", help="the most of both together, too: minutes, gigabytes")
     parser.add_argument("--json", type=Path, default=ROOT / "out" / "bench" / "scale.json")
     options = parser.parse_args()
     logging.disable(logging.ERROR)  # of the requests that a restart fails
-    sizes = [(count, options.in_flight[len(options.in_flight) // 2]) for count in options.instances]
-    sizes += [(options.instances[0], in_flight) for in_flight in options.in_flight]
+    few, usual = options.instances[0], options.in_flight[len(options.in_flight) // 2]
+    sizes = [(count, count, usual) for count in options.instances] + [(count, few, usual) for count in options.peers]
+    sizes += [(few, few, in_flight) for in_flight in options.in_flight]
+    if options.whole:
+        sizes.append((options.instances[-1], options.instances[-1], options.in_flight[-1]))
     fleets = []
-    for instances, in_flight in dict.fromkeys(
-        [*sizes, *([(options.instances[-1], options.in_flight[-1])] if options.whole else ())]
-    ):
-        fleets.append(fleet(instances, in_flight))
+    for peers, decoders, in_flight in dict.fromkeys(sizes):
+        fleets.append(fleet(peers, decoders, in_flight))
         print(fleets[-1], flush=True)
+        gc.unfreeze()
         gc.collect()
     pushes = [order_cost(in_flight) for in_flight in options.in_flight]
     parts = {"fleets": fleets, "pushes": pushes, "memory": [*memory_cases()], "manifests": [*manifest_cases()]}
