@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-KEYS = frozenset({"routers", "rate", "tp", "message", "run", "run_bytes", "requests", "in_flight", "peers", "ranks"})
+KEYS = frozenset(
+    {"routers", "rate", "tp", "message", "run", "run_bytes", "requests", "in_flight", "peers", "decoders", "ranks"}
+)
 """Numbers by which a record is known."""
 
 Row = Mapping[str, Any]

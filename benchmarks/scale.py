@@ -99,7 +99,7 @@ def fleet(peers: int, decoders: int, in_flight: int) -> dict[str, Any]:
         "failed": failed,
         "decode_us_per_request": round(1e6 * (bind + sum(d.answers.total for d in decodes) / ended), 1),
         "links": links,
-        "us_per_link": round(1e6 * sum(d.links.total for d in decodes) / links, 1) if links else None,
+        **({"us_per_link": round(1e6 * sum(d.links.total for d in decodes) / links, 1)} if links else {}),
         "prefill_us_per_request": round(1e6 * serving.total / ended, 1),
         "turn_us_per_reading": round(1e6 * median(turns) / max(1, in_flight - in_flight // 3), 2),
         "messages_per_request": round(sum(d.calls.asked for d in decodes) / ended, 2),

@@ -7,15 +7,18 @@ reads 128 MiB at 0.6 of the bare library's speed with a look every millisecond, 
 full speed with one every 0.1 ms (docs/design/transports.md). A look costs about 50 us.
 
 Most transfers of less than a millisecond would be over for half of such an interval before that is seen. So the first
-looks come after an eighth of a transfer's age; the kernel adds about 70 us to any sleep.
+looks come after an eighth of a transfer's age, of which what the kernel adds to any sleep is a part.
 """
 
 from __future__ import annotations
 
-FIRST_S = 0.00002
+FIRST_S = 0.000005
 YOUNG_SHARE = 1 / 8
+WAKE_S = 0.00006
+"""What the kernel adds: its timers' slack of 50 us and the waking."""
+
 SHORTEST_S = 0.0001
-"""Of a transfer that is not young any more: an eighth of its age would be longer."""
+"""Of a transfer that is not young any more: what is left of an eighth of its age would be longer."""
 
 SHARE = 1 / 2000
 LONGEST_S = 0.001
@@ -24,5 +27,5 @@ LONGEST_S = 0.001
 
 def pause(elapsed: float) -> float:
     """Seconds until the next look at a transfer that began `elapsed` seconds ago."""
-    young = max(FIRST_S, min(elapsed * YOUNG_SHARE, SHORTEST_S))
+    young = max(FIRST_S, min(elapsed * YOUNG_SHARE - WAKE_S, SHORTEST_S))
     return min(max(elapsed * SHARE, young), LONGEST_S)
