@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -177,13 +177,24 @@ class _Cut:
     destinations: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A box of one tensor that one source writes, before it is put into a pairing."""
+_Known = dict[tuple[StridedAxis, ...], tuple[StridedAxis, ...]]
+
+
+class _Layout(NamedTuple):
+    """A box inside the pages of both sides: the bytes where it begins, and its axes as in `TensorSlice`, that of tokens
+    first. Equal axes of a plan are one object."""
+
+    source: int
+    destination: int
+    axes: tuple[StridedAxis, ...]
+
+
+class _Part(NamedTuple):
+    """What one source writes of one tensor, before it is put into a pairing."""
 
     source: Tensor
     destination: Tensor
-    box: Box
+    layout: _Layout
 
 
 def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
@@ -206,12 +217,13 @@ def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
     chosen: list[tuple[Tensor, _Cut, list[tuple[int, Tensor]], dict[str, int]]] = []
     served: dict[tuple[int, ...], dict[str, int]] = {}  # replicas to the layers they can serve, numbered
     absent: list[_Part] = []
+    same: _Known = {}
     for tensor in destination.tensors:
         candidates = holders.get((tensor.layer, tensor.role), [])
         # A state cannot be missing: decode would go on from nothing.
         paged = destination.groups[tensor.group].kind is not GroupKind.STATE
         if not candidates and paged and tensor.layer in alone:
-            absent.append(_Part(tensor, tensor, box_of(tensor.axes)))
+            absent.append(_Part(tensor, tensor, _layout_of(tensor.axes, tensor.axes, box_of(tensor.axes), same)))
             continue
         shape = (_shape(tensor), tuple((i, _shape(peer)) for i, peer in candidates))
         if (cuts := known.get(shape)) is None:
@@ -222,11 +234,14 @@ def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
             chosen.append((tensor, cut, candidates, layers))
 
     parts: list[list[_Part]] = [[] for _ in sources]
+    layouts: dict[tuple[int, int], _Layout] = {}  # of tensors that were cut alike, and one of their writers
     for tensor, cut, candidates, layers in chosen:
         place = cut.position * len(layers) + layers[tensor.layer]
-        replica = place * len(cut.replicas) // (cut.destinations * len(layers))
-        owner, peer = candidates[cut.replicas[replica]]
-        parts[owner].append(_Part(peer, tensor, cut.box))
+        writer = cut.replicas[place * len(cut.replicas) // (cut.destinations * len(layers))]
+        owner, peer = candidates[writer]
+        if (layout := layouts.get((id(cut), writer))) is None:
+            layout = layouts[id(cut), writer] = _layout_of(peer.axes, tensor.axes, cut.box, same)
+        parts[owner].append(_Part(peer, tensor, layout))
     edges = [
         Edge(rank, destination.parallel.rank, source.groups, destination.groups, _pairings(destination, source, mine))
         for rank, source, mine in zip(ranks, sources, parts, strict=True)
@@ -303,13 +318,15 @@ def _place(
 
 
 def _pairings(destination: Manifest, source: Manifest, parts: Iterable[_Part]) -> tuple[PagePairing, ...]:
-    by_paging: dict[tuple[Paging, Paging, bool], list[_Part]] = {}
+    by_paging: dict[tuple[object, ...], list[_Part]] = {}
     for part in parts:
-        key = _paging(part.source, source), _paging(part.destination, destination), bool(part.destination.opaque)
+        key = *_pages_of(part.source), *_pages_of(part.destination), bool(part.destination.opaque)
         by_paging.setdefault(key, []).append(part)
     pairings = []
-    for (theirs, ours, opaque), members in by_paging.items():
-        kind = destination.groups[ours.group].kind
+    for members in by_paging.values():
+        first = members[0]
+        theirs, ours = _paging(first.source, source), _paging(first.destination, destination)
+        kind, opaque = destination.groups[ours.group].kind, bool(first.destination.opaque)
         batches = _batches(destination, source, members)
         strides = (
             s
@@ -323,9 +340,12 @@ def _pairings(destination: Manifest, source: Manifest, parts: Iterable[_Part]) -
     return tuple(pairings)
 
 
+def _pages_of(tensor: Tensor) -> tuple[int, int, int, int]:
+    return tensor.group, tensor.page_tokens, tensor.pages_per_block, tensor.page_stride
+
+
 def _paging(tensor: Tensor, manifest: Manifest) -> Paging:
-    share = manifest.groups[tensor.group].share
-    return Paging(tensor.group, tensor.page_tokens, tensor.pages_per_block, tensor.page_stride, share)
+    return Paging(*_pages_of(tensor), manifest.groups[tensor.group].share)
 
 
 def _alike(theirs: Paging, ours: Paging) -> bool:
@@ -336,22 +356,24 @@ def _alike(theirs: Paging, ours: Paging) -> bool:
 
 
 def _batches(destination: Manifest, source: Manifest, parts: Iterable[_Part]) -> tuple[LayerBatch, ...]:
-    alike: dict[tuple[TensorSlice, ...], list[tuple[str, int, int]]] = {}
-    strides: dict[object, tuple[tuple[int, int], StridedAxis, tuple[StridedAxis, ...]]] = {}
-    for layer, members in groupby(parts, key=lambda part: part.destination.layer):
-        slices: list[TensorSlice] = []
-        theirs = ours = 0
-        for part in members:
-            shape = part.source.axes, part.destination.axes, part.box
-            if (found := strides.get(shape)) is None:
-                found = strides[shape] = _stretches(*shape)
-            (from_, to), token, axes = found
-            from_ += source.segments[part.source.segment].address + part.source.offset
-            to += destination.segments[part.destination.segment].address + part.destination.offset
-            if not slices:
-                theirs, ours = from_, to
-            slices.append(TensorSlice(from_ - theirs, to - ours, part.destination.itemsize, token, axes))
-        alike.setdefault(tuple(slices), []).append((layer, theirs, ours))
+    alike: dict[tuple[object, ...], tuple[tuple[TensorSlice, ...], list[tuple[str, int, int]]]] = {}
+    for layer, some in groupby(parts, key=lambda part: part.destination.layer):
+        members = list(some)
+        starts = []
+        for theirs, ours, layout in members:
+            from_ = source.segments[theirs.segment].address + theirs.offset + layout.source
+            to = destination.segments[ours.segment].address + ours.offset + layout.destination
+            starts.append((from_, to))
+        (first_from, first_to), looks = starts[0], []
+        for (from_, to), part in zip(starts, members, strict=True):
+            looks += [from_ - first_from, to - first_to, part.destination.itemsize, id(part.layout.axes)]
+        if (found := alike.get(look := tuple(looks))) is None:
+            slices = tuple(
+                TensorSlice(from_ - first_from, to - first_to, ours.itemsize, layout.axes[0], layout.axes[1:])
+                for (from_, to), (_, ours, layout) in zip(starts, members, strict=True)
+            )
+            found = alike[look] = slices, []
+        found[1].append((layer, first_from, first_to))
     return tuple(
         LayerBatch(
             slices,
@@ -359,14 +381,12 @@ def _batches(destination: Manifest, source: Manifest, parts: Iterable[_Part]) ->
             np.array([theirs for _, theirs, _ in layers], dtype=np.int64),
             np.array([ours for _, _, ours in layers], dtype=np.int64),
         )
-        for slices, layers in alike.items()
+        for slices, layers in alike.values()
     )
 
 
-def _stretches(
-    theirs: tuple[Axis, ...], ours: tuple[Axis, ...], box: Box
-) -> tuple[tuple[int, int], StridedAxis, tuple[StridedAxis, ...]]:
-    """(source, destination) offsets of a box inside its tensors' pages, and its axes on both sides."""
+def _layout_of(theirs: tuple[Axis, ...], ours: tuple[Axis, ...], box: Box, same: _Known) -> _Layout:
+    """A box of two tensors; its axes are those of `same`, if they are there."""
     from_ = to = 0
     axes = []
     for a, b, part in zip(logical_axes(theirs), logical_axes(ours), box, strict=True):
@@ -375,4 +395,5 @@ def _stretches(
         axes.append(StridedAxis(len(part), a.stride, b.stride))
     token = [next((axis for axis in side if axis.name is AxisName.TOKEN), None) for side in (theirs, ours)]
     a_stride, b_stride = (axis.stride if axis else 0 for axis in token)
-    return (from_, to), StridedAxis(token[1].size if token[1] else 0, a_stride, b_stride), tuple(axes)
+    found = StridedAxis(token[1].size if token[1] else 0, a_stride, b_stride), *axes
+    return _Layout(from_, to, same.setdefault(found, found))

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,10 @@ from vllm_pd_connector.geometry.validate import validate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+
+# Of tensors there are some in a model, and for each a shard of it on each rank.
+_FORMS = 1024
 
 
 class TopologyStatus(StrEnum):
@@ -68,12 +73,13 @@ def check_pd_topology(
     if ours and versions:
         advice = "install the same release of vllm_pd_connector on both sides"
         return _deny([Difference("manifest version", str(ours[0].version), str(versions[0]), advice)])
+    proven: set[object] = set()
     try:
-        check_instance(ours) if not isinstance(local, Manifest) else validate(local)
+        check_instance(ours, proven) if not isinstance(local, Manifest) else validate(local, proven)
     except (InvalidManifest, InvalidTopology, IncompatiblePeer) as error:
         return TopologyCheck(TopologyStatus.INVALID_LOCAL, f"invalid local topology: {error}")
     try:
-        check_instance(remote)
+        check_instance(remote, proven)
     except (InvalidManifest, InvalidTopology, IncompatiblePeer) as error:
         return TopologyCheck(TopologyStatus.INVALID_REMOTE, f"invalid remote topology: {error}")
     if found := instance_differences(ours, remote):
@@ -90,8 +96,8 @@ def _deny(differences: Sequence[Difference]) -> TopologyCheck:
     return TopologyCheck(TopologyStatus.DENY, reason + more, tuple(differences))
 
 
-def check_instance(manifests: Sequence[Manifest]) -> None:
-    """Are these manifests exactly the workers of one instance?
+def check_instance(manifests: Sequence[Manifest], proven: set[object] | None = None) -> None:
+    """Are these manifests exactly the workers of one instance? For `proven` see `validate`.
 
     Raises:
         InvalidManifest: one of them contradicts itself.
@@ -100,8 +106,9 @@ def check_instance(manifests: Sequence[Manifest]) -> None:
     """
     if not manifests:
         raise InvalidTopology("no worker manifests; every rank of an instance must publish one")
+    proven = set() if proven is None else proven
     for manifest in manifests:
-        validate(manifest)
+        validate(manifest, proven)
     for name, values in _common_facts(manifests).items():
         if len(set(values)) > 1:
             a, b = sorted(set(values))[:2]
@@ -175,12 +182,14 @@ def logical_axes(axes: Iterable[Axis]) -> list[Axis]:
     return sorted((axis for axis in axes if axis.name is not AxisName.TOKEN), key=lambda axis: axis.name)
 
 
-def box_of(axes: Iterable[Axis]) -> Box:
+@lru_cache(maxsize=_FORMS)
+def box_of(axes: tuple[Axis, ...]) -> Box:
     """The part of the logical tensor that these axes hold."""
     return tuple(Interval(axis.start, axis.start + axis.size) for axis in logical_axes(axes))
 
 
-def extents_of(axes: Iterable[Axis]) -> tuple[tuple[str, int], ...]:
+@lru_cache(maxsize=_FORMS)
+def extents_of(axes: tuple[Axis, ...]) -> tuple[tuple[str, int], ...]:
     """(axis name, extent in the whole model) of every logical axis."""
     return tuple((str(axis.name), axis.total) for axis in logical_axes(axes))
 
@@ -340,7 +349,7 @@ def pair_differences(local: Tensor, local_group: Group, remote: Tensor, remote_g
     return [Difference(name, str(a), str(b), advice) for name, a, b, advice in fields if a != b]
 
 
-def _print(axes: Sequence[Axis]) -> str:
+def _print(axes: tuple[Axis, ...]) -> str:
     return " x ".join(f"{name} {total}" for name, total in extents_of(axes))
 
 
