@@ -178,8 +178,7 @@ class InFlight:
         for index in sorted(self.stuck):
             if (watch := self.watches[index]) is None:
                 continue
-            watch.look(now)
-            if watch.over:
+            if watch.ended(now):
                 self.stuck.discard(index)
                 yield TransferFailed(index, str(watch), terminal=True), None
 

@@ -111,6 +111,7 @@ class World:
         self.parts: dict[tuple[int, bytes], Part] = {}
         self.seen = [0] * WORKERS
         self.written: defaultdict[bytes, set[int]] = defaultdict(set)
+        self.lost: set[bytes] = set()
         self.readers: list[Reader] = []
         self.their_pool = BlockPool(num_gpu_blocks=8, enable_caching=False, hash_block_size=16)
         self.quarantine = Quarantine(self.their_pool)
@@ -260,9 +261,10 @@ class World:
         return pm.PrefillRef(self.lease.request_id, self.lease.nonce)
 
     def check(self) -> None:
-        """What a worker may still read or write is in nobody else's hands."""
+        """What a worker may still write is in nobody else's hands; what is read while it is, is lost."""
         for (_, attempt), part in self.parts.items():
-            assert all(self.pool.blocks[i].ref_cnt > 0 for i in part.source), "P's blocks are free and may be read"
+            if not all(self.pool.blocks[i].ref_cnt > 0 for i in part.source):
+                self.lost.add(attempt)
             assert all(block.ref_cnt > 0 for block in self.theirs), "D's blocks are free and may be written"
             assert self.readers[attempt[0]].machine.writing, "D takes its blocks for settled, and they may be written"
 
@@ -343,6 +345,7 @@ class World:
         reader.reported = report
         if report.ok:
             assert self.finished and self.written[reader.attempt] == set(range(WORKERS)), "a success, and bytes lack"
+            assert reader.attempt not in self.lost, "a success, and others had P's blocks while they were read"
         if report.quarantined:
             self.quarantine.add("d-1", self.theirs, 1)
         if all(other.reported for other in self.readers):
@@ -360,6 +363,8 @@ class World:
     def check_that_nobody_waits(self) -> None:
         """Who learns that the other side is over is over at once; only what was forgotten is found out by time."""
         decode_is_over = "D aborts" in self.happened or any(reader.reported for reader in self.readers)
+        if self.over and ("P aborts" in self.happened or any(part.failed for part in self.parts.values())):
+            assert self.half.producer.num_leases == 0, "P keeps what a worker may never say to be over"
         if decode_is_over and self.over and not self.time_passed(before="P schedules"):
             assert self.half.producer.num_leases == len(self.leases) == 0, "P keeps what nobody asks for any more"
             assert self.pool.get_num_free_blocks() == self.free[0]

@@ -342,7 +342,7 @@ def test_a_failed_write_of_a_chunk_fails_the_push_and_frees_the_staging_buffer(w
 
 
 @pytest.mark.parametrize("taken", [True, False], ids=["taken", "a defect as it is given"])
-def test_a_write_that_may_go_on_keeps_its_slot_and_both_sides_blocks_until_the_worker_has_ended(
+def test_a_write_that_may_go_on_keeps_the_decode_sides_blocks_alone_until_the_worker_has_ended(
     writer, target, monkeypatch, taken
 ):
     if taken:
@@ -352,15 +352,16 @@ def test_a_write_that_may_go_on_keeps_its_slot_and_both_sides_blocks_until_the_w
         monkeypatch.setattr(writer.transports[0], "write", lambda *what: write(*what) if next(given) else 1 // 0)
     writer.whole()
     assert target.received(into(target, writer, "a")) == [False]
-    until(lambda: free(writer) == [TINY - 64, TINY], "all slots but one to come back")
+    until(lambda: free(writer) == [TINY, TINY], "all slots to come back")
+    freed(writer, "a")
     writer.whole("b")
     assert target.received(into(target, writer, "b", B)) == [True], "others go on"
     freed(writer, "b")
     target.collect()
     assert target.quarantined == {"d-a"} and not target.drained
+    assert writer.loops[0]._stager.pause() is not None, "what may go on is looked at"
     in_its_thread(target.loop, lambda _: target.loop._processes.close())
-    freed(writer, "a")
-    until(lambda: free(writer) == [TINY, TINY], "the slot to come back")
+    until(lambda: writer.loops[0]._stager.pause() is None, "the word that the worker has ended")
 
 
 @pytest.mark.parametrize("broken", ["chunks", "copies"])

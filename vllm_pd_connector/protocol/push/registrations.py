@@ -116,13 +116,13 @@ class Prefill:
 
     @property
     def given_up(self) -> bool:
-        """Whether it runs for nobody: it has failed, and nothing reads its blocks now or later."""
-        return bool(self.failure) and not self.finished and not self.registrations
+        """Whether it runs for nobody."""
+        return bool(self.failure) and not self.finished
 
     def take_back(self) -> bool:
         """What it was said to have computed must not be read any more, because its blocks go; no, if somebody was told
-        to read it."""
-        if self.finished or self.registrations:
+        to read it and does not know that it has failed."""
+        if self.finished or (self.registrations and not self.failure):
             return False
         self.source, self.ready, self.earlier = (), 0, None
         return True

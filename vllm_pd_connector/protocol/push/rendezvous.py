@@ -74,14 +74,11 @@ class Rendezvous:
         prefill.declined = self._declined.pop(prefill.name, -inf) > now
         return self._waiting.pop(prefill.name, [])
 
-    def remove(self, prefill: Prefill) -> bool:
-        """A prefill is forgotten; returns whether it was here."""
-        if self._prefills.get(prefill.request_id) is not prefill:
-            return False
+    def remove(self, prefill: Prefill) -> None:
+        """A prefill that is here is forgotten."""
         del self._prefills[prefill.request_id]
         if self._names.get(prefill.name) is prefill:
             del self._names[prefill.name]
-        return True
 
     def await_prefill(self, registration: PushRegistration, now: float) -> str:
         """A registration whose prefill is not here waits for it. Returns why it would do so in vain, empty if it waits

@@ -11,8 +11,10 @@ A *registration* is one decode worker's, of its blocks, named by its attempt:
 
 How they find each other is in `rendezvous`; a prefill that nobody wants is kept by its lease, which is not known here.
 Every change gives commands to all workers of this instance; each of them reports the end of every attempt that it was
-ordered to write. A failure is answered at once, but the blocks of its prefill, the source of the writes, stay out of
-`freed` until all workers have said that nothing is written any more.
+ordered to write. A failure is answered at once, and not as the end: until all workers have said that nothing is written
+any more the decode side's blocks are in quarantine. So nobody sees what is written there, and the blocks of the
+prefill, the source of those writes, may be others' at once. (A worker may need the end of another process to know of
+its writes, and a network that broke between two that live tells it of neither.)
 
 A decode side that compares what was written (`PushInto.compare_s`) says itself when it has: its reader is not served
 with DONE, and the lease, which the answer names, is kept for it (`kept`). A prefill that was preempted after a part was
@@ -64,7 +66,7 @@ class PushTable:
     their bytes, as if they had read them themselves, `kept` leases that readers compare with from now on, with the
     seconds for which each must not expire, `unneeded` and `failed` request ids of finished prefills whose lease need
     not be kept, because nothing is needed of them or they cannot be pushed any more, and `freed` those that `close` was
-    called for and whose blocks nothing reads any more, each once.
+    called for, each once.
 
     Args:
         workers: of this instance; each must report the end of every push.
@@ -147,7 +149,9 @@ class PushTable:
         if (answer := self._answers.get(message.attempt)) is not None:
             self.replies.append((ticket, answer))
         else:
-            registration.tickets[ticket] = inf
+            # Told that it goes on it asks again; without a word it would take the connection to have broken.
+            registration.tickets[ticket] = now + ANSWER_S
+            self._look_at = min(self._look_at, now + ANSWER_S)
 
     def decline(self, message: pm.DeclinePush, now: float) -> None:
         """A decode instance needs nothing of a prefill."""
@@ -228,14 +232,14 @@ class PushTable:
             self._fail_prefill(prefill, reason)
 
     def close(self, request_id: str, reason: str, now: float) -> None:
-        """A prefill was aborted, or its lease has ended: its blocks are wanted back as soon as nothing reads them."""
+        """A prefill was aborted, or its lease has ended: its blocks are wanted back, and what is pushed fails."""
         prefill = self._rendezvous.get(request_id)
+        self.freed.append(request_id)
         if prefill is None:
-            self.freed.append(request_id)
             return
         self._now, prefill.closed = now, True
         self._fail_prefill(prefill, reason)
-        self._free(prefill)
+        self._rendezvous.remove(prefill)
         self._rendezvous.failed(prefill, now)
 
     # From the workers of this instance
@@ -343,7 +347,7 @@ class PushTable:
         """All ranks of the decode instance fail together: none of them can use its part alone."""
         if not prefill.failure:
             prefill.failure, prefill.failed_at = reason, self._now
-            if prefill.finished:
+            if prefill.finished and not prefill.closed:
                 self.failed.append(prefill.request_id)
         for registration in list(prefill.registrations.values()):
             self._fail(registration, reason)
@@ -377,8 +381,6 @@ class PushTable:
             self._rendezvous.leave(registration)
             return
         prefill.registrations.pop(registration.into.attempt, None)
-        if prefill.given_up:
-            self.given_up.add(prefill.request_id)
         if registration.state is pm.PushState.DONE:
             assert prefill.lease is not None
             into = registration.into
@@ -388,13 +390,7 @@ class PushTable:
             else:
                 taken = pm.Taken(into.home.engine_id, registration.moved, into.trace)
                 self.served.append(ReadDone(prefill.lease, into.reader, into.readers, into.reading, taken=taken))
-        self._free(prefill)
 
     def _answer(self, registration: PushRegistration, answer: pm.Pushed) -> None:
         self.replies += [(ticket, answer) for ticket in registration.tickets]
         registration.tickets.clear()
-
-    def _free(self, prefill: Prefill) -> None:
-        if not prefill.closed or prefill.registrations or not self._rendezvous.remove(prefill):
-            return
-        self.freed.append(prefill.request_id)

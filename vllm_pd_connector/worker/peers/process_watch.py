@@ -95,6 +95,11 @@ class ProcessWatch:
             state = "is there" if self.here else self._reason or "has not answered yet"
         return f"worker at {self.life.address} port {self.life.port}: {state}"
 
+    def ended(self, now: float) -> bool:
+        """Whether it is over, when it was looked at once more."""
+        self.look(now)
+        return self.over
+
     def look(self, now: float) -> None:
         """See what became of the link; dial where there is none."""
         self.used_at = now

@@ -9,8 +9,8 @@ wait; their deadlines run on. One instance never holds more than half of it, so 
 
 Nothing but our own copies writes to the destination of a staged read, so giving it up (`cancel`) takes effect at once.
 What may still be written to is the slot: it stays out until its read is terminal, or, if the transport cannot tell,
-until that worker has ended (`peers.process_watch`). A staged write that was given up may still write to the peer, out
-of its slots: until the last of them is back, `holds` says so.
+until that worker has ended (`peers.process_watch`). A staged write that was given up may still write to the peer, and
+until it is known not to `holds` says so; its slots are only read, for blocks that are in quarantine there.
 
 A cache is read by a chunk that writes when its turn comes, and not before its stream is started: who starts it knows
 that the bytes are final and stay so until the stream has ended.
@@ -113,6 +113,7 @@ class Stager:
         self._streams: list[Stream] = []
         self._orphans: list[_InFlightChunk] = []
         self._stuck: list[_InFlightChunk] = []
+        self._unheard: list[Stream] = []  # a write of theirs may go on
         self._work, self._posted = _Work.CONVERT, False
         self._posted_at = 0.0
 
@@ -138,7 +139,7 @@ class Stager:
             return pause(time.monotonic() - self._posted_at)
         if self._orphans:
             return POLL_DRAINING_S
-        return LOOK_S if self._stuck else None
+        return LOOK_S if self._stuck or self._unheard else None
 
     def start(
         self,
@@ -195,13 +196,16 @@ class Stager:
             self._abandon(stream)
 
     def holds(self, owner: object) -> bool:
-        """Whether `owner` has streams, or slots that the transport may still use."""
-        lost = (flight.stream for flight in (*self._orphans, *self._stuck))
-        return any(stream.owner == owner for stream in (*self._streams, *lost))
+        """Whether `owner` has streams, or some that the transport may still work on."""
+        return any(stream.owner == owner for stream in (*self._streams, *self._lost))
 
     def involves(self, instance: object) -> bool:
-        """Whether slots are out for this instance: only by it is known when they come back."""
-        return any(flight.stream.instance is instance for flight in (*self._orphans, *self._stuck))
+        """Whether streams for this instance are lost: only by it is known when they have ended."""
+        return any(stream.instance is instance for stream in self._lost)
+
+    @property
+    def _lost(self) -> list[Stream]:
+        return [flight.stream for flight in (*self._orphans, *self._stuck)] + self._unheard
 
     def landed(self, owner: object) -> int:
         """Chunks that have arrived of the streams of `owner` that run."""
@@ -225,13 +229,11 @@ class Stager:
         return (flight for stream in self._streams for flight in stream.in_flight if not flight.transfer)
 
     def _bury(self, now: float) -> None:
-        """Take back slots under transfers of which nothing is heard any more, when the worker there has ended."""
-        for flight in [f for f in self._stuck if f.stream.watch is not None]:
-            assert flight.stream.watch is not None
-            flight.stream.watch.look(now)
-            if flight.stream.watch.over:
-                self._stuck.remove(flight)
-                self.staging.give(flight.slot)
+        """Forget transfers of which nothing is heard any more, when the worker there has ended."""
+        for flight in [f for f in self._stuck if f.stream.watch is not None and f.stream.watch.ended(now)]:
+            self._stuck.remove(flight)
+            self.staging.give(flight.slot)
+        self._unheard = [s for s in self._unheard if s.watch is None or not s.watch.ended(now)]
 
     def _abandon(self, stream: Stream) -> None:
         self._streams.remove(stream)
@@ -294,10 +296,10 @@ class Stager:
             raise _unknown(error) from error
 
     def _slot_after(self, flight: _InFlightChunk, error: TransferError) -> None:
-        if error.terminal:
+        if error.terminal or flight.chunk.writes:
             self.staging.give(flight.slot)
-        else:
-            self._stuck.append(flight)
+        if not error.terminal:
+            self._unheard.append(flight.stream) if flight.chunk.writes else self._stuck.append(flight)
 
     def _land(self, flight: _InFlightChunk) -> None:
         """A chunk is where it belongs."""
@@ -346,7 +348,7 @@ class Stager:
 
     def _post(self, flight: _InFlightChunk, failed: dict[Stream, TransferError]) -> None:
         """Give a chunk's runs to the transport. If it does not take them and nothing moves, the slot is given back when
-        the stream is abandoned; if something may, it stays out."""
+        the stream is abandoned; if something may, see `_slot_after`."""
         assert self._memory is not None
         stream, runs, base = flight.stream, flight.chunk.runs, self._memory.segment.address + flight.slot
         if flight.chunk.writes:
@@ -360,7 +362,7 @@ class Stager:
             failure = error if isinstance(error, TransferError) else _unknown(error)
             if flight.transfer is None and not failure.terminal:
                 stream.in_flight.remove(flight)
-                self._stuck.append(flight)
+                self._slot_after(flight, failure)
             failed[stream] = _seen_by_owner(flight.chunk, failure)
             return
         self._posted_at = time.monotonic()
