@@ -38,6 +38,17 @@ def _llama() -> Any:
 EAGLE_TARGET = Model("llama", "GQA, for EAGLE heads", _llama, made_by=Path(__file__))
 
 
+def _one_layer() -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    return Qwen3ForCausalLM(Qwen3Config(head_dim=HEAD_SIZE, **sizes, **common()))
+
+
+ONE_LAYER = Model("one-layer", "GQA, a draft model of one layer", _one_layer, made_by=Path(__file__))
+"""vLLM wants all of a drafter's layers in one group, and beside a model with windows it makes small ones."""
+
+
 def _eagle(name: str, write: Any, directory: Path) -> Path:
     """`write(weights, config)` makes of the target's the head's weights and changes the configuration."""
     base = make(EAGLE_TARGET, directory)

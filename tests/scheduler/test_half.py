@@ -285,6 +285,16 @@ def test_refused_parameters_become_a_failing_order_and_not_an_exception(producer
     half.request_finished(request, ([1, 2, 3],))
 
 
+def test_another_number_of_groups_is_for_the_workers_to_map(producer, consumer):
+    """It follows from the layout, the parallel sizes and a drafter, and layers are matched by name."""
+    half, pool = consumer
+    params = hand_over(producer)
+    params["remote_block_ids"] = params["remote_block_ids"] * 2
+    params["pd_connector"]["first_blocks"] = params["pd_connector"]["first_blocks"] * 2
+    receive = receive_of(half, pool, make_request("d-1", params))
+    assert receive.read is not None and len(receive.read.blocks) == 2 and len(receive.blocks) == 1
+
+
 def test_parameters_of_another_prompt_are_refused(producer, consumer):
     half, pool = consumer
     request = make_request("d-1", hand_over(producer), prompt=[*PROMPT[:-1], 99])

@@ -46,7 +46,6 @@ class Sources:
         self._config = config
         self._prefills = vllm_config.kv_transfer_config.is_kv_producer
         self.loads = bool(vllm_config.kv_transfer_config.is_kv_consumer)
-        self._groups = len(kv_cache_config.transfer_group_ids)
         self._keys = keys_of(config)
         self._secret = config.secret()
         self._backoff = prefill_backoff(vllm_config, kv_cache_config)
@@ -82,12 +81,12 @@ class Sources:
         return self.home is not None and engine_id == self.home.engine_id
 
     def require_fit(self, request: Request, remote: RemotePrefill) -> None:
-        """Refuse the answer for another prompt, or of another number of groups.
+        """Refuse the answer for another prompt. How many groups there are follows from layouts, parallel sizes and a
+        drafter, and may differ: caches are matched by layer.
 
         Raises:
             ProtocolError: what differs.
         """
-        self._require_groups(remote)
         most = self.prefilled_tokens(request)
         if self._backoff and remote.remote_num_tokens > most > 0 and not computes_itself(request):
             raise ProtocolError(
@@ -135,13 +134,12 @@ class Sources:
         only be advanced.
 
         Raises:
-            ProtocolError: there is none, or of another number of groups, or this instance itself holds them.
+            ProtocolError: there is none, or this instance itself holds them.
         """
         if self.are_here(remote.remote_engine_id):
             raise ProtocolError(
                 f"remote_engine_id: {remote.remote_engine_id} is this instance: what it holds is in its prefix cache"
             )
-        self._require_groups(remote)
         prefixes = [entry for entry in remote.pd_connector.prefixes if entry[0] < request.num_prompt_tokens]
         if is_text(request):
             digests = prefix_digests(request, [tokens for tokens, _ in prefixes], *self._names)
@@ -201,13 +199,6 @@ class Sources:
     def _require_trusted(self, remote: RemotePrefill) -> None:
         require_signature(remote, self._secret)
         self._require_known(remote.remote_host, remote.pd_connector.server_key)
-
-    def _require_groups(self, remote: RemotePrefill) -> None:
-        if len(remote.remote_block_ids) != self._groups:
-            raise ProtocolError(
-                f"remote_block_ids has {len(remote.remote_block_ids)} KV-cache groups, this instance transfers "
-                f"{self._groups}: serve the same model with the same cache flags on both sides"
-            )
 
     def _require_known(self, host: str, server_key: str | None) -> None:
         require_known_server(host, server_key, self._keys, self._config.allow_unauthenticated_peers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,9 @@ from tests.support.geometry.request import Move, make_move
 from tests.support.geometry.world import Model, Side
 from tests.support.geometry.written import written
 from vllm_pd_connector.errors import BindError
-from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums, difference
+from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums, common_starts, difference
+from vllm_pd_connector.geometry.manifest import Manifest
+from vllm_pd_connector.geometry.plan import make_plan
 
 
 def both_sides(move: Move) -> tuple[list[list[Checksum]], list[Checksum]]:
@@ -101,3 +104,45 @@ def test_a_range_that_goes_beyond_the_blocks_is_refused_before_it_takes_memory()
     checksums(worker.manifest, [worker.memory], move.destination_tables, [0], 12)
     with pytest.raises(BindError, match="up to token 13, the blocks end at token 12"):
         checksums(worker.manifest, [worker.memory], move.destination_tables, [0], 13)
+
+
+def one_group_a_layer(manifest: Manifest) -> Manifest:
+    """The same caches, as another layout or a drafter beside them lets vLLM group them."""
+    layers = list(dict.fromkeys(tensor.layer for tensor in manifest.tensors))
+    tensors = [msgspec.structs.replace(tensor, group=layers.index(tensor.layer)) for tensor in manifest.tensors]
+    return msgspec.structs.replace(manifest, groups=manifest.groups * len(layers), tensors=tuple(tensors))
+
+
+@pytest.mark.parametrize(
+    ("grouped", "starts", "summed"),
+    [("source", [3], ([3], [3, 3])), ("destination", [3, 5], ([5, 5], [5])), ("both", [3, 5], ([3, 5], [3, 5]))],
+)
+def test_layers_that_are_grouped_otherwise_are_summed_from_the_same_token_on(grouped, starts, summed) -> None:
+    move = make_move(MODEL, Side(), Side(layout="HND", block_tokens=6), 3, 11)
+    (mine,) = written(move, move.destination, move.destination_tables, "d-1")
+    (other,) = written(move, move.source, move.source_tables, "p-0")
+    sides = []
+    for worker, tables, side in (
+        (mine, move.destination_tables, "destination"),
+        (other, move.source_tables, "source"),
+    ):
+        apart = grouped in (side, "both")
+        manifest = one_group_a_layer(worker.manifest) if apart else worker.manifest
+        sides.append((manifest, worker.memory, tables * 2 if apart else tables))
+    plan = make_plan(sides[0][0], [sides[1][0]])
+    found = common_starts(starts, plan, move.stop)
+    assert found == summed
+    sums = [
+        checksums(manifest, [memory], tables, from_, move.stop)
+        for (manifest, memory, tables), from_ in zip(sides, found, strict=True)
+    ]
+    assert difference(*sums) == ""
+
+
+def test_a_group_of_which_nothing_is_brought_is_not_summed() -> None:
+    move = make_move(MODEL, Side(), Side(), 3, 11)
+    (mine,) = written(move, move.destination, move.destination_tables, "d-1")
+    (other,) = written(move, move.source, move.source_tables, "p-0")
+    one = [tensor for tensor in mine.manifest.tensors if tensor.layer == mine.manifest.tensors[0].layer]
+    plan = make_plan(msgspec.structs.replace(mine.manifest, tensors=tuple(one)), [one_group_a_layer(other.manifest)])
+    assert common_starts([3], plan, 11) == ([3], [3, 11])

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
     from vllm_pd_connector.geometry.blocks import BlockTables
+    from vllm_pd_connector.geometry.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +63,18 @@ def checksums(
             values = mix(digest.values[starts[group] - first :] ^ mix(positions)[:, None]).sum(axis=0, dtype=np.uint64)
         found.append(Checksum(digest.layer, str(digest.role), digest.first_index, values))
     return found
+
+
+def common_starts(starts: Sequence[int], plan: Plan, stop: int) -> tuple[list[int], list[int]]:
+    """From which token on either side sums each of its groups, when a destination was to get tokens [starts[group],
+    stop) of each of its own: from the latest of all that share layers, directly or by others."""
+    ours, theirs = list(starts), [0] * max((len(edge.source_groups) for edge in plan.edges), default=0)
+    shared = {(f.source.group, f.destination.group) for edge in plan.edges for f in edge.pairings}
+    for _ in shared:  # as often as one can follow from another
+        for there, here in shared:
+            theirs[there] = ours[here] = max(theirs[there], ours[here])
+    met = {there for there, _ in shared}
+    return ours, [start if group in met else stop for group, start in enumerate(theirs)]
 
 
 def difference(mine: Iterable[Checksum], theirs: Iterable[Checksum], unfilled: Container[str] = ()) -> str:

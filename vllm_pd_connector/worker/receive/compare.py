@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.geometry.checksums.sums import checksums, difference
+from vllm_pd_connector.geometry.checksums.sums import checksums, common_starts, difference
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.wire.messages import Failure, GetChecksums, LeaseChecksums
@@ -45,7 +45,8 @@ class ChecksumComparison:
         assert lease is not None and active.plan is not None
         active.verified, unfilled = True, active.plan.unfilled
         starts = starts_of(request, self._manifest, active.first_valid_tokens)
-        mine = self._summing.submit(checksums, self._manifest, self._memory, request.blocks, starts, request.stop)
+        ours, theirs = common_starts(starts, active.plan, request.stop)
+        mine = self._summing.submit(checksums, self._manifest, self._memory, request.blocks, ours, request.stop)
 
         def compare(outcome: Outcome) -> str:
             match outcome:
@@ -68,7 +69,7 @@ class ChecksumComparison:
             self._summing.submit(compare, outcome).add_done_callback(compared)
 
         try:
-            message = GetChecksums(lease, starts, request.stop)
+            message = GetChecksums(lease, tuple(theirs), request.stop)
             calls.ask(active.link.endpoint, message, self._timeout_s, answered)
         except ProtocolError as error:
             drive(active, receives.Compared(str(error)), now, FailureKind.VERIFICATION)
