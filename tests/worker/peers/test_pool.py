@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 
 from tests.support.ports import free_port
-from tests.support.worker.decode_instance import Decode, Prefill, until_in
+from tests.support.worker.decode_instance import Decode, Prefill, in_its_thread, until_in
 from tests.support.worker.writer import CONFIG, Writer, freed, pushed
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.protocol.peer import REFUSAL_S, PeerKey, PeerState
 from vllm_pd_connector.protocol.wire import messages as m
+from vllm_pd_connector.transport.loopback import LoopbackTransport
 from vllm_pd_connector.worker.peers.event_queue import EventQueue
 from vllm_pd_connector.worker.peers.pool import IDLE_LINK_S, Links
 from vllm_pd_connector.worker.receive.read_link import ReadLink
@@ -139,6 +141,25 @@ def test_a_peer_that_meets_a_defect_when_it_is_linked_costs_no_other(prefill, de
         assert decode.failures == {"peer_unreachable": 1}
         [link] = [link for link in decode.loop._receives._links._links.values() if link.engine_id == "p-1"]
         assert not link.ranks, "a rank stays connected"
+
+
+def test_a_peer_whose_transport_cannot_let_go_of_it_is_linked_again(prefill, decode, monkeypatch):
+    """The transport's defect must not be in the way of the link's next state, nor of an idle link's end."""
+    connect, once = ReadLink.connect, iter([True])
+
+    def broken(link: ReadLink, *args: Any) -> str:
+        verdict = connect(link, *args)
+        if next(once, False):
+            raise RuntimeError("a defect")
+        return verdict
+
+    monkeypatch.setattr(ReadLink, "connect", broken)
+    monkeypatch.setattr(LoopbackTransport, "disconnect", lambda *_: 1 // 0)
+    assert decode.received(prefill.request("a"), prefill.request("b")) == [True, True]
+    links = decode.loop._receives._links
+    in_its_thread(decode.loop, lambda _: links._drop_idle(time.monotonic() + 2 * IDLE_LINK_S))
+    assert not links._links
+    assert decode.received(prefill.request("c")) == [True]
 
 
 def test_an_order_to_push_that_cannot_be_obeyed_costs_no_other(writer, target, monkeypatch):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError
 from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Rank
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from vllm_pd_connector.protocol.peer import Peer
     from vllm_pd_connector.transport.base import Transport, TransportPeer
     from vllm_pd_connector.worker.peers.process_watch import ProcessWatch, ProcessWatches
+
+logger = init_logger(__name__)
 
 _decoder = msgspec.msgpack.Decoder(Manifest)
 
@@ -73,10 +76,13 @@ class PeerLink(ABC):
         """
 
     def disconnect(self, transport: Transport) -> None:
-        """Let go of the peer's memory, and of what was planned."""
-        for peer in self.ranks.values():
-            transport.disconnect(peer)
-        self.ranks, self.stalled = {}, ""
+        """Let go of the peer's memory, and of what was planned. What a transport makes of that ends no link."""
+        ranks, self.ranks, self.stalled = self.ranks, {}, ""
+        for peer in ranks.values():
+            try:
+                transport.disconnect(peer)
+            except Exception:
+                logger.exception("a rank of engine %s could not be disconnected", self.engine_id)
 
     def _accept(
         self, local: Manifest, ours: Manifest | Sequence[Manifest], cannot: str
