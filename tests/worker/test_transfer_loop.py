@@ -189,6 +189,8 @@ def test_an_aborted_read_is_reported_and_drained(prefill, decode):
     prefill.transports[0].faults.frozen = True
     decode.loop.submit([prefill.request("a")], [])
     until(lambda: decode.reads("a"), "the read to begin")
+    transfers = decode.active("a").in_flight.transfers
+    until_in(decode.loop, lambda: len(transfers) == 1 and all(d.running for d in transfers.values()), "it alone to run")
     decode.loop.submit([], ["a"])
     assert decode.wait_for("a") == [False]
     assert decode.quarantined == {"a"} and not decode.drained

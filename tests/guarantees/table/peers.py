@@ -88,7 +88,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "what may still be written ends with the worker's process",
-        "InFlight", "            if watch.over:", "            if False:",
+        "InFlight", "            if watch.ended(now):", "            if False:",
         "test_a_transfer_that_may_still_write_keeps_its_blocks_until_the_worker_has_ended",
     ),
     Guarantee(
@@ -98,7 +98,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "another life at a peer's address does not end what its workers write",
-        "InFlight", "            if watch.over:", "            if self.link.machine.over or not self.link.ranks:",
+        "InFlight", "            if watch.ended(now):", "            if self.link.machine.over or not self.link.ranks:",
         "test_another_life_at_its_address_says_nothing_of_the_workers_of_the_last",
     ),
     Guarantee(

@@ -7,8 +7,9 @@ from tests.guarantees.guarantee import Guarantee
 # fmt: off
 GUARANTEES = [
     Guarantee(
-        "blocks that may still be written from are not given back",
-        "PushTable", "        if not prefill.closed or prefill.registrations or ", "        if not prefill.closed or ",
+        "what is written from blocks that were given back has failed",
+        "PushTable", "        self._fail_prefill(prefill, reason)\n        self._rendezvous.remove(prefill)",
+        "        self._rendezvous.remove(prefill)",
         "test_every_order_of_events_ends_with_every_answer_given_and_every_block_free",
     ),
     Guarantee(
@@ -18,7 +19,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "blocks of a running prefill that somebody was told to write from are not taken back",
-        "Prefill", "        if self.finished or self.registrations:", "        if self.finished:",
+        "Prefill", "        if self.finished or (self.registrations and not self.failure):", "        if self.finished:",
         "test_a_prefill_that_is_preempted_is_written_from_blocks_that_nobody_else_has",
     ),
     Guarantee(

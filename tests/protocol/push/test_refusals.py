@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.push.table_world import TABLES, World, into
 from vllm_pd_connector.protocol.push import registrations
+from vllm_pd_connector.protocol.push.table import ANSWER_S
+from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.protocol.wire.fields import Weights
 from vllm_pd_connector.protocol.wire.push_messages import PushState
 
@@ -45,3 +47,17 @@ def test_refusals_make_no_other_answer_forgotten(monkeypatch: pytest.MonkeyPatch
     assert len(world.table._registrations.refused) == registrations.REMEMBER_REFUSED
     world.do("register 0")
     assert world.answers[into(0).attempt][-1] == done
+
+
+def test_who_withdraws_hears_that_it_goes_on_before_it_takes_the_connection_to_be_broken() -> None:
+    world = World(quick=False)
+    for event in ("start", "register 0", "finish", "withdraw"):
+        world.do(event)
+    attempt = into(0).attempt
+    told = len(world.answers.get(attempt, ()))
+    world.now += ANSWER_S
+    world.settle()
+    assert [(a.state, a.terminal) for a in world.answers[attempt][told:]] == [(pm.PushState.FAILED, False)]
+    world.table.withdraw(pm.WithdrawPush(into(0).prefill, attempt), world.ticket(attempt), world.now)
+    world.work()
+    assert world.answers[attempt][-1].terminal

@@ -308,30 +308,14 @@ def test_a_failed_prefill_that_is_still_written_from_does_not_stand_for_the_next
 
 def test_a_request_id_that_is_still_written_from_is_taken_again_and_nothing_of_the_old_one_meets_the_new() -> None:
     world = World(quick=False)
-    for event in ("start", "register 0", "finish"):
+    for event in ("start", "register 0", "finish", "close"):
         world.do(event)
-    assert not world.table.started(REQUEST, NAME, STOP, DIGEST, 1.0)
-    world.do("close")
     assert any(world.owed.values()) and not world.table.failed.take(), "a lease that is gone is not dropped again"
     assert world.table.started(REQUEST, NAME, STOP, DIGEST, 2.0)
     assert world.table.finished(REQUEST, b"2" * 16, TABLES, 3)
     world.work()
     assert not world.table.freed.take() and not world.table.failed.take() and not world.table.served.take()
-    assert [answer.state for answer in world.answers[into(0).attempt]][-1] is pm.PushState.FAILED
-
-
-def test_who_withdraws_hears_that_it_goes_on_before_it_takes_the_connection_to_be_broken() -> None:
-    world = World(quick=False)
-    for event in ("start", "register 0", "finish", "withdraw"):
-        world.do(event)
-    attempt = into(0).attempt
-    told = len(world.answers.get(attempt, ()))
-    world.now += ANSWER_S
-    world.settle()
-    assert [(a.state, a.terminal) for a in world.answers[attempt][told:]] == [(pm.PushState.FAILED, False)]
-    world.table.withdraw(pm.WithdrawPush(into(0).prefill, attempt), world.ticket(attempt), world.now)
-    world.work()
-    assert world.answers[attempt][-1].terminal
+    assert world.answers[into(0).attempt][-1].state is pm.PushState.FAILED
 
 
 COMPARE_S = 60.0

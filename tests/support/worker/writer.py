@@ -204,5 +204,12 @@ def freed(writer: Writer, *names: str) -> None:
     assert sorted(seen) == sorted(f"p-{name}" for name in names)
 
 
+def over(writer: Writer) -> None:
+    """Wait until every worker has said that it writes nothing of what was asked for."""
+    table = writer.server.pushes._table
+    assert table is not None
+    until(lambda: not table._registrations, "the workers' word that nothing is written")
+
+
 def whole(memory: Sequence[int], expected: np.ndarray) -> bool:
     return bool((np.asarray(memory) == expected).all())

@@ -20,6 +20,7 @@ from tests.support.worker.writer import (
     ask_early,
     freed,
     hold_writes,
+    over,
     pushed,
     whole,
     writes,
@@ -127,7 +128,7 @@ def test_a_pair_that_cannot_work_is_refused_before_anything_moves(writer, config
         assert whole(target.worker.memory, target.before)
         freed(writer, "a")
         assert not pushed(writer, target, "e", "b")
-        assert target.server.counts()["GetManifests"] == len(writer.workers), "the refusal is remembered"
+        assert target.server.counts()["GetManifests"] <= len(writer.workers), "the refusal is remembered"
         freed(writer, "b")
 
 
@@ -290,17 +291,16 @@ def test_a_report_that_cannot_be_sent_or_is_not_noted_is_sent_again_after_a_whil
     assert len(tried) == 3 and tried[2] - tried[0] >= 2 * RETRY_S
 
 
-def test_an_abort_on_the_decode_side_keeps_both_sides_blocks_until_nothing_is_written(writer, target):
+def test_an_abort_on_the_decode_side_keeps_its_blocks_until_nothing_is_written(writer, target):
     hold_writes(writer, target)
     target.loop.submit([], ["d"])
     assert target.wait_for("d") == [False]
     until(lambda: all(push.machine.failed for part in writer.pushes() for push in part), "the word to give it up")
     target.collect()
     assert target.quarantined == {"d"} and not target.drained
-    assert not writer.server.take_freed()
+    freed(writer, "a")
     set_faults(writer.transports, held=False)
     target.until(lambda: target.drained == {"d"}, "the quarantine to end")
-    freed(writer, "a")
     assert target.failures == {"aborted": 1}
 
 
@@ -316,13 +316,13 @@ def test_an_abort_before_the_prefill_came_is_over_at_once(writer, target):
 
 
 @pytest.mark.parametrize("config", [{"transfer_timeout": 1.0}], indirect=True)
-def test_a_write_that_does_not_end_fails_in_time_and_keeps_the_blocks(writer, target):
+def test_a_write_that_does_not_end_fails_in_time_and_keeps_the_decode_sides_blocks(writer, target):
     writer.transports[0].faults.held = True
     assert not pushed(writer, target)
-    assert target.quarantined == {"d"} and not target.drained and not writer.server.take_freed()
+    freed(writer, "a")
+    assert target.quarantined == {"d"} and not target.drained
     writer.transports[0].faults.held = False
     target.until(lambda: target.drained == {"d"}, "the quarantine to end")
-    freed(writer, "a")
 
 
 @pytest.mark.parametrize("config", [{"handshake_timeout": 1.0}], indirect=True)
@@ -346,9 +346,10 @@ def test_a_decode_instance_that_died_fails_its_push_and_frees_the_prefill(writer
     freed(writer, "a")
 
 
-def test_what_a_lost_connection_may_still_bring_keeps_both_sides_blocks_and_the_next_push_connects_anew(writer, target):
+def test_what_a_lost_connection_may_still_bring_keeps_blocks_of_decode_and_the_next_push_connects_anew(writer, target):
     writer.transports[0].faults.failures.append(PeerLost("connection reset", terminal=False))
     assert not pushed(writer, target)
+    freed(writer, "a")
     assert pushed(writer, target, "e", "b"), "others go on"
     freed(writer, "b")
     target.collect()
@@ -356,7 +357,7 @@ def test_what_a_lost_connection_may_still_bring_keeps_both_sides_blocks_and_the_
     counted = [stats.data for loop in writer.loops if (stats := loop._outbox.take_stats()) is not None]
     assert counted and not any(data["relinked"] for data in counted), "no other endpoint is needed"
     in_its_thread(target.loop, lambda _: target.loop._processes.close())
-    freed(writer, "a")
+    over(writer)
 
 
 def test_a_prefill_of_which_nothing_is_needed_is_freed_at_once(writer):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.worker.decode_instance import changed_model, in_its_thread, set_faults, until
 from tests.support.worker.prefill_instance import P_BLOCKS, TOKENS
-from tests.support.worker.writer import CONFIG, TINY, Target, Writer, ask_early, freed, hold_writes, pushed
+from tests.support.worker.writer import CONFIG, TINY, Target, Writer, ask_early, freed, hold_writes, over, pushed
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.worker.push.link import WriteLink
@@ -23,6 +23,7 @@ def config(request: pytest.FixtureRequest) -> Config:
 def counts_once(writer: Writer, kind: str) -> bool:
     """Whether each worker has counted one push, as this or as given up because another rank had failed. The instance
     ends, so that nothing is counted later."""
+    over(writer)
     writer.close()
     found = []
     for loop in writer.loops:

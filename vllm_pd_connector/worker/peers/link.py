@@ -7,13 +7,13 @@ only then touch the transport; a refusal leaves no trace there. What the plan is
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError
 from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Rank
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm_pd_connector.transport.base import Transport, TransportPeer
     from vllm_pd_connector.worker.peers.process_watch import ProcessWatch, ProcessWatches
 
-logger = init_logger(__name__)
+logger = logging.getLogger(__name__)
 
 _decoder = msgspec.msgpack.Decoder(Manifest)
 

@@ -4,8 +4,8 @@ The *staging buffer* is memory of this worker that the transport registered besi
 staged transfer is a `Stream` of chunks (`geometry.staging.chunks`): each takes a slot of the staging buffer and gives
 it back in the end. Between, a chunk that reads is read into its slot and copied to where its bytes belong; one that
 writes is copied out of the cache into its slot and written from there. A stream has at most four chunks under way, so
-that some are moved while another is copied, and streams with fewer go first. When the staging buffer is full, streams
-wait; their deadlines run on. One instance never holds more than half of it, so that a frozen one does not stop others.
+that some are moved while another is copied, and streams with fewer go first. When the buffer is full, streams wait, and
+their deadlines run on. One instance never holds more than half of it, so that a frozen one does not stop others.
 
 Nothing but our own copies writes to the destination of a staged read, so giving it up (`cancel`) takes effect at once.
 What may still be written to is the slot: it stays out until its read is terminal, or, if the transport cannot tell,
@@ -137,9 +137,7 @@ class Stager:
             return POLL_DEVICE_S
         if self._streams:
             return pause(time.monotonic() - self._posted_at)
-        if self._orphans:
-            return POLL_DRAINING_S
-        return LOOK_S if self._stuck or self._unheard else None
+        return POLL_DRAINING_S if self._orphans else LOOK_S if self._stuck or self._unheard else None
 
     def start(
         self,
@@ -197,13 +195,12 @@ class Stager:
 
     def holds(self, owner: object) -> bool:
         """Whether `owner` has streams, or some that the transport may still work on."""
-        return any(stream.owner == owner for stream in (*self._streams, *self._lost))
+        return any(stream.owner == owner for stream in (*self._streams, *self._lost()))
 
     def involves(self, instance: object) -> bool:
         """Whether streams for this instance are lost: only by it is known when they have ended."""
-        return any(stream.instance is instance for stream in self._lost)
+        return any(stream.instance is instance for stream in self._lost())
 
-    @property
     def _lost(self) -> list[Stream]:
         return [flight.stream for flight in (*self._orphans, *self._stuck)] + self._unheard
 
@@ -229,7 +226,7 @@ class Stager:
         return (flight for stream in self._streams for flight in stream.in_flight if not flight.transfer)
 
     def _bury(self, now: float) -> None:
-        """Forget transfers of which nothing is heard any more, when the worker there has ended."""
+        """Forget transfers of which nothing is heard any more, when their worker has ended."""
         for flight in [f for f in self._stuck if f.stream.watch is not None and f.stream.watch.ended(now)]:
             self._stuck.remove(flight)
             self.staging.give(flight.slot)
@@ -296,10 +293,10 @@ class Stager:
             raise _unknown(error) from error
 
     def _slot_after(self, flight: _InFlightChunk, error: TransferError) -> None:
-        if error.terminal or flight.chunk.writes:
-            self.staging.give(flight.slot)
-        if not error.terminal:
-            self._unheard.append(flight.stream) if flight.chunk.writes else self._stuck.append(flight)
+        if not error.terminal and not flight.chunk.writes:
+            return self._stuck.append(flight)
+        self.staging.give(flight.slot)
+        self._unheard += [] if error.terminal else [flight.stream]
 
     def _land(self, flight: _InFlightChunk) -> None:
         """A chunk is where it belongs."""
