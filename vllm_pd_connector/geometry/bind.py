@@ -223,7 +223,9 @@ def _token_spans(
     destination, destination_absent = pages_of(b, ours, first)
     if pairing.kind is GroupKind.FULL:  # a windowed table may begin late or with null blocks
         _refuse_any("destination", b, ours, first, destination_absent)
-    from_, to = local_position(a.share, first) % a.page_tokens, local_position(b.share, first) % b.page_tokens
+    from_ = local_position(a.share, first) % a.page_tokens
+    same = (a.share, a.page_tokens) == (b.share, b.page_tokens)
+    to = from_ if same else local_position(b.share, first) % b.page_tokens
     spans = Spans(source, destination, from_, to, tokens)
     if not (source_absent | destination_absent).any():
         return spans
@@ -253,10 +255,11 @@ def _refuse_beyond(side: str, paging: Paging, table: BlockTable, start: int, sto
 
 def pages_of(paging: Paging, table: BlockTable, tokens: Addresses) -> tuple[Addresses, NDArray[np.bool_]]:
     """Pages that hold these token positions, and where there is none (the page is then meaningless). All of them are
-    positions that this side's share holds, in order."""
+    positions that this side's share holds, in order. A long prompt has tens of thousands, and each array of them is new
+    memory: none is made of what is the same."""
     page = local_position(paging.share, tokens) // paging.page_tokens
-    block = page // paging.pages_per_block
-    entry, ids = block - table.first_block, table.ids
+    block = page // paging.pages_per_block if paging.pages_per_block > 1 else page
+    entry, ids = block - table.first_block if table.first_block else block, table.ids
     if not len(entry) or (entry.item(0) >= 0 and entry.item(-1) < len(ids)):  # they are in order
         ids = ids.take(entry)
         absent = ids == NULL_BLOCK
@@ -266,7 +269,7 @@ def pages_of(paging: Paging, table: BlockTable, tokens: Addresses) -> tuple[Addr
             return np.zeros_like(page), absent
         ids = ids.take(np.where(absent, 0, entry))
         absent |= ids == NULL_BLOCK
-    return (ids - block) * paging.pages_per_block + page, absent
+    return (ids if block is page else (ids - block) * paging.pages_per_block + page), absent
 
 
 def _refuse_any(side: str, paging: Paging, table: BlockTable, tokens: Addresses, missing: NDArray[np.bool_]) -> None:
