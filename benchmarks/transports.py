@@ -10,7 +10,7 @@ library's best round may be half as long as its median. Writes JSON, a table in 
 
 - bare NIXL: one request with all descriptors through the bindings, asked for its state every 0.1 ms.
 - bare Mooncake: its blocking batched calls, 1000 descriptors each, which wait without sleeping.
-- bare loopback is the plain copy.
+- bare loopback is the plain copy, here between the same places: both its ends are in this process.
 """
 
 from __future__ import annotations
@@ -281,7 +281,6 @@ def measure(pair: Pair, other: Memory, messages: Sequence[int], lengths: Sequenc
             pair.verify(message, length)
             for operation in ("read", "write"):
                 runs = pair.runs(operation, message, length)
-                # Both ends of loopback are in this process: its plain copy takes the same places, not others like them.
                 to_other = other.segment.address - pair.theirs.address if pair.bare else 0
                 moved = (to_other, 0) if operation == "read" else (0, to_other)
                 actions = [

@@ -106,6 +106,14 @@ def test_a_range_that_goes_beyond_the_blocks_is_refused_before_it_takes_memory()
         checksums(worker.manifest, [worker.memory], move.destination_tables, [0], 13)
 
 
+def test_starts_of_another_number_of_groups_are_refused() -> None:
+    move = make_move(MODEL, Side(), Side(), 0, 11)
+    (worker,) = written(move, move.destination, move.destination_tables, "d-1")
+    for starts in ([], [0, 0]):
+        with pytest.raises(BindError, match=f"from {len(starts)} starts, this side has 1 groups"):
+            checksums(worker.manifest, [worker.memory], move.destination_tables, starts, 11)
+
+
 def one_group_a_layer(manifest: Manifest) -> Manifest:
     """The same caches, as another layout or a drafter beside them lets vLLM group them."""
     layers = list(dict.fromkeys(tensor.layer for tensor in manifest.tensors))

@@ -127,9 +127,10 @@ def test_a_pair_that_cannot_work_is_refused_before_anything_moves(writer, config
         assert not pushed(writer, target)
         assert whole(target.worker.memory, target.before)
         freed(writer, "a")
-        assert not pushed(writer, target, "e", "b")
+        for request, prefill in ("e", "b"), ("f", "c"), ("g", "d"):
+            assert not pushed(writer, target, request, prefill)
+            freed(writer, prefill)
         assert target.server.counts()["GetManifests"] <= len(writer.workers), "the refusal is remembered"
-        freed(writer, "b")
 
 
 def test_the_decode_side_refuses_too(target, config):

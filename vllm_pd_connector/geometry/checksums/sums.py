@@ -41,9 +41,11 @@ def checksums(
     """What one worker holds of a request: tokens [starts[group], stop) of each group, and the last state.
 
     Raises:
-        BindError: as `digest.digests`, or the tables end before `stop`: an unauthenticated peer may have said it, and
-            every position takes memory.
+        BindError: as `digest.digests`, there is not one start per group, or the tables end before `stop`: an
+            unauthenticated peer may have said it, and every position takes memory.
     """
+    if len(starts) != len(manifest.groups):
+        raise BindError(f"sums from {len(starts)} starts, this side has {len(manifest.groups)} groups; give one each")
     ends = [
         table.end * group.block_tokens
         for group, table in zip(manifest.groups, tables, strict=True)

@@ -296,7 +296,8 @@ class Stager:
         if not error.terminal and not flight.chunk.writes:
             return self._stuck.append(flight)
         self.staging.give(flight.slot)
-        self._unheard += [] if error.terminal else [flight.stream]
+        if not error.terminal:
+            self._unheard.append(flight.stream)
 
     def _land(self, flight: _InFlightChunk) -> None:
         """A chunk is where it belongs."""
