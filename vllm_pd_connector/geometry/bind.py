@@ -172,14 +172,14 @@ def _cuts(paging: Paging) -> tuple[object, ...]:
 
 
 def _check_ids(name: str, table: BlockTable, group: Group, *, unique: bool) -> None:
-    ids = table.ids
-    wrong = ids[(ids < NULL_BLOCK) | (ids >= group.num_blocks)]
-    if len(wrong):
-        raise BindError(f"{name}: block id {wrong[0]} is outside [1, {group.num_blocks}) of this side's cache")
+    ids = table.narrow
+    if len(ids) and (ids.min() < NULL_BLOCK or ids.max() >= group.num_blocks):
+        wrong = ids[(ids < NULL_BLOCK) | (ids >= group.num_blocks)][0]
+        raise BindError(f"{name}: block id {wrong} is outside [1, {group.num_blocks}) of this side's cache")
     if unique:
-        ordered = np.sort(ids.astype(np.int32))  # in range, and half as wide: sorting is most of a long table's time
-        twice = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] != NULL_BLOCK)]
-        if len(twice):
+        ordered = np.sort(ids)
+        twice = ordered[1:][ordered[1:] == ordered[:-1]]
+        if len(twice := twice[twice != NULL_BLOCK]):
             raise BindError(f"{name}: block id {twice[0]} is given twice; two positions would write the same bytes")
 
 
@@ -219,13 +219,12 @@ def _token_spans(
             "only moves whole; start at a page boundary"
         )
     first, tokens = cut(start, stop, (a.share, a.page_tokens), (b.share, b.page_tokens))
-    source, source_absent = pages_of(a, theirs, first)
-    destination, destination_absent = pages_of(b, ours, first)
+    small, large = sorted((a.page_tokens, b.page_tokens))
+    step = small if a.share == b.share and large % small == 0 else 0
+    source, from_, source_absent = _places(a, theirs, first, step)
+    destination, to, destination_absent = _places(b, ours, first, step)
     if pairing.kind is GroupKind.FULL:  # a windowed table may begin late or with null blocks
         _refuse_any("destination", b, ours, first, destination_absent)
-    from_ = local_position(a.share, first) % a.page_tokens
-    same = (a.share, a.page_tokens) == (b.share, b.page_tokens)
-    to = from_ if same else local_position(b.share, first) % b.page_tokens
     spans = Spans(source, destination, from_, to, tokens)
     if not (source_absent | destination_absent).any():
         return spans
@@ -255,21 +254,48 @@ def _refuse_beyond(side: str, paging: Paging, table: BlockTable, start: int, sto
 
 def pages_of(paging: Paging, table: BlockTable, tokens: Addresses) -> tuple[Addresses, NDArray[np.bool_]]:
     """Pages that hold these token positions, and where there is none (the page is then meaningless). All of them are
-    positions that this side's share holds, in order. A long prompt has tens of thousands, and each array of them is new
-    memory: none is made of what is the same."""
+    positions that this side's share holds, in order."""
     page = local_position(paging.share, tokens) // paging.page_tokens
     block = page // paging.pages_per_block if paging.pages_per_block > 1 else page
-    entry, ids = block - table.first_block if table.first_block else block, table.ids
+    entry, ids = block - table.first_block if table.first_block else block, table.narrow
     if not len(entry) or (entry.item(0) >= 0 and entry.item(-1) < len(ids)):  # they are in order
-        ids = ids.take(entry)
-        absent = ids == NULL_BLOCK
+        wide = ids.take(entry).astype(np.int64)
+        absent = wide == NULL_BLOCK
     else:
         absent = (entry < 0) | (entry >= len(ids))
         if absent.all():
             return np.zeros_like(page), absent
-        ids = ids.take(np.where(absent, 0, entry))
-        absent |= ids == NULL_BLOCK
-    return (ids if block is page else (ids - block) * paging.pages_per_block + page), absent
+        wide = ids.take(np.where(absent, 0, entry)).astype(np.int64)
+        absent |= wide == NULL_BLOCK
+    return (wide if block is page else (wide - block) * paging.pages_per_block + page), absent
+
+
+def _places(
+    paging: Paging, table: BlockTable, first: Addresses, step: int
+) -> tuple[Addresses, Addresses, NDArray[np.bool_]]:
+    """Pages that hold parts of the range, which begin with these tokens, where in its page each begins, and where there
+    is none. With a `step`, which divides a page, this side holds the tokens of every part behind those of the one
+    before, and each part but the first begins with a multiple of it.
+
+    A long prompt has tens of thousands of parts, and each array of them is memory that no cache holds: with a step they
+    are a piece of the table, each of its pages as often as it has steps.
+    """
+    position, page = local_position(paging.share, first), paging.page_tokens
+    if step and len(position) and paging.pages_per_block == 1:
+        low, high = position.item(0), position.item(-1)
+        begin, end = low // page - table.first_block, high // page - table.first_block
+        if begin >= 0 and end < len(ids := table.narrow):
+            wide, inside = ids[begin : end + 1].astype(np.int64), np.broadcast_to(np.int64(0), position.shape)
+            if step < page:
+                parts = slice(low % page // step, low % page // step + len(position))
+                inside = np.tile(np.arange(0, page, step, dtype=np.int64), len(wide))[parts]
+                wide = np.repeat(wide, page // step)[parts]
+            if low % step:
+                inside = inside.copy()
+                inside[0] = low % page
+            return wide, inside, wide == NULL_BLOCK
+    pages, absent = pages_of(paging, table, first)
+    return pages, position % page, absent
 
 
 def _refuse_any(side: str, paging: Paging, table: BlockTable, tokens: Addresses, missing: NDArray[np.bool_]) -> None:

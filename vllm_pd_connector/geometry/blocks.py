@@ -57,7 +57,12 @@ class BlockTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def ids(self) -> NDArray[np.int64]:
         """Shape (n,), one id per entry; wide enough for addresses to be made of them."""
-        return np.frombuffer(self.packed, dtype=_ID).astype(np.int64)
+        return self.narrow.astype(np.int64)
+
+    @property
+    def narrow(self) -> NDArray[np.int32]:
+        """The same as `ids`, in the width in which they are packed and without a copy; not to be calculated with."""
+        return np.frombuffer(self.packed, dtype=_ID)
 
     @property
     def end(self) -> int:
@@ -67,8 +72,8 @@ class BlockTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def begin(self) -> int:
         """The first logical block that is not absent; `end` if all are."""
-        present = np.flatnonzero(self.ids != NULL_BLOCK)
-        return self.first_block + int(present[0]) if len(present) else self.end
+        present = self.narrow != NULL_BLOCK
+        return self.first_block + int(np.argmax(present)) if present.any() else self.end
 
 
 BlockTables = Sequence[BlockTable]

@@ -102,7 +102,17 @@ def cut_at(start: int, stop: int, steps: Iterable[int]) -> tuple[Addresses, Addr
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     distinct = sorted(set(steps))
     least = [step for i, step in enumerate(distinct) if all(step % less for less in distinct[:i])]  # they cut enough
-    edges = [np.arange(start // step * step + step, stop, step) for step in least]
-    inner = edges[0] if len(edges) == 1 else np.unique(np.concatenate(edges))
-    cuts = np.concatenate(([start], inner, [stop])).astype(np.int64)
-    return cuts[:-1], np.diff(cuts)
+    if len(least) > 1:
+        inner = np.unique(np.concatenate([np.arange(start // step * step + step, stop, step) for step in least]))
+        cuts = np.concatenate(([start], inner, [stop]))
+        return cuts[:-1], np.diff(cuts)
+    (step,) = least
+    first = np.arange(start // step * step, stop, step, dtype=np.int64)
+    lengths = np.broadcast_to(np.int64(step), first.shape)  # of one element: a long prompt's arrays are new memory
+    if before := start % step:
+        first[0], lengths = start, lengths.copy()
+        lengths[0] -= before
+    if behind := -stop % step:
+        lengths = lengths.copy()
+        lengths[-1] -= behind
+    return first, lengths
