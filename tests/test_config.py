@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from vllm_pd_connector.config import own_directory, parse_config
 from vllm_pd_connector.errors import Difference, IncompatiblePeer, InvalidConfig
+from vllm_pd_connector.protocol.wire.fields import Host
 
 
 def test_nothing_needs_to_be_set():
@@ -191,3 +193,19 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
     with pytest.raises(InvalidConfig, match="a directory of its own"):
         own_directory("trace_dir", str(tmp_path))
+
+
+def test_a_host_is_one_that_others_can_be_told():
+    """In brackets it was listened at, and then every hand-over refused."""
+    for given in ("[::1]", "::1"):
+        assert parse_config({"side_channel_host": given}).side_channel(0, {})[0] == "::1"
+        assert parse_config({}).side_channel(0, {"VLLM_NIXL_SIDE_CHANNEL_HOST": given})[0] == "::1"
+    for given in ("*", "a host", "tcp://a"):
+        with pytest.raises(InvalidConfig, match=r"side_channel_host: .* is no address that others could be told"):
+            parse_config({"side_channel_host": given}).side_channel(0, {})
+
+
+@pytest.mark.parametrize("host", ["[::1]", "127.0.0.1", "localhost", "prefill-0.example"])
+def test_what_is_listened_at_can_be_written_into_parameters(host):
+    told = parse_config({"side_channel_host": host}).side_channel(0, {})[0]
+    assert msgspec.convert(told, Host) == told

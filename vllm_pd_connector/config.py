@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import ipaddress
 import os
+import re
 import stat
 import typing
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SIDE_CHANNEL_HOST = "127.0.0.1"
 DEFAULT_SIDE_CHANNEL_PORT = 5600
+_HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")  # as `protocol.wire.fields.Host`
 MAX_STAGING_BYTES = 1 << 40
 MIN_SECRET_BYTES = 32
 
@@ -139,9 +141,16 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Host and port at which this instance's scheduler half listens.
 
         Raises:
-            InvalidConfig: the environment's port is not a number, or the port is outside 1..65535.
+            InvalidConfig: the environment's port is not a number, the port is outside 1..65535, or others could not be
+                told the host.
         """
         host = self.side_channel_host or environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST") or DEFAULT_SIDE_CHANNEL_HOST
+        host = host.removeprefix("[").removesuffix("]")
+        if not _HOST.fullmatch(host):
+            raise InvalidConfig(
+                f"side_channel_host: {host!r:.80} is no address that others could be told; give a host's name or its "
+                "IPv4 or IPv6 address"
+            )
         variable = "VLLM_NIXL_SIDE_CHANNEL_PORT"
         base: int | str | None = self.side_channel_port
         if base is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,9 @@ def test_every_default_that_is_inherited_was_looked_at(version, base):
     inherited = set(RECORDS[version]["classes"][base]) - set(vars(PDConnector))
     missing = sorted(name for name in inherited if f"`{name}`" not in reasons.partition("\n## ")[0])
     assert not missing, f"{version} {base}: neither overridden nor named in {PAGE.name}: {missing}"
+    rows = re.findall(r"^\| (`.*?) \|", reasons.partition("\n## ")[0], re.MULTILINE)
+    named = {name for row in rows for name in row.split("`")}
+    assert not (both := named & set(vars(PDConnector))), f"{PAGE.name} calls inherited what is overridden: {both}"
 
 
 @pytest.mark.parametrize("version", RECORDS)

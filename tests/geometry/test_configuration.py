@@ -7,6 +7,7 @@ import msgspec
 from tests.support.geometry.world import Model, Side, instance
 from vllm_pd_connector.geometry.manifest import CONFIGURATION, Manifest
 from vllm_pd_connector.geometry.topology import TopologyStatus, check_pd_topology
+from vllm_pd_connector.geometry.validate import MAX_FILES
 
 MODEL = Model(layers=2, heads=4)
 
@@ -31,3 +32,11 @@ def test_nodes_with_other_files_are_no_instance() -> None:
     found = check_pd_topology(side("config=0a"), side("config=0a", "config=0b"))
     assert found.status is TopologyStatus.INVALID_REMOTE
     assert "workers disagree about configuration config: 0a and 0b" in found.reason
+
+
+def test_a_peer_that_tells_of_thousands_of_files_is_refused() -> None:
+    """Each would be compared with those of all other ranks, in the thread that moves everybody's caches."""
+    told = " ".join(f"{number:x}=0a" for number in range(MAX_FILES + 1))
+    found = check_pd_topology(side("config=0a"), side(told, told))
+    assert found.status is TopologyStatus.INVALID_REMOTE
+    assert f"{MAX_FILES + 1} files of the configuration" in found.reason and f"at most {MAX_FILES}" in found.reason

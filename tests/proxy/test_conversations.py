@@ -12,7 +12,7 @@ from aiohttp import web
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import HANDS_OVER, PARAMS, Instance, answers, info, streams
 from vllm_pd_connector.proxy.conversations import Conversations, turn_keys
-from vllm_pd_connector.proxy.fleet import InstanceRole
+from vllm_pd_connector.proxy.instance import InstanceRole
 from vllm_pd_connector.routing.handoff import ASK_PREFILL
 
 KEPT = {"do_remote_prefill": False, "do_remote_decode": True, "remote_engine_id": "d-0", "remote_block_ids": [[7]]}

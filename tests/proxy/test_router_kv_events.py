@@ -11,7 +11,7 @@ from tests.support.proxy.caches import FULL, batch, removed, stored
 from tests.support.proxy.publisher import Publisher
 from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Instance, info
 from vllm_pd_connector.instance_info import EngineInfo
-from vllm_pd_connector.proxy.fleet import InstanceRole
+from vllm_pd_connector.proxy.instance import InstanceRole
 
 HELD = [1, 2, 3, 4]
 OF_A = [batch(stored([b"a", b"b"], None, HELD, 2, **FULL))]

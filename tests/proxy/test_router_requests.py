@@ -13,7 +13,7 @@ from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import DONE, PARAMS, break_off, info, streams
-from vllm_pd_connector.proxy.fleet import InstanceRole
+from vllm_pd_connector.proxy.instance import InstanceRole
 
 TOKEN = b'data: {"choices":[{"text":"a","finish_reason":null}]}\n\n'
 HANDED_OVER = {"choices": [{"text": "a"}], "kv_transfer_params": PARAMS}

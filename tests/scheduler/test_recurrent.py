@@ -129,7 +129,7 @@ def test_of_a_ring_and_of_a_state_a_prompt_takes_few_blocks_however_long_it_is()
     half.share.add("p-1", 100 * BLOCK)
     assert half.share._needs == {"p-1": 100 + 1 + 1}
     lending = half.producer.lending
-    lending.add("c-1", 1)
+    lending.add("c-1", (1,))
     assert lending.blocks_for(make_request("d-1", None, num_tokens=100 * BLOCK)) == 101 + 2 + 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -294,7 +295,17 @@ def test_an_idle_engine_is_asked_to_give_back_what_was_read(producer: tuple[Sche
     assert stats.data["gauges"] | {"leases": 0, "free blocks": free} == stats.data["gauges"]
 
 
-def test_a_turn_that_asks_for_its_conversation_is_waited_for_as_a_receive_is(monkeypatch: pytest.MonkeyPatch) -> None:
+NO_TEXT = json.dumps(
+    {"do_remote_prefill": False, "do_remote_decode": True, "remote_block_ids": [[3]], "remote_engine_id": "e\ud800"}
+    | {"remote_request_id": "d-1", "remote_host": "127.0.0.1", "remote_port": 5, "tp_size": 1, "remote_num_tokens": 16}
+).encode()
+"""Half of a pair of escapes, which JSON can write and nobody encode."""
+
+
+@pytest.mark.parametrize("answer", [b"", NO_TEXT], ids=["nothing is kept", "no text"])
+def test_a_turn_that_asks_for_its_conversation_is_waited_for_as_a_receive_is(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
     half, _ = make_half("kv_producer", conversations=True)
     loop = hold_steps(half)
     half.consumer.turns._wake = half.hold.ask
@@ -309,7 +320,7 @@ def test_a_turn_that_asks_for_its_conversation_is_waited_for_as_a_receive_is(mon
     assert half.num_matched_tokens(turn, 0) == (None, False)
     step(half)
     assert loop.waits == [LONGEST_S] * len(loop.waits) != []
-    asked[0](FoundConversation(b""))
+    asked[0](FoundConversation(answer))
     assert half.hold.asked
     assert half.num_matched_tokens(turn, 0) == (0, False)
     half.shutdown()

@@ -123,3 +123,12 @@ def test_prefixes_of_another_form_are_refused(prefixes: Any) -> None:
     params["pd_connector"]["prefixes"] = prefixes
     with pytest.raises(ProtocolError, match="prefixes"):
         parse_conversation(params)
+
+
+@pytest.mark.parametrize("field", ["remote_engine_id", "remote_request_id", "incarnation", "signature"])
+def test_what_cannot_be_encoded_is_no_text(field: str) -> None:
+    """A lease's name and a signature are made over what parameters say, in the thread of vLLM's scheduler."""
+    params = encode_params(conversation(), None)
+    (params["pd_connector"] if field in ("incarnation", "signature") else params)[field] = "e\ud800"
+    with pytest.raises(ProtocolError, match="kv_transfer_params: 'utf-8' codec can't encode"):
+        parse_conversation(params)

@@ -258,8 +258,11 @@ def test_junk_on_the_bare_tcp_port_is_survived(server, client):
     assert_serves(client, server)
 
 
-def test_a_client_that_takes_no_replies_cannot_make_the_server_hoard_them(server, client, monkeypatch):
-    server.set_manifests([bytes(8 << 20)])
+@pytest.mark.parametrize("reply", [None, m.FoundConversation(bytes(8 << 20))], ids=["manifests", "others"])
+def test_a_client_that_takes_no_replies_cannot_make_the_server_hoard_them(server, client, monkeypatch, reply):
+    server.set_manifests([bytes(8 << 20) if reply is None else b"rank 0"])
+    describe = server._describe
+    monkeypatch.setattr(server, "_describe", lambda engine_id: reply or describe(engine_id))
     monkeypatch.setattr(unsent, "MAX_PER_CLIENT", 2)
     context = zmq.Context()
     greedy = context.socket(zmq.DEALER)
@@ -271,6 +274,7 @@ def test_a_client_that_takes_no_replies_cannot_make_the_server_hoard_them(server
             greedy.send(m.encode(n, m.GetManifests(ENGINE)))
         wait_for(lambda: server.counts().get("GetManifests", 0) == 12)
         wait_for(lambda: server.counts().get("failure:busy", 0) > 0)
+        monkeypatch.setattr(server, "_describe", describe)
         assert_serves(client, server)
         assert len(server._unsent._replies) <= 3
     finally:

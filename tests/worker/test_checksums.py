@@ -19,6 +19,7 @@ from tests.support.worker.decode_instance import Decode, Prefill
 from tests.support.worker.late_memory import LateMemory
 from tests.support.worker.prefill_instance import P_BLOCKS, real
 from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import DeadlineExceeded
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums, difference
 from vllm_pd_connector.metadata import PushFrom, ReceiveRequest
@@ -156,6 +157,24 @@ def test_sums_that_cannot_be_made_fail_one_check_and_not_those_after_it(decode, 
         assert decode.received(prefill.held("a")) == [False]
         assert decode.failures == {"verification": 1}
         assert decode.received(prefill.held("b")) == [True]
+
+
+def test_sums_of_which_a_piece_was_lost_are_made_again(decode, monkeypatch):
+    """Without it what arrived well would be taken for wrong."""
+    monkeypatch.setattr("vllm_pd_connector.worker.checksums.MAX_PIECES_BYTES", 64)
+    monkeypatch.setattr(checksum_server, "_RETRY_S", 0.05)
+    with contextlib.closing(Verifying()) as prefill:
+        lost, ask = set(), ChecksumServer._ask
+
+        def loses_one_of_each(maker, client, request, timeout):
+            if isinstance(request, m.JobChecksums) and maker not in lost and not request.last:
+                lost.add(maker)
+                return DeadlineExceeded("no reply within 0.05 s")
+            return ask(maker, client, request, timeout)
+
+        monkeypatch.setattr(ChecksumServer, "_ask", loses_one_of_each)
+        assert decode.received(prefill.held("a")) == [True]
+        assert lost == set(prefill.makers)
 
 
 def test_a_maker_without_a_side_channel_ends_when_it_is_told(decode):

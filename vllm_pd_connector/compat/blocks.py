@@ -328,9 +328,9 @@ class HeldBlocks:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._blocks
 
-    def count(self, request_id: str) -> int:
-        """How many blocks are held for the request."""
-        return len(self._blocks.get(request_id, ()))
+    def ids_of(self, request_id: str) -> tuple[int, ...]:
+        """The blocks that are held for the request."""
+        return tuple(self._blocks.get(request_id, ()))
 
     @property
     def pool_sizes(self) -> tuple[int, int]:

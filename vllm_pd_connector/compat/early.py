@@ -5,7 +5,8 @@ vLLM asks a connector nothing until the weights are there, so its two configurat
 object, made before the engines are started (one of each connector in a MultiConnector is made in between). Both are
 plain dataclasses of which the method that vLLM runs after the fields are set is wrapped. In a process that neither
 parses nor starts engines nothing is asked: there the object was unpickled, and its ports may be taken by the engine
-that asks. What vLLM has concluded wrongly from the connector's role is put right there, in every process.
+that asks. What vLLM has concluded wrongly from the connector's role is put right there, in every process, and in those
+of API servers the connector is told of what they refuse (`refused`).
 
 Source: vLLM 0.32 and 0.33, `config/kv_transfer.py` (`KVTransferConfig.__post_init__`), `config/vllm.py`
 (`VllmConfig.__post_init__`), `engine/arg_utils.py` (`parse_dataclass`), `config/parallel.py`.
@@ -19,6 +20,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.logs import adopt_vllm_logging
+from vllm_pd_connector.compat.refused import tell_of_refused_streams
 from vllm_pd_connector.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -73,8 +75,10 @@ def check_early(
         for said in asked:
             _refuse(_replaced(said, transfer.kv_connector) if named(said) else [])
             _refuse(ports(_document(transfer), _engines(made.parallel_config)))
-        if _lacks_embeddings(made) and named(_document(transfer)):
-            _require_embeddings(made.model_config.multimodal_config)
+        if named(_document(transfer)):
+            tell_of_refused_streams()
+            if _lacks_embeddings(made):
+                _require_embeddings(made.model_config.multimodal_config)
 
     _after(KVTransferConfig, on_transfer)
     _after(VllmConfig, on_whole)

@@ -112,6 +112,12 @@ def watch(operator: Operator, *, loads: bool) -> Any:
 
 def _watch_scheduler(scheduler: Any, operator: Operator) -> None:
     def reset(call: Callable[..., Any], reset_running_requests: bool = False, reset_connector: bool = False) -> Any:
+        if reset_running_requests and _writes_on(scheduler):
+            raise RuntimeError(
+                "the prefix cache was not reset, and nothing was ended for it: a step is under way that may still "
+                "write into the blocks of requests that run. POST /pause?mode=keep waits for it and then resets; "
+                "POST /resume goes on"
+            )
         operator.resetting(forced=reset_running_requests or reset_connector)
         done = False
         try:
@@ -124,6 +130,13 @@ def _watch_scheduler(scheduler: Any, operator: Operator) -> None:
         return done
 
     _wrap(scheduler, "reset_prefix_cache", reset)
+
+
+def _writes_on(scheduler: Any) -> bool:
+    """Whether vLLM would keep the blocks of a request that it preempts now (`_request_blocks_can_be_freed`)."""
+    return bool(scheduler.defer_block_free) and any(
+        request.last_sched_seq > scheduler.processed_step_seq for request in scheduler.running
+    )
 
 
 def _watch_core(core: Any, operator: Operator) -> None:

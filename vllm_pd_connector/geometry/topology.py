@@ -126,6 +126,7 @@ def check_instance(manifests: Sequence[Manifest], proven: set[object] | None = N
 
 
 def _common_facts(manifests: Sequence[Manifest]) -> dict[str, list[str]]:
+    told = [m.configuration for m in manifests]
     return {
         "engine_id": [m.engine_id for m in manifests],
         "transport": [m.transport for m in manifests],
@@ -137,8 +138,8 @@ def _common_facts(manifests: Sequence[Manifest]) -> dict[str, list[str]]:
         **{name: [str(getattr(m.model, name)) for m in manifests] for name in ModelFacts.__struct_fields__},
         # Nodes of one instance that each read their own files; where one lacks them nothing is known.
         **{
-            f"configuration {name}": [m.configuration[name] for m in manifests if name in m.configuration]
-            for name in {name for m in manifests for name in m.configuration}
+            f"configuration {name}": [one[name] for one in told if name in one]
+            for name in {name for one in told for name in one}
         },
         # One scheduler gives all ranks the same block ids, by which each then finds its own pages.
         "groups": [

@@ -53,6 +53,8 @@ MAX_RANKS = 1024
 MAX_TEXT = 4096
 MAX_FACT = 1 << 16
 MAX_ENDPOINT = 1 << 20
+MAX_FILES = 64
+"""Of a model's configuration. What ranks and sides say of each is compared."""
 ADDRESS_LIMIT = 1 << 62
 # Ranges looked at per tensor to decide overlap; layouts that share their strides take fewer than ten.
 MAX_FOLDED = 32
@@ -78,6 +80,8 @@ def validate(manifest: Manifest, proven: set[object] | None = None) -> None:
     for field, value in (("software", manifest.software), *facts.items()):
         if isinstance(value, str) and len(value) > MAX_FACT:
             _refuse(field, f"{len(value)} characters long", f"at most {MAX_FACT}")
+    if (files := len(manifest.configuration)) > MAX_FILES:
+        _refuse("software", f"{files} files of the configuration", f"at most {MAX_FILES}")
     if len(manifest.endpoint) > MAX_ENDPOINT:
         _refuse("endpoint", f"{len(manifest.endpoint)} bytes", f"at most {MAX_ENDPOINT}")
     _check_coordinates(manifest.parallel)

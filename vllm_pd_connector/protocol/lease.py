@@ -198,7 +198,8 @@ class LeaseTable:
                 continue
             lease.shared |= reading.shared
             attempt = lease.attempt(reading.attempt, now)
-            if attempt is None or not attempt.over:  # else it was overtaken by the end of what it was sent for
+            # Else it was overtaken by the end of what it was sent for, or its report would be refused.
+            if attempt is not None and not attempt.over:
                 lease.extend(now + lease.duration)
         return gone
 

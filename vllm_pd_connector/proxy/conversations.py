@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from vllm_pd_connector.instance_info import EngineInfo
-    from vllm_pd_connector.proxy.fleet import Instance
+    from vllm_pd_connector.proxy.instance import Instance
     from vllm_pd_connector.proxy.legs import Headers
 
 MAX_TURNS = 1 << 16

@@ -26,7 +26,7 @@ from vllm_pd_connector.proxy.legs import Aborted, Headers, LegError
 from vllm_pd_connector.routing.handoff import Body, check_client_body
 
 if TYPE_CHECKING:
-    from vllm_pd_connector.proxy.fleet import InstanceRole
+    from vllm_pd_connector.proxy.instance import InstanceRole
     from vllm_pd_connector.proxy.tracing import Untraced
 
 logger = logging.getLogger(__name__)

@@ -4,13 +4,6 @@ An instance is added by its URL, with a role or without one. Whatever it says of
 (`instance_info`) is learned: its role where none was given, and the engine id, address and parallel sizes
 that a concurrent hand-off needs. An instance that says another role than it was added with is never used.
 
-    state      is chosen   becomes
-    NEW        no          UP after its first good check
-    UP         yes         DOWN after a refused connection or `FAILURES` bad checks in a row
-    DOWN       no          UP after a good check; it is then asked anew what it is, for it may be another process
-    WRONG      no          UP when a later check finds that it says what it should
-    LEAVING    no          gone when its last request has ended
-
 A check is `GET /health`. What an instance says is read at its first good check, whenever it comes back, and every
 `facts_interval` seconds, so that an instance restarted between two checks is not addressed by its old engine id for
 long.
@@ -20,104 +13,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import time
-from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
-from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, EngineInfo, parse
+from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, parse
 from vllm_pd_connector.proxy.choice import Candidate, Chooser, PromptPrefix
+from vllm_pd_connector.proxy.instance import Instance, InstanceRole, InstanceState, Wait, contradiction
 from vllm_pd_connector.proxy.kv_events.known_prefixes import KnownPrefixes
 from vllm_pd_connector.proxy.kv_events.subscriber import Subscriptions, source_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
+    from vllm_pd_connector.instance_info import EngineInfo
     from vllm_pd_connector.proxy.metrics import ProxyMetrics
 
 logger = logging.getLogger(__name__)
 
 FAILURES = 2
 LOOK_S = 10.0  # for what an instance says of itself, which it does at once
-DATA_PARALLEL_RANK = "X-data-parallel-rank"
-"""Header by which vLLM 0.32's API server gives a request to one of its engines."""
-
-
-class InstanceRole(StrEnum):
-    """What an instance does for a request."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-SAYS: dict[str, frozenset[InstanceRole]] = {
-    "kv_producer": frozenset({InstanceRole.PREFILL}),
-    "kv_consumer": frozenset({InstanceRole.DECODE}),
-    "kv_both": frozenset(InstanceRole),
-}
-"""What an instance can be used for, by its `kv_role`."""
-
-
-class InstanceState(StrEnum):
-    """See the module."""
-
-    NEW = "new"
-    UP = "up"
-    DOWN = "down"
-    WRONG = "wrong"
-    LEAVING = "leaving"
-
-
-@dataclass(slots=True)
-class Instance:
-    """One instance. `asked` is the role that it was added with, None to use what it says; `deaf` counts checks in a row
-    for which nobody listened there; `unanswered` are the legs of which it has not answered anything; `at_engine` counts
-    those that were given to one of its engines (`conversations`)."""
-
-    url: str
-    asked: InstanceRole | None
-    state: InstanceState = InstanceState.NEW
-    engines: dict[int, EngineInfo] = field(default_factory=dict)
-    in_flight: int = 0
-    why: str = "not checked yet"
-    failures: int = 0
-    asked_at: float = 0.0
-    turn: int = 0
-    at_engine: Counter[int] = field(default_factory=Counter)
-    deaf: int = 0
-    unanswered: set[asyncio.Timeout] = field(default_factory=set)
-
-    def does(self, role: InstanceRole) -> bool:
-        """Whether requests of a role may go here, as far as it is known."""
-        if self.asked is not None:
-            return self.asked is role
-        return any(role in SAYS[engine.role] for engine in self.engines.values())
-
-    def next_engine(self) -> tuple[int, EngineInfo] | None:
-        """The data-parallel engine whose turn it is, None where the instance said nothing of itself."""
-        order = self.in_turn()
-        return (order[0], self.engines[order[0]]) if order else None
-
-    def in_turn(self) -> list[int]:
-        """Its data-parallel engines, first the one whose turn it is."""
-        self.turn += 1
-        order = sorted(self.engines)
-        first = self.turn % max(len(order), 1)
-        return order[first:] + order[:first]
-
-    def describe(self) -> dict[str, Any]:
-        """What the admin interface tells."""
-        first = next(iter(self.engines.values()), None)
-        roles = [str(role) for role in InstanceRole if self.does(role)]
-        facts = {**first.labels(), "engines": len(self.engines)} if first else {}
-        now = {"state": str(self.state), "why": self.why, "in_flight": self.in_flight}
-        return {"url": self.url, "roles": roles, **now, **facts}
 
 
 class Fleet:
@@ -229,17 +149,19 @@ class Fleet:
             self._drop_if_left(instance)
 
     @asynccontextmanager
-    async def answering(self, instance: Instance) -> AsyncIterator[asyncio.Timeout]:
+    async def answering(self, instance: Instance) -> AsyncIterator[Wait]:
         """The wait for an instance's answer; ends by TimeoutError when nobody listens there any more.
 
-        vLLM's server ends its engine first when it is told to end, and then waits for its open requests for ever.
+        vLLM's server ends its engine first when it is told to end, and then waits for its open requests for ever; of a
+        stream it has sent the headers before its engine knew of the request.
         """
         async with asyncio.timeout(None) as limit:
-            instance.unanswered.add(limit)
+            wait = Wait(limit)
+            instance.waits.add(wait)
             try:
-                yield limit
+                yield wait
             finally:
-                instance.unanswered.discard(limit)
+                instance.waits.discard(wait)
 
     def refused(self, instance: Instance, why: str) -> None:
         """An instance did not take a connection: use no more until a check is good."""
@@ -284,31 +206,35 @@ class Fleet:
         await asyncio.gather(*(self._check(instance) for instance in self._to_check()))
 
     def _to_check(self) -> list[Instance]:
-        return [i for i in self._instances.values() if i.state is not InstanceState.LEAVING]
+        return [i for i in self._instances.values() if i.state is not InstanceState.LEAVING or i.waits]
 
     async def _check(self, instance: Instance) -> None:
         try:
             await self._get(instance, "/health")
-            fresh = instance.state is InstanceState.UP and time.monotonic() - instance.asked_at < self._facts_interval
+            known = instance.state in (InstanceState.UP, InstanceState.LEAVING)
+            fresh = known and time.monotonic() - instance.asked_at < self._facts_interval
             # In a thread: reading a page takes 35 ms per engine, for which streams would stand still.
             engines = (
                 instance.engines if fresh else await asyncio.to_thread(parse, await self._get(instance, "/metrics"))
             )
         except (aiohttp.ClientError, TimeoutError, ProtocolError) as error:
             instance.failures += 1
-            instance.deaf = instance.deaf + 1 if isinstance(error, aiohttp.ClientConnectorError) else 0
+            instance.deaf = instance.deaf + 1 if _nobody_listens(error) else 0
             if instance.deaf >= FAILURES:
-                for limit in [limit for limit in instance.unanswered if limit.when() is None]:
-                    limit.reschedule(asyncio.get_running_loop().time())
+                self._forget(instance)
+                for wait in list(instance.waits):
+                    wait.end()
+            if instance.state is InstanceState.LEAVING:
+                return
             if instance.state is not InstanceState.UP or instance.failures >= FAILURES:
                 self._set(instance, InstanceState.DOWN, str(error) or type(error).__name__)
             return
-        if instance.state is InstanceState.LEAVING:  # removed while it was asked
-            return
         instance.failures = instance.deaf = 0
+        if instance.state is InstanceState.LEAVING:
+            return
         if not fresh:
             self._learn(instance, engines)
-        if wrong := _contradiction(instance) or self._follow(instance):
+        if wrong := contradiction(instance) or self._follow(instance):
             self._set(instance, InstanceState.WRONG, wrong)
         else:
             self._set(instance, InstanceState.UP, "healthy")
@@ -390,11 +316,7 @@ class Fleet:
             self._metrics.forget(instance.url)
 
 
-def _contradiction(instance: Instance) -> str:
-    """Why an instance cannot be used as it was meant, empty if it can."""
-    said = {engine.role for engine in instance.engines.values()}
-    if instance.asked is None:
-        return "" if said else "it does not say its role; run PDConnector there, or add it with a role"
-    if any(instance.asked not in SAYS[role] for role in said):
-        return f"added as {instance.asked}, but its kv_role is {', '.join(sorted(said))}"
-    return ""
+def _nobody_listens(error: Exception) -> bool:
+    """Whether the machine there said so. That a name is not known, or that this process has no file or port left for a
+    connection, says nothing of who is there."""
+    return isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED

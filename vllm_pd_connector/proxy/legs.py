@@ -1,9 +1,9 @@
 """One leg of a request: choose an instance, send, and say what went wrong in words and a status for the client.
 
 An instance that refuses the connection has seen nothing of the request, so another is asked. Any other failure is
-final, because the request may have been run: 502 for an instance that breaks off, or at which nobody listens any more
-before it has answered, 504 for one that stays silent, 503 when none can be reached. A leg whose task is cancelled
-closes its connection, and vLLM aborts a request whose connection is closed.
+final for the leg, because the request may have been run: 502 for an instance that breaks off, or at which nobody
+listens any more before its answer is whole, 504 for one that stays silent, 503 when none can be reached. A leg whose
+task is cancelled closes its connection, and vLLM aborts a request whose connection is closed.
 
 vLLM that was told to end goes on to answer `/health` with 200 and each new request with an abort (`EngineCoreProc.
 _reject_add_in_shutdown`), until what it has is done. It would be the least busy of all; so who has aborted a request of
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import aiohttp
 
-from vllm_pd_connector.proxy.fleet import DATA_PARALLEL_RANK, Fleet, Instance, InstanceRole
+from vllm_pd_connector.proxy.instance import DATA_PARALLEL_RANK, Instance, InstanceRole, Wait
 from vllm_pd_connector.routing.handoff import Body
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from types import SimpleNamespace
 
     from vllm_pd_connector.proxy.choice import PromptPrefix
+    from vllm_pd_connector.proxy.fleet import Fleet
     from vllm_pd_connector.proxy.metrics import ProxyMetrics
     from vllm_pd_connector.proxy.tracing import Untraced
 
@@ -107,8 +108,9 @@ class Legs:
         request: Sent,
         prepare: Prepare,
         on_sent: Callable[[Instance], None] | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer of the first instance, in order of preference, that takes the connection.
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, Wait]]:
+        """The answer of the first instance, in order of preference, that takes the connection, and the wait for it,
+        which is to hear of what a stream brings.
 
         `on_sent` is called when a connection stands and the request is on its way.
 
@@ -116,8 +118,8 @@ class Legs:
             LegError: see the module.
         """
         with request.trace.leg(role) as traced:
-            async with self._send(role, request, traced(prepare), on_sent) as response:
-                yield response
+            async with self._send(role, request, traced(prepare), on_sent) as answer:
+                yield answer
 
     @asynccontextmanager
     async def _send(
@@ -126,7 +128,7 @@ class Legs:
         request: Sent,
         prepare: Prepare,
         on_sent: Callable[[Instance], None] | None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, Wait]]:
         refused: dict[str, str] = {}
         while (instance := self._choose(role, request, set(refused))) is not None:
             if role is InstanceRole.PREFILL:
@@ -138,23 +140,24 @@ class Legs:
             try:
                 with self._fleet.busy(instance, role, request.prefix):
                     async with AsyncExitStack() as stack:
-                        async with self._fleet.answering(instance) as waiting:
-                            where = instance.url + request.path
-                            posted = self._session.post(
-                                where, data=content, headers=headers, trace_request_ctx=sent, allow_redirects=False
-                            )
-                            response = await stack.enter_async_context(posted)
+                        wait = await stack.enter_async_context(self._fleet.answering(instance))
+                        posted = self._session.post(
+                            instance.url + request.path,
+                            data=content, headers=headers, trace_request_ctx=sent, allow_redirects=False,
+                        )  # fmt: skip
+                        response = await stack.enter_async_context(posted)
                         require_here(role, instance, response)
-                        yield response
+                        yield response, wait
                         return
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 refused[instance.url] = str(error)
                 self._fleet.refused(instance, str(error))
                 self._metrics.retries.labels(role).inc()
             except TimeoutError as error:
-                if waiting.expired():
+                if wait.limit.expired():
+                    answered = "and it has not answered" if wait.heard_at is None else "and its answer stands still"
                     raise LegError(
-                        502, f"{role} instance {instance.url} ends: nobody listens there, and it has not answered"
+                        502, f"{role} instance {instance.url} ends: nobody listens there, {answered}"
                     ) from error
                 silence = f"{self._limits.read_timeout:g} s"
                 raise LegError(504, f"{role} instance {instance.url} sent nothing for {silence}") from error
@@ -166,7 +169,11 @@ class Legs:
             except aiohttp.ClientError as error:
                 self._fleet.suspect()
                 raise LegError(502, f"{role} instance {instance.url} broke off: {error!r}") from error
-        raise LegError(503, f"no {role} instance can be reached: {self._fleet.reasons(role)}")
+        raise unreachable(self._fleet, role)
+
+    def decoders(self) -> list[Instance]:
+        """The usable decode instances, those that abort requests last."""
+        return sorted(self._fleet.usable(InstanceRole.DECODE), key=lambda instance: instance.url in self._asked_last)
 
     def _choose(self, role: InstanceRole, request: Sent, without: set[str]) -> Instance | None:
         now = time.monotonic()
@@ -175,6 +182,11 @@ class Legs:
         own = {request.prefilled_at} if role is InstanceRole.DECODE else set()
         tries = (self._fleet.choose(role, request.prefix, avoided) for avoided in (ending | own, ending, without))
         return next((found for found in tries if found is not None), None)
+
+
+def unreachable(fleet: Fleet, role: InstanceRole) -> LegError:
+    """Why a leg cannot be sent to anyone."""
+    return LegError(503, f"no {role} instance can be reached: {fleet.reasons(role)}")
 
 
 def require_here(role: InstanceRole, instance: Instance, response: aiohttp.ClientResponse) -> None:

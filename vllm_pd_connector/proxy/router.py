@@ -19,8 +19,7 @@ import json
 import logging
 import time
 import uuid
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from aiohttp import web
@@ -47,16 +46,28 @@ from vllm_pd_connector.proxy.exchange import (
     whole_answer,
     whole_events,
 )
-from vllm_pd_connector.proxy.fleet import LOOK_S, Fleet, Instance, InstanceRole
-from vllm_pd_connector.proxy.legs import Aborted, Headers, LegError, Legs, Limits, make_session, pinned, require_here
+from vllm_pd_connector.proxy.fleet import LOOK_S, Fleet
+from vllm_pd_connector.proxy.give_back import give_back
+from vllm_pd_connector.proxy.instance import Instance, InstanceRole, Wait
+from vllm_pd_connector.proxy.legs import (
+    Aborted,
+    Headers,
+    LegError,
+    Legs,
+    make_session,
+    pinned,
+    require_here,
+    unreachable,
+)
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 from vllm_pd_connector.proxy.tracing import Tracer, Untraced
 from vllm_pd_connector.routing.handoff import Body, decode_body, decode_body_beside, prefill_body
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Coroutine
 
     from vllm_pd_connector.instance_info import EngineInfo
+    from vllm_pd_connector.proxy.options import Options
 
 logger = logging.getLogger(__name__)
 
@@ -65,35 +76,6 @@ COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")
 CLIENT_LEFT = 499
 ATTEMPTS = 3
 """For a request whose instances are told to end: by then somebody of a rolling update has come back."""
-
-Handoff = Literal["auto", "serial", "concurrent"]
-Policy = Literal["prefix", "kv-events"]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Base URLs of instances by role, or of any role (`instances`, which must say theirs); times are seconds.
-
-    `policy` is by what an instance's cache is judged: "prefix" (by what it was sent) or "kv-events" (by what it
-    announces, at the endpoints that it says or that `kv_events` has by its URL: of events, and of replay or empty).
-    `slack` is by how many requests in flight an instance that knows a prompt may exceed the least busy one.
-    `conversations`: bring what decode instances keep of a turn to the prefill of the next. `introduce`: link instances
-    before requests come. `otlp_traces_endpoint`: of a collector of spans.
-    """
-
-    prefill: Sequence[str] = ()
-    decode: Sequence[str] = ()
-    instances: Sequence[str] = ()
-    limits: Limits = field(default_factory=lambda: Limits(connect_timeout=5.0, read_timeout=600.0))
-    handoff: Handoff = "auto"
-    check_interval: float = 2.0
-    facts_interval: float = 30.0
-    slack: int = 2
-    policy: Policy = "prefix"
-    conversations: bool = False
-    introduce: bool = False
-    kv_events: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    otlp_traces_endpoint: str | None = None
 
 
 class Router:
@@ -205,6 +187,8 @@ class Router:
             return await self._by_both(exchange)
 
     async def _by_both(self, exchange: Exchange) -> web.StreamResponse:
+        if not self.fleet.usable(InstanceRole.DECODE):  # nothing is computed for nobody, and held for its lease
+            raise unreachable(self.fleet, InstanceRole.DECODE)
         if not self._concurrent():
             return await self._serial_again(exchange)
         if exchange.request_id in self._in_use:
@@ -297,10 +281,14 @@ class Router:
             except (LegError, InstanceRefusal) as error:
                 logger.warning("request %s: prefill, after the answer was sent: %s", request_id, error)
 
-        task = asyncio.create_task(wait())
+        self._trail(wait()).add_done_callback(lambda _: self._in_use.discard(request_id))
+
+    def _trail(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """What is left to do when a request is answered."""
+        task = asyncio.create_task(work)
         self._trailing.add(task)
         task.add_done_callback(self._trailing.discard)
-        task.add_done_callback(lambda _: self._in_use.discard(request_id))
+        return task
 
     async def _prefill(self, exchange: Exchange, prepare: Any, on_sent: Any = None) -> Any:
         """What the prefill instance answers, read."""
@@ -310,7 +298,7 @@ class Router:
             if on_sent is not None:
                 on_sent(instance)
 
-        async with self._legs.send(InstanceRole.PREFILL, exchange, prepare, sent) as response:
+        async with self._legs.send(InstanceRole.PREFILL, exchange, prepare, sent) as (response, _):
             content, who = await response.read(), named(InstanceRole.PREFILL, response)
             if response.status != 200:
                 raise InstanceRefusal(who, response.status, content, response.content_type)
@@ -323,8 +311,10 @@ class Router:
         def prepare(instance: Instance) -> tuple[Body, Headers]:
             return body, {**exchange.headers, **exchange.turn.sent_to(instance)}
 
-        async with self._legs.send(InstanceRole.DECODE, exchange, prepare) as response:
-            if response.status != 200 or response.content_type != "text/event-stream":
+        try:
+            async with self._legs.send(InstanceRole.DECODE, exchange, prepare) as (response, wait):
+                if response.status == 200 and response.content_type == "text/event-stream":
+                    return await self._stream(exchange, response, wait, name)
                 content, who = await response.read(), named(InstanceRole.DECODE, response)
                 self._observe("first_byte", exchange)
                 if response.status != 200:
@@ -332,14 +322,20 @@ class Router:
                 answer = whole_answer(content, who)
                 exchange.turn.ended(name, answer)
                 return passed_on(200, for_client(content, answer, who), response.content_type, exchange.request_id)
-            return await self._stream(exchange, response, name)
+        except (LegError, InstanceRefusal):
+            if exchange.answer is None:
+                self._trail(give_back(self._legs.decoders(), self._session, exchange, body))
+            raise
 
-    async def _stream(self, exchange: Exchange, response: aiohttp.ClientResponse, name: str) -> web.StreamResponse:
+    async def _stream(
+        self, exchange: Exchange, response: aiohttp.ClientResponse, wait: Wait, name: str
+    ) -> web.StreamResponse:
         """Pass events on as they come."""
         answer = web.StreamResponse(headers={"X-Request-Id": exchange.request_id, "Cache-Control": "no-cache"})
         answer.content_type = "text/event-stream"
         who, ended = named(InstanceRole.DECODE, response), False
         async for event in whole_events(response.content.iter_any()):
+            wait.heard()
             if check_event(event, exchange.answer is None, who):
                 logger.warning("request %s: %s, after the first byte: %.500r", exchange.request_id, who, event)
                 self.metrics.broken_streams.inc()

@@ -26,10 +26,11 @@ from aiohttp import web
 from vllm_pd_connector.arguments import base_url, count, listening_port, seconds
 from vllm_pd_connector.errors import InvalidConfig
 from vllm_pd_connector.proxy.exchange import error_object
-from vllm_pd_connector.proxy.fleet import InstanceRole
+from vllm_pd_connector.proxy.instance import InstanceRole
 from vllm_pd_connector.proxy.kv_events.subscriber import source_of
 from vllm_pd_connector.proxy.legs import Limits
-from vllm_pd_connector.proxy.router import Options, Router
+from vllm_pd_connector.proxy.options import Options
+from vllm_pd_connector.proxy.router import Router
 from vllm_pd_connector.proxy.ui.page import Page
 
 if TYPE_CHECKING:

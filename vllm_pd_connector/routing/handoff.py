@@ -74,6 +74,14 @@ ANSWER_ONLY = frozenset(
 one of them is among them: vLLM refuses `logprob_token_ids` without `logprobs`, and `thinking_token_budget` where no
 reasoning is configured."""
 
+REFUSED_WITHOUT: Mapping[str, str] = {
+    "logprob_token_ids": "logprobs",
+    "stream_options": "stream",
+    "top_logprobs": "logprobs",
+}
+"""A field that vLLM refuses without another (`entrypoints/openai`, both `protocol.py`). Where a client has left
+that out, the first leg has the field too: prefill says so, and computes nothing for nobody."""
+
 
 def check_client_body(body: object) -> Body:
     """The body as an object that one cache can serve.
@@ -107,7 +115,8 @@ def check_client_body(body: object) -> Body:
 def prefill_body(body: Body, transfer_id: str | None = None, turn: Mapping[str, Any] = NOTHING) -> Body:
     """The first leg: the same prompt, one token, and the cache kept. `transfer_id` names a concurrent hand-off, `turn`
     says where a decode instance holds the prompt's beginning."""
-    kept = {field: value for field, value in body.items() if field not in ANSWER_ONLY}
+    alone = {field for field, other in REFUSED_WITHOUT.items() if not body.get(other)}
+    kept = {field: value for field, value in body.items() if field not in ANSWER_ONLY or field in alone}
     one_token = {"max_tokens": 1, **({"max_completion_tokens": 1} if "max_completion_tokens" in body else {})}
     params = {**ASK_PREFILL, **turn, **({} if transfer_id is None else {"transfer_id": transfer_id})}
     return kept | one_token | {"stream": False, "ignore_eos": True, "kv_transfer_params": params}

@@ -167,7 +167,8 @@ class Consumer:
 
     def _give_back(self, refused: Request) -> None:
         """vLLM's API server refused a request, or tells that one failed, or it is none for this instance: what its
-        prefill holds is not needed. Of requests that came this far the prefill side has heard already.
+        prefill holds is not needed. Of requests that came this far the prefill side has heard already, and once is
+        enough where it is told twice.
 
         Raises:
             ProtocolError: parameters that are none, or of an unauthenticated peer, who is told nothing.
@@ -178,12 +179,14 @@ class Consumer:
             if self._known.pop(remote.lease, False) is None:
                 return
             prefill = remote.remote_request_id
+            self._known[remote.lease] = None
             self._renewer.drop(*reading_of(remote, refused), release=True)
         else:
             ref = named(refused)
             if self._known.pop(ref, False) is None:
                 return
             prefill = ref.name
+            self._known[ref] = None
             if names_bootstrap(params):
                 self._searches.decline(ref, self._searches.find(parse_remote_bootstrap(params)), time.monotonic())
             else:

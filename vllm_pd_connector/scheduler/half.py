@@ -82,6 +82,7 @@ class SchedulerHalf:
         self.share = LeaseShare(config.kv_lease_share, partial(leased_blocks, kv_cache_config, dcp_size))
         self._quarantine: Quarantine | None = None
         self._manager: KVCacheManager | None = None
+        self._asked = ""  # who was answered and has got no blocks
         self._held_back: set[str] = set()
         self._told: set[str] = set()  # received, as vLLM was told before the workers' reports
         self._spared: dict[str, str] = {}  # requests that go on without what they came for, and why
@@ -152,14 +153,19 @@ class SchedulerHalf:
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """None: vLLM leaves the request in its queue, schedules what is behind it, and asks again in the next step."""
         self.producer.make_room(self.producer.lending.blocks_for(request))
+        if request.request_id == self._asked:  # vLLM keeps more blocks back than the prompt's: for who runs, say
+            self.producer.give_up_oldest()
+        self._asked = ""
         # Rather than a prefill, a conversation goes, which may never go on.
         if not computes_itself(request) and not self.share.admits(request.request_id, self.producer.give_up_oldest):
             return None, False
         count = self.consumer.num_remote_tokens(request, num_computed_tokens)
+        self._asked = "" if count is None else request.request_id
         return count, bool(count)
 
     def update_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.share.begin(request.request_id)
+        self._asked = ""
         if num_external_tokens:
             self.beside.end_before(owned_blocks(blocks, self.group_ids))
         self.consumer.allocated(request, blocks, num_external_tokens)
@@ -233,12 +239,15 @@ class SchedulerHalf:
 
     def frees_blocks(self) -> bool:
         """Give back the blocks of leases that have ended and of failed pushes, and what was offered in vain of running
-        prefills, so that of one that is preempted nothing stays referenced; whether any became free by it."""
+        prefills, so that of one that is preempted nothing stays referenced; then conversations, for which nobody is
+        preempted. Whether any became free by it."""
         if self._quarantine is None:
             return False
         before = self._quarantine.num_free_blocks
         self.producer.take_back()
         self.producer.drain()
+        while self._quarantine.num_free_blocks <= before and self.producer.give_up_oldest():
+            pass
         return self._quarantine.num_free_blocks > before
 
     def update_output(self, output: KVConnectorOutput) -> None:

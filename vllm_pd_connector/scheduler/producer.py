@@ -1,6 +1,6 @@
 """The producer side: a finished prefill's blocks, held under a lease until they were read.
 
-`step_hold` is called when a request finishes; from then on the side-channel server's thread owns the lease (renewals,
+`hold` is called when a request finishes; from then on the side-channel server's thread owns the lease (renewals,
 reads reported as done, expiry). The blocks are kept by references of our own in vLLM's pool, so the engine goes idle
 as soon as it has nothing to compute; the references of leases that ended are given back before the next request is
 scheduled and in every step, and an idle engine is asked for one.
@@ -240,7 +240,7 @@ class Producer:
             return None
         answer = self._answers.conversation(request, tables, prefixes, self._incarnation, self._epochs.own.now)
         params = self._lease(request, answer, tables)
-        self.lending.add(request.request_id, self._blocks.count(request.request_id))
+        self.lending.add(request.request_id, self._blocks.ids_of(request.request_id))
         self.make_room(0)
         return params
 
@@ -337,7 +337,7 @@ class Producer:
 
     def abandon(self, request: Request, reason: str) -> None:
         """A prefill for a decode instance ended without a cache that could be handed over."""
-        if self._server is not None and self._progress.discard(request.request_id):
+        if self._progress.discard(request.request_id) and self._server is not None:
             self._server.pushes.aborted(request.request_id, reason)
 
     def end_leases(self, reason: End) -> None:

@@ -29,7 +29,7 @@ from vllm_pd_connector.protocol.verification import Verification
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.protocol.wire.fields import MAX_TEXT
-from vllm_pd_connector.sidechannel.net.keys import ZAP_DOMAIN, Keys, proved_key
+from vllm_pd_connector.sidechannel.net.keys import ZAP_DOMAIN, Admission, Keys, proved_key
 from vllm_pd_connector.sidechannel.net.sockets import bound_router, take
 from vllm_pd_connector.sidechannel.net.watch import Watch
 from vllm_pd_connector.sidechannel.push_service import PushService
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LARGE = 1 << 16  # bytes of a reply; of those few may wait for a client
 _BATCH = 256  # frames served before the leases are looked at again
 _LONGEST_SLEEP_S = 3600.0
 _LOG_EVERY_S = 10.0
@@ -117,7 +118,7 @@ class SideChannelServer:
             if keys is not None:
                 self._authenticator = ThreadAuthenticator(self._context, log=logger)
                 self._authenticator.start()
-                self._authenticator.configure_curve(domain=ZAP_DOMAIN, location=keys.directory)
+                self._authenticator.configure_curve_callback(ZAP_DOMAIN, Admission(keys))
             self._router = bound_router(self._context, host, port, self._watch, keys)
         except BaseException:
             self._stop_authenticator()
@@ -366,10 +367,11 @@ class SideChannelServer:
         return m.Failure(code, message[:MAX_TEXT])
 
     def _send(self, client: bytes, seq: int, reply: m.Reply) -> None:
-        if isinstance(reply, m.Manifests) and not self._unsent.has_room(client):
-            reply = m.Failure(m.FailureCode.BUSY, "earlier replies were not taken yet; ask again later")
         try:
             frame = m.encode(seq, reply)
+            if len(frame) > _LARGE and not self._unsent.has_room(client):
+                reply = m.Failure(m.FailureCode.BUSY, "earlier replies were not taken yet; ask again later")
+                frame = m.encode(seq, reply)
         except Exception as error:  # this client's answer alone is lost, and it is told so
             reply = self._failure(m.FailureCode.INTERNAL, f"{type(error).__name__}: {error}")
             frame = m.encode(seq, reply)

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.checksums.sums import checksums
-from vllm_pd_connector.protocol.wire.messages import ChecksumJob, Failure, JobChecksums, NextChecksumJob, Request
+from vllm_pd_connector.protocol.wire.messages import (
+    Accepted,
+    ChecksumJob,
+    Failure,
+    JobChecksums,
+    NextChecksumJob,
+    Request,
+)
 from vllm_pd_connector.sidechannel.client import Outcome, SideChannelClient
 from vllm_pd_connector.sidechannel.waiting import wait
 from vllm_pd_connector.wake import Wake
@@ -77,7 +84,11 @@ class ChecksumServer:
                 outcome = self._ask(client, NextChecksumJob(self._token, self._worker), _JOB_WAIT_S)
                 if isinstance(outcome, ChecksumJob):
                     for message in self._make(outcome):
-                        self._ask(client, message, _RETRY_S)
+                        # The next job is the same again where not all of its sums have come: of a whole job with a hole
+                        # a reader would take what arrived well for wrong.
+                        if not isinstance(self._ask(client, message, _RETRY_S), Accepted):
+                            self._pause(client)
+                            break
                 elif isinstance(outcome, ProtocolError | Failure):
                     self._pause(client)  # the side channel is not there yet, or not any more
         finally:

@@ -6,7 +6,9 @@ those on the decode side share what one of the prefill side's handed over.
 
 from __future__ import annotations
 
+import json
 import re
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -110,17 +112,61 @@ def test_what_decode_s_vllm_refuses_is_given_back_at_once(pair: Cluster) -> None
 
 
 @over(PLAIN_ROWS, quick=PLAINEST)
+def test_a_stream_that_decode_s_vllm_refuses_is_given_back_at_once(pair: Cluster) -> None:
+    """Its answer has begun with status 200 before vLLM looks at it, and vLLM tells its connector of none of these."""
+    prompt = SCENARIOS["bad input"][0]
+    for fields in ({"logprobs": 100000}, {"logit_bias": {"99999999": 1.0}}):
+        params = pair.prefill_only(prompt)
+        assert leases(params) == 1
+        said = Said(pair.decode)
+        text = raw(pair.decode.url, pair.body(prompt, kv_transfer_params=params, stream=True, **fields))
+        assert '"error"' in text and '"code":400' in text.replace(" ", ""), text
+        until(lambda params=params: leases(params) == 0, "the blocks were given back", AT_ONCE_S)
+        until(lambda: pair.is_settled(pair.prefill), "the prefill side's pool is whole", AT_ONCE_S)
+        until(lambda said=said: len(said.of_ours()) == 1, "one line says so", AT_ONCE_S)
+        assert params["remote_request_id"] in said.of_ours()[0][1] and not said.errors()
+
+
+def raw(url: str, body: dict[str, Any]) -> str:
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60.0) as answer:
+        return answer.read().decode()
+
+
+REFUSED_BEHIND_A_PREFILL = (
+    {"max_tokens": 100000},
+    {"logprobs": 100000},
+    {"logprobs": 100000, "stream": True},
+    {"min_tokens": "many"},  # by the form of its JSON: of these vLLM tells nobody
+    {"structured_outputs": {"regex": "a", "json": {}}},
+)
+
+
+@over(PLAIN_ROWS, quick=PLAINEST)
 def test_what_decode_refuses_behind_the_router_is_given_back_at_once(pair: Cluster) -> None:
     prompt = SCENARIOS["bad input"][0]
     params = pair.prefill_only(prompt)
     pair.decode_with(prompt, params)
-    said = Said(pair.decode)
-    for fields in REFUSED_BY_VLLM:
+    for number, fields in enumerate(REFUSED_BEHIND_A_PREFILL):
+        said = Said(pair.decode)
         with pytest.raises(Refused) as refused:
-            ask(pair.router.url, pair.body(prompt, **fields), request_id=f"refused-{len(fields)}")
-        assert refused.value.status == 400
+            ask(pair.router.url, pair.body(prompt, **fields), request_id=f"refused-{number}")
+        assert refused.value.status == 400, refused.value
         until(lambda: leases(params) == 0, "the blocks were given back", AT_ONCE_S)
-    assert not said.errors()
+        until(lambda said=said: "its prefill is given back" in said.text(), "decode says so", AT_ONCE_S)
+        assert not said.errors()
+
+
+@over(PLAIN_ROWS, quick=PLAINEST)
+@pytest.mark.parametrize("fields", [{"stream_options": {"include_usage": True}}, {"temperature": -3}])
+def test_what_prefill_can_see_to_be_wrong_is_not_computed(pair: Cluster, fields: dict[str, Any]) -> None:
+    said = Said(pair.decode)
+    with pytest.raises(Refused) as refused:
+        ask(pair.router.url, pair.body(SCENARIOS["bad input"][0], **fields))
+    assert refused.value.status == 400 and "prefill instance" in pair.router.log.read_text().splitlines()[-1]
+    assert not said.of_ours()
 
 
 @over(PLAIN_ROWS, quick=PLAINEST)

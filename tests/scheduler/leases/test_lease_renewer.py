@@ -197,3 +197,17 @@ def test_renewal_goes_on_when_it_could_not_wait(caplog, monkeypatch):
     assert begun.wait(20.0) and failed
     assert tried._thread is not None and tried._thread.is_alive() and "could not wait" in caplog.text
     tried.close()
+
+
+def test_a_lease_whose_age_is_not_known_is_renewed_soon_and_then_as_often_as_needed(monkeypatch):
+    """A decode leg may come when two thirds of it are over, and queue."""
+    sent: list[float] = []
+    now = [0.0]
+    monkeypatch.setattr(lease_renewer, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    tried = lease_renewer.LeaseRenewer(None, 30.0)
+    tried._client = SimpleNamespace(send=lambda *_: sent.append(now[0]), receive=lambda: [])
+    tried._add("tcp://a", Reading("p-1", bytes(16), bytes(16)), 30.0)
+    for turn in range(250):
+        now[0] = turn / 10
+        tried._turn()
+    assert sent == pytest.approx([2.0, 12.0, 22.0], abs=0.11)

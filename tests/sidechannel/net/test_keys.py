@@ -232,3 +232,32 @@ def test_a_secret_for_parameters_is_long_and_for_its_owner_only(tmp_path):
         Config(params_secret=str(path)).secret()
     with pytest.raises(InvalidConfig, match="No such file"):
         Config(params_secret=str(tmp_path / "absent")).secret()
+
+
+@pytest.mark.parametrize("cut", [1, 40])
+def test_a_secret_that_lost_a_letter_is_named_at_once(prefill, cut):
+    """A server's socket that could not be secured kept its context, and with it the start, waiting for ever."""
+    path = prefill.directory / "prefill.key_secret"
+    path.write_text(path.read_text().replace(prefill.secret, prefill.secret[cut:]))
+    with pytest.raises(InvalidConfig, match=r"prefill\.key_secret"):
+        k.load_keys(prefill.directory)
+    damaged = k.Keys(prefill.directory, prefill.public, prefill.secret[cut:], prefill.peers)
+    with pytest.raises(InvalidConfig, match="not a CURVE key"):
+        SideChannelServer("127.0.0.1", 0, "p-0", "ab" * 16, keys=damaged)
+
+
+def test_a_secret_and_a_public_key_of_two_pairs_are_refused(prefill, decode):
+    path = prefill.directory / "prefill.key_secret"
+    path.write_text(path.read_text().replace(prefill.secret, decode.secret))
+    with pytest.raises(InvalidConfig, match="are not of one pair"):
+        k.load_keys(prefill.directory)
+
+
+def test_an_instance_s_own_workers_get_in_also_where_its_public_key_lies_elsewhere(prefill, decode):
+    (prefill.directory / "prefill.key").unlink()
+    known = k.load_keys(prefill.directory)
+    assert known.peers == {decode.public}
+    with contextlib.closing(SideChannelServer("127.0.0.1", 0, "p-0", "ab" * 16, keys=known)) as made:
+        made.set_manifests([b"manifest"])
+        outcomes = [ask(keys, made.port, prefill.public, PATIENCE_S) for keys in (known, decode)]
+    assert outcomes[0] == outcomes[1] and not isinstance(outcomes[0], ProtocolError)

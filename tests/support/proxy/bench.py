@@ -16,7 +16,8 @@ from aiohttp.test_utils import TestServer
 from tests.support.proxy.stand_ins import DONE, HANDS_OVER, LIMIT, Handler, Instance
 from vllm_pd_connector.instance_info import EngineInfo
 from vllm_pd_connector.proxy.legs import Limits
-from vllm_pd_connector.proxy.router import Options, Router
+from vllm_pd_connector.proxy.options import Options
+from vllm_pd_connector.proxy.router import Router
 
 
 class Bench:

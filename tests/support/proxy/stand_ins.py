@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from vllm_pd_connector.instance_info import INFO_SERIES, EngineInfo
+from vllm_pd_connector.proxy.give_back import REFUSED
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -30,6 +31,7 @@ class Instance:
         first_engine: int = 0,
     ):
         self.asked: list[dict[str, Any]] = []
+        self.given_back: list[dict[str, Any]] = []
         self.request_ids: list[str | None] = []
         self.ranks: list[str | None] = []
         self.traces: list[tuple[str | None, ...]] = []
@@ -72,7 +74,11 @@ class Instance:
         return web.Response(text="".join(rows))
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(await request.json())
+        body = await request.json()
+        if body.items() >= REFUSED.items():  # as vLLM refuses it, which then tells its connector
+            self.given_back.append(body["kv_transfer_params"])
+            return web.json_response({"error": {"message": "temperature"}}, status=400)
+        self.asked.append(body)
         self.request_ids.append(request.headers.get("X-Request-Id"))
         self.ranks.append(request.headers.get("X-data-parallel-rank"))
         self.traces.append(tuple(request.headers.get(name) for name in ("traceparent", "tracestate")))

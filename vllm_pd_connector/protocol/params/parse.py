@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -348,6 +348,14 @@ def _asking(params: object, kind: Kind) -> Mapping[Any, Any]:
     return _fields(params)
 
 
+def _texts(fields: Mapping[Any, Any]) -> Iterator[str]:
+    for value in fields.values():
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from (inner for inner in value.values() if isinstance(inner, str))
+
+
 def convert(fields: Mapping[Any, Any], struct: type[S]) -> S:
     """Parameters as one of these structs.
 
@@ -364,6 +372,8 @@ def convert(fields: Mapping[Any, Any], struct: type[S]) -> S:
     skipped = IN_TREE_KEYS - set(struct.__struct_fields__)
     ours = {key: value for key, value in fields.items() if key not in skipped}
     try:
+        for text in _texts(ours):
+            text.encode()  # JSON has escapes for what is no text: a lease's name could not be made of it
         return msgspec.convert(ours, struct)
     except Exception as error:  # the border to a user's data, as in messages
         raise ProtocolError(f"kv_transfer_params: {error}"[:4096]) from error

@@ -42,7 +42,7 @@ REPLY_S = 10.0
 REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 LEASES = "vllm:pd_leases"
 LEAVING = "leaving"
-"""What the router says of an instance that was removed and has requests in flight (`fleet.InstanceState`)."""
+"""What the router says of an instance that was removed and has requests in flight (`instance.InstanceState`)."""
 
 
 class CannotTell(PDConnectorError):

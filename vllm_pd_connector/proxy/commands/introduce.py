@@ -24,7 +24,8 @@ import aiohttp
 
 from vllm_pd_connector.errors import PDConnectorError, ProtocolError
 from vllm_pd_connector.proxy.exchange import check_finished, parsed_json
-from vllm_pd_connector.proxy.fleet import DATA_PARALLEL_RANK, Fleet, Instance, InstanceRole, InstanceState
+from vllm_pd_connector.proxy.fleet import Fleet
+from vllm_pd_connector.proxy.instance import DATA_PARALLEL_RANK, Instance, InstanceRole, InstanceState
 from vllm_pd_connector.proxy.legs import LegError, Limits, encoded_body, make_session
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 from vllm_pd_connector.routing.handoff import Body, decode_body, prefill_body

@@ -16,7 +16,8 @@ What is forgotten is learned again as the instance stores blocks. Meanwhile it i
 than it does, which costs hits and is shown by `losses`.
 
 Not told apart is an instance that was started anew and had published exactly as many batches before the router was
-connected again. One that says another engine id is forgotten by `Fleet`.
+connected again, or more if it keeps them for a replay. One that says another engine id is forgotten by `Fleet`, and
+so is one at which nobody listened meanwhile.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ class Lending:
         self._block_tokens = group_block_tokens(
             kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size
         )
-        self._held: dict[str, int] = {}  # their blocks, oldest first
+        self._held: dict[str, tuple[int, ...]] = {}  # their blocks, oldest first
+        self._holders: Counter[int] = Counter()  # of each block: chats that begin alike share some
         if not self.enabled:
             return
         self._kinds = group_kinds(kv_cache_config)
@@ -114,21 +115,26 @@ class Lending:
             for group, tokens in enumerate(self._block_tokens)
         )
 
-    def add(self, request_id: str, num_blocks: int) -> None:
-        self._held[request_id] = num_blocks
+    def add(self, request_id: str, blocks: tuple[int, ...]) -> None:
+        self._held[request_id] = blocks
+        self._holders.update(blocks)
         self.counted["conversations_kept"] += 1
 
     def ended(self, request_id: str, reason: End) -> bool:
         """A lease has ended; whether it was that of a conversation."""
-        if self._held.pop(request_id, None) is None:
+        if (blocks := self._held.pop(request_id, None)) is None:
             return False
+        self._holders.subtract(blocks)
+        for block in blocks:
+            if not self._holders[block]:
+                del self._holders[block]
         self.counted["conversations_read"] += reason is End.READ
         self.counted["conversations_dropped"] += reason is End.DROPPED
         return True
 
     def crowded(self, pool_blocks: int, free_blocks: int, needed: int) -> bool:
         """Whether one must be given back: there are more of them than may be, or of `needed` blocks fewer are free."""
-        return bool(self._held) and (sum(self._held.values()) > self._share * pool_blocks or free_blocks < needed)
+        return bool(self._held) and (len(self._holders) > self._share * pool_blocks or free_blocks < needed)
 
     @property
     def oldest(self) -> str | None:

@@ -9,10 +9,11 @@ vLLM's policy is to fail what could not be loaded.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import transfer_params, was_refused
@@ -59,6 +60,10 @@ class Turns:
                 self._renewer.find(where, named.remote_request_id, self._heard(receive))
         except ProtocolError as error:
             self._compute(request, str(error))
+            return None
+        except Exception as error:  # a defect of ours that one turn met must not end the engine
+            logger.exception("request %s: its conversation", request.request_id)
+            self._compute(request, f"unexpected {type(error).__name__}: {error}")
             return None
         return None if was_refused(request) else receive
 
@@ -114,6 +119,10 @@ class Turns:
         except ProtocolError as error:
             self._compute(receive.turn, str(error))
             return False
+        except Exception as error:  # as above
+            logger.exception("request %s: its conversation", receive.turn.request_id)
+            self._compute(receive.turn, f"unexpected {type(error).__name__}: {error}")
+            return False
 
     def _same_weights(self, receive: Receive, request: Request) -> bool:
         """Whether the weights of now are those that the turn was computed with, as far as anybody has said."""
@@ -134,6 +143,6 @@ class Turns:
 
 def _decoded(params: bytes) -> object:
     try:
-        return json.loads(params)
-    except (ValueError, RecursionError) as error:
+        return msgspec.json.decode(params)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"its parameters are not JSON: {error}") from error

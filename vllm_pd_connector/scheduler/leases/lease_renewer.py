@@ -36,6 +36,9 @@ RENEWALS_PER_LEASE = 3
 MIN_RENEWAL_S = 0.05
 """A lease that a request's parameters call shorter than this takes is not kept: they may be an unauthenticated peer's,
 and renewals without a pause would take the engine's core from it and flood the prefill side."""
+FIRST_RENEWAL_S = 2.0
+"""A lease is renewed after so long at the latest where its request still queues: how old it was when its parameters
+came here, nobody has said. Most requests are read before, without one."""
 REPLY_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 2.0
 """How long a request waits to hear whether a lease is held that it can do without."""
@@ -191,7 +194,7 @@ class LeaseRenewer:
             self._ask(address, m.Renew((reading,)), answered)
         elif reading.shared:  # before another request that shares the lease has read it
             self._send(address, m.Renew((reading,)))
-        due = time.monotonic() + interval
+        due = time.monotonic() + min(interval, FIRST_RENEWAL_S)
         self._due[address] = min(self._due.get(address, due), due)
 
     def _ask(self, address: str, request: m.Request, answered: Callable[[object], None]) -> None:

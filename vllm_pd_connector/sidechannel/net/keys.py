@@ -51,6 +51,18 @@ class Keys:
     peers: frozenset[str]
 
 
+class Admission:
+    """Whom an authenticator lets in: the peers, and this instance's own workers, whether its own public key lies among
+    theirs or not."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._known = keys.peers | {keys.public}
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """Source: pyzmq, `Authenticator.configure_curve_callback`."""
+        return key.decode("ascii") in self._known
+
+
 def proved_key(part: zmq.Frame) -> str:
     """The key that the connection of a frame's sender has proved, empty if none."""
     try:
@@ -68,8 +80,8 @@ def load_keys(directory: Path) -> Keys:
     """Read a directory of keys.
 
     Raises:
-        InvalidConfig: not a directory, no secret key or more than one, a file that holds no key, or a secret key that
-            others may read (`is_private`).
+        InvalidConfig: not a directory, no secret key or more than one, a file that holds no key, a secret key that
+            others may read (`is_private`), or that is not of the public key in its file.
     """
     pairs = sorted(directory.glob("*.key_secret"))
     if len(pairs) != 1:
@@ -86,6 +98,9 @@ def load_keys(directory: Path) -> Keys:
     public, secret = _load(pairs[0])
     if secret is None:
         raise InvalidConfig(f"side_channel_keys: {pairs[0]} holds no secret key; make one with `vllm-pd keygen`")
+    with _invalid_key(f"side_channel_keys: {pairs[0]}"):
+        if zmq.curve_public(secret.encode()).decode() != public:
+            raise ValueError("its secret and its public key are not of one pair; copy the file anew")
     peers = frozenset(_load(path)[0] for path in directory.glob("*.key"))
     if not peers:
         raise InvalidConfig(f"side_channel_keys: {directory} has no *.key: put the peers' public keys there")

@@ -58,17 +58,21 @@ def bound_router(
         InvalidConfig: the address cannot be bound.
     """
     socket = context.socket(zmq.ROUTER)
-    _common(socket)
-    socket.setsockopt(zmq.IPV6, 0 if _is_ipv4(host) else 1)
-    if keys is not None:
-        secure_server(socket, keys)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_FRAME)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a client that has gone is an error, not silence
-    socket.setsockopt(zmq.RCVHWM, QUEUED_REQUESTS)
-    # A reply over this limit is lost, and its client only asks again after a time-out.
-    socket.setsockopt(zmq.SNDHWM, MAX_PENDING)
-    watch.add(socket, allowance(QUEUED_REQUESTS, MAX_REQUEST_FRAME))
-    _bind(socket, host, port)
+    try:
+        _common(socket)
+        socket.setsockopt(zmq.IPV6, 0 if _is_ipv4(host) else 1)
+        if keys is not None:
+            secure_server(socket, keys)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_FRAME)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a reply to a client that has gone is an error, not silence
+        socket.setsockopt(zmq.RCVHWM, QUEUED_REQUESTS)
+        # A reply over this limit is lost, and its client only asks again after a time-out.
+        socket.setsockopt(zmq.SNDHWM, MAX_PENDING)
+        watch.add(socket, allowance(QUEUED_REQUESTS, MAX_REQUEST_FRAME))
+        _bind(socket, host, port)
+    except BaseException:
+        socket.close()  # its context would wait for it for ever
+        raise
     return socket
 
 

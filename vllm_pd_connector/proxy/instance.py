@@ -1,0 +1,127 @@
+"""One instance behind a router: what it was added as, what it says of itself, its state, and who waits for it.
+
+An instance that was removed stays until its requests have ended, and one that is down may come back:
+
+    state      is chosen   becomes
+    NEW        no          UP after its first good check
+    UP         yes         DOWN after a refused connection or `FAILURES` bad checks in a row
+    DOWN       no          UP after a good check; it is then asked anew what it is, for it may be another process
+    WRONG      no          UP when a later check finds that it says what it should
+    LEAVING    no          gone when its last request has ended
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.instance_info import EngineInfo
+
+SILENT_S = 5.0
+"""A stream of which nothing came for so long has ended where nobody listens any more: one that brings something goes on
+behind an address that takes no new connections."""
+DATA_PARALLEL_RANK = "X-data-parallel-rank"
+"""Header by which vLLM 0.32's API server gives a request to one of its engines."""
+
+
+class InstanceRole(StrEnum):
+    """What an instance does for a request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+SAYS: dict[str, frozenset[InstanceRole]] = {
+    "kv_producer": frozenset({InstanceRole.PREFILL}),
+    "kv_consumer": frozenset({InstanceRole.DECODE}),
+    "kv_both": frozenset(InstanceRole),
+}
+"""What an instance can be used for, by its `kv_role`."""
+
+
+class InstanceState(StrEnum):
+    """See the module."""
+
+    NEW = "new"
+    UP = "up"
+    DOWN = "down"
+    WRONG = "wrong"
+    LEAVING = "leaving"
+
+
+@dataclass(eq=False, slots=True)
+class Wait:
+    """A leg that waits for what an instance answers; `heard_at`: when it last brought something of a stream, by the
+    event loop's clock."""
+
+    limit: asyncio.Timeout
+    heard_at: float | None = None
+
+    def heard(self) -> None:
+        self.heard_at = asyncio.get_running_loop().time()
+
+    def end(self) -> None:
+        """Nobody listens there: it ends by TimeoutError, unless it still brings something."""
+        now = asyncio.get_running_loop().time()
+        if self.limit.when() is None and (self.heard_at is None or now - self.heard_at >= SILENT_S):
+            self.limit.reschedule(now)
+
+
+@dataclass(slots=True)
+class Instance:
+    """One instance. `asked` is the role that it was added with, None to use what it says; `deaf` counts checks in a row
+    for which nobody listened there; `waits` are the legs whose answers are not there as a whole; `at_engine` counts
+    those that were given to one of its engines (`conversations`)."""
+
+    url: str
+    asked: InstanceRole | None
+    state: InstanceState = InstanceState.NEW
+    engines: dict[int, EngineInfo] = field(default_factory=dict)
+    in_flight: int = 0
+    why: str = "not checked yet"
+    failures: int = 0
+    asked_at: float = 0.0
+    turn: int = 0
+    at_engine: Counter[int] = field(default_factory=Counter)
+    deaf: int = 0
+    waits: set[Wait] = field(default_factory=set)
+
+    def does(self, role: InstanceRole) -> bool:
+        """Whether requests of a role may go here, as far as it is known."""
+        if self.asked is not None:
+            return self.asked is role
+        return any(role in SAYS[engine.role] for engine in self.engines.values())
+
+    def next_engine(self) -> tuple[int, EngineInfo] | None:
+        """The data-parallel engine whose turn it is, None where the instance said nothing of itself."""
+        order = self.in_turn()
+        return (order[0], self.engines[order[0]]) if order else None
+
+    def in_turn(self) -> list[int]:
+        """Its data-parallel engines, first the one whose turn it is."""
+        self.turn += 1
+        order = sorted(self.engines)
+        first = self.turn % max(len(order), 1)
+        return order[first:] + order[:first]
+
+    def describe(self) -> dict[str, Any]:
+        """What the admin interface tells."""
+        first = next(iter(self.engines.values()), None)
+        roles = [str(role) for role in InstanceRole if self.does(role)]
+        facts = {**first.labels(), "engines": len(self.engines)} if first else {}
+        now = {"state": str(self.state), "why": self.why, "in_flight": self.in_flight}
+        return {"url": self.url, "roles": roles, **now, **facts}
+
+
+def contradiction(instance: Instance) -> str:
+    """Why an instance cannot be used as it was meant, empty if it can."""
+    said = {engine.role for engine in instance.engines.values()}
+    if instance.asked is None:
+        return "" if said else "it does not say its role; run PDConnector there, or add it with a role"
+    if any(instance.asked not in SAYS[role] for role in said):
+        return f"added as {instance.asked}, but its kv_role is {', '.join(sorted(said))}"
+    return ""

@@ -1,0 +1,40 @@
+"""How a router is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from vllm_pd_connector.proxy.legs import Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Handoff = Literal["auto", "serial", "concurrent"]
+Policy = Literal["prefix", "kv-events"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Base URLs of instances by role, or of any role (`instances`, which must say theirs); times are seconds.
+
+    `policy` is by what an instance's cache is judged: "prefix" (by what it was sent) or "kv-events" (by what it
+    announces, at the endpoints that it says or that `kv_events` has by its URL: of events, and of replay or empty).
+    `slack` is by how many requests in flight an instance that knows a prompt may exceed the least busy one.
+    `conversations`: bring what decode instances keep of a turn to the prefill of the next. `introduce`: link instances
+    before requests come. `otlp_traces_endpoint`: of a collector of spans.
+    """
+
+    prefill: Sequence[str] = ()
+    decode: Sequence[str] = ()
+    instances: Sequence[str] = ()
+    limits: Limits = field(default_factory=lambda: Limits(connect_timeout=5.0, read_timeout=600.0))
+    handoff: Handoff = "auto"
+    check_interval: float = 2.0
+    facts_interval: float = 30.0
+    slack: int = 2
+    policy: Policy = "prefix"
+    conversations: bool = False
+    introduce: bool = False
+    kv_events: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    otlp_traces_endpoint: str | None = None
