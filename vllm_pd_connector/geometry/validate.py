@@ -53,6 +53,7 @@ MAX_RANKS = 1024
 MAX_TEXT = 4096
 MAX_FACT = 1 << 16
 MAX_ENDPOINT = 1 << 20
+MAX_ADDRESS = 64
 MAX_FILES = 64
 """Of a model's configuration. What ranks and sides say of each is compared."""
 ADDRESS_LIMIT = 1 << 62
@@ -147,8 +148,11 @@ def _check_segment(field: str, segment: Segment) -> None:
 def _check_life(life: LivenessAddress) -> None:
     try:
         ipaddress.ip_address(life.address)
+        known = len(life.address) <= MAX_ADDRESS
     except ValueError:
-        _refuse("life.address", life.address[:64], "must be an IP address")
+        known = False
+    if not known:
+        _refuse("life.address", life.address[:MAX_ADDRESS], "must be an IP address, its zone of few letters")
     if not 1 <= life.port <= 65535:
         _refuse("life.port", life.port, "must be in 1..65535")
     if not re.fullmatch(r"[!-~]{1,128}", life.name):

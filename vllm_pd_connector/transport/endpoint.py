@@ -51,12 +51,12 @@ def unseal(transport: str, endpoint: bytes) -> Endpoint:
         raise TransferError(f"malformed endpoint ({len(endpoint)} bytes): {error}; fetch the manifest again") from error
     if made.transport != transport:
         raise TransferError(
-            f"transport: {transport} here, {made.transport} there; start both sides with the same transport"
+            f"transport: {transport} here, {made.transport:.80} there; start both sides with the same transport"
         )
     expected = _digest(made.transport, made.name, made.metadata, made.protocol)
     if made.digest != expected:
         raise TransferError(
-            f"endpoint {made.name!r} is damaged: digest {made.digest.hex()} received, {expected.hex()} computed; "
+            f"endpoint {made.name!r:.80} is damaged: digest {made.digest.hex()} received, {expected.hex()} computed; "
             "fetch the manifest again"
         )
     return made
