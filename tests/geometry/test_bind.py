@@ -329,3 +329,21 @@ def test_opaque_pages_move_whole() -> None:
     assert (destination.memory == before).all()
     with pytest.raises(BindError, match="tokens from 2 on begin inside an opaque page of 4 tokens"):
         bind(only, [table(1, 2)], [table(4, 3)], 2, 8)
+
+
+@pytest.mark.parametrize("tokens", [4, 16], ids=["the same blocks", "into larger ones"])
+def test_what_is_kept_of_a_long_prompt_is_pieces_of_its_tables(tokens: int) -> None:
+    """All of it is memory that no cache holds: an array of half a million tokens' blocks costs a third of a
+    millisecond beside threads that copy, and a dozen of them were the longest turn of the transfer thread."""
+    blocks = 1 << 15
+    some = edge(ONE, {"num_blocks": blocks + 1}, {"num_blocks": blocks + 1, "block_tokens": tokens})
+    theirs, ours = (BlockTable.of(0, range(count, 0, -1)) for count in (blocks, blocks * 4 // tokens))
+    tracemalloc.start()
+    try:
+        (paired,) = pair(some, [theirs], [ours], 0, 4 * blocks)
+        kept, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(paired[1].tokens) == blocks
+    assert kept < (3 if tokens > 4 else 2) * 8 * blocks + (1 << 16)
+    assert most < kept + 3 * 8 * blocks

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from tests.support.geometry.world import CAN_PAD, LAYOUTS, Model, Side, make_worker
 from vllm_pd_connector.errors import InvalidManifest
 from vllm_pd_connector.geometry import validate as rules
-from vllm_pd_connector.geometry.manifest import AxisName, Group, GroupKind, Manifest, Segment, TokenShare
+from vllm_pd_connector.geometry.manifest import (
+    AxisName,
+    Group,
+    GroupKind,
+    LivenessAddress,
+    Manifest,
+    Segment,
+    TokenShare,
+)
 from vllm_pd_connector.geometry.validate import validate
 
 change = msgspec.structs.replace
@@ -80,6 +88,12 @@ TOKEN, HEAD, CHANNEL = range(3)
         (change(GOOD, endpoint=b"x" * (rules.MAX_ENDPOINT + 1)), "endpoint"),
         (change(GOOD, software="x" * (rules.MAX_FACT + 1)), "software is 65537 characters long"),
         (change(GOOD, model=change(GOOD.model, rope="x" * (rules.MAX_FACT + 1))), r"model\.rope is 65537 char"),
+        (change(GOOD, software=", configuration " + " ".join(f"{i}=0" for i in range(99))), "software is 99 files"),
+        (change(GOOD, life=LivenessAddress("prefill.example", 9, "w")), "address is prefill.example: must be an IP"),
+        (
+            change(GOOD, life=LivenessAddress("fe80::1%" + "z" * 999, 9, "w")),
+            r"address is fe80::1%z{56}: must be an IP",
+        ),
         (change(GOOD, segments=()), "segments is 0 entries"),
         (change(GOOD, groups=()), "groups is 0 entries"),
         (change(GOOD, tensors=()), "tensors is 0 entries"),
