@@ -13,16 +13,17 @@ from tests.support.scheduler.talks import ON, PROMPT, decoded, first_turn
 CHUNK = 2
 
 
-@pytest.mark.parametrize("after", range(5), ids="begun after {} steps".format)
+@pytest.mark.parametrize("after", range(5, 10), ids="begun after {} steps".format)
 def test_nobody_who_runs_is_preempted_for_a_conversation(engine: Any, after: int) -> None:
     """A prompt's later chunks, and four answers that each begin a block in the same step."""
     prefill = engine(transfer("kv_producer", **ON))
-    decode = engine(transfer("kv_consumer", **ON), blocks=3 + 4 + 7 + 1, step_tokens=CHUNK * BLOCK + 4)
-    first_turn(prefill, decode)
-    assert decode.held() == 3
+    decode = engine(transfer("kv_consumer", **ON), blocks=5 + 4 + 7 + 1, step_tokens=CHUNK * BLOCK + 4)
+    kept = list(range(500, 500 + 4 * BLOCK))
+    decoded(decode, "d-1", kept, prefilled(prefill, "p-1", kept))
+    assert decode.held() == 5
     answers = [f"answer-{number}" for number in range(4)]
     for number, name in enumerate(answers):
-        decode.add(name, [900 + number] * (BLOCK - 3), max_tokens=6)
+        decode.add(name, [900 + number] * (BLOCK // 2), max_tokens=BLOCK // 2 + 3)
     for _ in range(after):
         decode.step()
     decode.add("long", list(range(6 * BLOCK)), max_tokens=2)
@@ -35,29 +36,30 @@ def test_nobody_who_runs_is_preempted_for_a_conversation(engine: Any, after: int
 def test_a_new_request_gets_what_vllm_keeps_back_for_others_too(engine: Any) -> None:
     """With a watermark it needs more free blocks than its own."""
     prefill = engine(transfer("kv_producer", **ON))
-    decode = engine(transfer("kv_consumer", **ON), blocks=3 + 2 + 4 + 1, watermark=0.2)
+    decode = engine(transfer("kv_consumer", **ON), blocks=3 + 1 + 4 + 1, watermark=0.3)
     first_turn(prefill, decode)
-    decode.add("runs", [900] * (BLOCK - 2), max_tokens=2 * BLOCK)
+    decode.add("runs", [900, 901], max_tokens=2 * BLOCK)
     decode.step()
     new = decode.add("new", list(range(3 * BLOCK)), max_tokens=2)
     for _ in range(4):
         decode.step()
         if new.status is RequestStatus.RUNNING:
             break
-    assert new.status is RequestStatus.RUNNING and decode.held() == 0
+    assert new.status is RequestStatus.RUNNING
+    assert not decode.connector.scheduler.producer.lending.num_held
     decode.run("runs", "new")
 
 
 def test_what_conversations_have_in_common_counts_once(engine: Any) -> None:
     """A system prompt, say, of which vLLM's prefix cache gives all of them the same blocks."""
     prefill = engine(transfer("kv_producer", **ON))
-    decode = engine(transfer("kv_consumer", **ON, conversation_share=0.3))
+    decode = engine(transfer("kv_consumer", **ON, conversation_share=0.4))
     common = list(range(200, 200 + 12 * BLOCK))
     for number in range(4):
         prompt = [*common, *[300 + number] * BLOCK]
         assert decoded(decode, f"d-{number}", prompt, prefilled(prefill, f"p-{number}", prompt)) is not None
     lending = decode.connector.scheduler.producer.lending
-    assert lending.num_held == 4 and decode.held() < 0.3 * 64 < 4 * 13
+    assert lending.num_held == 4 and decode.held() < 0.4 * 64 < 4 * 13
     given_back_all(decode)
 
 
@@ -80,7 +82,7 @@ def test_a_reset_that_cannot_come_about_ends_nothing(engine: Any, role: str) -> 
         either.step()
     with pytest.raises(RuntimeError, match=r"POST /pause\?mode=keep"):
         either.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert either.held() == 3, "the lease is there"
+    assert either.connector.scheduler.producer.num_leases == 1
     either.run("runs")
     assert either.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert either.held() == 0

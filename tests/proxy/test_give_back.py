@@ -24,9 +24,11 @@ async def until(condition: Callable[[], object]) -> None:
 async def test_what_decode_turns_out_not_to_take_is_given_back_by_another(bench: Bench) -> None:
     prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
 
-    async def falls(_request: web.Request) -> web.StreamResponse:
-        await first.server.close()
-        return web.json_response({})
+    async def falls(request: web.Request) -> web.StreamResponse:
+        for site in first.server.runner.sites:
+            await site.stop()
+        await break_off(request)
+        return web.Response()
 
     first = await bench.instance(falls)
     await bench.route([prefill.url], [first.url, decode.url])
@@ -73,12 +75,13 @@ async def test_a_prefill_that_was_asked_at_the_same_time_is_given_back_too(bench
 
 @over_bench
 async def test_where_nobody_can_be_told_the_log_says_so(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    async def falls(_request: web.Request) -> web.StreamResponse:
+    async def falls(request: web.Request) -> web.StreamResponse:
         for site in first.server.runner.sites:
             await site.stop()
-        return web.json_response({}, status=500)
+        await break_off(request)
+        return web.Response()
 
     first = await bench.instance(falls)
     await bench.route([(await bench.instance(HANDS_OVER)).url], [first.url])
-    assert (await bench.ask())[0] == 500
+    assert (await bench.ask())[0] == 502
     await until(lambda: "is held until its lease ends" in caplog.text)

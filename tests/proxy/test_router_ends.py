@@ -89,13 +89,15 @@ async def test_a_stream_that_goes_on_lives_where_no_connection_is_taken_and_one_
     monkeypatch.setattr("vllm_pd_connector.proxy.instance.SILENT_S", 0.5)
     event, goes_on = b'data: {"choices":[{"text":"x","finish_reason":null}]}\n\n', asyncio.Event()
 
-    async def speaks(request: web.Request) -> None:
+    async def speaks(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
         while not goes_on.is_set():
-            await request.writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+            await response.write(event)
             await asyncio.sleep(0.02)
-        await asyncio.Event().wait()
+        return await stall(request)
 
-    _, decode = await bench.pair(decode=streams(event, then=speaks), check_interval=0.05)
+    _, decode = await bench.pair(decode=speaks, check_interval=0.05)
     async with bench.client.post(bench.url, json={"prompt": "x", "stream": True}) as response:
         await response.content.readuntil(b"\n\n")
         for site in decode.server.runner.sites:

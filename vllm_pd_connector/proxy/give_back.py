@@ -32,14 +32,17 @@ REFUSED: Body = {"prompt": "given back", "max_tokens": 1, "temperature": -1}
 """No engine samples at a temperature below 0."""
 
 
+ATTEMPTS = 3
+
+
 async def give_back(
     instances: Sequence[Instance], session: aiohttp.ClientSession, exchange: Exchange, body: Body
 ) -> None:
-    """Have what the parameters in a decode leg's `body` describe given back, by the first of these decode instances.
-    Raises nothing: a lease ends by itself."""
+    """Have what the parameters in a decode leg's `body` describe given back, by the first of these decode instances
+    that can. Raises nothing: a lease ends by itself."""
     name = f"{exchange.request_id}-given-back"
     said = "there is no decode instance"
-    for instance in instances[:1]:
+    for instance in instances[:ATTEMPTS]:
         try:
             async with session.post(
                 f"{instance.url}/v1/completions",

@@ -115,7 +115,7 @@ def check_client_body(body: object) -> Body:
 def prefill_body(body: Body, transfer_id: str | None = None, turn: Mapping[str, Any] = NOTHING) -> Body:
     """The first leg: the same prompt, one token, and the cache kept. `transfer_id` names a concurrent hand-off, `turn`
     says where a decode instance holds the prompt's beginning."""
-    alone = {field for field, other in REFUSED_WITHOUT.items() if not body.get(other)}
+    alone = {field for field, other in REFUSED_WITHOUT.items() if body.get(other) is None or body[other] is False}
     kept = {field: value for field, value in body.items() if field not in ANSWER_ONLY or field in alone}
     one_token = {"max_tokens": 1, **({"max_completion_tokens": 1} if "max_completion_tokens" in body else {})}
     params = {**ASK_PREFILL, **turn, **({} if transfer_id is None else {"transfer_id": transfer_id})}
