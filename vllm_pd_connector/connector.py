@@ -172,7 +172,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
 
     def has_pending_block_frees(self) -> bool:
         """Whether a running request that finds no block should try again in the next step before one is preempted for
-        it: yes if blocks are given back here, of leases and pushes that have ended. Others may be held for long."""
+        it: yes if blocks are given back here, of leases and pushes that have ended, or of conversations. Prefills may
+        be held for long."""
         return self._scheduler is not None and self._scheduler.frees_blocks()
 
     def has_pending_push_work(self) -> bool:

@@ -115,6 +115,18 @@ def test_one_that_does_not_answer_a_read_is_bad(
     assert found["peer"]["state"] == "bad" and "does not come in 0.05 s" in found["peer"]["says"]
 
 
+def test_one_whose_measurement_does_not_end_is_bad(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A firewall that drops what moves, and lets the side channel through: what one calls the doctor for."""
+    monkeypatch.setattr("vllm_pd_connector.cli.doctor.MEASURED_S", 0.2)
+    with contextlib.closing(Writer(CONFIG)) as writer:
+        for transport in writer.transports:
+            transport.faults.frozen = True
+        found = examined(capsys, Exit.REFUSED, f"tcp://127.0.0.1:{writer.server.port}")
+    assert found["peer"]["state"] == "bad" and "do not end in 0.2 s" in found["peer"]["says"]
+
+
 def test_what_cannot_be_asked_is_told_with_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     nobody = f"tcp://127.0.0.1:{free_port()}"
     for code, words in (

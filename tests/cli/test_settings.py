@@ -61,7 +61,7 @@ def test_a_decode_instance_over_mooncake_may_keep_conversations(mode: str, capsy
         (transfer(side_channel_host="203.0.113.9"), "other hosts, and side_channel_keys is not set"),
         (transfer(side_channel_host="203.0.113.9", allow_unauthenticated_peers=True), "is no address of this machine"),
         (transfer(side_channel_port=70000), "is outside 1..65535"),
-        (transfer(side_channel_keys="/nowhere"), "exactly 1 is needed"),
+        (transfer(side_channel_keys="/nowhere"), "side_channel_keys: /nowhere: No such file"),
         (transfer(params_secret="/nowhere"), "No such file"),
         (transfer(trace_dir="/dev/null"), "trace_dir: /dev/null is no directory"),
         (transfer(transport="nixel"), "'nixel' is unknown, choose one of loopback, mooncake, nixl"),

@@ -51,7 +51,7 @@ MEMBERS = (
         "vllm.v1.request:Request",
         "request_id num_prompt_tokens prompt_token_ids prompt_embeds prompt_is_token_ids _all_token_ids max_tokens "
         "status kv_transfer_params num_computed_tokens mm_features lora_request get_skip_reading_prefix_cache "
-        "trace_headers resumable",
+        "trace_headers resumable last_sched_seq",
     ),
     _members(
         "vllm.v1.request:RequestStatus",
@@ -84,7 +84,7 @@ MEMBERS = (
     _members(
         SCHEDULER,
         "requests failed_recving_kv_req_ids _update_from_kv_xfer_finished kv_cache_manager reset_prefix_cache "
-        "defer_block_free vllm_config",
+        "defer_block_free processed_step_seq running vllm_config",
     ),
     _members(
         "vllm.v1.core.block_pool:BlockPool",
@@ -92,6 +92,7 @@ MEMBERS = (
     ),
     _members("vllm.v1.core.kv_cache_utils:KVCacheBlock", "block_id is_null ref_cnt"),
     _members("vllm.v1.core.kv_cache_manager:KVCacheBlocks", "blocks get_block_ids"),
+    _members("vllm.v1.engine.async_llm:AsyncLLM", "add_request errored notify_kv_transfer_request_rejected"),
     _members("vllm.v1.core.kv_cache_manager:KVCacheManager", "coordinator get_block_ids evict_blocks free"),
     _members("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator", "single_type_managers reset_prefix_cache"),
     _members("vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager", "num_cached_block cache_blocks"),
@@ -259,6 +260,7 @@ TAKES = (
     Takes("vllm.v1.core.block_pool:BlockPool.touch", ("self", "blocks")),
     Takes("vllm.v1.core.block_pool:BlockPool.free_blocks", ("self", "ordered_blocks")),
     Takes(f"{SCHEDULER}.reset_prefix_cache", ("self", "reset_running_requests", "reset_connector")),
+    Takes("vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots", ("self", "request")),
     Takes("vllm.v1.engine.core:EngineCore.collective_rpc", ("self", "method")),
     Takes("vllm.v1.engine.core:EngineCore.set_weight_version", ("self", "weight_version")),
     Takes("vllm.v1.engine.core:EngineCore.add_lora", ("self", "lora_request")),

@@ -86,3 +86,14 @@ def test_a_reset_that_cannot_come_about_ends_nothing(engine: Any, role: str) -> 
     either.run("runs")
     assert either.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert either.held() == 0
+
+
+def test_a_request_that_waits_for_something_else_costs_no_conversation(engine: Any) -> None:
+    """Another connector's lookup, say: vLLM asks again in each step, and has looked for no blocks."""
+    prefill, decode = engine(transfer("kv_producer", **ON)), engine(transfer("kv_consumer", **ON))
+    first_turn(prefill, decode)
+    half, waits = decode.connector.scheduler, decode.add("waits", list(range(100)), max_tokens=1)
+    for _ in range(5):
+        half.num_matched_tokens(waits, 0)
+    assert half.producer.lending.num_held == 1
+    decode.run("waits")

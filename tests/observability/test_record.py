@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 
@@ -128,3 +129,12 @@ def test_an_order_that_is_none_is_thrown_away(tmp_path: Path, content: bytes) ->
     with pytest.raises(Unreadable, match="vllm-pd trace next"):
         take_order(tmp_path)
     assert take_order(tmp_path) is None
+
+
+def test_an_order_can_be_read_by_an_instance_of_another_user(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        path = place_order(tmp_path, Order(requests=9))
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o644

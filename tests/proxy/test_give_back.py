@@ -56,11 +56,26 @@ async def test_the_prefill_of_what_decode_refuses_is_given_back(bench: Bench, re
 
 @over_bench
 async def test_what_is_answered_is_not_given_back(bench: Bench) -> None:
-    _, decode = await bench.pair(decode=streams(EVENT, then=break_off))
-    await bench.ask({"prompt": "x", "stream": True})  # begun: decode has had it
-    await bench.ask()
-    await asyncio.sleep(0.05)
-    assert decode.given_back == []
+    begun, whole = streams(EVENT, then=break_off), streams(EVENT, b"data: [DONE]\n\n")
+    for answer, stream in ((begun, True), (whole, True), (DONE, False)):
+        _, decode = await bench.pair(decode=answer)
+        await bench.ask({"prompt": "x", "stream": stream})
+        await asyncio.sleep(0.05)
+        assert decode.given_back == [] and len(decode.asked) == 1
+
+
+@over_bench
+async def test_a_name_is_in_use_until_its_prefill_was_given_back(bench: Bench) -> None:
+    """Both legs go by it: who has it next would be given back instead."""
+    says = info(), info(role="kv_consumer", engine_id="d-0")
+    _, decode = await bench.pair(decode=REFUSALS[0], says=says)
+    decode.gives_back.clear()
+    assert (await bench.ask(**{"X-Request-Id": "id-1"}))[0] == 400
+    assert (await bench.ask(**{"X-Request-Id": "id-1"}))[0] == 409
+    decode.gives_back.set()
+    await until(lambda: decode.given_back)
+    await until(lambda: "id-1" not in bench.router._in_use)
+    assert (await bench.ask(**{"X-Request-Id": "id-1"}))[0] == 400
 
 
 @over_bench

@@ -44,6 +44,69 @@ async def test_an_instance_that_listens_no_more_and_has_not_answered_is_502(
     assert status == 502 and f"{leg} instance {ends.url} ends" in str(answer)
 
 
+@over_bench
+async def test_a_name_with_an_address_that_leads_nowhere_is_known_to_be_left_by_the_other(bench: Bench) -> None:
+    """What differs of the two comes as a text."""
+    _prefill, decode = await bench.pair(decode=stall)
+    asking = asyncio.ensure_future(bench.ask())
+    await decode.arrived.wait()
+    for site in decode.server.runner.sites:
+        await site.stop()
+    (instance,) = bench.router.fleet.usable(InstanceRole.DECODE)
+    port = decode.server.port
+    assert port is not None
+    instance.url = f"http://decode.example:{port}"
+
+    class Both(aiohttp.abc.AbstractResolver):
+        async def resolve(self, host: str, port: int = 0, family: int = 0) -> list[aiohttp.abc.ResolveResult]:
+            return [
+                {"hostname": host, "host": address, "port": port, "family": kind, "proto": 0, "flags": 0}
+                for address, kind in (("2001:db8::1", socket.AF_INET6), ("127.0.0.1", socket.AF_INET))
+            ]
+
+        async def close(self) -> None: ...
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(resolver=Both())) as session:
+        for _ in range(2):
+            await bench.router.fleet.check_all(session)
+    assert (await asking)[0] == 502
+
+
+@over_bench
+async def test_a_client_that_reads_slowly_does_not_lose_what_decode_has_sent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_pd_connector.proxy.instance.SILENT_S", 0.2)
+    event = b'data: {"choices":[{"text":"%s","finish_reason":null}]}\n\n' % (b"x" * (1 << 20))
+    count = 24
+    _, decode = await bench.pair(decode=streams(*[event] * count, last=b"data: [DONE]\n\n"), check_interval=0.05)
+    async with bench.client.post(bench.url, json={"prompt": "x", "stream": True}) as response:
+        for site in decode.server.runner.sites:
+            await site.stop()
+        await asyncio.sleep(1.0)
+        text = await response.read()
+    assert text.count(b"finish_reason") == count and text.endswith(b"[DONE]\n\n") and b"error" not in text
+
+
+@over_bench
+async def test_comments_alone_are_no_life(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's server sends them also when its engine has ended (`--sse-keep-alive-interval`)."""
+    monkeypatch.setattr("vllm_pd_connector.proxy.instance.SILENT_S", 0.2)
+
+    async def keeps_alive(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        while True:
+            await response.write(b": keep-alive\n\n")
+            await asyncio.sleep(0.02)
+
+    _, decode = await bench.pair(decode=keeps_alive, check_interval=0.05)
+    async with bench.client.post(bench.url, json={"prompt": "x", "stream": True}) as response:
+        for site in decode.server.runner.sites:
+            await site.stop()
+        assert b"nobody listens there" in await response.read()
+
+
 @pytest.mark.parametrize("fault", ["no such name", "no file is left"])
 @over_bench
 async def test_a_fault_of_the_router_s_own_ends_no_request(bench: Bench, fault: str) -> None:

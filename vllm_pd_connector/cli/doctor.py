@@ -26,7 +26,7 @@ from vllm_pd_connector.transport.base import TransferStatus, Transport, Transpor
 from vllm_pd_connector.transport.endpoint import protocol_of
 from vllm_pd_connector.worker.peers.bandwidth_test import SCRATCH_BYTES, Bandwidth, measure_bandwidth
 
-SETTLE_S = 10.0
+SETTLE_S, MEASURED_S = 10.0, 40.0
 
 
 def doctor(
@@ -120,7 +120,7 @@ def _measured(transport: Transport, here: Segment, manifest: Manifest) -> Findin
                 topic, "note", f"read from{over}, not measured: only in mode push or auto it has memory for that"
             )
         test = measure_bandwidth(transport, peer, here, manifest.scratch, lambda: True, SETTLE_S)
-        return Finding(topic, "good", f"{_run(test)}{over}")
+        return Finding(topic, "good", f"{_run(test, manifest)}{over}")
     finally:
         transport.disconnect(peer)
 
@@ -140,9 +140,16 @@ def _touch(transport: Transport, peer: TransportPeer, here: Segment, manifest: M
         time.sleep(0.001)
 
 
-def _run(test: Generator[None, None, Bandwidth]) -> Bandwidth:
-    while True:
+def _run(test: Generator[None, None, Bandwidth], manifest: Manifest) -> Bandwidth:
+    """Raises CommandError where it does not end: what it moves may be dropped on the way."""
+    late = time.monotonic() + MEASURED_S
+    while time.monotonic() < late:
         try:
             next(test)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
+        time.sleep(0.0001)
+    raise CommandError(
+        f"{describe_rank(manifest.parallel.rank)}: transfers with it do not end in {MEASURED_S:g} s; its side channel "
+        "answers, so look at what lies on the way of its data (a firewall, routes, the fabric)"
+    )

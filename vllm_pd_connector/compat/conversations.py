@@ -1,4 +1,4 @@
-"""What a finished request leaves behind for the next turn of its conversation.
+"""What a finished request leaves behind for the next turn of its conversation, and who wants its blocks.
 
 Source: vLLM 0.32, `v1/request.py`, `v1/core/sched/scheduler.py` (`update_from_output`).
 """
@@ -6,7 +6,8 @@ Source: vLLM 0.32, `v1/request.py`, `v1/core/sched/scheduler.py` (`update_from_o
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.request import Request
 
 
@@ -59,3 +61,19 @@ def prefix_digests(
         here.update(repr((length, [medium for medium in media if medium[0] < length], rest)).encode())
         digests.append(here.hexdigest())
     return digests
+
+
+def note_without_blocks(manager: KVCacheManager, without: set[str]) -> None:
+    """Have the names of requests that find no blocks added to `without` from now on.
+
+    Source: vLLM 0.32, `KVCacheManager.allocate_slots`, of which the scheduler alone learns it.
+    """
+    allocate = manager.allocate_slots
+
+    @wraps(allocate)
+    def allocate_slots(request: Request, *args: Any, **more: Any) -> KVCacheBlocks | None:
+        if (found := allocate(request, *args, **more)) is None:
+            without.add(request.request_id)
+        return found
+
+    manager.allocate_slots = allocate_slots

@@ -133,6 +133,7 @@ def place_order(directory: Path, order: Order) -> Path:
     path, new = directory / ORDER, directory / f".{ORDER}.{os.getpid()}"
     try:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644), "wb") as file:
+            os.fchmod(file.fileno(), 0o644)  # also of an operator whose umask lets nobody else read
             file.write(msgspec.json.encode(order))
         new.rename(path)
     except OSError:

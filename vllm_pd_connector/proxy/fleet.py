@@ -220,8 +220,9 @@ class Fleet:
         except (aiohttp.ClientError, TimeoutError, ProtocolError) as error:
             instance.failures += 1
             instance.deaf = instance.deaf + 1 if _nobody_listens(error) else 0
-            if instance.deaf >= FAILURES:
+            if instance.deaf == FAILURES:
                 self._forget(instance)
+            if instance.deaf >= FAILURES:
                 for wait in list(instance.waits):
                     wait.end()
             if instance.state is InstanceState.LEAVING:
@@ -317,6 +318,10 @@ class Fleet:
 
 
 def _nobody_listens(error: Exception) -> bool:
-    """Whether the machine there said so. That a name is not known, or that this process has no file or port left for a
+    """Whether the machine there said so, at one of its name's addresses and none took the connection (errors that
+    differ come as one of text). That a name is not known, or that this process has no file or port left for a
     connection, says nothing of who is there."""
-    return isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED
+    if not isinstance(error, aiohttp.ClientConnectorError):
+        return False
+    why = error.os_error
+    return why.errno == errno.ECONNREFUSED or (why.errno is None and f"[Errno {errno.ECONNREFUSED}]" in str(why))

@@ -13,12 +13,16 @@ An instance that was removed stays until its requests have ended, and one that i
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm_pd_connector.instance_info import EngineInfo
 
 SILENT_S = 5.0
@@ -63,6 +67,18 @@ class Wait:
 
     def heard(self) -> None:
         self.heard_at = asyncio.get_running_loop().time()
+
+    def over(self) -> None:
+        """Nothing more is waited for."""
+        self.heard_at = math.inf
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Who waits is busy with its client meanwhile: that time does not count."""
+        before, began = self.heard_at, asyncio.get_running_loop().time()
+        self.over()
+        yield
+        self.heard_at = None if before is None else before + asyncio.get_running_loop().time() - began
 
     def end(self) -> None:
         """Nobody listens there: it ends by TimeoutError, unless it still brings something."""

@@ -11,6 +11,15 @@ ours is asked last for a while.
 
 An instance of both roles that has prefilled a request loads nothing for it, and may have to compute the prompt again.
 It decodes where there is no other.
+
+vLLM tells its connector of a decode leg that it refuses, and that gives the prefill's blocks back. Of some it does not:
+of those whose form it refuses before it has read the parameters (which prefill has run, since fields that only shape
+the answer are taken out of its leg), of those that an engine refuses because it ends, and of those that nobody took.
+Their blocks would be held for the time of their lease, and a client that goes on so has prefill hold back everybody's.
+So `give_back` sends a decode instance the parameters once more, with a request that it surely refuses and of which it
+tells its connector; where that was told before, it is told twice, which changes nothing.
+
+Source: vLLM 0.32, `entrypoints/generate/base/serving.py` (`_with_kv_transfer_rejection_cleanup`).
 """
 
 from __future__ import annotations
@@ -47,6 +56,11 @@ and a request that meets it closing would have to fail, because nobody knows whe
 GONE_S = 60
 """For so long the machine of an instance acknowledges nothing until its connections end. One that lost its power ends
 none itself, and a leg would wait for it as long as for a silent instance."""
+
+REFUSED: Body = {"prompt": "given back", "max_tokens": 1, "temperature": -1}
+"""No engine samples at a temperature below 0."""
+TELLS, TELL_S = 3, 2.0
+"""So many decode instances are asked to give a prefill back, for so many seconds each; then its lease is left."""
 
 ASKED_LAST_S = 30.0
 """For so long an instance that aborted a request is asked only where there is no other."""
@@ -171,9 +185,27 @@ class Legs:
                 raise LegError(502, f"{role} instance {instance.url} broke off: {error!r}") from error
         raise unreachable(self._fleet, role)
 
-    def decoders(self) -> list[Instance]:
-        """The usable decode instances, those that abort requests last."""
-        return sorted(self._fleet.usable(InstanceRole.DECODE), key=lambda instance: instance.url in self._asked_last)
+    async def give_back(self, request_id: str, headers: Headers, body: Body) -> None:
+        """Have what the parameters in a decode leg's `body` describe given back, by a decode instance that does not
+        abort requests where there is one. Raises nothing: a lease ends by itself."""
+        name, said = f"{request_id}-given-back", "there is no decode instance"
+        usable = sorted(self._fleet.usable(InstanceRole.DECODE), key=lambda instance: instance.url in self._asked_last)
+        for instance in usable[:TELLS]:
+            try:
+                async with self._session.post(
+                    f"{instance.url}/v1/completions",
+                    json=REFUSED | {"kv_transfer_params": body["kv_transfer_params"]},
+                    headers=headers | {"X-Request-Id": name},
+                    timeout=aiohttp.ClientTimeout(TELL_S),
+                    allow_redirects=False,
+                ) as response:
+                    if response.status == 400:
+                        logger.debug("request %s: %s was told that its prefill is given back", name, instance.url)
+                        return
+                    said = f"{instance.url} answered {response.status}"
+            except (aiohttp.ClientError, TimeoutError) as error:
+                said = f"{instance.url}: {str(error) or type(error).__name__}"
+        logger.warning("request %s: what was prefilled is held until its lease ends: %s", request_id, said)
 
     def _choose(self, role: InstanceRole, request: Sent, without: set[str]) -> Instance | None:
         now = time.monotonic()

@@ -47,7 +47,6 @@ from vllm_pd_connector.proxy.exchange import (
     whole_events,
 )
 from vllm_pd_connector.proxy.fleet import LOOK_S, Fleet
-from vllm_pd_connector.proxy.give_back import give_back
 from vllm_pd_connector.proxy.instance import Instance, InstanceRole, Wait
 from vllm_pd_connector.proxy.legs import (
     Aborted,
@@ -197,7 +196,10 @@ class Router:
         try:
             answer, prefill = await self._side_by_side(exchange)
         except BaseException:
-            self._in_use.discard(exchange.request_id)
+            if exchange.given_back is None:
+                self._in_use.discard(exchange.request_id)
+            else:  # by its name, which is to be nobody else's meanwhile
+                exchange.given_back.add_done_callback(lambda _: self._in_use.discard(exchange.request_id))
             raise
         self._let_end(prefill, exchange.request_id)
         return answer
@@ -324,7 +326,7 @@ class Router:
                 return passed_on(200, for_client(content, answer, who), response.content_type, exchange.request_id)
         except (LegError, InstanceRefusal):
             if exchange.answer is None:
-                self._trail(give_back(self._legs.decoders(), self._session, exchange, body))
+                exchange.given_back = self._trail(self._legs.give_back(exchange.request_id, exchange.headers, body))
             raise
 
     async def _stream(
@@ -335,7 +337,8 @@ class Router:
         answer.content_type = "text/event-stream"
         who, ended = named(InstanceRole.DECODE, response), False
         async for event in whole_events(response.content.iter_any()):
-            wait.heard()
+            if not event.startswith(b":"):  # a comment comes whether the engine lives or not
+                wait.heard()
             if check_event(event, exchange.answer is None, who):
                 logger.warning("request %s: %s, after the first byte: %.500r", exchange.request_id, who, event)
                 self.metrics.broken_streams.inc()
@@ -348,8 +351,10 @@ class Router:
             ended |= (last := is_end(event))
             if last and not exchange.told:  # the client may go on with the conversation as soon as it has this
                 exchange.turn.ended(name)
-            with to_client():
+            with wait.elsewhere(), to_client():
                 await answer.write(event_for_client(event, who))
+            if ended:
+                wait.over()
         if not ended:
             raise LegError(502, f"{who} ended its stream without data: [DONE], so in the midst of its answer")
         with to_client():

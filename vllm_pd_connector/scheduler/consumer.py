@@ -167,8 +167,7 @@ class Consumer:
 
     def _give_back(self, refused: Request) -> None:
         """vLLM's API server refused a request, or tells that one failed, or it is none for this instance: what its
-        prefill holds is not needed. Of requests that came this far the prefill side has heard already, and once is
-        enough where it is told twice.
+        prefill holds is not needed. Of requests that came this far the prefill side has heard, as of those told twice.
 
         Raises:
             ProtocolError: parameters that are none, or of an unauthenticated peer, who is told nothing.
@@ -176,17 +175,15 @@ class Consumer:
         params = transfer_params(refused)
         if is_answer(params):
             remote = self.sources.answer(refused)
-            if self._known.pop(remote.lease, False) is None:
+            if remote.lease in self._known:
                 return
-            prefill = remote.remote_request_id
-            self._known[remote.lease] = None
+            prefill, self._known[remote.lease] = remote.remote_request_id, None
             self._renewer.drop(*reading_of(remote, refused), release=True)
         else:
             ref = named(refused)
-            if self._known.pop(ref, False) is None:
+            if self._known.pop(ref, False) is None:  # a name may be used again
                 return
             prefill = ref.name
-            self._known[ref] = None
             if names_bootstrap(params):
                 self._searches.decline(ref, self._searches.find(parse_remote_bootstrap(params)), time.monotonic())
             else:

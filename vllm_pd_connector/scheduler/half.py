@@ -24,6 +24,7 @@ from vllm_pd_connector.compat.blocks import (
     transfer_params,
     was_aborted,
 )
+from vllm_pd_connector.compat.conversations import note_without_blocks
 from vllm_pd_connector.compat.engine import calling_loop
 from vllm_pd_connector.compat.model.caches import leased_blocks
 from vllm_pd_connector.errors import ProtocolError
@@ -82,7 +83,7 @@ class SchedulerHalf:
         self.share = LeaseShare(config.kv_lease_share, partial(leased_blocks, kv_cache_config, dcp_size))
         self._quarantine: Quarantine | None = None
         self._manager: KVCacheManager | None = None
-        self._asked = ""  # who was answered and has got no blocks
+        self._without_blocks: set[str] = set()  # who found none, where conversations could give some
         self._held_back: set[str] = set()
         self._told: set[str] = set()  # received, as vLLM was told before the workers' reports
         self._spared: dict[str, str] = {}  # requests that go on without what they came for, and why
@@ -115,6 +116,8 @@ class SchedulerHalf:
 
     def bind_cache_manager(self, manager: KVCacheManager) -> None:
         self._manager = manager
+        if self.producer.lending.enabled:
+            note_without_blocks(manager, self._without_blocks)
 
         def tables(request_id: str) -> list[list[int]]:
             ids = manager.get_block_ids(request_id)
@@ -153,19 +156,17 @@ class SchedulerHalf:
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """None: vLLM leaves the request in its queue, schedules what is behind it, and asks again in the next step."""
         self.producer.make_room(self.producer.lending.blocks_for(request))
-        if request.request_id == self._asked:  # vLLM keeps more blocks back than the prompt's: for who runs, say
+        if request.request_id in self._without_blocks:  # vLLM keeps more back than the prompt's: for who runs, say
+            self._without_blocks.discard(request.request_id)
             self.producer.give_up_oldest()
-        self._asked = ""
         # Rather than a prefill, a conversation goes, which may never go on.
         if not computes_itself(request) and not self.share.admits(request.request_id, self.producer.give_up_oldest):
             return None, False
         count = self.consumer.num_remote_tokens(request, num_computed_tokens)
-        self._asked = "" if count is None else request.request_id
         return count, bool(count)
 
     def update_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self.share.begin(request.request_id)
-        self._asked = ""
         if num_external_tokens:
             self.beside.end_before(owned_blocks(blocks, self.group_ids))
         self.consumer.allocated(request, blocks, num_external_tokens)
@@ -175,6 +176,7 @@ class SchedulerHalf:
     ) -> tuple[bool, dict[str, Any] | None]:
         """(False, parameters for whoever reads the blocks): vLLM need not keep them, see `HeldBlocks`."""
         self.consumer.finished(request)
+        self._without_blocks.discard(request.request_id)
         try:
             return False, self._hand_over(request, [block_ids[group] for group in self.group_ids])
         finally:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LARGE = 1 << 16  # bytes of a reply; of those few may wait for a client
+_LARGE = m.Manifests | m.FoundConversation  # whoever asks for these can do without, or ask again
 _BATCH = 256  # frames served before the leases are looked at again
 _LONGEST_SLEEP_S = 3600.0
 _LOG_EVERY_S = 10.0
@@ -369,7 +369,7 @@ class SideChannelServer:
     def _send(self, client: bytes, seq: int, reply: m.Reply) -> None:
         try:
             frame = m.encode(seq, reply)
-            if len(frame) > _LARGE and not self._unsent.has_room(client):
+            if isinstance(reply, _LARGE) and not self._unsent.has_room(client):
                 reply = m.Failure(m.FailureCode.BUSY, "earlier replies were not taken yet; ask again later")
                 frame = m.encode(seq, reply)
         except Exception as error:  # this client's answer alone is lost, and it is told so

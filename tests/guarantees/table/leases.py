@@ -25,7 +25,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a renewal that its request's end overtook keeps nothing",
-        "LeaseTable", "if attempt is None or not attempt.over:", "if True:",
+        "LeaseTable", "            if attempt is not None and not attempt.over:", "            if True:",
         "test_a_renewal_that_was_overtaken_by_the_end_of_its_request_keeps_nothing",
     ),
     Guarantee(

@@ -211,3 +211,18 @@ def test_a_lease_whose_age_is_not_known_is_renewed_soon_and_then_as_often_as_nee
         now[0] = turn / 10
         tried._turn()
     assert sent == pytest.approx([2.0, 12.0, 22.0], abs=0.11)
+
+
+def test_a_new_lease_has_no_other_renewed(monkeypatch):
+    sent: list[Renew] = []
+    now = [0.0]
+    monkeypatch.setattr(lease_renewer, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    tried = lease_renewer.LeaseRenewer(None, 30.0)
+    tried._client = SimpleNamespace(send=lambda _, request, __: sent.append(request), receive=lambda: [])
+    for second in range(30):
+        tried._add("tcp://a", Reading(f"p-{second}", bytes(16), bytes(16)), 30.0)
+        for turn in range(10):
+            now[0] = second + turn / 10
+            tried._turn()
+    renewals = [reading.request_id for request in sent for reading in request.leases]
+    assert 3 <= renewals.count("p-0") <= 4 and renewals.count("p-25") == 1

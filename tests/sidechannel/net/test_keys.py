@@ -193,7 +193,7 @@ def test_the_owner_of_a_secret_key_is_asked_for(prefill, monkeypatch):
 
 def test_a_directory_must_have_exactly_one_secret_key(tmp_path, prefill):
     with pytest.raises(InvalidConfig, match=r"0 files \*\.key_secret"):
-        k.load_keys(tmp_path / "nowhere")
+        k.load_keys(tmp_path)
     k.create_keys(prefill.directory, "second")
     with pytest.raises(InvalidConfig, match=r"2 files \*\.key_secret"):
         k.load_keys(prefill.directory)
@@ -261,3 +261,17 @@ def test_an_instance_s_own_workers_get_in_also_where_its_public_key_lies_elsewhe
         made.set_manifests([b"manifest"])
         outcomes = [ask(keys, made.port, prefill.public, PATIENCE_S) for keys in (known, decode)]
     assert outcomes[0] == outcomes[1] and not isinstance(outcomes[0], ProtocolError)
+
+
+def test_a_directory_that_cannot_be_read_is_not_said_to_be_empty(prefill, tmp_path, monkeypatch):
+    """As of keys that root has made for an instance of another user; root itself may read all."""
+    for directory in (tmp_path / "nowhere", prefill.directory / "prefill.key"):
+        with pytest.raises(InvalidConfig, match=r"(No such file|Not a directory).* \(uid \d+\)"):
+            k.load_keys(directory)
+
+    def denied(_directory):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(k.os, "listdir", denied)
+    with pytest.raises(InvalidConfig, match="Permission denied"):
+        k.load_keys(prefill.directory)

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from vllm_pd_connector.instance_info import INFO_SERIES, EngineInfo
-from vllm_pd_connector.proxy.give_back import REFUSED
+from vllm_pd_connector.proxy.legs import REFUSED
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -32,6 +32,8 @@ class Instance:
     ):
         self.asked: list[dict[str, Any]] = []
         self.given_back: list[dict[str, Any]] = []
+        self.gives_back = asyncio.Event()
+        self.gives_back.set()
         self.request_ids: list[str | None] = []
         self.ranks: list[str | None] = []
         self.traces: list[tuple[str | None, ...]] = []
@@ -76,6 +78,7 @@ class Instance:
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if body.items() >= REFUSED.items():  # as vLLM refuses it, which then tells its connector
+            await self.gives_back.wait()
             self.given_back.append(body["kv_transfer_params"])
             return web.json_response({"error": {"message": "temperature"}}, status=400)
         self.asked.append(body)

@@ -61,7 +61,7 @@ class LeaseRenewer:
         self._prefills: dict[str, tuple[Callable[[], str | None], PrefillRef, float]] = {}
         self._prefills_due = math.inf
         self._commands: deque[Callable[[], object]] = deque()
-        self._leases: dict[str, dict[Reading, float]] = {}
+        self._leases: dict[str, dict[Reading, tuple[float, float]]] = {}
         self._due: dict[str, float] = {}
         self._asked: dict[int, str] = {}  # whom, by the client's tokens
         self._awaited: dict[int, Callable[[object], None]] = {}  # by whom
@@ -189,12 +189,12 @@ class LeaseRenewer:
         self, address: str, reading: Reading, lease_seconds: float, answered: Callable[[object], None] | None = None
     ) -> None:
         interval = max(lease_seconds / RENEWALS_PER_LEASE, MIN_RENEWAL_S)
-        self._leases.setdefault(address, {})[reading] = interval
+        due = time.monotonic() + min(interval, FIRST_RENEWAL_S)
+        self._leases.setdefault(address, {})[reading] = interval, due
         if answered is not None:
             self._ask(address, m.Renew((reading,)), answered)
         elif reading.shared:  # before another request that shares the lease has read it
             self._send(address, m.Renew((reading,)))
-        due = time.monotonic() + min(interval, FIRST_RENEWAL_S)
         self._due[address] = min(self._due.get(address, due), due)
 
     def _ask(self, address: str, request: m.Request, answered: Callable[[object], None]) -> None:
@@ -221,8 +221,10 @@ class LeaseRenewer:
     def _renew_due(self, now: float) -> None:
         for address in [address for address, due in self._due.items() if due <= now]:
             leases = self._leases[address]
-            self._due[address] = now + min(leases.values())
-            for batch in m.lease_batches(list(leases)):
+            renewed = [reading for reading, (interval, due) in leases.items() if due <= now + interval / 4]
+            leases.update((reading, (leases[reading][0], now + leases[reading][0])) for reading in renewed)
+            self._due[address] = min(due for _, due in leases.values())
+            for batch in m.lease_batches(renewed):
                 self._send(address, m.Renew(batch))
 
     def _renew_prefills(self, now: float) -> None:

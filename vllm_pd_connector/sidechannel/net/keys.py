@@ -83,7 +83,16 @@ def load_keys(directory: Path) -> Keys:
         InvalidConfig: not a directory, no secret key or more than one, a file that holds no key, a secret key that
             others may read (`is_private`), or that is not of the public key in its file.
     """
-    pairs = sorted(directory.glob("*.key_secret"))
+    try:
+        names = sorted(os.listdir(directory))  # `glob` takes one that may not be read for an empty one
+        pairs = [directory / name for name in names if name.endswith(".key_secret")]
+        found = [directory / name for name in names if name.endswith(".key")]
+    except (OSError, ValueError) as error:  # the second is of a name that is none
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InvalidConfig(
+            f"side_channel_keys: {directory}: {why} (uid {os.geteuid()}); the instance's user must be able to read the "
+            "directory and the keys in it; `vllm-pd keygen` makes them"
+        ) from error
     if len(pairs) != 1:
         raise InvalidConfig(
             f"side_channel_keys: {directory} has {len(pairs)} files *.key_secret, exactly 1 is needed (this "
@@ -101,7 +110,7 @@ def load_keys(directory: Path) -> Keys:
     with _invalid_key(f"side_channel_keys: {pairs[0]}"):
         if zmq.curve_public(secret.encode()).decode() != public:
             raise ValueError("its secret and its public key are not of one pair; copy the file anew")
-    peers = frozenset(_load(path)[0] for path in directory.glob("*.key"))
+    peers = frozenset(_load(path)[0] for path in found)
     if not peers:
         raise InvalidConfig(f"side_channel_keys: {directory} has no *.key: put the peers' public keys there")
     return Keys(directory, public, secret, peers)
@@ -169,9 +178,12 @@ def new_keys(directory: Path, name: str) -> Iterator[tuple[Path, Path]]:
             f"name of keys: {name!r:.80}; give letters, digits, '.', '_' and '-', a letter or digit first"
         )
     public, secret = directory / f"{name}.key", directory / f"{name}.key_secret"
-    if public.exists() or secret.exists():
-        raise InvalidConfig(f"{directory} has keys named {name} already; choose another name or remove them")
-    new = [above for above in (directory, *directory.parents) if not above.exists()]
+    try:
+        if public.exists() or secret.exists():
+            raise InvalidConfig(f"{directory} has keys named {name} already; choose another name or remove them")
+        new = [above for above in (directory, *directory.parents) if not above.exists()]
+    except OSError as error:
+        raise InvalidConfig(f"{directory}: keys cannot be written: {error.strerror}") from error
     before = os.umask(0o077)
     try:
         try:
