@@ -34,7 +34,8 @@ KEYS = "/etc/pd/keys"
 PAUSE_S, DRAIN_S, GRACE_S = 5, 90, 140
 """preStop; how long what has begun may take to end (`--shutdown-timeout`); until the kernel ends it."""
 HANDED_OVER_S = 35
-"""How long prefill keeps what nobody has read yet when it ends: a little more than `kv_lease_duration`."""
+"""How long prefill keeps what nobody has read yet when it ends: a little more than `kv_lease_duration`. vLLM kills the
+engine when `--shutdown-timeout` is over, whatever its workers wait for, so there both are in that."""
 
 SIDECAR = """\
       initContainers:
@@ -218,9 +219,10 @@ def instance(role: Role, *, behind_sidecar: bool = False) -> str:
     settings: dict[str, str | int] = {"side_channel_port": roles.SIDE_CHANNEL_PORT, "side_channel_keys": KEYS}
     if role.serves_reads:
         settings["shutdown_timeout"] = HANDED_OVER_S
+    drain = DRAIN_S + (HANDED_OVER_S if role.serves_reads else 0)
     transfer = roles.transfer_config(role, roles.TRANSPORTS[0], roles.MODES[0], settings)
     place = roles.serve_words("$(MODEL)", "0.0.0.0", port, None)
-    words = roles.serve_words("$(MODEL)", "0.0.0.0", port, transfer, ["--shutdown-timeout", str(DRAIN_S)])
+    words = roles.serve_words("$(MODEL)", "0.0.0.0", port, transfer, ["--shutdown-timeout", str(drain)])
     labels = f"app: pd, part: {role.name}" + (f", llm-d.ai/role: {role.name}" if behind_sidecar else "")
     return FIRST_LINE + INSTANCE.format(
         role=role.name,

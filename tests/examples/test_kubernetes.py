@@ -196,8 +196,9 @@ def test_an_instance_may_end_what_it_has_begun_before_it_is_killed(fleet: str, n
     pause = int(container(fleet, "StatefulSet", name)["lifecycle"]["preStop"]["exec"]["command"][-1])
     own = config(fleet, name)
     grace = pod(fleet, "StatefulSet", name)["terminationGracePeriodSeconds"]
-    assert grace > pause + drains + own.shutdown_timeout
-    assert drains > own.shutdown_timeout
+    assert grace > pause + drains
+    answers = drains - (own.shutdown_timeout if name == "pd-prefill" else 0)  # vLLM has one time for both
+    assert answers >= 90
     if name == "pd-prefill":
         assert own.shutdown_timeout > own.kv_lease_duration
 
