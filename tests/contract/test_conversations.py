@@ -259,6 +259,7 @@ def test_a_request_that_needs_the_blocks_gets_them(engine: Any) -> None:
     first_turn(prefill, decode)
     assert decode.held() == 3
     decode.add("large", list(range(7 * BLOCK)), max_tokens=2)
+    assert decode.step().num_scheduled_tokens.keys() == {"large"}, "at once"
     decode.run("large")
     given_back(decode)
 

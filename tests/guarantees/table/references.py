@@ -195,6 +195,16 @@ GUARANTEES = [
         "test_a_request_that_needs_the_blocks_gets_them[one step]",
     ),
     Guarantee(
+        "nobody who runs is preempted for a conversation",
+        "SchedulerHalf", "        while self._quarantine.num_free_blocks <= before and self.producer.give_up_oldest():", "        while False:",
+        "test_nobody_who_runs_is_preempted_for_a_conversation[one step-begun after 8 steps]",
+    ),
+    Guarantee(
+        "what vLLM keeps back for others is not a conversation's",
+        "SchedulerHalf", "        if request.request_id in self._without_blocks:", "        if False:",
+        "test_a_new_request_gets_what_vllm_keeps_back_for_others_too[one step]",
+    ),
+    Guarantee(
         "of conversations the oldest gives way",
         "Lending", "next(iter(self._held), None)", "next(reversed(self._held), None)",
         "test_the_oldest_conversation_gives_way_to_the_newest[one step]",
