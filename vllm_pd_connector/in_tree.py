@@ -99,8 +99,9 @@ def migrate(transfer: Mapping[str, Any]) -> Migration:
     if name == _MOONCAKE and transfer.get("kv_role") != "kv_consumer":
         extra["bootstrap_port"] = _BOOTSTRAP_PORT
     for key, value in given.items():
-        if key == "kv_lease_duration":
-            extra[key] = value
+        if key in _LEASES:  # two times of theirs are one of ours, which must cover both
+            known = [one for one in (extra.get("kv_lease_duration"), value) if isinstance(one, int | float)]
+            extra["kv_lease_duration"] = max(known, default=value)
         elif (change := _CHANGES.get(key)) is not None:
             _merge(extra, change(value))
         elif key in KEYS:
@@ -124,8 +125,8 @@ def _backends(value: object) -> dict[str, Any]:
 
 
 def _protocol(value: object) -> dict[str, Any]:
-    if value not in ("rdma", "tcp"):
-        raise InvalidConfig(f"mooncake_protocol is {value!r}: PDConnector uses Mooncake over rdma or tcp")
+    if value not in _PROTOCOLS:
+        raise InvalidConfig(f"mooncake_protocol is {value!r}: PDConnector knows {', '.join(_PROTOCOLS)}")
     return {"transport_options": {"protocol": value}}
 
 
@@ -142,12 +143,13 @@ def _bootstrap(value: object) -> dict[str, Any]:
     return {"bootstrap_port": int(port)}
 
 
+_LEASES: Final = ("kv_lease_duration", "push_registration_timeout")
+_PROTOCOLS: Final = ("rdma", "tcp", "efa", "barex", "hip", "nvlink", "nvlink_intra")
 _CHANGES: Final[dict[str, Callable[[Any], dict[str, Any]]]] = {
     "backends": _backends,
     "mooncake_protocol": _protocol,
     "device_name": lambda value: {"transport_options": {"device": value}} if value else {},
     "bootstrap_server_address": _bootstrap,
-    "push_registration_timeout": lambda value: {"kv_lease_duration": value},
     "bidirectional_kv_xfer": _bidirectional,
     "decoder_kv_blocks_ttl": lambda value: {"conversation_lease": value},
 }

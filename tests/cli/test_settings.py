@@ -167,6 +167,10 @@ def test_what_a_key_becomes() -> None:
         found = migrate({"kv_connector": name, "kv_role": "kv_producer", "kv_connector_extra_config": given})
         return dict(found.config["kv_connector_extra_config"])
 
+    for times in ({"kv_lease_duration": 30, "push_registration_timeout": 480}, {"push_registration_timeout": 480}):
+        for order in (times, dict(reversed(times.items()))):
+            assert extra("NixlConnector", **order)["kv_lease_duration"] == 480, "which covers both"
+    assert extra("MooncakeConnector", mooncake_protocol="efa")["transport_options"] == {"protocol": "efa"}
     assert extra("NixlConnector", backends=["UCX"], kv_lease_duration=20) == {
         "transport": "nixl", "mode": "pull", "kv_lease_duration": 20
     }  # fmt: skip
