@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, HANDS_OVER, PARAMS, Handler, answers, break_off, info, streams
+from tests.support.proxy.stand_ins import DONE, HANDS_OVER, PARAMS, Handler, Instance, answers, break_off, info, streams
 
 EVENT = b'data: {"choices":[{"text":"","finish_reason":null}]}\n\n'
 
@@ -20,17 +20,24 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-@over_bench
-async def test_what_decode_turns_out_not_to_take_is_given_back_by_another(bench: Bench) -> None:
-    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
+async def one_that_falls(bench: Bench) -> Instance:
+    """Its first request ends it."""
 
     async def falls(request: web.Request) -> web.StreamResponse:
-        for site in first.server.runner.sites:
+        for site in fallen.server.runner.sites:
             await site.stop()
         await break_off(request)
         return web.Response()
 
-    first = await bench.instance(falls)
+    fallen = await bench.instance(falls)
+    return fallen
+
+
+@over_bench
+async def test_what_decode_turns_out_not_to_take_is_given_back_by_another(bench: Bench) -> None:
+    prefill, decode = await bench.instance(HANDS_OVER), await bench.instance(DONE)
+
+    first = await one_that_falls(bench)
     await bench.route([prefill.url], [first.url, decode.url])
     while not first.arrived.is_set():
         await bench.ask()
@@ -60,7 +67,7 @@ async def test_what_is_answered_is_not_given_back(bench: Bench) -> None:
     for answer, stream in ((begun, True), (whole, True), (DONE, False)):
         _, decode = await bench.pair(decode=answer)
         await bench.ask({"prompt": "x", "stream": stream})
-        await asyncio.sleep(0.05)
+        await until(lambda: not bench.router._trailing)
         assert decode.given_back == [] and len(decode.asked) == 1
 
 
@@ -90,13 +97,7 @@ async def test_a_prefill_that_was_asked_at_the_same_time_is_given_back_too(bench
 
 @over_bench
 async def test_where_nobody_can_be_told_the_log_says_so(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    async def falls(request: web.Request) -> web.StreamResponse:
-        for site in first.server.runner.sites:
-            await site.stop()
-        await break_off(request)
-        return web.Response()
-
-    first = await bench.instance(falls)
+    first = await one_that_falls(bench)
     await bench.route([(await bench.instance(HANDS_OVER)).url], [first.url])
     assert (await bench.ask())[0] == 502
     await until(lambda: "is held until its lease ends" in caplog.text)
