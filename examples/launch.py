@@ -251,8 +251,9 @@ def _wait_until_healthy(servers: Sequence[Server], timeout: float, progress: Pro
     began = time.monotonic()
     waiting = list(servers)
     while waiting:
+        now = time.monotonic() - began  # one for all of a round: of those that are late, the first is named
         for server in list(waiting):
-            spec, now = server.spec, time.monotonic() - began
+            spec = server.spec
             if server.process.poll() is not None:
                 raise _start_error(server, f"ended with status {server.process.returncode}")
             if _answers(server):
