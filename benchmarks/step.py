@@ -31,7 +31,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -262,7 +261,7 @@ def announce_layers(count: int, reps: int, told: str) -> dict[str, Any]:
     made = connector(KVConnectorRole.WORKER, "kv_producer", settings)
     layers = [f"model.layers.{i}.self_attn.attn" for i in range(count)]
     clock, wake, pushes, ends = StepClock(), Wake(), SimpleNamespace(waiting=True), threading.Event()
-    step = computed = 0
+    step, computed = 0, [True]
 
     def look() -> None:
         poller = select.poll()
@@ -281,20 +280,22 @@ def announce_layers(count: int, reps: int, told: str) -> dict[str, Any]:
     half, loop = made.worker, TransferLoop.__new__(TransferLoop)
     loop._push, loop._pushes, loop._wake = SimpleNamespace(clock=clock), pushes, wake  # type: ignore[assignment]
     half._count, half._loop, half._mark = WaveCount(waves_of(layers)), loop, marker(())
+    half.follows_layers = True
     if told == COMPUTED:  # a device's, which has done all of a step when it has been launched
-        half._mark = lambda: SimpleNamespace(query=partial(lambda mine: mine <= computed, step))  # type: ignore[assignment]
+        half._mark = lambda: SimpleNamespace(query=computed.__len__)  # type: ignore[assignment]
     thread = threading.Thread(target=look)
     thread.start()
     times = []
     for step in range(1, reps + 1):
         made.bind_connector_metadata(StepMetadata(step=step))
         times.append(0.0)
+        computed = []
         for layer in layers:
             time.sleep(LAYER_S)
             began = time.perf_counter()
             made.save_kv_layer(layer, None, None)  # type: ignore[arg-type]
             times[-1] += (time.perf_counter() - began) * 1e6 / count
-        computed = step
+        computed.append(True)
         loop.step_launched(step, lambda: True)
     ends.set()
     thread.join()

@@ -238,8 +238,9 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
         """What this layer writes in the step was launched: with `push_when` "layers" it may go out."""
-        if self.worker.follows_layers:
-            self.worker.layer_launched(self._get_connector_metadata().step, layer_name)
+        worker = self._worker
+        if worker is not None and worker.follows_layers:
+            worker.layer_launched(self._get_connector_metadata().step, layer_name)
 
     def wait_for_save(self) -> None:
         """Everything that the step writes was launched."""

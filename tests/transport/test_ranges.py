@@ -13,7 +13,7 @@ from tests.support.transport.ends import runs
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Addresses, Runs, concatenate
-from vllm_pd_connector.transport.ranges import Batches, Ranges, batches, cut
+from vllm_pd_connector.transport.ranges import Batches, Ranges, batches, cut, few
 
 SPACE = 64
 
@@ -63,6 +63,37 @@ def test_every_byte_is_copied_as_its_run_says_and_each_descriptor_fits_its_segme
         assert cost == as_runs(group).total_bytes + 3 * group.shape[1]
         assert cost <= 2 * limit or group.shape[1] == 1
         assert 0 < group.shape[1] <= most
+
+
+numbers = st.sampled_from([("cpu", 0), ("cuda", 0), ("cuda", 3)])
+
+
+@settings(deadline=None)
+@given(edges, rows, numbers, numbers, st.integers(1, 2 * SPACE), st.integers(1, SPACE))
+def test_few_runs_at_once_are_what_cutting_and_batching_makes_of_them(
+    cuts: set[int],
+    wanted: list[tuple[int, int, int]],
+    here: tuple[str, int],
+    there: tuple[str, int],
+    limit: int,
+    longest: int,
+) -> None:
+    source = Ranges.of([segment(1000, SPACE, *here)], "this worker")
+    edges = sorted({0, SPACE} | cuts)
+    destination = Ranges.of([segment(5000 + a, b - a, *there) for a, b in itertools.pairwise(edges)], "the peer")
+    work = runs([(1000 + s, 5000 + d, n) for s, d, n in wanted])
+    at_once = few(work, source, destination, longest, limit, 3)
+    whole = batches(cut(work, source, destination, longest), source, destination, per_descriptor=3)
+    if at_once is None:
+        lengths = [n for _, _, n in wanted]
+        fits = lengths and len(wanted) * (max(lengths) + 3) <= limit and max(lengths) <= longest
+        near = wanted and max(max(s, d) for s, d, _ in wanted) + max(lengths) > SPACE
+        assert not fits or min(lengths) == 0 or cuts or near, "nothing stands against it"
+        return
+    rows, kinds, cost = at_once
+    [batch] = whole
+    assert (rows == batch.rows).all() and rows.shape == batch.rows.shape and kinds == batch.cuda
+    assert batch.rest <= cost <= limit
 
 
 def taken(groups: list[Batches], limit: int, most: int) -> list[tuple[Addresses, int]]:
@@ -126,6 +157,16 @@ def test_no_address_outside_is_taken_for_one_inside_however_far_it_is(outside: i
     run = (outside, 1000, length) if side == "source" else (1000, outside, length)
     with pytest.raises(TransferError, match="outside the 1 registered segments"):
         cut(runs([(1001, 1002, 3), run]), memory, memory, None)
+
+
+@pytest.mark.parametrize("run", [(-1, 0, 8), (0, -1, 8), (60, 0, 8), (0, 60, 8), (0, 0, -8), (0, 0, 2**62)])
+def test_few_runs_that_are_wrong_are_left_to_be_refused(run: tuple[int, int, int]) -> None:
+    source, destination = ranges(set(), 1000), ranges(set(), 5000)
+    assert few(runs([(1000, 5000, 8)]), source, destination, 64, 1024, 3) is not None
+    wrong = runs([(1000, 5000, 8), (1000 + run[0], 5000 + run[1], run[2])])
+    assert few(wrong, source, destination, 2**63, 2**64, 3) is None
+    with pytest.raises(TransferError):
+        cut(wrong, source, destination, None)
 
 
 def test_a_negative_length_is_refused() -> None:

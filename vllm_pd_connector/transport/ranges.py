@@ -139,6 +139,25 @@ def cut(runs: Runs, source: Ranges, destination: Ranges, limit: int | None) -> R
     return runs
 
 
+def few(
+    runs: Runs, source: Ranges, destination: Ranges, longest: int, limit: int, per_descriptor: int
+) -> tuple[Addresses, tuple[bool, bool], int] | None:
+    """What `cut` and `Batches.take` make of a short transfer, in half of their time: its rows, the kinds of memory and
+    a bound of what they cost. None where that is over `limit`, or a run has to be cut or looked up, or is wrong: they
+    look at that again.
+    """
+    length, count, ours, theirs = runs.length, runs.length.size, source.only, destination.only
+    if not count or count * per_descriptor > limit or ours is None or theirs is None:
+        return None
+    most = length.item(length.argmax())
+    cost = count * (most + per_descriptor)
+    if cost > limit or most > longest or length.item(length.argmin()) < 1:
+        return None
+    if not (source.hold(runs.source, most) and destination.hold(runs.destination, most)):
+        return None
+    return _rows(runs, ours[1], theirs[1]), (ours[0], theirs[0]), cost
+
+
 def _some(runs: Runs) -> Runs:
     """Those that are not empty."""
     if (runs.length < 0).any():
@@ -211,14 +230,10 @@ def batches(runs: Runs, source: Ranges, destination: Ranges, per_descriptor: int
     count = runs.length.size
     if not count:
         return []
-    rows = np.zeros((2, count, 3), dtype=np.int64)
-    rows[0, :, 0], rows[1, :, 0], rows[:, :, 1] = runs.source, runs.destination, runs.length
-    if source.only and destination.only:
-        (from_one, from_device), (to_one, to_device) = source.only, destination.only
-        if from_device or to_device:
-            rows[0, :, 2], rows[1, :, 2] = from_device, to_device
+    if (ours := source.only) and (theirs := destination.only):
         rest = np.add.accumulate(runs.length).item(-1) + count * per_descriptor
-        return [Batches(rows, (from_one, to_one), per_descriptor, rest)]
+        return [Batches(_rows(runs, ours[1], theirs[1]), (ours[0], theirs[0]), per_descriptor, rest)]
+    rows = _rows(runs, 0, 0)
     from_cuda, rows[0, :, 2] = source.memory(runs.source)
     to_cuda, rows[1, :, 2] = destination.memory(runs.destination)
     found = []
@@ -228,3 +243,12 @@ def batches(runs: Runs, source: Ranges, destination: Ranges, per_descriptor: int
             rest = int(runs.length[some].sum()) + len(some) * per_descriptor
             found.append(Batches(rows.take(some, axis=1), kind, per_descriptor, rest))
     return found
+
+
+def _rows(runs: Runs, from_device: int, to_device: int) -> Addresses:
+    """See `Batches`."""
+    rows = np.zeros((2, runs.length.size, 3), dtype=np.int64)
+    rows[0, :, 0], rows[1, :, 0], rows[:, :, 1] = runs.source, runs.destination, runs.length
+    if from_device or to_device:
+        rows[0, :, 2], rows[1, :, 2] = from_device, to_device
+    return rows

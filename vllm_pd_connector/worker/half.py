@@ -69,7 +69,9 @@ class WorkerHalf:
         self._bell = ""
         self.token = secrets.token_bytes(SECRET_BYTES)
         self._mark: Callable[[], Mark] | None = None
-        self._count: WaveCount | None = None  # where layers are written before their step is done
+        self._count = WaveCount(())
+        self.follows_layers = False
+        """Whether `layer_launched` is to be called: where layers are written before their step is done."""
         self._unmarked: StepMetadata | None = None  # a step of which more may be launched
         self._pushes = self._drafts = False
         self._last_stage = True
@@ -115,7 +117,7 @@ class WorkerHalf:
         if self._pushes:
             home, _ = self._own_side_channel()
             waves = self._waves_of_layers(kv_caches)
-            self._count = WaveCount(waves) if waves else None
+            self._count, self.follows_layers = WaveCount(waves), bool(waves)
             push = PushSetup(home, self.token, StepClock(), waves)
         self._loop = TransferLoop(
             config,
@@ -266,17 +268,11 @@ class WorkerHalf:
 
     def layer_launched(self, step: int, layer: str) -> None:
         """What one layer writes in a step was launched. Called by every layer of every step: it must cost nothing."""
-        if self._count is None or (waves := self._count.launched(step, layer)) is None:
-            return
-        if self._loop is None:  # vLLM takes steps while asleep, too
+        waves = self._count.launched(step, layer)
+        if waves is None or self._loop is None:  # vLLM takes steps while asleep, too
             return
         assert self._mark is not None
         self._loop.step_launched(step, self._mark().query, waves)
-
-    @property
-    def follows_layers(self) -> bool:
-        """Whether `layer_launched` has an effect."""
-        return self._count is not None
 
     def step_launched(self) -> None:
         """Everything that the step writes was launched; another call in the same step changes nothing.

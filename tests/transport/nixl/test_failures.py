@@ -16,6 +16,7 @@ from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.nixl import transport as nixl_transport
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, translate
+from vllm_pd_connector.transport.nixl.transfer import SETTLE_POLLS
 from vllm_pd_connector.transport.nixl.window import Window
 from vllm_pd_connector.transport.ranges import Ranges, batches
 
@@ -279,12 +280,12 @@ def test_a_disconnect_is_reported_when_the_library_was_polled_often_enough(
     )
     transfer = end.transport.read(peer, whole(other.address, end.address, MIB))
     while end.transport.poll(transfer) is not TransferStatus.DONE:
-        assert len(polls) < nixl_transport._SETTLE_POLLS and not agent.released
-        if len(polls) == nixl_transport._SETTLE_POLLS - 1:
+        assert len(polls) < SETTLE_POLLS and not agent.released
+        if len(polls) == SETTLE_POLLS - 1:
             break
     with pytest.raises(PeerLost):
         end.transport.poll(transfer)
-    assert len(polls) == nixl_transport._SETTLE_POLLS >= 20 and agent.released
+    assert len(polls) == SETTLE_POLLS >= 20 and agent.released
 
 
 def test_a_batch_whose_peer_another_one_lost_is_waited_for_too(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_pd_connector.errors import InvalidConfig, TransferError
+from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, bindings, translate
 
 if TYPE_CHECKING:
@@ -201,3 +201,11 @@ def ours(error: Exception, action: str, *, started: bool = False) -> TransferErr
     made = translate(type(error).__name__, f"{action}: {error}", started)
     made.__cause__ = error.with_traceback(None)  # its frames hold the library's agent, which `close` must end
     return made
+
+
+def may_arrive(lost: TransferError) -> PeerLost:
+    """The outcome of a write that ran when its peer was lost. The process there may live (a packet filter's reset, one
+    of several networks that broke), and over TCP the kernel here sends for minutes what a closed connection held.
+    Whether TCP was among the ways UCX does not say."""
+    reason = f"{lost}; what was written may still arrive there until one of the two processes ends"
+    return PeerLost(reason, terminal=False)

@@ -34,23 +34,23 @@ import logging
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, Use, follow, options_of
 from vllm_pd_connector.transport.endpoint import seal, unseal
-from vllm_pd_connector.transport.nixl.agents import Agent, Library, Preparation, ours
+from vllm_pd_connector.transport.nixl.agents import Agent, Library, Preparation, may_arrive, ours
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, check, described  # noqa: F401  # see `registry.check`
+from vllm_pd_connector.transport.nixl.transfer import NixlPeer, NixlTransfer
 from vllm_pd_connector.transport.nixl.ways import ways  # noqa: F401  # see `registry.ways`
-from vllm_pd_connector.transport.nixl.window import Window
-from vllm_pd_connector.transport.ranges import Batches, Ranges, batches, cut
+from vllm_pd_connector.transport.nixl.window import DESCRIPTOR, LEAST
+from vllm_pd_connector.transport.ranges import Ranges, batches, cut, few
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm_pd_connector.geometry.manifest import Segment
-    from vllm_pd_connector.geometry.runs import Runs
+    from vllm_pd_connector.geometry.runs import Addresses, Runs
 
 logger = logging.getLogger(__name__)
 
@@ -59,62 +59,16 @@ NAME = "nixl"
 # What one descriptor costs: 2 us on one host and 7 over TCP (measured), as much as so many bytes at 9 and 4.5 GB/s.
 _DESCRIPTOR_COST_BYTES = 32 << 10
 
-# No descriptor is longer: a batch has one at least, and over TCP longer ones are written at 0.8 of the speed. Where the
-# call that posts copies, they move bytes as fast and need not be cut: there one may be a quarter of the window.
-_DESCRIPTOR_BYTES, _INLINE_DESCRIPTOR_BYTES = 1 << 20, 8 << 20
-
 # A call of ours does nothing more when it took this long.
 _CALL_S = 0.001
 _MOST_DESCRIPTORS = 256  # in a call that posts: over TCP each takes 4 us of it
 
-# After a disconnect UCX ends the endpoint's other lanes while it is polled; what they had begun lands before that.
+# After a disconnect UCX ends the endpoint's other lanes while it is polled (see `NixlTransfer`); what they had begun
+# lands before that.
 _SETTLE_S = 0.5
-_SETTLE_POLLS = 20
 
 # Agents that were replaced and still run transfers; each holds the registrations of all memory.
 _MAX_OLDER = 3
-
-
-@dataclass(eq=False, slots=True)
-class _Peer:
-    """`agent` is ours that posts to it, `window` bounds what of its transfers runs."""
-
-    agent: Agent
-    name: str
-    ranges: Ranges
-    window: Window = field(default_factory=Window)
-    running: int = 0
-    leaving: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class _Transfer:
-    """`waiting` is not posted yet, `posted` has the handles of batches that run, what each costs and of how many
-    descriptors it is. `posting`: some of it was posted in the last call, and there is more. `outcome` is set at the
-    end. `settled_at`: when nothing is read any more, or sent by UCX, of a transfer whose peer is lost, if it is polled
-    `settling` times until then; 0.0 while it is not.
-    """
-
-    peer: _Peer
-    reads: bool
-    waiting: list[Batches]
-    descriptors: int
-    posted: dict[int, tuple[int, int]] = field(default_factory=dict)
-    posting: bool = False
-    failure: TransferError | None = None
-    settled_at: float = 0.0
-    settling: int = _SETTLE_POLLS
-    outcome: TransferStatus | TransferError | None = None
-    reported: bool = False
-
-    @property
-    def left(self) -> int:
-        return sum(batches.left for batches in self.waiting) + sum(count for _, count in self.posted.values())
-
-    @property
-    def runs(self) -> int:
-        """What the batches that run cost."""
-        return sum(cost for cost, _ in self.posted.values())
 
 
 class NixlTransport:
@@ -135,6 +89,7 @@ class NixlTransport:
         self.over = described(self._options, os.environ)
         self._nixl, self._errors = self._library.nixl, self._library.errors
         self._kinds = (self._nixl.DRAM_SEG, self._nixl.VRAM_SEG)
+        self._few = min(LEAST, self._options.batch_bytes)
         self._ranges = Ranges.of((), "this worker")
         self._target = self._library.start(threaded=True) if use.serves else None
         self._poster = self._library.start(threaded=False) if use.posts or not use.serves else None
@@ -171,7 +126,7 @@ class NixlTransport:
             raise TransferError(f"endpoint says agent {made.name}, its metadata another; fetch the manifest again")
         agent = self._posting()
         self._meet(agent, made.name, made.metadata)
-        return _Peer(agent, made.name, ranges)
+        return NixlPeer(agent, made.name, ranges)
 
     def _meet(self, agent: Agent, name: str, metadata: bytes) -> None:
         """Load a peer into an agent of ours, if it is not there yet or was lost since, and count the connection."""
@@ -190,24 +145,28 @@ class NixlTransport:
         agent.peers[name] += 1
 
     def disconnect(self, peer: TransportPeer) -> None:
-        assert isinstance(peer, _Peer) and not peer.leaving
+        assert isinstance(peer, NixlPeer) and not peer.leaving
         peer.leaving = True
-        self._forget_when_idle(peer)
+        if not peer.running:
+            self._forget(peer.agent, peer.name)
 
     def read(self, peer: TransportPeer, runs: Runs) -> Transfer:
-        assert isinstance(peer, _Peer) and not peer.leaving
+        assert isinstance(peer, NixlPeer) and not peer.leaving
         return self._start(peer, True, runs, peer.ranges, self._ranges)
 
     def write(self, peer: TransportPeer, runs: Runs) -> Transfer:
-        assert isinstance(peer, _Peer) and not peer.leaving
+        assert isinstance(peer, NixlPeer) and not peer.leaving
         return self._start(peer, False, runs, self._ranges, peer.ranges)
 
     def poll(self, transfer: Transfer) -> TransferStatus:
-        assert isinstance(transfer, _Transfer)
+        assert isinstance(transfer, NixlTransfer)
+        if transfer.outcome is TransferStatus.DONE and not transfer.reported:
+            transfer.reported = True  # as `follow` does, without its call: see `few`
+            return TransferStatus.DONE
         return follow(transfer, self._advance)
 
     def replace_endpoint(self, peer: TransportPeer) -> None:
-        assert isinstance(peer, _Peer)
+        assert isinstance(peer, NixlPeer)
         if peer.agent is not self._poster:
             return
         if len(self._older) >= _MAX_OLDER:
@@ -234,23 +193,32 @@ class NixlTransport:
                 agent.library = None
         self._library.close()
 
-    def _start(self, peer: _Peer, reads: bool, runs: Runs, source: Ranges, destination: Ranges) -> _Transfer:
-        longest = _DESCRIPTOR_BYTES
-        if peer.window.inline:
-            longest = max(longest, min(peer.window.size // 4, _INLINE_DESCRIPTOR_BYTES))
-        work = cut(runs, source, destination, min(self._options.batch_bytes, longest))
-        waiting = batches(work, source, destination, _DESCRIPTOR_COST_BYTES)
-        transfer = _Transfer(peer, reads, waiting, work.length.size)
+    def _start(self, peer: NixlPeer, reads: bool, runs: Runs, source: Ranges, destination: Ranges) -> NixlTransfer:
+        window, at_once, waiting = peer.window, None, []
+        if not window.running:  # then there is room for so much, and the window learns nothing from it
+            at_once = few(runs, source, destination, DESCRIPTOR, self._few, _DESCRIPTOR_COST_BYTES)
+        if at_once is None:
+            runs = cut(runs, source, destination, min(self._options.batch_bytes, window.longest))
+            waiting = batches(runs, source, destination, _DESCRIPTOR_COST_BYTES)
+        transfer = NixlTransfer(peer, reads, waiting, runs.length.size)
         peer.running += 1
         try:
-            self._advance(transfer)
+            if at_once is None:
+                self._advance(transfer)
+            else:
+                self._give(transfer, *at_once, timed=False)
+                if transfer.posted or transfer.failure is not None:
+                    self._conclude(transfer)
+                else:
+                    transfer.outcome = TransferStatus.DONE
+                    peer.running -= 1
         except Exception as error:  # some of it may be posted: who asked is told with the next look
             logger.exception("a transfer with agent %s", peer.name)
             self._failed(transfer, TransferError(f"unexpected {type(error).__name__}: {error}", terminal=False))
         return transfer
 
-    def _advance(self, transfer: _Transfer) -> None:
-        """Look at what was posted, post more for a short while, and set the outcome at the end."""
+    def _advance(self, transfer: NixlTransfer) -> None:
+        """Look at what was posted and post more for a short while."""
         peer = transfer.peer
         if transfer.settled_at:
             return self._settle(transfer)
@@ -267,22 +235,33 @@ class NixlTransport:
             if (now := time.monotonic()) >= until:
                 break
         transfer.posting &= bool(transfer.waiting)
-        if transfer.failure is not None:
+        self._conclude(transfer)
+
+    def _conclude(self, transfer: NixlTransfer) -> None:
+        """Set the outcome, if that is known."""
+        failure = transfer.failure
+        if failure is not None:
             transfer.waiting.clear()
             transfer.posting = False
-            if not transfer.failure.terminal:
-                transfer.outcome = transfer.failure
-                peer.window.forget(transfer.runs)
+            if not failure.terminal:
+                transfer.outcome = failure
+                transfer.peer.window.forget(transfer.runs)
                 return  # bytes may still move: the handles and the peer's metadata stay until `close`
-            if isinstance(transfer.failure, PeerLost) and transfer.posted:
+            if isinstance(failure, PeerLost) and transfer.posted:
                 transfer.settled_at = time.monotonic() + _SETTLE_S
                 return
         if not transfer.posted and not transfer.waiting:
-            transfer.outcome = transfer.failure or TransferStatus.DONE
-            peer.running -= 1
-            self._forget_when_idle(peer)
+            self._end(transfer, failure or TransferStatus.DONE)
 
-    def _settle(self, transfer: _Transfer) -> None:
+    def _end(self, transfer: NixlTransfer, outcome: TransferStatus | TransferError) -> None:
+        """Nothing of it runs any more. A peer that is leaving is removed once nothing runs with it: an earlier removal
+        would hide its transfers' end."""
+        transfer.outcome, peer = outcome, transfer.peer
+        peer.running -= 1
+        if peer.leaving and not peer.running:
+            self._forget(peer.agent, peer.name)
+
+    def _settle(self, transfer: NixlTransfer) -> None:
         """Let the library end what a lost peer's connection left, and give the handles back when that is over."""
         with suppress(*self._errors):
             transfer.peer.agent.library.getNotifs({}, [])  # polls an agent without a thread
@@ -292,11 +271,10 @@ class NixlTransport:
                 self._release(transfer.peer, handle)
             transfer.peer.window.forget(transfer.runs)
             transfer.posted.clear()
-            transfer.outcome = transfer.failure if transfer.reads else _may_arrive(transfer.failure)
-            transfer.peer.running -= 1
-            self._forget_when_idle(transfer.peer)
+            assert transfer.failure is not None
+            self._end(transfer, transfer.failure if transfer.reads else may_arrive(transfer.failure))
 
-    def _look(self, transfer: _Transfer, until: float) -> None:
+    def _look(self, transfer: NixlTransfer, until: float) -> None:
         """Take out the batches that have ended, as far as there is time: they end in about the order of their posts."""
         ended, began = 0, transfer.peer.window.begin()
         for handle in list(transfer.posted):
@@ -306,7 +284,7 @@ class NixlTransport:
                 break
         transfer.peer.window.looked(ended, began)
 
-    def _runs_on(self, transfer: _Transfer, handle: int) -> bool:
+    def _runs_on(self, transfer: NixlTransfer, handle: int) -> bool:
         """Whether a posted batch may move bytes. Its failure is kept in the transfer, its handle given back when it
         arrived: a failure of one of its parts says nothing of the others."""
         if isinstance(transfer.failure, PeerLost):
@@ -320,14 +298,21 @@ class NixlTransport:
         self._release(transfer.peer, handle)
         return False
 
-    def _post(self, transfer: _Transfer, room: int) -> None:
+    def _post(self, transfer: NixlTransfer, room: int) -> None:
         """Post the next batch, which costs so much at most."""
-        peer, waiting, nixl = transfer.peer, transfer.waiting[0], self._nixl
+        waiting = transfer.waiting[0]
         rows, cost = waiting.take(min(self._options.batch_bytes, room), _MOST_DESCRIPTORS)
         if not waiting.rest:
             del transfer.waiting[0]
-        source = nixl.nixlXferDList(self._kinds[waiting.cuda[0]], rows[0])
-        destination = nixl.nixlXferDList(self._kinds[waiting.cuda[1]], rows[1])
+        self._give(transfer, rows, waiting.cuda, cost, timed=True)
+
+    def _give(
+        self, transfer: NixlTransfer, rows: Addresses, cuda: tuple[bool, bool], cost: int, *, timed: bool
+    ) -> None:
+        """Give a batch to the library; `timed`: the window learns from it how long that takes."""
+        peer, nixl = transfer.peer, self._nixl
+        source = nixl.nixlXferDList(self._kinds[cuda[0]], rows[0])
+        destination = nixl.nixlXferDList(self._kinds[cuda[1]], rows[1])
         operation, local, remote = nixl.NIXL_WRITE, source, destination
         if transfer.reads:
             operation, local, remote = nixl.NIXL_READ, destination, source
@@ -338,19 +323,20 @@ class NixlTransport:
             # Where the library has forgotten the peer, all others that are connected to it are to connect anew.
             gone = name in peer.agent.lost
             return self._failed(transfer, ours(error, f"preparing a transfer with agent {name}", started=gone))
-        began = peer.window.begin()
+        began = peer.window.begin() if timed else None
         try:
             runs = agent.postXferReq(handle, b"") == nixl.NIXL_IN_PROG
         except self._errors as error:
             self._failed(transfer, ours(error, f"posting a transfer with agent {name}", started=True))
             runs = True  # the library posts one descriptor after the other: some may have begun
-        peer.window.posted(cost, began, runs=runs)
+        if timed or runs:
+            peer.window.posted(cost, began, runs=runs)
         if runs:
             transfer.posted[handle] = cost, rows.shape[1]
         else:
             self._release(peer, handle)
 
-    def _failed(self, transfer: _Transfer, error: TransferError) -> None:
+    def _failed(self, transfer: NixlTransfer, error: TransferError) -> None:
         """Keep the failure of a batch, the worst if there are several: one of unknown extent, then a lost peer."""
         if isinstance(error, PeerLost):
             transfer.peer.agent.lost.add(transfer.peer.name)
@@ -358,17 +344,12 @@ class NixlTransport:
         if before is None or not error.terminal or (before.terminal and isinstance(error, PeerLost)):
             transfer.failure = error
 
-    def _release(self, peer: _Peer, handle: int) -> None:
+    def _release(self, peer: NixlPeer, handle: int) -> None:
         """Give a handle back that is terminal. A refusal leaves it to `close`; the transfer has ended all the same."""
         try:
             peer.agent.library.releaseXferReq(handle)
         except self._errors as error:
             logger.warning("NIXL keeps a finished transfer: %s", error)
-
-    def _forget_when_idle(self, peer: _Peer) -> None:
-        """Remove a peer that is leaving once nothing runs with it: an earlier removal would hide its transfers' end."""
-        if peer.leaving and not peer.running:
-            self._forget(peer.agent, peer.name)
 
     def _forget(self, agent: Agent, name: str) -> None:
         agent.peers[name] -= 1
@@ -383,14 +364,6 @@ class NixlTransport:
         if agent in self._older and not agent.peers:
             self._older.remove(agent)
             self._library.end_in_background(agent)
-
-
-def _may_arrive(lost: TransferError | None) -> PeerLost:
-    """The outcome of a write that ran when its peer was lost. The process there may live (a packet filter's reset, one
-    of several networks that broke), and over TCP the kernel here sends for minutes what a closed connection held.
-    Whether TCP was among the ways UCX does not say."""
-    reason = f"{lost}; what was written may still arrive there until one of the two processes ends"
-    return PeerLost(reason, terminal=False)
 
 
 def create(options: Mapping[str, object], use: Use) -> NixlTransport:

@@ -14,6 +14,10 @@ from dataclasses import dataclass
 FIRST, LEAST, MOST = 4 << 20, 2 << 20, 256 << 20
 """Bytes of the window at the beginning, and its bounds."""
 
+DESCRIPTOR, _INLINE_DESCRIPTOR = 1 << 20, 8 << 20
+"""No descriptor is longer: a batch has one at least, and over TCP longer ones are written at 0.8 of the speed. Where
+the call that posts copies, they move bytes as fast and need not be cut: there one may be a quarter of the window."""
+
 _RUN_S = 0.0035
 _EMPTY_S = 0.00003
 """A look that finds nothing takes so long, and says nothing of what copying takes."""
@@ -45,6 +49,11 @@ class Window:
     timed: int = 0
     moved_at: float = 0.0
 
+    @property
+    def longest(self) -> int:
+        """Bytes of a descriptor at most."""
+        return max(DESCRIPTOR, min(self.size // 4, _INLINE_DESCRIPTOR)) if self.inline else DESCRIPTOR
+
     def room(self, now: float) -> int:
         """What the next batch may cost; 0 while enough runs. What has stood still for a while does not keep others
         from being posted: its peer may be well, or it may never end."""
@@ -53,13 +62,16 @@ class Window:
         half = self.size // 2
         return half if self.running <= half or now - self.moved_at > _STILL_S else 0
 
-    def posted(self, cost: int, began: Began, *, runs: bool) -> None:
-        """A batch was given to the library, in a call that began so; it ended in that call if it does not run on."""
+    def posted(self, cost: int, began: Began | None, *, runs: bool) -> None:
+        """A batch was given to the library, in a call that began so (None: that is not known); it ended in that call if
+        it does not run on."""
         self.inline = not runs
         if runs:
-            self.moved_at = began[0] if not self.running else self.moved_at
+            if not self.running:
+                self.moved_at = time.monotonic()
             self.running += cost
-        self._fit(began, 0 if runs else cost)
+        if began is not None:
+            self._fit(began, 0 if runs else cost)
 
     def looked(self, ended: int, began: Began) -> None:
         """So much was found to have ended in a look that began so."""

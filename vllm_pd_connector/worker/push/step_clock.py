@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.worker.poll_interval import SHORTEST_S, pause
 
@@ -25,14 +25,9 @@ if TYPE_CHECKING:
 
 _LATE_SHARE = 1 / 16
 
-
-class _Launched(NamedTuple):
-    """The first `waves` waves of layers of a step, or with None the whole of it."""
-
-    step: int
-    waves: int | None
-    is_done: Callable[[], bool]
-    at: float
+_Launched = tuple[int, "int | None", "Callable[[], bool]", float]
+"""Of a step so many waves of layers, or with None the whole of it; whether that is done; when it was launched. No class
+of its own: to make one takes ten times as long, and every layer may be a wave."""
 
 
 class StepClock:
@@ -43,21 +38,25 @@ class StepClock:
         self._done = 0
         self._ahead = 0, 0
         self._running: deque[_Launched] = deque()
-        self._latest = _Launched(0, None, lambda: True, 0.0)
+        self._step, self._at = 0, 0.0
+        """Of which step something was launched last, and when."""
         self._wave_s = 0.0
         """What the latest wave took, if it was not the first of its step."""
 
     def launched(self, step: int, is_done: Callable[[], bool], waves: int | None = None) -> bool:
         """The forward of `step` was launched, or of its layers so many `waves`; `is_done` tells, from any thread,
         whether that has ended. Returns whether who sleeps must be told: no, where `pause` lets it look for this."""
-        latest = _Launched(step, waves, is_done, time.monotonic())
+        now = time.monotonic()
         with self._lock:
-            before, self._latest = self._latest, latest
-            goes_on = step == before.step
-            self._wave_s = latest.at - before.at if goes_on else 0.0
+            goes_on = step == self._step
+            self._wave_s = now - self._at if goes_on else 0.0
+            self._step, self._at = step, now
             asked = bool(self._running) and goes_on
-            self._running.append(latest)
-            self._look()
+            if self._running or not is_done():
+                self._running.append((step, waves, is_done, now))
+                self._look()
+            else:
+                self._ends(step, waves)
         return not asked and (waves is None or not goes_on)
 
     def done(self) -> int:
@@ -80,18 +79,21 @@ class StepClock:
             if step <= self._done or (step, waves) < self._ahead:
                 return 0.0
             now = time.monotonic()
-            launched_at = next((entry.at for entry in self._running if entry.step >= step), None)
+            launched_at = next((at for running, _, _, at in self._running if running >= step), None)
             if launched_at is not None:
                 return pause(now - launched_at)
-            if step != self._latest.step:
+            if step != self._step:
                 return None
-            since = now - self._latest.at
+            since = now - self._at
             return max(self._wave_s - since, max(self._wave_s, since) * _LATE_SHARE, SHORTEST_S)
 
     def _look(self) -> None:
-        while self._running and self._running[0].is_done():
-            entry = self._running.popleft()
-            if entry.waves is None:
-                self._done = entry.step
-            else:
-                self._ahead = entry.step, entry.waves
+        while self._running and self._running[0][2]():
+            step, waves, _, _ = self._running.popleft()
+            self._ends(step, waves)
+
+    def _ends(self, step: int, waves: int | None) -> None:
+        if waves is None:
+            self._done = step
+        else:
+            self._ahead = step, waves

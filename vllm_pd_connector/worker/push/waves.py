@@ -44,7 +44,7 @@ class WaveCount:
         self._waves = tuple(frozenset(wave) for wave in waves)
         self._step = 0
         self._whole = 0
-        self._left: set[str] = set()
+        self._left: frozenset[str] = frozenset()
 
     def launched(self, step: int, layer: str) -> int | None:
         """A layer of a step was launched: how many waves are whole, from the first on, if it completes one.
@@ -53,13 +53,13 @@ class WaveCount:
         """
         if step != self._step:
             self._step, self._whole = step, 0
-            self._left = set(self._waves[0]) if self._waves else set()
-        if layer not in self._left:
+            self._left = self._waves[0] if self._waves else frozenset()
+        left = self._left
+        if layer not in left:
             return None
-        self._left.discard(layer)
-        if self._left:
+        if len(left) > 1:
+            self._left = left - {layer}
             return None
         self._whole += 1
-        if self._whole < len(self._waves):
-            self._left = set(self._waves[self._whole])
+        self._left = self._waves[self._whole] if self._whole < len(self._waves) else frozenset()
         return self._whole

@@ -1,0 +1,59 @@
+"""What the transport over NIXL keeps of a connected peer, and of a transfer until its end was reported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm_pd_connector.transport.nixl.window import Window
+
+if TYPE_CHECKING:
+    from vllm_pd_connector.errors import TransferError
+    from vllm_pd_connector.transport.base import TransferStatus
+    from vllm_pd_connector.transport.nixl.agents import Agent
+    from vllm_pd_connector.transport.ranges import Batches, Ranges
+
+SETTLE_POLLS = 20
+"""So often at least is UCX polled after a disconnect."""
+
+
+@dataclass(eq=False, slots=True)
+class NixlPeer:
+    """`agent` is ours that posts to it, `window` bounds what of its transfers runs."""
+
+    agent: Agent
+    name: str
+    ranges: Ranges
+    window: Window = field(default_factory=Window)
+    running: int = 0
+    leaving: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class NixlTransfer:
+    """`waiting` is not posted yet, `posted` has the handles of batches that run, what each costs and of how many
+    descriptors it is. `posting`: some of it was posted in the last call, and there is more. `outcome` is set at the
+    end. `settled_at`: when nothing is read any more, or sent by UCX, of a transfer whose peer is lost, if it is polled
+    `settling` times until then; 0.0 while it is not.
+    """
+
+    peer: NixlPeer
+    reads: bool
+    waiting: list[Batches]
+    descriptors: int
+    posted: dict[int, tuple[int, int]] = field(default_factory=dict)
+    posting: bool = False
+    failure: TransferError | None = None
+    settled_at: float = 0.0
+    settling: int = SETTLE_POLLS
+    outcome: TransferStatus | TransferError | None = None
+    reported: bool = False
+
+    @property
+    def left(self) -> int:
+        return sum(batches.left for batches in self.waiting) + sum(count for _, count in self.posted.values())
+
+    @property
+    def runs(self) -> int:
+        """What the batches that run cost."""
+        return sum(cost for cost, _ in self.posted.values())
