@@ -83,7 +83,7 @@ def test_what_kubernetes_would_not_take_is_found(change: dict[str, Any]) -> None
 
 def test_only_kinds_that_others_bring_are_not_validated() -> None:
     kinds = {each["kind"] for fleet in (*FLEETS, "monitoring") for each in objects(fleet)}
-    assert kinds & CUSTOM == {"InferencePool", "PodMonitor"}
+    assert kinds & CUSTOM == {"PodMonitor"}
 
 
 @pytest.mark.parametrize("fleet", [*FLEETS, "monitoring"])
@@ -163,12 +163,30 @@ def test_a_decode_instance_of_llm_d_differs_by_what_the_sidecar_needs_alone() ->
         "initContainers": 0,
         "containers": 0,
     }
-    [pool] = [each for each in objects("llm-d") if each["kind"] == "InferencePool"]
+    servers = chart_values()["modelServers"]
     for name in SIDES:
         labels = one("llm-d", "StatefulSet", name)["spec"]["template"]["metadata"]["labels"]
-        assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert servers["matchLabels"].items() <= labels.items()
         assert labels["llm-d.ai/role"] == name.removeprefix("pd-")
-    assert {f"--port={target['number']}" for target in pool["spec"]["targetPorts"]} <= set(sidecar["args"])
+    assert {f"--port={target['number']}" for target in servers["targetPorts"]} <= set(sidecar["args"])
+
+
+def chart_values() -> dict[str, Any]:
+    values: dict[str, Any] = yaml.safe_load((DIRECTORY / "llm-d" / "values.yaml").read_text())["router"]
+    return values
+
+
+def test_the_chart_of_llm_d_takes_the_plugins_and_makes_the_pool() -> None:
+    """Its values are these and a file; an object of ours that it makes, too, would be refused."""
+    file = chart_values()["epp"]["pluginsConfigFile"]
+    command = (ROOT / "docs" / "engines" / "llm-d.md").read_text()
+    key = file.replace(".", r"\.")
+    assert f"'router.epp.pluginsCustomConfig.{key}=examples/kubernetes/llm-d/{file}'" in command
+    plugins = yaml.safe_load((DIRECTORY / "llm-d" / file).read_text())
+    known = {plugin.get("name", plugin["type"]) for plugin in plugins["plugins"]}
+    for profile in plugins["schedulingProfiles"]:
+        assert {plugin["pluginRef"] for plugin in profile["plugins"]} <= known
+    assert not {each["kind"] for each in objects("llm-d")} & {"InferencePool", "EndpointPickerConfig"}
 
 
 @pytest.mark.parametrize(("fleet", "name"), INSTANCES)
@@ -290,8 +308,10 @@ def test_an_image_is_made_of_what_is_there_and_runs_as_the_pods_user(name: str) 
         if line.startswith("COPY "):
             assert all((ROOT / source).exists() for source in line.split()[1:-1]), line
     user = pod("1p1d", "StatefulSet", "pd-prefill")["securityContext"]["runAsUser"]
-    assert [line for line in lines if line.startswith("USER ")] == [f"USER {user}"]
+    assert [line for line in lines if line.startswith("USER ")] == [f"USER {user}:{user}"], "the keys are its group's"
     assert re.search(rf"^RUN .*useradd .*--uid {user}\b", "\n".join(lines), re.MULTILINE)
+    if name == "cuda":  # vLLM's image has that user
+        assert re.search(rf"getent passwd {user} \|\| useradd", "\n".join(lines))
 
 
 def test_the_image_without_a_gpu_has_what_the_tests_set_up() -> None:

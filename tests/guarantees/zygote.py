@@ -81,8 +81,8 @@ def preload() -> None:
     gc.freeze()
 
 
-def begin(change: dict[str, Any]) -> int:
-    """Start the change's test in a child process; its id."""
+def begin(change: dict[str, Any], number: int) -> int:
+    """Start the change's test in a child process; its id. Those that run at once have ports of their own."""
     child = os.fork()
     if child:
         return child
@@ -90,6 +90,7 @@ def begin(change: dict[str, Any]) -> int:
     for stream in (0, 1, 2):
         os.dup2(quiet, stream)
     os.environ["PD_TEST_PATIENCE"] = "15"
+    os.environ["PYTEST_XDIST_WORKER"] = f"gw{number}"  # see `tests.support.ports`
     sys.meta_path.insert(0, _Changed(change["module"], change["source"]))
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = tempfile.mkdtemp()
     noticed = _Noticed()
@@ -105,7 +106,7 @@ def run(changes: Sequence[dict[str, Any]]) -> list[int]:
     while todo or running:
         while todo and len(running) < AT_ONCE:
             number, change = todo.pop(0)
-            running[begin(change)] = number, time.monotonic() + change["seconds"]
+            running[begin(change, number)] = number, time.monotonic() + change["seconds"]
         for child, (number, until) in list(running.items()):
             pid, status = os.waitpid(child, os.WNOHANG)
             if not pid and time.monotonic() > until:

@@ -28,6 +28,8 @@ __all__ = ["decode", "prefill"]
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{CLIENT}-01"}
 LONG_S = 20.0
+SKEW_NS = 10**8
+"""Two clocks are read one after the other for the beginning and the end of a span: so much may lie between."""
 
 
 @pytest.fixture
@@ -82,9 +84,9 @@ def test_a_receive_s_phases_are_spans_of_the_client_s_trace(prefill, decode, col
     assert (whole.attributes["pd.request"], whole.attributes["pd.peer"]) == ("a", "p-0")
     assert whole.attributes["pd.bytes"] == str(decode.bytes)
     assert {spans[name].parent for name in parts} == {whole.id}
-    assert spans["pd.queue"].ended - spans["pd.queue"].began >= 1.5e9
-    assert whole.began <= spans["pd.queue"].began + 10**6
-    assert spans["pd.transfer"].ended <= spans["pd.confirm"].ended <= whole.ended + 10**6
+    assert spans["pd.queue"].ended - spans["pd.queue"].began >= 1.5e9 - SKEW_NS
+    assert whole.began <= spans["pd.queue"].began + SKEW_NS
+    assert spans["pd.transfer"].ended <= spans["pd.confirm"].ended <= whole.ended + SKEW_NS
     until_given: list[Given] = prefill.server.take_given()
     assert [given.taken.trace for given in until_given] == [f"00-{TRACE}-{whole.id}-01"]
 
@@ -104,7 +106,7 @@ def test_who_was_written_into_is_told_with_its_span_and_by_what_was_written(coll
         spans = collector.wait_for({"pd.receive", "pd.queue", "pd.transfer", "pd.confirm"}, TRACE, LONG_S)
         whole = spans["pd.receive"]
         assert {spans[f"pd.{part}"].parent for part in ("queue", "transfer", "confirm")} == {whole.id}
-        assert spans["pd.queue"].ended <= spans["pd.transfer"].ended <= spans["pd.confirm"].ended + 10**6
+        assert spans["pd.queue"].ended <= spans["pd.transfer"].ended <= spans["pd.confirm"].ended + SKEW_NS
         freed(writer, "a")
         [given] = writer.server.take_given()
     assert (given.request_id, given.taken.engine_id, given.whole) == ("p-a", "decode-1", True)
@@ -125,7 +127,7 @@ def test_a_held_prefill_is_linked_with_the_spans_of_its_readers(collector):
     found = collector.wait_for({"pd.prefill", "pd.hold"}, TRACE, LONG_S)
     assert found["pd.hold"].links == {reader} and found["pd.hold"].attributes["pd.ended"] == "read"
     assert {span.parent for span in found.values()} == {CLIENT} and not any(span.failed for span in found.values())
-    assert found["pd.prefill"].ended <= found["pd.hold"].began + 10**6
+    assert found["pd.prefill"].ended <= found["pd.hold"].began + SKEW_NS
 
 
 def test_a_prefill_that_was_aborted_and_a_lease_that_expired_are_failures(collector):

@@ -98,7 +98,7 @@ async def test_models_are_asked_for_in_the_clients_name(bench: Bench) -> None:
 async def test_who_asks_for_models_does_not_wait_for_an_instance_that_is_stopped(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_pd_connector.proxy.router.LOOK_S", 0.1)
+    monkeypatch.setattr("vllm_pd_connector.proxy.router.LOOK_S", 2.0)
     stopped, other = await bench.instance(DONE), await bench.instance(DONE)
     stopped.names_models.clear()
     await bench.route(decode=[stopped.url, other.url], read_timeout=1000.0)

@@ -16,6 +16,7 @@ from vllm_pd_connector.proxy.serve import admin_application
 
 pytestmark = pytest.mark.browser
 
+RED = "rgb(176, 0, 32)"
 HOSTILE = (
     "<script>document.title='owned'</script>",
     "<img src=x onerror=document.title='owned'>",
@@ -62,20 +63,20 @@ async def test_rows_are_seen_and_an_instance_that_goes_away_is_seen_to_go(bench:
         return {row[0]: row[2] for row in await page.rows("router")}
 
     async def both_up() -> bool:
-        return await states() == {stays: "up", goes: "up"}
+        both = await states() == {stays: "up", goes: "up"}
+        return both and {row[0] for row in await page.rows("instances")} == {stays, goes}
 
-    await seen("both instances", both_up)
-    assert {row[0] for row in await page.rows("instances")} == {stays, goes}
+    await seen("both instances", both_up)  # whole: the page is loaded again in between
     await decode.server.close()
     for _ in range(FAILURES):
         await bench.check()
 
     async def one_down() -> bool:  # the page loads itself again; nobody reloads it here
-        return await states() == {stays: "up", goes: "down"}
+        marked = "[...document.querySelectorAll('#router tr.bad td')].map(cell => getComputedStyle(cell).color)[0]"
+        one = await page.value("document.querySelectorAll('#router tr.bad').length") == 1
+        return one and await page.value(marked) == RED and await states() == {stays: "up", goes: "down"}
 
     await seen("the one that went away", one_down)
-    assert await page.value("document.querySelectorAll('#router tr.bad').length") == 1
-    assert await page.value("getComputedStyle(document.querySelector('#router tr.bad td')).color") == "rgb(176, 0, 32)"
     assert page.complaints == []
 
 
@@ -88,11 +89,11 @@ async def test_hostile_names_are_text(bench: Bench, page: Page) -> None:
     await page.open(f"{await bench.serve(admin_application(bench.router))}/ui")
 
     async def shown() -> bool:
-        return {row[2] for row in await page.rows("links")} == set(HOSTILE)
+        names = {row[2] for row in await page.rows("links")}
+        assert await page.value("document.querySelectorAll('script, img, h1 ~ h1').length") == 0
+        return names == set(HOSTILE) and await page.value("document.title") == "vllm-pd"
 
     await seen("each name as it is", shown)
-    assert await page.value("document.title") == "vllm-pd"
-    assert await page.value("document.querySelectorAll('script, img, h1 ~ h1').length") == 0
     assert page.complaints == []
 
 

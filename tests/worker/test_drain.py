@@ -22,6 +22,11 @@ from vllm_pd_connector.worker.drain import wait_for_readers
 NONCE = secrets.token_bytes(16)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_pd_connector.worker.drain._REPLY_S", 30.0)
+
+
 @pytest.fixture
 def server() -> Iterator[SideChannelServer]:
     with contextlib.closing(SideChannelServer("127.0.0.1", 0, "p-0", "ab" * 16)) as made:

@@ -193,7 +193,7 @@ def test_a_waking_that_failed_can_be_asked_for_again(half: WorkerHalf, monkeypat
             with pytest.raises(TransferError, match="no memory can be pinned"):
                 half.restore()
             assert len(closed) == attempt + 1, "what it holds is given back"
-            assert {thread.name for thread in threading.enumerate()} == threads
+            assert {thread.name for thread in threading.enumerate()} <= threads
     half.restore()
     assert half._loop is not None and half._loop.runs
 

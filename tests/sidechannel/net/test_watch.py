@@ -92,13 +92,13 @@ def test_a_message_without_end_costs_a_client_little_and_others_nothing(server):
 
 
 def test_who_sends_a_server_a_message_without_end_is_cut_off(server):
-    assert attack_server("127.0.0.1", server.port, 64 << 10, 96 * MIB)
+    assert attack_server("127.0.0.1", server.port, 64 << 10, 768 * MIB)
 
 
 def test_who_asked_a_server_that_was_cut_off_hears_why(client):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         token = client.send(endpoint("127.0.0.1", listener.getsockname()[1]), m.GetManifests(ENGINE), 3600.0)
-        attack = threading.Thread(target=attack_client, args=(listener, 64 << 10, 192 * MIB), daemon=True)
+        attack = threading.Thread(target=attack_client, args=(listener, 64 << 10, 768 * MIB), daemon=True)
         attack.start()
         outcome = collect(client, 1)[token]
         attack.join()

@@ -21,9 +21,9 @@ from examples.launch import post
 Prompt = tuple[int, ...]
 
 OUTPUT_TOKENS = 16
-AT_ONCE_S = 2.0
-"""What "at once" may take on two cores that several processes share: far less than any time-out, and than the 5 s
-after which a prefill instance says how far a push is."""
+AT_ONCE_S = 4.0
+"""What "at once" may take on two cores that several processes share: less than any time-out, and than the 5 s after
+which a prefill instance says how far a push is."""
 LOGPROBS = {"logprobs": 5, "return_tokens_as_token_ids": True}
 """Fields with which a completion tells the log-probabilities of the five best tokens of each step."""
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 255, 300, 511, 640, 1000, 1500, 1900)

@@ -161,6 +161,15 @@ class Decode:
 
         return in_its_thread(self.loop, look)
 
+    def see_workers(self) -> None:
+        """Wait for an open line to every worker that was written or read by: an end before that is seen by nobody."""
+
+        def look(_: float) -> bool:
+            watches = self.loop._processes._watches.values()
+            return bool(watches) and all(watch.here for watch in watches)
+
+        until(lambda: in_its_thread(self.loop, look), "lines to the workers")
+
     def hear_the_end_of(self, prefill: Prefill) -> None:
         """Close `prefill`, and wait for its word that it ends: it means whoever is at that address when it comes."""
         heard, receives = threading.Event(), self.loop._receives

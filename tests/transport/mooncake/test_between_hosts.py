@@ -323,7 +323,7 @@ class RdmaEngine:
 def test_a_peer_that_does_not_answer_for_its_queue_pairs_does_not_hold_up_the_others(
     end: End, peer: ProcessPeer, monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
-    monkeypatch.setattr(mooncake_transport, "STILL_S", 60.0 if lost else 2.0)
+    monkeypatch.setattr(mooncake_transport, "STILL_S", 60.0 if lost else 6.0)
     monkeypatch.setattr(end.transport, "_options", MooncakeOptions(connect_timeout=60.0))
     stopped = ProcessPeer("mooncake", LOCAL, SIZE)
     connections = [end.connect(one.endpoint, one.segments) for one in (stopped, peer)]

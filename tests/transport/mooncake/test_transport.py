@@ -243,15 +243,19 @@ def test_a_peer_that_tells_of_other_memory_under_one_name_is_refused(end: End, p
     end.finish(end.transport.read(connection, whole(peer.address, end.address, SIZE)))
 
 
-def test_a_peer_that_does_not_answer_fails_within_the_connect_timeout_and_delays_nobody(peer: ProcessPeer) -> None:
+def test_a_peer_that_does_not_answer_fails_within_the_connect_timeout_and_delays_nobody(
+    peer: ProcessPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stopped process takes the connection (its kernel does) and never says its name: a half-open peer."""
-    end = End("mooncake", LOCAL | {"connect_timeout": 1.0}, SIZE)
+    end = End("mooncake", LOCAL, SIZE)
+    living = end.transport.connect(peer.endpoint, peer.segments)
+    end.finish(end.transport.read(living, whole(peer.address, end.address, SIZE)))
+    monkeypatch.setattr(end.transport, "_options", MooncakeOptions(**LOCAL, connect_timeout=1.0))
     silent = ProcessPeer("mooncake", LOCAL, SIZE)
     silent.freeze()
     waiting = end.transport.read(
         end.transport.connect(silent.endpoint, silent.segments), whole(silent.address, end.address, 4096)
     )
-    living = end.transport.connect(peer.endpoint, peer.segments)
     for _ in range(20):
         end.finish(end.transport.read(living, whole(peer.address, end.address, SIZE)))
     with pytest.raises(PeerLost, match="did not answer in time") as loss:

@@ -90,7 +90,7 @@ def test_what_is_asked_to_be_written_outlives_reads_that_stand_still(writer, tar
 
 def test_a_read_that_stands_still_is_one_whatever_is_found_meanwhile(writer, monkeypatch):
     monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", found(Bandwidth(9e9, 1e9)))
-    with contextlib.closing(Target(msgspec.structs.replace(AUTO, transfer_timeout=0.5))) as target:
+    with contextlib.closing(Target(msgspec.structs.replace(AUTO, transfer_timeout=1.5))) as target:
         target.transport._serves = False
         target.transport.faults.stalled = 1
         monkeypatch.setattr(Links, "give_up", lambda *_: None)

@@ -30,6 +30,7 @@ def leave_a_read_that_may_still_write(decode: Decode, prefill: Prefill) -> None:
     assert decode.quarantined == {"a"} and not decode.drained
     flight = decode.active("a").in_flight
     until_in(decode.loop, lambda: not flight.transfers, "the read from the other rank to end")
+    decode.see_workers()
 
 
 def test_another_life_at_its_address_says_nothing_of_the_workers_of_the_last(prefill, decode):

@@ -81,7 +81,7 @@ def test_layers_that_a_device_computes_later_wake_the_thread_once(writer, target
             patch.setattr(loop._wake, "set", lambda: pytest.fail("the thread was woken"))
             loop.step_launched(1, lambda: done >= 2, 2)
             loop.step_launched(1, lambda: done >= 3)
-    pushes = [push for loop in writer.loops for push in loop._pushes._pushes.values()]
+    pushes = [push for part in writer.pushes() for push in part]
     done = 2
     until(lambda: all(push.ahead.waves == 2 for push in pushes), "two waves")
     done = 3

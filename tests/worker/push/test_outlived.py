@@ -28,7 +28,7 @@ from vllm_pd_connector.worker.push.driver import PushSetup
 from vllm_pd_connector.worker.push.step_clock import StepClock
 from vllm_pd_connector.worker.transfer_loop import TransferLoop
 
-CONFIG = Config(transport="loopback", mode="push", handshake_timeout=2.0, staging_bytes=0)
+CONFIG = Config(transport="loopback", mode="push", handshake_timeout=20.0, staging_bytes=0)
 
 
 class Workers:

@@ -21,7 +21,7 @@ from vllm_pd_connector.transport.base import TransferStatus, Transport
 from vllm_pd_connector.transport.registry import create
 from vllm_pd_connector.worker.push import driver
 
-LIMIT_S = 0.3
+LIMIT_S = 1.0
 LONG = PATIENCE_S * 10
 
 

@@ -183,6 +183,7 @@ def test_a_slot_that_may_still_be_written_stays_out_until_the_worker_has_ended(p
     assert decode.received(prefill.request("a")) == [False]
     assert not decode.quarantined
     until(lambda: free(decode) == TINY - 64, "all slots but one to come back")
+    decode.see_workers()
     prefill.end_workers()
     until(lambda: free(decode) == TINY, "the slot to come back")
 
@@ -191,6 +192,7 @@ def test_a_slot_that_may_still_be_written_keeps_its_link_however_long_nobody_use
     decode.transport.faults.failures.append(TransferError("unclear", terminal=False))
     assert decode.received(prefill.request("a")) == [False]
     until(lambda: free(decode) == TINY - 64, "all slots but one to come back")
+    decode.see_workers()
     in_its_thread(decode.loop, lambda now: decode.loop._receives._links.tick(now + IDLE_LINK_S + 1))
     decode.hear_the_end_of(prefill)
     with contextlib.closing(Prefill(port=prefill.server.port)) as again:
@@ -353,5 +355,7 @@ def test_a_chunk_that_the_transport_does_not_take_fails_its_request_alone(prefil
     assert not decode.quarantined, "nothing but our own copies writes into its blocks"
     certain = isinstance(error, TransferError) and error.terminal
     assert (free(decode) == 1 << 20) is certain
+    if not certain:
+        decode.see_workers()
     prefill.end_workers()
     decode.until(lambda: free(decode) == 1 << 20, "the slot")
