@@ -141,7 +141,10 @@ def refuse_ports_twice(specs: Sequence[Spec]) -> None:
 
 def refuse_taken_port(host: str, port: int) -> None:
     """Raises PortError if somebody listens there, or if nobody here can."""
-    [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise PortError(f"nobody can listen on {host}:{port}: {error}") from error
     with socket.socket(family, kind, protocol) as probe:
         # Without SO_REUSEPORT, so that a listener that has it is met; with this, so that ended connections are not.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

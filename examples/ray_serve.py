@@ -1,6 +1,6 @@
 """Prefill and decode replicas as one Ray Serve LLM application on this machine; ends with SIGTERM or Ctrl-C.
 
-    python examples/ray_serve.py --model Qwen/Qwen3-0.6B --prefills 1 --decodes 1            # a GPU for each replica
+    python examples/ray_serve.py --model Qwen/Qwen3-0.6B --prefills 1 --decodes 1 --keys keys   # a GPU for each replica
     python examples/ray_serve.py --model .cache/models/gqa --cpu --keys keys                 # no GPU needed
 
 Needs `pip install '.[nixl,ray]'` beside vLLM. On a cluster use the same application from a config file:

@@ -90,7 +90,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     allow_unauthenticated_peers: bool = False
     params_secret: str | None = None
     kv_lease_duration: float = 30.0
-    kv_lease_limit: float = 600.0
+    kv_lease_limit: float = in_tree.LEASE_LIMIT_S
     kv_lease_share: float = 0.8
     handshake_timeout: float = 10.0
     transfer_timeout: float = 60.0

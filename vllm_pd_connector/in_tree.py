@@ -28,6 +28,9 @@ CONNECTORS: Final[dict[str, dict[str, Any]]] = {
 _NIXL, _MOONCAKE = "NixlConnector", "MooncakeConnector"
 _BOOTSTRAP_PORT = 8998
 
+LEASE_LIMIT_S: Final = 600.0
+"""The default of `kv_lease_limit`, which no lease may exceed."""
+
 KEYS: Final[dict[str, tuple[str, str]]] = {
     "backends": (_NIXL, 'one NIXL backend, "transport_options": {"backend": …}; several have no counterpart'),
     "num_threads": (_NIXL, "no counterpart: one thread posts and polls, so NIXL needs no threads of its own"),
@@ -108,6 +111,9 @@ def migrate(transfer: Mapping[str, Any]) -> Migration:
             dropped.append((key, KEYS[key][1]))
         else:
             dropped.append((key, f"unknown to {name}, and not carried over"))
+    longest = extra.get("kv_lease_duration")
+    if isinstance(longest, int | float) and longest > LEASE_LIMIT_S:
+        extra["kv_lease_limit"] = longest
     for key in transfer:
         if key not in ("kv_connector", "kv_connector_extra_config", *_KEPT):
             dropped.append((key, TOP_LEVEL.get(key, "not carried over")))

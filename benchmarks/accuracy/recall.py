@@ -9,6 +9,7 @@ with corrupted transfers scores CORRUPT_BELOW or more: then the task could not s
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -107,6 +108,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the outcomes there")
     parser.add_argument("--logs", type=Path, default=ROOT / "out" / "accuracy")
     options = parser.parse_args()
+    needs = [name for name in options.pairs if PAIRS[name].corrupt or PAIRS[name].model == STATES]
+    if needs and importlib.util.find_spec("pd_test_plugins") is None:
+        parser.error(f"--pairs {' '.join(needs)} need the test plugins: `make setup`, or `pip install tests/plugins`")
     found: dict[str, Outcome] = {}
     with Servers(options.logs) as servers:
         plain = {}

@@ -35,7 +35,7 @@ def examined(capsys: pytest.CaptureFixture[str], code: Exit, *words: str) -> dic
 
 def test_this_machine_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     found = examined(capsys, Exit.OK)
-    assert found["transport loopback"]["state"] == "good" and "pyzmq " in found["software"]["says"]
+    assert "transport loopback" not in found and "pyzmq " in found["software"]["says"]
     assert {"network", "RDMA", "UCX", "/dev/shm", "capabilities", "locked memory", "GPU", "ports", "clock"} <= set(
         found
     )

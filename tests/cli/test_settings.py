@@ -64,7 +64,7 @@ def test_a_decode_instance_over_mooncake_may_keep_conversations(mode: str, capsy
         (transfer(side_channel_keys="/nowhere"), "side_channel_keys: /nowhere: No such file"),
         (transfer(params_secret="/nowhere"), "No such file"),
         (transfer(trace_dir="/dev/null"), "trace_dir: /dev/null is no directory"),
-        (transfer(transport="nixel"), "'nixel' is unknown, choose one of loopback, mooncake, nixl"),
+        (transfer(transport="nixel"), "'nixel' is unknown, choose one of mooncake, nixl"),
         (transfer(transport_options={"ucx": {"NET_DEVICES": "a,b"}}), "of which NIXL would take 'a' alone"),
         (transfer(transport_options={"ucs": {}}), "unknown field `ucs`"),
         (transfer(transport="mooncake", transport_options={"address": "203.0.113.9"}), "no address of this machine"),
@@ -160,6 +160,14 @@ def test_each_of_their_keys_is_carried_over_or_named(key: str) -> None:
     carried = extra != CONNECTORS[whose]
     assert carried != (key in dict(found.dropped))
     assert carried != line.startswith("no counterpart")
+
+
+@pytest.mark.parametrize("key", ["kv_lease_duration", "push_registration_timeout"])
+def test_a_lease_that_is_longer_than_our_limit_moves_that(key: str) -> None:
+    given = {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {key: 900.0}}
+    extra = migrate(given).config["kv_connector_extra_config"]
+    assert extra["kv_lease_duration"] == extra["kv_lease_limit"] == 900.0
+    parse_config(extra)
 
 
 def test_what_a_key_becomes() -> None:

@@ -56,6 +56,11 @@ def test_a_port_of_connections_that_ended_is_free() -> None:
     refuse_taken_port(*address)
 
 
+def test_a_name_that_is_nobody_s_is_refused() -> None:
+    with pytest.raises(PortError, match=r"nobody can listen on no\.\.host:80"):
+        refuse_taken_port("no..host", 80)
+
+
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(PortError, match=r"192\.0\.2\.1 is no address of this machine"):
         refuse_taken_port("192.0.2.1", free_port())

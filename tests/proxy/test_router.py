@@ -368,6 +368,16 @@ async def test_the_log_says_where_the_legs_of_a_request_were(bench: Bench, caplo
 
 
 @over_bench
+async def test_a_first_failure_is_a_row_that_grows(bench: Bench) -> None:
+    """Of a series that is not there before it, Prometheus sees no increase."""
+    await bench.pair()
+    _, text = await bench.get("/metrics")
+    for status in (500, 502, 503, 504):
+        assert f'vllm_pd_proxy_requests_total{{status="{status}"}} 0.0' in text
+    assert "vllm_pd_proxy_broken_streams_total 0.0" in text
+
+
+@over_bench
 async def test_what_the_router_did_is_in_its_metrics(bench: Bench) -> None:
     prefill, decode = await bench.pair()
     await bench.ask()

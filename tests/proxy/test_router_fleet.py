@@ -280,6 +280,10 @@ async def test_instances_are_added_and_removed_while_requests_run(bench: Bench) 
     async with bench.client.delete(admin, params={"url": first.url}) as response:
         assert (response.status, (await response.json())["in_flight"]) == (202, 1)
     assert (await bench.ask())[0] == 503
+    _, page = await bench.get("/metrics")
+    row = f'vllm_pd_proxy_instance_usable{{instance="{first.url}"}}'
+    assert row not in page, "what is removed on purpose alarms nobody"
+    assert f'vllm_pd_proxy_in_flight{{instance="{first.url}"}} 1.0' in page
     async with bench.client.post(admin, json={"url": second.url + "/", "role": "prefill"}) as response:
         assert response.status == 202
     await bench.check()

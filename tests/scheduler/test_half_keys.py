@@ -42,10 +42,15 @@ def test_a_producer_without_keys_does_not_listen_where_others_reach_it():
 
 
 @pytest.mark.parametrize(
-    ("host", "who"), [("127.0.0.1", "every process of this host"), ("0.0.0.0", "every host that reaches it")]
+    ("host", "who"), [("127.0.0.1", "every process of this host"), ("10.0.0.7", "every host that reaches it")]
 )
 def test_the_log_says_whom_a_side_channel_without_keys_lets_in(host, who):
     assert admits(None, host) == f"for {who}: side_channel_keys is not set"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_the_log_says_that_others_are_told_an_address_that_is_everybody_s_own(host):
+    assert f"decode instances are told {host} too, which is their own host: set side_channel_host" in admits(None, host)
 
 
 def test_a_consumer_without_keys_asks_nobody_on_another_host():

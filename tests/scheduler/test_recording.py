@@ -39,6 +39,17 @@ def test_the_requests_after_an_order_are_recorded_each_into_a_file_of_its_own(tm
     assert mark is not None and mark.failures and not marks[0].failures
 
 
+def test_the_latest_order_holds_also_while_one_is_carried_out(tmp_path: Path) -> None:
+    recording = Recording(str(tmp_path))
+    place_order(tmp_path, Order(requests=10_000, failures=True))
+    first = mark_of(recording, "a")
+    assert first is not None and first.failures
+    place_order(tmp_path, Order(requests=1))
+    marks = [mark_of(recording, "b"), mark_of(recording, "c")]
+    assert marks[0] is not None and not marks[0].failures and marks[1] is None
+    assert not (tmp_path / ORDER).exists()
+
+
 def test_refused_parameters_do_not_count(tmp_path: Path) -> None:
     recording = Recording(str(tmp_path))
     place_order(tmp_path, Order())

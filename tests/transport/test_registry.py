@@ -78,7 +78,7 @@ def test_a_transport_of_another_distribution_is_found_and_moves_bytes(distributi
 
 def test_an_unknown_name_is_refused_with_those_that_are_known(distribution: Callable[..., None]) -> None:
     distribution("carrier-pigeons", pigeon="pigeon_transport:create")
-    with pytest.raises(InvalidConfig, match="'owl' is unknown, choose one of loopback, mooncake, nixl, pigeon"):
+    with pytest.raises(InvalidConfig, match="'owl' is unknown, choose one of mooncake, nixl, pigeon"):
         parse_config({"transport": "owl"})
 
 

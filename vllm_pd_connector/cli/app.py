@@ -117,6 +117,8 @@ def drain(
     """Wait until an instance has nothing left to do and may be ended without loss."""
     from vllm_pd_connector.proxy.commands.drain import CannotTell, Drain, StillUsed
 
+    if settle >= timeout:
+        raise typer.BadParameter(f"{settle:g} is not below --timeout ({timeout:g})", param_hint="--settle")
     draining = Drain(url, router)
     try:
         known = draining.leave()

@@ -66,6 +66,8 @@ def _software() -> Iterator[Finding]:
             continue
     yield Finding("software", "good", ", ".join(found))
     for name in registry.names():
+        if name == registry.IN_ONE_PROCESS:
+            continue
         try:
             registry.check(name, use=Use(serves=False))  # whom it serves is for its configuration to say
             yield Finding(f"transport {name}", "good", "can be used")

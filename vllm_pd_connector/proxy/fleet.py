@@ -308,7 +308,10 @@ class Fleet:
         if self._instances.get(instance.url) is not instance:
             return  # removed: a check or a leg of its ended later
         self._metrics.in_flight.labels(instance.url).set(instance.in_flight)
-        self._metrics.usable.labels(instance.url).set(instance.state is InstanceState.UP)
+        if instance.state is not InstanceState.LEAVING:
+            self._metrics.usable.labels(instance.url).set(instance.state is InstanceState.UP)
+        else:  # as planned: nobody is to be alarmed
+            self._metrics.leaves(instance.url)
 
     def _drop_if_left(self, instance: Instance) -> None:
         if instance.state is InstanceState.LEAVING and not instance.in_flight and instance.url in self._instances:

@@ -23,6 +23,8 @@ class ProxyMetrics:
             "Requests answered, by the status that the client got (499: the client left).",
             ["status"],
         )
+        for status in (500, 502, 503, 504):  # a row that begins with its first failure has not grown
+            self.requests.labels(str(status))
         self.broken_streams = counter(
             "vllm_pd_proxy_broken_streams",
             "Streams that ended with an error event after their first byte, the router's or an instance's own.",
@@ -50,7 +52,9 @@ class ProxyMetrics:
         )
         self.in_flight = gauge("vllm_pd_proxy_in_flight", "Requests at an instance now.", ["instance"])
         self.usable = gauge(
-            "vllm_pd_proxy_instance_usable", "1 while an instance is healthy and not being removed.", ["instance"]
+            "vllm_pd_proxy_instance_usable",
+            "1 while an instance is healthy, 0 else; no row of one that is being removed.",
+            ["instance"],
         )
         self.known_blocks = gauge(
             "vllm_pd_proxy_known_blocks",
@@ -65,13 +69,18 @@ class ProxyMetrics:
 
     def forget(self, url: str) -> None:
         """Drop the gauges of an instance that was removed."""
-        for gauge in (self.in_flight, self.usable):
-            gauge.remove(url)
+        self.in_flight.remove(url)
+        self.leaves(url)
         with contextlib.suppress(KeyError):  # nobody listened to it
             self.known_blocks.remove(url)
         for loss in Loss:
             with contextlib.suppress(KeyError):
                 self.event_losses.remove(url, loss)
+
+    def leaves(self, url: str) -> None:
+        """Drop the row that says whether an instance is used."""
+        with contextlib.suppress(KeyError):
+            self.usable.remove(url)
 
     def exposition(self) -> bytes:
         """The text of `/metrics`."""

@@ -65,7 +65,11 @@ def _add_places(parser: argparse.ArgumentParser) -> None:
         "--instance", action="append", default=[], metavar="URL", type=base_url,
         help="base URL of an instance that says itself what it is (PDConnector); repeat for several",
     )  # fmt: skip
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="where it listens (default: 127.0.0.1, this host alone; 0.0.0.0: everywhere)",
+    )
     parser.add_argument("--port", type=listening_port, default=8000)
     parser.add_argument("--admin-host", default="127.0.0.1", help="where operators' routes listen")
     parser.add_argument(

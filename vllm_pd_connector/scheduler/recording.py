@@ -46,8 +46,7 @@ class Recording:
         """Where the next request's records go; None if it is not recorded."""
         if self._directory is None:
             return None
-        if not self._left:
-            self._take(self._directory)
+        self._take(self._directory)  # also while one is carried out: the latest order holds
         if not self._left:
             return None
         self._left -= 1

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 GROUP = "vllm_pd_connector.transports"
 
+IN_ONE_PROCESS = "loopback"
+"""This package's own transport for tests and tools; between two instances it reaches nobody."""
+
 
 @functools.cache
 def entries() -> tuple[EntryPoint, ...]:
@@ -43,7 +46,10 @@ def find(name: str) -> EntryPoint:
     """
     found = [entry for entry in entries() if entry.name == name]
     if not found:
-        known = ", ".join(names()) or "none, so install this package again: its metadata is older than its code"
+        known = (
+            ", ".join(one for one in names() if one != IN_ONE_PROCESS)
+            or "none, so install this package again: its metadata is older than its code"
+        )
         raise InvalidConfig(f"transport: {name!r} is unknown, choose one of {known}")
     if len(found) > 1:
         several = " and ".join(map(_origin, found))

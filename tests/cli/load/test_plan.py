@@ -39,6 +39,8 @@ def test_the_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) ->
     ]
     assert main(["plan", *WORDS, "--wait-seconds", "20", "--json"]) == Exit.OK
     assert json.loads(capsys.readouterr().out)["kv_lease_duration"] == 60
+    assert main(["plan", *WORDS, "--wait-seconds", "300"]) == Exit.OK
+    assert capsys.readouterr().out.splitlines()[-2:] == ["kv_lease_duration: 900", "kv_lease_limit: 900"]
 
 
 @given(
@@ -53,6 +55,12 @@ def test_no_instance_is_used_for_more_and_none_is_too_many(
         assert part <= used * 1.0001
         assert number == 1 or part * number / (number - 1) > used * 0.9999
     assert found.decode_blocks * block >= batch * (prompt + answer)
+
+
+def test_what_fits_exactly_is_one_instance() -> None:
+    """7 * 0.1 / 0.7 is a little more than 1 in floating point."""
+    found = size(7.0, 0.1, 0.01, 64, 100, 10, 16, 1.0, 0.7)
+    assert found.prefill == 1
 
 
 def test_words_are_checked(capsys: pytest.CaptureFixture[str]) -> None:

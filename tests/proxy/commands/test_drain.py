@@ -119,6 +119,11 @@ def test_who_does_not_say_what_is_left_is_never_called_drained(there: StandIn, t
     assert cli.main(["drain", there.url, *QUICK, "--timeout", "5"]) == Exit.UNREACHABLE
 
 
+def test_what_cannot_settle_in_time_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["drain", "http://127.0.0.1:9", "--timeout", "5", "--settle", "5"]) == Exit.USAGE
+    assert "--settle" in capsys.readouterr().err
+
+
 def test_nobody_there_is_not_drained() -> None:
     with pytest.raises(CannotTell):
         Drain("http://127.0.0.1:1").look()

@@ -39,7 +39,7 @@ def size(
 ) -> Plan:  # fmt: skip
     """See docs/sizing.md. `used` is the part of an instance's time that may be taken, in (0, 1]."""
     prefill_load, decode_load = rate * prefill_s, rate * answer * token_s / batch
-    prefills, decodes = max(1, ceil(prefill_load / used)), max(1, ceil(decode_load / used))
+    prefills, decodes = (max(1, ceil(load / used - 1e-9)) for load in (prefill_load, decode_load))
     computing = prefill_load / prefills
     waiting = rate / prefills * wait_s
     return Plan(
@@ -82,5 +82,8 @@ def plan(
             ("decode", found.decode, found.decode_used, found.decode_blocks),
         )
     ]
-    emit("\n".join([*lines, f"kv_lease_duration: {found.kv_lease_duration:g}"]))
+    lines.append(f"kv_lease_duration: {found.kv_lease_duration:g}")
+    if found.kv_lease_duration > Config().kv_lease_limit:
+        lines.append(f"kv_lease_limit: {found.kv_lease_duration:g}")
+    emit("\n".join(lines))
     return Exit.OK

@@ -208,9 +208,16 @@ def new_keys(directory: Path, name: str) -> Iterator[tuple[Path, Path]]:
 def admits(keys: Keys | None, host: str) -> str:
     """Whom a side channel that listens at `host` lets in, for the log."""
     if keys is not None:
-        return f"for {len(keys.peers)} known keys"
-    who = "every process of this host" if is_loopback(host) else "every host that reaches it"
-    return f"for {who}: side_channel_keys is not set"
+        who = f"for {len(keys.peers)} known keys"
+    else:
+        who = "every process of this host" if is_loopback(host) else "every host that reaches it"
+        who = f"for {who}: side_channel_keys is not set"
+    if host in ("0.0.0.0", "::"):
+        who += (
+            f"; decode instances are told {host} too, which is their own host: set side_channel_host to an address of "
+            "this one, unless a router puts that in its place"
+        )
+    return who
 
 
 def is_loopback(host: str) -> bool:
