@@ -20,7 +20,7 @@ from vllm_pd_connector.cli.load.bench import Measured
 from vllm_pd_connector.cli.output import Exit
 
 STAND_IN = """#!{python}
-import json, sys, time
+import json, os, sys, time
 words = sys.argv[1:]
 given = dict(zip(words, words[1:]))
 with open({seen!r}, "a") as file:
@@ -29,6 +29,9 @@ if {act!r} == "ends":
     sys.exit("Traceback\\n\\nValueError: no tokenizer \\x1b[2J\\n")
 if {act!r} == "hangs":
     time.sleep(60)
+if {act!r} == "tells its key":
+    with open({seen!r}[:-4] + "key", "w") as file:
+        file.write(os.environ["OPENAI_API_KEY"])
 slow = 2 if given["--base-url"].endswith("slow") else 1
 figures = {{key: 8.0 * slow for key in {keys!r}}}
 figures |= {{"completed": int(given["--num-prompts"]) - {lost}, "failed": {lost}, "latencies": [1.0]}}
@@ -120,6 +123,42 @@ def test_two_set_ups_get_the_same_load_and_are_compared(
     assert [one for i, one in enumerate(first) if i not in where] == [
         one for i, one in enumerate(second) if i not in where
     ], "prompts, seed and pace alike"
+
+
+class Keyed(Naming):
+    """Names its model to who has the key."""
+
+    def do_GET(self) -> None:
+        if self.headers["Authorization"] == "Bearer sesame":
+            super().do_GET()
+        else:
+            self.send_error(401)
+
+
+def test_servers_with_a_key_get_it(
+    stand: Stand, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(Keyed) as where:
+        assert main(["bench", where, "--command", stand.does()]) == Exit.UNREACHABLE
+        assert "HTTP 401; set VLLM_API_KEY" in capsys.readouterr().err
+        monkeypatch.setenv("VLLM_API_KEY", "sesame")
+        assert main(["bench", where, "--command", stand.does("tells its key")]) == Exit.OK
+    [words] = stand.words()
+    given = dict(itertools.pairwise(words))
+    assert given["--served-model-name"] == "gqa" and Path(given["--model"]).is_dir()
+    assert (stand.path.parent / "key").read_text() == "sesame" and "sesame" not in words
+
+
+def test_a_server_without_a_model_is_told(stand: Stand, capsys: pytest.CaptureFixture[str]) -> None:
+    class Empty(Naming):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"data": []}')
+
+    with serving(Empty) as where:
+        assert main(["bench", where, "--command", stand.does()]) == Exit.UNREACHABLE
+    assert "no model is named there" in capsys.readouterr().err
 
 
 def test_each_run_has_other_prompts_unless_a_seed_is_given(

@@ -10,6 +10,7 @@ Source: vLLM 0.32 and 0.33, `benchmarks/serve.py` (the words, and the keys of th
 from __future__ import annotations
 
 import http.client
+import os
 import random
 import shutil
 import subprocess
@@ -42,6 +43,17 @@ MAX_RESULT_BYTES: Final = 64 << 20
 """vLLM's file has two numbers of each request, too."""
 SAID: Final = 300
 """Letters of the command's own last line that are passed on."""
+
+
+class Model(msgspec.Struct, frozen=True):
+    """One of `/v1/models`: by what requests name it, and where its files are."""
+
+    id: str
+    root: str
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[Model]
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -117,8 +129,7 @@ def bench(
     if len({name for name, _ in named}) < len(named):
         raise typer.BadParameter("two set-ups have one name; give NAME=URL")
     program = _program(command)
-    for _, url in named:
-        _require_answer(url)
+    models = [_model(url) for _, url in named]
     chosen = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     load = {
         "requests": requests,
@@ -136,7 +147,10 @@ def bench(
         *(("--max-concurrency", str(at_once)) if at_once is not None else ()),
         *(("--tokenizer", tokenizer) if tokenizer is not None else ()),
     ]  # fmt: skip
-    found = [(name, url, measure(url, words, requests, timeout)) for name, url in named]
+    found = [
+        (name, url, measure(url, [*words, "--model", model.root, "--served-model-name", model.id], requests, timeout))
+        for (name, url), model in zip(named, models, strict=True)
+    ]
     if json:
         rows = [{"name": name, "url": url, **msgspec.structs.asdict(one)} for name, url, one in found]
         emit_json("bench", {"load": load, "setups": rows})
@@ -163,6 +177,7 @@ def measure(url: str, words: list[str], requests: int, timeout: float) -> Measur
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
+                    env=_environment(),
                     timeout=timeout,
                 )
             except subprocess.TimeoutExpired as error:
@@ -223,15 +238,29 @@ def _program(command: str) -> str:
     return found
 
 
-def _require_answer(url: str) -> None:
-    """Raises: NotReached: nobody there names a model. vLLM would wait for that, for a long time."""
-    where = f"{url}/v1/models"
+def _environment() -> dict[str, str]:
+    """The command's: it takes a key from another variable than vLLM's servers do."""
+    key = os.environ.get("VLLM_API_KEY")
+    return {**os.environ, **({"OPENAI_API_KEY": key} if key else {})}
+
+
+def _model(url: str) -> Model:
+    """The first model that is named there. vLLM's command would wait for one for a long time, and ask without a key.
+
+    Raises:
+        NotReached: nobody there names one.
+    """
+    where, key = f"{url}/v1/models", os.environ.get("VLLM_API_KEY")
+    question = urllib.request.Request(where, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(where, timeout=REPLY_S):
-            return
+        with urllib.request.urlopen(question, timeout=REPLY_S) as answer:
+            return msgspec.json.decode(answer.read(MAX_RESULT_BYTES), type=_Models).data[0]
+    except (msgspec.MsgspecError, UnicodeDecodeError, IndexError) as error:
+        raise NotReached(f"{where}: no model is named there: {error}") from error
     except urllib.error.HTTPError as error:
         with error:
-            raise NotReached(f"{where}: HTTP {error.code}; give the URL of a router or an instance") from error
+            why = "set VLLM_API_KEY" if error.code == 401 else "give the URL of a router or an instance"
+            raise NotReached(f"{where}: HTTP {error.code}; {why}") from error
     except urllib.error.URLError as error:
         raise NotReached(f"{where}: {error.reason}") from error
     except (OSError, http.client.HTTPException) as error:
