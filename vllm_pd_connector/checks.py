@@ -72,7 +72,8 @@ def early_port_problems(document: Mapping[str, Any], engines: Iterable[int]) -> 
 def entries_of(document: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     """`kv_role` and `kv_connector_extra_config` of each PDConnector in a configuration, also beside others in a
     MultiConnector, which gives each connector those of its own entry."""
-    extra = document.get("kv_connector_extra_config") or {}
+    extra = document.get("kv_connector_extra_config")
+    extra = {} if extra is None else extra
     if document.get("kv_connector") == CONNECTOR_NAME:
         yield document.get("kv_role"), extra
     elif document.get("kv_connector") == _MULTI and isinstance(extra, Mapping):

@@ -23,7 +23,7 @@ def register() -> None:
     from vllm_pd_connector.compat.factory import register_connector
 
     register_connector(CONNECTOR_NAME, CONNECTOR_MODULE)
-    check_early(_settings, _ports, _named)
+    check_early(_settings, _ports, _extras)
 
 
 def _settings(document: Mapping[str, Any]) -> list[str]:
@@ -38,7 +38,7 @@ def _ports(document: Mapping[str, Any], engines: Iterable[int]) -> list[str]:
     return early_port_problems(document, engines)
 
 
-def _named(document: Mapping[str, Any]) -> bool:
+def _extras(document: Mapping[str, Any]) -> list[Any]:
     from vllm_pd_connector.checks import entries_of
 
-    return any(True for _ in entries_of(document))
+    return [extra for _, extra in entries_of(document)]

@@ -144,6 +144,46 @@ def test_embeddings_of_media_may_be_left_out_only_where_something_brings_them(
     assert media.allow_missing_mm_embeddings is may
 
 
+@pytest.mark.parametrize("multi", [False, True])
+@pytest.mark.parametrize(
+    ("executor", "data_parallel", "told"), [("ray", "mp", True), ("mp", "mp", False), ("ray", "ray", False)]
+)
+def test_ray_s_workers_are_told_where_their_instance_listens(
+    monkeypatch: pytest.MonkeyPatch, executor: str, data_parallel: str, told: bool, multi: bool
+) -> None:
+    """They get the environment without the variable that says it."""
+    from vllm.v1.executor.ray_utils import WORKER_SPECIFIC_ENV_VARS
+
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in WORKER_SPECIFIC_ENV_VARS
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.7")
+    given = {"kv_connector": "PDConnector", "kv_role": "kv_consumer", "kv_connector_extra_config": {}}
+    own = {
+        "kv_connector": "PDConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"side_channel_host": "::1"},
+    }
+    parsed = KVTransferConfig(**given)  # type: ignore[arg-type]
+    if multi:
+        parsed = KVTransferConfig(
+            kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": [given, own]}
+        )
+    parallel = SimpleNamespace(
+        distributed_executor_backend=executor, data_parallel_backend=data_parallel, data_parallel_index=0,
+        data_parallel_size_local=0, node_rank_within_dp=0,
+    )  # fmt: skip
+    monkeypatch.setattr(VllmConfig, "__post_init__", lambda made: None)
+    register()
+    monkeypatch.setattr(KVTransferConfig, "__post_init__", KVTransferConfig.__post_init__.__wrapped__)
+    register()
+    made: Any = SimpleNamespace(
+        kv_transfer_config=parsed, parallel_config=parallel, model_config=None, ec_transfer_config=None
+    )
+    VllmConfig.__post_init__(made)
+    extra = parsed.kv_connector_extra_config
+    extras = [one["kv_connector_extra_config"] for one in extra["connectors"]] if multi else [extra]
+    assert [one.get("side_channel_host") for one in extras] == (["10.0.0.7" if told else None, "::1"][: len(extras)])
+
+
 def test_a_key_that_is_no_text_is_refused_as_one() -> None:
     with pytest.raises(RefusedStart, match="'5' is not a key"):
         several({"kv_role": "kv_producer", "kv_connector_extra_config": {5: "pull"}})

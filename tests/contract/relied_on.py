@@ -162,7 +162,8 @@ MEMBERS = (
         "tensor_parallel_size pipeline_parallel_size data_parallel_rank data_parallel_size data_parallel_index "
         "data_parallel_rank_local data_parallel_master_ip local_engines_only decode_context_parallel_size "
         "prefill_context_parallel_size cp_kv_cache_interleave_size dcp_kv_cache_interleave_size "
-        "data_parallel_size_local data_parallel_backend node_rank_within_dp _allow_auto_resolve_cp_interleave_size",
+        "data_parallel_size_local data_parallel_backend node_rank_within_dp _allow_auto_resolve_cp_interleave_size "
+        "distributed_executor_backend",
     ),
     _members(
         "vllm.config.kv_transfer:KVTransferConfig",

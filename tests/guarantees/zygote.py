@@ -81,7 +81,7 @@ def preload() -> None:
     gc.freeze()
 
 
-def begin(change: dict[str, Any], number: int) -> int:
+def begin(change: dict[str, Any], slot: int) -> int:
     """Start the change's test in a child process; its id. Those that run at once have ports of their own."""
     child = os.fork()
     if child:
@@ -90,7 +90,7 @@ def begin(change: dict[str, Any], number: int) -> int:
     for stream in (0, 1, 2):
         os.dup2(quiet, stream)
     os.environ["PD_TEST_PATIENCE"] = "15"
-    os.environ["PYTEST_XDIST_WORKER"] = f"gw{number}"  # see `tests.support.ports`
+    os.environ["PYTEST_XDIST_WORKER"] = f"gw{slot}"  # see `tests.support.ports`
     sys.meta_path.insert(0, _Changed(change["module"], change["source"]))
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = tempfile.mkdtemp()
     noticed = _Noticed()
@@ -101,13 +101,14 @@ def begin(change: dict[str, Any], number: int) -> int:
 def run(changes: Sequence[dict[str, Any]]) -> list[int]:
     """The exit codes of the changes' tests. Some run at a time, since most of them wait for what does not come."""
     codes: dict[int, int] = {}
-    running: dict[int, tuple[int, float]] = {}
+    running: dict[int, tuple[int, float, int]] = {}
     todo = list(enumerate(changes))
     while todo or running:
         while todo and len(running) < AT_ONCE:
             number, change = todo.pop(0)
-            running[begin(change, number)] = number, time.monotonic() + change["seconds"]
-        for child, (number, until) in list(running.items()):
+            slot = min(set(range(AT_ONCE)) - {taken for *_, taken in running.values()})
+            running[begin(change, slot)] = number, time.monotonic() + change["seconds"], slot
+        for child, (number, until, _) in list(running.items()):
             pid, status = os.waitpid(child, os.WNOHANG)
             if not pid and time.monotonic() > until:
                 os.kill(child, signal.SIGKILL)

@@ -51,6 +51,17 @@ async def test_a_pushing_prefill_gets_its_leg_beside_the_decode(bench: Bench) ->
 
 
 @over_bench
+async def test_a_decode_that_reads_gets_what_prefill_has_answered(bench: Bench) -> None:
+    """A prefill instance in mode push serves it, too, as while a fleet changes its mode."""
+    prefill = await bench.instance(HANDS_OVER, info())
+    decode = await bench.instance(DONE, info(role="kv_consumer", engine_id="d-0", mode="pull"))
+    await bench.route(instances=[prefill.url, decode.url])
+    status, _, _ = await bench.ask({"prompt": "x", "max_tokens": 9})
+    assert status == 200
+    assert "transfer_id" not in decode.asked[0]["kv_transfer_params"]
+
+
+@over_bench
 async def test_a_pushing_prefill_whose_answer_is_needed_is_asked_first(bench: Bench) -> None:
     prefill = await bench.instance(HANDS_OVER, info(handoff="serial"))
     decode = await bench.instance(DONE, info(role="kv_consumer", engine_id="d-0"))

@@ -30,6 +30,7 @@ from tests.support.scheduler.push_halves import ASK, PushPeer, concurrent, diges
 from vllm_pd_connector.compat.engine import EngineLoop
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import InvalidConfig
+from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.protocol.lease import SHARED_S
 from vllm_pd_connector.protocol.wire.messages import ReadDone, ReadVerdict
 from vllm_pd_connector.protocol.wire.push_messages import PushState
@@ -254,6 +255,26 @@ def test_a_choice_that_comes_when_another_has_read_is_not_computed(pair):
     producer, consumer, pool = pair
     params = hand_over(producer, "p-1")
     assert [reads(consumer, pool, f"{choice}_d-1", params).shared for choice in (0, 1)] == [True, True]
+
+
+# -- several prompts ---------------------------------------------------------------------------------------------------
+
+
+def test_of_a_completion_with_several_prompts_the_first_is_read_and_nothing_is_held_for_the_others():
+    """A router that passes it on gets the parameters of the first alone, and gives them to all."""
+    producer, blocks = serving_half("kv_producer", kv_lease_duration=60)
+    consumer, pool = make_half("kv_consumer")
+    free = blocks.get_num_free_blocks()
+    params = hand_over(producer, "cmpl-a-0-0123abcd")
+    hand_over(producer, "cmpl-a-1-4567abcd", prompt=[9] * 41)
+    until(lambda: freed(producer) == ["cmpl-a-1-4567abcd"], "what nobody can name to be freed")
+    assert blocks.get_num_free_blocks() == free - 3
+    other = make_request("cmpl-a-1-89abcdef", params, [9] * 41)
+    consumer.on_new_request(other)
+    assert consumer.num_matched_tokens(other, 0) == (0, False), "it is computed here"
+    first = make_request("cmpl-a-0-89abcdef", params)
+    assert receive_of(consumer, pool, first).read.blocks == (BlockTable.of(0, (5, 6, 7)),)
+    assert not producer.producer.drain(), "the lease is the first's"
 
 
 # -- several choices ---------------------------------------------------------------------------------------------------

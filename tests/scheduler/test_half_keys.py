@@ -50,7 +50,7 @@ def test_the_log_says_whom_a_side_channel_without_keys_lets_in(host, who):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_the_log_says_that_others_are_told_an_address_that_is_everybody_s_own(host):
-    assert f"decode instances are told {host} too, which is their own host: set side_channel_host" in admits(None, host)
+    assert f"other instances are told {host}, which is their own host: set side_channel_host" in admits(None, host)
 
 
 def test_a_consumer_without_keys_asks_nobody_on_another_host():

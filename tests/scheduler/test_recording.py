@@ -50,6 +50,18 @@ def test_the_latest_order_holds_also_while_one_is_carried_out(tmp_path: Path) ->
     assert not (tmp_path / ORDER).exists()
 
 
+def test_what_cannot_be_taken_while_an_order_is_carried_out_ends_that(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recording = Recording(str(tmp_path))
+    place_order(tmp_path, Order(requests=10))
+    assert mark_of(recording, "a") is not None
+    (tmp_path / ORDER).mkdir()
+    with caplog.at_level(logging.ERROR, logger="vllm_pd_connector"):
+        assert mark_of(recording, "b") is None and mark_of(recording, "c") is None
+    assert len(caplog.records) == 1
+
+
 def test_refused_parameters_do_not_count(tmp_path: Path) -> None:
     recording = Recording(str(tmp_path))
     place_order(tmp_path, Order())

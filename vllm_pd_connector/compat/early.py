@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -44,14 +45,14 @@ class RefusedStart(InvalidConfig, argparse.ArgumentTypeError, SystemExit):
 def check_early(
     settings: Callable[[Document], list[str]],
     ports: Callable[[Document, Iterable[int]], list[str]],
-    named: Callable[[Document], bool],
+    extras: Callable[[Document], list[Any]],
 ) -> None:
     """Ask for the problems of every configuration that this process makes from now on; once per process.
 
     Args:
         settings: given the keys of a `--kv-transfer-config`.
         ports: given the same, and the data-parallel indices of the engines that are to be started.
-        named: whether such a configuration names PDConnector.
+        extras: the `kv_connector_extra_config` of each PDConnector in such a configuration.
     """
     from vllm.config import KVTransferConfig, VllmConfig
 
@@ -73,10 +74,11 @@ def check_early(
         asked = [said for one, said in parsed if one() is transfer]
         parsed[:] = [(one, said) for one, said in parsed if one() is not transfer]
         for said in asked:
-            _refuse(_replaced(said, transfer.kv_connector) if named(said) else [])
+            _refuse(_replaced(said, transfer.kv_connector) if extras(said) else [])
             _refuse(ports(_document(transfer), _engines(made.parallel_config)))
-        if named(_document(transfer)):
+        if found := extras(_document(transfer)):
             tell_of_refused_streams()
+            _tell_ray_s_workers(found, made, os.environ)
             if _lacks_embeddings(made):
                 _require_embeddings(made.model_config.multimodal_config)
 
@@ -97,6 +99,22 @@ def _replaced(said: Document, connector: str) -> list[str]:
         return []
     taken = f"--kv-offloading-size puts {connector} in the place of {said['kv_connector']}, and nothing is handed over"
     return [f"{taken}: leave it out, and put {connector} behind PDConnector in a MultiConnector"]
+
+
+def _tell_ray_s_workers(extras: list[Any], made: Any, environ: Mapping[str, str]) -> None:
+    """Write into the configuration at which address this instance's side channel listens. Ray's executor copies the
+    environment to its workers without that variable, and they would take their own for it. Engines that Ray places
+    each have their own.
+
+    Source: vLLM 0.32, `v1/executor/ray_utils.py` (`WORKER_SPECIFIC_ENV_VARS`).
+    """
+    host = environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST")
+    if not host:
+        return
+    parallel = made.parallel_config
+    if parallel.distributed_executor_backend == "ray" and parallel.data_parallel_backend != "ray":
+        for extra in extras:
+            extra.setdefault("side_channel_host", host)
 
 
 def _lacks_embeddings(made: Any) -> bool:

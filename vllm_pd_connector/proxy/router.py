@@ -208,9 +208,10 @@ class Router:
         if self._options.handoff != "auto":
             return self._options.handoff == "concurrent"
         prefills = self.fleet.usable(InstanceRole.PREFILL)
-        return bool(prefills) and all(
-            i.engines and all(engine.handoff == "concurrent" for engine in i.engines.values()) for i in prefills
-        )
+        decodes = [engine for i in self.fleet.usable(InstanceRole.DECODE) for engine in i.engines.values()]
+        if not prefills or any(engine.mode == "pull" for engine in decodes):  # they read what an answer names
+            return False
+        return all(i.engines and all(e.handoff == "concurrent" for e in i.engines.values()) for i in prefills)
 
     async def _serial_again(self, exchange: Exchange) -> web.StreamResponse:
         """Once more by other instances where one that is ending has aborted a leg: the client has had nothing of it.

@@ -36,6 +36,7 @@ from vllm_pd_connector.protocol.params.parse import (
     RemotePrefill,
     RemotePush,
     is_answer,
+    later_of_batch,
     names_bootstrap,
     parse_remote_bootstrap,
     parse_remote_push,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 OWN = "its prefill is this instance's own"
+BATCH = "its completion has several prompts, and the router knows the prefill of the first alone"
 USED = "an earlier request has had what it brings, as between the tool calls of a response"
 
 
@@ -135,6 +137,9 @@ class Consumer:
         """
         address, reading = reading_of(remote, request)
         self._known[remote.lease] = None
+        if later_of_batch(request.request_id):
+            computed_here(request, BATCH)
+            return
         if self.sources.are_here(remote.remote_engine_id):
             self._renewer.drop(address, reading, release=True)
             computed_here(request, OWN)

@@ -24,7 +24,7 @@ from vllm_pd_connector.metadata import HeldRequest
 from vllm_pd_connector.protocol.lease import End, Freed, Given
 from vllm_pd_connector.protocol.params.answer import encode_params
 from vllm_pd_connector.protocol.params.conversation import Conversation
-from vllm_pd_connector.protocol.params.parse import RemotePrefill, choice_of, pairing_name
+from vllm_pd_connector.protocol.params.parse import RemotePrefill, choice_of, later_of_batch, pairing_name
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress
 from vllm_pd_connector.scheduler.answers import Answers
 from vllm_pd_connector.scheduler.bootstrap import answer_proxies
@@ -278,7 +278,8 @@ class Producer:
         self._server.hold(lease.request_id, lease.nonce, answer.pd_connector.lease_seconds, tables, named)
         step = self._progress.last_step(request.request_id)
         self._progress.discard(request.request_id)
-        if not self._server.pushes.finished(request.request_id, lease.nonce, tables, step):
+        pushed = self._server.pushes.finished(request.request_id, lease.nonce, tables, step)
+        if not pushed or (later_of_batch(request.request_id) and not self._config.pushes):  # nobody can name its lease
             self._server.drop(request.request_id)
         if self._config.digest_dir is not None:
             self._held.append(HeldRequest(request.request_id, tables, answer.remote_num_tokens))

@@ -60,7 +60,7 @@ class Recording:
             return
         except OSError as error:
             logger.error("trace_dir: %s: nothing is recorded until this engine starts again", error)
-            self._directory = None
+            self._directory, self._left = None, 0
             return
         if order is not None:
             self._left, self._failures = order.requests, order.failures

@@ -44,7 +44,8 @@ MAX_QUESTIONS = 64
 PAUSE_S = 1.0
 RETRY_S = 0.1
 KNOWN_S = 10.0
-RETRY_REGISTRATION_S = 2.0
+RETRY_REGISTRATION_S = 0.2
+"""A proxy asks once, when `/health` is good: an engine that was ready before the first one must be there by then."""
 REMIND_S = 60.0
 
 

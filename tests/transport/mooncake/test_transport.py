@@ -250,12 +250,16 @@ def test_a_peer_that_does_not_answer_fails_within_the_connect_timeout_and_delays
     end = End("mooncake", LOCAL, SIZE)
     living = end.transport.connect(peer.endpoint, peer.segments)
     end.finish(end.transport.read(living, whole(peer.address, end.address, SIZE)))
-    monkeypatch.setattr(end.transport, "_options", MooncakeOptions(**LOCAL, connect_timeout=1.0))
     silent = ProcessPeer("mooncake", LOCAL, SIZE)
     silent.freeze()
-    waiting = end.transport.read(
-        end.transport.connect(silent.endpoint, silent.segments), whole(silent.address, end.address, 4096)
-    )
+    with monkeypatch.context() as patch:
+        patch.setattr(end.transport, "_options", MooncakeOptions(**LOCAL, connect_timeout=1.0))
+        half_open = end.transport.connect(silent.endpoint, silent.segments)
+    waiting = end.transport.read(half_open, whole(silent.address, end.address, 4096))
+    fresh = ProcessPeer("mooncake", LOCAL, SIZE)  # is opened while the other one does not answer
+    opened = end.transport.connect(fresh.endpoint, fresh.segments)
+    end.finish(end.transport.read(opened, whole(fresh.address, end.address, SIZE)))
+    fresh.stop()
     for _ in range(20):
         end.finish(end.transport.read(living, whole(peer.address, end.address, SIZE)))
     with pytest.raises(PeerLost, match="did not answer in time") as loss:

@@ -85,6 +85,21 @@ def test_no_more_runs_than_the_window_and_the_rest_follows(
     assert (end.memory == other.memory).all()
 
 
+def test_few_runs_leave_the_window_as_it_is(ends: tuple[End, End]) -> None:
+    """They are posted untimed, at a bound of their cost."""
+    end, other = ends
+    peer = end.transport.connect(other.endpoint, other.segments)
+    running = importlib.import_module("nixl")._bindings.NIXL_IN_PROG
+    post = end.transport._posting().library.postXferReq
+    instead(end, postXferReq=lambda *given: (post(*given), running)[1])  # as over TCP: it ends in a look
+    before = peer.window.size, peer.window.ended, peer.window.spent
+    for _ in range(20):
+        transfer = end.transport.read(peer, runs([(other.address + at, end.address + at, 64) for at in (0, 128)]))
+        assert transfer.posted and peer.window.running
+        end.finish(transfer)
+    assert (peer.window.size, peer.window.ended, peer.window.spent) == before and not peer.window.running
+
+
 def test_many_short_runs_are_posted_some_at_a_time(ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
     """Over TCP each costs the call that posts them some microseconds."""
     end, other = ends

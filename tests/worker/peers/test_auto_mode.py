@@ -13,6 +13,7 @@ from tests.support.worker.auto import both_ways, found
 from tests.support.worker.decode_instance import in_its_thread, set_faults, until
 from tests.support.worker.writer import CONFIG, Target, freed, whole, writes
 from vllm_pd_connector.config import Config
+from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.protocol.peer import Suspected
 from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth
 from vllm_pd_connector.worker.peers.pool import Links
@@ -112,3 +113,41 @@ def test_a_self_test_that_lasts_delays_nobody_and_lets_go_of_its_peer(writer, ta
     assert target.wait_for("d") == [True]
     until(lambda: not auto_mode._running, "the self-test to end")
     assert link.bandwidth is not None
+
+
+def test_a_prefill_side_that_cannot_write_is_read_from_on(writer, target, monkeypatch, caplog):
+    """The self-test moves bytes from here alone: that the other side reaches this side channel it does not show."""
+    monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", found(Bandwidth(1e9, 9e9)))
+    for transport in writer.transports:
+        transport.faults.failures.append(TransferError("no way there"))
+    assert target.received(both_ways(writer, target)) == [False]
+    assert target.failures == {"transfer_failed": 1}
+    assert "prefill engine p-0 is read from now on" in caplog.text
+    (link,) = target.loop._receives._links._links.values()
+    assert link.bandwidth is None
+
+
+def test_what_a_client_gave_up_says_nothing_of_the_way(writer, target, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", found(Bandwidth(1e9, 9e9)))
+    set_faults(writer.transports, held=True)
+    target.loop.submit([both_ways(writer, target)], [])
+    until(lambda: all(writes(loop) for loop in writer.loops), "the writes")
+    link = target.active("d").link
+    target.loop.submit([], ["d"])
+    assert target.wait_for("d") == [False]
+    assert link.bandwidth == Bandwidth(1e9, 9e9)
+    set_faults(writer.transports, held=False)
+
+
+def test_the_way_that_a_receive_took_is_its_own_whatever_is_found_meanwhile(writer, target, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.worker.peers.auto_mode.measure_bandwidth", found(Bandwidth(9e9, 1e9)))
+    target.transport.faults.held = True
+    target.loop.submit([both_ways(writer, target)], [])
+    until(lambda: target.reads("d"), "the read")
+    active = target.active("d")
+    before = active.run_cost
+    active.link.bandwidth = Bandwidth(1e9, 9e9)
+    active.link.run_cost = before + 1
+    assert not active.asks and active.run_cost == before
+    target.transport.faults.held = False
+    assert target.wait_for("d") == [True]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import msgspec
 import pytest
 
@@ -11,8 +13,8 @@ from tests.support.worker.prefill_instance import MODEL, P_BLOCKS, TOKENS
 from tests.support.worker.writer import CONFIG, SOURCE, TINY, ask_early, freed, whole, writes
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.worker.push import waves
 from vllm_pd_connector.worker.push.active import ActivePush
-from vllm_pd_connector.worker.push.waves import say_that_a_step_announced_none
 
 
 @pytest.fixture(params=[0, TINY], ids=["direct", "by way of the slab"])
@@ -141,8 +143,8 @@ def began(pushes: list[ActivePush]) -> bool:
     return bool(pushes) and all(push.cursor for push in pushes)
 
 
-def test_a_step_that_announces_no_layers_is_written_when_it_has_ended(writer, target, caplog):
-    say_that_a_step_announced_none.cache_clear()
+def test_a_step_that_announces_no_layers_is_written_when_it_has_ended(writer, target, caplog, monkeypatch):
+    monkeypatch.setattr(waves, "_SAID", threading.Lock())
     for name in ("a", "b"):
         ask_early(writer, target, name, name)
         writer.compute(0, 6)

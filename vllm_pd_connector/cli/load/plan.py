@@ -31,6 +31,7 @@ class Plan:
     prefill_blocks: int
     decode_blocks: int
     kv_lease_duration: float
+    kv_lease_limit: float
 
 
 def size(
@@ -42,6 +43,7 @@ def size(
     prefills, decodes = (max(1, ceil(load / used - 1e-9)) for load in (prefill_load, decode_load))
     computing = prefill_load / prefills
     waiting = rate / prefills * wait_s
+    lease = min(LONGEST_LEASE_S, max(Config().kv_lease_duration, 3 * wait_s))
     return Plan(
         prefills,
         decodes,
@@ -49,7 +51,8 @@ def size(
         decode_load / decodes,
         ceil((computing + waiting) * ceil(prompt / block)),
         batch * ceil((prompt + answer) / block),
-        min(LONGEST_LEASE_S, max(Config().kv_lease_duration, 3 * wait_s)),
+        lease,
+        max(Config().kv_lease_limit, lease),
     )
 
 
@@ -83,7 +86,7 @@ def plan(
         )
     ]
     lines.append(f"kv_lease_duration: {found.kv_lease_duration:g}")
-    if found.kv_lease_duration > Config().kv_lease_limit:
-        lines.append(f"kv_lease_limit: {found.kv_lease_duration:g}")
+    if found.kv_lease_limit > Config().kv_lease_limit:
+        lines.append(f"kv_lease_limit: {found.kv_lease_limit:g}")
     emit("\n".join(lines))
     return Exit.OK

@@ -206,6 +206,7 @@ class RemoteDecode(ParamsStruct, frozen=True):
 S = TypeVar("S", bound=ParamsStruct)
 MAX_NAME: Final = 512  # as `fields.RequestId`
 _RANDOM_SUFFIX: Final = re.compile(r"-[0-9a-f]{8}\Z", re.IGNORECASE)
+_LATER_OF_BATCH: Final = re.compile(r"(?:\d+_)?cmpl-.*(-[1-9]\d*)-[0-9a-f]{8}\Z", re.IGNORECASE | re.DOTALL)
 _CHOICE: Final = re.compile(r"\d+_")  # vLLM 0.32, v1/engine/parallel_sampling.py; its own ids begin with a letter
 
 
@@ -237,7 +238,7 @@ def parse_remote_prefill(params: object) -> RemotePrefill:
     if fields.get("pd_connector") is None:
         raise ProtocolError(
             "kv_transfer_params: pd_connector is missing; the prefill instance does not run PDConnector, or the router "
-            "did not forward its answer unchanged"
+            "did not forward its answer unchanged, or sent both legs at once, for which decode needs mode push or auto"
         )
     parsed = convert(fields, RemotePrefill)
     require_one_form(parsed)
@@ -305,10 +306,21 @@ def pairing_name(params: object, request_id: str) -> str:
         if len(name) > MAX_NAME:
             raise ProtocolError(f"request id: {len(name)} characters, at most {MAX_NAME}; set a shorter X-Request-Id")
         return name
-    choice = choice_of(request_id)
-    if not isinstance(transfer_id, str) or not 1 <= len(transfer_id) <= MAX_NAME - len(choice):
+    choice, later = choice_of(request_id), later_of_batch(request_id)
+    if not isinstance(transfer_id, str) or not 1 <= len(transfer_id) <= MAX_NAME - len(choice) - len(later):
         raise ProtocolError("kv_transfer_params: transfer_id: expected text of 1 to 512 characters")
-    return choice + transfer_id
+    return choice + transfer_id + later
+
+
+def later_of_batch(request_id: str) -> str:
+    """What vLLM puts behind the id of a completion with several prompts for each but the first of the requests that it
+    makes of it ("-1", "-2", …); empty for any other. All have the parameters of one, and of a prefill's answers the
+    router gets the first prompt's alone.
+
+    Source: vLLM 0.32, `entrypoints/openai/completion/serving.py` (`final_res_batch[0].kv_transfer_params`).
+    """
+    found = _LATER_OF_BATCH.match(request_id)
+    return found.group(1) if found else ""
 
 
 def choice_of(request_id: str) -> str:

@@ -212,11 +212,12 @@ def admits(keys: Keys | None, host: str) -> str:
     else:
         who = "every process of this host" if is_loopback(host) else "every host that reaches it"
         who = f"for {who}: side_channel_keys is not set"
-    if host in ("0.0.0.0", "::"):
-        who += (
-            f"; decode instances are told {host} too, which is their own host: set side_channel_host to an address of "
-            "this one, unless a router puts that in its place"
-        )
+    with contextlib.suppress(ValueError):  # a name
+        if ipaddress.ip_address(host).is_unspecified:
+            who += (
+                f"; other instances are told {host}, which is their own host: set side_channel_host to an address of "
+                "this one, unless a router puts that in its place"
+            )
     return who
 
 

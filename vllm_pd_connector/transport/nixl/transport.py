@@ -195,12 +195,12 @@ class NixlTransport:
 
     def _start(self, peer: NixlPeer, reads: bool, runs: Runs, source: Ranges, destination: Ranges) -> NixlTransfer:
         window, at_once, waiting = peer.window, None, []
-        if not window.running:  # then there is room for so much, and the window learns nothing from it
+        if not window.running:  # then so little is posted whatever the window is, which learns nothing from it
             at_once = few(runs, source, destination, DESCRIPTOR, self._few, _DESCRIPTOR_COST_BYTES)
         if at_once is None:
             runs = cut(runs, source, destination, min(self._options.batch_bytes, window.longest))
             waiting = batches(runs, source, destination, _DESCRIPTOR_COST_BYTES)
-        transfer = NixlTransfer(peer, reads, waiting, runs.length.size)
+        transfer = NixlTransfer(peer, reads, waiting, runs.length.size, at_once is not None)
         peer.running += 1
         try:
             if at_once is None:
@@ -282,7 +282,10 @@ class NixlTransport:
                 ended += transfer.posted.pop(handle)[0]
             if time.monotonic() >= until:
                 break
-        transfer.peer.window.looked(ended, began)
+        if transfer.few:
+            transfer.peer.window.forget(ended)
+        else:
+            transfer.peer.window.looked(ended, began)
 
     def _runs_on(self, transfer: NixlTransfer, handle: int) -> bool:
         """Whether a posted batch may move bytes. Its failure is kept in the transfer, its handle given back when it

@@ -52,9 +52,9 @@ class StepClock:
             self._wave_s = now - self._at if goes_on else 0.0
             self._step, self._at = step, now
             asked = bool(self._running) and goes_on
+            self._look()
             if self._running or not is_done():
                 self._running.append((step, waves, is_done, now))
-                self._look()
             else:
                 self._ends(step, waves)
         return not asked and (waves is None or not goes_on)

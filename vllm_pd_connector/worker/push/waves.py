@@ -7,7 +7,7 @@ when the step ends is about one wave. Layers that vLLM does not call it for go w
 
 from __future__ import annotations
 
-from functools import cache
+import threading
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -28,13 +28,18 @@ def waves_of(layers: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(layers[begin:end]) for begin, end in pairwise(cuts))
 
 
-@cache
+_SAID = threading.Lock()
+"""Taken for good by who says it, whichever thread that is."""
+
+
 def say_that_a_step_announced_none() -> None:
     """Once in a process: whoever asked for layers gets steps."""
-    logger.warning(
-        'push_when: "layers", but a step announced no layers, as where its whole forward is one CUDA graph: what it '
-        "computes is written when it has ended; start with --compilation-config that leaves attention out of the graph"
-    )
+    if _SAID.acquire(blocking=False):
+        logger.warning(
+            'push_when: "layers", but a step announced no layers, as where its whole forward is one CUDA graph: what '
+            "it computes is written when it has ended; start with --compilation-config that leaves attention out of "
+            "the graph"
+        )
 
 
 class WaveCount:

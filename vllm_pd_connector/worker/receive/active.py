@@ -9,6 +9,7 @@ from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.bind import require_filled
 from vllm_pd_connector.geometry.spans import Slices
+from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES
 from vllm_pd_connector.metadata import Either
 from vllm_pd_connector.observability.stats import FailureKind, Phase
 from vllm_pd_connector.protocol import receive as receives
@@ -44,6 +45,7 @@ class ActiveReceive:
     its reads, `arrived` is how far they were when their deadline was set, `posting` whether the transport has not yet
     got all of them. `watches` are those of all workers that may write. `question` numbers what a prefill side that
     writes was asked, `life` is whom, `retry_at` is when it is asked again, `tell_at` when a long quarantine is told.
+    `written` is whether the prefill side is to write, once it is bound; of what is read `run_cost` is the link's then.
     `span` is its span, None if it is not traced; `phases` are those that are over, with the moments at which they began
     and ended. `key` is that of `enter`.
     """
@@ -69,6 +71,8 @@ class ActiveReceive:
     verified: bool = False
     compared: LeaseRef | None = None
     question: int = 0
+    written: bool | None = None
+    run_cost: int = RUN_COST_BYTES
     retry_at: float | None = None
     life: str = ""
     watches: tuple[ProcessWatch, ...] = ()
@@ -98,7 +102,9 @@ class ActiveReceive:
 
     @property
     def asks(self) -> bool:
-        """Whether the prefill side is asked to write; known once the link is ready."""
+        """Whether the prefill side is asked to write; known once the link is ready, and certain once it is bound."""
+        if self.written is not None:
+            return self.written
         if isinstance(self.link, ReadLink):
             either = isinstance(self.request.source, Either)
             return either and self.link.bandwidth is not None and self.link.bandwidth.prefers_push
@@ -119,10 +125,12 @@ def bind_receive(active: ActiveReceive, groups: Sequence[Group]) -> tuple[receiv
     """Bind it, its `reads` among others; what its machine is to be told, and of what kind a failure is. `groups` are
     this worker's."""
     request, link = active.request, active.link
-    active.plan = link.plan
+    active.plan, active.written = link.plan, active.asks
     try:
         require_filled(groups, request.blocks, request.start)
-        bound = link.bind(request) if isinstance(link, ReadLink) and not active.asks else None
+        bound = None
+        if isinstance(link, ReadLink) and not active.written:
+            active.run_cost, bound = link.run_cost, link.bind(request)
     except BindError as error:
         return receives.PeerFailed(str(error)), FailureKind.BAD_PARAMETERS
     except Exception as error:  # a defect of ours that one request met must not reach the others

@@ -367,6 +367,7 @@ class Receives:
             self._trace(active)
         else:
             ending.count_failed(active, self._stats)
+            ending.read_from_now_on(active, self._stats)
             ending.log_failure(active, reason, account, quarantined)
             ending.give_back(active, self._calls)
             active.in_flight.give_up(now)

@@ -14,6 +14,7 @@ from vllm_pd_connector.protocol.receive import ReceiveState
 from vllm_pd_connector.protocol.wire.fields import Reading
 from vllm_pd_connector.protocol.wire.messages import Release
 from vllm_pd_connector.protocol.wire.push_messages import DeclinePush
+from vllm_pd_connector.worker.receive.read_link import ReadLink
 
 if TYPE_CHECKING:
     from vllm_pd_connector.observability.stats import PDStats
@@ -25,6 +26,7 @@ logger = init_logger(__name__)
 
 RELEASE_TIMEOUT_S = 5.0
 
+_OF_WRITING = (FailureKind.PEER_UNREACHABLE, FailureKind.TRANSFER_FAILED, FailureKind.DEADLINE)
 _SPANS = (Phase.QUEUE, Phase.TRANSFER, Phase.CONFIRM)
 
 
@@ -57,6 +59,16 @@ def settle(active: ActiveReceive, copier: Copier) -> str:
         logger.exception("request %s: finishing what was received", request.request_id)
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def read_from_now_on(active: ActiveReceive, stats: PDStats) -> None:
+    """In mode auto, when what the prefill side was asked to write has failed: it may not reach what the self-test did
+    not need, as the side channel here. It is read from until its link is another one."""
+    link = active.link
+    if isinstance(link, ReadLink) and active.written and active.kind in _OF_WRITING and link.bandwidth is not None:
+        link.bandwidth = None
+        stats.gauge("push chosen", 0)
+        logger.warning("prefill engine %s is read from now on: what it was asked to write failed", link.engine_id)
 
 
 def give_back(active: ActiveReceive, calls: PendingCalls) -> None:

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError
-from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES
 from vllm_pd_connector.observability.record import RECORD_VERSION, Moved, Record, Stage, append, shareable
 from vllm_pd_connector.observability.stats import Phase
 from vllm_pd_connector.worker.peers.link import decode
-from vllm_pd_connector.worker.receive.read_link import ReadLink
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +69,7 @@ def _record(
         sources=_known(link.met or link.manifests),
         same_weights=link.same_weights,
         chunk_bytes=chunk_bytes,
-        run_cost=link.run_cost if isinstance(link, ReadLink) else RUN_COST_BYTES,
+        run_cost=active.run_cost,
         verified=active.verified,
         waited_s=request.waited_s,
         stages=tuple(sorted(stages, key=lambda stage: (stage.began, stage.ended))),
