@@ -56,6 +56,11 @@ def test_a_question_is_answered_and_nothing_else_is(server: HostPort) -> None:
     assert status_of(server, "PUT", "/register") == 501
 
 
+def test_no_name_is_looked_up_when_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda *_: pytest.fail("a slow name server would hold up the engine"))
+    BootstrapServer(HOST, free_port(), EngineRegistry(ANSWER)).close()
+
+
 OTHER = encode_answer(1, "e-1", HostPort(HOST, 5601), 1, 1)
 
 
@@ -283,7 +288,8 @@ def test_one_who_answers_in_small_parts_is_given_up_in_time(monkeypatch: pytest.
     thread.join()
 
 
-def test_another_service_is_no_prefill_instance() -> None:
+def test_another_service_is_no_prefill_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap_http, "RETRY_S", 20.0)  # one attempt, which has so long
     page = BootstrapServer(HOST, free_port(), SimpleNamespace(answer=b"<html>"))
     assert "not in the form" in refusal(EngineDirectory(0.1).find(HostPort(HOST, page.port), "e-0"))
     page.close()

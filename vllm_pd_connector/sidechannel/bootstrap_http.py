@@ -20,6 +20,7 @@ import threading
 import time
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
@@ -123,6 +124,12 @@ class _Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._free = threading.BoundedSemaphore(MAX_QUESTIONS)
         super().__init__((host, port), handler)
+
+    def server_bind(self) -> None:
+        """Without the lookup of the host's name that HTTP servers make here: it may take long, in an engine's start."""
+        TCPServer.server_bind(self)
+        host, self.server_port, *_ = self.server_address
+        self.server_name = str(host)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:

@@ -58,16 +58,19 @@ class AutoMode:
         """Go on with all of them."""
         for entry in list(self._running):
             link, test = entry
+            bandwidth: Bandwidth | None = None
             try:
                 next(test)
                 continue
             except StopIteration as end:
-                self._found(link, end.value)
+                bandwidth = end.value
             except TransferError as error:
                 logger.warning("self-test with prefill engine %s: %s; it is read from", link.engine_id, error)
             except Exception:  # a defect of ours that one test met must not reach the receives
                 logger.exception("self-test with prefill engine %s; it is read from", link.engine_id)
             self._running.remove(entry)
+            if bandwidth is not None:
+                self._found(link, bandwidth)
 
     def pause(self) -> float | None:
         """Seconds until a `turn` is due; None if nothing runs."""
