@@ -41,7 +41,7 @@ def test_every_known_name_can_be_created() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("carrier-pigeon", {}, "'carrier-pigeon' is unknown, choose one of loopback, mooncake, nixl"),
+        ("carrier-pigeon", {}, "'carrier-pigeon' is unknown, choose one of mooncake, nixl"),
         ("nixl", {"tls": "tcp"}, "known options: backend"),
         ("nixl", {"batch_bytes": "many"}, "batch_bytes"),
         pytest.param("nixl", {"batch_bytes": 0}, "at least 1", marks=pytest.mark.libraries),

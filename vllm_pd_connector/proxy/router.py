@@ -6,9 +6,8 @@ client's headers wait for the first event, and an event that is an error becomes
 only an event in the stream can tell the client. A client that goes away cancels its handler, which closes the legs.
 
 Which hand-off is used (`handoff`): "serial" asks prefill, then decode; "concurrent" asks both at once, prefill first,
-so that nothing was sent to anyone when a prefill instance refuses the connection; "auto" is concurrent while all
-usable prefill instances say that they can do with it. In a concurrent hand-off the two instances find each other by
-the request id, so one that is in use already is refused.
+so that nothing was sent to anyone when a prefill instance refuses the connection; "auto" is concurrent while all usable
+instances say that they can do with it. There the two find each other by the request id, so one in use is refused.
 """
 
 from __future__ import annotations

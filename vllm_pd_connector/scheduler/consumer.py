@@ -45,7 +45,7 @@ from vllm_pd_connector.scheduler.bootstrap import Searches
 from vllm_pd_connector.scheduler.conversations.turns import Turns
 from vllm_pd_connector.scheduler.leases.lease_renewer import LeaseRenewer
 from vllm_pd_connector.scheduler.pending import REMEMBER, Receive, Used, computed_here, reading_of, start_of, to_fill
-from vllm_pd_connector.scheduler.sources import Sources, named
+from vllm_pd_connector.scheduler.sources import BATCH, OWN, USED, Sources, named
 from vllm_pd_connector.sidechannel.net.keys import keys_of
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 
@@ -59,10 +59,6 @@ if TYPE_CHECKING:
     from vllm_pd_connector.scheduler.epochs import Epochs
 
 logger = init_logger(__name__)
-
-OWN = "its prefill is this instance's own"
-BATCH = "its completion has several prompts, and the router knows the prefill of the first alone"
-USED = "an earlier request has had what it brings, as between the tool calls of a response"
 
 
 class Consumer:

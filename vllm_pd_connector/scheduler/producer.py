@@ -151,12 +151,10 @@ class Producer:
                 except ProtocolError as error:  # its adapter was loaded in place meanwhile
                     logger.error("request %s: nobody can ask for its push: %s", request.request_id, error)
             if self._bootstrap is None:
-                place = self._host, self._port
-                self._bootstrap = answer_proxies(
-                    self._config, self._parallel, self._rank, self._engine_id, self._first_engine, place
-                )
-        at, who = f"{self._host}:{self._port}", admits(self._keys, self._host)
-        logger.info("side channel of engine %s listens on %s, %s", self._engine_id, at, who)
+                engine = self._engine_id, self._first_engine, (self._host, self._port)
+                self._bootstrap = answer_proxies(self._config, self._parallel, self._rank, *engine)
+        who = admits(self._keys, self._host)
+        logger.info("side channel of engine %s listens on %s:%d, %s", self._engine_id, self._host, self._port, who)
 
     def add(self, request: Request) -> None:
         """A prefill for a decode instance arrived; what decode must compute itself is cut off.

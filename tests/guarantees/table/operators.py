@@ -23,7 +23,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "an instance does not start whose connector vLLM has replaced",
-        "check_early", "_replaced(said, transfer.kv_connector) if named(said) else []", "[]",
+        "check_early", "_replaced(said, transfer.kv_connector) if extras(said) else []", "[]",
         "test_offloading_that_takes_the_connectors_place_is_refused",
     ),
     Guarantee(

@@ -243,33 +243,6 @@ def test_a_peer_that_tells_of_other_memory_under_one_name_is_refused(end: End, p
     end.finish(end.transport.read(connection, whole(peer.address, end.address, SIZE)))
 
 
-def test_a_peer_that_does_not_answer_fails_within_the_connect_timeout_and_delays_nobody(
-    peer: ProcessPeer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stopped process takes the connection (its kernel does) and never says its name: a half-open peer."""
-    end = End("mooncake", LOCAL, SIZE)
-    living = end.transport.connect(peer.endpoint, peer.segments)
-    end.finish(end.transport.read(living, whole(peer.address, end.address, SIZE)))
-    silent = ProcessPeer("mooncake", LOCAL, SIZE)
-    silent.freeze()
-    with monkeypatch.context() as patch:
-        patch.setattr(end.transport, "_options", MooncakeOptions(**LOCAL, connect_timeout=1.0))
-        half_open = end.transport.connect(silent.endpoint, silent.segments)
-    waiting = end.transport.read(half_open, whole(silent.address, end.address, 4096))
-    fresh = ProcessPeer("mooncake", LOCAL, SIZE)  # is opened while the other one does not answer
-    opened = end.transport.connect(fresh.endpoint, fresh.segments)
-    end.finish(end.transport.read(opened, whole(fresh.address, end.address, SIZE)))
-    fresh.stop()
-    for _ in range(20):
-        end.finish(end.transport.read(living, whole(peer.address, end.address, SIZE)))
-    with pytest.raises(PeerLost, match="did not answer in time") as loss:
-        end.finish(waiting)
-    assert loss.value.terminal and loss.value.retryable
-    silent.tell_to_stop()
-    end.transport.close()
-    silent.stop()
-
-
 def stopped_when_its_line_is_open(end: End, peer: ProcessPeer) -> Any:
     """A connection to a peer that answered on its line, and was frozen before the library was asked for it."""
     connection = end.transport.connect(peer.endpoint, peer.segments)
