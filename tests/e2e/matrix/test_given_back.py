@@ -1,4 +1,5 @@
-"""Several answers to one prompt, and requests that decode refuses: what becomes of the prefill's blocks and of the log.
+"""Several answers to one prompt, several prompts of one request, and requests that decode refuses: what becomes of the
+prefill's blocks and of the log.
 
 `n` > 1 is sent as a plain proxy does, which passes everything on: vLLM makes `n` requests of it on either side, and
 those on the decode side share what one of the prefill side's handed over.
@@ -90,6 +91,25 @@ def test_every_choice_of_a_request_whose_legs_are_sent_at_once_is_right(pair: Cl
             )
             check_choices(pair, prompt, ask_for_choices(pair.decode.url, decode_body_beside(body, engine, name)))
             first.result()
+
+
+@over(PLAIN_ROWS, quick=PLAINEST)
+def test_the_prompts_of_a_completion_are_all_right_and_nothing_is_held_for_them(pair: Cluster) -> None:
+    """A plain proxy passes it on whole, and gets the parameters of the first prompt alone."""
+    asked = SCENARIOS["bad input"]
+    pair.forget_prefixes()
+    said = Said(pair.decode)
+    body = {**pair.body(asked[0], **extras(pair.model)), "prompt": [list(prompt) for prompt in asked]}
+    first = ask_for_choices(pair.prefill.url, {**body, "max_tokens": 1, "kv_transfer_params": ASK})
+    params = first[0].kv_transfer_params
+    assert params and leases(params) == 1, "of the others nobody is told"
+    answers = ask_for_choices(pair.decode.url, {**body, "kv_transfer_params": params})
+    wrong = [
+        found for prompt, answer in zip(asked, answers, strict=True) if (found := pair.disagreement(prompt, answer))
+    ]
+    assert not wrong, wrong
+    until(lambda: leases(params) == 0, "the lease ended with its reader", AT_ONCE_S)
+    assert said.text().count("its completion has several prompts") == len(asked) - 1 and not said.errors()
 
 
 REFUSED_BY_VLLM = ({"temperature": -3}, {"max_tokens": 100000})

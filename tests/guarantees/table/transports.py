@@ -17,6 +17,11 @@ GUARANTEES = [
         "test_what_was_written_when_its_connection_was_lost_may_still_arrive",
     ),
     Guarantee(
+        "a short transfer stays in registered memory as a long one does",
+        "few", "if not (source.hold(runs.source, most) and destination.hold(runs.destination, most)):", "if False:",
+        "test_few_runs_that_are_wrong_are_left_to_be_refused",
+    ),
+    Guarantee(
         "a post that failed in the middle is not over",
         "translate", "terminal=not started", "terminal=True",
         "test_a_post_that_failed_in_the_middle_may_still_write",
