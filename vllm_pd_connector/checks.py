@@ -79,6 +79,8 @@ def entries_of(document: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     elif document.get("kv_connector") == _MULTI and isinstance(extra, Mapping):
         connectors = extra.get("connectors")
         for one in connectors if isinstance(connectors, list | tuple) else ():
+            if isinstance(one, dict):
+                one.setdefault("kv_connector_extra_config", {})  # as vLLM reads it, so that the entry's own is yielded
             if isinstance(one, Mapping):
                 yield from entries_of(one)
 

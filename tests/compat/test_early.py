@@ -156,13 +156,13 @@ def test_ray_s_workers_are_told_where_their_instance_listens(
 
     assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in WORKER_SPECIFIC_ENV_VARS
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "10.0.0.7")
-    given = {"kv_connector": "PDConnector", "kv_role": "kv_consumer", "kv_connector_extra_config": {}}
+    given: dict[str, Any] = {"kv_connector": "PDConnector", "kv_role": "kv_consumer"}
     own = {
         "kv_connector": "PDConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"side_channel_host": "::1"},
     }
-    parsed = KVTransferConfig(**given)  # type: ignore[arg-type]
+    parsed = KVTransferConfig(**given)
     if multi:
         parsed = KVTransferConfig(
             kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": [given, own]}

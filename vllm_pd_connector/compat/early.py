@@ -114,7 +114,8 @@ def _tell_ray_s_workers(extras: list[Any], made: Any, environ: Mapping[str, str]
     parallel = made.parallel_config
     if parallel.distributed_executor_backend == "ray" and parallel.data_parallel_backend != "ray":
         for extra in extras:
-            extra.setdefault("side_channel_host", host)
+            if extra.get("side_channel_host") is None:
+                extra["side_channel_host"] = host
 
 
 def _lacks_embeddings(made: Any) -> bool:

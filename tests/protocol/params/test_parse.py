@@ -358,6 +358,7 @@ def test_a_mistake_of_a_concurrent_router_is_named(change, named):
         ({"transfer_id": "t-1"}, "3_cmpl-x-1-0123abcd", "3_t-1-1"),
         ({"transfer_id": "t-1"}, "chatcmpl-x-1-0123abcd", "t-1"),
         ({"transfer_id": "t-1"}, "x-1-0123abcd", "t-1"),
+        ({"transfer_id": "t-1"}, "cmpl-1b4e28ba-2fa1-11d2-883f-100637221427-0123abcd", "t-1"),
     ],
 )
 def test_both_legs_of_a_request_have_one_name(params, request_id, name):

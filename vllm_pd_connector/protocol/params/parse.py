@@ -206,7 +206,7 @@ class RemoteDecode(ParamsStruct, frozen=True):
 S = TypeVar("S", bound=ParamsStruct)
 MAX_NAME: Final = 512  # as `fields.RequestId`
 _RANDOM_SUFFIX: Final = re.compile(r"-[0-9a-f]{8}\Z", re.IGNORECASE)
-_LATER_OF_BATCH: Final = re.compile(r"(?:\d+_)?cmpl-.*(-[1-9]\d*)-[0-9a-f]{8}\Z", re.IGNORECASE | re.DOTALL)
+_LATER_OF_BATCH: Final = re.compile(r"(?:\d+_)?cmpl-.*(-[1-9]\d{0,5})-[0-9a-f]{8}\Z", re.IGNORECASE | re.DOTALL)
 _CHOICE: Final = re.compile(r"\d+_")  # vLLM 0.32, v1/engine/parallel_sampling.py; its own ids begin with a letter
 
 
