@@ -310,6 +310,27 @@ async def test_a_removed_instance_stays_out_of_the_metrics_though_a_check_of_it_
     assert gone.url not in page and decode.url in page
 
 
+@over_bench
+async def test_a_pod_that_vanished_is_removed_and_one_of_the_routers_own_list_is_not(bench: Bench) -> None:
+    """Who was added while the router ran is added again in its next life, under another address."""
+    pods = [await bench.instance(handler) for handler in (HANDS_OVER, DONE)]
+    await bench.route([pods[0].url], [], drop_after=0.2)
+    admin = await bench.serve(admin_application(bench.router)) + "/instances"
+    async with bench.client.post(admin, json={"url": pods[1].url, "role": "decode"}) as response:
+        assert response.status == 202
+    await bench.check()
+    assert (await bench.ask())[0] == 200
+    for pod in pods:
+        pod.health = 503
+    await bench.check()
+    assert {one["url"] for one in bench.router.fleet.describe()} == {pod.url for pod in pods}
+    await asyncio.sleep(0.2)
+    await bench.check()
+    assert [one["url"] for one in bench.router.fleet.describe()] == [pods[0].url]
+    page = (await bench.get("/metrics"))[1]
+    assert pods[1].url not in page and pods[0].url in page
+
+
 @pytest.mark.parametrize(
     ("method", "body", "query", "status"),
     [

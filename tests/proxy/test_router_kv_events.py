@@ -11,6 +11,7 @@ from tests.support.proxy.caches import FULL, batch, removed, stored
 from tests.support.proxy.publisher import Publisher
 from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Instance, info
 from vllm_pd_connector.instance_info import EngineInfo
+from vllm_pd_connector.proxy.fleet import GONE_FAILURES
 from vllm_pd_connector.proxy.instance import InstanceRole
 
 HELD = [1, 2, 3, 4]
@@ -93,6 +94,24 @@ async def test_an_operator_says_where_an_instance_of_another_connector_publishes
         publisher.log += OF_A
         where = {instance.url: (publisher.events, publisher.replay)}
         await bench.route([instance.url], [], policy="kv-events", kv_events=where)
+        await until_told(bench, known(instance, 2))
+
+
+@over_bench
+async def test_nothing_is_known_any_more_of_an_instance_that_was_away_for_long(bench: Bench) -> None:
+    """Its machine may be lost: then nobody says that nothing listens there, and it never comes back."""
+    async with publishing(1) as [publisher]:
+        instance = await bench.instance(HANDS_OVER, says(publisher))
+        publisher.log += OF_A
+        await bench.route([instance.url], [], policy="kv-events")
+        await until_told(bench, known(instance, 2))
+        instance.health = 503
+        for _ in range(GONE_FAILURES):
+            assert known(instance, 2) in (await bench.get("/metrics"))[1]
+            await bench.check()
+        assert "known_blocks{" not in (await bench.get("/metrics"))[1]
+        instance.health = 200
+        await bench.check()
         await until_told(bench, known(instance, 2))
 
 

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import time
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAILURES = 2
+GONE_FAILURES = 30
+"""After so many bad checks in a row nothing that was known of an instance's cache is kept: it will be another process."""
 LOOK_S = 10.0  # for what an instance says of itself, which it does at once
 
 
@@ -51,13 +54,16 @@ class Fleet:
         check_interval: float,
         facts_interval: float,
         slack: int,
+        drop_after: float = math.inf,
         kv_events: Mapping[str, tuple[str, str]] | None = None,
     ):
-        """`kv_events`: endpoints of events and of their replay by instance, of those that do not say theirs; None to
+        """`drop_after`: seconds without an answer, after which one that was added by request (`joined`) is removed.
+        `kv_events`: endpoints of events and of their replay by instance, of those that do not say theirs; None to
         listen to no events."""
         self._metrics = metrics
         self._check_interval = check_interval
         self._facts_interval = facts_interval
+        self._drop_after = drop_after
         self._instances: dict[str, Instance] = {}
         self._choosers = {role: Chooser(slack) for role in InstanceRole}
         self._given_endpoints = kv_events or {}
@@ -69,8 +75,9 @@ class Fleet:
 
     # -- who is there -------------------------------------------------------------------------------------------------
 
-    def add(self, url: str, role: InstanceRole | None) -> Instance:
-        """Add an instance, to be used from its first good check on. One that is leaving stays.
+    def add(self, url: str, role: InstanceRole | None, *, joined: bool = False) -> Instance:
+        """Add an instance, to be used from its first good check on. One that is leaving stays. `joined`: while the
+        router runs, by who will do so again when another takes its place.
 
         Raises:
             ValueError: it is there already with another role.
@@ -79,9 +86,10 @@ class Fleet:
         if known is not None and known.asked is not role:
             raise ValueError(f"{url} is there already as {known.asked or 'what it says'}; remove it first")
         if known is None:
-            known = self._instances[url] = Instance(url, role)
+            known = self._instances[url] = Instance(url, role, joined=joined)
         elif known.state is InstanceState.LEAVING:
             known.state, known.why = InstanceState.NEW, "added again, not checked yet"
+        known.seen_at = time.monotonic()
         self._show(known)
         self._wake.set()
         return known
@@ -220,7 +228,7 @@ class Fleet:
         except (aiohttp.ClientError, TimeoutError, ProtocolError) as error:
             instance.failures += 1
             instance.deaf = instance.deaf + 1 if _nobody_listens(error) else 0
-            if instance.deaf == FAILURES:
+            if instance.deaf == FAILURES or instance.failures == GONE_FAILURES:
                 self._forget(instance)
             if instance.deaf >= FAILURES:
                 for wait in list(instance.waits):
@@ -229,8 +237,14 @@ class Fleet:
                 return
             if instance.state is not InstanceState.UP or instance.failures >= FAILURES:
                 self._set(instance, InstanceState.DOWN, str(error) or type(error).__name__)
+            if instance.joined and time.monotonic() - instance.seen_at >= self._drop_after:
+                logger.warning(
+                    "%s has not answered for %g s: removed until added again", instance.url, self._drop_after
+                )
+                self.remove(instance.url)
             return
         instance.failures = instance.deaf = 0
+        instance.seen_at = time.monotonic()
         if instance.state is InstanceState.LEAVING:
             return
         if not fresh:
@@ -271,6 +285,7 @@ class Fleet:
             chooser.forget(instance.url)
         if self._subscriptions is not None:
             self._subscriptions.leave(instance.url)
+            self._metrics.unknown(instance.url)
 
     def _follow(self, instance: Instance) -> str:
         """Listen to what an instance announces of its cache; why that cannot be, empty if it can or need not."""

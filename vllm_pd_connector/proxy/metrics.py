@@ -7,6 +7,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from vllm_pd_connector.proxy.instance import InstanceRole
 from vllm_pd_connector.proxy.kv_events.known_prefixes import Loss
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -68,9 +69,16 @@ class ProxyMetrics:
         )
 
     def forget(self, url: str) -> None:
-        """Drop the gauges of an instance that was removed."""
+        """Drop the rows of an instance that was removed."""
         self.in_flight.remove(url)
+        for role in InstanceRole:
+            with contextlib.suppress(KeyError):  # it had no such leg
+                self.legs.remove(url, role)
         self.leaves(url)
+        self.unknown(url)
+
+    def unknown(self, url: str) -> None:
+        """Drop the rows of what an instance holds, of which nothing is known any more."""
         with contextlib.suppress(KeyError):  # nobody listened to it
             self.known_blocks.remove(url)
         for loss in Loss:

@@ -85,11 +85,11 @@ class Router:
             self.metrics,
             check_interval=options.check_interval,
             facts_interval=options.facts_interval,
+            drop_after=options.drop_after,
             slack=options.slack,
             kv_events=options.kv_events if options.policy == "kv-events" else None,
         )
-        self._options = options
-        self._tracer = Tracer(options.otlp_traces_endpoint)
+        self._options, self._tracer = options, Tracer(options.otlp_traces_endpoint)
         self._legs: Legs
         self._session: aiohttp.ClientSession
         self._in_use: set[str] = set()

@@ -85,6 +85,7 @@ def _add_times(parser: argparse.ArgumentParser) -> None:
         ("read-timeout", defaults.limits.read_timeout, "longest silence of an instance"),
         ("check-interval", defaults.check_interval, "between two health checks"),
         ("facts-interval", defaults.facts_interval, "after which an instance is asked anew what it is"),
+        ("drop-after", defaults.drop_after, "without an answer, after which an added instance is removed"),
     ):
         parser.add_argument(f"--{name}", type=seconds, default=value, help=f"seconds {text} (default: {value:g})")
     parser.add_argument(
@@ -136,6 +137,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         handoff=arguments.handoff,
         check_interval=arguments.check_interval,
         facts_interval=arguments.facts_interval,
+        drop_after=arguments.drop_after,
         slack=arguments.slack,
         policy=arguments.policy,
         kv_events=dict(arguments.kv_events),
@@ -188,7 +190,7 @@ def admin_application(router: Router) -> web.Application:
                 raise ValueError('send {"url": …} or {"url": …, "role": "prefill" | "decode"}')
             url = base_url(str(body.get("url")))
             role = None if body.get("role") is None else InstanceRole(body["role"])
-            instance = router.fleet.add(url, role)
+            instance = router.fleet.add(url, role, joined=True)
         except (json.JSONDecodeError, UnicodeDecodeError, ValueError, argparse.ArgumentTypeError) as error:
             return web.json_response(error_object(400, str(error)), status=400)
         return web.json_response(instance.describe(), status=202)

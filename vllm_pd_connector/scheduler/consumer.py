@@ -37,6 +37,7 @@ from vllm_pd_connector.protocol.params.parse import (
     RemotePush,
     is_answer,
     later_of_batch,
+    later_round,
     names_bootstrap,
     parse_remote_bootstrap,
     parse_remote_push,
@@ -99,6 +100,8 @@ class Consumer:
                 self._give_back(request)
                 self.sources.require_role()
                 return
+            if later_round(request.request_id):  # the first may have been another engine's of this instance
+                return computed_here(request, USED)
             if names_bootstrap(params):
                 self._look_up(request, parse_remote_bootstrap(params))
                 return
@@ -120,8 +123,7 @@ class Consumer:
         self._known[push.prefill] = None
         if self.sources.are_here(push.engine_id):
             self._renewer.decline(address, push.prefill, time.monotonic())
-            computed_here(request, OWN)
-            return
+            return computed_here(request, OWN)
         self._receives[request.request_id] = Receive(push, self.sources.prefilled_tokens(request))
         self._renewer.keep_prefill(request.request_id, lambda: address, push.prefill)
 
@@ -133,17 +135,16 @@ class Consumer:
         """
         address, reading = reading_of(remote, request)
         self._known[remote.lease] = None
+        needless = ""
         if later_of_batch(request.request_id):
-            computed_here(request, BATCH)
-            return
-        if self.sources.are_here(remote.remote_engine_id):
+            needless = BATCH
+        elif self.sources.are_here(remote.remote_engine_id):
             self._renewer.drop(address, reading, release=True)
-            computed_here(request, OWN)
-            return
-        # Of several choices one may come late, and is waited for.
-        if not reading.shared and self._used.up(remote.lease, self._receives.values()):
-            computed_here(request, USED)
-            return
+            needless = OWN
+        elif not reading.shared and self._used.up(remote.lease, self._receives.values()):
+            needless = USED  # of several choices one may come late, and is waited for
+        if needless:
+            return computed_here(request, needless)
         try:
             self.sources.require_fit(request, remote)
         except ProtocolError:
@@ -209,8 +210,7 @@ class Consumer:
             )
         if self.sources.are_here(remote.remote_engine_id):
             self._searches.decline(prefill, found, time.monotonic())
-            computed_here(request, OWN)
-            return
+            return computed_here(request, OWN)
         self._receives[request.request_id] = Receive(None, self.sources.prefilled_tokens(request), found=found)
         self._renewer.keep_prefill(request.request_id, lambda: self._searches.address(found), prefill)
 

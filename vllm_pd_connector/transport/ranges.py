@@ -144,17 +144,21 @@ def few(
 ) -> tuple[Addresses, tuple[bool, bool], int] | None:
     """What `cut` and `Batches.take` make of a short transfer, in half of their time: its rows, the kinds of memory and
     a bound of what they cost. None where that is over `limit`, or a run has to be cut or looked up, or is wrong: they
-    look at that again.
+    look at that again. Few runs are cheaper as lists.
     """
-    length, count, ours, theirs = runs.length, runs.length.size, source.only, destination.only
+    count, ours, theirs = runs.length.size, source.only, destination.only
     if not count or count * per_descriptor > limit or ours is None or theirs is None:
         return None
-    most = length.item(length.argmax())
+    lengths = runs.length.tolist()
+    most = max(lengths)
     cost = count * (most + per_descriptor)
-    if cost > limit or most > longest or length.item(length.argmin()) < 1:
+    if cost > limit or most > longest or min(lengths) < 1:
         return None
-    if not (source.hold(runs.source, most) and destination.hold(runs.destination, most)):
-        return None
+    for places, (starts, stops) in ((runs.source, source.places), (runs.destination, destination.places)):
+        addresses = places.tolist()
+        index = bisect_right(starts, min(addresses)) - 1
+        if index < 0 or max(addresses) + most > stops[index]:
+            return None
     return _rows(runs, ours[1], theirs[1]), (ours[0], theirs[0]), cost
 
 

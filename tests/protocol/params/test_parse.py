@@ -365,6 +365,21 @@ def test_both_legs_of_a_request_have_one_name(params, request_id, name):
     assert p.pairing_name(params, request_id) == name
 
 
+@pytest.mark.parametrize(
+    ("request_id", "is_later"),
+    [
+        ("resp_b0c1_1-0123abcd", True),
+        ("resp_my_own_12-ABCDEF01", True),
+        ("resp_b0c1_0-0123abcd", False),  # the first
+        ("resp_my_5_0-0123abcd", False),
+        ("chatcmpl-resp_x_1-0123abcd", False),
+        ("resp_1-0123abcd", False),
+    ],
+)
+def test_the_later_rounds_of_a_response_are_known(request_id, is_later):
+    assert p.later_round(request_id) is is_later
+
+
 @pytest.mark.parametrize("transfer_id", [7, "", "t" * 513, ["t"]])
 def test_a_transfer_id_that_is_none_is_refused(transfer_id):
     with pytest.raises(ProtocolError, match="transfer_id"):

@@ -176,6 +176,7 @@ def test_a_line_that_nobody_looks_at_is_let_go_of_and_had_again(mine, worker):
     with line:
         mine.tick(time.monotonic() + process_watch.IDLE_S + 1)
         assert line.recv(1) == b""
+    assert not mine._watches, "of a thousand workers that ended none is kept for good"
     with worker.take(watch):
         until(lambda: looked(watch).here, "the next line")
     assert not watch.over

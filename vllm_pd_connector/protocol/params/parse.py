@@ -207,6 +207,7 @@ S = TypeVar("S", bound=ParamsStruct)
 MAX_NAME: Final = 512  # as `fields.RequestId`
 _RANDOM_SUFFIX: Final = re.compile(r"-[0-9a-f]{8}\Z", re.IGNORECASE)
 _LATER_OF_BATCH: Final = re.compile(r"(?:\d+_)?cmpl-.*(-[1-9]\d{0,5})-[0-9a-f]{8}\Z", re.IGNORECASE | re.DOTALL)
+_LATER_ROUND: Final = re.compile(r"resp_.*_[1-9]\d{0,5}-[0-9a-f]{8}\Z", re.IGNORECASE | re.DOTALL)
 _CHOICE: Final = re.compile(r"\d+_")  # vLLM 0.32, v1/engine/parallel_sampling.py; its own ids begin with a letter
 
 
@@ -321,6 +322,13 @@ def later_of_batch(request_id: str) -> str:
     """
     found = _LATER_OF_BATCH.match(request_id)
     return found.group(1) if found else ""
+
+
+def later_round(request_id: str) -> bool:
+    """Whether vLLM made it of a response with built-in tools after the first of them: all have that one's parameters,
+    and any engine of the instance may get them. Source: vLLM 0.32, `entrypoints/openai/responses/serving.py` (`sub_request_id`).
+    """
+    return _LATER_ROUND.match(request_id) is not None
 
 
 def choice_of(request_id: str) -> str:

@@ -11,6 +11,7 @@ at whose end it stands.
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+_NUMBER = re.compile(r"\d+")
 NO_PREFIX = (
     "no prefix of it can be read: its window has moved on with drafts that the answer did not take, or the first block "
     "of the window has come in part"
@@ -85,8 +87,9 @@ class Lending:
 
     def not_kept(self, request_id: str, why: str) -> None:
         """Say it in the log: once for each reason, since all turns of an instance may have it, then at level debug."""
-        level = logging.DEBUG if why in self._said else logging.INFO
-        self._said.add(why)
+        kind = _NUMBER.sub("", why)  # an epoch's: every change of the weights has another
+        level = logging.DEBUG if kind in self._said else logging.INFO
+        self._said.add(kind)
         logger.log(level, "request %s: its caches are not kept for a next turn: %s", request_id, why)
 
     def prefixes(self, request: Request, tables: BlockTables, num_tokens: int) -> tuple[Prefix, ...]:

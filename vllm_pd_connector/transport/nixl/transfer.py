@@ -42,7 +42,7 @@ class NixlTransfer:
     reads: bool
     waiting: list[Batches]
     descriptors: int
-    few: bool
+    few: bool = False
     posted: dict[int, tuple[int, int]] = field(default_factory=dict)
     posting: bool = False
     failure: TransferError | None = None
@@ -59,3 +59,13 @@ class NixlTransfer:
     def runs(self) -> int:
         """What the batches that run cost."""
         return sum(cost for cost, _ in self.posted.values())
+
+
+class Ended:
+    """A transfer that had ended when the call that posted it returned."""
+
+    __slots__ = ("descriptors", "reported")
+    left = 0
+
+    def __init__(self, descriptors: int) -> None:
+        self.descriptors, self.reported = descriptors, False

@@ -41,7 +41,7 @@ from vllm_pd_connector.transport.base import Transfer, TransferStatus, Transport
 from vllm_pd_connector.transport.endpoint import seal, unseal
 from vllm_pd_connector.transport.nixl.agents import Agent, Library, Preparation, may_arrive, ours
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, check, described  # noqa: F401  # see `registry.check`
-from vllm_pd_connector.transport.nixl.transfer import NixlPeer, NixlTransfer
+from vllm_pd_connector.transport.nixl.transfer import Ended, NixlPeer, NixlTransfer
 from vllm_pd_connector.transport.nixl.ways import ways  # noqa: F401  # see `registry.ways`
 from vllm_pd_connector.transport.nixl.window import DESCRIPTOR, LEAST
 from vllm_pd_connector.transport.ranges import Ranges, batches, cut, few
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm_pd_connector.geometry.manifest import Segment
-    from vllm_pd_connector.geometry.runs import Addresses, Runs
+    from vllm_pd_connector.geometry.runs import Runs
 
 logger = logging.getLogger(__name__)
 
@@ -152,17 +152,20 @@ class NixlTransport:
 
     def read(self, peer: TransportPeer, runs: Runs) -> Transfer:
         assert isinstance(peer, NixlPeer) and not peer.leaving
-        return self._start(peer, True, runs, peer.ranges, self._ranges)
+        given = peer, True, runs, peer.ranges, self._ranges
+        return self._at_once(*given) or self._start(*given)
 
     def write(self, peer: TransportPeer, runs: Runs) -> Transfer:
         assert isinstance(peer, NixlPeer) and not peer.leaving
-        return self._start(peer, False, runs, self._ranges, peer.ranges)
+        given = peer, False, runs, self._ranges, peer.ranges
+        return self._at_once(*given) or self._start(*given)
 
     def poll(self, transfer: Transfer) -> TransferStatus:
-        assert isinstance(transfer, NixlTransfer)
-        if transfer.outcome is TransferStatus.DONE and not transfer.reported:
-            transfer.reported = True  # as `follow` does, without its call: see `few`
+        if isinstance(transfer, Ended):
+            assert not transfer.reported, "polled after its end"
+            transfer.reported = True
             return TransferStatus.DONE
+        assert isinstance(transfer, NixlTransfer)
         return follow(transfer, self._advance)
 
     def replace_endpoint(self, peer: TransportPeer) -> None:
@@ -193,28 +196,53 @@ class NixlTransport:
                 agent.library = None
         self._library.close()
 
+    def _at_once(
+        self, peer: NixlPeer, reads: bool, runs: Runs, source: Ranges, destination: Ranges
+    ) -> NixlTransfer | Ended | None:
+        """A short transfer, which mostly has ended when the call that posts it returns; the window learns nothing of
+        it. None if nothing was posted: it is not short, or fails, which `_start` says. One function and no object: each
+        costs a microsecond of the hundred that the library takes for 1 MiB where no code is in a cache."""
+        if peer.window.running:
+            return None
+        short = few(runs, source, destination, DESCRIPTOR, self._few, _DESCRIPTOR_COST_BYTES)
+        if short is None:
+            return None
+        rows, (from_cuda, to_cuda), cost = short
+        nixl, agent, name, operation, failure = self._nixl, peer.agent.library, peer.name, self._nixl.NIXL_WRITE, None
+        try:
+            local = nixl.nixlXferDList(self._kinds[from_cuda], rows[0])
+            remote = nixl.nixlXferDList(self._kinds[to_cuda], rows[1])
+            if reads:
+                operation, local, remote = nixl.NIXL_READ, remote, local
+            handle = agent.createXferReq(operation, local, remote, name, b"", [])
+        except Exception:
+            return None
+        try:
+            if agent.postXferReq(handle, b"") != nixl.NIXL_IN_PROG:
+                self._release(peer, handle)
+                return Ended(rows.shape[1])
+        except self._errors as error:
+            failure = ours(error, f"posting a transfer with agent {name}", started=True)
+        except Exception as error:
+            failure = _unexpected(error, name)
+        transfer = NixlTransfer(peer, reads, [], rows.shape[1], few=True)
+        peer.running += 1
+        peer.window.posted(cost, None, runs=True)
+        transfer.posted[handle] = cost, rows.shape[1]
+        if failure is not None:  # some of it may be posted: who asked is told with the next look
+            self._failed(transfer, failure)
+            self._conclude(transfer)
+        return transfer
+
     def _start(self, peer: NixlPeer, reads: bool, runs: Runs, source: Ranges, destination: Ranges) -> NixlTransfer:
-        window, at_once, waiting = peer.window, None, []
-        if not window.running:  # then so little is posted whatever the window is, which learns nothing from it
-            at_once = few(runs, source, destination, DESCRIPTOR, self._few, _DESCRIPTOR_COST_BYTES)
-        if at_once is None:
-            runs = cut(runs, source, destination, min(self._options.batch_bytes, window.longest))
-            waiting = batches(runs, source, destination, _DESCRIPTOR_COST_BYTES)
-        transfer = NixlTransfer(peer, reads, waiting, runs.length.size, at_once is not None)
+        runs = cut(runs, source, destination, min(self._options.batch_bytes, peer.window.longest))
+        waiting = batches(runs, source, destination, _DESCRIPTOR_COST_BYTES)
+        transfer = NixlTransfer(peer, reads, waiting, runs.length.size)
         peer.running += 1
         try:
-            if at_once is None:
-                self._advance(transfer)
-            else:
-                self._give(transfer, *at_once, timed=False)
-                if transfer.posted or transfer.failure is not None:
-                    self._conclude(transfer)
-                else:
-                    transfer.outcome = TransferStatus.DONE
-                    peer.running -= 1
-        except Exception as error:  # some of it may be posted: who asked is told with the next look
-            logger.exception("a transfer with agent %s", peer.name)
-            self._failed(transfer, TransferError(f"unexpected {type(error).__name__}: {error}", terminal=False))
+            self._advance(transfer)
+        except Exception as error:
+            self._failed(transfer, _unexpected(error, peer.name))
         return transfer
 
     def _advance(self, transfer: NixlTransfer) -> None:
@@ -307,15 +335,9 @@ class NixlTransport:
         rows, cost = waiting.take(min(self._options.batch_bytes, room), _MOST_DESCRIPTORS)
         if not waiting.rest:
             del transfer.waiting[0]
-        self._give(transfer, rows, waiting.cuda, cost, timed=True)
-
-    def _give(
-        self, transfer: NixlTransfer, rows: Addresses, cuda: tuple[bool, bool], cost: int, *, timed: bool
-    ) -> None:
-        """Give a batch to the library; `timed`: the window learns from it how long that takes."""
         peer, nixl = transfer.peer, self._nixl
-        source = nixl.nixlXferDList(self._kinds[cuda[0]], rows[0])
-        destination = nixl.nixlXferDList(self._kinds[cuda[1]], rows[1])
+        source = nixl.nixlXferDList(self._kinds[waiting.cuda[0]], rows[0])
+        destination = nixl.nixlXferDList(self._kinds[waiting.cuda[1]], rows[1])
         operation, local, remote = nixl.NIXL_WRITE, source, destination
         if transfer.reads:
             operation, local, remote = nixl.NIXL_READ, destination, source
@@ -326,14 +348,13 @@ class NixlTransport:
             # Where the library has forgotten the peer, all others that are connected to it are to connect anew.
             gone = name in peer.agent.lost
             return self._failed(transfer, ours(error, f"preparing a transfer with agent {name}", started=gone))
-        began = peer.window.begin() if timed else None
+        began = peer.window.begin()
         try:
             runs = agent.postXferReq(handle, b"") == nixl.NIXL_IN_PROG
         except self._errors as error:
             self._failed(transfer, ours(error, f"posting a transfer with agent {name}", started=True))
             runs = True  # the library posts one descriptor after the other: some may have begun
-        if timed or runs:
-            peer.window.posted(cost, began, runs=runs)
+        peer.window.posted(cost, began, runs=runs)
         if runs:
             transfer.posted[handle] = cost, rows.shape[1]
         else:
@@ -367,6 +388,11 @@ class NixlTransport:
         if agent in self._older and not agent.peers:
             self._older.remove(agent)
             self._library.end_in_background(agent)
+
+
+def _unexpected(error: Exception, name: str) -> TransferError:
+    logger.error("a transfer with agent %s", name, exc_info=error)
+    return TransferError(f"unexpected {type(error).__name__}: {error}", terminal=False)
 
 
 def create(options: Mapping[str, object], use: Use) -> NixlTransport:

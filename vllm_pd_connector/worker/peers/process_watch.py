@@ -43,7 +43,7 @@ DIAL_S = 10.0
 LOOK_S = 0.25
 """How often one looks who waits for an end."""
 MAX_WATCHES = 4096
-IDLE_S = 3600.0
+IDLE_S, TICK_S = 3600.0, 60.0
 
 _BETWEEN = (
     "closed its line, or a proxy in between did, or what translates addresses there: its end cannot be seen through "
@@ -147,6 +147,7 @@ class ProcessWatches:
         self._hub = LivenessHub(str(address), name, lost=wake)
         self.own = LivenessAddress(str(address), self._hub.port, name)
         self._watches: dict[str, ProcessWatch] = {}
+        self._ticked_at = -inf
 
     def watch(self, life: LivenessAddress, now: float) -> ProcessWatch:
         """The watch of a worker, begun if there is none."""
@@ -161,10 +162,14 @@ class ProcessWatches:
         return watch
 
     def tick(self, now: float) -> None:
-        """Let go of links that nobody has looked at for long."""
-        for watch in self._watches.values():
+        """Forget whom nobody has looked at for long; who holds the watch may look again."""
+        if now < self._ticked_at + TICK_S:  # called in every turn, and there may be thousands
+            return
+        self._ticked_at = now
+        for name, watch in list(self._watches.items()):
             if watch.used_at + IDLE_S <= now:
                 watch.let_go()
+                del self._watches[name]
 
     def close(self) -> None:
         """End all links: who watches this worker takes it for ended."""

@@ -31,33 +31,33 @@ of its own: to make one takes ten times as long, and every layer may be a wave."
 
 
 class StepClock:
-    """See the module. All methods can be called from any thread."""
+    """See the module. `launched` is for the one thread that launches forwards, all else for any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        """Whoever takes something out of `_running` holds it; to append needs none."""
         self._done = 0
         self._ahead = 0, 0
         self._running: deque[_Launched] = deque()
-        self._step, self._at = 0, 0.0
-        """Of which step something was launched last, and when."""
-        self._wave_s = 0.0
-        """What the latest wave took, if it was not the first of its step."""
+        self._latest = 0, 0.0, 0.0
+        """Of which step something was launched last, when, and what that wave took if it was not the step's first."""
 
     def launched(self, step: int, is_done: Callable[[], bool], waves: int | None = None) -> bool:
         """The forward of `step` was launched, or of its layers so many `waves`; `is_done` tells, from any thread,
         whether that has ended. Returns whether who sleeps must be told: no, where `pause` lets it look for this."""
         now = time.monotonic()
+        before, at, _ = self._latest
+        goes_on = step == before
+        self._latest = step, now, now - at if goes_on else 0.0
+        if goes_on and waves is not None:  # the most of them: nothing but this
+            self._running.append((step, waves, is_done, now))
+            return False
         with self._lock:
-            goes_on = step == self._step
-            self._wave_s = now - self._at if goes_on else 0.0
-            self._step, self._at = step, now
-            asked = bool(self._running) and goes_on
+            self._look()  # nobody else may ask, and what is done is not kept
+            asked = goes_on and bool(self._running)
+            self._running.append((step, waves, is_done, now))
             self._look()
-            if self._running or not is_done():
-                self._running.append((step, waves, is_done, now))
-            else:
-                self._ends(step, waves)
-        return not asked and (waves is None or not goes_on)
+        return not asked
 
     def done(self) -> int:
         """The latest step that is done, and all before it."""
@@ -79,13 +79,14 @@ class StepClock:
             if step <= self._done or (step, waves) < self._ahead:
                 return 0.0
             now = time.monotonic()
-            launched_at = next((at for running, _, _, at in self._running if running >= step), None)
+            running = (self._running[i] for i in range(len(self._running)))  # others may be appended meanwhile
+            launched_at = next((at for number, _, _, at in running if number >= step), None)
             if launched_at is not None:
                 return pause(now - launched_at)
-            if step != self._step:
+            latest, at, wave_s = self._latest
+            if step != latest:
                 return None
-            since = now - self._at
-            return max(self._wave_s - since, max(self._wave_s, since) * _LATE_SHARE, SHORTEST_S)
+            return max(wave_s - (now - at), max(wave_s, now - at) * _LATE_SHARE, SHORTEST_S)
 
     def _look(self) -> None:
         while self._running and self._running[0][2]():
