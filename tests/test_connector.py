@@ -23,7 +23,7 @@ def engine(**model: Any) -> Any:
     transfer = SimpleNamespace(kv_connector_extra_config={}, kv_buffer_device="cpu", is_kv_producer=True)
     return SimpleNamespace(
         kv_transfer_config=transfer,
-        model_config=SimpleNamespace(**{"is_diffusion": False} | model),
+        model_config=SimpleNamespace(**{"is_diffusion": False, "enable_cumem_allocator": False} | model),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
     )
 
@@ -41,6 +41,16 @@ def test_an_engine_whose_caches_go_without_a_word_is_refused(monkeypatch, follow
         with pytest.raises(InvalidConfig, match="enable_sleep_mode"):
             PDConnector(asleep, role, cache)
     PDConnector(asleep if follows else engine(enable_sleep_mode=False), KVConnectorRole.WORKER, cache).shutdown()
+
+
+def test_caches_in_memory_that_moves_stop_the_engine_by_either_name(monkeypatch):
+    """vLLM looks at the older name of the variable alone."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native,expandable_segments:True")
+    for role in KVConnectorRole:
+        with pytest.raises(InvalidConfig, match="PYTORCH_ALLOC_CONF: expandable_segments:True"):
+            PDConnector(engine(enable_sleep_mode=False), role, SimpleNamespace())
+    own_pool = engine(enable_sleep_mode=False, enable_cumem_allocator=True)
+    PDConnector(own_pool, KVConnectorRole.WORKER, SimpleNamespace()).shutdown()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ worker. Each method here belongs to one role; see `docs/design/contract.md` for 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
-        facts.require_lasting_memory(vllm_config)
+        facts.require_lasting_memory(vllm_config, os.environ)
         facts.require_served_device(vllm_config)
         facts.require_caches_alone(vllm_config)
         facts.require_prefills_that_end(vllm_config)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.gpu.stand_in import VARIABLE
-from vllm_pd_connector.compat.memory import make_device_current
+from vllm_pd_connector.compat.memory import make_device_current, marker
 from vllm_pd_connector.geometry.manifest import Segment
 
 
@@ -25,6 +25,21 @@ def test_a_thread_works_on_the_segments_device_and_something_was_done_there(monk
     done.clear()
     make_device_current([Segment(0, 16, "cpu", 0)])
     assert not done
+
+
+def test_who_waits_for_what_a_device_does_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own wait spins: in the thread that launches forwards, where the step of a drafter ends a prefill."""
+    made: list[dict[str, Any]] = []
+
+    class Event:
+        def __init__(self, **how: Any) -> None:
+            made.append(how)
+
+        def record(self) -> None: ...
+
+    monkeypatch.setattr(torch, "Event", Event)
+    marker([Segment(0, 16, "cuda", 3)])()
+    assert made == [{"blocking": True}]
 
 
 @pytest.mark.gpu

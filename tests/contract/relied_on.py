@@ -132,7 +132,8 @@ MEMBERS = (
         "vllm.config.model:ModelConfig",
         "model model_weights architecture dtype hf_config hf_text_config hf_config_path hf_overrides max_model_len "
         "original_max_model_len get_and_verify_max_len "
-        "enable_sleep_mode get_total_num_hidden_layers get_hidden_size get_total_num_kv_heads get_head_size "
+        "enable_sleep_mode enable_cumem_allocator "
+        "get_total_num_hidden_layers get_hidden_size get_total_num_kv_heads get_head_size "
         "try_get_generation_config override_generation_config multimodal_config uses_mrope revision "
         "model_class_overrides config_format is_mm_prefix_lm is_diffusion",
     ),

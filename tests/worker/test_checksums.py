@@ -32,6 +32,7 @@ from vllm_pd_connector.sidechannel.server import SideChannelServer
 from vllm_pd_connector.worker import checksum_server
 from vllm_pd_connector.worker.checksum_server import ChecksumServer
 from vllm_pd_connector.worker.checksums import is_chosen, of_pieces, to_messages
+from vllm_pd_connector.worker.receive import compare
 
 
 class Verifying(Prefill):
@@ -79,6 +80,19 @@ def test_equal_contents_are_verified_and_counted(decode):
         assert all(decode.received(*(prefill.held(name) for name in names)))
         decode.until(lambda: decode.verified == 5, "the count")
         assert (decode.worker.memory == decode.expected()).all()
+
+
+def test_who_makes_sums_has_the_caches_device(monkeypatch):
+    """In a thread of another device each rank of a host would begin a context on the first GPU, beside its caches."""
+    made = {}
+    for module in (checksum_server, compare):
+        monkeypatch.setattr(
+            module, "make_device_current", lambda segments: made.update({threading.current_thread().name: segments})
+        )
+    decode = Decode(Config(transport="loopback", staging_bytes=0, verify="all", transfer_timeout=20.0))
+    with contextlib.closing(decode.loop), contextlib.closing(Verifying()) as prefill:
+        assert decode.received(prefill.held("a")) == [True]
+        assert made == {"pd-sums": prefill.makers[-1]._manifest.segments, "pd-sums_0": real(decode.worker).segments}
 
 
 def test_what_is_compared_is_visible_before(decode, monkeypatch):

@@ -67,7 +67,7 @@ def marker(segments: Sequence[Segment]) -> Callable[[], Mark]:
     import torch
 
     def mark() -> Mark:
-        event: Mark = torch.Event()
+        event: Mark = torch.Event(blocking=True)  # who waits for it sleeps
         event.record()  # type: ignore[attr-defined]  # of the event, not of the mark
         return event
 

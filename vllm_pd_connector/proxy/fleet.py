@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 FAILURES = 2
 GONE_FAILURES = 30
-"""After so many bad checks in a row nothing that was known of an instance's cache is kept: it will be another process."""
+"""After so many bad checks in a row nothing is known any more of an instance's cache: it will be another process."""
 LOOK_S = 10.0  # for what an instance says of itself, which it does at once
 
 

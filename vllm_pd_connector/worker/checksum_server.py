@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.compat.memory import make_device_current
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.checksums.sums import checksums
 from vllm_pd_connector.protocol.wire.messages import (
@@ -70,8 +71,12 @@ class ChecksumServer:
 
     def _run(self) -> None:
         """Begin again after an unexpected error: without this thread no comparison would ever be answered."""
+        current = False
         while not self._stop:
             try:
+                if not current:
+                    make_device_current(self._manifest.segments)
+                    current = True
                 self._serve()
             except Exception:
                 logger.exception("sums of worker %d", self._worker)

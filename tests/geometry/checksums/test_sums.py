@@ -12,6 +12,7 @@ from tests.support.geometry.request import Move, make_move
 from tests.support.geometry.world import Model, Side
 from tests.support.geometry.written import written
 from vllm_pd_connector.errors import BindError
+from vllm_pd_connector.geometry.checksums import digest
 from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums, common_starts, difference
 from vllm_pd_connector.geometry.manifest import Manifest
 from vllm_pd_connector.geometry.plan import make_plan
@@ -84,14 +85,16 @@ def test_every_replica_must_agree() -> None:
     )
 
 
-def test_memory_that_must_be_gathered_has_the_same_sums() -> None:
+def test_memory_that_must_be_gathered_has_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     move = make_move(MODEL, Side(tp=2), Side(layout="BHLNC", block_tokens=6), 3, 11)
     (worker,) = written(move, move.destination, move.destination_tables, "d-1")
 
     class Gathered:
         def gather(self, offset: int, stride: int, extent: int, pages: np.ndarray) -> np.ndarray:
+            assert 0 < len(pages) <= 2, "what is gathered at once takes a device's memory, which nobody has counted"
             return np.stack([worker.memory[offset + page * stride :][:extent] for page in pages])
 
+    monkeypatch.setattr(digest, "PAGES_AT_ONCE", 2)
     direct, gathered = (
         checksums(worker.manifest, [memory], move.destination_tables, [3], 11) for memory in (worker.memory, Gathered())
     )

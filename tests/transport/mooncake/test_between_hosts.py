@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.transport.ends import End, ProcessPeer, until, whole
 from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
+from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.mooncake import engine as mooncake_engine
 from vllm_pd_connector.transport.mooncake import transport as mooncake_transport
@@ -31,9 +33,11 @@ from vllm_pd_connector.transport.mooncake.engine import (
     choose_protocol,
     load_module,
     own_devices,
+    require_offered,
     start_engine,
 )
 from vllm_pd_connector.transport.mooncake.sockets import restrict_listeners
+from vllm_pd_connector.transport.ranges import Ranges
 
 pytestmark = pytest.mark.libraries
 
@@ -57,7 +61,7 @@ def peer() -> Iterator[ProcessPeer]:
 
 
 def found(protocol: str, *devices: str) -> SegmentDescriptor:
-    return SegmentDescriptor(protocol, tuple(map(Device, devices)))
+    return SegmentDescriptor(protocol, devices=tuple(map(Device, devices)))
 
 
 def test_an_engine_that_fell_back_to_tcp_is_refused_where_rdma_was_asked_for() -> None:
@@ -68,6 +72,22 @@ def test_an_engine_that_fell_back_to_tcp_is_refused_where_rdma_was_asked_for() -
     engine, used = start_engine(module, MooncakeOptions(), "rdma", HERE, serves=True)
     assert used == "tcp"
     assert fetch_descriptor(HERE, engine.get_rpc_port(), 10).protocol == "tcp"
+
+
+def test_memory_that_the_library_takes_and_does_not_offer_is_refused() -> None:
+    """Over NVLink it takes memory of other allocators with a warning alone, and no transfer of it would ever work."""
+    engine, _ = start_engine(load_module("tcp", HERE), MooncakeOptions(protocol="tcp"), "tcp", HERE, serves=True)
+    memory = np.zeros((4, 1 << 16), dtype=np.uint8)
+    port, segments = engine.get_rpc_port(), [Segment(row.ctypes.data, row.nbytes, "cpu", 0) for row in memory]
+    for row in memory[:3]:
+        assert engine.register_memory(row.ctypes.data, row.nbytes) == 0
+    offered = [*segments[:1], Segment(segments[1].address, 2 << 16, "cpu", 0)]  # one piece of two registrations
+    require_offered(HERE, port, Ranges.of(offered, "this worker"), "tcp")
+    with pytest.raises(TransferError, match=rf"took 65536 bytes at {segments[3].address:#x} and offers peers 0 of"):
+        require_offered(HERE, port, Ranges.of([*offered, segments[3]], "this worker"), "nvlink")
+    both = Segment(segments[2].address, 2 << 16, "cpu", 0)
+    with pytest.raises(TransferError, match=r"took 131072 bytes .* offers peers 65536 of"):
+        require_offered(HERE, port, Ranges.of([both], "this worker"), "nvlink")
 
 
 def test_a_fall_back_that_nobody_forbade_is_logged(caplog: pytest.LogCaptureFixture) -> None:

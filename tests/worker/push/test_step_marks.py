@@ -193,7 +193,7 @@ def make_worker(
     )
     config: Any = SimpleNamespace(
         kv_transfer_config=transfer,
-        model_config=SimpleNamespace(enable_sleep_mode=False, is_diffusion=False),
+        model_config=SimpleNamespace(enable_sleep_mode=False, enable_cumem_allocator=False, is_diffusion=False),
         parallel_config=SimpleNamespace(data_parallel_index=0, decode_context_parallel_size=1),
     )
     connector = PDConnector(config, KVConnectorRole.WORKER, None)

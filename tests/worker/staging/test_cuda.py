@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,10 +17,12 @@ from tests.support.effort import examples
 from tests.support.gpu.stand_in import Gpus, stand_in
 from tests.worker.staging.test_stager import copies
 from vllm_pd_connector.errors import TransferError
+from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.staging.strided_copy import Copy
 from vllm_pd_connector.worker.staging import cuda
 from vllm_pd_connector.worker.staging.copiers import CpuCopier
 from vllm_pd_connector.worker.staging.cuda import CudaCopier, by_torch
+from vllm_pd_connector.worker.staging.stager import Stager
 
 pytestmark = pytest.mark.libraries
 LAYS = 1 << 14
@@ -74,6 +77,21 @@ def test_many_elements_are_many_programs(gpus: Gpus) -> None:
     work = [Copy(0, into, 8 * BLOCK, ()), Copy(8 * BLOCK, into + 8 * BLOCK, 8, ((BLOCK, 8, 8),))]
     run(with_kernel(), source, work, gather=False)
     assert (memory[0] == memory[1]).all()
+
+
+def test_who_converts_nothing_compiles_nothing(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A prefill instance that is read from has no staging buffer, and its image may have no compiler."""
+    from vllm_pd_connector.worker.staging import kernel
+
+    compiled: list[object] = []
+    monkeypatch.setattr(kernel, "compile_all", compiled.append)
+    segments = [Segment(1 << 20, 1 << 20, "cuda", 0)]
+    Stager(SimpleNamespace(), segments, 0)  # type: ignore[arg-type]
+    assert not compiled and not caplog.records
+    Stager(SimpleNamespace(), segments, 1 << 20)  # type: ignore[arg-type]
+    assert compiled
 
 
 @pytest.mark.parametrize("wide", [False, True])

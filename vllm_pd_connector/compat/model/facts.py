@@ -262,16 +262,23 @@ def first_engine(config: VllmConfig) -> str | None:
     return str(parallel.data_parallel_master_ip) if parallel.data_parallel_index else None
 
 
-def require_lasting_memory(config: VllmConfig) -> None:
+def require_lasting_memory(config: VllmConfig, environ: Mapping[str, str]) -> None:
     """Refuse vLLM's sleep mode where nobody tells when: an engine that wakes up has its caches in other memory under
-    the same addresses, and what a transport registered before still names the former.
+    the same addresses, and what a transport registered before still names the former. And PyTorch's expandable
+    segments, whose memory moves likewise: vLLM refuses them for every connector, by the older of their two names alone.
 
     Raises:
-        InvalidConfig: it is enabled, and this vLLM does not tell.
+        InvalidConfig: sleep mode is enabled, and this vLLM does not tell; or the segments are, for vLLM's caches.
 
     Source: vLLM 0.32, `GPUWorker.sleep`, `VllmConfig._verify_kv_transfer_compat`; 0.33 asks `supports_sleep_mode` and
     calls `unregister_kv_caches` and `restore_kv_caches`.
     """
+    cumem = config.model_config.enable_cumem_allocator  # has a pool without them for the caches
+    if "expandable_segments:True" in environ.get("PYTORCH_ALLOC_CONF", "") and not cumem:
+        raise InvalidConfig(
+            "PYTORCH_ALLOC_CONF: expandable_segments:True lets the caches' memory move while transports have it "
+            "registered, as vLLM says of PYTORCH_CUDA_ALLOC_CONF; leave it out, or serve with --enable-cumem-allocator"
+        )
     if config.model_config.enable_sleep_mode and not FOLLOWS_SLEEP:
         raise InvalidConfig(
             f"enable_sleep_mode: an engine of vLLM {vllm_version()} that sleeps gives the caches' memory away without "

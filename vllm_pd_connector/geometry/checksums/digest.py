@@ -11,10 +11,10 @@ not meant to resist anybody.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -102,12 +102,8 @@ def digests(
 
 
 def _page_values(tensor: Tensor, memory: Memory, pages: NDArray[np.int64]) -> tuple[Values, int]:
-    """Values of shape (pages, tokens or 1, indices), and the global number of the first index."""
-    if not isinstance(memory, np.ndarray):
-        extent = tensor.itemsize + sum((axis.size - 1) * axis.stride for axis in tensor.axes)
-        memory = memory.gather(tensor.offset, tensor.page_stride, extent, pages).reshape(-1)
-        tensor = msgspec.structs.replace(tensor, offset=0, page_stride=extent, pages=len(pages))
-        pages = np.arange(len(pages))
+    """Values of shape (pages, tokens or 1, indices), and the global number of the first index. A device's pages come
+    to the host `PAGES_AT_ONCE` at a time: to gather them takes as much of its memory, which nobody has counted."""
     axes = logical_axes(tensor.axes)
     token = [axis for axis in tensor.axes if axis.name is AxisName.TOKEN]
     named = [AxisName.HEAD] if token else [AxisName.HEAD, AxisName.CHANNEL]
@@ -115,19 +111,29 @@ def _page_values(tensor: Tensor, memory: Memory, pages: NDArray[np.int64]) -> tu
     inner = [axis for axis in axes if axis is not index]
     unit = tensor.itemsize if tensor.itemsize in (1, 2, 4, 8) else 1
     outer = [axis for axis in (token[0] if token else None, index) if axis is not None]
-    view: NDArray[np.unsignedinteger] = np.ndarray(
-        (tensor.pages, *(axis.size for axis in outer + inner), tensor.itemsize // unit),
-        dtype=f"<u{unit}",
-        buffer=memory,
-        offset=tensor.offset,
-        strides=(tensor.page_stride, *(axis.stride for axis in outer + inner), unit),
-    )
+    extent = tensor.itemsize + sum((axis.size - 1) * axis.stride for axis in tensor.axes)
+
+    def view(buffer: NDArray[np.uint8], count: int, offset: int, page_stride: int) -> NDArray[np.unsignedinteger]:
+        return np.ndarray(
+            (count, *(axis.size for axis in outer + inner), tensor.itemsize // unit),
+            dtype=f"<u{unit}",
+            buffer=buffer,
+            offset=offset,
+            strides=(page_stride, *(axis.stride for axis in outer + inner), unit),
+        )
+
     shape = (token[0].size if token else 1, index.size if index else 1)
-    weights = _weights(int(np.prod(view.shape[1 + len(outer) :])))
+    weights = _weights(math.prod(axis.size for axis in inner) * tensor.itemsize // unit)
     values = np.empty((len(pages), *shape), dtype=np.uint64)
     for i in range(0, len(pages), PAGES_AT_ONCE):
-        chunk = view[pages[i : i + PAGES_AT_ONCE]].astype(np.uint64)
-        values[i : i + PAGES_AT_ONCE] = mix((chunk.reshape(-1, *shape, len(weights)) * weights).sum(axis=-1))
+        some = pages[i : i + PAGES_AT_ONCE]
+        if isinstance(memory, np.ndarray):
+            chunk = view(memory, tensor.pages, tensor.offset, tensor.page_stride)[some]
+        else:
+            gathered = memory.gather(tensor.offset, tensor.page_stride, extent, some)
+            chunk = view(gathered.reshape(-1), len(some), 0, extent)
+        wide = chunk.astype(np.uint64).reshape(-1, *shape, len(weights))
+        values[i : i + PAGES_AT_ONCE] = mix((wide * weights).sum(axis=-1))
     return values, index.start if index else 0
 
 

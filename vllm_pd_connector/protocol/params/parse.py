@@ -326,8 +326,7 @@ def later_of_batch(request_id: str) -> str:
 
 def later_round(request_id: str) -> bool:
     """Whether vLLM made it of a response with built-in tools after the first of them: all have that one's parameters,
-    and any engine of the instance may get them. Source: vLLM 0.32, `entrypoints/openai/responses/serving.py` (`sub_request_id`).
-    """
+    and any engine may get them. Source: vLLM 0.32, `entrypoints/openai/responses/serving.py` (`sub_request_id`)."""
     return _LATER_ROUND.match(request_id) is not None
 
 

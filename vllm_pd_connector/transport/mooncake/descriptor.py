@@ -29,10 +29,18 @@ class Device(msgspec.Struct, frozen=True):
     name: str
 
 
+class Buffer(msgspec.Struct, frozen=True):
+    """Memory that peers may name: address and length in bytes."""
+
+    addr: int
+    length: int
+
+
 class SegmentDescriptor(msgspec.Struct, frozen=True):
     """The part of it that we look at. `tcp_data_port` is 0 where there is none."""
 
     protocol: str
+    buffers: tuple[Buffer, ...] = ()
     devices: tuple[Device, ...] = ()
     tcp_data_port: int = 0
 

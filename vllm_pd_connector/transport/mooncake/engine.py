@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.transport.addresses import Address
     from vllm_pd_connector.transport.base import Use
+    from vllm_pd_connector.transport.ranges import Ranges
 
 logger = logging.getLogger(__name__)
 
@@ -262,6 +263,26 @@ def start_engine(
     used = check_started(found, options, protocol)
     restrict_listeners({port, found.tcp_data_port} - {0}, address if serves else None)
     return engine, used
+
+
+def require_offered(address: Address, port: int, ranges: Ranges, protocol: Protocol) -> None:
+    """Ask the engine for what it tells peers of the memory that was registered: over some ways the library takes memory
+    that it cannot share with a warning in its log alone, which is off, and no transfer would ever work.
+
+    Raises:
+        TransferError: some of it is not offered.
+    """
+    buffers = sorted((buffer.addr, buffer.length) for buffer in fetch_descriptor(address, port, DESCRIBE_S).buffers)
+    for start, stop in zip(*ranges.places, strict=True):
+        reached = start
+        for begin, length in buffers:
+            reached = max(reached, begin + length) if begin <= reached else reached
+        if reached < stop:
+            raise TransferError(
+                f"Mooncake took {stop - start} bytes at {start:#x} and offers peers {reached - start} of them by "
+                f"{protocol}: over NVLink it shares only what its own allocator made, which vLLM's caches are not; set "
+                "transport_options.protocol to rdma or tcp, or transport to nixl, which uses NVLink within a host"
+            )
 
 
 def segment_name(address: Address, port: int) -> str:

@@ -46,6 +46,7 @@ from vllm_pd_connector.transport.mooncake.engine import (
     choose_protocol,
     load_module,
     own_devices,
+    require_offered,
     start_engine,
 )
 from vllm_pd_connector.transport.mooncake.opening import Opening, Openings
@@ -140,7 +141,7 @@ class MooncakeTransport:
         self._address = local_address(self._options.address, self._options.route_to)
         check_reachability(self._options, self._address, use.serves)
         self._module = load_module(protocol, self._address)
-        self._name = f"{SAYS}{uuid.uuid4().hex}"
+        self._name, self._serves = f"{SAYS}{uuid.uuid4().hex}", use.serves
         self._ranges = Ranges.of((), "this worker")
         self._peers: dict[str, _Peer] = {}
         self._torn: _Peer | None = None  # from the library last, at `_torn_at`
@@ -180,6 +181,8 @@ class MooncakeTransport:
                     f"Mooncake refuses {len(here)} segments of {place[0]} memory (status {status}){hint}; locked "
                     "memory must be unlimited (ulimit -l)"
                 )
+        if self._serves:
+            require_offered(self._address, self._engine.get_rpc_port(), ranges, self._protocol)
         self._ranges = ranges
 
     def describe(self) -> bytes:

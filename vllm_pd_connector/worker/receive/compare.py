@@ -10,6 +10,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from vllm_pd_connector.compat.memory import make_device_current
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.checksums.sums import checksums, common_starts, difference
 from vllm_pd_connector.observability.stats import FailureKind
@@ -36,7 +37,8 @@ class ChecksumComparison:
         self._manifest = manifest
         self._memory = memory_of(manifest.segments) if config.verify != "off" else []
         self._wake = wake
-        self._summing = ThreadPoolExecutor(1, "pd-sums")
+        # In a thread of torch's device 0 each rank of a host would begin a context on that GPU, of hundreds of MiB.
+        self._summing = ThreadPoolExecutor(1, "pd-sums", make_device_current, (manifest.segments,))
         self._results: deque[Callable[[float], None]] = deque()
 
     def begin(self, active: ActiveReceive, calls: PendingCalls, drive: Drive, now: float) -> None:

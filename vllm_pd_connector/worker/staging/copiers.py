@@ -21,7 +21,7 @@ import numpy as np
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.worker.staging.base import Memory
-from vllm_pd_connector.worker.staging.cuda import CudaCopier
+from vllm_pd_connector.worker.staging.cuda import CudaCopier, by_torch
 from vllm_pd_connector.worker.staging.views import ArrayAt, cache_array
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ _PAGE = 4096
 _SMALL_ITEM = 16
 
 
-def copier_for(segments: Sequence[Segment]) -> Copier:
-    """The copier for caches in these segments, which lie on one device."""
+def copier_for(segments: Sequence[Segment], *, copies: bool = True) -> Copier:
+    """The copier for caches in these segments, which lie on one device; `copies`: that `begin` will be called."""
     device = next((segment for segment in segments if segment.device != "cpu"), None)
-    return CpuCopier() if device is None else CudaCopier(device.device_id)
+    return CpuCopier() if device is None else CudaCopier(device.device_id, None if copies else by_torch)
 
 
 class _Now:

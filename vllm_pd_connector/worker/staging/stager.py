@@ -105,9 +105,9 @@ class Stager:
 
     def __init__(self, transport: Transport, segments: Sequence[Segment], length: int) -> None:
         self._transport = transport
-        self.copier: Copier = copier_for(segments)
         # A chunk of the largest size must fit beside the gaps that smaller ones leave.
         self.chunk_bytes = length // CHUNKS_PER_BUFFER // ALIGNMENT * ALIGNMENT
+        self.copier: Copier = copier_for(segments, copies=self.chunk_bytes > 0)
         self._memory = self.copier.allocate(length, "the staging buffer (staging_bytes)") if self.chunk_bytes else None
         self.staging = StagingBuffer(length if self._memory else 0)
         self._streams: list[Stream] = []
