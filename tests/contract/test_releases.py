@@ -6,6 +6,7 @@ the rules, and `tests/e2e/matrix/test_tokens.py` pairs of two releases of vLLM.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -19,7 +20,8 @@ import msgspec
 import pytest
 
 import vllm_pd_connector
-from tests.contract.describe_wire import describe, differences, record_of
+from tests.contract import wire_values
+from tests.contract.describe_wire import HERE, describe, differences, record_of
 from tests.support.geometry.world import Model, Side, instance
 from tests.support.sidechannel.ends import ENGINE, INCARNATION, PATIENCE_S, collect
 from vllm_pd_connector.errors import ProtocolError
@@ -30,6 +32,8 @@ from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.worker.peers.link import decode
 
+RELEASED = {2: "8e7d74e719e7bb4b53ac133a4b58d1ce98936ab8428a89af6926df6f1d7b6654"}
+"""SHA-256 of the records of versions that a release speaks."""
 MESSAGES = Path("protocol") / "wire" / "messages.py"
 SERVES = f"""
 import signal, sys
@@ -132,6 +136,17 @@ def test_the_wire_is_the_one_that_its_version_names() -> None:
     assert record.is_file(), advice
     found = differences(msgspec.json.decode(record.read_bytes()), describe())
     assert not found, "\n".join([advice, *found])
+
+
+def test_the_wire_of_a_version_that_was_released_is_not_recorded_anew() -> None:
+    found = hashlib.sha256(record_of(m.PROTOCOL_VERSION).read_bytes()).hexdigest()
+    assert found == RELEASED[m.PROTOCOL_VERSION], "raise PROTOCOL_VERSION: 0.1.0rc1 speaks the wire of this number"
+
+
+def test_what_is_computed_for_a_peer_is_what_the_version_names() -> None:
+    """Formulas and texts that the other release compares with its own, or reads; no struct says them."""
+    recorded = msgspec.json.decode((HERE / f"values-{m.PROTOCOL_VERSION}.json").read_bytes())
+    assert wire_values.values() == recorded
 
 
 def test_what_is_new_gone_or_bounded_otherwise_is_named() -> None:
