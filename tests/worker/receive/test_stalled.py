@@ -374,8 +374,9 @@ def test_a_read_on_a_link_that_is_old_is_known_to_end_with_its_prefill_instance(
     processes = decode.loop._processes
 
     def an_hour_passes(now: float) -> None:
+        known = list(processes._watches.values())
         processes.tick(now + process_watch.IDLE_S + 1)
-        for watch in processes._watches.values():
+        for watch in known:
             assert watch.lost
             watch._dialled_at -= process_watch.IDLE_S
 

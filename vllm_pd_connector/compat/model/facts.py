@@ -273,8 +273,8 @@ def require_lasting_memory(config: VllmConfig, environ: Mapping[str, str]) -> No
     Source: vLLM 0.32, `GPUWorker.sleep`, `VllmConfig._verify_kv_transfer_compat`; 0.33 asks `supports_sleep_mode` and
     calls `unregister_kv_caches` and `restore_kv_caches`.
     """
-    cumem = config.model_config.enable_cumem_allocator  # has a pool without them for the caches
-    if "expandable_segments:True" in environ.get("PYTORCH_ALLOC_CONF", "") and not cumem:
+    expandable = "expandable_segments:True" in environ.get("PYTORCH_ALLOC_CONF", "")
+    if expandable and not config.model_config.enable_cumem_allocator:  # which has a pool without them for the caches
         raise InvalidConfig(
             "PYTORCH_ALLOC_CONF: expandable_segments:True lets the caches' memory move while transports have it "
             "registered, as vLLM says of PYTORCH_CUDA_ALLOC_CONF; leave it out, or serve with --enable-cumem-allocator"
