@@ -37,7 +37,7 @@ def test_who_waits_for_what_a_device_does_sleeps(monkeypatch: pytest.MonkeyPatch
 
         def record(self) -> None: ...
 
-    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     marker([Segment(0, 16, "cuda", 3)])()
     assert made == [{"blocking": True}]
 

@@ -139,8 +139,8 @@ def test_the_wire_is_the_one_that_its_version_names() -> None:
 
 
 def test_the_wire_of_a_version_that_was_released_is_not_recorded_anew() -> None:
-    found = hashlib.sha256(record_of(m.PROTOCOL_VERSION).read_bytes()).hexdigest()
-    assert found == RELEASED[m.PROTOCOL_VERSION], "raise PROTOCOL_VERSION: 0.1.0rc1 speaks the wire of this number"
+    found = {version: hashlib.sha256(record_of(version).read_bytes()).hexdigest() for version in RELEASED}
+    assert found == RELEASED, "raise PROTOCOL_VERSION: a release speaks the wire of this number (2: 0.1.0rc1)"
 
 
 def test_what_is_computed_for_a_peer_is_what_the_version_names() -> None:

@@ -8,6 +8,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -84,15 +85,16 @@ def test_equal_contents_are_verified_and_counted(decode):
 
 def test_who_makes_sums_has_the_caches_device(monkeypatch):
     """In a thread of another device each rank of a host would begin a context on the first GPU, beside its caches."""
-    made = {}
+    made = []
     for module in (checksum_server, compare):
         monkeypatch.setattr(
-            module, "make_device_current", lambda segments: made.update({threading.current_thread().name: segments})
+            module, "make_device_current", lambda segments: made.append((threading.current_thread().name, *segments))
         )
     decode = Decode(Config(transport="loopback", staging_bytes=0, verify="all", transfer_timeout=20.0))
     with contextlib.closing(decode.loop), contextlib.closing(Verifying()) as prefill:
-        assert decode.received(prefill.held("a")) == [True]
-        assert made == {"pd-sums": prefill.makers[-1]._manifest.segments, "pd-sums_0": real(decode.worker).segments}
+        assert decode.received(prefill.held("a"), prefill.held("b")) == [True, True]
+        theirs = [("pd-sums", *maker._manifest.segments) for maker in prefill.makers]
+        assert Counter(made) == Counter([*theirs, ("pd-sums_0", *real(decode.worker).segments)])
 
 
 def test_what_is_compared_is_visible_before(decode, monkeypatch):

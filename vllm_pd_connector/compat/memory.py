@@ -40,7 +40,7 @@ def make_device_current(segments: Sequence[Segment]) -> None:
 
 
 class Mark(Protocol):
-    """A point in what a thread launched on a device; to be asked from any thread. A `torch.Event` is one."""
+    """A point in what a thread launched on a device; to be asked from any thread. A `torch.cuda.Event` is one."""
 
     def query(self) -> bool:
         """Whether everything before it has been done."""
@@ -67,7 +67,7 @@ def marker(segments: Sequence[Segment]) -> Callable[[], Mark]:
     import torch
 
     def mark() -> Mark:
-        event: Mark = torch.Event(blocking=True)  # who waits for it sleeps
+        event: Mark = torch.cuda.Event(blocking=True)  # who waits for it sleeps; `torch.Event` takes no notice of that
         event.record()  # type: ignore[attr-defined]  # of the event, not of the mark
         return event
 

@@ -57,7 +57,8 @@ class Fleet:
         drop_after: float = math.inf,
         kv_events: Mapping[str, tuple[str, str]] | None = None,
     ):
-        """`drop_after`: seconds without an answer, after which one that was added by request (`joined`) is removed.
+        """`drop_after`: seconds for which one that was added by request (`joined`) fails its checks while others pass
+        theirs, after which it is removed.
         `kv_events`: endpoints of events and of their replay by instance, of those that do not say theirs; None to
         listen to no events."""
         self._metrics = metrics
@@ -88,8 +89,7 @@ class Fleet:
         if known is None:
             known = self._instances[url] = Instance(url, role, joined=joined)
         elif known.state is InstanceState.LEAVING:
-            known.state, known.why = InstanceState.NEW, "added again, not checked yet"
-        known.seen_at = time.monotonic()
+            known.state, known.why, known.seen_at = InstanceState.NEW, "added again, not checked yet", math.inf
         self._show(known)
         self._wake.set()
         return known
@@ -237,10 +237,8 @@ class Fleet:
                 return
             if instance.state is not InstanceState.UP or instance.failures >= FAILURES:
                 self._set(instance, InstanceState.DOWN, str(error) or type(error).__name__)
-            if instance.joined and time.monotonic() - instance.seen_at >= self._drop_after:
-                logger.warning(
-                    "%s has not answered for %g s: removed until added again", instance.url, self._drop_after
-                )
+            if self._is_lost(instance):
+                logger.warning("%s: no good check for %g s: removed until added again", instance.url, self._drop_after)
                 self.remove(instance.url)
             return
         instance.failures = instance.deaf = 0
@@ -253,6 +251,11 @@ class Fleet:
             self._set(instance, InstanceState.WRONG, wrong)
         else:
             self._set(instance, InstanceState.UP, "healthy")
+
+    def _is_lost(self, instance: Instance) -> bool:
+        """With none that passes its checks it may be the router that is cut off; who never passed may be loading."""
+        others = (one.seen_at for one in self._instances.values() if one.seen_at < math.inf)
+        return instance.joined and any(seen_at - instance.seen_at >= self._drop_after for seen_at in others)
 
     async def _get(self, instance: Instance, path: str) -> str:
         assert self._session is not None

@@ -91,8 +91,8 @@ class Wait:
 class Instance:
     """One instance. `asked` is the role that it was added with, None to use what it says; `deaf` counts checks in a row
     for which nobody listened there; `waits` are the legs whose answers are not there as a whole; `at_engine` counts
-    those that were given to one of its engines (`conversations`). `joined`: see `Fleet.add`; `seen_at`: when it was
-    added or last answered, by the monotonic clock."""
+    those that were given to one of its engines (`conversations`). `joined`: see `Fleet.add`; `seen_at`: when it
+    last passed a check, by the monotonic clock; infinite before the first time."""
 
     url: str
     asked: InstanceRole | None
@@ -107,7 +107,7 @@ class Instance:
     deaf: int = 0
     waits: set[Wait] = field(default_factory=set)
     joined: bool = False
-    seen_at: float = 0.0
+    seen_at: float = math.inf
 
     def does(self, role: InstanceRole) -> bool:
         """Whether requests of a role may go here, as far as it is known."""

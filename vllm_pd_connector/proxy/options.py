@@ -21,7 +21,7 @@ class Options:
     `policy` is by what an instance's cache is judged: "prefix" (by what it was sent) or "kv-events" (by what it
     announces, at the endpoints that it says or that `kv_events` has by its URL: of events, and of replay or empty).
     `slack` is by how many requests in flight an instance that knows a prompt may exceed the least busy one.
-    `drop_after`: without an answer, after which an instance that was added while the router ran is removed.
+    `drop_after`: of bad checks, while others' are good, after which one that was added while the router ran is removed.
     `conversations`: bring what decode instances keep of a turn to the prefill of the next. `introduce`: link instances
     before requests come. `otlp_traces_endpoint`: of a collector of spans.
     """

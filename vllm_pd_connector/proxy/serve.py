@@ -85,7 +85,11 @@ def _add_times(parser: argparse.ArgumentParser) -> None:
         ("read-timeout", defaults.limits.read_timeout, "longest silence of an instance"),
         ("check-interval", defaults.check_interval, "between two health checks"),
         ("facts-interval", defaults.facts_interval, "after which an instance is asked anew what it is"),
-        ("drop-after", defaults.drop_after, "without an answer, after which an added instance is removed"),
+        (
+            "drop-after",
+            defaults.drop_after,
+            "of bad checks, while others' are good, after which an added instance is removed",
+        ),
     ):
         parser.add_argument(f"--{name}", type=seconds, default=value, help=f"seconds {text} (default: {value:g})")
     parser.add_argument(

@@ -118,7 +118,7 @@ def _cuda(gpus: Gpus) -> dict[str, Any]:
             super().__init__(gpus, device)
 
     class Event(_Event):
-        def __init__(self) -> None:
+        def __init__(self, *, blocking: bool = False) -> None:
             super().__init__(gpus)
 
     @contextmanager

@@ -180,6 +180,8 @@ def test_a_line_that_nobody_looks_at_is_let_go_of_and_had_again(mine, worker):
     with worker.take(watch):
         until(lambda: looked(watch).here, "the next line")
     assert not watch.over
+    mine.tick(time.monotonic() + 2 * (process_watch.IDLE_S + 1))
+    assert not watch.here, "the line of a watch that was forgotten once is let go of again"
 
 
 def test_one_line_serves_all_who_watch_a_worker(mine, worker):

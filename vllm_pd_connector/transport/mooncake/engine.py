@@ -266,8 +266,8 @@ def start_engine(
 
 
 def require_offered(address: Address, port: int, ranges: Ranges, protocol: Protocol) -> None:
-    """Ask the engine for what it tells peers of the memory that was registered: over some ways the library takes memory
-    that it cannot share with a warning in its log alone, which is off, and no transfer would ever work.
+    """Ask the engine for what it tells peers of the memory that was registered: by some protocols the library takes
+    memory that it cannot share with a warning in its log alone, which is off, and no transfer would ever work.
 
     Raises:
         TransferError: some of it is not offered.
@@ -278,9 +278,10 @@ def require_offered(address: Address, port: int, ranges: Ranges, protocol: Proto
         for begin, length in buffers:
             reached = max(reached, begin + length) if begin <= reached else reached
         if reached < stop:
+            why = " (fabric memory is of its own allocator alone, which vLLM's caches are not)"
             raise TransferError(
                 f"Mooncake took {stop - start} bytes at {start:#x} and offers peers {reached - start} of them by "
-                f"{protocol}: over NVLink it shares only what its own allocator made, which vLLM's caches are not; set "
+                f"{protocol}{why * protocol.startswith('nvlink')}; MC_LOG_LEVEL=WARNING shows its own words; set "
                 "transport_options.protocol to rdma or tcp, or transport to nixl, which uses NVLink within a host"
             )
 

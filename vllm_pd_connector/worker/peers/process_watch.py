@@ -54,7 +54,7 @@ _BETWEEN = (
 class ProcessWatch:
     """What is known of one worker's process. Lives in the transfer thread; `look` is called by who wants to know."""
 
-    def __init__(self, life: LivenessAddress, dial: Callable[[LivenessAddress], LivenessLink]) -> None:
+    def __init__(self, life: LivenessAddress, dial: Callable[[ProcessWatch], LivenessLink]) -> None:
         self.life = life
         self.used_at = -inf
         self._dial = dial
@@ -119,15 +119,15 @@ class ProcessWatch:
         if now >= self._dialled_at + AGAIN_S:
             self._dialled_at = now
             try:
-                self._link = self._dial(self.life)
+                self._link = self._dial(self)
             except TransferError as error:  # ours to mend, and no word of that process
                 self._link, self._reason = None, str(error)
 
     def let_go(self) -> None:
         """End the link until somebody looks again."""
-        if self._link is not None and self._closed_at is None:
+        if self._link is not None and (self._closed_at is None or self.here):
             self._link.hang_up()
-            self._link = None
+            self._link = self._closed_at = None
 
 
 class ProcessWatches:
@@ -162,7 +162,7 @@ class ProcessWatches:
         return watch
 
     def tick(self, now: float) -> None:
-        """Forget whom nobody has looked at for long; who holds the watch may look again."""
+        """Forget whom nobody has looked at for long, until who holds the watch looks again."""
         if now < self._ticked_at + TICK_S:  # called in every turn, and there may be thousands
             return
         self._ticked_at = now
@@ -175,7 +175,9 @@ class ProcessWatches:
         """End all links: who watches this worker takes it for ended."""
         self._hub.close()
 
-    def _dial(self, life: LivenessAddress) -> LivenessLink:
+    def _dial(self, watch: ProcessWatch) -> LivenessLink:
+        life = watch.life
+        self._watches.setdefault(life.name, watch)
         try:
             address = ipaddress.ip_address(life.address)
         except ValueError:

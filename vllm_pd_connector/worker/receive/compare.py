@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.memory import make_device_current
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.geometry.checksums.sums import checksums, common_starts, difference
+from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums, common_starts, difference
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.wire.messages import Failure, GetChecksums, LeaseChecksums
 from vllm_pd_connector.worker.checksums import memory_of, of_pieces, starts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vllm_pd_connector.config import Config
+    from vllm_pd_connector.geometry.blocks import BlockTables
     from vllm_pd_connector.geometry.manifest import Manifest
     from vllm_pd_connector.sidechannel.client import Outcome
     from vllm_pd_connector.wake import Wake
@@ -37,8 +38,8 @@ class ChecksumComparison:
         self._manifest = manifest
         self._memory = memory_of(manifest.segments) if config.verify != "off" else []
         self._wake = wake
-        # In a thread of torch's device 0 each rank of a host would begin a context on that GPU, of hundreds of MiB.
-        self._summing = ThreadPoolExecutor(1, "pd-sums", make_device_current, (manifest.segments,))
+        self._summing = ThreadPoolExecutor(1, "pd-sums")
+        self._current = False
         self._results: deque[Callable[[float], None]] = deque()
 
     def begin(self, active: ActiveReceive, calls: PendingCalls, drive: Drive, now: float) -> None:
@@ -48,7 +49,7 @@ class ChecksumComparison:
         active.verified, unfilled = True, active.plan.unfilled
         starts = starts_of(request, self._manifest, active.first_valid_tokens)
         ours, theirs = common_starts(starts, active.plan, request.stop)
-        mine = self._summing.submit(checksums, self._manifest, self._memory, request.blocks, ours, request.stop)
+        mine = self._summing.submit(self._sums, request.blocks, ours, request.stop)
 
         def compare(outcome: Outcome) -> str:
             match outcome:
@@ -75,6 +76,14 @@ class ChecksumComparison:
             calls.ask(active.link.endpoint, message, self._timeout_s, answered)
         except ProtocolError as error:
             drive(active, receives.Compared(str(error)), now, FailureKind.VERIFICATION)
+
+    def _sums(self, blocks: BlockTables, starts: Sequence[int], stop: int) -> list[Checksum]:
+        """In the pool's thread. In one of torch's device 0 each rank of a host would begin a context on that GPU, of
+        hundreds of MiB."""
+        if not self._current:
+            make_device_current(self._manifest.segments)
+            self._current = True
+        return checksums(self._manifest, self._memory, blocks, starts, stop)
 
     def turn(self, now: float) -> None:
         """Give the receives what was found since."""
