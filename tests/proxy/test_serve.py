@@ -22,6 +22,7 @@ from tests.support.ports import free_port
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import HANDS_OVER, LIMIT, streams
 from vllm_pd_connector.arguments import base_url
+from vllm_pd_connector.proxy.router import Router
 from vllm_pd_connector.proxy.serve import _serve, add_arguments, options_of, run
 
 STARTS_WITHIN = 60.0
@@ -49,13 +50,14 @@ def test_the_command_line_says_what_the_router_does() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = "--prefill http://p --prefill http://q/ --decode http://d --instance http://i --read-timeout 3 --slack 0"
-    options = options_of(parser.parse_args([*words.split(), "--handoff", "serial"]))
+    options = options_of(parser.parse_args([*words.split(), "--handoff", "serial", "--drop-after", "9"]))
     assert (options.prefill, options.decode, options.instances) == (
         ["http://p", "http://q"],
         ["http://d"],
         ["http://i"],
     )
     assert (options.limits.read_timeout, options.slack, options.handoff) == (3.0, 0, "serial")
+    assert Router(options).fleet._drop_after == 9.0
 
 
 @pytest.mark.parametrize(

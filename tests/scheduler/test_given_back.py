@@ -237,6 +237,13 @@ def test_what_brings_the_parameters_of_an_earlier_request_is_computed(pair, capl
     assert all("d-1_" in line and "an earlier request has had what it brings" in line for line in caplog.messages)
 
 
+def test_a_later_round_of_a_response_asks_for_nothing_whichever_engine_gets_it(pair):
+    producer, consumer, pool = pair
+    for name, waits in (("resp_x_1-0123abcd", False), ("resp_x_0-0123abcd", True)):
+        consumer.on_new_request(round_ := make_request(name, hand_over(producer, name)))
+        assert bool(allocate(consumer, pool, round_)[0]) is waits
+
+
 def test_what_another_waits_for_or_failed_to_get_is_asked_for_again(pair):
     """While a use of it goes on a lease is held, and of one that failed it is the prefill side that knows why."""
     producer, consumer, pool = pair

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm_pd_connector.protocol.params.conversation import (
     parse_conversation,
     prefix_lengths,
 )
+from vllm_pd_connector.scheduler.conversations.lending import Lending
 
 SECRET = b"s" * 32
 
@@ -132,3 +134,13 @@ def test_what_cannot_be_encoded_is_no_text(field: str) -> None:
     (params["pd_connector"] if field in ("incarnation", "signature") else params)[field] = "e\ud800"
     with pytest.raises(ProtocolError, match="kv_transfer_params: 'utf-8' codec can't encode"):
         parse_conversation(params)
+
+
+def test_a_reason_with_another_number_in_it_is_no_other_reason(caplog):
+    """Each change of the weights has its own; what is remembered of them has no end else."""
+    lending = Lending.__new__(Lending)
+    lending._said = set()
+    caplog.set_level(logging.INFO, logger="vllm_pd_connector")
+    for epoch in range(1000):
+        lending.not_kept("d-1", f"computed with weights of epoch {epoch}")
+    assert len(lending._said) == len(caplog.messages) == 1

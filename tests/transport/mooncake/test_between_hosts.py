@@ -38,6 +38,7 @@ from vllm_pd_connector.transport.mooncake.engine import (
 )
 from vllm_pd_connector.transport.mooncake.sockets import restrict_listeners
 from vllm_pd_connector.transport.ranges import Ranges
+from vllm_pd_connector.transport.registry import create
 
 pytestmark = pytest.mark.libraries
 
@@ -88,6 +89,11 @@ def test_memory_that_the_library_takes_and_does_not_offer_is_refused() -> None:
     both = Segment(segments[2].address, 2 << 16, "cpu", 0)
     with pytest.raises(TransferError, match=r"took 131072 bytes .* offers peers 65536 of"):
         require_offered(HERE, port, Ranges.of([both], "this worker"), "nvlink")
+    with contextlib.closing(create("mooncake", LOCAL)) as transport:
+        transport._engine = held = HeldEngine(transport._engine)  # type: ignore[attr-defined]
+        held.batch_register_memory = lambda *_: 0  # type: ignore[attr-defined]
+        with pytest.raises(TransferError, match="offers peers 0 of"):
+            transport.register(segments)
 
 
 def test_a_fall_back_that_nobody_forbade_is_logged(caplog: pytest.LogCaptureFixture) -> None:

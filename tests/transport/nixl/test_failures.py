@@ -219,6 +219,16 @@ def test_a_post_that_a_defect_ended_is_one_that_may_still_write(
     assert peer.window.running == 0, "others of the peer are to be posted"
 
 
+def test_a_short_transfer_that_a_defect_ended_may_still_write_too(ends: tuple[End, End]) -> None:
+    end, other = ends
+    peer = end.transport.connect(other.endpoint, other.segments)
+    agent = instead(end, postXferReq=lambda handle, notification: 1 // 0)
+    transfer = end.transport.read(peer, whole(other.address, end.address, MIB))
+    with pytest.raises(TransferError, match="unexpected ZeroDivisionError") as failure:
+        end.finish(transfer)
+    assert not failure.value.terminal and not agent.released and peer.window.running == 0
+
+
 def test_a_disconnect_is_reported_when_nothing_lands_any_more(
     ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:

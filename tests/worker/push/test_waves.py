@@ -81,3 +81,14 @@ def test_who_looks_for_what_a_device_computes_is_told_of_nothing_more_of_that_st
     assert clock.launched(1, lambda: False, 1)
     assert not clock.launched(1, lambda: False, 2) and not clock.launched(1, lambda: False)
     assert clock.launched(2, lambda: False, 1), "which nobody looks for who waits for that alone"
+
+
+def test_waves_between_the_first_and_the_last_cost_the_forward_no_question_and_are_not_kept() -> None:
+    clock, asked = StepClock(), []
+    for step in range(1, 50):
+        for wave in range(1, 17):
+            before = len(asked)
+            clock.launched(step, lambda: not asked.append(None), wave)
+            assert wave == 1 or len(asked) == before
+        clock.launched(step, lambda: True)
+        assert not clock._running, "where nobody waits nobody looks"
