@@ -10,9 +10,9 @@ RUN := .venv/bin/python
 VLLM ?=
 OVERLAY := $(RUN) tools/vllm_overlay.py
 PYTEST := $(if $(VLLM),PD_TEST_VLLM=$(VLLM) PYTHONPATH="$$($(OVERLAY) $(VLLM))" ,).venv/bin/pytest
-# Processes for the tests without servers, which wait as much as they compute.
+# Processes for the tests without servers, which wait as much as they compute. One whose test hangs is ended and begun anew.
 JOBS ?= 3
-PARALLEL := -n $(JOBS) --dist worksteal
+PARALLEL := -n $(JOBS) --dist worksteal -o faulthandler_exit_on_timeout=true
 
 # What computes with torch, whose kernels are those of the processor: the reference attention. Nothing else moves or sums
 # bytes with it on a CPU.

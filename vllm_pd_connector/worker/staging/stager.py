@@ -114,8 +114,7 @@ class Stager:
         self._orphans: list[_InFlightChunk] = []
         self._stuck: list[_InFlightChunk] = []
         self._unheard: list[Stream] = []  # a write of theirs may go on
-        self._work, self._posted = _Work.CONVERT, False
-        self._posted_at = 0.0
+        self._work, self._posted, self._posted_at = _Work.CONVERT, False, 0.0
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -173,6 +172,8 @@ class Stager:
                 ended.append((stream, None))
         for stream in failed:
             self._abandon(stream)
+        if not self._streams:  # who comes next begins a round, and is not looked at in the middle of one
+            self._work, self._posted = _Work.CONVERT, False
         return [*ended, *failed.items()]
 
     def _do(self, work: _Work, until: float, failed: dict[Stream, TransferError]) -> None:
@@ -214,8 +215,7 @@ class Stager:
         if not streams:
             return ""
         flights = [flight for stream in streams for flight in stream.in_flight]
-        moving = sum(flight.transfer is not None for flight in flights)
-        waiting = sum(stream.waiting is not None for stream in streams)
+        moving, waiting = sum(f.transfer is not None for f in flights), sum(s.waiting is not None for s in streams)
         return (
             f"{sum(stream.bytes for stream in streams)} bytes were posted; {moving} chunks being moved, "
             f"{len(flights) - moving} being copied, {waiting} waiting for room; {self.staging.free} of "
