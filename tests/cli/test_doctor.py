@@ -147,7 +147,7 @@ def test_it_says_which_way_ucx_took_to_the_instance_and_of_what(monkeypatch: pyt
     monkeypatch.setenv("UCX_TLS", "tcp")
     with contextlib.closing(PrefillInstance(make=lambda: create("nixl", {}), transport="nixl")) as prefill:
         command = [sys.executable, "-m", "vllm_pd_connector.cli", "doctor", f"tcp://127.0.0.1:{prefill.server.port}"]
-        done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     found = {one["topic"]: one["says"] for one in json.loads(done.stdout)["findings"]}
     assert (done.returncode, done.stderr) == (Exit.OK, "")
     assert "from here nixl UCX UCX_TLS=tcp" in found["transport"]

@@ -57,7 +57,7 @@ class Reader:
         self.polled.clear()
         self.slept.clear()
         self.writer.enqueue(message)
-        self.came.wait()
+        assert self.came.wait(60)
 
     def end(self) -> None:
         self.writer.enqueue("end")
@@ -76,18 +76,18 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
 
 def test_a_calm_reader_sleeps_until_the_next_message_and_an_eager_one_polls(reader: Reader) -> None:
     reader.send("eager")
-    reader.polled.wait()
+    assert reader.polled.wait(60)
     reader.send("calm")
-    reader.slept.wait()
+    assert reader.slept.wait(60)
     assert reader.polls == 0
     reader.send("eager")
-    reader.polled.wait()
+    assert reader.polled.wait(60)
     assert reader.read == ["eager", "calm", "eager"]
 
 
 def test_a_notification_that_got_lost_is_not_waited_for(reader: Reader) -> None:
     reader.send("calm")
-    reader.slept.wait()
+    assert reader.slept.wait(60)
     reader.writer._spin_condition.notify = lambda: None
     reader.send("eager")
     assert reader.read == ["calm", "eager"]

@@ -15,7 +15,9 @@ from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Handler, stall, streams
+from vllm_pd_connector.proxy.fleet import Fleet
 from vllm_pd_connector.proxy.instance import InstanceRole, InstanceState
+from vllm_pd_connector.proxy.metrics import ProxyMetrics
 
 HEADERS_ALONE = streams(then=stall)
 
@@ -42,6 +44,25 @@ async def test_an_instance_that_listens_no_more_and_has_not_answered_is_502(
         await site.stop()
     status, answer, _ = await asking
     assert status == 502 and f"{leg} instance {ends.url} ends" in str(answer)
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_checks_end_when_they_are_told_also_where_an_instance_was_just_lost(turns: int) -> None:
+    """Before Python 3.12 `asyncio.wait_for` may swallow a cancellation that comes while what it waits for is done."""
+
+    async def main() -> None:
+        fleet = Fleet(ProxyMetrics(), check_interval=60.0, facts_interval=60.0, slack=0)
+        async with aiohttp.ClientSession() as session:
+            checks = asyncio.create_task(fleet.run(session))
+            await asyncio.sleep(0.01)
+            fleet._wake.set()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            checks.cancel()
+            done, _ = await asyncio.wait({checks}, timeout=30.0)
+            assert checks in done and checks.cancelled()
+
+    asyncio.run(main())
 
 
 @over_bench

@@ -16,5 +16,5 @@ with Collector():
 
 
 def test_a_process_is_started_beside_the_collector_as_anywhere() -> None:
-    ended = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, ""), "with its handlers of forks gRPC says when it left one out"

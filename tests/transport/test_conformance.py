@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.transport.ends import End, pattern, runs, whole
+from tests.support.transport.ends import PATIENCE_S, End, pattern, runs, whole
 from tests.support.transport.variants import MIB, SIZE, VARIANTS, AnyPeer, Variant, scattered
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.base import TransferStatus
@@ -330,9 +330,10 @@ def test_ten_thousand_transfers_leave_nothing_behind(end: End, living: AnyPeer) 
 
     def thousand() -> int:
         for _ in range(1000):
-            transfer = end.transport.read(peer, rows)
+            transfer, until = end.transport.read(peer, rows), time.monotonic() + PATIENCE_S
             while end.transport.poll(transfer) is not TransferStatus.DONE:
                 os.sched_yield()
+                assert time.monotonic() < until, "a transfer does not end"
         return resident_bytes()
 
     thousand()

@@ -194,7 +194,8 @@ class Fleet:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self._check_interval)
+                    async with asyncio.timeout(self._check_interval):  # `wait_for` may swallow this task's cancellation
+                        await self._wake.wait()
                     # Requests that fail at once would otherwise make checks follow each other without pause.
                     await asyncio.sleep(min(0.1, self._check_interval))
                 self._wake.clear()

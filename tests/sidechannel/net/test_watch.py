@@ -51,6 +51,7 @@ def process(target) -> Iterator[tuple[int, Connection]]:
     ours, theirs = PROCESSES.Pipe()
     made = PROCESSES.Process(target=target, args=(theirs,), daemon=True)
     made.start()
+    theirs.close()  # so that a process that ends is heard of
     try:
         yield made.pid, ours
         ours.send("end")

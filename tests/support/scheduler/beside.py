@@ -3,6 +3,7 @@ it in the next step (`pd_test_plugins.keeping`), or beside vLLM's OffloadingConn
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
@@ -11,6 +12,7 @@ from tests.support.scheduler.engines import Engine, transfer
 from vllm_pd_connector.metadata import WorkerReport
 
 PROMPT = list(range(40))
+STEPS = 1000  # of which no request takes as many
 
 
 def beside(role: str, **extra_config: Any) -> dict[str, Any]:
@@ -32,10 +34,18 @@ def among_others(report: WorkerReport) -> MultiKVConnectorWorkerMetadata:
     return MultiKVConnectorWorkerMetadata((report, None))
 
 
+def until_true(engine: Engine, condition: Callable[[], bool]) -> None:
+    """Step until it is."""
+    for _ in range(STEPS):
+        if condition():
+            return
+        engine.step()
+    raise AssertionError(f"not after {STEPS} steps")
+
+
 def prefilled_beside(prefill: Engine, prompt: list[int] = PROMPT) -> dict[str, Any]:
     prefill.add("p-1", prompt, {"do_remote_decode": True, "do_remote_prefill": False}, max_tokens=1)
-    while not prefill.said:
-        prefill.step()
+    until_true(prefill, lambda: bool(prefill.said))
     prefill.step(sent={"p-1"})
     params: dict[str, Any] | None = prefill.ended("p-1").kv_transfer_params
     assert params is not None
@@ -43,6 +53,5 @@ def prefilled_beside(prefill: Engine, prompt: list[int] = PROMPT) -> dict[str, A
 
 
 def run_to_its_end(decode: Engine) -> None:
-    while not decode.said or decode.said[-1].finish_reason is None:
-        decode.step()
+    until_true(decode, lambda: bool(decode.said) and decode.said[-1].finish_reason is not None)
     decode.step(sent={"d-1"})

@@ -17,7 +17,9 @@ def _greet(connection: socket.socket, kind: bytes) -> None:
     connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
     received = b""
     while len(received) < 64:
-        received += connection.recv(64 - len(received))
+        received += (some := connection.recv(64 - len(received)))
+        if not some:
+            raise ConnectionResetError("the other side closed while it greeted")
     properties = ((b"Socket-Type", kind), (b"Identity", b""))
     ready = b"\x05READY" + b"".join(
         bytes([len(name)]) + name + struct.pack("!I", len(value)) + value for name, value in properties
@@ -49,6 +51,7 @@ def attack_server(host: str, port: int, part_bytes: int, most: int) -> bool:
 
 def attack_client(listener: socket.socket, part_bytes: int, most: int) -> bool:
     """The same to the first client that greets at `listener`."""
+    listener.settimeout(60)
     while True:
         connection, _ = listener.accept()
         with connection, contextlib.suppress(ConnectionError):

@@ -16,8 +16,10 @@ class Proxy:
 
     def carry(self) -> None:
         """The greeting and its answer."""
+        self._listener.settimeout(60)
         ends = [self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._hub))]
         for one, other in (ends, ends[::-1]):
+            one.settimeout(60)
             other.sendall(one.recv(1024))
         self._ends += ends
 

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.transport.ends import End, ProcessPeer, runs, until, whole
+from tests.support.transport.ends import PATIENCE_S, End, ProcessPeer, runs, until, whole
 from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.transport.addresses import host_identity
@@ -366,8 +367,9 @@ def test_what_is_in_flight_is_bounded(end: End, peer: ProcessPeer, monkeypatch: 
     transfer = end.transport.read(
         connection, runs([(peer.address + 64 * i, end.address + 64 * i, 64) for i in range(1000)])
     )
-    most = 0
+    most, limit = 0, time.monotonic() + PATIENCE_S
     while end.transport.poll(transfer) is not TransferStatus.DONE:
+        assert time.monotonic() < limit, "the transfer does not end"
         most = max(most, len(transfer.in_flight))
         assert connection.queued == len(transfer.in_flight) <= 3
     assert most > 0 and connection.queued == 0

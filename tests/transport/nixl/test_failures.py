@@ -16,7 +16,7 @@ from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.transport.nixl import transport as nixl_transport
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, translate
-from vllm_pd_connector.transport.nixl.transfer import SETTLE_POLLS
+from vllm_pd_connector.transport.nixl.transfer import SETTLE_POLLS, Ended
 from vllm_pd_connector.transport.nixl.window import Window
 from vllm_pd_connector.transport.ranges import Ranges, batches
 
@@ -59,7 +59,8 @@ def test_descriptors_are_short_but_where_the_call_that_posts_copies(
     peer = end.transport.connect(other.endpoint, other.segments)
     counts = []
     for window, inline in ((2, True), (4, True), (16, True), (24, True), (256, True), (256, False)):
-        peer.window.size, peer.window.inline = window * MIB, inline
+        peer.window.size = window * MIB
+        peer.window.posted(0, None, runs=not inline)
         transfer = end.transport.read(peer, whole(other.address, end.address, 16 * MIB))
         counts.append(transfer.descriptors)
         end.finish(transfer)
@@ -98,6 +99,25 @@ def test_few_runs_leave_the_window_as_it_is(ends: tuple[End, End]) -> None:
         assert transfer.posted and peer.window.running
         end.finish(transfer)
     assert (peer.window.size, peer.window.ended, peer.window.spent) == before and not peer.window.running
+
+
+def test_what_is_one_post_within_the_window_teaches_it(ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
+    end, other = ends
+    monkeypatch.setattr(end.transport, "_options", NixlOptions())
+    peer = end.transport.connect(other.endpoint, other.segments)
+    work = runs([(other.address + at, end.address + at, MIB // 4) for at in range(0, 16 * MIB, MIB // 4)])
+    transfer = end.transport.read(peer, work)
+    assert transfer.waiting, "more than the window at its beginning"
+    end.finish(transfer)
+    for _ in range(3):
+        peer.window.size = 32 * MIB
+        before = peer.window.ended, peer.window.spent
+        transfer = end.transport.read(peer, work)
+        assert isinstance(transfer, Ended) or (len(transfer.posted) == 1 and not transfer.waiting)
+        assert transfer.descriptors == 64
+        end.finish(transfer)
+        assert (peer.window.ended, peer.window.spent) != before and not peer.window.running
+    assert (end.memory == other.memory).all()
 
 
 def test_many_short_runs_are_posted_some_at_a_time(ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:

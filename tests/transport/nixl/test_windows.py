@@ -101,24 +101,35 @@ def test_the_kernel_is_asked_for_a_threads_time_only_for_a_while_after_a_call_th
     assert clocks.asked == windows._TIMED, "it was long ago"
 
 
-def test_half_of_the_window_is_posted_at_a_time_where_other_calls_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("runs", [True, False])
+def test_all_of_the_window_is_posted_where_nothing_runs_and_what_is_left_of_it_once_half_has_ended(
+    monkeypatch: pytest.MonkeyPatch, runs: bool
+) -> None:
+    """Those that are posted at once end at once: in two posts nothing would run between them, either."""
     clocks = Clocks(monkeypatch)
     window = clocks.window
-    for _ in range(2):
-        assert window.room(clocks.clock) == 2 * MIB
-        clocks.post(0.0, 2 * MIB, runs=True)
+    clocks.post(0.0002, 2 * MIB, runs=runs)
+    window.looked(window.running, window.begin())
+    assert window.room(clocks.clock) == window.size >= 4 * MIB
+    clocks.post(0.0, size := window.size, runs=True)
     assert window.room(clocks.clock) == 0
-    window.looked(2 * MIB, window.begin())
-    assert window.room(clocks.clock) == window.size // 2 > 0
+    window.looked(size // 4, window.begin())
+    assert window.room(clocks.clock) == 0
+    window.looked(size // 4, window.begin())
+    assert window.room(clocks.clock) == window.size - window.running >= window.size // 2
 
 
-def test_the_whole_window_is_posted_where_the_call_that_posts_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message of 16 MiB is one call then on one host."""
+def test_a_descriptor_may_be_long_where_the_call_that_posts_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks(monkeypatch)
-    clocks.post(0.0002, 2 * MIB, runs=False)
-    assert clocks.window.room(clocks.clock) == clocks.window.size > 4 * MIB
+    assert clocks.window.longest == MIB
+    clocks.post(0.00001, 64 * MIB, runs=False)
+    assert clocks.window.longest == 8 * MIB
+    clocks.post(0.01, 2 * MIB, runs=False)
+    clocks.post(0.01, 2 * MIB, runs=False)
+    assert clocks.window.size == 2 * MIB and clocks.window.longest == MIB
+    clocks.post(0.00001, 64 * MIB, runs=False)
     clocks.post(0.0, MIB, runs=True)
-    assert clocks.window.room(clocks.clock) == clocks.window.size // 2
+    assert clocks.window.longest == MIB, "over TCP it is not"
 
 
 def test_what_stands_still_does_not_keep_the_peers_others_from_being_posted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,4 +139,4 @@ def test_what_stands_still_does_not_keep_the_peers_others_from_being_posted(monk
     clocks.clock += 0.2
     assert clocks.window.room(clocks.clock) == 2 * MIB
     clocks.window.forget(5 * MIB)
-    assert clocks.window.running == 0 and clocks.window.room(clocks.clock) == 2 * MIB
+    assert clocks.window.running == 0 and clocks.window.room(clocks.clock) == 4 * MIB

@@ -155,7 +155,8 @@ async def begun(introductions: Introductions) -> asyncio.Task[None]:
     STARTUP_S."""
     task = asyncio.create_task(introductions.run())
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(introductions.caught_up.wait(), STARTUP_S)
+        async with asyncio.timeout(STARTUP_S):
+            await introductions.caught_up.wait()
     return task
 
 

@@ -43,7 +43,7 @@ from vllm_pd_connector.transport.nixl.agents import Agent, Library, Preparation,
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, check, described  # noqa: F401  # see `registry.check`
 from vllm_pd_connector.transport.nixl.transfer import Ended, NixlPeer, NixlTransfer
 from vllm_pd_connector.transport.nixl.ways import ways  # noqa: F401  # see `registry.ways`
-from vllm_pd_connector.transport.nixl.window import DESCRIPTOR, LEAST
+from vllm_pd_connector.transport.nixl.window import LEAST
 from vllm_pd_connector.transport.ranges import Ranges, batches, cut, few
 
 if TYPE_CHECKING:
@@ -89,7 +89,6 @@ class NixlTransport:
         self.over = described(self._options, os.environ)
         self._nixl, self._errors = self._library.nixl, self._library.errors
         self._kinds = (self._nixl.DRAM_SEG, self._nixl.VRAM_SEG)
-        self._few = min(LEAST, self._options.batch_bytes)
         self._ranges = Ranges.of((), "this worker")
         self._target = self._library.start(threaded=True) if use.serves else None
         self._poster = self._library.start(threaded=False) if use.posts or not use.serves else None
@@ -199,12 +198,14 @@ class NixlTransport:
     def _at_once(
         self, peer: NixlPeer, reads: bool, runs: Runs, source: Ranges, destination: Ranges
     ) -> NixlTransfer | Ended | None:
-        """A short transfer, which mostly has ended when the call that posts it returns; the window learns nothing of
-        it. None if nothing was posted: it is not short, or fails, which `_start` says. One function and no object: each
-        costs a microsecond of the hundred that the library takes for 1 MiB where no code is in a cache."""
-        if peer.window.running:
+        """A transfer that is one post, and on one host has ended when that returns; of a short one the window learns
+        nothing. None if nothing was posted: it is longer, or fails, which `_start` says. One function and no object:
+        each costs a microsecond of the hundred that the library takes for 1 MiB where no code is in a cache."""
+        window = peer.window
+        if window.running or runs.length.size > _MOST_DESCRIPTORS:
             return None
-        short = few(runs, source, destination, DESCRIPTOR, self._few, _DESCRIPTOR_COST_BYTES)
+        limit = min(self._options.batch_bytes, window.size)
+        short = few(runs, source, destination, window.longest, limit, _DESCRIPTOR_COST_BYTES)
         if short is None:
             return None
         rows, (from_cuda, to_cuda), cost = short
@@ -217,17 +218,20 @@ class NixlTransport:
             handle = agent.createXferReq(operation, local, remote, name, b"", [])
         except Exception:
             return None
+        began = window.begin() if cost > LEAST else None
         try:
             if agent.postXferReq(handle, b"") != nixl.NIXL_IN_PROG:
+                if began is not None:
+                    window.posted(cost, began, runs=False)
                 self._release(peer, handle)
                 return Ended(rows.shape[1])
         except self._errors as error:
             failure = ours(error, f"posting a transfer with agent {name}", started=True)
         except Exception as error:
             failure = _unexpected(error, name)
-        transfer = NixlTransfer(peer, reads, [], rows.shape[1], few=True)
+        transfer = NixlTransfer(peer, reads, [], rows.shape[1], few=began is None)
         peer.running += 1
-        peer.window.posted(cost, None, runs=True)
+        window.posted(cost, began, runs=True)
         transfer.posted[handle] = cost, rows.shape[1]
         if failure is not None:  # some of it may be posted: who asked is told with the next look
             self._failed(transfer, failure)

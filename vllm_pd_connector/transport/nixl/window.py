@@ -39,7 +39,7 @@ class Window:
     """Of one peer. `size` is in bytes, as `Batches` counts them. `running` is the cost of what was posted and has not
     ended, `ended` of what has, which took `spent` seconds. `inline`: what was posted last ended in that call, so that
     nothing runs that another one copies. So many calls are `timed` by this thread's processor time. `moved_at`: when
-    something of the peer last ended, by the monotonic clock in seconds."""
+    something of the peer last ended, by the monotonic clock in seconds. `longest`: bytes of a descriptor at most."""
 
     size: int = FIRST
     ended: float = FIRST
@@ -48,19 +48,15 @@ class Window:
     inline: bool = False
     timed: int = 0
     moved_at: float = 0.0
-
-    @property
-    def longest(self) -> int:
-        """Bytes of a descriptor at most."""
-        return max(DESCRIPTOR, min(self.size // 4, _INLINE_DESCRIPTOR)) if self.inline else DESCRIPTOR
+    longest: int = DESCRIPTOR
 
     def room(self, now: float) -> int:
         """What the next batch may cost; 0 while enough runs. What has stood still for a while does not keep others
         from being posted: its peer may be well, or it may never end."""
-        if self.inline and not self.running:
-            return self.size
         half = self.size // 2
-        return half if self.running <= half or now - self.moved_at > _STILL_S else 0
+        if self.running <= half:
+            return self.size - self.running
+        return half if now - self.moved_at > _STILL_S else 0
 
     def posted(self, cost: int, began: Began | None, *, runs: bool) -> None:
         """A batch was given to the library, in a call that began so (None: that is not known); it ended in that call if
@@ -72,6 +68,7 @@ class Window:
             self.running += cost
         if began is not None:
             self._fit(began, 0 if runs else cost)
+        self.longest = max(DESCRIPTOR, min(self.size // 4, _INLINE_DESCRIPTOR)) if self.inline else DESCRIPTOR
 
     def looked(self, ended: int, began: Began) -> None:
         """So much was found to have ended in a look that began so."""
