@@ -380,14 +380,16 @@ def test_a_receive_whose_trace_cannot_be_written_is_reported_all_the_same(prefil
     assert decode.received(prefill.request("a")) == [True]
 
 
-def test_a_transport_that_cannot_start_stops_the_engine_with_its_reason():
-    def broken() -> LoopbackTransport:
-        raise TransferError("no device mlx5_9")
+def test_a_transport_that_cannot_start_stops_the_engine_with_its_reason_and_one_that_takes_long_is_told(monkeypatch):
+    told = threading.Event()
+    monkeypatch.setattr("vllm_pd_connector.worker.transfer_loop.START_LOG_S", 0.01)
+    monkeypatch.setattr("vllm_pd_connector.worker.transfer_loop.logger.warning", lambda *words: told.set())
 
-    [worker] = instance(MODEL, D_SIDE)
-    loop = TransferLoop(Config(transport="loopback"), real(worker), broken, Outbox(), 0, 1)
+    def broken() -> LoopbackTransport:
+        raise TransferError("no device mlx5_9" if told.wait(20) else "nobody was told")
+
     with pytest.raises(TransferError, match="mlx5_9"):
-        loop.start()
+        TransferLoop(Config(transport="loopback"), real(*instance(MODEL, D_SIDE)), broken, Outbox(), 0, 1).start()
 
 
 def test_an_idle_loop_burns_nothing(prefill, decode):

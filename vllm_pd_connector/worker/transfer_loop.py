@@ -19,7 +19,7 @@ import ipaddress
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 SHUTDOWN_S = 10.0
+START_LOG_S = 60.0
 GOODBYE_S = 0.5
 
 TURN_S = 0.001
@@ -104,12 +105,21 @@ class TransferLoop:
         self._started: Future[bytes] = Future()
 
     def start(self) -> bytes:
-        """Start the thread, create the transport in it and register the memory; returns the transport's endpoint.
+        """Start the thread, create the transport in it and register the memory; returns the transport's endpoint. Each
+        START_LOG_S the log says that it waits: a library may take long for much memory, or never answer.
 
         Raises:
             PDConnectorError: the transport cannot be created, or refuses the memory.
         """
         self._thread.start()
+        began = time.monotonic()
+        while not wait((self._started,), START_LOG_S).done:
+            logger.warning(
+                "transport %s has not registered the caches after %.0f s; the engine waits for its library "
+                "(py-spy dump --native shows where)",
+                self._config.transport,
+                time.monotonic() - began,
+            )
         return self._started.result()
 
     @property
