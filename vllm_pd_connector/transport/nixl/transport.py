@@ -59,16 +59,13 @@ NAME = "nixl"
 # What one descriptor costs: 2 us on one host and 7 over TCP (measured), as much as so many bytes at 9 and 4.5 GB/s.
 _DESCRIPTOR_COST_BYTES = 32 << 10
 
-# A call of ours does nothing more when it took this long.
-_CALL_S = 0.001
+_CALL_S = 0.001  # a call of ours does nothing more when it took this long
 _MOST_DESCRIPTORS = 256  # in a call that posts: over TCP each takes 4 us of it
 
 # After a disconnect UCX ends the endpoint's other lanes while it is polled (see `NixlTransfer`); what they had begun
 # lands before that.
 _SETTLE_S = 0.5
-
-# Agents that were replaced and still run transfers; each holds the registrations of all memory.
-_MAX_OLDER = 3
+_MAX_OLDER = 3  # agents that were replaced and still run transfers; each holds the registrations of all memory
 
 
 class NixlTransport:
@@ -205,8 +202,7 @@ class NixlTransport:
         if window.running or runs.length.size > _MOST_DESCRIPTORS:
             return None
         limit = min(self._options.batch_bytes, window.size)
-        short = few(runs, source, destination, window.longest, limit, _DESCRIPTOR_COST_BYTES)
-        if short is None:
+        if (short := few(runs, source, destination, window.longest, limit, _DESCRIPTOR_COST_BYTES)) is None:
             return None
         rows, (from_cuda, to_cuda), cost = short
         nixl, agent, name, operation, failure = self._nixl, peer.agent.library, peer.name, self._nixl.NIXL_WRITE, None
