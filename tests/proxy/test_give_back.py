@@ -9,7 +9,18 @@ import pytest
 from aiohttp import web
 
 from tests.support.proxy.bench import Bench, over_bench
-from tests.support.proxy.stand_ins import DONE, HANDS_OVER, PARAMS, Handler, Instance, answers, break_off, info, streams
+from tests.support.proxy.stand_ins import (
+    DONE,
+    HANDS_OVER,
+    PARAMS,
+    Handler,
+    Instance,
+    answers,
+    break_off,
+    info,
+    stall,
+    streams,
+)
 
 EVENT = b'data: {"choices":[{"text":"","finish_reason":null}]}\n\n'
 
@@ -59,6 +70,16 @@ async def test_the_prefill_of_what_decode_refuses_is_given_back(bench: Bench, re
     assert (await bench.ask())[0] in (400, 502)
     await until(lambda: decode.given_back)
     assert decode.given_back == [PARAMS] and len(decode.asked) == 1
+
+
+@over_bench
+async def test_the_prefill_of_a_client_that_leaves_before_decode_has_taken_it_is_given_back(bench: Bench) -> None:
+    _, decode = await bench.pair(decode=stall)
+    asking = asyncio.ensure_future(bench.ask())
+    await decode.arrived.wait()
+    asking.cancel()
+    await until(lambda: decode.given_back)
+    assert decode.given_back == [PARAMS]
 
 
 @over_bench

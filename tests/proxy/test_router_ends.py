@@ -12,11 +12,14 @@ import aiohttp
 import aiohttp.abc
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from tests.support.proxy.bench import Bench, over_bench
 from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Handler, stall, streams
+from vllm_pd_connector.proxy.exchange import told_if_it_failed
 from vllm_pd_connector.proxy.fleet import Fleet
 from vllm_pd_connector.proxy.instance import InstanceRole, InstanceState
+from vllm_pd_connector.proxy.legs import Limits, make_session
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 
 HEADERS_ALONE = streams(then=stall)
@@ -63,6 +66,83 @@ def test_checks_end_when_they_are_told_also_where_an_instance_was_just_lost(turn
             assert checks in done and checks.cancelled()
 
     asyncio.run(main())
+
+
+@over_bench
+async def test_an_instance_that_is_added_again_is_checked_though_the_former_s_check_hangs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_pd_connector.proxy.fleet.LOOK_S", 3600.0)
+    _prefill, decode = await bench.pair(check_interval=0.05)
+    fleet = bench.router.fleet
+    decode.held, before = asyncio.Event(), decode.checks
+    while decode.checks == before:
+        await asyncio.sleep(0.01)
+    decode.held = None
+    fleet.remove(decode.url)
+    fleet.add(decode.url, InstanceRole.DECODE)
+    while not fleet.usable(InstanceRole.DECODE):
+        await asyncio.sleep(0.01)
+
+
+@over_bench
+async def test_a_client_that_takes_nothing_for_long_leaves(bench: Bench) -> None:
+    """It says that it is there (the kernel answers for it), and its instance would be in use for ever."""
+    event = b'data: {"choices":[{"text":"' + b"x" * 65536 + b'","finish_reason":null}]}\n\n'
+
+    async def pours(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            await response.write(event)
+
+    await bench.pair(decode=pours, read_timeout=1.0)
+    url = URL(bench.url)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    body = b'{"prompt": "x", "stream": true}'
+    head = f"POST {url.path} HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    reader._transport.pause_reading()  # type: ignore[attr-defined]
+    (instance,) = bench.router.fleet.usable(InstanceRole.DECODE)
+    while not instance.in_flight:
+        await asyncio.sleep(0.01)
+    while instance.in_flight:
+        await asyncio.sleep(0.01)
+    writer.close()
+
+
+def test_to_look_up_a_name_counts_as_connecting() -> None:
+    class Slow(aiohttp.abc.AbstractResolver):
+        async def resolve(self, host: str, port: int = 0, family: int = 0) -> list[aiohttp.abc.ResolveResult]:
+            await asyncio.Event().wait()
+            return []
+
+        async def close(self) -> None:
+            pass
+
+    async def main() -> None:
+        async with make_session(Limits(connect_timeout=0.1, read_timeout=600.0)) as session, asyncio.timeout(30.0):
+            connector = session.connector
+            assert isinstance(connector, aiohttp.TCPConnector)
+            connector._resolver = Slow()
+            with pytest.raises(aiohttp.ConnectionTimeoutError):
+                await session.get("http://decode.example:1/health")
+
+    asyncio.run(main())
+
+
+def test_a_task_that_nobody_waits_for_is_heard_of_when_it_fails(caplog: pytest.LogCaptureFixture) -> None:
+    async def falls() -> None:
+        raise RuntimeError("out of threads")
+
+    async def main() -> None:
+        task = asyncio.create_task(falls())
+        task.add_done_callback(told_if_it_failed)
+        await asyncio.wait({task})
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert "falls" in caplog.text and "out of threads" in caplog.text
 
 
 @over_bench

@@ -100,6 +100,25 @@ def test_the_command_serves_clients_and_operators_until_it_is_told_to_stop() -> 
             process.kill()
 
 
+def test_the_command_ends_when_it_is_told_to_though_an_instance_does_not_answer_at_its_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hangs:
+        command = [sys.executable, "-m", "vllm_pd_connector.proxy", "--port", str(free_port())]
+        command += ["--instance", f"http://127.0.0.1:{hangs.getsockname()[1]}"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+            try:
+                hangs.settimeout(STARTS_WITHIN)
+                question, _ = hangs.accept()
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(STARTS_WITHIN) == 0
+                question.settimeout(STARTS_WITHIN)
+                assert b"GET /health" in question.recv(4096) and question.recv(4096) == b""
+                question.close()
+                assert process.stderr is not None
+                assert b"listening" not in process.stderr.read(), "it waited for the answer"
+            finally:
+                process.kill()
+
+
 def test_the_command_line_says_where_events_are() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)

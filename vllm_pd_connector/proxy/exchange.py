@@ -265,11 +265,17 @@ def error_response(status: int, message: str, request_id: str = "") -> web.Respo
 
 @contextmanager
 def to_client() -> Iterator[None]:
-    """A client that has gone is a cancellation, not an error of the instance."""
+    """A client that has gone, or takes nothing, is a cancellation, not an error of the instance."""
     try:
         yield
-    except ConnectionError as error:
+    except (ConnectionError, TimeoutError) as error:
         raise asyncio.CancelledError from error
+
+
+def told_if_it_failed(task: asyncio.Task[Any]) -> None:
+    """For a task that nobody waits for before the end."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s has ended", task.get_coro(), exc_info=error)
 
 
 async def end(task: asyncio.Task[Any]) -> None:

@@ -190,7 +190,7 @@ class Fleet:
     async def run(self, session: aiohttp.ClientSession) -> None:
         """Check all instances for ever, beginning after one interval; one that is slow to answer delays no other."""
         self._session = session
-        under_way: dict[str, asyncio.Task[None]] = {}
+        under_way: dict[Instance, asyncio.Task[None]] = {}  # not by URL: one may be removed and added again meanwhile
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
@@ -199,10 +199,10 @@ class Fleet:
                     # Requests that fail at once would otherwise make checks follow each other without pause.
                     await asyncio.sleep(min(0.1, self._check_interval))
                 self._wake.clear()
-                under_way = {url: task for url, task in under_way.items() if not task.done()}
+                under_way = {instance: task for instance, task in under_way.items() if not task.done()}
                 for instance in self._to_check():
-                    if instance.url not in under_way:
-                        under_way[instance.url] = asyncio.create_task(self._check(instance))
+                    if instance not in under_way:
+                        under_way[instance] = asyncio.create_task(self._check(instance))
         finally:
             for task in under_way.values():
                 task.cancel()
@@ -227,6 +227,8 @@ class Fleet:
                 instance.engines if fresh else await asyncio.to_thread(parse, await self._get(instance, "/metrics"))
             )
         except (aiohttp.ClientError, TimeoutError, ProtocolError) as error:
+            if instance not in self._instances.values():
+                return
             instance.failures += 1
             instance.deaf = instance.deaf + 1 if _nobody_listens(error) else 0
             if instance.deaf == FAILURES or instance.failures == GONE_FAILURES:
@@ -241,6 +243,8 @@ class Fleet:
             if self._is_lost(instance):
                 logger.warning("%s: no good check for %g s: removed until added again", instance.url, self._drop_after)
                 self.remove(instance.url)
+            return
+        if instance not in self._instances.values():
             return
         instance.failures = instance.deaf = 0
         instance.seen_at = time.monotonic()

@@ -87,7 +87,7 @@ class Wait:
             self.limit.reschedule(now)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Instance:
     """One instance. `asked` is the role that it was added with, None to use what it says; `deaf` counts checks in a row
     for which nobody listened there; `waits` are the legs whose answers are not there as a whole; `at_engine` counts

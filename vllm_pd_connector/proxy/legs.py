@@ -257,7 +257,8 @@ def encoded_body(body: Body) -> bytes:
 
 def make_session(limits: Limits) -> aiohttp.ClientSession:
     """The HTTP client of a router. Close it."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_timeout, sock_read=limits.read_timeout)
+    # `connect` counts the name's lookup, too; nobody waits for a connection that others use.
+    timeout = aiohttp.ClientTimeout(total=None, connect=limits.connect_timeout, sock_read=limits.read_timeout)
     tracing = aiohttp.TraceConfig()
     tracing.on_request_headers_sent.append(_on_headers_sent)
     # No limit on connections: waiting in the router would hide a queue from the instances' own metrics.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from vllm_pd_connector.proxy.instance import InstanceRole
 from vllm_pd_connector.proxy.legs import Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 Handoff = Literal["auto", "serial", "concurrent"]
 Policy = Literal["prefix", "kv-events"]
@@ -40,3 +41,8 @@ class Options:
     introduce: bool = False
     kv_events: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     otlp_traces_endpoint: str | None = None
+
+    def given(self) -> Iterator[tuple[str, InstanceRole | None]]:
+        """The instances, each with the role that it is to have; None for the one that it says."""
+        by_role = (InstanceRole.PREFILL, self.prefill), (InstanceRole.DECODE, self.decode), (None, self.instances)
+        return ((url, role) for role, urls in by_role for url in urls)

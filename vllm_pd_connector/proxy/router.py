@@ -42,6 +42,7 @@ from vllm_pd_connector.proxy.exchange import (
     read_exchange,
     refuse,
     to_client,
+    told_if_it_failed,
     whole_answer,
     whole_events,
 )
@@ -72,6 +73,7 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 1024 * 1024
 COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions")
 CLIENT_LEFT = 499
+TRAILING_S = 2.0
 ATTEMPTS = 3
 """For a request whose instances are told to end: by then somebody of a rolling update has come back."""
 
@@ -108,21 +110,22 @@ class Router:
         return app
 
     async def _run(self, _app: web.Application) -> AsyncIterator[None]:
-        for role, urls in ((InstanceRole.PREFILL, self._options.prefill), (InstanceRole.DECODE, self._options.decode)):
-            for url in urls:
-                self.fleet.add(url, role)
-        for url in self._options.instances:
-            self.fleet.add(url, None)
-        fleet = self.fleet
-        async with make_session(self._options.limits) as session:
+        fleet, options = self.fleet, self._options
+        for url, role in options.given():
+            fleet.add(url, role)
+        async with make_session(options.limits) as session:
             self._session = session
-            self._legs = Legs(self.fleet, self.metrics, session, self._options.limits)
-            await self.fleet.check_all(session)
+            self._legs = Legs(fleet, self.metrics, session, options.limits)
+            await fleet.check_all(session)
             tasks = [asyncio.create_task(fleet.run(session))]
-            tasks += [await begun(Introductions(fleet, session))] if self._options.introduce else []
+            tasks += [await begun(Introductions(fleet, session))] if options.introduce else []
+            for task in tasks:
+                task.add_done_callback(told_if_it_failed)
             try:
                 yield
             finally:
+                if self._trailing:  # prefills that are given back
+                    await asyncio.wait(self._trailing, timeout=TRAILING_S)
                 for task in (*tasks, *self._trailing):
                     await end(task)
                 await fleet.close()
@@ -131,8 +134,7 @@ class Router:
     # -- a completion -------------------------------------------------------------------------------------------------
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        status = CLIENT_LEFT
-        started = time.monotonic()
+        status, started = CLIENT_LEFT, time.monotonic()
         request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex
         trace = self._tracer.begin(request.headers, request_id, request.path)
         try:
@@ -254,8 +256,7 @@ class Router:
         prefill = asyncio.create_task(self._prefill(exchange, prepare, on_sent))
         decode: asyncio.Task[web.StreamResponse] | None = None
         try:
-            either: set[asyncio.Future[Any]] = {sent, prefill}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({sent, prefill}, return_when=asyncio.FIRST_COMPLETED)
             if not sent.done():
                 prefill.result()  # raises: it can only have failed
             engine = await sent
@@ -264,14 +265,14 @@ class Router:
             await asyncio.wait({decode, prefill}, return_when=asyncio.FIRST_COMPLETED)
             if not decode.done() and exchange.answer is None:
                 prefill.result()  # without a prefill the decode instance waits in vain
-            answer = await decode
+            return await decode, prefill
         except BaseException:
-            await end(prefill)
+            try:
+                await end(prefill)
+            finally:
+                if decode is not None:
+                    await end(decode)
             raise
-        finally:
-            if decode is not None:
-                await end(decode)
-        return answer, prefill
 
     def _let_end(self, prefill: asyncio.Task[Any], request_id: str) -> None:
         """The answer is complete; the prefill's is read to its end, so that it is not taken for an abort. Until then
@@ -324,8 +325,8 @@ class Router:
                 answer = whole_answer(content, who)
                 exchange.turn.ended(name, answer)
                 return passed_on(200, for_client(content, answer, who), response.content_type, exchange.request_id)
-        except (LegError, InstanceRefusal):
-            if exchange.answer is None:
+        except (LegError, InstanceRefusal, asyncio.CancelledError):
+            if exchange.answer is None:  # who leaves may do so before decode has taken the request
                 exchange.given_back = self._trail(self._legs.give_back(exchange.request_id, exchange.headers, body))
             raise
 
@@ -352,7 +353,8 @@ class Router:
             if last and not exchange.told:  # the client may go on with the conversation as soon as it has this
                 exchange.turn.ended(name)
             with wait.elsewhere(), to_client():
-                await answer.write(event_for_client(event, who))
+                async with asyncio.timeout(self._options.limits.read_timeout):  # for which a client may take nothing
+                    await answer.write(event_for_client(event, who))
             if ended:
                 wait.over()
         if not ended:
@@ -365,8 +367,6 @@ class Router:
         if phase == "first_byte":
             exchange.trace.first_byte()
         self.metrics.seconds.labels(phase).observe(time.monotonic() - exchange.started)
-
-    # -- the rest -----------------------------------------------------------------------------------------------------
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         limit, failed = aiohttp.ClientTimeout(LOOK_S), ""

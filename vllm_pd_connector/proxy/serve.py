@@ -19,13 +19,13 @@ import ipaddress
 import json
 import logging
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from vllm_pd_connector.arguments import base_url, count, listening_port, seconds
 from vllm_pd_connector.errors import InvalidConfig
-from vllm_pd_connector.proxy.exchange import error_object
+from vllm_pd_connector.proxy.exchange import end, error_object
 from vllm_pd_connector.proxy.instance import InstanceRole
 from vllm_pd_connector.proxy.kv_events.subscriber import source_of
 from vllm_pd_connector.proxy.legs import Limits
@@ -34,6 +34,8 @@ from vllm_pd_connector.proxy.router import Router
 from vllm_pd_connector.proxy.ui.page import Page
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aiohttp.typedefs import Handler
 
 logger = logging.getLogger(__name__)
@@ -258,21 +260,48 @@ async def _serve(arguments: argparse.Namespace) -> int:
     if arguments.admin_port is not None:
         places.append((admin_application(router), arguments.admin_host, arguments.admin_port))
     limit = arguments.shutdown_timeout / 2  # aiohttp waits for handlers twice as long before it cancels them
-    runners = []
+    # Without handler_cancellation aiohttp runs a handler to its end after the client has gone.
+    settings: dict[str, Any] = {"handler_cancellation": True, "access_log": None, "shutdown_timeout": limit}
+    runners = [web.AppRunner(app, **settings) for app, _, _ in places]
+    servers: list[asyncio.Server] = []
+    listening = asyncio.create_task(_listen(runners, [place[1:] for place in places], servers))
+    stopping = asyncio.create_task(stop.wait())
     try:
-        for app, host, port in places:
-            # Without handler_cancellation aiohttp runs a handler to its end after the client has gone.
-            runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=limit)
-            runners.append(runner)
-            await runner.setup()
-            try:
-                await web.TCPSite(runner, host, port).start()
-            except OSError as error:
-                logger.error("cannot listen on %s:%d: %s", host, port, error.strerror)
-                return 2
-            logger.info("listening on %s:%d", host, port)
-        await stop.wait()
+        await asyncio.wait({listening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if listening.done() and not listening.result():
+            return 2
+        await stopping
         return 0
     finally:
-        for runner in reversed(runners):
-            await runner.cleanup()
+        for number in (signal.SIGINT, signal.SIGTERM):  # who sends another does not want to wait
+            asyncio.get_running_loop().remove_signal_handler(number)
+        stopping.cancel()
+        await end(listening)
+        await _take_no_more(servers)
+        await asyncio.gather(*(runner.cleanup() for runner in runners))
+
+
+async def _take_no_more(servers: Sequence[asyncio.Server]) -> None:
+    """No client comes in any more, whatever the others take. Those who came in just now have begun before the servers
+    are closed: until then neither asyncio nor aiohttp would answer them or close their connections."""
+    for listener in [listener for server in servers for listener in server.sockets]:
+        asyncio.get_running_loop().remove_reader(listener)
+    await asyncio.sleep(0.05)
+    for server in servers:
+        server.close()
+
+
+async def _listen(
+    runners: Sequence[web.AppRunner], places: Sequence[tuple[str, int]], servers: list[asyncio.Server]
+) -> bool:
+    """Begin to serve; False if a port cannot be had, which the log says."""
+    for runner, (host, port) in zip(runners, places, strict=True):
+        await runner.setup()
+        assert runner.server is not None
+        try:
+            servers.append(await asyncio.get_running_loop().create_server(runner.server, host, port, backlog=128))
+        except OSError as error:
+            logger.error("cannot listen on %s:%d: %s", host, port, error.strerror)
+            return False
+        logger.info("listening on %s:%d", host, port)
+    return True

@@ -110,7 +110,7 @@ class Introductions:
                           "cache_salt": name}  # fmt: skip
             answer = await self._ask(prefill, prefill_body(body), name)
             await self._ask(decode, decode_body(body, answer), name)
-        except (aiohttp.ClientError, TimeoutError, PDConnectorError, LegError) as error:
+        except (aiohttp.ClientError, TimeoutError, PDConnectorError, LegError, ValueError) as error:
             failed = Introduction(prefill, decode, time.monotonic() - started, str(error) or type(error).__name__)
             logger.warning("introduction of %s", failed)
             return failed
