@@ -107,6 +107,24 @@ async def test_a_name_is_in_use_until_its_prefill_was_given_back(bench: Bench) -
 
 
 @over_bench
+async def test_a_prefill_that_failed_has_nothing_to_give_back_and_its_name_is_free(bench: Bench) -> None:
+    """The decode's leg is ended beside it, as by a client that leaves."""
+    says = info(), info(role="kv_consumer", engine_id="d-0")
+    decodes = await bench.instance(stall, says[1])
+
+    async def fails(_request: web.Request) -> web.StreamResponse:
+        await decodes.arrived.wait()
+        return web.json_response({"error": {"message": "no"}}, status=400)
+
+    prefill = await bench.instance(fails, says[0])
+    await bench.route([prefill.url], [decodes.url])
+    for _ in range(2):
+        assert (await bench.ask(**{"X-Request-Id": "id-1"}))[0] == 400
+        assert "id-1" not in bench.router._in_use and not bench.router._trailing
+    assert decodes.given_back == []
+
+
+@over_bench
 async def test_a_prefill_that_was_asked_at_the_same_time_is_given_back_too(bench: Bench) -> None:
     says = info(), info(role="kv_consumer", engine_id="d-0")
     _, decode = await bench.pair(decode=REFUSALS[0], says=says)

@@ -96,7 +96,7 @@ async def test_a_client_that_takes_nothing_for_long_leaves(bench: Bench) -> None
         while True:
             await response.write(event)
 
-    await bench.pair(decode=pours, read_timeout=1.0)
+    await bench.pair(decode=pours, read_timeout=3.0)
     url = URL(bench.url)
     reader, writer = await asyncio.open_connection(url.host, url.port)
     body = b'{"prompt": "x", "stream": true}'

@@ -86,14 +86,14 @@ def test_few_runs_at_once_are_what_cutting_and_batching_makes_of_them(
     whole = batches(cut(work, source, destination, longest), source, destination, per_descriptor=3)
     if at_once is None:
         lengths = [n for _, _, n in wanted]
-        fits = lengths and len(wanted) * (max(lengths) + 3) <= limit and max(lengths) <= longest
+        fits = lengths and sum(lengths) + len(wanted) * 3 <= limit and max(lengths) <= longest
         near = wanted and max(max(s, d) for s, d, _ in wanted) + max(lengths) > SPACE
         assert not fits or min(lengths) == 0 or cuts or near, "nothing stands against it"
         return
     rows, kinds, cost = at_once
     [batch] = whole
     assert (rows == batch.rows).all() and rows.shape == batch.rows.shape and kinds == batch.cuda
-    assert batch.rest <= cost <= limit
+    assert batch.rest == cost <= limit
 
 
 def taken(groups: list[Batches], limit: int, most: int) -> list[tuple[Addresses, int]]:

@@ -11,8 +11,8 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -263,12 +263,17 @@ def error_response(status: int, message: str, request_id: str = "") -> web.Respo
     return web.json_response(error_object(status, message), status=status, headers=identity)
 
 
-@contextmanager
-def to_client() -> Iterator[None]:
-    """A client that has gone, or takes nothing, is a cancellation, not an error of the instance."""
+@asynccontextmanager
+async def to_client(request: web.Request, silence: float) -> AsyncIterator[None]:
+    """A client that has gone, or takes nothing for so many seconds, is a cancellation, not an error of the instance."""
     try:
-        yield
-    except (ConnectionError, TimeoutError) as error:
+        async with asyncio.timeout(silence):
+            yield
+    except TimeoutError as error:
+        if request.transport is not None:
+            request.transport.abort()  # to close it would wait until the client has taken what is on its way
+        raise asyncio.CancelledError from error
+    except ConnectionError as error:
         raise asyncio.CancelledError from error
 
 

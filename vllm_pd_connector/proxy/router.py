@@ -118,10 +118,10 @@ class Router:
             self._legs = Legs(fleet, self.metrics, session, options.limits)
             await fleet.check_all(session)
             tasks = [asyncio.create_task(fleet.run(session))]
-            tasks += [await begun(Introductions(fleet, session))] if options.introduce else []
-            for task in tasks:
-                task.add_done_callback(told_if_it_failed)
             try:
+                tasks += [await begun(Introductions(fleet, session))] if options.introduce else []
+                for task in tasks:
+                    task.add_done_callback(told_if_it_failed)
                 yield
             finally:
                 if self._trailing:  # prefills that are given back
@@ -232,7 +232,7 @@ class Router:
 
         answer = await self._prefill(exchange, prepare)
         name = uuid.uuid4().hex if self._conversations is not None else ""
-        return await self._decode(exchange, decode_body(exchange.body, answer, name), name)
+        return await self._decode(exchange, decode_body(exchange.body, answer, name), name, held=True)
 
     async def _side_by_side(self, exchange: Exchange) -> tuple[web.StreamResponse, asyncio.Task[Any]]:
         """The complete answer, and the prefill's leg, which may still run."""
@@ -308,8 +308,8 @@ class Router:
             self._observe("prefill", exchange)
             return whole_answer(content, who)
 
-    async def _decode(self, exchange: Exchange, body: Body, name: str) -> web.StreamResponse:
-        """Answer the client from a decode instance, which knows the request by `name`."""
+    async def _decode(self, exchange: Exchange, body: Body, name: str, *, held: bool = False) -> web.StreamResponse:
+        """Answer the client from a decode instance, which knows the request by `name`; `held`: prefill has answered."""
 
         def prepare(instance: Instance) -> tuple[Body, Headers]:
             return body, {**exchange.headers, **exchange.turn.sent_to(instance)}
@@ -325,8 +325,8 @@ class Router:
                 answer = whole_answer(content, who)
                 exchange.turn.ended(name, answer)
                 return passed_on(200, for_client(content, answer, who), response.content_type, exchange.request_id)
-        except (LegError, InstanceRefusal, asyncio.CancelledError):
-            if exchange.answer is None:  # who leaves may do so before decode has taken the request
+        except (LegError, InstanceRefusal, asyncio.CancelledError) as error:
+            if exchange.answer is None and (held or not isinstance(error, asyncio.CancelledError)):  # the client leaves
                 exchange.given_back = self._trail(self._legs.give_back(exchange.request_id, exchange.headers, body))
             raise
 
@@ -336,7 +336,7 @@ class Router:
         """Pass events on as they come."""
         answer = web.StreamResponse(headers={"X-Request-Id": exchange.request_id, "Cache-Control": "no-cache"})
         answer.content_type = "text/event-stream"
-        who, ended = named(InstanceRole.DECODE, response), False
+        who, ended, silence = named(InstanceRole.DECODE, response), False, self._options.limits.read_timeout
         async for event in whole_events(response.content.iter_any()):
             if not event.startswith(b":"):  # a comment comes whether the engine lives or not
                 wait.heard()
@@ -347,19 +347,19 @@ class Router:
             if exchange.answer is None:
                 self._observe("first_byte", exchange)
                 exchange.answer = answer
-                with to_client():
+                async with to_client(exchange.request, silence):
                     await answer.prepare(exchange.request)
             ended |= (last := is_end(event))
             if last and not exchange.told:  # the client may go on with the conversation as soon as it has this
                 exchange.turn.ended(name)
-            with wait.elsewhere(), to_client():
-                async with asyncio.timeout(self._options.limits.read_timeout):  # for which a client may take nothing
+            with wait.elsewhere():
+                async with to_client(exchange.request, silence):
                     await answer.write(event_for_client(event, who))
             if ended:
                 wait.over()
         if not ended:
             raise LegError(502, f"{who} ended its stream without data: [DONE], so in the midst of its answer")
-        with to_client():
+        async with to_client(exchange.request, silence):
             await answer.write_eof()
         return answer
 

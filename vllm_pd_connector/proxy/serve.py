@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TWICE_S = 1.0
+"""For which a second signal is the first one again: wrappers pass on what the terminal has sent to all."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The router's options."""
@@ -180,7 +183,10 @@ def run(arguments: argparse.Namespace) -> int:
         logger.error("no instance is given, and none can be added: give --prefill and --decode, --instance, or "
                      "--admin-port")  # fmt: skip
         return 2
-    return asyncio.run(_serve(arguments))
+    try:
+        return asyncio.run(_serve(arguments))
+    except KeyboardInterrupt:
+        return 130
 
 
 def admin_application(router: Router) -> web.Application:
@@ -248,9 +254,9 @@ def _is_address(name: str) -> bool:
 
 
 async def _serve(arguments: argparse.Namespace) -> int:
-    stop = asyncio.Event()
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.set)
     try:
         router = Router(options_of(arguments))
     except InvalidConfig as error:
@@ -273,8 +279,8 @@ async def _serve(arguments: argparse.Namespace) -> int:
         await stopping
         return 0
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):  # who sends another does not want to wait
-            asyncio.get_running_loop().remove_signal_handler(number)
+        for number in (signal.SIGINT, signal.SIGTERM):  # who sends another later does not want to wait
+            loop.call_later(TWICE_S, loop.remove_signal_handler, number)
         stopping.cancel()
         await end(listening)
         await _take_no_more(servers)
@@ -299,7 +305,9 @@ async def _listen(
         await runner.setup()
         assert runner.server is not None
         try:
-            servers.append(await asyncio.get_running_loop().create_server(runner.server, host, port, backlog=128))
+            loop = asyncio.get_running_loop()
+            servers.append(await loop.create_server(runner.server, host, port, backlog=128, start_serving=False))
+            await servers[-1].start_serving()
         except OSError as error:
             logger.error("cannot listen on %s:%d: %s", host, port, error.strerror)
             return False

@@ -143,7 +143,7 @@ def few(
     runs: Runs, source: Ranges, destination: Ranges, longest: int, limit: int, per_descriptor: int
 ) -> tuple[Addresses, tuple[bool, bool], int] | None:
     """What `cut` and `Batches.take` make of a short transfer, in half of their time: its rows, the kinds of memory and
-    a bound of what they cost. None where that is over `limit`, or a run has to be cut or looked up, or is wrong: they
+    what they cost. None where that is over `limit`, or a run has to be cut or looked up, or is wrong: they
     look at that again. Few runs are cheaper as lists.
     """
     count, ours, theirs = runs.length.size, source.only, destination.only
@@ -151,7 +151,7 @@ def few(
         return None
     lengths = runs.length.tolist()
     most = max(lengths)
-    cost = count * (most + per_descriptor)
+    cost = sum(lengths) + count * per_descriptor
     if cost > limit or most > longest or min(lengths) < 1:
         return None
     for places, (starts, stops) in ((runs.source, source.places), (runs.destination, destination.places)):

@@ -11,7 +11,6 @@ In a round no engine takes part twice: of M and N engines each gets at most max(
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import os
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from vllm_pd_connector.errors import PDConnectorError, ProtocolError
-from vllm_pd_connector.proxy.exchange import check_finished, parsed_json
+from vllm_pd_connector.proxy.exchange import check_finished, end, parsed_json
 from vllm_pd_connector.proxy.fleet import Fleet
 from vllm_pd_connector.proxy.instance import DATA_PARALLEL_RANK, Instance, InstanceRole, InstanceState
 from vllm_pd_connector.proxy.legs import LegError, Limits, encoded_body, make_session
@@ -154,9 +153,14 @@ async def begun(introductions: Introductions) -> asyncio.Task[None]:
     """Introduce whoever becomes usable, in a task; those who are usable now have met, if that took no longer than
     STARTUP_S."""
     task = asyncio.create_task(introductions.run())
-    with contextlib.suppress(TimeoutError):
+    try:
         async with asyncio.timeout(STARTUP_S):
             await introductions.caught_up.wait()
+    except TimeoutError:
+        pass
+    except asyncio.CancelledError:
+        await end(task)
+        raise
     return task
 
 

@@ -32,7 +32,7 @@ class NixlPeer:
 @dataclass(eq=False, slots=True)
 class NixlTransfer:
     """`waiting` is not posted yet, `posted` has the handles of batches that run, what each costs and of how many
-    descriptors it is. `few`: at a bound of its cost, and untimed, so that the window learns nothing of it. `posting`:
+    descriptors it is. `few`: untimed, so that the window learns nothing of it. `posting`:
     some of it was posted in the last call, and there is more. `outcome` is set at the end. `settled_at`: when nothing
     is read any more, or sent by UCX, of a transfer whose peer is lost, if it is polled `settling` times until then; 0.0
     while it is not.

@@ -74,6 +74,7 @@ class Window:
         """So much was found to have ended in a look that began so."""
         self.forget(ended)
         self._fit(began, ended)
+        self.longest = min(self.longest, max(DESCRIPTOR, self.size // 4))
 
     def forget(self, cost: int) -> None:
         """So much runs no more, or is waited for no more."""
