@@ -6,6 +6,7 @@ Mooncake is not among the imports: it chooses its version of IP when it is impor
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,11 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["msgspec", "nixl", "numpy", "pytest", "zmq.auth.thread"])
 
 
+def _begin(main: Callable[..., None], *arguments: Any) -> None:
+    faulthandler.enable()  # for one that does not answer: see `Child.answer`
+    main(*arguments)
+
+
 class Child:
     """A process that runs `main(pipe, *arguments)`, and our end of the pipe.
 
@@ -28,12 +34,14 @@ class Child:
     def __init__(self, patience_s: float, main: Callable[..., None], *arguments: Any) -> None:
         self._patience_s = patience_s
         self._pipe, theirs = PROCESSES.Pipe()
-        self._process = PROCESSES.Process(target=main, args=(theirs, *arguments), daemon=True)
+        self._process = PROCESSES.Process(target=_begin, args=(main, theirs, *arguments), daemon=True)
         self._process.start()
         theirs.close()
 
     def answer(self) -> Any:
-        assert self._pipe.poll(self._patience_s), "the process does not answer"
+        if not self._pipe.poll(self._patience_s):
+            self._signal(signal.SIGABRT)
+            raise AssertionError("the process does not answer; the stacks of its threads are in this run's stderr")
         return self._pipe.recv()
 
     def freeze(self) -> None:
