@@ -130,6 +130,13 @@ def test_a_descriptor_may_be_long_where_the_call_that_posts_copies(monkeypatch: 
     clocks.post(0.00001, 64 * MIB, runs=False)
     clocks.post(0.0, MIB, runs=True)
     assert clocks.window.longest == MIB, "over TCP it is not"
+    clocks.post(0.00001, 64 * MIB, runs=False)
+    for _ in range(2):
+        assert clocks.window.longest == 8 * MIB
+        clocks.look(0.01, 2 * MIB)
+        if clocks.window.size == 2 * MIB:
+            break
+    assert clocks.window.longest == MIB, "what was posted before says that calls are slow"
 
 
 def test_what_stands_still_does_not_keep_the_peers_others_from_being_posted(monkeypatch: pytest.MonkeyPatch) -> None:

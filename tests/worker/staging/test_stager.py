@@ -78,6 +78,14 @@ def test_chunks_are_never_larger_than_their_share_of_the_staging_buffer(prefill,
     assert len(sizes) > 4 and max(sizes) <= TINY // 8
 
 
+def test_who_comes_when_nothing_is_staged_begins_a_round(decode, monkeypatch):
+    stager = decode.loop._stager
+    monkeypatch.setattr(stager_module, "SLICE_S", 0.0)  # a turn is one kind of work
+    assert (
+        in_its_thread(decode.loop, lambda now: [(stager.poll(), stager.converting)[1] for _ in range(3)]) == [False] * 3
+    )
+
+
 def test_a_turn_that_one_kind_of_work_has_taken_all_of_leaves_the_next_kind_to_the_next_turn(
     prefill, decode, monkeypatch
 ):
