@@ -155,6 +155,11 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM ships no 
     aborts: list[str] = field(default_factory=list)
     held: list[HeldRequest] = field(default_factory=list)
 
+    def __reduce__(self) -> tuple[type[StepMetadata], tuple[object, ...]]:
+        """Pickled in each step: without the names of its fields that takes two thirds of the time."""
+        values = self.step, self.ends_prefill, self.calm, self.bell, self.receives, self.aborts, self.held
+        return StepMetadata, values
+
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM ships no types

@@ -117,7 +117,12 @@ class PrefillProgress:
 
 def _added(tables: tuple[BlockTable, ...], before: tuple[BlockTable, ...]) -> tuple[BlockTable, ...]:
     """What tables have more than before; all of them if they do not go on where those end, as after a preemption."""
-    if not before or not all(now.packed.startswith(old.packed) for now, old in zip(tables, before, strict=True)):
+    if not before:
         return tables
-    grown = ((now, old) for now, old in zip(tables, before, strict=True) if len(now.packed) > len(old.packed))
-    return tuple(BlockTable(old.end, now.packed[len(old.packed) :]) for now, old in grown)
+    added = []
+    for now, old in zip(tables, before, strict=True):
+        if not now.packed.startswith(old.packed):
+            return tables
+        if len(now.packed) > len(old.packed):
+            added.append(BlockTable(old.end, now.packed[len(old.packed) :]))
+    return tuple(added)

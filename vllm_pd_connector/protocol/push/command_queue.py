@@ -48,7 +48,7 @@ class CommandQueue:
             self._number += 1
             for queue in self._commands:
                 queue.append(_Numbered(self._number, command, size))
-        return [answer for worker in range(len(self._commands)) for answer in self._hand_out(worker)]
+        return [answer for worker in sorted(self._awaiting) for answer in self._hand_out(worker)]
 
     def await_commands(self, message: AwaitCommands, ticket: Ticket, now: float) -> list[tuple[Ticket, Reply]]:
         """A worker is ready for commands after number `seen`."""

@@ -52,7 +52,8 @@ class PushRegistration:
     def write_from(self, source: tuple[BlockTable, ...]) -> None:
         """The next command is from these blocks. Tables of full attention only grow, unless the request was preempted;
         the others are empty before the end."""
-        self.mixed |= any(not now.packed.startswith(old.packed) for old, now in zip(self.source, source, strict=False))
+        for old, now in zip(self.source, source, strict=False):
+            self.mixed |= not now.packed.startswith(old.packed)
         self.source = source
 
     def answer(self) -> Pushed:
