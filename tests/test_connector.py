@@ -91,6 +91,15 @@ def test_a_model_whose_prefills_go_on_behind_the_prompt_stops_the_engine():
             PDConnector(engine(enable_sleep_mode=False, is_diffusion=True), role, SimpleNamespace())
 
 
+def test_an_engine_that_outlives_a_failed_step_is_stopped():
+    """What such a step was to tell the workers is lost, and no report would ever free the blocks of its receives."""
+    made = engine(enable_sleep_mode=False)
+    made.parallel_config.enable_fault_tolerance = True
+    for role in KVConnectorRole:
+        with pytest.raises(InvalidConfig, match="enable_fault_tolerance: an engine that goes on"):
+            PDConnector(made, role, SimpleNamespace())
+
+
 @pytest.mark.parametrize("alike", [True, False])
 def test_conversations_of_a_model_that_looks_at_whole_prompts_stop_the_engine(alike):
     """HRM-Text: what a turn left was computed with no look at what the next prompt says."""

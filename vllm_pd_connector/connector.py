@@ -81,6 +81,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         facts.require_served_device(vllm_config)
         facts.require_caches_alone(vllm_config)
         facts.require_prefills_that_end(vllm_config)
+        facts.require_steps_that_succeed(vllm_config)
         config = parse_config(self._kv_transfer_config.kv_connector_extra_config)
         if config.conversations:
             require_causal(kv_cache_config)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.support.scheduler.halves import until
-from tests.support.scheduler.loops import WAITING, Core, Loop, made
+from tests.support.scheduler.loops import WAITING, Core, Loop, made, take_step
 from vllm_pd_connector.compat.engine import EngineLoop, calling_loop
-from vllm_pd_connector.scheduler.step_hold import StepHold
+from vllm_pd_connector.scheduler.step_hold import LONGEST_S, SHORT_S, StepHold
 
 
 @pytest.mark.parametrize(
@@ -153,3 +153,29 @@ def test_vllms_idle_engine_leaves_its_queue_to_step_when_it_is_asked() -> None:
     assert core.has_work()
     hold.step(computes=False, waiting=False)
     assert not core.has_work()
+
+
+def test_no_step_is_held_that_other_engines_wait_for() -> None:
+    core = Core(requests={})
+    core.dp_group = object()  # type: ignore[attr-defined]
+    loop = Loop(core)
+    hold = made(loop)
+    assert not take_step(hold)
+    assert not loop.waits
+    hold.ask()
+    assert take_step(hold, waiting=False), "a lease ended, and nobody computes"
+    core.engines_running = True
+    assert not take_step(hold, waiting=False), "the others do"
+    hold.close()
+
+
+def test_an_engine_that_ends_is_not_held_for_long() -> None:
+    """It aborts what loads between two steps, and the workers are told with the next."""
+    core = Core()
+    loop = Loop(core)
+    hold = made(loop)
+    take_step(hold)
+    core.is_running = lambda: False
+    take_step(hold)
+    assert loop.waits == [LONGEST_S, SHORT_S]
+    hold.close()

@@ -71,7 +71,7 @@ MEMBERS = (
     ),
     _members(
         "vllm.v1.engine.core:EngineCoreProc",
-        "input_queue _process_input_queue step_fn post_step _reject_add_in_shutdown",
+        "input_queue _process_input_queue step_fn post_step _reject_add_in_shutdown is_running engines_running",
     ),
     _members("vllm.v1.executor.abstract:Executor", "sleep discard"),
     _members("vllm.config.lora:LoRAConfig", "max_cpu_loras target_modules"),
@@ -164,7 +164,7 @@ MEMBERS = (
         "data_parallel_rank_local data_parallel_master_ip local_engines_only decode_context_parallel_size "
         "prefill_context_parallel_size cp_kv_cache_interleave_size dcp_kv_cache_interleave_size "
         "data_parallel_size_local data_parallel_backend node_rank_within_dp _allow_auto_resolve_cp_interleave_size "
-        "distributed_executor_backend",
+        "distributed_executor_backend enable_fault_tolerance",
     ),
     _members(
         "vllm.config.kv_transfer:KVTransferConfig",

@@ -54,16 +54,6 @@ def test_no_step_is_held_while_a_request_is_computed() -> None:
     hold.close()
 
 
-def test_no_step_is_held_that_other_engines_wait_for() -> None:
-    core = Core()
-    core.dp_group = object()  # type: ignore[attr-defined]
-    loop = Loop(core)
-    hold = made(loop)
-    assert not take_step(hold)
-    assert not loop.waits
-    hold.close()
-
-
 @pytest.mark.parametrize(
     "fields",
     [

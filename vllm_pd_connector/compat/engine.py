@@ -58,10 +58,17 @@ class EngineLoop:
         with data parallelism step in time with each other."""
         return hasattr(self._core, "dp_group") or bool(self._core.scheduler.running)
 
+    def idles(self) -> bool:
+        """Whether no request is being computed, nor by those that step in time with this engine."""
+        return not (self._core.scheduler.running or self._core.engines_running)
+
     def has_others(self, waiting: int) -> bool:
-        """Whether the scheduler has requests besides `waiting` ones, or another connector has work."""
+        """Whether the scheduler has requests besides `waiting` ones, another connector has work, or the engine is
+        ending: it may abort all between two steps, and what the workers are to be told of that shows no sign."""
         scheduler = self._core.scheduler
         if len(scheduler.requests) != waiting or getattr(scheduler, "ec_connector", None) is not None:
+            return True
+        if not self._core.is_running():
             return True
         return bool(scheduler.connector.has_pending_push_work())
 

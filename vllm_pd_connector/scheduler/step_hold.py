@@ -132,8 +132,9 @@ class StepHold:
             # that was computed may be looked at after that request's end.
             self._due = self._loop.depth
         self._holds = waiting and not busy and not self._due
-        # Behind a lease that ended in an idle engine nothing follows.
-        follows = busy or bool(self._due and self._loop.has_others(0))
+        # Behind a lease that ended in an idle engine nothing follows, also where its steps are never held.
+        idle = not computes and not waiting and self._loop.idles()
+        follows = (busy and not idle) or bool(self._due and self._loop.has_others(0))
         self._due = max(self._due - 1, 0)
         return not follows
 

@@ -32,6 +32,16 @@ GUARANTEES = [
         "test_workers_are_ready_for_the_step_after_an_end",
     ),
     Guarantee(
+        "nothing follows a lease that ended in an idle engine that steps in time with others",
+        "StepHold", "(busy and not idle)", "busy",
+        "test_no_step_is_held_that_other_engines_wait_for",
+    ),
+    Guarantee(
+        "an engine that ends is held for a moment alone",
+        "EngineLoop", "not self._core.is_running()", "False",
+        "test_an_engine_that_ends_is_not_held_for_long",
+    ),
+    Guarantee(
         "vLLM waits for nothing between a receive's end and the step that computes its request",
         "StepHold", "            self._loop.go_on()", "            pass",
         "test_vllm_does_not_sleep_between_steps_that_wait_here",

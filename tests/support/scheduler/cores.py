@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.executor.abstract import Executor
 
 from tests.support.scheduler.engines import Engine
@@ -54,6 +54,7 @@ class Core(EngineCoreProc):  # type: ignore[misc]  # vLLM ships no types
         self._weight_version = "default"
         self._idle_state_callbacks: list[Any] = []
         self.engines_running, self.mm_receiver_cache = False, None
+        self.shutdown_state = EngineShutdownState.RUNNING
         self.engine = make()
         self.scheduler = self.engine.scheduler
         self.step_fn = self.engine.step

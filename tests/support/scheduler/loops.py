@@ -25,6 +25,8 @@ class Core:
         self.batch_queue_size = depth
         self.step_fn: Callable[[], tuple[None, bool]] = lambda: (None, False)
         self.post_step: Callable[[bool], None] = lambda computed: None
+        self.is_running: Callable[[], bool] = lambda: True
+        self.engines_running = False
         connector = SimpleNamespace(has_pending_push_work=lambda: False)
         self.scheduler = SimpleNamespace(running=[], requests={"d-1": None}, connector=connector, ec_connector=None)
         vars(self.scheduler).update(fields)

@@ -330,6 +330,23 @@ def require_prefills_that_end(config: VllmConfig) -> None:
         )
 
 
+def require_steps_that_succeed(config: VllmConfig) -> None:
+    """Refuse engines that outlive a step of theirs that has failed: what that was to tell the workers, or they of it,
+    is lost, and vLLM waits for a report of each receive before it frees the blocks.
+
+    Raises:
+        InvalidConfig: fault tolerance is enabled.
+
+    Source: vLLM 0.32, `EngineCoreSentinel.on_fault`, which clears the batch queue; `KVConnector.pre_forward` of the
+    newer runner, whose `post_forward` a forward that raises does not reach.
+    """
+    if getattr(config.parallel_config, "enable_fault_tolerance", False):
+        raise InvalidConfig(
+            "enable_fault_tolerance: an engine that goes on after a step has failed has lost what that step was to "
+            "tell of receives, and would keep their blocks for good; serve without --enable-fault-tolerance"
+        )
+
+
 SERVED_DEVICES = ("cpu", "cuda")
 """Types of devices, as torch names them: cuda is a GPU of NVIDIA or AMD."""
 
