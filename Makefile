@@ -133,9 +133,9 @@ bench: setup
 	$(RUN) benchmarks/scale.py
 	$(RUN) benchmarks/convert.py
 	$(RUN) benchmarks/transports.py
-	$(RUN) benchmarks/pull.py --variants pd pd-introduced nixl-quiet plain --requests 40
-	$(RUN) benchmarks/pull.py --variants pd-introduced nixl-quiet --requests 40 --rounds 20 --idle 0 \
-		--into out/bench/pull-starts.json
+	$(RUN) benchmarks/pull.py --variants pd pd-introduced nixl-quiet plain --seldom pd nixl-quiet plain \
+		--requests 40 --rounds 20
+	$(RUN) benchmarks/busy_pairs.py
 	$(RUN) benchmarks/phases.py
 	$(RUN) benchmarks/waiting.py --rounds 1
 	$(RUN) benchmarks/overlap.py

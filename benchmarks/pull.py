@@ -9,10 +9,11 @@ Also measured: the first request to a new peer, also to one that was introduced 
 processor time that the idle servers burn. The variants take turns for several rounds, each with fresh servers, every
 second round backwards, so that neither whatever else the machine does in a minute nor who comes first favours one.
 
-The plain instance computes the whole prompt, so its first token is no rival; its decode step and its idle cost are
-what the others are compared with.
+The plain instance computes the whole prompt, so its first token is no rival; its tail, its decode step and its idle
+cost are what the others are compared with. Medians of different starts differ more than those of one: the ratios to the
+first rival come with the range that most resampled starts give.
 
-    python benchmarks/pull.py [--variants pd nixl-quiet …] [--requests 100] [--rounds 2] [--idle 20] [--into …]
+    python benchmarks/pull.py [--variants pd nixl-quiet …] [--seldom plain …] [--rounds 2] [--idle 20] [--into …]
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ LENGTHS = (16, 1900)
 
 OUTPUT_TOKENS = 8
 AT_ONCE = 8
+RESAMPLED = 1000
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -75,6 +77,7 @@ class Result:
     """
 
     variant: str
+    starts: int
     first_request: float
     first_worst: float
     idle_machine: Spread
@@ -270,6 +273,7 @@ def summary(name: str, rounds: Sequence[Round]) -> Result:
     idle = [one.idle_cores for one in rounds if one.idle_cores is not None]
     return Result(
         name,
+        starts=len(rounds),
         first_request=round(float(np.median([one.first_request for one in rounds])) * 1e3, 1),
         first_worst=round(max(one.first_request for one in rounds) * 1e3, 1),
         idle_machine=spread(pooled(lambda one: one.first_tokens)),
@@ -287,6 +291,7 @@ def row(result: Result) -> dict[str, Any]:
     idle = {} if result.idle_cores is None else {"idle cores per worker": result.idle_cores}
     return {
         "variant": result.variant,
+        "starts": result.starts,
         "median": result.idle_machine.median,
         "of the lowest start": result.lowest,
         "of the highest": result.highest,
@@ -303,6 +308,30 @@ def row(result: Result) -> dict[str, Any]:
     }
 
 
+def ratios(rounds: Mapping[str, Sequence[Round]], to: str) -> list[dict[str, Any]]:
+    """Of each other variant's median first token to that of `to`, and what 95 % of resampled starts give."""
+    draw = random.Random(0)
+
+    def median(starts: Sequence[Round]) -> float:
+        return float(np.median([time for one in starts for time in one.first_tokens]))
+
+    rows = []
+    for name in rounds:
+        if name == to or not rounds[name]:
+            continue
+        drawn = [
+            median(draw.choices(rounds[name], k=len(rounds[name])))
+            / median(draw.choices(rounds[to], k=len(rounds[to])))
+            for _ in range(RESAMPLED)
+        ]
+        low, high = np.percentile(drawn, (2.5, 97.5))
+        ratio = median(rounds[name]) / median(rounds[to])
+        rows.append(
+            {"variant": name, "to": to, "ratio": round(ratio, 2), "from": round(low, 2), "up to": round(high, 2)}
+        )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = ("pd", "pd-introduced", "nixl", "nixl-quiet", "plain")
@@ -310,7 +339,9 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="gqa")
     parser.add_argument("--requests", type=int, default=100, help="per variant, one by one and again all at once")
     parser.add_argument("--rounds", type=int, default=2, help="starts of each variant's servers")
-    parser.add_argument("--idle", type=float, default=20.0, help="seconds in which idle servers are watched; 0: not")
+    parser.add_argument("--seldom", nargs="+", choices=names, default=[], help="have half as many starts")
+    help_ = "seconds in which idle servers are watched in the first two rounds; 0: not"
+    parser.add_argument("--idle", type=float, default=20.0, help=help_)
     parser.add_argument("--into", type=Path, default=ROOT / "out" / "bench" / "pull.json")
     options = parser.parse_args()
     options.into.parent.mkdir(parents=True, exist_ok=True)
@@ -324,17 +355,22 @@ def main() -> None:
         }
         rounds: dict[str, list[Round]] = {name: [] for name in options.variants}
         for number in range(options.rounds):
+            idle = options.idle if number < 2 else 0.0
             for name in options.variants[:: -1 if number % 2 else 1]:
+                if name in options.seldom and number % 4 > 1:  # as often first as last
+                    continue
                 taken = rounds[name]
                 print(f"round {number + 1}, {name}: {2 * options.requests} requests …", flush=True)
                 logs = options.into.parent / "logs"
-                taken.append(measure(variants[name], options.model, options.requests, 3 * number, logs, options.idle))
+                taken.append(measure(variants[name], options.model, options.requests, 3 * number, logs, idle))
                 print(markdown([row(summary(name, taken[-1:]))]), flush=True)
     rows = [row(summary(name, taken)) for name, taken in rounds.items()]
     facts = {"model": options.model, "prompt_tokens": LENGTHS, "unit": "ms", "rounds": options.rounds}
     samples = {name: [asdict(one) for one in taken] for name, taken in rounds.items()}
     print(f"\nMilliseconds from the decode request to its first token:\n\n{markdown(rows)}\n")
-    write(options.into, {**facts, "rows": rows, "seconds": samples})
+    rivals = [name for name in ("nixl-quiet", "nixl") if rounds.get(name)]
+    against = {"ratios": ratios(rounds, rivals[0])} if rivals else {}
+    write(options.into, {**facts, "rows": rows, **against, "seconds": samples})
 
 
 if __name__ == "__main__":
