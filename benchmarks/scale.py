@@ -20,15 +20,17 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import resource
 import secrets
 import sys
 import time
 import tracemalloc
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 
@@ -36,7 +38,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 from benchmarks.bind import make_worker  # noqa: E402
-from benchmarks.fleet_world import SECONDS, TURN_S, Clock, Decode, Meter, Prefill  # noqa: E402
+from benchmarks.fleet_prefill import Clock, Meter, Prefill  # noqa: E402
+from benchmarks.fleet_world import TURN_S, WAIT, Decode  # noqa: E402
 from benchmarks.report import write  # noqa: E402
 from vllm_pd_connector.geometry.blocks import BlockTable  # noqa: E402
 from vllm_pd_connector.geometry.manifest import (  # noqa: E402
@@ -53,58 +56,94 @@ from vllm_pd_connector.protocol.wire.push_messages import (  # noqa: E402
     PrefillRef,
     PushInto,
 )
+from vllm_pd_connector.scheduler.leases import lease_renewer  # noqa: E402
+
+SECONDS = 6.0  # of which the second half is measured
 
 
-def fleet(peers: int, decoders: int, in_flight: int) -> dict[str, Any]:
-    """A fleet of so many prefill and so many decode instances for SECONDS of its time; what it cost."""
+def fleet(peers: int, decoders: int, in_flight: int, seconds: float = SECONDS) -> dict[str, Any]:
+    """A fleet of so many prefill and so many decode instances for so many seconds of its time; what the second half of
+    them cost."""
     clock = Clock()
+    with patch.object(lease_renewer, "time", clock):
+        return _fleet(clock, peers, decoders, in_flight, seconds)
+
+
+def _fleet(clock: Clock, peers: int, decoders: int, in_flight: int, seconds: float) -> dict[str, Any]:
     serving = Meter()
     prefills = [Prefill(clock, number, serving) for number in range(peers)]
     decodes = [Decode(clock, number, prefills, in_flight) for number in range(decoders)]
-    began, cpu = clock.now, time.process_time()
-    ended_before = [0]
+    began, cpu, ended_before = clock.now, time.process_time(), [0]
+
+    def num_ended() -> int:
+        return sum(decode.good + decode.failed.total() for decode in decodes)
 
     def warm() -> None:
         """Links are made, and what the first requests of a shape compute is known: from here on it is measured."""
         gc.collect()
         gc.freeze()  # a worker's collector looks at one worker's links, not at those of a whole fleet
-        ended_before[0] = sum(decode.good + decode.failed for decode in decodes)
+        ended_before[0] = num_ended()
         serving.times.clear()
         for decode in decodes:
-            for meter in (decode.turns, decode.binds, decode.answers, decode.links):
+            for meter in decode.meters:
                 meter.times.clear()
-            decode.calls.asked = decode.calls.linked = 0
+            decode.calls.asked = decode.renewing.asked = decode.calls.linked = 0
+            decode.late.clear()
 
-    clock.after(SECONDS / 2, warm)
-    restarts = deque((began + SECONDS * (0.2 + 0.2 * i / peers), prefills[i]) for i in range(0, peers, 8))
-    while clock.now < began + SECONDS:
+    clock.after(seconds / 2, warm)
+    restarts = deque((began + seconds * (0.2 + 0.2 * i / peers), prefills[i]) for i in range(0, peers, 8))
+    while clock.now < began + seconds:
         if restarts and restarts[0][0] <= clock.now:
             restarts.popleft()[1].begin_life()
         for decode in decodes:
             decode.turn()
         clock.run_until(clock.now + TURN_S)
-    failed = sum(decode.failed for decode in decodes)
-    all_ended = failed + sum(decode.good for decode in decodes)
-    assert failed < 0.5 * all_ended, f"{failed} of {all_ended} requests failed"
-    ended = all_ended - ended_before[0]
-    turns = [seconds for decode in decodes for seconds in decode.turns.times]
+    failed = sum((decode.failed for decode in decodes), Counter[str]())
+    assert set(failed) <= {"restart"}, f"requests failed for another reason than a restart: {failed}"
+    size = {"peers": peers, "decoders": decoders, "in_flight": in_flight, "simulated_s": seconds}
+    ended = num_ended() - ended_before[0]
+    row = {"case": "fleet", **size, **costs(decodes, serving, ended), "failed_by_restart": failed["restart"]}
+    row |= {"pushed": sum(decode.pushed for decode in decodes)}
+    row |= {"processor_s": round(time.process_time() - cpu, 1), "memory_mb": resident_mb()}
+    for decode in decodes:
+        decode.renewer.close()
+        decode.link.close()
+    return row
+
+
+def costs(decodes: list[Decode], serving: Meter, ended: int) -> dict[str, Any]:
+    """Of requests and of turns, in the half that is measured."""
+
+    def us(*names: str) -> float:
+        return 1e6 * sum(getattr(decode, name).total for decode in decodes for name in names)
+
+    def ms(kinds: Iterable[list[float]]) -> tuple[float, float]:
+        values = [value for values in kinds for value in values]
+        return round(1e3 * median(values), 2), round(1e3 * max(values), 2)
+
     links = sum(decode.calls.linked for decode in decodes)
-    bind = sum(d.binds.total for d in decodes) / sum(len(d.binds.times) for d in decodes)  # of those with a link
+    turn_ms, late_ms = ms(d.turns.times for d in decodes), ms(d.late for d in decodes)
+    reading = sum(len(d.rests.times) for d in decodes) * decodes[0].in_flight * (1 - WAIT)
     return {
-        "case": "fleet",
-        "peers": peers,
-        "decoders": decoders,
-        "in_flight": in_flight,
-        "ended": all_ended,
-        "failed": failed,
-        "decode_us_per_request": round(1e6 * (bind + sum(d.answers.total for d in decodes) / ended), 1),
-        "links": links,
-        **({"us_per_link": round(1e6 * sum(d.links.total for d in decodes) / links, 1)} if links else {}),
+        "ended": ended,
+        "decode_us_per_request": round(us("begins", "binds", "ends", "answers") / ended, 1),
+        "renewer_us_per_request": round(us("renewals") / ended, 1),
         "prefill_us_per_request": round(1e6 * serving.total / ended, 1),
-        "turn_us_per_reading": round(1e6 * median(turns) / max(1, in_flight - in_flight // 3), 2),
-        "messages_per_request": round(sum(d.calls.asked for d in decodes) / ended, 2),
-        "processor_s": round(time.process_time() - cpu, 1),
+        "messages_per_request": round(sum(d.calls.asked + d.renewing.asked for d in decodes) / ended, 2),
+        "links": links,
+        "us_per_link": round(us("links") / links, 1) if links else None,
+        "turn_ms": turn_ms[0],
+        "turn_ms_longest": turn_ms[1],
+        "deadlines_us_per_reading": round(us("rests") / reading, 2),
+        "seen_late_ms": late_ms[0],
+        "seen_late_ms_longest": late_ms[1],
     }
+
+
+def resident_mb() -> int:
+    """Megabytes of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() // 1_000_000
 
 
 def order_cost(in_flight: int, reps: int = 200) -> dict[str, Any]:
