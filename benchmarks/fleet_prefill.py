@@ -222,3 +222,30 @@ class Prefill:
             self._settle()
 
         self.clock.after(LATENCY_S, lambda: self.meter(report))
+
+
+class Watch:
+    """`ProcessWatch` of a worker in this process."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def over(self) -> bool:
+        return self._name not in Prefill.lives
+
+    here = property(lambda self: not self.over)
+    lost = closed = over
+
+    def look(self, now: float) -> None:
+        return None
+
+    def ended(self, now: float) -> bool:
+        return self.over
+
+
+class Watches:
+    """`ProcessWatches` of workers in this process."""
+
+    def watch(self, life: Any, now: float) -> Watch:
+        return Watch(life.name)

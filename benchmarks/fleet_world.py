@@ -30,6 +30,7 @@ from benchmarks.fleet_prefill import (  # noqa: E402
     Clock,
     Meter,
     Prefill,
+    Watches,
     describe,
     make_memory,
 )
@@ -119,8 +120,8 @@ class Renewer(LeaseRenewer):
 
 
 class Link(loopback.LoopbackTransport):
-    """A loopback transport whose transfers take as long as a request's bytes would. `late` says of each that was seen to
-    have ended how long ago it had; `copy` moves the bytes of those, as a network card would beside the thread."""
+    """A loopback transport whose transfers take as long as a request's bytes would. `late` says of each that was seen
+    to have ended how long ago it had; `copy` moves the bytes of those, as a network card would beside the thread."""
 
     def __init__(self, clock: Clock, random_: random.Random):
         super().__init__(serves=False)
@@ -148,33 +149,6 @@ class Link(loopback.LoopbackTransport):
         for transfer in self._ended:
             super().poll(transfer)
         self._ended = []
-
-
-class Watch:
-    """`ProcessWatch` of a worker in this process."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def over(self) -> bool:
-        return self._name not in Prefill.lives
-
-    here = property(lambda self: not self.over)
-    lost = closed = over
-
-    def look(self, now: float) -> None:
-        return None
-
-    def ended(self, now: float) -> bool:
-        return self.over
-
-
-class Watches:
-    """`ProcessWatches` of workers in this process."""
-
-    def watch(self, life: Any, now: float) -> Watch:
-        return Watch(life.name)
 
 
 class Decode:

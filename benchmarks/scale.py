@@ -1,18 +1,23 @@
-"""What many instances and many requests cost: decode workers and prefill instances without sockets, by a made-up clock.
+"""What many instances and many requests cost: decode and prefill instances without sockets, by a made-up clock.
 
-Every decode instance is one worker's receives (`worker.receive`), every prefill instance its lease table and its part
-of the side channel's answers; between them go the real messages, encoded and decoded, and a loopback transport copies
-real bytes. Only time is made up: messages take LATENCY_S, a prompt's bytes take their time over a link that all of a
-worker's requests share, and each worker takes a turn every TURN_S. So a request costs what it costs, and nobody waits.
+Every decode instance is one worker's receives (`worker.receive`) and the scheduler half's renewer, every prefill
+instance its lease table, its push table and its part of the side channel's answers; between them go the real messages,
+encoded and decoded, and a loopback transport copies real bytes of what is read. Time is made up: messages take
+LATENCY_S, a read takes READ_S in the mean, and each worker takes a turn every TURN_S. Only how much a turn does is as
+in the product: what it can in a millisecond of the real clock. So a request costs what it costs, and nobody waits.
 
 Prompts are as long as those of the conversation trace that was published with Mooncake (FAST 2025,
 github.com/kvcache-ai/Mooncake, FAST25-release/traces; 12031 requests, 12035 tokens in the mean): its quantiles.
-A part of the requests waits before it is read, and renews its leases; one prefill instance in eight is replaced by
-another life of it under way, and what is read from it then fails and is not counted.
+A quarter of the requests is written by the prefill side while it computes them, the others are read. A third of them
+waits before it is begun; leases are renewed until a request is reported. One prefill instance in eight is replaced by
+another life of it under way, and what comes from it then fails. Anything else that fails ends the run.
 
-Besides: the push table's cost of one order with many pushes under way, and what manifests of many ranks cost.
+The last fleet is the most instances with the most requests in flight, for a shorter time (`simulated_s`).
 
-    python benchmarks/scale.py [--instances 4 16 64] [--peers 64 256] [--in-flight 10 100 1000] [--whole]
+Besides: the scheduler half's steps, the push table's cost of one order with many pushes under way, memory, open files,
+and what manifests of many ranks cost.
+
+    python benchmarks/scale.py [--instances 4 16 64] [--peers 64 256] [--in-flight 10 100 1000] [--json results.json]
 """
 
 from __future__ import annotations
@@ -21,10 +26,8 @@ import argparse
 import gc
 import logging
 import resource
-import secrets
 import sys
 import time
-import tracemalloc
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -32,33 +35,18 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-import msgspec
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
-from benchmarks.bind import make_worker  # noqa: E402
 from benchmarks.fleet_prefill import Clock, Meter, Prefill  # noqa: E402
 from benchmarks.fleet_world import TURN_S, WAIT, Decode  # noqa: E402
 from benchmarks.report import write  # noqa: E402
-from vllm_pd_connector.geometry.blocks import BlockTable  # noqa: E402
-from vllm_pd_connector.geometry.manifest import (  # noqa: E402
-    Manifest,
-)
-from vllm_pd_connector.geometry.plan import make_plan  # noqa: E402
-from vllm_pd_connector.geometry.topology import check_pd_topology  # noqa: E402
-from vllm_pd_connector.protocol.lease import LeaseTable  # noqa: E402
-from vllm_pd_connector.protocol.push.table import PushTable  # noqa: E402
-from vllm_pd_connector.protocol.wire.fields import MAX_REPLY_FRAME  # noqa: E402
-from vllm_pd_connector.protocol.wire.push_messages import (  # noqa: E402
-    AwaitCommands,
-    InstanceAddress,
-    PrefillRef,
-    PushInto,
-)
+from benchmarks.scale_parts import file_cases, manifest_cases, memory_cases, order_cost  # noqa: E402
+from benchmarks.scale_steps import step_cost  # noqa: E402
 from vllm_pd_connector.scheduler.leases import lease_renewer  # noqa: E402
 
-SECONDS = 6.0  # of which the second half is measured
+SECONDS = 6.0  # of a fleet's time, of which the second half is measured
+WHOLE_SECONDS = 3.0  # of the largest fleet
 
 
 def fleet(peers: int, decoders: int, in_flight: int, seconds: float = SECONDS) -> dict[str, Any]:
@@ -146,77 +134,16 @@ def resident_mb() -> int:
     return pages * resource.getpagesize() // 1_000_000
 
 
-def order_cost(in_flight: int, reps: int = 200) -> dict[str, Any]:
-    """Of an order to write more of one prefill, with so many pushes under way, and of a round of its thread."""
-    table, now = PushTable(1, 30.0), 0.0
-    blocks = (BlockTable.of(0, range(1, 95)),)
-    home, digest = InstanceAddress("d", "ab" * 16, "127.0.0.1", 5600), "0" * 16
-    for number in range(in_flight):
-        table.started(f"r-{number}", f"t-{number}", 12000, digest, now)
-        name = PrefillRef(f"t-{number}", None)
-        table.register(
-            PushInto(name, home, 0, 0, 0, 0, 1, secrets.token_bytes(16), blocks, 0, 12000, digest), (b"d", number), now
-        )
-    seen, orders, rounds = 0, Meter(), Meter()
-    for rep in range(reps):
-        name_ = f"r-{rep % in_flight}"
-        orders(lambda name_=name_, rep=rep: table.progressed(name_, blocks, 128 * (1 + rep // in_flight), rep))
-        seen += 2 if rep < in_flight else 1
-        table.await_commands(AwaitCommands(bytes(16), 0, seen), (b"w", rep), now)
-        rounds(lambda: (table.tick(now), table.replies.take(), table.next_deadline()))
-    return {
-        "case": "push table",
-        "in_flight": in_flight,
-        "order_us": round(1e6 * median(orders.times), 1),
-        "round_us": round(1e6 * median(rounds.times), 1),
-    }
-
-
-def memory_cases() -> Iterator[dict[str, Any]]:
-    """Bytes of a lease at the prefill side, and of a linked peer of 80 layers at the decode side."""
-    table = (BlockTable.of(0, range(1, 95)),)
-    leases, count = LeaseTable(600.0), 2000
-    gc.collect()
-    tracemalloc.start()
-    for number in range(count):
-        copied = BlockTable(0, bytes(bytearray(table[0].packed)))
-        leases.hold(f"cmpl-{number:032}", secrets.token_bytes(16), 0.0, 30.0, (copied,))
-    yield {"case": "a lease of 94 blocks", "bytes": tracemalloc.get_traced_memory()[0] // count}
-    tracemalloc.stop()
-    mine, theirs = make_worker(0, 1), [make_worker(rank, 8) for rank in range(8)]
-    gc.collect()
-    tracemalloc.start()
-    plans = [make_plan(mine, theirs) for _ in range(10)]
-    per_plan = tracemalloc.get_traced_memory()[0] // len(plans)
-    tracemalloc.stop()
-    yield {"case": "the plan of a peer, 80 layers, tp 8 to 1", "bytes": per_plan}
-
-
-def manifest_cases() -> Iterator[dict[str, Any]]:
-    """An instance of many ranks as a decode worker meets it: bytes on the wire, milliseconds to check and to plan."""
-    local = make_worker(0, 1)
-    for ranks in (8, 64, 256, 1024):
-        remote = [make_worker(rank % 8, 8) for rank in range(min(ranks, 8))]
-        encoded = [msgspec.msgpack.encode(manifest) for manifest in remote]
-        size = sum(map(len, encoded)) * ranks // len(encoded)
-        decoder = msgspec.msgpack.Decoder(Manifest)
-        decode = Meter()
-        for _ in range(5):
-            decode(lambda decoder=decoder, encoded=encoded: [decoder.decode(one) for one in encoded])
-        row = {
-            "case": "manifests of 80 layers",
-            "ranks": ranks,
-            "bytes": size,
-            "fits_one_reply": size < MAX_REPLY_FRAME,
-            "decode_ms": round(1e3 * min(decode.times) * ranks / len(encoded), 1),
-        }
-        if ranks <= 8:
-            check, plan = Meter(), Meter()
-            for _ in range(5):
-                check(lambda remote=remote: check_pd_topology(local, remote))
-                plan(lambda remote=remote: make_plan(local, remote))
-            row |= {"check_ms": round(1e3 * min(check.times), 1), "plan_ms": round(1e3 * min(plan.times), 1)}
-        yield row
+def fleets(instances: list[int], peers: list[int], in_flight: list[int]) -> Iterator[dict[str, Any]]:
+    """More instances, more peers of as few, more requests in flight, and the most of all."""
+    few, usual = instances[0], in_flight[len(in_flight) // 2]
+    sizes = [(count, count, usual) for count in instances] + [(count, few, usual) for count in peers]
+    sizes += [(few, few, count) for count in in_flight] + [(instances[-1], instances[-1], in_flight[-1])]
+    for size in dict.fromkeys(sizes):
+        whole = size == sizes[-1] and size != sizes[0]
+        yield fleet(*size, WHOLE_SECONDS if whole else SECONDS)
+        gc.unfreeze()
+        gc.collect()
 
 
 def main() -> None:
@@ -224,26 +151,24 @@ def main() -> None:
     parser.add_argument("--instances", nargs="+", type=int, default=[4, 16, 64], help="of each role")
     parser.add_argument("--peers", nargs="+", type=int, default=[64, 256], help="of as few decode instances as above")
     parser.add_argument("--in-flight", nargs="+", type=int, default=[10, 100, 1000], help="at each decode instance")
-    parser.add_argument("--whole", action="store_true", help="the most of both together, too: minutes, gigabytes")
     parser.add_argument("--json", type=Path, default=ROOT / "out" / "bench" / "scale.json")
     options = parser.parse_args()
     logging.disable(logging.ERROR)  # of the requests that a restart fails
-    few, usual = options.instances[0], options.in_flight[len(options.in_flight) // 2]
-    sizes = [(count, count, usual) for count in options.instances] + [(count, few, usual) for count in options.peers]
-    sizes += [(few, few, in_flight) for in_flight in options.in_flight]
-    if options.whole:
-        sizes.append((options.instances[-1], options.instances[-1], options.in_flight[-1]))
-    fleets = []
-    for peers, decoders, in_flight in dict.fromkeys(sizes):
-        fleets.append(fleet(peers, decoders, in_flight))
-        print(fleets[-1], flush=True)
-        gc.unfreeze()
-        gc.collect()
-    pushes = [order_cost(in_flight) for in_flight in options.in_flight]
-    parts = {"fleets": fleets, "pushes": pushes, "memory": [*memory_cases()], "manifests": [*manifest_cases()]}
-    for name in ("pushes", "memory", "manifests"):
-        for row in parts[name]:
-            print(row)
+    most = max(options.instances + options.peers)
+    steps = ((count, peers) for count in options.in_flight for peers in (4, 64, 256) if peers <= min(count, most))
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for name, rows in (
+        ("steps", (step_cost(*size) for size in steps)),
+        ("fleets", fleets(options.instances, options.peers, options.in_flight)),
+        ("pushes", map(order_cost, options.in_flight)),
+        ("memory", memory_cases()),
+        ("files", file_cases()),
+        ("manifests", manifest_cases()),
+    ):
+        parts[name] = []
+        for row in rows:
+            parts[name].append(row)
+            print(row, flush=True)
     write(options.json, parts)
 
 
