@@ -47,11 +47,10 @@ from vllm_pd_connector.worker.outbox import Outbox  # noqa: E402
 from vllm_pd_connector.worker.peers.event_queue import EventQueue  # noqa: E402
 from vllm_pd_connector.worker.receive.driver import Receives  # noqa: E402
 from vllm_pd_connector.worker.staging.stager import Stager  # noqa: E402
-from vllm_pd_connector.worker.transfer_loop import TURN_S as PIECES_S  # noqa: E402
+from vllm_pd_connector.worker.transfer_loop import TURN_S  # noqa: E402
 
 QUANTILES = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 TOKENS = (891, 901, 964, 1662, 3263, 4993, 6909, 9570, 13196, 17869, 27367, 39552, 85401, 126195)
-TURN_S = 0.02
 READ_S = 2.0  # in the mean; as long as a prefill takes that is written while it is computed
 PUSHED = 0.25  # of the requests are written by their prefill instance, the others read
 WAIT = 1 / 3  # of a decode instance's requests are not yet begun
@@ -129,6 +128,11 @@ class Link(loopback.LoopbackTransport):
         self._arrivals: dict[int, float] = {}
         self._ended: list[Any] = []
         self.late: list[float] = []
+        self.looks = 0
+
+    @property
+    def running(self) -> int:
+        return len(self._arrivals)
 
     def read(self, peer: Any, runs: Any) -> Any:
         transfer = super().read(peer, runs)
@@ -136,6 +140,7 @@ class Link(loopback.LoopbackTransport):
         return transfer
 
     def poll(self, transfer: Any) -> TransferStatus:
+        self.looks += 1
         loopback._reach(transfer.peer)  # raises if that has ended
         late = self._clock.now - self._arrivals[id(transfer)]
         if late < 0:
@@ -152,14 +157,16 @@ class Link(loopback.LoopbackTransport):
 
 
 class Decode:
-    """A decode instance with one worker, which keeps as many requests in flight, of which WAIT are not yet begun.
+    """A decode instance with one worker, which keeps as many requests in flight, of which WAIT are not yet begun. Its
+    `turn` is called every `turns_s` of the made-up time.
 
     `failed` counts why requests failed: their prefill instance was restarted, their lease ended, or anything else.
-    `late` is how many seconds of turns passed from the first that could have seen a read's end to the one that did.
+    `late` is how many seconds of the thread passed from a read's end until that had been seen.
     """
 
-    def __init__(self, clock: Clock, number: int, prefills: list[Prefill], in_flight: int):
+    def __init__(self, clock: Clock, number: int, prefills: list[Prefill], in_flight: int, turns_s: float):
         self.clock, self.number, self.prefills, self.in_flight = clock, number, prefills, in_flight
+        self.turns_s = turns_s
         self.random = random.Random(number)
         self.turns, self.rests, self.renewals = Meter(), Meter(), Meter()
         self.begins, self.binds, self.ends, self.answers, self.links = (Meter() for _ in range(5))
@@ -199,24 +206,28 @@ class Decode:
         setattr(self.receives, name, lambda *arguments: meter(lambda: act(*arguments)))
 
     def turn(self) -> None:
-        """What the transfer thread and the scheduler half do in their time."""
-        now = self.clock.now
+        """What the scheduler half and the transfer thread do in `turns_s`: as many turns as there is work for, at most
+        until each read was looked at, or `turns_s` of the thread's time have passed."""
+        now, busy = self.clock.now, 0.0
         while len(self.going) < self.in_flight:
             self._arrive()
         while len(self.waiting) > self.in_flight * WAIT:
             self.inbox.append(self.waiting.popleft()[0])
-        began, until = time.thread_time(), time.monotonic() + PIECES_S
-        while self.inbox:
-            self._begin(self.inbox.popleft(), now)
-            if time.monotonic() >= until:
-                break
-        self.receives.poll(now, until)
-        self.rests(lambda: (self.receives.tick(now), self.receives.next_deadline(now)))
-        self.turns.times.append(time.thread_time() - began)
-        for seconds in self.link.late:
-            missed = int(seconds / TURN_S)
-            self.late.append(sum(self.turns.times[-1 - missed : -1]))
-        self.link.late.clear()
+        goes_on, looks = True, self.link.looks + self.link.running
+        while goes_on and busy < self.turns_s:
+            began, until = time.thread_time(), time.monotonic() + TURN_S
+            while self.inbox:
+                self._begin(self.inbox.popleft(), now)
+                if time.monotonic() >= until:
+                    break
+            self.receives.poll(now, until)
+            cut = time.monotonic() >= until
+            due = self.rests(lambda: (self.receives.tick(now), self.receives.next_deadline(now))[1])
+            self.turns.times.append(time.thread_time() - began)
+            busy += self.turns.times[-1]
+            self.late += [int(seconds / self.turns_s) * self.turns_s + busy for seconds in self.link.late]
+            self.link.late.clear()
+            goes_on = bool(self.inbox) or (due is not None and due <= now) or (cut and self.link.looks < looks)
         self.link.copy()
         results = self.outbox.take_results()
         for name in results.finished_recving:

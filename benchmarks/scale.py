@@ -3,8 +3,8 @@
 Every decode instance is one worker's receives (`worker.receive`) and the scheduler half's renewer, every prefill
 instance its lease table, its push table and its part of the side channel's answers; between them go the real messages,
 encoded and decoded, and a loopback transport copies real bytes of what is read. Time is made up: messages take
-LATENCY_S, a read takes READ_S in the mean, and each worker takes a turn every TURN_S. Only how much a turn does is as
-in the product: what it can in a millisecond of the real clock. So a request costs what it costs, and nobody waits.
+LATENCY_S, a read takes READ_S in the mean, and each worker looks every TURNS_S. Only how much a turn does is as in
+the product: what it can in a millisecond of the real clock. So a request costs what it costs, and nobody waits.
 
 Prompts are as long as those of the conversation trace that was published with Mooncake (FAST 2025,
 github.com/kvcache-ai/Mooncake, FAST25-release/traces; 12031 requests, 12035 tokens in the mean): its quantiles.
@@ -17,7 +17,7 @@ The last fleet is the most instances with the most requests in flight, for a sho
 Besides: the scheduler half's steps, the push table's cost of one order with many pushes under way, memory, open files,
 and what manifests of many ranks cost.
 
-    python benchmarks/scale.py [--instances 4 16 64] [--peers 64 256] [--in-flight 10 100 1000] [--json results.json]
+    python benchmarks/scale.py [--instances 4 16 64] [--peers 64 256] [--in-flight 10 100 1000] [--ranks 8 1024]
 """
 
 from __future__ import annotations
@@ -39,28 +39,31 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 from benchmarks.fleet_prefill import Clock, Meter, Prefill  # noqa: E402
-from benchmarks.fleet_world import TURN_S, WAIT, Decode  # noqa: E402
+from benchmarks.fleet_world import WAIT, Decode  # noqa: E402
 from benchmarks.report import write  # noqa: E402
 from benchmarks.scale_parts import file_cases, manifest_cases, memory_cases, order_cost  # noqa: E402
 from benchmarks.scale_steps import step_cost  # noqa: E402
 from vllm_pd_connector.scheduler.leases import lease_renewer  # noqa: E402
 
 SECONDS = 6.0  # of a fleet's time, of which the second half is measured
-WHOLE_SECONDS = 3.0  # of the largest fleet
+TURNS_S = 0.02
+WHOLE_SECONDS, WHOLE_TURNS_S = 2.4, 0.04  # of the largest fleet
 
 
-def fleet(peers: int, decoders: int, in_flight: int, seconds: float = SECONDS) -> dict[str, Any]:
+def fleet(
+    peers: int, decoders: int, in_flight: int, seconds: float = SECONDS, turns_s: float = TURNS_S
+) -> dict[str, Any]:
     """A fleet of so many prefill and so many decode instances for so many seconds of its time; what the second half of
     them cost."""
     clock = Clock()
     with patch.object(lease_renewer, "time", clock):
-        return _fleet(clock, peers, decoders, in_flight, seconds)
+        return _fleet(clock, peers, decoders, in_flight, seconds, turns_s)
 
 
-def _fleet(clock: Clock, peers: int, decoders: int, in_flight: int, seconds: float) -> dict[str, Any]:
+def _fleet(clock: Clock, peers: int, decoders: int, in_flight: int, seconds: float, turns_s: float) -> dict[str, Any]:
     serving = Meter()
     prefills = [Prefill(clock, number, serving) for number in range(peers)]
-    decodes = [Decode(clock, number, prefills, in_flight) for number in range(decoders)]
+    decodes = [Decode(clock, number, prefills, in_flight, turns_s) for number in range(decoders)]
     began, cpu, ended_before = clock.now, time.process_time(), [0]
 
     def num_ended() -> int:
@@ -85,7 +88,7 @@ def _fleet(clock: Clock, peers: int, decoders: int, in_flight: int, seconds: flo
             restarts.popleft()[1].begin_life()
         for decode in decodes:
             decode.turn()
-        clock.run_until(clock.now + TURN_S)
+        clock.run_until(clock.now + turns_s)
     failed = sum((decode.failed for decode in decodes), Counter[str]())
     assert set(failed) <= {"restart"}, f"requests failed for another reason than a restart: {failed}"
     size = {"peers": peers, "decoders": decoders, "in_flight": in_flight, "simulated_s": seconds}
@@ -141,7 +144,7 @@ def fleets(instances: list[int], peers: list[int], in_flight: list[int]) -> Iter
     sizes += [(few, few, count) for count in in_flight] + [(instances[-1], instances[-1], in_flight[-1])]
     for size in dict.fromkeys(sizes):
         whole = size == sizes[-1] and size != sizes[0]
-        yield fleet(*size, WHOLE_SECONDS if whole else SECONDS)
+        yield fleet(*size, *((WHOLE_SECONDS, WHOLE_TURNS_S) if whole else (SECONDS, TURNS_S)))
         gc.unfreeze()
         gc.collect()
 
@@ -151,6 +154,7 @@ def main() -> None:
     parser.add_argument("--instances", nargs="+", type=int, default=[4, 16, 64], help="of each role")
     parser.add_argument("--peers", nargs="+", type=int, default=[64, 256], help="of as few decode instances as above")
     parser.add_argument("--in-flight", nargs="+", type=int, default=[10, 100, 1000], help="at each decode instance")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 256, 1024], help="of an instance")
     parser.add_argument("--json", type=Path, default=ROOT / "out" / "bench" / "scale.json")
     options = parser.parse_args()
     logging.disable(logging.ERROR)  # of the requests that a restart fails
@@ -163,7 +167,7 @@ def main() -> None:
         ("pushes", map(order_cost, options.in_flight)),
         ("memory", memory_cases()),
         ("files", file_cases()),
-        ("manifests", manifest_cases()),
+        ("manifests", manifest_cases(options.ranks)),
     ):
         parts[name] = []
         for row in rows:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -183,11 +183,11 @@ def linked_peer_bytes() -> int:
     return size // PEERS
 
 
-def manifest_cases(local: Manifest | None = None) -> Iterator[dict[str, Any]]:
-    """An instance of many ranks as a decode worker meets it: bytes on the wire, milliseconds to encode, to decode, to
-    check and to plan; whether its side channel can serve it."""
-    local, decoder = local or make_worker(0, 1), msgspec.msgpack.Decoder(Manifest)
-    for ranks in (8, 64, 256, 1024):
+def manifest_cases(sizes: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """Instances of so many ranks as a decode worker meets them: bytes on the wire, milliseconds to encode, to decode,
+    to check and to plan; whether their side channel can serve it, or what its instance says."""
+    local, decoder = make_worker(0, 1), msgspec.msgpack.Decoder(Manifest)
+    for ranks in sizes:
         made = [make_worker(rank, ranks) for rank in range(ranks)]
         encode, decode, check, plan = (Meter() for _ in range(4))
         for _ in range(3):
