@@ -96,13 +96,15 @@ def make_memory() -> np.ndarray:
 
 
 class Prefill:
-    """A prefill instance. `lost` are the requests whose lease has ended because nobody renewed it, in this life."""
+    """A prefill instance. `serving` takes what its side channel's thread does, `stepping` what its scheduler half tells
+    it in steps; `lost` are the requests whose lease has ended because nobody renewed it, in this life."""
 
     lives: ClassVar[set[str]] = set()
     """The incarnations that run."""
 
-    def __init__(self, clock: Clock, number: int, meter: Meter):
-        self.clock, self.port, self.engine, self.meter = clock, 10000 + number, f"p-{number}", meter
+    def __init__(self, clock: Clock, number: int, serving: Meter, stepping: Meter):
+        self.clock, self.port, self.engine = clock, 10000 + number, f"p-{number}"
+        self.serving, self.stepping = serving, stepping
         self.address = f"tcp://127.0.0.1:{self.port}"
         self.memory = make_memory()
         self.transport: LoopbackTransport | None = None
@@ -131,18 +133,18 @@ class Prefill:
     def hold(self, request_id: str, tables: tuple[BlockTable, ...]) -> ReadFrom:
         """A prefill has finished, to be read."""
         lease = LeaseRef(request_id, secrets.token_bytes(16))
-        self.meter(lambda: self.leases.hold(request_id, lease.nonce, self.clock.now, LEASE_S, tables))
+        self.stepping(lambda: self.leases.hold(request_id, lease.nonce, self.clock.now, LEASE_S, tables))
         return ReadFrom(self.key(self.incarnation), self.engine, lease, tables)
 
     def compute(self, request_id: str, table: list[int], tokens: int, seconds: float, home: pm.InstanceAddress) -> Any:
         """A prefill begins that is written while it is computed, in so many seconds."""
-        self.meter(lambda: self.pushes.started(request_id, request_id, tokens, DIGEST))
+        self.stepping(lambda: self.pushes.started(request_id, request_id, tokens, DIGEST))
         life = self.incarnation
         for part in range(1, PREFILL_STEPS + 1):
 
             def step(part: int = part) -> None:
                 if self.incarnation == life:
-                    self.meter(lambda: self._computed(request_id, table, tokens, part))
+                    self.stepping(lambda: self._computed(request_id, table, tokens, part))
 
             self.clock.after(seconds * part / PREFILL_STEPS, step)
         return PushFrom(self.key(""), self.engine, pm.PrefillRef(request_id, None), home, DIGEST)
@@ -162,7 +164,7 @@ class Prefill:
     def arrive(self, frame: bytes, client: bytes, deliver: Callable[[bytes], None]) -> None:
         """A message has come; `deliver` takes the answer's frame."""
         self._clients[client] = deliver
-        self.meter(lambda: self._answer(frame, client))
+        self.serving(lambda: self._answer(frame, client))
 
     def _answer(self, frame: bytes, client: bytes) -> None:
         seq, request = m.decode_request(frame)
@@ -221,7 +223,7 @@ class Prefill:
             self.pushes.serve(awaits, (WORKER, commands.last), self.clock.now)
             self._settle()
 
-        self.clock.after(LATENCY_S, lambda: self.meter(report))
+        self.clock.after(LATENCY_S, lambda: self.serving(report))
 
 
 class Watch:

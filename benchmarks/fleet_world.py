@@ -53,6 +53,7 @@ QUANTILES = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1
 TOKENS = (891, 901, 964, 1662, 3263, 4993, 6909, 9570, 13196, 17869, 27367, 39552, 85401, 126195)
 READ_S = 2.0  # in the mean; as long as a prefill takes that is written while it is computed
 PUSHED = 0.25  # of the requests are written by their prefill instance, the others read
+REASONS = ("restart", "lease", "other")  # why requests failed
 WAIT = 1 / 3  # of a decode instance's requests are not yet begun
 
 CONFIG = Config(transport="loopback", staging_bytes=0, handshake_timeout=1.0, transfer_timeout=600.0)

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 from benchmarks.fleet_prefill import Clock, Meter, Prefill  # noqa: E402
-from benchmarks.fleet_world import WAIT, Decode  # noqa: E402
+from benchmarks.fleet_world import REASONS, WAIT, Decode  # noqa: E402
 from benchmarks.report import write  # noqa: E402
 from benchmarks.scale_parts import file_cases, manifest_cases, memory_cases, order_cost  # noqa: E402
 from benchmarks.scale_steps import step_cost  # noqa: E402
@@ -61,8 +61,8 @@ def fleet(
 
 
 def _fleet(clock: Clock, peers: int, decoders: int, in_flight: int, seconds: float, turns_s: float) -> dict[str, Any]:
-    serving = Meter()
-    prefills = [Prefill(clock, number, serving) for number in range(peers)]
+    serving, stepping = Meter(), Meter()
+    prefills = [Prefill(clock, number, serving, stepping) for number in range(peers)]
     decodes = [Decode(clock, number, prefills, in_flight, turns_s) for number in range(decoders)]
     began, cpu, ended_before = clock.now, time.process_time(), [0]
 
@@ -75,6 +75,7 @@ def _fleet(clock: Clock, peers: int, decoders: int, in_flight: int, seconds: flo
         gc.freeze()  # a worker's collector looks at one worker's links, not at those of a whole fleet
         ended_before[0] = num_ended()
         serving.times.clear()
+        stepping.times.clear()
         for decode in decodes:
             for meter in decode.meters:
                 meter.times.clear()
@@ -93,8 +94,9 @@ def _fleet(clock: Clock, peers: int, decoders: int, in_flight: int, seconds: flo
     assert set(failed) <= {"restart"}, f"requests failed for another reason than a restart: {failed}"
     size = {"peers": peers, "decoders": decoders, "in_flight": in_flight, "simulated_s": seconds}
     ended = num_ended() - ended_before[0]
-    row = {"case": "fleet", **size, **costs(decodes, serving, ended), "failed_by_restart": failed["restart"]}
-    row |= {"pushed": sum(decode.pushed for decode in decodes)}
+    row = {"case": "fleet", **size, **costs(decodes, serving, stepping, ended)}
+    row |= {f"failed_by_{reason}": failed[reason] for reason in REASONS}
+    row |= {"written": sum(decode.pushed for decode in decodes)}
     row |= {"processor_s": round(time.process_time() - cpu, 1), "memory_mb": resident_mb()}
     for decode in decodes:
         decode.renewer.close()
@@ -102,7 +104,7 @@ def _fleet(clock: Clock, peers: int, decoders: int, in_flight: int, seconds: flo
     return row
 
 
-def costs(decodes: list[Decode], serving: Meter, ended: int) -> dict[str, Any]:
+def costs(decodes: list[Decode], serving: Meter, stepping: Meter, ended: int) -> dict[str, Any]:
     """Of requests and of turns, in the half that is measured."""
 
     def us(*names: str) -> float:
@@ -119,7 +121,8 @@ def costs(decodes: list[Decode], serving: Meter, ended: int) -> dict[str, Any]:
         "ended": ended,
         "decode_us_per_request": round(us("begins", "binds", "ends", "answers") / ended, 1),
         "renewer_us_per_request": round(us("renewals") / ended, 1),
-        "prefill_us_per_request": round(1e6 * serving.total / ended, 1),
+        "side_channel_us_per_request": round(1e6 * serving.total / ended, 1),
+        "prefill_steps_us_per_request": round(1e6 * stepping.total / ended, 1),
         "messages_per_request": round(sum(d.calls.asked + d.renewing.asked for d in decodes) / ended, 2),
         "links": links,
         "us_per_link": round(us("links") / links, 1) if links else None,

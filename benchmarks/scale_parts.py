@@ -13,6 +13,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
+from ipaddress import ip_address
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,6 +48,7 @@ from vllm_pd_connector.sidechannel.client import SideChannelClient  # noqa: E402
 from vllm_pd_connector.transport.loopback import LoopbackTransport  # noqa: E402
 from vllm_pd_connector.worker.outbox import Outbox  # noqa: E402
 from vllm_pd_connector.worker.peers.event_queue import EventQueue  # noqa: E402
+from vllm_pd_connector.worker.peers.process_watch import ProcessWatches  # noqa: E402
 from vllm_pd_connector.worker.receive.driver import Receives  # noqa: E402
 from vllm_pd_connector.worker.staging.stager import Stager  # noqa: E402
 
@@ -233,6 +235,21 @@ def file_cases(count: int = 20) -> Iterator[dict[str, Any]]:
     there, here = ((new - old) / (count - 1) for old, new in zip(before, after, strict=True))
     yield {"case": "a client, at an instance's side channel", "files": round(there, 1)}
     yield {"case": "an instance that is asked, at a client", "files": round(here, 1)}
+    yield {"case": "a worker that is watched, at either end", "files": round(watch_files(count), 1)}
+
+
+def watch_files(count: int) -> float:
+    """Files of a line between two workers at each of its ends; here both are in one process."""
+    workers = [ProcessWatches(ip_address("127.0.0.1"), lambda: None) for _ in range(count)]
+    watching = ProcessWatches(ip_address("127.0.0.1"), lambda: None)
+    before = len(os.listdir("/proc/self/fd"))
+    watches = [watching.watch(worker.own, time.monotonic()) for worker in workers]
+    while not all(watch.here for watch in watches):
+        time.sleep(0.005)
+    after = len(os.listdir("/proc/self/fd"))
+    for one in (watching, *workers):
+        one.close()
+    return (after - before) / count / 2
 
 
 def ask(client: SideChannelClient, ports: list[str]) -> None:
