@@ -71,8 +71,6 @@ def _fleet(clock: Clock, peers: int, decoders: int, in_flight: int, seconds: flo
 
     def warm() -> None:
         """Links are made, and what the first requests of a shape compute is known: from here on it is measured."""
-        gc.collect()
-        gc.freeze()  # a worker's collector looks at one worker's links, not at those of a whole fleet
         ended_before[0] = num_ended()
         serving.times.clear()
         stepping.times.clear()
@@ -87,6 +85,7 @@ def _fleet(clock: Clock, peers: int, decoders: int, in_flight: int, seconds: flo
     while clock.now < began + seconds:
         if restarts and restarts[0][0] <= clock.now:
             restarts.popleft()[1].begin_life()
+        gc.freeze()  # a worker's collector looks at what one worker has, not at a whole fleet
         for decode in decodes:
             decode.turn()
         clock.run_until(clock.now + turns_s)
