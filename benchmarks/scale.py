@@ -47,6 +47,7 @@ from vllm_pd_connector.scheduler.leases import lease_renewer  # noqa: E402
 
 SECONDS = 6.0  # of a fleet's time, of which the second half is measured
 TURNS_S = 0.02
+ALONE_REQUESTS = 2400  # so few last longer, in seconds times requests in flight
 WHOLE_SECONDS, WHOLE_TURNS_S = 2.4, 0.04  # of the largest fleet
 
 
@@ -100,6 +101,7 @@ def _fleet(clock: Clock, peers: int, decoders: int, in_flight: int, seconds: flo
     for decode in decodes:
         decode.renewer.close()
         decode.link.close()
+    gc.unfreeze()
     return row
 
 
@@ -140,21 +142,21 @@ def resident_mb() -> int:
 
 
 def fleets(instances: list[int], peers: list[int], in_flight: list[int]) -> Iterator[dict[str, Any]]:
-    """More instances, more peers of as few, more requests in flight, and the most of all."""
+    """A decode instance alone, as it is in its own process, with more peers and with more in flight; more instances, in
+    one process; the most of all."""
     few, usual = instances[0], in_flight[len(in_flight) // 2]
-    sizes = [(count, count, usual) for count in instances] + [(count, few, usual) for count in peers]
-    sizes += [(few, few, count) for count in in_flight] + [(instances[-1], instances[-1], in_flight[-1])]
-    for size in dict.fromkeys(sizes):
-        whole = size == sizes[-1] and size != sizes[0]
-        yield fleet(*size, *((WHOLE_SECONDS, WHOLE_TURNS_S) if whole else (SECONDS, TURNS_S)))
-        gc.unfreeze()
-        gc.collect()
+    alone = [(few, 1, count) for count in in_flight] + [(count, 1, usual) for count in peers]
+    for size in dict.fromkeys(alone):
+        yield fleet(*size, max(SECONDS, min(ALONE_REQUESTS / size[2], 10 * SECONDS)))
+    for count in instances:
+        yield fleet(count, count, usual)
+    yield fleet(instances[-1], instances[-1], in_flight[-1], WHOLE_SECONDS, WHOLE_TURNS_S)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", nargs="+", type=int, default=[4, 16, 64], help="of each role")
-    parser.add_argument("--peers", nargs="+", type=int, default=[64, 256], help="of as few decode instances as above")
+    parser.add_argument("--peers", nargs="+", type=int, default=[64, 256], help="of one decode instance")
     parser.add_argument("--in-flight", nargs="+", type=int, default=[10, 100, 1000], help="at each decode instance")
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 256, 1024], help="of an instance")
     parser.add_argument("--json", type=Path, default=ROOT / "out" / "bench" / "scale.json")
