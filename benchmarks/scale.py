@@ -162,6 +162,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=ROOT / "out" / "bench" / "scale.json")
     options = parser.parse_args()
     logging.disable(logging.ERROR)  # of the requests that a restart fails
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(files, 65535), files))  # as `vllm serve` does
     most = max(options.instances + options.peers)
     steps = ((count, peers) for count in options.in_flight for peers in (4, 64, 256) if peers <= min(count, most))
     parts: dict[str, list[dict[str, Any]]] = {}
