@@ -58,7 +58,10 @@ def fleet(
     them cost."""
     clock = Clock()
     with patch.object(lease_renewer, "time", clock):
-        return _fleet(clock, peers, decoders, in_flight, seconds, turns_s)
+        row = _fleet(clock, peers, decoders, in_flight, seconds, turns_s)
+    gc.unfreeze()
+    gc.collect()
+    return row
 
 
 def _fleet(clock: Clock, peers: int, decoders: int, in_flight: int, seconds: float, turns_s: float) -> dict[str, Any]:
@@ -101,7 +104,6 @@ def _fleet(clock: Clock, peers: int, decoders: int, in_flight: int, seconds: flo
     for decode in decodes:
         decode.renewer.close()
         decode.link.close()
-    gc.unfreeze()
     return row
 
 
