@@ -16,7 +16,20 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = frozenset(
-    {"routers", "rate", "tp", "message", "run", "run_bytes", "requests", "in_flight", "peers", "decoders", "ranks"}
+    {
+        "routers",
+        "rate",
+        "tp",
+        "message",
+        "run",
+        "run_bytes",
+        "requests",
+        "in_flight",
+        "peers",
+        "decoders",
+        "ranks",
+        "simulated_s",
+    }
 )
 """Numbers by which a record is known."""
 

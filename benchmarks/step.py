@@ -110,12 +110,12 @@ def free_port() -> int:
 class Engine:
     """The two halves of an instance with one worker and one full-attention group, as vLLM would build them."""
 
-    def __init__(self, kv_role: str, **extra: Any):
+    def __init__(self, kv_role: str, requests: int = IN_FLIGHT, **extra: Any):
         settings = {"side_channel_port": free_port(), "kv_lease_duration": 600.0, **extra}
         self.scheduler, self.worker = (
             connector(role, kv_role, settings) for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
         )
-        self.pool = BlockPool(num_gpu_blocks=IN_FLIGHT * BLOCKS + 2, enable_caching=False, hash_block_size=BLOCK_TOKENS)
+        self.pool = BlockPool(num_gpu_blocks=requests * BLOCKS + 2, enable_caching=False, hash_block_size=BLOCK_TOKENS)
         self.tables: dict[str, list[list[int]]] = {}
         half = self.scheduler.scheduler
         half.bind_block_pool(self.pool)
