@@ -137,7 +137,7 @@ bench: setup
 	$(RUN) benchmarks/pull.py --variants pd-introduced nixl-quiet --requests 40 --rounds 20 --idle 0 \
 		--into out/bench/pull-starts.json
 	$(RUN) benchmarks/phases.py
-	$(RUN) benchmarks/waiting.py --rounds 1
+	$(RUN) benchmarks/waiting.py
 	$(RUN) benchmarks/overlap.py
 	$(RUN) benchmarks/overlap.py --one-step
 	$(RUN) benchmarks/late_legs.py
