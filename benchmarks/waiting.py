@@ -8,7 +8,8 @@ server), idle and waiting. It has one request that waits and nothing to compute,
   idle instance; and, once the prefill instance goes on, how long the waiting request takes to its first token. It is
   the first request to its peer, since a known peer's memory may be read without its help.
 - bytes move: a longer prompt is read over a link so slow that it takes seconds; then the link is fast again. Here no
-  plain requests arrive, since the slow link is also theirs.
+  plain requests arrive, since the slow link is also theirs, and the first token is no figure: what is on the way is
+  lost when the limit is lifted.
 
 Tensor-parallel sizes are the decode instance's. As rival vLLM's in-tree NixlConnector with a sleeping progress thread
 and unpinned workers (see `quiet_nixl`), in turns in the same run; each round has fresh servers. A round in which a case
@@ -23,6 +24,7 @@ right to make namespaces.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import statistics
@@ -31,7 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +72,8 @@ STILL, MOVING = "nothing moves", "bytes move"
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One case of one start. Cores are processor seconds per second, times are milliseconds, NaN if not measured."""
+    """One case of one start. Cores are processor seconds per second, times are milliseconds, NaN if not measured.
+    `failed`: the request got no caches in the end."""
 
     case: str
     idle_cores: float
@@ -78,6 +81,7 @@ class Round:
     arriving_idle: float
     arriving_waiting: float
     first_token_after: float
+    failed: bool
 
 
 def engine_seconds(server: Server) -> float:
@@ -120,6 +124,18 @@ def slow_link() -> Iterator[None]:
         slow_down(None)
 
 
+@contextmanager
+def first_in_line() -> Iterator[None]:
+    """This thread gets a core whenever it wants one, if the system allows. Else engines that poll without pause, which
+    are more than two cores with TP 2, may keep it from one until the rival's 5 s are over. It hardly ever wants one."""
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
 class Pair:
     """A prefill and a decode instance of one variant, and what is measured on them."""
 
@@ -154,27 +170,37 @@ class Pair:
         return body(self._model.name, prompt, kv_transfer_params=leg["kv_transfer_params"])
 
     def case(self, case: str) -> Round | None:
-        """Measure a case; None if its request failed, or was over too early."""
+        """Measure a case; None if its request was over too early."""
         asked = self._prefilled(PROMPT_TOKENS if case == STILL else LONG_TOKENS)
-        came = float("nan")
+        came = after = float("nan")
+        failed = False
         with ThreadPoolExecutor(1) as pool:
-            with stopped(self._prefill) if case == STILL else slow_link():
+            with first_in_line(), stopped(self._prefill) if case == STILL else slow_link():
                 sent, answer = time.perf_counter(), pool.submit(event_times, self._decode.url, asked)
                 time.sleep(0.3)
                 waiting = cores(self._decode, WAITING_S)
                 if answer.done():
-                    print(f"  {case}: the request had its caches before its cores were measured", flush=True)
+                    why, late = answer.exception() or "served", time.perf_counter() - sent
+                    print(f"  {case}: over before that was measured, within {late:.1f} s: {why}", flush=True)
                     return None
                 if case == STILL:
                     came = arriving(self._decode, self._model.name)
                 went_on = time.perf_counter() - sent
             try:
-                after = answer.result()[0] - went_on
+                after = 1e3 * (answer.result()[0] - went_on)
             except (RuntimeError, OSError) as error:
                 print(f"  {case}: {error}", flush=True)
-                return None
-        alone = self._arriving_idle if case == STILL else came
-        return Round(case, *(round(value, 3) for value in (self._idle, waiting, alone, came, after * 1e3)))
+                failed = True
+        if case == STILL:
+            figures = (self._idle, waiting, self._arriving_idle, came, after)
+        else:  # lifting the limit loses what was on the way, so the rest says nothing
+            figures = (self._idle, waiting, came, came, came)
+        return Round(case, *(round(value, 3) for value in figures), failed=failed)
+
+
+def served(rounds: Sequence[Round | None]) -> bool:
+    """Whether a request of these got its caches."""
+    return any(one is not None and not one.failed for one in rounds)
 
 
 def measure(variant: str, tp: int, environment: Mapping[str, str], logs: Path) -> dict[str, list[Round | None]]:
@@ -184,19 +210,20 @@ def measure(variant: str, tp: int, environment: Mapping[str, str], logs: Path) -
         with Servers(logs) as servers:
             pair = Pair(servers, variant, tp, environment)
             for case, rounds in taken.items():  # the first one is the first request to its peer
-                if not any(rounds):
+                if not served(rounds):
                     rounds.append(pair.case(case))
-        if all(any(rounds) for rounds in taken.values()):
+        if all(map(served, taken.values())):
             break
     return taken
 
 
 def row(case: str, variant: str, tp: int, rounds: Sequence[Round | None]) -> dict[str, Any]:
-    """A line of the table: medians over the rounds that did not fail; times in milliseconds."""
-    done = [one for one in rounds if one is not None]
+    """A line of the table: medians of what the rounds have, also of those whose request failed in the end; times in
+    milliseconds."""
 
     def median(value: Callable[[Round], float]) -> float:
-        return statistics.median(map(value, done)) if done else float("nan")
+        had = [value(one) for one in rounds if one is not None]
+        return statistics.median([figure for figure in had if not math.isnan(figure)] or [float("nan")])
 
     return {
         "case": case,
@@ -208,8 +235,8 @@ def row(case: str, variant: str, tp: int, rounds: Sequence[Round | None]) -> dic
         "a new request's first token, idle": median(lambda one: one.arriving_idle),
         "same, waiting": median(lambda one: one.arriving_waiting),
         "first token after it goes on": median(lambda one: one.first_token_after),
-        "rounds": len(done),
-        "failed": len(rounds) - len(done),
+        "measured": sum(one is not None for one in rounds),
+        "failed": sum(one is None or one.failed for one in rounds),
     }
 
 
