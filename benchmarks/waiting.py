@@ -157,8 +157,9 @@ class Pair:
         for server in (self._prefill, self._decode):
             event_times(server.url, body(model.name, [0] * 40))
         time.sleep(SETTLING_S)
-        self._idle = cores(self._decode, IDLE_S)
-        self._arriving_idle = arriving(self._decode, model.name)
+        with first_in_line():
+            self._idle = cores(self._decode, IDLE_S)
+            self._arriving_idle = arriving(self._decode, model.name)
 
     def _prefilled(self, tokens: int) -> dict[str, Any]:
         """The decode leg of a prompt whose prefill has finished."""
