@@ -36,7 +36,7 @@ help:
 	@echo "make contract   WHEEL=…: what the package relies on in vLLM, looked up in that release's wheel"
 	@echo "make lint       ruff, mypy, links in the documentation, Kubernetes manifests"
 	@echo "make bench      the benchmarks (see benchmarks/)"
-	@echo "make bench-compare  OLD=… NEW=…: the ratios of two runs of it (benchmarks/results and out/bench)"
+	@echo "make bench-compare  OLD=… NEW=… SINCE=…: the ratios of two runs of it (HEAD's and out/bench)"
 	@echo "make setup      .venv only"
 
 setup:
@@ -137,7 +137,7 @@ bench: setup
 		--requests 40 --rounds 20
 	$(RUN) benchmarks/busy_pairs.py
 	$(RUN) benchmarks/phases.py
-	$(RUN) benchmarks/waiting.py --rounds 1
+	$(RUN) benchmarks/waiting.py
 	$(RUN) benchmarks/overlap.py
 	$(RUN) benchmarks/overlap.py --one-step
 	$(RUN) benchmarks/late_legs.py
@@ -147,9 +147,14 @@ bench: setup
 	$(RUN) benchmarks/routing.py --json out/bench/routing.json
 	$(RUN) tools/performance_page.py --take out/bench
 
-OLD ?= benchmarks/results
+# SINCE: the commit whose figures stand on the old side, where OLD names no others.
+SINCE ?= HEAD
+OLD ?= out/bench-old
 NEW ?= out/bench
 bench-compare:
+	@mkdir -p out/bench-old
+	@rm -f out/bench-old/*
+	@git archive $(SINCE) benchmarks/results | tar -x -C out/bench-old --strip-components=2
 	$(RUN) benchmarks/compare.py $(OLD) $(NEW)
 
 clean:

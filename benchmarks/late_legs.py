@@ -59,13 +59,21 @@ LATE = (None, 0.0, 0.025, 0.05, 0.1, 0.2, 0.4)
 OPTIONS = {"ucx": {"TLS": "tcp", "NET_DEVICES": "lo"}}
 LAYOUT = Layout("LBHNC", BLOCK_TOKENS)
 BLOCKS = tuple(range(1, TOKENS // BLOCK_TOKENS + 1))
+INTO = BLOCKS[7:] + BLOCKS[:7]
+"""The decode instance's blocks: not those of the prefill, so that a block in the wrong place is seen."""
 SIZE = TOKENS * LAYERS * 2 * CHANNELS * ITEM
 NEVER = -1.0
 """In place of a delay: the leg comes when the prefill has ended."""
 
 
-def make_memory(filled: int) -> np.ndarray:
-    return np.full(SIZE + BLOCK_TOKENS * LAYERS * 2 * CHANNELS * ITEM, filled, dtype=np.uint8)
+def make_memory() -> np.ndarray:
+    """A worker's caches, zero: the prompt's blocks and block 0, which is nobody's."""
+    return np.zeros(SIZE + BLOCK_TOKENS * LAYERS * 2 * CHANNELS * ITEM, dtype=np.uint8)
+
+
+def by_block(memory: np.ndarray) -> np.ndarray:
+    """Shape (layers, blocks, bytes)."""
+    return memory.reshape(LAYERS, len(BLOCKS) + 1, -1)
 
 
 class Prefill:
@@ -78,7 +86,8 @@ class Prefill:
         self.half.bind_block_pool(self.pool)
         self.half.producer.bind_block_tables(lambda _: [list(BLOCKS)])
         self.pool.get_new_blocks(len(BLOCKS))  # vLLM's own references
-        self.memory, token = make_memory(7), secrets.token_bytes(16)
+        self.memory, token = make_memory(), secrets.token_bytes(16)
+        self.memory[:] = np.random.default_rng(0).integers(0, 256, len(self.memory), np.uint8)
         manifest = describe(LAYOUT, TOKENS, "kv_producer", self.memory, LAYERS, CHANNELS)
         manifest = msgspec.structs.replace(manifest, transport="nixl")
         layers = list(dict.fromkeys(tensor.layer for tensor in manifest.tensors))
@@ -124,7 +133,7 @@ class Decode:
     """A decode worker with the side channel at which it is found."""
 
     def __init__(self) -> None:
-        self.memory, self.outbox = make_memory(0), Outbox()
+        self.memory, self.outbox = make_memory(), Outbox()
         manifest = describe(LAYOUT, TOKENS, "decode", self.memory, LAYERS, CHANNELS)
         manifest = msgspec.structs.replace(manifest, transport="nixl")
         config = Config(transport="nixl", mode="push", transport_options=OPTIONS)
@@ -137,7 +146,7 @@ class Decode:
     def ask(self, name: str, asked: Any, port: int) -> None:
         digest = prompt_digest(asked, asked.num_prompt_tokens)
         source = PushFrom(PeerKey("127.0.0.1", port, ""), "kv_producer", PrefillRef(name, None), self.home, digest)
-        table = BlockTable.of(0, BLOCKS)
+        table = BlockTable.of(0, INTO)
         self.loop.submit([ReceiveRequest(name, source, (table,), 0, TOKENS)], [])
 
     def wait(self, name: str) -> float:
@@ -186,9 +195,16 @@ def one(prefill: Prefill, decode: Decode, name: str, late: float | None) -> floa
     if late == NEVER:
         decode.ask(name, asked, prefill.port)
     took = decode.wait(name) - ended
-    by_block = decode.memory.reshape(LAYERS, len(BLOCKS) + 1, -1)
-    assert (by_block[:, 1:] == 7).all() and not by_block[:, 0].any(), "not all bytes came, or others"
+    check(by_block(prefill.memory), by_block(decode.memory))
     return took
+
+
+def check(sent: np.ndarray, came: np.ndarray) -> None:
+    """Raises AssertionError if a block of a layer is not where it belongs, or if anything else was written."""
+    assert not came[:, 0].any(), "a block that is nobody's was written"
+    for layer in range(LAYERS):
+        for there, here in zip(BLOCKS, INTO, strict=True):
+            assert np.array_equal(came[layer, here], sent[layer, there]), f"layer {layer}, block {here}: other bytes"
 
 
 def series(push_when: str, requests: int) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import random
 import sys
 import time
@@ -31,6 +30,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
+from benchmarks.report import write  # noqa: E402
 from examples.launch import Server, Servers, router_spec, vllm_spec  # noqa: E402
 from examples.make_models import MODELS, make  # noqa: E402
 
@@ -130,7 +130,6 @@ def run(kind: str, rates: Sequence[float], seconds: float, servers: Servers) -> 
             make(model),
             flags=model.flags,
             transfer={"kv_connector": "PDConnector", "kv_role": role} if role else None,
-            environment={"PD_TEST_POLITE": "1"},
         )
         for number, role in enumerate(roles)
     ]
@@ -194,7 +193,7 @@ def main() -> int:
     options.into.parent.mkdir(parents=True, exist_ok=True)
     with Servers(options.into.parent / "rates-logs") as servers:
         points = [p for kind in ("two plain", "1P1D") for p in run(kind, options.rates, options.seconds, servers)]
-    options.into.write_text(json.dumps([asdict(point) for point in points], indent=1) + "\n")
+    write(options.into, {"rows": [asdict(point) for point in points]})
     text = table(points)
     options.into.with_suffix(".md").write_text(text + "\n")
     plot(points, options.into.with_suffix(".png"))

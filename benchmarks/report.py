@@ -1,12 +1,14 @@
 """What a benchmark leaves behind: a JSON document with what it ran on, and rows of figures.
 
 Documents differ in what they hold besides; wherever one has a list of records, that is a table here. A record's words
-and truths, and the settings in `KEYS`, say what was measured; its other numbers are figures.
+and truths, and the settings in `KEYS`, say what was measured; its other numbers are figures. A figure that was not had
+is null.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -15,22 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-KEYS = frozenset(
-    {
-        "routers",
-        "rate",
-        "tp",
-        "message",
-        "run",
-        "run_bytes",
-        "requests",
-        "in_flight",
-        "peers",
-        "decoders",
-        "ranks",
-        "simulated_s",
-    }
-)
+SIZES = frozenset({"tp", "message", "message_bytes", "run", "run_bytes", "layers", "tokens"})
+KEYS = SIZES | {"routers", "rate", "requests", "in_flight", "peers", "decoders", "ranks", "simulated_s"}
 """Numbers by which a record is known."""
 
 Row = Mapping[str, Any]
@@ -57,9 +45,21 @@ def commit() -> str:
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write a document, with the machine and the commit."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"machine": machine(), "commit": commit(), **content}
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    path.write_text(as_json({"machine": machine(), "commit": commit(), **content}))
     print(f"wrote {path}")
+
+
+def as_json(content: Any) -> str:
+    """A document as JSON, which has no NaN and no infinity: they are null there."""
+    return json.dumps(_finite(content), indent=1, allow_nan=False) + "\n"
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def tables(document: Any, name: str = "") -> Iterator[tuple[str, list[Row]]]:
@@ -73,13 +73,13 @@ def tables(document: Any, name: str = "") -> Iterator[tuple[str, list[Row]]]:
 
 def case(row: Row) -> tuple[tuple[str, Any], ...]:
     """What a record is about."""
-    return tuple((k, v) for k, v in row.items() if isinstance(v, str | bool) or v is None or k in KEYS)
+    return tuple((k, v) for k, v in row.items() if isinstance(v, str | bool) or k in KEYS)
 
 
 def figures(row: Row) -> dict[str, float]:
     """What was measured."""
     about = {k for k, _ in case(row)}
-    return {k: float(v) for k, v in row.items() if k not in about}
+    return {k: float(v) for k, v in row.items() if k not in about and v is not None}
 
 
 def markdown(rows: list[Row]) -> str:
@@ -90,7 +90,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def _cell(value: Any) -> str:
-    if value is None:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e6 else f"{value:.0f}"

@@ -19,7 +19,6 @@ import argparse
 import ctypes
 import importlib
 import importlib.metadata
-import json
 import multiprocessing
 import os
 import time
@@ -31,7 +30,8 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from report import markdown
+from report import markdown, write
+from transports_plot import plot, size
 
 from vllm_pd_connector.geometry.manifest import Segment
 from vllm_pd_connector.geometry.runs import Runs
@@ -43,6 +43,7 @@ from vllm_pd_connector.worker.poll_interval import pause
 
 ROOT = Path(__file__).resolve().parent.parent
 KIB, MIB = 1 << 10, 1 << 20
+MESSAGES_MIB = (1, 4, 16, 128)
 RUN_BYTES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 8 * MIB)
 SPREAD = 2
 """Memory per byte of a message, so that scattered runs have gaps and cannot be merged."""
@@ -51,7 +52,7 @@ SERVES = {"read": False, "write": True}
 """Whether peers may use the memory of who does this: a decode instance in mode pull reads and is nobody's target, a
 prefill instance that writes is read from by others."""
 
-SHORT_S, SHORT_ROUNDS = 1.0, 12
+SHORT_S, SHORT_ROUNDS = 0.8, 12
 """Rounds that are over in less than this together are made so many times."""
 
 GOAL, GOAL_MESSAGE, SHORT_GOAL, GOAL_RUN_BYTES = 0.95, 4 * MIB, 0.85, 64 * KIB
@@ -298,10 +299,6 @@ def measure(pair: Pair, other: Memory, messages: Sequence[int], lengths: Sequenc
     return points
 
 
-def size(count: int) -> str:
-    return f"{count // MIB} MiB" if count >= MIB else f"{count // KIB} KiB"
-
-
 def table(points: Sequence[Point]) -> str:
     """Markdown, one line per transport, operation and message size and run length."""
     head = ("transport", "operation", "message", "runs", "connector GB/s", "bare GB/s", "ratio", "of best", "copy GB/s")
@@ -317,61 +314,32 @@ def table(points: Sequence[Point]) -> str:
 
 def summary(points: Sequence[Point]) -> list[dict[str, Any]]:
     """How far the goal is reached with runs of GOAL_RUN_BYTES and more, by transport, operation and message."""
-    cases: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
+    cases: dict[tuple[str, str, int], list[Point]] = {}
     for p in points:
         if p.run_bytes >= GOAL_RUN_BYTES:
-            cases.setdefault((p.transport, p.operation, p.message_bytes), []).append((p.ratio, p.best))
-    return [
-        {
-            "transport": transport,
-            "operation": operation,
-            "message": size(message),
-            "connector / bare, median": round(float(np.median([ratio for ratio, _ in ratios])), 2),
-            "lowest": min(ratio for ratio, _ in ratios),
-            "of the best rounds": round(float(np.median([best for _, best in ratios])), 2),
-            "goal": GOAL if message >= GOAL_MESSAGE else SHORT_GOAL,
-        }
-        for (transport, operation, message), ratios in cases.items()
-    ]
-
-
-def plot(points: Sequence[Point], path: Path) -> None:
-    """Throughput against run length, one panel per message size and operation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    messages = sorted({p.message_bytes for p in points})
-    figure, panels = pyplot.subplots(
-        len(messages), 2, figsize=(11, 3.4 * len(messages)), sharex=True, sharey="row", squeeze=False
-    )
-    for row, message in zip(panels, messages, strict=True):
-        for panel, operation in zip(row, ("read", "write"), strict=True):
-            some = [p for p in points if (p.message_bytes, p.operation) == (message, operation)]
-            for i, name in enumerate(dict.fromkeys(p.transport for p in some)):
-                line = [p for p in some if p.transport == name]
-                lengths = [p.run_bytes for p in line]
-                panel.plot(lengths, [p.connector for p in line], "o-", color=f"C{i}", label=name)
-                if name != "loopback":
-                    panel.plot(lengths, [p.bare for p in line], "x:", color=f"C{i}", label=f"{name}, bare")
-            lengths = sorted({p.run_bytes for p in some})
-            copies = [max(p.copy for p in some if p.run_bytes == length) for length in lengths]
-            panel.plot(lengths, copies, "--", color="black", label="plain copy")
-            panel.set(xscale="log", yscale="log", title=f"{operation}, {size(message)}", ylabel="GB/s")
-            panel.set_xticks(lengths, [size(length) for length in lengths])
-            panel.grid(True, which="both", alpha=0.3)
-    for panel in panels[-1]:
-        panel.set_xlabel("length of a run")
-    panels[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
+            cases.setdefault((p.transport, p.operation, p.message_bytes), []).append(p)
+    rows = []
+    for (transport, operation, message), some in cases.items():
+        lowest = min(some, key=lambda p: p.ratio)
+        rows.append(
+            {
+                "transport": transport,
+                "operation": operation,
+                "message": size(message),
+                "connector / bare, median": round(float(np.median([p.ratio for p in some])), 2),
+                "lowest": lowest.ratio,
+                "its runs, KiB": lowest.run_bytes // KIB,
+                "of the best rounds": round(float(np.median([p.best for p in some])), 2),
+                "goal": GOAL if message >= GOAL_MESSAGE else SHORT_GOAL,
+            }
+        )
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--messages", nargs="+", type=int, default=[1, 16, 128], help="MiB")
+    parser.add_argument("--messages", nargs="+", type=int, default=list(MESSAGES_MIB), help="MiB")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--into", type=Path, default=ROOT / "out" / "bench" / "transports", help="without suffix")
     options = parser.parse_args()
@@ -385,15 +353,14 @@ def main() -> None:
         finally:
             pair.close()
     load.append(os.getloadavg()[0])
-    options.into.parent.mkdir(parents=True, exist_ok=True)
     versions = {name: importlib.metadata.version(name) for name in ("nixl", "mooncake-transfer-engine-non-cuda")}
     facts = {"cores": os.cpu_count(), "versions": versions, "load_before_and_after": load}
     content = facts | {"summary": summary(points), "points": [asdict(point) for point in points]}
-    options.into.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+    write(options.into.with_suffix(".json"), content)
     options.into.with_suffix(".md").write_text(f"{table(points)}\n{markdown(summary(points))}\n")
     plot(points, options.into.with_suffix(".png"))
     print(f"\n{table(points)}\n{markdown(summary(points))}\n")
-    print(f"load {load[0]:.1f} to {load[1]:.1f}; wrote {options.into}.json, .md and .png")
+    print(f"load {load[0]:.1f} to {load[1]:.1f}; wrote .md and .png beside it")
 
 
 if __name__ == "__main__":

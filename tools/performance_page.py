@@ -4,8 +4,9 @@
 
 A table of a page stands between `<!-- NAME.json TABLE -->` and `<!-- end -->`, and is what that document has there;
 what stands around it is written by hand. `--take` first copies a run's documents over those that are kept, with the
-commit and the machine; those that no page shows get a section at the end of the first. `--check` writes nothing, and
-says whether the page is as the documents are. `make bench` runs it.
+commit and the machine, and its pictures over those of their names in docs/images; documents that no page shows get a
+section at the end of the first. `--check` writes nothing, and says whether the page is as the documents are. `make
+bench` runs it.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
-from benchmarks.report import commit, machine, markdown, tables  # noqa: E402
+from benchmarks.report import as_json, commit, machine, markdown, tables  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
 PAGE = ROOT / "docs" / "performance.md"
 PAGES = (PAGE, ROOT / "docs" / "scale.md")
 BLOCK = re.compile(r"<!-- (?P<file>[\w-]+)\.json (?P<table>[^>]+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -61,14 +64,17 @@ def render(page: str, results: Path = RESULTS) -> str:
     return BLOCK.sub(lambda found: block(found["file"], found["table"], results), page)
 
 
-def take(run: Path, results: Path) -> None:
-    """Keep the documents of a run that was made here, now."""
+def take(run: Path, results: Path, images: Path) -> None:
+    """Keep the documents of a run that was made here, now, and the pictures that stand in `images` already."""
     results.mkdir(parents=True, exist_ok=True)
     for path in sorted(run.glob("*.json")):
         content = json.loads(path.read_text())
         document = content if isinstance(content, dict) else {"rows": content}
         document = {"machine": machine(), "commit": commit(), **document}
-        (results / path.name).write_text(json.dumps(document, indent=1) + "\n")
+        (results / path.name).write_text(as_json(document))
+    for path in sorted(run.glob("*.png")):
+        if (images / path.name).is_file():
+            shutil.copyfile(path, images / path.name)
 
 
 def with_sections(page: str, results: Path, *others: str) -> str:
@@ -88,7 +94,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     if options.take:
-        take(options.take, RESULTS)
+        take(options.take, RESULTS, IMAGES)
     first, *others = (page.read_text() for page in PAGES)
     try:
         made = [render(text) for text in (with_sections(first, RESULTS, *others), *others)]

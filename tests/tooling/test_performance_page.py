@@ -42,7 +42,12 @@ def test_a_run_is_kept_with_what_it_ran_on_and_shown(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "a.json").write_text('[{"case": "x", "us": 1.5}]')
     (tmp_path / "run" / "b.json").write_text('{"machine": {"cores": 64}, "some": {"rows": [{"case": "y"}]}}')
-    take(tmp_path / "run", tmp_path / "kept")
+    (tmp_path / "run" / "shown.png").write_bytes(b"new")
+    (tmp_path / "run" / "other.png").write_bytes(b"new")
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "shown.png").write_bytes(b"old")
+    take(tmp_path / "run", tmp_path / "kept", tmp_path / "images")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "images").iterdir()} == {"shown.png": b"new"}
     kept = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "kept").iterdir()}
     assert kept["a"]["commit"] and kept["a"]["rows"] and kept["b"]["machine"] == {"cores": 64}
     page = with_sections("# Page\n<!-- a.json rows -->\n<!-- end -->\n", tmp_path / "kept")
@@ -59,6 +64,21 @@ def test_two_documents_compare_case_by_case() -> None:
     assert both[0].differs(1.4) and not both[0].differs(1.6)
 
 
+def test_a_message_s_size_says_what_was_measured_and_a_figure_that_was_not_had_does_not() -> None:
+    old = {"points": [{"message_bytes": 1, "ratio": 0.5}, {"message_bytes": 4, "ratio": 0.9}]}
+    new = {"points": [{"message_bytes": 4, "ratio": 0.9}, {"message_bytes": 1, "ratio": None}]}
+    both, alone = compare(old, new)
+    assert both == [Compared("points: 4", "ratio", 0.9, 0.9)] and alone == ["- points: 1"]
+
+
+def test_a_figure_that_was_not_had_is_null_and_an_empty_cell(tmp_path: Path) -> None:
+    rows = [{"case": "x", "us": float("nan"), "ms": 1.0}]
+    write(tmp_path / "a.json", {"rows": rows, "rounds": {"x": [(float("inf"), 2.0)]}})
+    document = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert document["rows"] == [{"case": "x", "us": None, "ms": 1.0}] and document["rounds"] == {"x": [[None, 2.0]]}
+    assert markdown(rows).splitlines()[-1] == markdown(document["rows"]).splitlines()[-1] == "| x |  | 1 |"
+
+
 def test_records_of_any_depth_are_tables_and_settings_are_no_figures() -> None:
     document = {"a": {"b": [{"rate": 2.0, "ok": True, "p95": 1.0}]}, "c": [1, 2]}
     [(name, [row])] = tables(document)
@@ -68,5 +88,5 @@ def test_records_of_any_depth_are_tables_and_settings_are_no_figures() -> None:
 
 def test_kept_documents_say_what_they_ran_on() -> None:
     for path in RESULTS.glob("*.json"):
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_text(), parse_constant=lambda word, path=path: pytest.fail(f"{path}: {word}"))
         assert document["machine"]["cores"] and document["commit"]
