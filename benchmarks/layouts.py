@@ -3,17 +3,16 @@
     python benchmarks/layouts.py [--tokens 4001] [--json results.json]
 
 The model has 8 layers of 8 KV heads of 128 channels in bfloat16, in blocks of which a request's do not follow each
-other: the figures are counts, and the same on every machine. They are those of one decode rank and all the ranks that
-it reads from. `straight runs` are those between the two caches, `mean bytes` their mean length; `way` is what the
-connector does with them, with the price of a run that `--run-cost` gives, and `runs` what that takes: where they are
-short, it reads whole pages and converts. `bytes read / needed` is what it reads for each byte that it wants.
+other on either side: the figures are counts, and the same on every machine. They are those of one decode rank and all
+the ranks that it reads from. `straight runs` are those between the two caches, `mean bytes` their mean length; `way` is
+what the connector does with them, with the price of a run that `--run-cost` gives, and `runs` what that takes: where
+they are short, it reads whole pages and converts. `bytes read / needed` is what it reads for each byte that it wants.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,7 +20,8 @@ sys.path.append(str(ROOT))
 
 from benchmarks.bind import make_worker  # noqa: E402
 from benchmarks.report import markdown, write  # noqa: E402
-from vllm_pd_connector.geometry.explain import Movement, explain_pair  # noqa: E402
+from vllm_pd_connector.geometry.blocks import BlockTable, BlockTables  # noqa: E402
+from vllm_pd_connector.geometry.explain import explain_request  # noqa: E402
 from vllm_pd_connector.geometry.manifest import Manifest  # noqa: E402
 from vllm_pd_connector.geometry.staging.chunks import CHUNKS_PER_BUFFER, RUN_COST_BYTES  # noqa: E402
 
@@ -38,12 +38,18 @@ def instance(layout: str, tp_size: int, block_tokens: int, tokens: int) -> list[
     return [make_worker(rank, tp_size, layout, block_tokens, blocks, LAYERS) for rank in range(tp_size)]
 
 
+def apart(block_tokens: int, tokens: int) -> BlockTables:
+    """A request's blocks, each of which stands before its neighbour."""
+    return (BlockTable.of(0, range(-(-tokens // block_tokens), 0, -1)),)
+
+
 def row(layout: str, sizes: tuple[int, int], blocks: tuple[int, int], tokens: int, run_cost: int) -> dict[str, object]:
     """The first decode rank's request: counts of runs, bytes and what conversion makes of them."""
-    prefill, decode = (instance(layout, *side, tokens) for side in zip(sizes, blocks, strict=True))
-    straight = _first_rank(explain_pair(prefill, decode, tokens, 0).movements)
-    found = explain_pair(prefill, decode, tokens, STAGING_BYTES // CHUNKS_PER_BUFFER, run_cost=run_cost)
-    done = _first_rank(found.movements)
+    prefill, (decode, *_) = (instance(layout, *side, tokens) for side in zip(sizes, blocks, strict=True))
+    theirs, ours = (apart(side, tokens) for side in blocks)
+    asked = prefill, decode, theirs, ours, range(tokens)
+    straight = explain_request(*asked, 0).movements
+    done = explain_request(*asked, STAGING_BYTES // CHUNKS_PER_BUFFER, run_cost=run_cost).movements
     runs, size = sum(m.runs for m in straight), sum(m.bytes for m in straight)
     return {
         "layout": layout,
@@ -55,10 +61,6 @@ def row(layout: str, sizes: tuple[int, int], blocks: tuple[int, int], tokens: in
         "runs": sum(m.runs for m in done),
         "bytes read / needed": round(sum(m.read_bytes for m in done) / size, 2),
     }
-
-
-def _first_rank(movements: Sequence[Movement]) -> list[Movement]:
-    return [movement for movement in movements if movement.destination == movements[0].destination]
 
 
 def table(tokens: int, run_cost: int) -> list[dict[str, object]]:
