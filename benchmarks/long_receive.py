@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,7 +21,6 @@ from benchmarks.long_pairs import (
     BYTES_PER_TOKEN,
     CHANNELS,
     FILLED,
-    MOST_ROUNDS,
     PAIRS,
     PATIENCE_S,
     TRANSPORTS,
@@ -213,67 +212,87 @@ class Decode:
         return dict(report.data)
 
 
+class Round(NamedTuple):
+    """One receive, in milliseconds: on the clock, and of the thread as `Turns` and `Binding` have it."""
+
+    took: float
+    worked: float
+    longest: float
+    longest_wall: float
+    bound: float
+    call: float
+
+
+def rounds(decode: Decode, asked: Iterable[ReceiveRequest]) -> tuple[list[Round], Mapping[str, Any]]:
+    """As many of these receives as are wanted, and what was counted of the last."""
+    turns, binding, made = decode.turns, decode.binding, []
+    for request in asked:
+        began = time.perf_counter()
+        counted = decode.receive(request)
+        took = time.perf_counter() - began
+        of_thread = turns.in_all, turns.longest, turns.longest_wall, binding.in_all, binding.call
+        made.append(Round(*(1e3 * seconds for seconds in (took, *of_thread))))
+        if enough([one.took / 1e3 for one in made]):
+            break
+    return made, counted
+
+
 def measure(name: str, tokens: int, transport: str, place: Place) -> tuple[dict[str, Any], dict[str, Any]]:
     """The receives of a prompt over a link that was made before: what one costs, and how the thread's turns are."""
     gc.collect()
     gc.freeze()  # as vLLM's workers do when they have started
     decode = Decode(name, tokens, transport, place)
-    turns, binding, steps = decode.turns, decode.binding, decode.steps
-    connecting, *asked = [
-        decode.request(lease, tokens if number else max(side.block_tokens for side in PAIRS[name][:2]))
-        for number, lease in enumerate(place.leases)
-    ]
+    first = max(side.block_tokens for side in PAIRS[name][:2])
+    connecting, asked = place.leases[0], [decode.request(lease, tokens) for lease in place.leases[1:]]
     try:
-        decode.receive(connecting)
-        contact, contact_wall = turns.longest, turns.longest_wall
-        alone = steps.alone()
+        decode.receive(decode.request(connecting, first))
+        contact, contact_wall = 1e3 * decode.turns.longest, 1e3 * decode.turns.longest_wall
+        alone = decode.steps.alone()
         decode.staged.most = 0
         forget_peak()
-        before, rounds = resident_bytes("VmRSS"), []
-        for request in asked[:MOST_ROUNDS]:
-            began = time.perf_counter()
-            counted = decode.receive(request)
-            took = time.perf_counter() - began
-            rounds.append((took, turns.in_all, turns.longest, turns.longest_wall, binding.in_all, binding.call))
-            if enough([one[0] for one in rounds]):
-                break
-        grown = resident_bytes("VmHWM") - before
+        before = resident_bytes("VmRSS")
+        made, counted = rounds(decode, asked)
+        grown = max(resident_bytes("VmHWM") - before, 0)
         assert np.count_nonzero(decode.memory == FILLED) >= tokens * BYTES_PER_TOKEN, "not all of it arrived"
         copied = copy_s(decode.memory, tokens * BYTES_PER_TOKEN)
     finally:
         decode.loop.close()
-    took, worked, longest, longest_wall, bound, call = (
-        1e3 * float(np.median(one)) for one in zip(*rounds, strict=True)
-    )
+    median = Round(*(float(np.median(one)) for one in zip(*made, strict=True)))
     about = {"pair": name, "transport": transport, "prompt": f"{tokens} tokens"}
     row = about | {
         "MiB": counted["bytes"] >> 20,
         "runs": counted["runs"],
         "descriptors": counted["descriptors"],
-        "receives": len(rounds),
+        "receives": len(made),
         "memcpy_ms": round(1e3 * copied, 1),
-        "ms": round(took, 1),
-        "thread_ms": round(worked, 1),
-        "bind_ms": round(bound, 3),
+        "ms": round(median.took, 1),
+        "thread_ms": round(median.worked, 1),
+        "bind_ms": round(median.bound, 3),
         "staging_MiB": round(decode.staged.most / 2**20, 1),
         "staging_reserved_MiB": decode.staged.reserved >> 20,
-        "memory_MiB": round(max(grown, 0) / 2**20, 1),
+        "memory_MiB": round(grown / 2**20, 1),
     }
     turn = about | {
-        "contact_ms": round(1e3 * contact, 2),
-        "contact_wall_ms": round(1e3 * contact_wall, 2),
-        "bind_call_ms": round(call, 2),
-        "longest_turn_ms": round(longest, 2),
-        "longest_of_all_ms": round(1e3 * max(one[2] for one in rounds), 2),
+        "contact_ms": round(contact, 2),
+        "contact_wall_ms": round(contact_wall, 2),
+        "bind_call_ms": round(median.call, 2),
+        "longest_turn_ms": round(median.longest, 2),
+        "longest_of_all_ms": round(max(one.longest for one in made), 2),
         "goal_ms": TURN_GOAL_MS,
-        "longest_turn_wall_ms": round(longest_wall, 2),
+        "longest_turn_wall_ms": round(median.longest_wall, 2),
+    }
+    return row, turn | beside(decode.steps, alone)
+
+
+def beside(steps: Steps, alone: float) -> dict[str, float]:
+    """What became of steps that take `alone` milliseconds where nothing is received."""
+    return {
         "step_alone_ms": round(alone, 2),
         "step_ms": round(float(np.median(steps.took)), 2),
         "step_factor": round(float(np.median(steps.took)) / alone, 2),
         "step_p90_ms": round(float(np.percentile(steps.took, 90)), 2),
         "step_ready_p90_ms": round(float(np.percentile(steps.ready, 90)), 2),
     }
-    return row, turn
 
 
 def enough(took: Sequence[float]) -> bool:
