@@ -129,6 +129,7 @@ fuzz: setup
 # Measures everything, keeps the documents and renews the page's tables: an hour, in which nothing else should run.
 bench: setup
 	$(RUN) benchmarks/bind.py --json out/bench/bind.json
+	$(RUN) benchmarks/layouts.py
 	$(RUN) benchmarks/step.py
 	$(RUN) benchmarks/scale.py
 	$(RUN) benchmarks/convert.py

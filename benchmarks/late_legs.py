@@ -34,7 +34,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 from overlap import EXPOSED_GOAL, INSIDE, enter_namespace, slow_down  # noqa: E402
 
-from benchmarks.long_prompts import ITEM, Layout, describe  # noqa: E402
+from benchmarks.bind import ITEM  # noqa: E402
+from benchmarks.long_pairs import Layout, describe  # noqa: E402
 from benchmarks.report import write  # noqa: E402
 from benchmarks.step import connector, free_port, request, scheduled  # noqa: E402
 from vllm_pd_connector.compat.base import KVConnectorRole  # noqa: E402

@@ -17,7 +17,15 @@ ROOT = Path(__file__).resolve().parents[2]
 SHORT = {
     "step": ("--reps", "20"),
     "scale": ("--instances", "2", "--peers", "9", "--in-flight", "4", "16", "--ranks", "8"),
-    "long_prompts": ("--tokens", "4096", "--transports", "nixl", "--pairs", "blocks of 128"),
+    "long_prompts": (
+        "--tokens",
+        "4096",
+        "--transports",
+        "nixl",
+        "--pairs",
+        "blocks of 128",
+        "blocks of 16, NHD, TP 2 → 1",
+    ),
 }
 """Options with which each is over in seconds."""
 
