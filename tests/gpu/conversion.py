@@ -124,7 +124,7 @@ def main(findings: Findings) -> None:
                     bytes="equal" if same else "DIFFERENT",
                     MiB=round(moved / (1 << 20), 1),
                     chunks=len(todo),
-                    copies=sum(len(chunk.copies) for chunk in todo),
+                    copies=sum(1 for chunk in todo for _ in chunk.copies),
                     GBps=round(moved / seconds / 1e9, 2),
                 )
 

@@ -173,6 +173,7 @@ def answer(puppet: Puppet) -> None:
 
 def test_servers_that_never_answer_are_few_at_a_time_and_displace_nobody_who_does(puppet, client, monkeypatch):
     monkeypatch.setattr("vllm_pd_connector.sidechannel.client.MAX_SERVERS", 3)
+    monkeypatch.setattr("vllm_pd_connector.sidechannel.client.NEW_S", 0.0)
     known = endpoint("127.0.0.1", puppet.port)
     token = client.send(known, m.Release(()), PATIENCE_S)
     answer(puppet)
@@ -186,6 +187,23 @@ def test_servers_that_never_answer_are_few_at_a_time_and_displace_nobody_who_doe
         answer(puppet)
         assert collect(client, 1) == {renewal: m.Released()}
         assert set(client._links) == {known, *dead[-2:]}
+
+
+def test_servers_that_are_asked_at_once_do_not_push_out_each_other_while_others_owe_nothing(puppet, client, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.sidechannel.client.MAX_SERVERS", 2)
+    known = endpoint("127.0.0.1", puppet.port)
+    client.send(known, m.Release(()), PATIENCE_S)
+    answer(puppet)
+    collect(client, 1)
+    with socket.create_server(("", 0)) as silent:
+        new = [endpoint(f"127.0.0.{host}", silent.getsockname()[1]) for host in (2, 3)]
+        for one in new:
+            client.send(one, m.Release(()), PATIENCE_S)
+        assert set(client._links) == set(new), "the known one is dialled anew when it is asked again"
+        renewal = client.send(known, m.Release(()), PATIENCE_S)
+        answer(puppet)
+        assert renewal in collect(client, 2)
+        assert set(client._links) == {known, new[1]}
 
 
 def test_servers_that_answer_and_owe_answers_displace_nobody(puppet, client, monkeypatch):

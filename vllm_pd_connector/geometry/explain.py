@@ -9,6 +9,7 @@ is what a cache looks like after some hours of service. In a fresh one they do, 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -101,8 +102,10 @@ def explain_pair(
         tokens = min(tokens, *(_capacity(group) for side in (prefill, decode) for m in side for group in m.groups))
 
     def tables(edge: Edge, scattered: bool) -> Tables:
-        source = [blocks_for(group, tokens) for group in edge.source_groups]
-        return source, [blocks_for(g, tokens, filled=True, descending=scattered) for g in edge.destination_groups]
+        # Neighbours on neither side: what is converted is read by the source's pages alone.
+        orders = (Order.EVERY_OTHER, Order.DESCENDING) if scattered else (Order.ASCENDING, Order.ASCENDING)
+        source = [blocks_for(group, tokens, order=orders[0]) for group in edge.source_groups]
+        return source, [blocks_for(g, tokens, filled=True, order=orders[1]) for g in edge.destination_groups]
 
     return _explain(check, prefill, decode, _Request(range(tokens), tables, chunk_bytes, push, run_cost))
 
@@ -123,13 +126,26 @@ def explain_request(
     return _explain(check_pd_topology(decode, prefill), prefill, (decode,), request)
 
 
-def blocks_for(group: Group, tokens: int, *, filled: bool = False, descending: bool = False) -> BlockTable:
-    """The blocks of a request of this many tokens, where only their number is known: one after the other, or, if
-    `descending`, none behind its neighbour. Where they are `filled`, those that a window has left behind are null."""
+class Order(Enum):
+    """How a request's blocks follow each other; in all but the first none is behind its neighbour."""
+
+    ASCENDING = 0
+    DESCENDING = 1
+    EVERY_OTHER = 2
+
+
+def blocks_for(
+    group: Group, tokens: int, *, filled: bool = False, order: Order = Order.ASCENDING
+) -> BlockTable:
+    """The blocks of a request of this many tokens, where only their number is known. Where they are `filled`, those that
+    a window has left behind are null."""
     blocks = min(max(1, -(-tokens // max(1, group.block_tokens))), max(1, group.num_blocks - 1))
     ids = np.arange(1, blocks + 1, dtype=np.int64)
-    if descending:
-        ids = ids[::-1].copy()
+    match order:
+        case Order.DESCENDING:
+            ids = ids[::-1].copy()
+        case Order.EVERY_OTHER:
+            ids = np.concatenate((ids[1::2], ids[::2]))
     if filled and group.window:
         ends = (np.arange(blocks) + 1) * group.block_tokens
         ids[ends <= tokens - group.window] = 0
@@ -216,11 +232,9 @@ def _work(edge: Edge, request: _Request, converted: bool, *, scattered: bool) ->
         bound = runs_of(paired)
         return _Work(len(bound), bound.total_bytes, bound.total_bytes, 0), len(bound)
     parts = list(chunks(paired, request.chunk_bytes, writes=request.push, run_cost=request.run_cost))
+    copies = [copy.total_bytes for part in parts for copy in part.copies]
     work = _Work(
-        sum(len(part.runs) for part in parts),
-        sum(part.runs.total_bytes for part in parts),
-        sum(copy.total_bytes for part in parts for copy in part.copies),
-        sum(len(part.copies) for part in parts),
+        sum(len(part.runs) for part in parts), sum(part.runs.total_bytes for part in parts), sum(copies), len(copies)
     )
     return work, round(sum(run_count(pairing) * len(spans.tokens) for pairing, spans in paired))
 

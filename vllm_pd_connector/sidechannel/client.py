@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 Outcome = m.Reply | ProtocolError | DeadlineExceeded
 
 MAX_SERVERS = 512  # at a time; see `_make_room`
+NEW_S = 1.0  # how long who was never asked before has to answer
 REDIAL_S = 0.25
 
 _DRAIN = 256  # frames taken from one socket per `receive`, so that no server can hold the owner
@@ -67,6 +68,7 @@ class _Link:
     server_key: str
     socket: zmq.Socket[bytes]
     name: str
+    made_at: float
     used_at: float
     pending: dict[int, _Pending] = field(default_factory=dict)
     dial: Dial | None = None
@@ -114,7 +116,7 @@ class SideChannelClient:
             place = place_of(endpoint)
             self._make_room()
             made = dealer(self._context, place[2], self._watch, self._keys)
-            link = self._links[endpoint] = _Link(endpoint, *place, *made, now)
+            link = self._links[endpoint] = _Link(endpoint, *place, *made, now, now)
         if len(link.pending) >= MAX_PENDING:
             raise ProtocolError(f"{len(link.pending)} requests are under way there, the limit is {MAX_PENDING}")
         link.pending[token] = _Pending(frame, m.REPLY_OF[type(request)], now + timeout_s, timeout_s)
@@ -189,14 +191,21 @@ class SideChannelClient:
             self._close_link(link)
 
     def _make_room(self) -> None:
-        """Requests name servers, and unauthenticated peers may have made the requests: who has never answered gives way
-        to others, then who owes nothing; who was asked least recently first."""
+        """Requests name servers, and unauthenticated peers may have made the requests: who has not answered for NEW_S
+        gives way to others, then who owes nothing and is only dialled anew, then who has just come; of each kind who was
+        asked least recently. Else several that come at once would push out each other."""
         if len(self._links) < MAX_SERVERS:
             return
         yielding = [link for link in self._links.values() if not (link.answered and link.pending)]
         if not yielding:
             raise ProtocolError(f"{MAX_SERVERS} other servers owe answers, which is the limit; ask later")
-        link = min(yielding, key=lambda link: (link.answered, link.used_at))
+        new = self._clock() - NEW_S
+
+        def last(link: _Link) -> tuple[int, float]:
+            comes = not link.answered and link.pending and link.made_at > new
+            return 2 if comes else int(link.answered), link.used_at
+
+        link = min(yielding, key=last)
         reason = f"no answer yet, and of more than {MAX_SERVERS} servers the one that was asked first gives way"
         self._due += _fail_pending(link, Unreachable(reason))
         self._close_link(link)

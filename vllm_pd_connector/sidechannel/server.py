@@ -28,7 +28,7 @@ from vllm_pd_connector.protocol.lease import UNTOLD, End, Freed, Given, LeaseTab
 from vllm_pd_connector.protocol.verification import Verification
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire import push_messages as pm
-from vllm_pd_connector.protocol.wire.fields import MAX_TEXT
+from vllm_pd_connector.protocol.wire.fields import MAX_REPLY_FRAME, MAX_TEXT
 from vllm_pd_connector.sidechannel.net.keys import ZAP_DOMAIN, Admission, Keys, proved_key
 from vllm_pd_connector.sidechannel.net.sockets import bound_router, take
 from vllm_pd_connector.sidechannel.net.watch import Watch
@@ -138,7 +138,13 @@ class SideChannelServer:
             ProtocolError: they do not fit one reply.
         """
         message = m.Manifests(self._engine_id, self._incarnation, tuple(manifests))
-        m.encode(0, message)
+        try:
+            m.encode(0, message)
+        except ProtocolError as error:
+            raise ProtocolError(
+                f"the manifests of {len(manifests)} workers take {sum(map(len, manifests))} bytes, and peers take "
+                f"{MAX_REPLY_FRAME} in one reply: serve the model as several instances with fewer workers each"
+            ) from error
         with self._lock:
             self._manifests, self._tokens = message, tuple(tokens)
             self._verification.workers = len(manifests)

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from vllm_pd_connector.protocol.transfers import TransferEnd
     from vllm_pd_connector.worker.peers.link import PeerLink
     from vllm_pd_connector.worker.peers.pool import Links
-    from vllm_pd_connector.worker.staging.stager import Stager, Stream
+    from vllm_pd_connector.worker.staging.stager import Stager
+    from vllm_pd_connector.worker.staging.stream import Stream
 
 logger = init_logger(__name__)
 

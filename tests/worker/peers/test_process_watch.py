@@ -212,6 +212,13 @@ def test_watches_are_bounded(mine, monkeypatch):
     assert set(mine._watches) == {"worker 2", "worker 3"}
 
 
+def test_a_watch_that_gave_way_takes_the_place_of_another_when_its_holder_looks_again(mine, monkeypatch):
+    monkeypatch.setattr(process_watch, "MAX_WATCHES", 2)
+    held = [mine.watch(LivenessAddress("127.0.0.1", 1, f"worker {i}"), float(i)) for i in range(3)]
+    held[0].look(100.0)
+    assert set(mine._watches) == {"worker 0", "worker 2"}
+
+
 def test_a_worker_is_seen_at_the_address_of_its_side_channel():
     assert address_towards("127.0.0.1") == LOOPBACK == address_towards("localhost")
     assert not address_towards("no.such.host.invalid").is_unspecified

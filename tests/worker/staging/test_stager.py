@@ -93,24 +93,34 @@ def test_a_turn_that_one_kind_of_work_has_taken_all_of_leaves_the_next_kind_to_t
     decode.collect()
     did: list[str] = []
     stager, read = decode.loop._stager, decode.transport.read
-    convert, make, poll = stager._convert, stager._next, stager.poll
+    convert, make, poll = stager._convert, stager._make, stager.poll
     monkeypatch.setattr(stager_module, "SLICE_S", 0.0)
     monkeypatch.setattr(decode.transport, "read", lambda *given: (did.append("post"), read(*given))[1])
     monkeypatch.setattr(stager, "_convert", lambda *given: (did.append("convert"), convert(*given))[1])
 
     def makes(stream, failed):
-        new = stream.waiting is None
-        made = make(stream, failed)
-        did.extend(["make"] * (new and made))
-        return made
+        make(stream, failed)
+        did.extend(["make"] * (stream.waiting is not None))
 
-    monkeypatch.setattr(stager, "_next", makes)
+    monkeypatch.setattr(stager, "_make", makes)
     monkeypatch.setattr(stager, "poll", lambda: (did.append("turn"), poll())[1])
     assert decode.received(prefill.request("a")) == [True]
     assert (decode.worker.memory == decode.expected()).all() and free(decode) == TINY
     turns = [one.split() for one in " ".join(did).split("turn")]
     assert sum("post" in turn for turn in turns) > 4
     assert not any("post" in turn and {"convert", "make"} & set(turn) for turn in turns), turns
+
+
+def test_a_turn_makes_a_chunk_of_as_many_streams_as_it_has_time_for(prefill, decode, monkeypatch):
+    stager, made = decode.loop._stager, []
+    make, poll = stager._make, stager.poll
+    monkeypatch.setattr(stager_module, "SLICE_S", 0.0)
+    monkeypatch.setattr(stager, "_make", lambda *given: (made.append("make"), make(*given)))
+    monkeypatch.setattr(stager, "poll", lambda: (made.append("turn"), poll())[1])
+    assert decode.received(*(prefill.request(f"a{i}") for i in range(6))) == [True] * 6
+    assert (decode.worker.memory == decode.expected()).all() and free(decode) == TINY
+    assert "make make" not in " ".join(made), "several were made in a turn that had no time"
+    assert made.count("make") > 6 * 4
 
 
 def test_many_requests_share_the_staging_buffer(prefill, other, decode):

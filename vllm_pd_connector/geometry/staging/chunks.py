@@ -43,7 +43,7 @@ from vllm_pd_connector.geometry.staging.page_extents import (
     reach_of,
     token_steps,
 )
-from vllm_pd_connector.geometry.staging.strided_copy import Copy, CopyAxis, fold, strided_copies
+from vllm_pd_connector.geometry.staging.strided_copy import Copies, CopyAxis, fold
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -76,7 +76,7 @@ class Chunk:
 
     size: int
     runs: Runs
-    copies: tuple[Copy, ...]
+    copies: Copies
     writes: bool = False
 
 
@@ -315,7 +315,7 @@ def _chunk(pairing: PagePairing, layout: _Layout, low: int, spans: Spans, first:
     pages = spans.source_page[first[:-1]] * pairing.source.page_stride
     source = np.add.outer(extents.start, pages).ravel()
     runs = join([Runs(source, layout.into, np.repeat(extents.length, slots))])
-    copies: list[Copy] = []
+    shapes = []
     slot = np.repeat(np.arange(slots, dtype=np.int64), np.diff(first))
     for tokens in np.unique(spans.tokens).tolist():
         some = np.flatnonzero(spans.tokens == tokens)
@@ -324,8 +324,8 @@ def _chunk(pairing: PagePairing, layout: _Layout, low: int, spans: Spans, first:
         for shape, stride, axes, rows in layout.rows:
             columns = np.stack((slot[some] * stride + from_ * shape.token[0], page + to * shape.token[1]), axis=1)
             token = [(tokens, *shape.token)] if tokens > 1 else []
-            copies += strided_copies(shape.item, [*shape.axes, *token, *axes], rows, columns)
-    return Chunk(layout.size, runs, tuple(copies))
+            shapes.append((shape.item, (*shape.axes, *token, *axes), rows, columns))
+    return Chunk(layout.size, runs, Copies(tuple(shapes)))
 
 
 def _rows(

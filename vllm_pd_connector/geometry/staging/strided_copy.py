@@ -2,6 +2,9 @@
 
 Elements of one shape that lie at regular distances on both sides are one copy with more axes, so places are searched
 for equal steps. What is contiguous on both sides becomes part of the item.
+
+Of pages that lie anyhow there is a copy for each, and to make an object of each takes longer than a turn of the thread
+that starts them: `Copies` are made one by one, when they are looked at.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -41,15 +44,27 @@ class Copy:
         return self.item * prod(size for size, _, _ in self.axes)
 
 
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """The copies of several shapes, each as `strided_copies` takes it; the same ones whenever they are looked at."""
+
+    shapes: tuple[tuple[int, tuple[CopyAxis, ...], NDArray[np.int64], NDArray[np.int64]], ...]
+
+    def __iter__(self) -> Iterator[Copy]:
+        for shape in self.shapes:
+            yield from strided_copies(*shape)
+
+
 def strided_copies(
-    item: int, axes: list[CopyAxis], rows: NDArray[np.int64], columns: NDArray[np.int64]
+    item: int, axes: Sequence[CopyAxis], rows: NDArray[np.int64], columns: NDArray[np.int64]
 ) -> Iterator[Copy]:
     """Copies of one shape at every row plus every column, both arrays of (staging buffer, cache)."""
+    single = tuple(_cut(_compact(0, 0, item, axes)))
     for first, count, step in _progressions(columns):
-        more = [(count, *step)] if count > 1 else []
-        for row in rows:
-            staging, cache = (row + columns[first]).tolist()
-            yield from _cut(_compact(staging, cache, item, [*axes, *more]))
+        parts = single if count == 1 else tuple(_cut(_compact(0, 0, item, [*axes, (count, *step)])))
+        for staging, cache in (rows + columns[first]).tolist():
+            for part in parts:
+                yield Copy(staging + part.staging, cache + part.cache, part.item, part.axes)
 
 
 def fold(places: NDArray[np.int64]) -> tuple[list[CopyAxis], NDArray[np.int64]]:
@@ -71,19 +86,23 @@ def _progressions(places: NDArray[np.int64]) -> Iterator[tuple[int, int, tuple[i
     """Cut an array (n, 2) into stretches of equal positive steps: (index of the first, how many, step)."""
     steps = np.diff(places, axis=0)
     broken = (steps[1:] != steps[:-1]).any(axis=1)
-    ends = np.append(np.flatnonzero(broken) + 1, len(steps))  # steps up to here equal the ones before
-    first = 0
+    ends = [*(np.flatnonzero(broken) + 1).tolist(), len(steps)]  # steps up to here equal the ones before
+    # Looked at one by one: lists, of which an element costs a tenth of an array's.
+    rises, by = (steps > 0).all(axis=1).tolist(), steps.tolist()
+    first = next_end = 0
     while first < len(places):
-        if first == len(places) - 1 or (steps[first] <= 0).any():
+        if first == len(steps) or not rises[first]:
             yield first, 1, (0, 0)
             first += 1
             continue
-        end = int(ends[np.searchsorted(ends, first, side="right")])
-        yield first, end - first + 1, (int(steps[first, 0]), int(steps[first, 1]))
+        while ends[next_end] <= first:
+            next_end += 1
+        end = ends[next_end]
+        yield first, end - first + 1, (by[first][0], by[first][1])
         first = end + 1
 
 
-def _compact(staging: int, cache: int, item: int, axes: list[CopyAxis]) -> Copy:
+def _compact(staging: int, cache: int, item: int, axes: Sequence[CopyAxis]) -> Copy:
     """A copy with its contiguous axes made part of the item."""
     ordered = sorted(axes, key=lambda axis: axis[2])
     while ordered and ordered[0][1] == ordered[0][2] == item:

@@ -153,10 +153,7 @@ class ProcessWatches:
         """The watch of a worker, begun if there is none."""
         watch = self._watches.get(life.name)
         if watch is None or watch.life != life:
-            if len(self._watches) >= MAX_WATCHES:
-                oldest = min(self._watches.values(), key=lambda w: w.used_at)
-                oldest.let_go()
-                del self._watches[oldest.life.name]
+            self._make_room()
             watch = self._watches[life.name] = ProcessWatch(life, self._dial)
         watch.look(now)
         return watch
@@ -175,9 +172,17 @@ class ProcessWatches:
         """End all links: who watches this worker takes it for ended."""
         self._hub.close()
 
+    def _make_room(self) -> None:
+        if len(self._watches) >= MAX_WATCHES:
+            oldest = min(self._watches.values(), key=lambda w: w.used_at)
+            oldest.let_go()
+            del self._watches[oldest.life.name]
+
     def _dial(self, watch: ProcessWatch) -> LivenessLink:
         life = watch.life
-        self._watches.setdefault(life.name, watch)
+        if life.name not in self._watches:  # it had given way, and whoever holds it looks again
+            self._make_room()
+            self._watches[life.name] = watch
         try:
             address = ipaddress.ip_address(life.address)
         except ValueError:

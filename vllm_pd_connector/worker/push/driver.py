@@ -60,7 +60,8 @@ if TYPE_CHECKING:
     from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
     from vllm_pd_connector.worker.push.step_clock import StepClock
     from vllm_pd_connector.worker.rpc import PendingCalls
-    from vllm_pd_connector.worker.staging.stager import Stager, Stream
+    from vllm_pd_connector.worker.staging.stager import Stager
+    from vllm_pd_connector.worker.staging.stream import Stream
 
 logger = init_logger(__name__)
 

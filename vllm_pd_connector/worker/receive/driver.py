@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
     from vllm_pd_connector.worker.receive.compare import ChecksumComparison
     from vllm_pd_connector.worker.rpc import PendingCalls
-    from vllm_pd_connector.worker.staging.stager import Stager, Stream
+    from vllm_pd_connector.worker.staging.stager import Stager
+    from vllm_pd_connector.worker.staging.stream import Stream
 
 logger = init_logger(__name__)
 
@@ -204,8 +205,7 @@ class Receives:
         moments += [m for links in (self._links, self._asked) if (m := links.next_deadline()) is not None]
         for active in self._active.values():
             moments += active.in_flight.next_look(now, draining=active.reported)
-            if active.question and active.reported:
-                moments.append(now + LOOK_S)
+            moments += [now + LOOK_S] if active.question and active.reported else []
         return min(moments, default=None)
 
     def fail(self, request: ReceiveRequest, reason: str, now: float) -> None:

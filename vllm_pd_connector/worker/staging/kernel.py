@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from vllm_pd_connector.geometry.staging.strided_copy import Copy
 
 BLOCK = 1024
+LOOK_UP_EVERY = 64
+"""Rows, of which each takes some microseconds to make."""
 WIDTHS = (1, 2, 4, 8)
 _AXIS, _FIXED = 3, 4
 """Numbers per axis (size, step in the source, step in the destination), and before them (source, destination, elements,
@@ -72,11 +74,14 @@ def _move(rows, programs, length, WIDTH: tl.constexpr, WIDE: tl.constexpr, BLOCK
 
 
 def by_kernel(base: int, copies: Iterable[Copy], device: Any, *, gather: bool) -> Iterator[object]:
-    """A launch on the current stream for each width of elements; yields the tables, which it reads."""
+    """A launch on the current stream for each width of elements; yields the tables, which it reads, and before them now
+    and then nothing, so that whoever goes on with it can look up in between."""
     of_width: dict[int, list[list[int]]] = defaultdict(list)
-    for copy in copies:
+    for number, copy in enumerate(copies, 1):
         width, row = descriptor(base, copy, gather=gather)
         of_width[width].append(row)
+        if number % LOOK_UP_EVERY == 0:
+            yield None
     for width, rows in of_width.items():
         yield _launch(width, rows, device)
 

@@ -21,25 +21,28 @@ All of it runs in the transfer thread, in slices of about a millisecond. Figures
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.geometry.staging.chunks import CHUNKS_PER_BUFFER, Chunk
-from vllm_pd_connector.transport.base import Transfer, TransferStatus, Transport, TransportPeer
-from vllm_pd_connector.worker.peers.process_watch import LOOK_S, ProcessWatch
+from vllm_pd_connector.geometry.staging.chunks import CHUNKS_PER_BUFFER
+from vllm_pd_connector.transport.base import TransferStatus
+from vllm_pd_connector.worker.peers.process_watch import LOOK_S
 from vllm_pd_connector.worker.poll_interval import pause
 from vllm_pd_connector.worker.staging.buffer import ALIGNMENT, StagingBuffer
 from vllm_pd_connector.worker.staging.copiers import copier_for
+from vllm_pd_connector.worker.staging.stream import InFlightChunk, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from vllm_pd_connector.geometry.manifest import Segment
-    from vllm_pd_connector.worker.staging.base import Copier, Copying
+    from vllm_pd_connector.geometry.staging.chunks import Chunk
+    from vllm_pd_connector.transport.base import Transport, TransportPeer
+    from vllm_pd_connector.worker.peers.process_watch import ProcessWatch
+    from vllm_pd_connector.worker.staging.base import Copier
 
 logger = init_logger(__name__)
 
@@ -47,37 +50,6 @@ SLICE_S = 0.001
 POLL_DEVICE_S = 0.0001  # a device copies a chunk in less
 POLL_DRAINING_S = 0.05
 CHUNKS_UNDER_WAY = 4
-
-
-@dataclass(eq=False, slots=True)
-class _InFlightChunk:
-    """A chunk in its slot: while `transfer` is set it is read or written, else `copying`."""
-
-    stream: Stream
-    chunk: Chunk
-    slot: int
-    copying: Copying
-    transfer: Transfer | None = None
-
-
-@dataclass(eq=False, slots=True)
-class Stream:
-    """One staged transfer of `owner` (whoever asked for it) from or to a rank of `instance`, whose process is known by
-    `watch`; counts are of what the transport was given so far, and in `landed` of the chunks that are where they
-    belong."""
-
-    owner: object
-    index: int
-    instance: object
-    peer: TransportPeer
-    rest: Iterator[Chunk]
-    watch: ProcessWatch | None = None
-    waiting: Chunk | None = None
-    in_flight: list[_InFlightChunk] = field(default_factory=list)
-    bytes: int = 0
-    runs: int = 0
-    descriptors: int = 0
-    landed: int = 0
 
 
 class _Work(IntEnum):
@@ -111,8 +83,8 @@ class Stager:
         self._memory = self.copier.allocate(length, "the staging buffer (staging_bytes)") if self.chunk_bytes else None
         self.staging = StagingBuffer(length if self._memory else 0)
         self._streams: list[Stream] = []
-        self._orphans: list[_InFlightChunk] = []
-        self._stuck: list[_InFlightChunk] = []
+        self._orphans: list[InFlightChunk] = []
+        self._stuck: list[InFlightChunk] = []
         self._unheard: list[Stream] = []  # a write of theirs may go on
         self._work, self._posted, self._posted_at = _Work.CONVERT, False, 0.0
 
@@ -124,7 +96,7 @@ class Stager:
     @property
     def converting(self) -> bool:
         """Whether there may be work that does not wait for anything."""
-        if self._posted or self._work is not _Work.CONVERT:
+        if self._posted or self._work is not _Work.CONVERT or any(stream.unmade for stream in self._streams):
             return True
         return any(not flight.copying.launched for flight in self._being_copied())
 
@@ -166,10 +138,9 @@ class Stager:
             self._work = _Work((self._work + 1) % len(_Work))
             if time.monotonic() >= until or (self._work is _Work.CONVERT and not self._posted):
                 break
-        for stream in [s for s in self._streams if s not in failed and not s.in_flight and not self._next(s, failed)]:
-            if stream not in failed:
-                self._streams.remove(stream)
-                ended.append((stream, None))
+        for stream in [s for s in self._streams if s.made and s not in failed and not s.in_flight]:
+            self._streams.remove(stream)
+            ended.append((stream, None))
         for stream in failed:
             self._abandon(stream)
         if not self._streams:  # who comes next begins a round, and is not looked at in the middle of one
@@ -183,8 +154,10 @@ class Stager:
                     self._look(stream, until, failed)
                 self._convert(until, failed)
             case _Work.MAKE:
-                for stream in self._streams:
-                    self._next(stream, failed)
+                for number, stream in enumerate([s for s in self._streams if s.unmade]):
+                    if number and time.monotonic() >= until:
+                        break
+                    self._make(stream, failed)
             case _Work.POST:
                 self._posted = self._refill(failed)
 
@@ -222,7 +195,7 @@ class Stager:
             f"{self.staging.length} bytes of the staging buffer are free"
         )
 
-    def _being_copied(self) -> Iterator[_InFlightChunk]:
+    def _being_copied(self) -> Iterator[InFlightChunk]:
         return (flight for stream in self._streams for flight in stream.in_flight if not flight.transfer)
 
     def _bury(self, now: float) -> None:
@@ -243,7 +216,7 @@ class Stager:
                 self._stuck.append(flight)
         stream.in_flight = []
 
-    def _stopped(self, flight: _InFlightChunk) -> bool:
+    def _stopped(self, flight: InFlightChunk) -> bool:
         """End a chunk's copies; False if the device does not say that they have ended."""
         try:
             flight.copying.stop()
@@ -283,7 +256,7 @@ class Stager:
                 self._slot_after(flight, error)
                 failed[stream] = _seen_by_owner(flight.chunk, error)
 
-    def _is_over(self, flight: _InFlightChunk) -> bool:
+    def _is_over(self, flight: InFlightChunk) -> bool:
         assert flight.transfer is not None
         try:
             return self._transport.poll(flight.transfer) is TransferStatus.DONE
@@ -292,14 +265,14 @@ class Stager:
         except Exception as error:
             raise _unknown(error) from error
 
-    def _slot_after(self, flight: _InFlightChunk, error: TransferError) -> None:
+    def _slot_after(self, flight: InFlightChunk, error: TransferError) -> None:
         if not error.terminal and not flight.chunk.writes:
             return self._stuck.append(flight)
         self.staging.give(flight.slot)
         if not error.terminal:
             self._unheard.append(flight.stream)
 
-    def _land(self, flight: _InFlightChunk) -> None:
+    def _land(self, flight: InFlightChunk) -> None:
         """A chunk is where it belongs."""
         flight.stream.in_flight.remove(flight)
         flight.stream.landed += 1
@@ -327,7 +300,7 @@ class Stager:
         ready = [
             s
             for s in self._streams
-            if len(s.in_flight) < CHUNKS_UNDER_WAY and s not in failed and self._next(s, failed) and self._may_take(s)
+            if len(s.in_flight) < CHUNKS_UNDER_WAY and s not in failed and s.waiting is not None and self._may_take(s)
         ]
         stream = min(ready, key=lambda s: len(s.in_flight), default=None)
         if stream is None or stream.waiting is None or (slot := self.staging.take(stream.waiting.size)) is None:
@@ -335,7 +308,7 @@ class Stager:
         chunk, stream.waiting = stream.waiting, None
         assert self._memory is not None
         copying = self.copier.begin(self._memory.segment.address + slot, chunk.copies, gather=chunk.writes)
-        flight = _InFlightChunk(stream, chunk, slot, copying)
+        flight = InFlightChunk(stream, chunk, slot, copying)
         stream.in_flight.append(flight)
         if not chunk.writes:
             try:
@@ -344,7 +317,7 @@ class Stager:
                 failed[stream] = _defect(error)
         return True
 
-    def _post(self, flight: _InFlightChunk, failed: dict[Stream, TransferError]) -> None:
+    def _post(self, flight: InFlightChunk, failed: dict[Stream, TransferError]) -> None:
         """Give a chunk's runs to the transport. If it does not take them and nothing moves, the slot is given back when
         the stream is abandoned; if something may, see `_slot_after`."""
         assert self._memory is not None
@@ -366,14 +339,13 @@ class Stager:
         self._posted_at = time.monotonic()
         stream.bytes, stream.runs = stream.bytes + runs.total_bytes, stream.runs + len(runs)
 
-    def _next(self, stream: Stream, failed: dict[Stream, TransferError]) -> bool:
-        """Whether a stream has a chunk to start; it is then in `waiting`."""
-        if stream.waiting is None:
-            try:
-                stream.waiting = next(stream.rest, None)
-            except Exception as error:  # a defect of ours that one stream met must not reach the others
-                failed[stream] = _defect(error)
-        return stream.waiting is not None
+    def _make(self, stream: Stream, failed: dict[Stream, TransferError]) -> None:
+        """Make a stream's next chunk, if there is one."""
+        try:
+            stream.waiting = next(stream.rest, None)
+            stream.made = stream.waiting is None
+        except Exception as error:  # a defect of ours that one stream met must not reach the others
+            failed[stream] = _defect(error)
 
     def _may_take(self, stream: Stream) -> bool:
         flights = [*self._orphans, *self._stuck, *(f for s in self._streams for f in s.in_flight)]

@@ -1,0 +1,51 @@
+"""A staged transfer and its chunks under way (`stager`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm_pd_connector.geometry.staging.chunks import Chunk
+    from vllm_pd_connector.transport.base import Transfer, TransportPeer
+    from vllm_pd_connector.worker.peers.process_watch import ProcessWatch
+    from vllm_pd_connector.worker.staging.base import Copying
+
+
+@dataclass(eq=False, slots=True)
+class InFlightChunk:
+    """A chunk in its slot: while `transfer` is set it is read or written, else `copying`."""
+
+    stream: Stream
+    chunk: Chunk
+    slot: int
+    copying: Copying
+    transfer: Transfer | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Stream:
+    """One staged transfer of `owner` (whoever asked for it) from or to a rank of `instance`, whose process is known by
+    `watch`; counts are of what the transport was given so far, and in `landed` of the chunks that are where they
+    belong. `waiting` is the chunk that is next, `made`: that there are no more."""
+
+    owner: object
+    index: int
+    instance: object
+    peer: TransportPeer
+    rest: Iterator[Chunk]
+    watch: ProcessWatch | None = None
+    waiting: Chunk | None = None
+    made: bool = False
+    in_flight: list[InFlightChunk] = field(default_factory=list)
+    bytes: int = 0
+    runs: int = 0
+    descriptors: int = 0
+    landed: int = 0
+
+    @property
+    def unmade(self) -> bool:
+        """Whether its next chunk, or that there is none, is still to be found out."""
+        return self.waiting is None and not self.made
