@@ -29,13 +29,20 @@ PORT = 8000
 """What a Service and its router call an instance by."""
 BEHIND_SIDECAR = 8200
 """Where llm-d's sidecar finds its vLLM by default."""
+ADMIN_PORT = 8001
+"""Where the router has its operators' routes, on loopback."""
 KEYS = "/etc/pd/keys"
+ENGINE_ID = "$(POD_NAME)"
+"""Outlives a restart: for peers, routers and dashboards the pod that comes back is the same instance. vLLM gives each
+data-parallel engine a suffix of its own."""
 
 PAUSE_S, DRAIN_S, GRACE_S = 5, 90, 140
 """preStop; how long what has begun may take to end (`--shutdown-timeout`); until the kernel ends it."""
 HANDED_OVER_S = 35
 """How long prefill keeps what nobody has read yet when it ends: a little more than `kv_lease_duration`. vLLM kills the
 engine when `--shutdown-timeout` is over, whatever its workers wait for, so there both are in that."""
+PROBE_S = 10
+"""How long an answer to a probe may take: an API server under load needs more than the one second of Kubernetes."""
 
 SIDECAR = """\
       initContainers:
@@ -95,15 +102,20 @@ spec:
           env:
             - name: VLLM_NIXL_SIDE_CHANNEL_HOST
               valueFrom: {{ fieldRef: {{ fieldPath: status.podIP }} }}
+            - name: POD_NAME
+              valueFrom: {{ fieldRef: {{ fieldPath: metadata.name }} }}
             - name: HF_TOKEN
               valueFrom: {{ secretKeyRef: {{ name: hf-token, key: token, optional: true }} }}
           ports:
             - {{ name: http, containerPort: {port} }}
             - {{ name: side-channel, containerPort: {side_channel} }}
-          # vLLM answers once it can serve, and no more when its engine has died.
-          startupProbe: {{ httpGet: {{ path: /health, port: http }}, periodSeconds: 5, failureThreshold: 180 }}
-          readinessProbe: {{ httpGet: {{ path: /health, port: http }}, periodSeconds: 5 }}
-          livenessProbe: {{ httpGet: {{ path: /health, port: http }}, periodSeconds: 10, failureThreshold: 6 }}
+          # vLLM answers once it can serve, and no more when its engine has died; under load an answer takes seconds.
+          # The first may take failureThreshold times periodSeconds: 15 minutes to download, load and compile.
+          startupProbe: {{ httpGet: {{ path: /health, port: http }}, timeoutSeconds: {probe}, periodSeconds: 5,
+            failureThreshold: 180 }}
+          readinessProbe: {{ httpGet: {{ path: /health, port: http }}, timeoutSeconds: {probe}, periodSeconds: 5 }}
+          livenessProbe: {{ httpGet: {{ path: /health, port: http }}, timeoutSeconds: {probe}, periodSeconds: 10,
+            failureThreshold: 6 }}
           # Until those who route have heard that this one ends.
           lifecycle: {{ preStop: {{ exec: {{ command: [sleep, "{pause}"] }} }} }}
           securityContext: {{ allowPrivilegeEscalation: false, capabilities: {{ drop: [ALL] }} }}
@@ -155,9 +167,10 @@ spec:
           command: {command}
           args:
 {args}
+          # Operators' routes are on loopback: kubectl port-forward deployment/pd-router {admin}
           ports: [{{ name: http, containerPort: {port} }}]
           # 200 while it has a usable instance of each side.
-          readinessProbe: {{ httpGet: {{ path: /health, port: http }}, periodSeconds: 5 }}
+          readinessProbe: {{ httpGet: {{ path: /health, port: http }}, timeoutSeconds: {probe}, periodSeconds: 5 }}
           # Until clients have heard that this one takes no more requests.
           lifecycle: {{ preStop: {{ exec: {{ command: [sleep, "{pause}"] }} }} }}
           securityContext:
@@ -220,7 +233,8 @@ def instance(role: Role, *, behind_sidecar: bool = False) -> str:
     if role.serves_reads:
         settings["shutdown_timeout"] = HANDED_OVER_S
     drain = DRAIN_S + (HANDED_OVER_S if role.serves_reads else 0)
-    transfer = roles.transfer_config(role, roles.TRANSPORTS[0], roles.MODES[0], settings)
+    own = roles.transfer_config(role, roles.TRANSPORTS[0], roles.MODES[0], settings)
+    transfer = {"engine_id": ENGINE_ID, **own}
     place = roles.serve_words("$(MODEL)", "0.0.0.0", port, None)
     words = roles.serve_words("$(MODEL)", "0.0.0.0", port, transfer, ["--shutdown-timeout", str(drain)])
     labels = f"app: pd, part: {role.name}" + (f", llm-d.ai/role: {role.name}" if behind_sidecar else "")
@@ -238,6 +252,7 @@ def instance(role: Role, *, behind_sidecar: bool = False) -> str:
         user=USER,
         grace=GRACE_S,
         pause=PAUSE_S,
+        probe=PROBE_S,
     )
 
 
@@ -249,16 +264,19 @@ def urls(prefills: int, decodes: int) -> list[str]:
 
 def router(instances: Sequence[str]) -> str:
     """Service and Deployment of the router."""
-    words = roles.router_words("0.0.0.0", PORT, instances, ["--shutdown-timeout", str(DRAIN_S)])
+    flags = ["--shutdown-timeout", str(DRAIN_S), "--admin-port", str(ADMIN_PORT)]
+    words = roles.router_words("0.0.0.0", PORT, instances, flags)
     own = len(words) - len(instances)
     return FIRST_LINE + ROUTER.format(
         command=flow(words[:own]),
+        admin=ADMIN_PORT,
         args=block(words[own:]),
         image=IMAGE,
         port=PORT,
         user=USER,
         grace=GRACE_S,
         pause=PAUSE_S,
+        probe=PROBE_S,
     )
 
 

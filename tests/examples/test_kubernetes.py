@@ -113,6 +113,7 @@ def test_an_instance_is_started_as_the_launcher_starts_it(fleet: str, name: str)
     here, there = words(fleet, "StatefulSet", name), launched(name.removeprefix("pd-") + "-0")
     ours, theirs = transfer(here), transfer(there)
     extra, extra_there = (whole.pop("kv_connector_extra_config") for whole in (ours, theirs))
+    assert ours.pop("engine_id") == "$(POD_NAME)"
     assert here[:3] == there[:3] == ["vllm", "serve", "$(MODEL)"] and ours == theirs
     assert all(extra[key] == extra_there[key] for key in ("transport", "mode"))
     assert one(fleet, "ConfigMap", "pd-model")["data"]["MODEL"] == launch_pd.options_of(["--cpu"]).model
@@ -206,6 +207,14 @@ def test_an_instance_is_ready_when_it_can_serve(fleet: str, name: str) -> None:
     assert flag(vllm["command"], "--port") == str(port)
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert vllm[probe]["httpGet"] == {"path": "/health", "port": "http"}
+        assert vllm[probe]["timeoutSeconds"] >= 10
+
+
+@pytest.mark.parametrize(("fleet", "name"), INSTANCES)
+def test_an_instance_that_is_restarted_has_the_same_engine_id(fleet: str, name: str) -> None:
+    [variable] = [each for each in container(fleet, "StatefulSet", name)["env"] if each["name"] == "POD_NAME"]
+    assert variable["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+    assert transfer(words(fleet, "StatefulSet", name))["engine_id"] == "$(POD_NAME)"
 
 
 @pytest.mark.parametrize(("fleet", "name"), INSTANCES)
@@ -286,6 +295,15 @@ def test_the_router_may_end_what_it_has_begun_before_it_is_killed() -> None:
     assert router["readinessProbe"]["httpGet"]["path"] == "/health"
 
 
+def test_the_routers_operators_are_on_loopback() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    router = parser.parse_args(words("1p1d", "Deployment", "pd-router")[2:])
+    assert (router.admin_host, router.admin_port) == ("127.0.0.1", 8001)
+    assert [port["containerPort"] for port in container("1p1d", "Deployment", "pd-router")["ports"]] == [router.port]
+    assert f"port-forward deployment/pd-router {router.admin_port}" in (ROOT / "docs" / "kubernetes.md").read_text()
+
+
 def test_strangers_reach_no_port_of_an_instance_and_prometheus_its_metrics() -> None:
     policy = one("1p1d", "NetworkPolicy", "pd-instances")["spec"]
     ours, readers = policy["ingress"]
@@ -296,6 +314,15 @@ def test_strangers_reach_no_port_of_an_instance_and_prometheus_its_metrics() -> 
     [label] = readers["from"][0]["namespaceSelector"]["matchLabels"].items()
     first_lines = (DIRECTORY / "monitoring" / "kustomization.yaml").read_text()
     assert f"kubectl label namespace monitoring {'='.join(label)}" in first_lines
+
+
+def test_who_may_change_weights_has_a_label_of_its_own() -> None:
+    readers = one("1p1d", "NetworkPolicy", "pd-instances")["spec"]
+    operators = one("1p1d", "NetworkPolicy", "pd-operator")["spec"]
+    assert operators["podSelector"] == readers["podSelector"]
+    label = {"matchLabels": {"pd-operator": "allowed"}}
+    assert operators["ingress"] == [{"from": [{"podSelector": label}, {"namespaceSelector": label}]}]
+    assert "pd-operator=allowed" in (ROOT / "docs" / "kubernetes.md").read_text()
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
