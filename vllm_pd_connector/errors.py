@@ -81,6 +81,14 @@ class UnauthenticatedPeer(ProtocolError):
     """A peer that cannot prove who it is where proof is asked for."""
 
 
+class OtherWeights(ProtocolError):
+    """Caches of other weights than those of here, or of weights that were changed in place and not named."""
+
+
+class Withdrawn(ProtocolError):
+    """What was handed over means nothing since an operator changed what it was computed with."""
+
+
 class TransferError(PDConnectorError):
     """A transport operation that failed.
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm_pd_connector.errors import OtherWeights, ProtocolError, UnauthenticatedPeer, Withdrawn
 from vllm_pd_connector.geometry.bind import latest
 from vllm_pd_connector.protocol.wire.fields import NONCE_BYTES, LeaseRef, Weights
 
@@ -58,11 +60,35 @@ class Either:
     push: PushFrom
 
 
+class Refusal(StrEnum):
+    """What a refusal counts as: the kind of failure that has the same value."""
+
+    BAD_PARAMETERS = "bad_parameters"
+    NOT_TRUSTED = "not_trusted"
+    WEIGHTS = "weights"
+    WITHDRAWN = "withdrawn"
+
+
 @dataclass(frozen=True, slots=True)
 class BadParameters:
     """None: the request's parameters were refused. A worker reports it, in the way that vLLM's contract wants."""
 
     reason: str
+    kind: Refusal = Refusal.BAD_PARAMETERS
+
+    @classmethod
+    def of(cls, error: ProtocolError) -> BadParameters:
+        """For which error they were refused."""
+        match error:
+            case UnauthenticatedPeer():
+                kind = Refusal.NOT_TRUSTED
+            case OtherWeights():
+                kind = Refusal.WEIGHTS
+            case Withdrawn():
+                kind = Refusal.WITHDRAWN
+            case _:
+                kind = Refusal.BAD_PARAMETERS
+        return cls(str(error), kind)
 
 
 Source = ReadFrom | PushFrom | Either | BadParameters

@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 from tests.support.scheduler.cores import Core
 from tests.support.scheduler.engines import BLOCK, KEEP, given_back, loading, passed_over, prefilled, read
 from vllm_pd_connector.compat.operations import CHANGE_WEIGHTS
-from vllm_pd_connector.metadata import BadParameters
+from vllm_pd_connector.metadata import BadParameters, Refusal
 
 PROMPT = list(range(40))
 Engines = Callable[..., Any]
@@ -39,6 +39,7 @@ def refused(decode: Core, name: str, params: Any, *words: str) -> None:
     receive = decode.engine.receive_of(name)
     assert isinstance(receive.source, BadParameters)
     assert [word for word in words if word not in receive.source.reason] == []
+    assert receive.source.kind is Refusal.WEIGHTS
     decode.engine.step(failed={name})
     decode.engine.run(name)
     assert decode.engine.ended(name).finish_reason is FinishReason.ERROR

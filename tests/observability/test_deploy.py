@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from vllm_pd_connector.observability.series import PDPromMetrics
-from vllm_pd_connector.observability.stats import BY_PEER, FailureKind, PDStats, Phase
+from vllm_pd_connector.observability.stats import BY_PEER, FailureKind, NotHeld, PDStats, Phase
 from vllm_pd_connector.proxy.metrics import ProxyMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +28,9 @@ GROUPED = re.compile(r"\b(?:by|on|without)\s*\(([^)]*)\)")
 OF_SCRAPES = {"instance", "job", "exported_instance", "le"}
 """Labels that Prometheus adds; `exported_instance` is what it makes of the router's own `instance`."""
 VALUES = {"reason": {kind.value for kind in FailureKind}, "phase": {phase.value for phase in Phase}}
+OTHER_REASONS = {"vllm:pd_prefills_not_held_total": {reason.value for reason in NotHeld}}
+OF_VLLM = {"vllm:prompt_tokens_total": frozenset({"model_name", "engine"})}
+"""Series of vLLM's own that rules ask for."""
 
 
 @cache
@@ -53,7 +57,7 @@ def existing() -> dict[str, frozenset[str]]:
     for family in (router.requests, router.legs, router.seconds, router.in_flight, router.usable):
         family.labels(*["x"] * len(family._labelnames))
     recorded = {rule["record"]: frozenset({"instance"}) for _, rule in rules() if "record" in rule}
-    return recorded | {
+    return recorded | OF_VLLM | {
         sample.name: frozenset(sample.labels)
         for registry in (instance, router.registry)
         for family in registry.collect()
@@ -93,7 +97,8 @@ def wrong(expr: str) -> list[str]:
             if label not in existing()[name] | OF_SCRAPES:
                 found.append(f"{name}: {label}")
             values = value.split("|") if "~" in operator else [value]
-            found += [f"{label}: {one}" for one in values if label in VALUES and one not in VALUES[label]]
+            may_be = OTHER_REASONS[name] if label == "reason" and name in OTHER_REASONS else VALUES.get(label)
+            found += [f"{label}: {one}" for one in values if may_be is not None and one not in may_be]
     grouped = {label.strip() for labels in GROUPED.findall(expr) for label in labels.split(",")}
     return found + sorted(grouped - known)
 
@@ -110,12 +115,21 @@ def test_an_expression_names_what_exists(name, expr):
         ("rate(vllm:pd_recieved_bytes_total[1m])", ["vllm:pd_recieved_bytes_total"]),
         ('vllm:pd_failed_receives_total{cause="deadline"}', ["vllm:pd_failed_receives_total: cause"]),
         ('vllm:pd_failed_receives_total{reason=~"deadline|dead"}', ["reason: dead"]),
+        ('vllm:pd_prefills_not_held_total{reason!="deadline"}', ["reason: deadline"]),
+        ('vllm:pd_failed_receives_total{reason="role"}', ["reason: role"]),
         ("sum by (peer) (vllm:pd_receives_total)", ["peer"]),
         ("up == 0", ["no series"]),
     ],
 )
 def test_what_does_not_exist_is_found(expr, says):
     assert wrong(expr) == says
+
+
+def test_the_series_of_vllm_s_own_are_there():
+    found = importlib.util.find_spec("vllm.v1.metrics.loggers")
+    assert found is not None and found.origin is not None
+    source = Path(found.origin).read_text()
+    assert [name for name in OF_VLLM if f'name="{name.removesuffix("_total")}"' not in source] == []
 
 
 def test_legends_name_labels_that_their_expressions_keep():

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm_pd_connector import __version__, plugin
 from vllm_pd_connector.instance_info import parse
 from vllm_pd_connector.observability.series import PDPromMetrics
-from vllm_pd_connector.observability.stats import MAX_PEERS, MAX_SAMPLES, OTHER, FailureKind, PDStats, Phase
+from vllm_pd_connector.observability.stats import MAX_PEERS, MAX_SAMPLES, OTHER, FailureKind, NotHeld, PDStats, Phase
 
 
 def config(**extra: Any) -> Any:
@@ -58,12 +58,27 @@ def test_every_counter_and_every_reason_is_there_before_anything_happened():
     for reason in FailureKind:
         assert page.value("vllm:pd_failed_receives_total", reason=reason) == 0
         assert page.value("vllm:pd_failed_pushes_total", reason=reason) == 0
+    for reason in NotHeld:
+        assert page.value("vllm:pd_prefills_not_held_total", reason=reason) == 0
     for phase in Phase:
         assert page.value("vllm:pd_phase_seconds_count", phase=phase) == 0
     without_peer = [
         family.name for family in page.registry.collect() if family.type == "counter" and "peer" not in family.name
     ]
     assert {name for name in without_peer if not page.rows(f"{name}_total")} == set()
+
+
+def test_prefills_that_are_not_held_are_counted_by_their_reason():
+    page, stats, later = Page(), PDStats(), PDStats()
+    stats.not_held(NotHeld.WEIGHTS, 2)
+    later.not_held(NotHeld.WEIGHTS, 1)
+    later.not_held(NotHeld.ABORTED, 1)
+    later.gauge("weights unnamed", 1)
+    assert not stats.is_empty()
+    page.observe(stats.aggregate(later))
+    rows = {reason.value: page.value("vllm:pd_prefills_not_held_total", reason=reason) for reason in NotHeld}
+    assert rows == {"weights": 3, "role": 0, "refused": 0, "ended": 0, "aborted": 1}
+    assert page.value("vllm:pd_weights_unnamed") == 1
 
 
 def test_what_was_given_is_shown_by_whom_it_was_taken():

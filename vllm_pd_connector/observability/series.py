@@ -20,7 +20,7 @@ from vllm_pd_connector.compat.model.facts import engine_info
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.instance_info import INFO_SERIES, INFO_TEXT, LABELS
 from vllm_pd_connector.observability.nixl_series import NixlSeries
-from vllm_pd_connector.observability.stats import BY_PEER, BY_REASON, FailureKind, Phase, peer_row
+from vllm_pd_connector.observability.stats import BY_PEER, BY_REASON, REASONS, Phase, peer_row
 from vllm_pd_connector.sidechannel.net.keys import keys_of
 
 _PHASE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -58,6 +58,10 @@ _SERIES_OF_COUNTS = {
 _SERIES_BY_REASON = {
     "failures": ("vllm:pd_failed_receives", "Receives that failed, by reason, summed over ranks."),
     "failed_pushes": ("vllm:pd_failed_pushes", "Pushes that failed on the prefill side, by reason, summed over ranks."),
+    "not_held": (
+        "vllm:pd_prefills_not_held",
+        "Prefills for decode instances that ended and are not held for one, by reason.",
+    ),
 }
 _SERIES_BY_PEER = {
     "peer_bytes": ("vllm:pd_peer_received_bytes", "Bytes that came from this peer, summed over ranks."),
@@ -80,6 +84,10 @@ _SERIES_OF_GAUGES = {
     "prefills held back": (
         "vllm:pd_prefills_held_back",
         "Prefills for decode instances that wait because leases have their share of the blocks.",
+    ),
+    "weights unnamed": (
+        "vllm:pd_weights_unnamed",
+        "1 while weights that were changed in place have no name: nothing is handed over or taken.",
     ),
     "quarantined blocks": (
         "vllm:pd_quarantined_blocks",
@@ -156,9 +164,9 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
         """Have the rows of an engine that are known before anything has happened."""
         for metric in self._counts.values():
             metric.labels(*labels)
-        for metric in self._by_reason.values():
-            for kind in FailureKind:
-                metric.labels(*labels, kind.value)
+        for what, metric in self._by_reason.items():
+            for reason in REASONS[what]:
+                metric.labels(*labels, reason.value)
         for phase in Phase:
             self._phases.labels(*labels, phase.value)
 

@@ -36,9 +36,12 @@ class FailureKind(StrEnum):
     """Why a receive failed; a small closed set, used as a label."""
 
     BAD_PARAMETERS = "bad_parameters"
+    NOT_TRUSTED = "not_trusted"
+    WEIGHTS = "weights"
     INCOMPATIBLE_PEER = "incompatible_peer"
     PEER_UNREACHABLE = "peer_unreachable"
     LEASE_LOST = "lease_lost"
+    WITHDRAWN = "withdrawn"
     TRANSFER_FAILED = "transfer_failed"
     DEADLINE = "deadline"
     VERIFICATION = "verification"
@@ -46,12 +49,23 @@ class FailureKind(StrEnum):
     INTERNAL = "internal"
 
 
+class NotHeld(StrEnum):
+    """Why a prefill for a decode instance ended and is not held for one; a small closed set, used as a label."""
+
+    WEIGHTS = "weights"
+    ROLE = "role"
+    REFUSED = "refused"
+    ENDED = "ended"
+    ABORTED = "aborted"
+
+
 COUNTS = (
     "bytes", "runs", "descriptors", "receives", "verified", "given_bytes", "given", "leases_expired",
     "leases_over_limit", "relinked", "conversations_kept", "conversations_read", "conversations_dropped",
     "turns_computed", "turns_read", "turn_tokens",
 )  # fmt: skip
-BY_REASON = ("failures", "failed_pushes")
+REASONS: dict[str, type[StrEnum]] = {"failures": FailureKind, "failed_pushes": FailureKind, "not_held": NotHeld}
+BY_REASON = tuple(REASONS)
 BY_PEER = ("peer_bytes", "peer_receives", "peer_failures", "peer_given_bytes", "peer_given")
 LABELLED = (*BY_REASON, *BY_PEER)
 SIZES = ("bytes", "descriptors")
@@ -83,8 +97,12 @@ class PDStats(KVConnectorStats):  # type: ignore[misc]  # vLLM ships no types
         self.data[name] += amount
 
     def fail(self, kind: FailureKind, what: str = "failures") -> None:
-        """Count a receive that failed, or what else is in `BY_REASON`."""
+        """Count a receive that failed, or a push."""
         self._add(what, kind.value, 1)
+
+    def not_held(self, reason: NotHeld, amount: int) -> None:
+        """So many prefills for decode instances ended and are not held."""
+        self._add("not_held", reason.value, amount)
 
     def of_peer(self, what: str, peer: str, amount: int = 1) -> None:
         """Count in a table of `BY_PEER`; `peer` is an engine's id."""

@@ -63,6 +63,10 @@ class End(Enum):
     ASLEEP = "ended: the prefill side went to sleep"
 
 
+WITHDRAWN = tuple(end.value for end in (End.WEIGHTS, End.RESET, End.ASLEEP))
+"""How a refusal ends of what an operator of the prefill side has ended."""
+
+
 class Given(NamedTuple):
     """One reader has what it came for; `whole`: it was the last of its attempt, so a request was served."""
 

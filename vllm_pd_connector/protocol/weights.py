@@ -20,6 +20,8 @@ from typing import Final
 from vllm_pd_connector.protocol.wire.fields import Weights
 
 MAX_NAME: Final = 256
+OTHER_WEIGHTS: Final = "weights: "
+"""With it begins why weights stand against a hand-over."""
 HOW_TO_NAME: Final = (
     "give them a name on every instance that has them: weight_version of POST /finish_weight_update, or POST "
     "/update_weight_version"
@@ -57,7 +59,7 @@ class OwnWeights:
         """Why caches that were computed with the weights of `there` mean nothing here; empty if they do, or if the
         handshake has to say."""
         if self.nameless:
-            return f"weights: changed in place here and not named yet; {HOW_TO_NAME}"
+            return f"{OTHER_WEIGHTS}changed in place here and not named yet; {HOW_TO_NAME}"
         return unlike(there, self.now) if there.epoch or self.now.epoch else ""
 
 
@@ -66,8 +68,8 @@ def unlike(there: Weights, here: Weights) -> str:
     if there.name == here.name:
         return ""
     return (
-        f"weights: {there.name!r} there, {here.name!r} here (changed in place {there.epoch} times there, {here.epoch} "
-        f"times here): have the same on both sides before requests go on, and {HOW_TO_NAME}"
+        f"{OTHER_WEIGHTS}{there.name!r} there, {here.name!r} here (changed in place {there.epoch} times there, "
+        f"{here.epoch} times here): have the same on both sides before requests go on, and {HOW_TO_NAME}"
     )
 
 

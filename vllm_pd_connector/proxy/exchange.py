@@ -22,7 +22,7 @@ from aiohttp import web
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.proxy.choice import PromptPrefix, prompt_prefix
 from vllm_pd_connector.proxy.conversations import Turn
-from vllm_pd_connector.proxy.legs import Aborted, Headers, LegError
+from vllm_pd_connector.proxy.legs import Aborted, Headers, InstanceRefusal, LegError
 from vllm_pd_connector.routing.handoff import Body, check_client_body
 
 if TYPE_CHECKING:
@@ -37,16 +37,6 @@ PASSED_ON = ("traceparent", "tracestate", "X-Vllm-Priority", "X-Session-ID")
 """What vLLM reads besides: the headers of a trace (W3C, `vllm/tracing/utils.py`), so that both legs belong to the
 client's; a priority and a session that go before the body's (`vllm/entrypoints/generate/base/serving.py`)."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,200}")
-
-
-class InstanceRefusal(Exception):
-    """An instance answered with another status than 200; the client gets what it said."""
-
-    def __init__(self, who: str, status: int, content: bytes, content_type: str):
-        super().__init__(f"{who} answered {status}: {content[:500].decode(errors='replace')}")
-        self.status = status
-        self.content = content
-        self.content_type = content_type
 
 
 @dataclass(slots=True)

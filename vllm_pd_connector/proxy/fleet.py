@@ -25,7 +25,7 @@ import aiohttp
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
 from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, parse
 from vllm_pd_connector.proxy.choice import Candidate, Chooser, PromptPrefix
-from vllm_pd_connector.proxy.instance import Instance, InstanceRole, InstanceState, Wait, contradiction
+from vllm_pd_connector.proxy.instance import Answers, Instance, InstanceRole, InstanceState, Wait, contradiction
 from vllm_pd_connector.proxy.kv_events.known_prefixes import KnownPrefixes
 from vllm_pd_connector.proxy.kv_events.subscriber import Subscriptions, source_of
 
@@ -288,7 +288,8 @@ class Fleet:
                 logger.info("%s engine %d: %s", instance.url, index, engine)
 
     def _forget(self, instance: Instance) -> None:
-        """It is another process, or gone: its cache is not the one that is known."""
+        """It is another process, or gone: its cache is not the one that is known, and what failed was the other."""
+        instance.answers = Answers()
         for chooser in self._choosers.values():
             chooser.forget(instance.url)
         if self._subscriptions is not None:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 SILENT_S = 5.0
 """A stream of which nothing came for so long has ended where nobody listens any more: one that brings something goes on
 behind an address that takes no new connections."""
+ASKED_LAST_S, FAILS = 30.0, 3
+"""For so many seconds an instance that aborts requests or fails is asked only where there is no other; it fails after
+so many answers of it in a row that say so."""
 DATA_PARALLEL_RANK = "X-data-parallel-rank"
 """Header by which vLLM 0.32's API server gives a request to one of its engines."""
 
@@ -88,6 +91,43 @@ class Wait:
 
 
 @dataclass(eq=False, slots=True)
+class Answers:
+    """Why an instance is asked only where there is no other: it has aborted a request, which it does for a while, or
+    `FAILS` answers in a row have said that it failed. That one gets a request in `ASKED_LAST_S`, and is asked as before
+    when it has answered one. It may fail in one role alone. `now` is seconds of the monotonic clock."""
+
+    _aborts_until: float = -math.inf
+    _failed: Counter[InstanceRole] = field(default_factory=Counter)
+    _next_at: dict[InstanceRole, float] = field(default_factory=dict)
+
+    def aborted(self, now: float) -> None:
+        self._aborts_until = now + ASKED_LAST_S
+
+    def aborts(self, now: float) -> bool:
+        return now < self._aborts_until
+
+    def failed(self, role: InstanceRole, now: float) -> bool:
+        """Returns whether it is asked last from now on, and was not before."""
+        self._failed[role] += 1
+        self._next_at[role] = now + ASKED_LAST_S
+        return self._failed[role] == FAILS
+
+    def answered(self, role: InstanceRole) -> bool:
+        """It has answered a request well. Returns whether it was asked last for its failures."""
+        return self._failed.pop(role, 0) >= FAILS
+
+    def fails(self, role: InstanceRole, now: float) -> bool:
+        return self._failed[role] >= FAILS and now < self._next_at[role]
+
+    def asked_last(self, role: InstanceRole, now: float) -> bool:
+        return self.aborts(now) or self.fails(role, now)
+
+    def chosen(self, role: InstanceRole, now: float) -> None:
+        """It gets a request: one that fails gets no other meanwhile."""
+        self._next_at[role] = now + ASKED_LAST_S
+
+
+@dataclass(eq=False, slots=True)
 class Instance:
     """One instance. `asked` is the role that it was added with, None to use what it says; `deaf` counts checks in a row
     for which nobody listened there; `waits` are the legs whose answers are not there as a whole; `at_engine` counts
@@ -106,6 +146,7 @@ class Instance:
     at_engine: Counter[int] = field(default_factory=Counter)
     deaf: int = 0
     waits: set[Wait] = field(default_factory=set)
+    answers: Answers = field(default_factory=Answers)
     joined: bool = False
     seen_at: float = math.inf
 

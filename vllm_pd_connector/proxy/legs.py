@@ -7,7 +7,8 @@ task is cancelled closes its connection, and vLLM aborts a request whose connect
 
 vLLM that was told to end goes on to answer `/health` with 200 and each new request with an abort (`EngineCoreProc.
 _reject_add_in_shutdown`), until what it has is done. It would be the least busy of all; so who has aborted a request of
-ours is asked last for a while.
+ours is asked last for a while. So is, until it answers one, who answers with one failure of its own (500 and above)
+after another, as with weights that no prefill instance has: it is healthy, and fails at once.
 
 An instance of both roles that has prefilled a request loads nothing for it, and may have to compute the prompt again.
 It decodes where there is no other.
@@ -35,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import aiohttp
 
-from vllm_pd_connector.proxy.instance import DATA_PARALLEL_RANK, Instance, InstanceRole, Wait
+from vllm_pd_connector.proxy.instance import ASKED_LAST_S, DATA_PARALLEL_RANK, FAILS, Instance, InstanceRole, Wait
 from vllm_pd_connector.routing.handoff import Body
 
 if TYPE_CHECKING:
@@ -62,9 +63,6 @@ REFUSED: Body = {"prompt": "given back", "max_tokens": 1, "temperature": -1}
 TELLS, TELL_S = 3, 2.0
 """So many decode instances are asked to give a prefill back, for so many seconds each; then its lease is left."""
 
-ASKED_LAST_S = 30.0
-"""For so long an instance that aborted a request is asked only where there is no other."""
-
 Headers = dict[str, str]
 Prepare = Callable[[Instance], tuple[Body, Headers]]
 """Body and headers for the instance that was chosen."""
@@ -85,6 +83,16 @@ class Aborted(LegError):
     elsewhere = False
 
 
+class InstanceRefusal(Exception):
+    """An instance answered with another status than 200; the client gets what it said."""
+
+    def __init__(self, who: str, status: int, content: bytes, content_type: str):
+        super().__init__(f"{who} answered {status}: {content[:500].decode(errors='replace')}")
+        self.status = status
+        self.content = content
+        self.content_type = content_type
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Seconds. `read_timeout` is the longest silence: for a prefill the whole computation, for a decode the gap
@@ -95,11 +103,13 @@ class Limits:
 
 
 class Sent(Protocol):
-    """A client's request, as far as its legs need it; `prefilled_at` is the URL of who got its first leg."""
+    """A client's request, as far as its legs need it; `prefilled_at` is the URL of who got its first leg, `told`: an
+    event within its stream has said that it failed."""
 
     prefix: PromptPrefix
     trace: Untraced
     prefilled_at: str
+    told: bool
 
     @property
     def path(self) -> str: ...
@@ -113,7 +123,6 @@ class Legs:
         self._metrics = metrics
         self._session = session
         self._limits = limits
-        self._asked_last: dict[str, float] = {}
 
     @asynccontextmanager
     async def send(
@@ -162,6 +171,8 @@ class Legs:
                         response = await stack.enter_async_context(posted)
                         require_here(role, instance, response)
                         yield response, wait
+                        if not request.told:
+                            _note_answer(role, instance)
                         return
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 refused[instance.url] = str(error)
@@ -176,9 +187,12 @@ class Legs:
                 silence = f"{self._limits.read_timeout:g} s"
                 raise LegError(504, f"{role} instance {instance.url} sent nothing for {silence}") from error
             except Aborted as error:
-                self._asked_last[instance.url] = time.monotonic() + ASKED_LAST_S
+                instance.answers.aborted(now := time.monotonic())
                 logger.warning("%s instance %s aborts requests: asked last for %g s", role, instance.url, ASKED_LAST_S)
-                error.elsewhere = any(other.url not in self._asked_last for other in self._fleet.usable(role))
+                error.elsewhere = any(not other.answers.aborts(now) for other in self._fleet.usable(role))
+                raise
+            except (LegError, InstanceRefusal) as error:
+                _note_failure(role, instance, error.status)
                 raise
             except aiohttp.ClientError as error:
                 self._fleet.suspect()
@@ -189,7 +203,8 @@ class Legs:
         """Have what the parameters in a decode leg's `body` describe given back, by a decode instance that does not
         abort requests where there is one. Raises nothing: a lease ends by itself."""
         name, said = f"{request_id}-given-back", "there is no decode instance"
-        usable = sorted(self._fleet.usable(InstanceRole.DECODE), key=lambda instance: instance.url in self._asked_last)
+        now, decode = time.monotonic(), InstanceRole.DECODE
+        usable = sorted(self._fleet.usable(decode), key=lambda instance: instance.answers.asked_last(decode, now))
         for instance in usable[:TELLS]:
             try:
                 async with self._session.post(
@@ -208,12 +223,29 @@ class Legs:
         logger.warning("request %s: what was prefilled is held until its lease ends: %s", request_id, said)
 
     def _choose(self, role: InstanceRole, request: Sent, without: set[str]) -> Instance | None:
-        now = time.monotonic()
-        self._asked_last = {url: until for url, until in self._asked_last.items() if until > now}
-        ending = without | self._asked_last.keys()
+        now, usable = time.monotonic(), self._fleet.usable(role)
+        ending = without | {one.url for one in usable if one.answers.aborts(now)}
+        failing = ending | {one.url for one in usable if one.answers.fails(role, now)}
         own = {request.prefilled_at} if role is InstanceRole.DECODE else set()
-        tries = (self._fleet.choose(role, request.prefix, avoided) for avoided in (ending | own, ending, without))
-        return next((found for found in tries if found is not None), None)
+        avoided = (failing | own, failing, ending, without)
+        tries = (self._fleet.choose(role, request.prefix, urls) for urls in avoided)
+        if (found := next((found for found in tries if found is not None), None)) is not None:
+            found.answers.chosen(role, now)
+        return found
+
+
+def _note_failure(role: InstanceRole, instance: Instance, status: int) -> None:
+    """An instance has answered with this status. 501 is vLLM's for what its model does not do, and tells of the request
+    as those below 500 do."""
+    if status >= 500 and status != 501 and instance.answers.failed(role, time.monotonic()):
+        logger.warning("%s instance %s has failed %d times in a row: asked last until it answers", role, instance.url,
+                       FAILS)  # fmt: skip
+
+
+def _note_answer(role: InstanceRole, instance: Instance) -> None:
+    """An instance has answered a request."""
+    if instance.answers.answered(role):
+        logger.info("%s instance %s answers again", role, instance.url)
 
 
 def unreachable(fleet: Fleet, role: InstanceRole) -> LegError:

@@ -28,7 +28,6 @@ from vllm_pd_connector.proxy.commands.introduce import Introductions, begun
 from vllm_pd_connector.proxy.conversations import Conversations, Turn
 from vllm_pd_connector.proxy.exchange import (
     Exchange,
-    InstanceRefusal,
     check_event,
     credentials,
     end,
@@ -51,6 +50,7 @@ from vllm_pd_connector.proxy.instance import Instance, InstanceRole, Wait
 from vllm_pd_connector.proxy.legs import (
     Aborted,
     Headers,
+    InstanceRefusal,
     LegError,
     Legs,
     make_session,

@@ -28,7 +28,7 @@ from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.blocks import owned_blocks, trace_headers, transfer_params, was_refused
 from vllm_pd_connector.compat.model.caches import group_block_tokens
 from vllm_pd_connector.compat.model.recurrent import state_groups
-from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.errors import OtherWeights, ProtocolError, Withdrawn
 from vllm_pd_connector.metadata import BadParameters, PushFrom, ReceiveRequest, draw_attempt
 from vllm_pd_connector.protocol.params.bootstrap import HostPort
 from vllm_pd_connector.protocol.params.parse import (
@@ -110,7 +110,7 @@ class Consumer:
                 return
             self._keep(request, self.sources.answer(request))
         except ProtocolError as error:
-            self.refuse(request, str(error))
+            self.refuse(request, error)
 
     def _keep_prefill(self, request: Request, told: RemotePush) -> None:
         """The prefill may have yet to come: the router sends both legs at once.
@@ -226,16 +226,16 @@ class Consumer:
             receive.source = self.sources.concurrent(request, remote.remote_engine_id, found.result())
         except ProtocolError as error:
             logger.error("request %s: kv_transfer_params refused: %s", request.request_id, error)
-            receive.source = BadParameters(str(error))
+            receive.source = BadParameters.of(error)
         return True
 
-    def refuse(self, request: Request, reason: str) -> None:
+    def refuse(self, request: Request, reason: ProtocolError) -> None:
         """Remember that the request must fail, and why."""
         if was_refused(request):  # it has failed, and why was said then
             logger.debug("request %s: nothing is given back: %s", request.request_id, reason)
             return
         logger.error("request %s: kv_transfer_params refused: %s", request.request_id, reason)
-        self._receives[request.request_id] = Receive(BadParameters(reason))
+        self._receives[request.request_id] = Receive(BadParameters.of(reason))
 
     def num_remote_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Tokens to load beyond the local prefix hit, None if that is not known yet; vLLM may ask again.
@@ -264,7 +264,7 @@ class Consumer:
         count = max(receive.num_tokens - num_computed_tokens, 0)
         if count and (reason := receive.stale or self._own.unlike(receive.weights or self._own.now)):
             self._forget(request.request_id, release=True)
-            self.refuse(request, reason)
+            self.refuse(request, (Withdrawn if receive.stale else OtherWeights)(reason))
             return int(request.num_prompt_tokens - num_computed_tokens)
         return count
 

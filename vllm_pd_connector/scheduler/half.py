@@ -8,6 +8,7 @@ wait for an engine step (leases, renewals, the side channel) lives in the thread
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +28,9 @@ from vllm_pd_connector.compat.blocks import (
 from vllm_pd_connector.compat.conversations import note_without_blocks
 from vllm_pd_connector.compat.engine import calling_loop
 from vllm_pd_connector.compat.model.caches import leased_blocks
-from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.errors import OtherWeights, ProtocolError
 from vllm_pd_connector.metadata import StepMetadata, WorkerReport
-from vllm_pd_connector.observability.stats import PDStats
+from vllm_pd_connector.observability.stats import NotHeld, PDStats
 from vllm_pd_connector.protocol.params.conversation import names_conversation
 from vllm_pd_connector.protocol.params.parse import Kind, kind_of, parse_remote_decode
 from vllm_pd_connector.scheduler.consumer import Consumer
@@ -57,6 +58,7 @@ logger = init_logger(__name__)
 
 GAUGES = (
     *("leases", "conversations held", "leased blocks", "leased blocks limit", "prefills held back"),
+    "weights unnamed",
     *("quarantined blocks", "free blocks"),
 )
 """What `SchedulerHalf.stats` tells of this moment; the last two where there is a block pool."""
@@ -88,6 +90,7 @@ class SchedulerHalf:
         self._told: set[str] = set()  # received, as vLLM was told before the workers' reports
         self._spared: dict[str, str] = {}  # requests that go on without what they came for, and why
         self._gauges: tuple[int, ...] = ()
+        self._not_held: Counter[NotHeld] = Counter()
 
     def serve(self, manifests: list[bytes], tokens: list[bytes], weights: str = "") -> None:
         """The workers are ready, at the start or after a sleep: let peers fetch their manifests. `tokens` are the
@@ -150,7 +153,7 @@ class SchedulerHalf:
                 case Kind.NONE:
                     pass
         except ProtocolError as error:
-            self.consumer.refuse(request, str(error))
+            self.consumer.refuse(request, error)
             drop_other_params(request)
 
     def num_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -195,16 +198,21 @@ class SchedulerHalf:
             if kind is not Kind.REMOTE_DECODE:
                 return None
             if not finished_normally(request):
-                reason = f"the prefill ended as {request.status.name}"
-                if not was_aborted(request):
+                reason, aborted = f"the prefill ended as {request.status.name}", was_aborted(request)
+                if not aborted:
                     logger.warning("request %s: nothing of it is held: %s", request.request_id, reason)
+                self._not_held[NotHeld.ABORTED if aborted else NotHeld.ENDED] += 1
                 self.producer.abandon(request, reason)
                 return None
             if not names_conversation(params):  # which was read, or refused, when it arrived
                 parse_remote_decode(params)
-            return self.producer.hold(request, blocks)
+            if (held := self.producer.hold(request, blocks)) is None:
+                self._not_held[NotHeld.ROLE] += 1
+            return held
         except ProtocolError as error:  # the router gets no parameters and must not go on to a decode instance
             logger.error("request %s: nothing of it is held: %s", request.request_id, error)
+            if kind is Kind.REMOTE_DECODE:
+                self._not_held[NotHeld.WEIGHTS if isinstance(error, OtherWeights) else NotHeld.REFUSED] += 1
             self.producer.abandon(request, str(error))
             return None
 
@@ -293,11 +301,11 @@ class SchedulerHalf:
         conversations = producer.lending.num_held  # for which nobody needs to come
         gauges = (
             *(producer.num_leases - conversations, conversations),
-            *(share.num_leased, share.limit, share.num_held_back),
+            *(share.num_leased, share.limit, share.num_held_back, int(self.epochs.own.nameless)),
             *((quarantine.num_blocks, quarantine.num_free_blocks) if quarantine is not None else ()),
         )
         counters = producer.counted, producer.lending.counted, self.consumer.turns.counted
-        if gauges == self._gauges and not any(counters) and not producer.given:
+        if gauges == self._gauges and not any((*counters, self._not_held, producer.given)):
             return None
         self._gauges = gauges
         stats = PDStats()
@@ -308,6 +316,9 @@ class SchedulerHalf:
         for one in producer.given:
             stats.gave(one.taken.engine_id, one.taken.moved.bytes, whole=one.whole)
         producer.given.clear()
+        for reason, amount in self._not_held.items():
+            stats.not_held(reason, amount)
+        self._not_held.clear()
         for name, value in zip(GAUGES, gauges, strict=False):
             stats.gauge(name, value)
         return stats

@@ -19,7 +19,7 @@ from vllm_pd_connector.compat.blocks import HeldBlocks, computed_after, transfer
 from vllm_pd_connector.compat.conversations import known_tokens
 from vllm_pd_connector.compat.model import facts
 from vllm_pd_connector.compat.model.caches import prefill_backoff, stop_short, takes_media_whole
-from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.errors import OtherWeights, ProtocolError
 from vllm_pd_connector.metadata import HeldRequest
 from vllm_pd_connector.protocol.lease import End, Freed, Given
 from vllm_pd_connector.protocol.params.answer import encode_params
@@ -213,7 +213,7 @@ class Producer:
         if not any(block_ids):
             return None
         if reason := self._epochs.mixed(request):
-            raise ProtocolError(reason)
+            raise OtherWeights(reason)
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         tables = self._tables.of(request.request_id, block_ids, num_tokens)
         answer = self._answers.prefill(request, tables, num_tokens, self._incarnation, self._epochs.own.now)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.compat.blocks import computes_itself, media_names, prompt_digest, transfer_params
 from vllm_pd_connector.compat.conversations import is_text, prefix_digests
 from vllm_pd_connector.compat.model.caches import prefill_backoff
-from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.errors import ProtocolError, UnauthenticatedPeer
 from vllm_pd_connector.metadata import Either, PushFrom, ReadFrom
 from vllm_pd_connector.protocol.params.answer import require_signature
 from vllm_pd_connector.protocol.params.conversation import (
@@ -192,10 +192,10 @@ class Sources:
         """Refuse what a concurrent router cannot do: have parameters signed, or name a key.
 
         Raises:
-            ProtocolError: a secret or keys are configured, or the host is an unauthenticated peer.
+            UnauthenticatedPeer: a secret or keys are configured, or the host is such a peer.
         """
         if self._secret is not None:
-            raise ProtocolError(
+            raise UnauthenticatedPeer(
                 "kv_transfer_params: a concurrent hand-off is not signed by the prefill instance, and params_secret is "
                 "set here: use a router that waits for the prefill's answer"
             )

@@ -29,7 +29,7 @@ from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.model.weights import local_files
 from vllm_pd_connector.content import adapter_digest, adapter_files
-from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.errors import ProtocolError, Withdrawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -104,7 +104,7 @@ class Adapters:
             )
         name = self._name(lora)
         if name != loaded.name:
-            raise ProtocolError(
+            raise Withdrawn(
                 f"lora_request: adapter {lora.lora_name!r} (id {lora.lora_int_id}) is {loaded.name} since it was "
                 f"loaded in place, the request came for {name}: send it again"
             )

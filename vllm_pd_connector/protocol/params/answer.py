@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.errors import ProtocolError, UnauthenticatedPeer
 from vllm_pd_connector.protocol.params.conversation import Conversation, parse_conversation
 from vllm_pd_connector.protocol.params.parse import RemotePrefill, parse_remote_prefill
 
@@ -45,18 +45,18 @@ def require_signature(remote: RemotePrefill, secret: bytes | None) -> None:
     """Check who made the parameters; without a secret anybody may have.
 
     Raises:
-        ProtocolError: a secret is given, and the parameters are not signed with it.
+        UnauthenticatedPeer: a secret is given, and the parameters are not signed with it.
     """
     if secret is None:
         return
     found = remote.pd_connector.signature
     if found is None:
-        raise ProtocolError(
+        raise UnauthenticatedPeer(
             "kv_transfer_params: pd_connector.signature is missing, and params_secret is set here: set it on the "
             "prefill instance too"
         )
     if not hmac.compare_digest(found, sign(remote, secret)):
-        raise ProtocolError(
+        raise UnauthenticatedPeer(
             "kv_transfer_params: pd_connector.signature is not that of a prefill instance with this params_secret: "
             "the parameters were changed on the way, or the two sides have different secrets"
         )

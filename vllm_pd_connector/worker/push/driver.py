@@ -234,7 +234,7 @@ class Pushes:
         try:
             require_known_server(home.host, home.server_key, self._keys, unkeyed, "decode instance")
         except UnauthenticatedPeer as error:
-            self._stats.fail(FailureKind.BAD_PARAMETERS, "failed_pushes")
+            self._stats.fail(FailureKind.NOT_TRUSTED, "failed_pushes")
             self._refuse(into.attempt, str(error))
             return
         key = PeerKey(home.host, home.port, home.incarnation, home.server_key)

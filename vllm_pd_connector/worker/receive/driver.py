@@ -117,9 +117,9 @@ class Receives:
         links: Links[ReadLink] | Links[AskLink]
         link: ReadLink | AskLink
         match request.source:
-            case BadParameters(reason):
+            case BadParameters(reason, kind):
                 logger.debug("request %s: receive failed: %s", request.request_id, reason)  # the scheduler half said it
-                self._refuse(request, FailureKind.BAD_PARAMETERS)
+                self._refuse(request, FailureKind(kind.value))
                 return
             case PushFrom() as push:
                 links, prefill = self._asked, push.prefill.name
@@ -344,7 +344,7 @@ class Receives:
     def _confirmed(self, active: ActiveReceive, outcome: Outcome, now: float) -> None:
         match outcome:
             case ReadVerdict(held=held, reason=reason):
-                self._drive(active, receives.Verdict(held, reason), now, FailureKind.LEASE_LOST)
+                self._drive(active, receives.Verdict(held, reason), now, ending.kind_of(reason, FailureKind.LEASE_LOST))
             case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY):
                 self._drive(active, receives.VerdictTimeout(), now)
             case Failure(message=message):

@@ -10,7 +10,9 @@ from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.staging.blanks import blanks
 from vllm_pd_connector.observability.stats import FailureKind, Phase
+from vllm_pd_connector.protocol.lease import WITHDRAWN
 from vllm_pd_connector.protocol.receive import ReceiveState
+from vllm_pd_connector.protocol.weights import OTHER_WEIGHTS
 from vllm_pd_connector.protocol.wire.fields import Reading
 from vllm_pd_connector.protocol.wire.messages import Release
 from vllm_pd_connector.protocol.wire.push_messages import DeclinePush
@@ -28,6 +30,14 @@ RELEASE_TIMEOUT_S = 5.0
 
 _OF_WRITING = (FailureKind.PEER_UNREACHABLE, FailureKind.TRANSFER_FAILED, FailureKind.DEADLINE)
 _SPANS = (Phase.QUEUE, Phase.TRANSFER, Phase.CONFIRM)
+
+
+def kind_of(reason: str, usual: FailureKind) -> FailureKind:
+    """What a failure counts as for which the prefill side gives this reason: `usual`, unless its words, which are those
+    of this release, say that an operator changed something."""
+    if reason.startswith(OTHER_WEIGHTS):
+        return FailureKind.WEIGHTS
+    return FailureKind.WITHDRAWN if reason.endswith(WITHDRAWN) else usual
 
 
 def log_failure(active: ActiveReceive, reason: str, account: str, quarantined: bool) -> None:

@@ -22,6 +22,7 @@ from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.wire.fields import MAX_COMPARE_S
 from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode
 from vllm_pd_connector.protocol.wire.push_messages import Pushed, PushInto, PushState, WithdrawPush
+from vllm_pd_connector.worker.receive.ending import kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -186,7 +187,8 @@ class PushRequester:
                 active.prefill, active.compared = done.request_id, done.lease
                 self._drive(active, receives.PushDone(comparable=done.lease is not None), now)
             case Pushed(state=PushState.FAILED, reason=reason, terminal=terminal):
-                self._drive(active, receives.PushFailed(reason, terminal), now, FailureKind.TRANSFER_FAILED)
+                kind = kind_of(reason, FailureKind.TRANSFER_FAILED)
+                self._drive(active, receives.PushFailed(reason, terminal), now, kind)
             case Pushed(state=PushState.WRITING, moved=moved):
                 self._drive(active, receives.PushAlive(moved.descriptors), now, FailureKind.DEADLINE)
             case Pushed():

@@ -1,0 +1,150 @@
+"""An instance that is healthy and fails what it is asked: it is asked last, until it answers one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from tests.support.proxy.bench import Bench, over_bench
+from tests.support.proxy.stand_ins import DONE, HANDS_OVER, Handler, Instance, answers, info, streams
+from vllm_pd_connector.proxy.instance import ASKED_LAST_S, FAILS, Answers, InstanceRole
+
+DECODE, PREFILL = InstanceRole.DECODE, InstanceRole.PREFILL
+FAILED = answers({"error": {"message": "weights: 'version v2' there, '' here", "code": 500}}, status=500)
+FAILURES = {
+    "a status": FAILED,
+    "a stream": streams(b'data: {"error": {"message": "no", "code": 500}}\n\n', b"data: [DONE]\n\n"),
+    "a reason": answers({"choices": [{"text": "", "finish_reason": "error"}]}),
+}
+ABORTS = answers({"choices": [{"text": "", "finish_reason": "abort"}]})
+
+
+async def two_decodes(bench: Bench, first: Handler, second: Handler = DONE) -> tuple[Instance, Instance]:
+    prefill, one, other = [await bench.instance(handler) for handler in (HANDS_OVER, first, second)]
+    await bench.route([prefill.url], [one.url, other.url])
+    return one, other
+
+
+def known(bench: Bench, instance: Instance) -> Answers:
+    """What the router knows of how a decode instance answers."""
+    [found] = [one for one in bench.router.fleet.usable(DECODE) if one.url == instance.url]
+    return found.answers
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@over_bench
+async def test_a_decode_instance_that_fails_is_asked_last(
+    bench: Bench, caplog: pytest.LogCaptureFixture, failure: str
+) -> None:
+    broken, other = await two_decodes(bench, FAILURES[failure])
+    told = [(await bench.ask())[0] for _ in range(10)]
+    assert (len(broken.asked), len(other.asked)) == (FAILS, 10 - FAILS)
+    assert told.count(200) == 10 - FAILS and all(status >= 500 for status in told if status != 200)
+    assert caplog.text.count(f"decode instance {broken.url} has failed {FAILS} times in a row") == 1
+
+
+@over_bench
+async def test_a_prefill_instance_that_fails_is_asked_last(bench: Bench) -> None:
+    broken, other, decode = [await bench.instance(handler) for handler in (FAILED, HANDS_OVER, DONE)]
+    await bench.route([broken.url, other.url], [decode.url])
+    assert [(await bench.ask())[0] for _ in range(10)].count(500) == FAILS == len(broken.asked)
+    assert len(other.asked) == len(decode.asked) == 10 - FAILS
+
+
+@pytest.mark.parametrize("status", [400, 404, 429, 501])
+@over_bench
+async def test_what_a_client_is_refused_for_does_not_count(bench: Bench, status: int) -> None:
+    refusing, other = await two_decodes(bench, answers({"error": {"message": "no"}}, status=status))
+    assert [(await bench.ask())[0] for _ in range(10)].count(status) == 5
+    assert (len(refusing.asked), len(other.asked)) == (5, 5)
+
+
+@over_bench
+async def test_failures_with_an_answer_between_are_not_in_a_row(bench: Bench) -> None:
+    count = 0
+
+    async def now_and_then(request: web.Request) -> web.StreamResponse:
+        nonlocal count
+        count += 1
+        return await (FAILED if count % FAILS else DONE)(request)
+
+    unsteady, other = await two_decodes(bench, now_and_then)
+    for _ in range(6 * FAILS):
+        await bench.ask()
+    assert len(unsteady.asked) == len(other.asked) == 3 * FAILS
+
+
+@over_bench
+async def test_where_there_is_no_other_it_is_asked_still(bench: Bench) -> None:
+    _, decode = await bench.pair(decode=FAILED)
+    assert [(await bench.ask())[0] for _ in range(2 * FAILS)] == [500] * (2 * FAILS)
+    assert len(decode.asked) == 2 * FAILS
+
+
+@over_bench
+async def test_one_that_fails_goes_before_one_that_ends(bench: Bench) -> None:
+    """The one may have recovered."""
+    ending, broken = await two_decodes(bench, ABORTS, FAILED)
+    assert [(await bench.ask())[0] for _ in range(2 * FAILS)] == [500] * (2 * FAILS)
+    assert (len(ending.asked), len(broken.asked)) == (1, 2 * FAILS)
+
+
+@over_bench
+async def test_it_is_asked_as_before_when_it_has_answered_one(bench: Bench) -> None:
+    healed = asyncio.Event()
+
+    async def heals(request: web.Request) -> web.StreamResponse:
+        return await (DONE if healed.is_set() else FAILED)(request)
+
+    broken, other = await two_decodes(bench, heals)
+    for _ in range(10):
+        await bench.ask()
+    for trial in (1, 2):
+        known(bench, broken)._next_at[DECODE] = 0.0  # as after a while
+        if trial == 2:
+            healed.set()
+        status = (await bench.ask())[0]
+        assert status == (200 if trial == 2 else 500) and len(broken.asked) == FAILS + trial
+        if trial == 1:
+            assert [(await bench.ask())[0] for _ in range(3)] == [200] * 3 and len(broken.asked) == FAILS + trial
+    before = len(broken.asked), len(other.asked)
+    assert [(await bench.ask())[0] for _ in range(4)] == [200] * 4
+    assert (len(broken.asked), len(other.asked)) == (before[0] + 2, before[1] + 2)
+
+
+@over_bench
+async def test_another_process_at_its_address_is_asked_as_any(bench: Bench) -> None:
+    says = info(role="kv_consumer", mode="pull", engine_id="d-0")
+    prefill, other = await bench.instance(HANDS_OVER), await bench.instance(DONE)
+    broken = await bench.instance(FAILED, says)
+    await bench.route([prefill.url], [broken.url, other.url], facts_interval=0.0)
+    for _ in range(10):
+        await bench.ask()
+    await bench.check()
+    assert len(broken.asked) == FAILS and known(bench, broken)._failed[DECODE] == FAILS
+    broken.says = info(role="kv_consumer", mode="pull", engine_id="d-1")
+    await bench.check()
+    await bench.ask()
+    assert len(broken.asked) == FAILS + 1
+
+
+def test_one_that_fails_gets_one_request_in_a_while() -> None:
+    told = Answers()
+    assert [told.failed(DECODE, 0.0) for _ in range(FAILS + 1)] == [False] * (FAILS - 1) + [True, False]
+    assert told.fails(DECODE, ASKED_LAST_S - 1.0) and not told.fails(DECODE, ASKED_LAST_S)
+    told.chosen(DECODE, ASKED_LAST_S)
+    assert told.fails(DECODE, 2 * ASKED_LAST_S - 1.0)
+    assert told.answered(DECODE) and not told.fails(DECODE, ASKED_LAST_S)
+    assert not told.answered(DECODE), "it is said once"
+
+
+def test_one_may_fail_in_one_role_alone() -> None:
+    told = Answers()
+    for _ in range(FAILS):
+        told.failed(DECODE, 0.0)
+        told.answered(PREFILL)
+    assert told.asked_last(DECODE, 1.0) and not told.asked_last(PREFILL, 1.0)
+    told.aborted(1.0)
+    assert told.asked_last(PREFILL, 2.0) and not told.asked_last(PREFILL, 1.0 + ASKED_LAST_S)
