@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError
+from vllm_pd_connector.geometry.layouts.taps import cut_taps
 from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Rank
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES
 from vllm_pd_connector.geometry.topology import TopologyCheck, check_pd_topology
@@ -39,7 +40,8 @@ class PeerLink(ABC):
     started, empty if nothing. `watches` has every rank of the peer, since it was connected first, None for one that
     cannot be watched. `same_weights`: that both sides have the same is known otherwise, or is for the prefill side to
     say; manifests tell those with which their instances began. `handshake`: when the latest one began and ended;
-    `met`: the manifests it was made with, kept where receives may be recorded.
+    `met`: the manifests it was made with, kept where receives may be recorded. `filled`: this worker's manifest, with
+    as many taps of convolution states as the peer fills.
     """
 
     machine: Peer
@@ -53,6 +55,7 @@ class PeerLink(ABC):
     same_weights: bool = False
     handshake: tuple[float, float] | None = None
     met: Sequence[bytes] = ()
+    filled: Manifest | None = None
     _liveness: dict[Rank, LivenessAddress | None] = field(default_factory=dict)
 
     @property
@@ -109,6 +112,7 @@ class PeerLink(ABC):
                 f"{cannot.format(here, self.engine_id)}: {check.status}: {reason}", check.differences
             )
         self._liveness = {m.parallel.rank: m.life for m in remote}
+        [self.filled] = cut_taps([local], remote)
         return remote, check
 
     def watch(self, processes: ProcessWatches, now: float) -> None:
