@@ -94,6 +94,30 @@ def test_windows_are_not_ordered_before_the_end(prefill):
     assert prefill.held() == 2
 
 
+@pytest.mark.parametrize("prefill", [{"spec": (FULL, WINDOW), "push_when": "layers"}], indirect=True)
+def test_windows_are_ordered_with_the_last_step_where_its_layers_are_written(prefill):
+    request = new_prompt("p-1", ASK, PROMPT)
+    prefill.half.on_new_request(request)
+    stop = len(PROMPT) - 1
+    prefill.register(digest_of(request), stop=stop)
+    prefill.tables["p-1"] = [[5, 6], [8, 9]]
+    step(prefill.half, p_1=(0, 20))
+    prefill.tables["p-1"] = [[5, 6, 7], [0, 9, 10]]
+    step(prefill.half, p_1=(20, stop - 20))
+    first, last = prefill.commands()
+    assert (first.whole, first.source[1]) == (False, BlockTable.of(0, ()))
+    assert (last.whole, last.final, last.ready) == (True, False, stop)
+    assert last.source == (BlockTable.of(0, (5, 6, 7)), BlockTable.of(1, (9, 10)))
+    assert prefill.held() == 5
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    request.num_computed_tokens = stop
+    prefill.half.request_finished(request, ([5, 6, 7], [0, 9, 10]))
+    [end] = prefill.commands()
+    assert (end.final, end.whole, end.source) == (True, False, last.source)
+    prefill.ended()
+    assert prefill.held() == 0
+
+
 def test_who_asks_while_the_only_step_is_computed_is_written_to_in_its_course(prefill):
     """Both legs are sent at once, and the prefill instance is idle: its step is scheduled before anybody can ask."""
     request = prefill.arrive()

@@ -63,7 +63,7 @@ def prefill(pipe: Connection, move: Move, transport: str, options: Mapping[str, 
                 PrefillRef("a", None), InstanceAddress("decode-1", "0" * 32, "h", 1), *manifest.parallel.rank, 0, 1,
                 secrets.token_bytes(16), tuple(move.destination_tables), move.start, move.stop, "0" * 16,
             )  # fmt: skip
-            part = link.bind_push(into, move.source_tables, move.start, move.stop, final=True)
+            part = link.bind_push(into, move.source_tables, move.start, move.stop, whole=True)
             for runs in part.direct:
                 finish(one, one.write(link.ranks[into.rank], runs))
     pipe.send("written")

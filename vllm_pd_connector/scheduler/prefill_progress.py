@@ -1,7 +1,9 @@
 """Running prefills: which of their blocks each engine step completes, offered to whoever will ask for them.
 
 Only groups of full attention count here. Their blocks are final when they are full, and their tables only grow; what
-windows and states hold is known when the prefill has finished.
+windows and states hold is known when the prefill has finished. Where layers are written while a step computes them
+(`push_when` "layers"), what the last step of a prompt leaves in those is offered with it: nothing of the request is
+computed after it, since such a prefill ends with one token.
 
 A decode instance mostly asks while the step that computes its prompt runs, so what a step completes is offered before
 anybody has asked. It may be written from as soon as it is offered, without another word: its blocks are referenced
@@ -16,8 +18,10 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.blocks import computed_after
 from vllm_pd_connector.compat.model.caches import group_kinds
+from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.manifest import GroupKind
+from vllm_pd_connector.sidechannel.push_service import Offer
 
 if TYPE_CHECKING:
     from vllm_pd_connector.compat.blocks import HeldBlocks
@@ -25,14 +29,16 @@ if TYPE_CHECKING:
     from vllm_pd_connector.sidechannel.push_service import PushService
 
 TablesOf = Callable[[str], Sequence[list[int]]]
+AllTablesOf = Callable[[str, Sequence[list[int]], int], tuple[BlockTable, ...]]
 
 
 @dataclass(slots=True)
 class _Running:
-    """A prefill of which `num_tokens` will be handed over; `step` is the latest that computes some of it, `held` what
-    was offered of it, whose blocks are held."""
+    """A prefill of which `num_tokens` will be handed over; `ends`: no step computes anything behind them. `step` is the
+    latest that computes some of it, `held` what was offered of it, whose blocks are held."""
 
     num_tokens: int
+    ends: bool = False
     step: int = 0
     held: tuple[BlockTable, ...] = ()
 
@@ -42,19 +48,23 @@ class PrefillProgress:
 
     Args:
         enabled: whether anything is to be told before a prefill has finished.
+        tables_of: as `LeasedTables.of`, if the last step of a prompt is to be told of with all groups' blocks.
     """
 
-    def __init__(self, enabled: bool, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, enabled: bool, kv_cache_config: KVCacheConfig, tables_of: AllTablesOf | None = None
+    ) -> None:
         self.number = 0
         self.tables: TablesOf | None = None
         self._full = [kind is GroupKind.FULL for kind in group_kinds(kv_cache_config)]
-        self._enabled = enabled and any(self._full)
+        self._tables_of = tables_of if not all(self._full) else None
+        self._enabled = enabled and (any(self._full) or self._tables_of is not None)
         self._running: dict[str, _Running] = {}
         self._offered: set[str] = set()  # of which blocks are held
 
-    def add(self, request_id: str, num_tokens: int) -> None:
-        """Follow a prefill of which `num_tokens` will be handed over."""
-        self._running[request_id] = _Running(num_tokens)
+    def add(self, request_id: str, num_tokens: int, *, ends: bool = False) -> None:
+        """Follow a prefill of which `num_tokens` will be handed over; `ends`: it computes nothing behind them."""
+        self._running[request_id] = _Running(num_tokens, ends)
 
     def discard(self, request_id: str) -> bool:
         """Follow it no more, whose blocks are now held by a lease or given back with its end; whether it was
@@ -80,15 +90,26 @@ class PrefillProgress:
         offers = []
         needed = pushes.needed(computed)
         for request_id in filter(needed.__contains__, computed):
-            ids, running = self.tables(request_id), self._running[request_id]
-            tables = tuple(BlockTable.of(0, ids[i] if full else ()) for i, full in enumerate(self._full))
+            running = self._running[request_id]
+            tables, whole = self._tables(request_id, running, computed[request_id])
             if added := _added(tables, running.held):
                 blocks.hold(request_id, added)
             running.held = tables
             self._offered.add(request_id)
-            offers.append((request_id, tables, min(computed[request_id], running.num_tokens)))
+            offers.append(Offer(request_id, tables, min(computed[request_id], running.num_tokens), whole))
         if offers:
             pushes.progressed(offers, self.number)
+
+    def _tables(self, request_id: str, running: _Running, computed: int) -> tuple[tuple[BlockTable, ...], bool]:
+        """What may be written from when the step is done, and whether that is all that will be handed over."""
+        assert self.tables is not None
+        ids = self.tables(request_id)
+        if self._tables_of is not None and running.ends and computed >= running.num_tokens:
+            try:
+                return self._tables_of(request_id, ids, running.num_tokens), True
+            except ProtocolError:  # no block holds a state: whoever ends the request says so
+                pass
+        return tuple(BlockTable.of(0, ids[i] if full else ()) for i, full in enumerate(self._full)), False
 
     def let_go(self, pushes: PushService, blocks: HeldBlocks) -> None:
         """Give back the blocks of running prefills whose push has failed: a preempted one may need them to go on."""

@@ -100,7 +100,8 @@ class Producer:
         self._leased: set[str] = set()
         self._going: dict[str, Request] = {}  # decode requests of which something may be kept
         self._unfinished: dict[str, Request] = {}  # prefills for decode instances
-        self._progress = PrefillProgress(config.push_when != "end", kv_cache_config)
+        of_all = self._tables.of if config.push_when == "layers" else None
+        self._progress = PrefillProgress(config.push_when != "end", kv_cache_config, of_all)
 
     @property
     def home(self) -> InstanceAddress | None:
@@ -180,7 +181,7 @@ class Producer:
         name = pairing_name(transfer_params(request), request.request_id)
         digest = self._answers.digest(request, num_tokens)
         if self._server is not None and self._server.pushes.started(request.request_id, name, num_tokens, digest):
-            self._progress.add(request.request_id, num_tokens)
+            self._progress.add(request.request_id, num_tokens, ends=request.max_tokens == 1)
 
     def follow(self, request: Request) -> None:
         """A decode request arrived: if it may be kept, it must be known with which weights it began."""

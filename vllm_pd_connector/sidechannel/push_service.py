@@ -7,7 +7,7 @@ the other, so that blocks are given back when both are done with them.
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_pd_connector.protocol.lease import End, Freed, LeaseTable
 from vllm_pd_connector.protocol.push.table import ANSWER_S, PushTable
@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from vllm_pd_connector.protocol.push.command_queue import Ticket
     from vllm_pd_connector.protocol.push.registrations import Prefill
     from vllm_pd_connector.protocol.wire.fields import Weights
+
+
+class Offer(NamedTuple):
+    """What a step completes of a prefill, by request id; see `PushTable.progressed`."""
+
+    request_id: str
+    source: tuple[BlockTable, ...]
+    ready: int
+    whole: bool = False
 
 
 class PushService:
@@ -94,12 +103,12 @@ class PushService:
         with self._lock:
             return self._table.take_given_up() if self._table is not None else []
 
-    def progressed(self, prefills: Sequence[tuple[str, Sequence[BlockTable], int]], step: int) -> None:
-        """See `PushTable.progressed`, for the request ids, sources and ready tokens of all prefills of a step."""
+    def progressed(self, offers: Sequence[Offer], step: int) -> None:
+        """See `PushTable.progressed`, for all prefills of a step."""
         with self._lock:
             assert self._table is not None
-            for request_id, source, ready in prefills:
-                self._table.progressed(request_id, source, ready, step)
+            for offer in offers:
+                self._table.progressed(*offer[:3], step, *offer[3:])
             told = bool(self._table.replies or self._table.given_up)
         if told:
             self._wake()

@@ -20,7 +20,7 @@ import msgspec
 
 from vllm_pd_connector.compat.base import KVConnectorTransferResults, init_logger
 from vllm_pd_connector.compat.memory import Mark, make_device_current, marker
-from vllm_pd_connector.compat.model.announced import announced_layers
+from vllm_pd_connector.compat.model.announced import announced_layers, states_settled
 from vllm_pd_connector.compat.model.layers import settle_scales
 from vllm_pd_connector.compat.queues import rest_until_next_message
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
@@ -40,7 +40,7 @@ from vllm_pd_connector.worker.outbox import Outbox
 from vllm_pd_connector.worker.peers.process_watch import address_towards
 from vllm_pd_connector.worker.push.driver import PushSetup
 from vllm_pd_connector.worker.push.step_clock import StepClock
-from vllm_pd_connector.worker.push.waves import WaveCount, waves_of
+from vllm_pd_connector.worker.push.waves import WaveCount, waves_of, with_earlier
 from vllm_pd_connector.worker.transfer_loop import TransferLoop
 
 if TYPE_CHECKING:
@@ -118,7 +118,9 @@ class WorkerHalf:
             home, _ = self._own_side_channel()
             waves = self._waves_of_layers(kv_caches)
             self._count, self.follows_layers = WaveCount(waves), bool(waves)
-            push = PushSetup(home, self.token, StepClock(), waves)
+            announced = [layer for wave in waves for layer in wave]
+            written = with_earlier(waves, states_settled(self._vllm_config, kv_caches, announced))
+            push = PushSetup(home, self.token, StepClock(), written)
         self._loop = TransferLoop(
             config,
             manifest,

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention.static_sink_attention import StaticSinkAttention
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
 
-from vllm_pd_connector.compat.model.announced import announced_layers
+from vllm_pd_connector.compat.model.announced import announced_layers, states_settled
 
 
 def layer(kind: type, **attributes: object) -> Any:
@@ -72,3 +73,34 @@ def test_the_attention_of_deepseek_v32_announces_nothing() -> None:
     from vllm.models.deepseek_v32.attention import DeepseekV32Attention
 
     assert announced_layers(config({"0.attn": layer(DeepseekV32Attention)}), LAYERS)[0] == ()
+
+
+HYBRID = {
+    **{f"model.layers.{i}.mixer": layer(ShortConv) for i in (0, 1, 3, 4)},
+    "model.layers.1.attn": LAYERS["0.attn"],  # beside a state in one layer: which comes first is not known
+    "model.layers.2.attn": LAYERS["0.attn"],
+}
+ANNOUNCED = ("model.layers.1.attn", "model.layers.2.attn")
+
+
+def test_a_state_is_written_when_the_first_announced_layer_behind_its_own_is() -> None:
+    assert states_settled(config(HYBRID), HYBRID, ANNOUNCED) == {
+        "model.layers.0.mixer": "model.layers.1.attn",
+        "model.layers.1.mixer": "model.layers.2.attn",
+    }
+    assert states_settled(config(HYBRID), ["model.layers.1.mixer"], ANNOUNCED) == {
+        "model.layers.1.mixer": "model.layers.2.attn"
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "announced"),
+    [
+        ({"speculative_config": SimpleNamespace(method="ngram")}, ANNOUNCED),
+        ({}, ANNOUNCED[::-1]),
+        ({}, ("model.layers.1.attn", "sink.attn")),
+    ],
+    ids=["copied after the forward", "in another order", "without a number"],
+)
+def test_no_state_is_where_the_order_is_not_known(changes: dict[str, object], announced: tuple[str, ...]) -> None:
+    assert states_settled(config(HYBRID, **changes), HYBRID, announced) == {}

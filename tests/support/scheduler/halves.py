@@ -125,6 +125,7 @@ def make_request(request_id: str, params: Any, prompt: list[int] = PROMPT, **cha
         "abort_immediately": False,
         "resumable": False,
         "trace_headers": None,
+        "max_tokens": 1,
         "get_skip_reading_prefix_cache": lambda: False,
     }
     return SimpleNamespace(**(fields | changes))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_pd_connector.worker.push.step_clock import StepClock
-from vllm_pd_connector.worker.push.waves import MAX_WAVES, WaveCount, waves_of
+from vllm_pd_connector.worker.push.waves import MAX_WAVES, WaveCount, waves_of, with_earlier
 
 
 @given(st.integers(0, 200))
@@ -19,6 +19,12 @@ def test_waves_are_the_layers_in_order_and_about_equally_many(count: int) -> Non
     assert [layer for wave in waves for layer in wave] == layers
     assert len(waves) == min(count, MAX_WAVES)
     assert not waves or max(map(len, waves)) - min(map(len, waves)) <= 1
+
+
+def test_states_go_with_the_wave_of_the_layer_behind_them() -> None:
+    waves = (("2.attn", "5.attn"), ("8.attn",))
+    behind = {"0.gdn": "2.attn", "3.gdn": "5.attn", "6.gdn": "8.attn"}
+    assert with_earlier(waves, behind) == (("2.attn", "5.attn", "0.gdn", "3.gdn"), ("8.attn", "6.gdn"))
 
 
 def test_a_wave_is_whole_with_its_last_layer_and_every_step_begins_anew() -> None:

@@ -349,7 +349,7 @@ def test_a_rank_that_is_not_connected_does_not_pass_for_one_that_gets_nothing():
     with pytest.raises(BindError, match=r"rank \(0, 0, 0\).*connected are \[\]"):
         link.reach(into, TOKENS, 0, final=True)
     with pytest.raises(BindError, match="connected"):
-        link.bind_push(into, into.blocks, 0, TOKENS, final=True)
+        link.bind_push(into, into.blocks, 0, TOKENS, whole=True)
 
 
 # Every worker has begun within that time.

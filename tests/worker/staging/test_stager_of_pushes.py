@@ -69,15 +69,15 @@ class Pushing:
         ends = (runs.destination + runs.length)[order]
         assert (ends[:-1] <= runs.destination[order][1:]).all()
 
-    def waves(self, ready: int, stop: int) -> None:
+    def waves(self, ready: int, stop: int, whole: bool) -> None:
         """Write what the first waves of layers hold when the step is done that computes `ready` tokens."""
         reach = self._link.reach(self._into, ready, self._cursor, False)
-        if reach > self._cursor:
+        if reach > self._cursor or whole:
             source = self._move.source_tables
-            part = self._link.bind_waves(self._into, source, self._cursor, reach, self._ahead.waves, stop)
+            part = self._link.bind_waves(self._into, source, self._cursor, reach, whole, self._ahead.waves, stop)
             self._written += part.direct
             carry_out(self._link, self._stager, self._transport, self._into, part)
-            self._ahead = Ahead(stop, reach)
+            self._ahead = Ahead(stop, reach, whole)
 
     def step(self, ready: int) -> None:
         """Write the rest when `ready` tokens are computed."""
@@ -91,9 +91,12 @@ class Pushing:
             self._cursor, self._ahead = reach, NOTHING_AHEAD
 
 
-def pushed(move: Move, steps: list[int], staging: int, early: Container[int] = ()) -> tuple[list[Worker], int]:
+def pushed(
+    move: Move, steps: list[int], staging: int, early: Container[int] = (), last: str = "waits"
+) -> tuple[list[Worker], int]:
     """The decode instance's ranks after a push in steps that complete so many tokens, and how much was staged (edges,
-    each growing or ending). What the waves before the `early` ones hold goes out before the next wave is computed."""
+    each growing or ending). What the waves before the `early` ones hold goes out before the next wave is computed; so it
+    does in the `last` step, which "waits" for its end, "grows" or, with windows and states, is "whole"."""
     model, staged = move.model, 0
     sources, destinations = instance(model, move.source), instance(model, move.destination, "decode-1")
     manifests, transports = [], []
@@ -120,8 +123,8 @@ def pushed(move: Move, steps: list[int], staging: int, early: Container[int] = (
         for ready in [*steps, move.stop]:
             for number, wave in enumerate(waves, 1):
                 write(model, move.source, worker, move.source_tables, worker.memory, done, ready, wave)
-                for push in pushes if number in early and ready < move.stop else ():
-                    push.waves(ready, number)
+                for push in pushes if number in early and (ready < move.stop or last != "waits") else ():
+                    push.waves(ready, number, ready == move.stop and last == "whole")
             write(model, move.source, worker, move.source_tables, worker.memory, done, ready)
             done = ready
             for push in pushes:
@@ -132,7 +135,7 @@ def pushed(move: Move, steps: list[int], staging: int, early: Container[int] = (
         staged += sum(
             edge.pairings != ()
             for edges in filter(None, link.outgoing.values())
-            for _, edge in (*edges.growing, edges.ending)
+            for _, edge in (*edges.growing, *edges.ending)
         )
         transport.close()
     for transport in transports:
@@ -158,13 +161,14 @@ def in_steps(move: Move, steps: list[int]) -> list[int]:
     st.lists(st.integers(1, 40), max_size=4),
     st.sampled_from([512, 2048, 1 << 16]),
     st.sets(st.integers(1, 3)),
+    st.sampled_from(["waits", "grows", "whole"]),
 )
 def test_a_push_by_way_of_the_staging_buffer_or_in_waves_writes_what_a_direct_one_writes_and_nothing_else(
-    move, steps, staging, early
+    move, steps, staging, early, last
 ):
     before = instance(move.model, move.destination, "decode-1")
     direct, none = pushed(move, in_steps(move, steps), 0)
-    staged, _ = pushed(move, in_steps(move, steps), staging, early)
+    staged, _ = pushed(move, in_steps(move, steps), staging, early, last)
     assert none == 0
     for old, one, other in zip(before, direct, staged, strict=True):
         assert (one.memory == other.memory).all(), f"{move}\nrank {old.manifest.parallel}"

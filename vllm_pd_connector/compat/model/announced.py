@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_pd_connector.compat.model.facts import drafts_with_caches
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Sequence
 
     from vllm.config import VllmConfig
 
@@ -48,3 +48,37 @@ def announced_layers(vllm_config: VllmConfig, cached: Container[str]) -> tuple[t
         and getattr(module, "kv_sharing_target_layer_name", None) is None
     )
     return layers, "" if layers else "no layer of this worker announces its pages"
+
+
+def states_settled(vllm_config: VllmConfig, cached: Container[str], announced: Sequence[str]) -> dict[str, str]:
+    """Names of this worker's layers with recurrent states, which nothing announces, and for each the first announced
+    layer behind it: when that was launched, so was all that the layer writes. None where the numbers in their names are
+    not in the order of the forward.
+
+    Nor where tokens are drafted: vLLM then copies states when the forward has ended.
+
+    Args:
+        cached: the layers with a cache on this worker.
+        announced: in the order of the forward (`announced_layers`).
+
+    Source: vLLM 0.32, `GPUModelRunner._update_states_after_model_execute`, `preprocess_mamba` (before the forward).
+    """
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+    numbers = [_number(layer) for layer in announced]
+    if vllm_config.speculative_config is not None or -1 in numbers or numbers != sorted(numbers):
+        return {}
+    modules: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+    states = (name for name, module in modules.items() if isinstance(module, MambaBase) and name in cached)
+    settled = {}
+    for name in states:
+        behind = (layer for layer, number in zip(announced, numbers, strict=True) if number > _number(name) >= 0)
+        if (layer := next(behind, None)) is not None:
+            settled[name] = layer
+    return settled
+
+
+def _number(layer: str) -> int:
+    """Of a layer, by its name; -1 if that has none, or several."""
+    numbers = [int(part) for part in layer.split(".") if part.isdecimal()]
+    return numbers[0] if len(numbers) == 1 else -1

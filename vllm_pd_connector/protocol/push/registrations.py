@@ -82,8 +82,8 @@ class PushRegistration:
 class Prefill:
     """A request that this instance computes for a decode instance.
 
-    `source`, `ready` and `step` are of the latest offer, `earlier` of the one before: what steps before the running one
-    have completed can be written at once.
+    `source`, `ready`, `step` and `whole` are of the latest offer, `earlier` of the one before: what steps before the
+    running one have completed can be written at once.
     """
 
     request_id: str
@@ -95,6 +95,7 @@ class Prefill:
     source: tuple[BlockTable, ...] = ()
     ready: int = 0
     step: int = 0
+    whole: bool = False
     earlier: tuple[tuple[BlockTable, ...], int, int] | None = None
     finished: bool = False
     declined: bool = False
@@ -125,13 +126,13 @@ class Prefill:
         to read it and does not know that it has failed."""
         if self.finished or (self.registrations and not self.failure):
             return False
-        self.source, self.ready, self.earlier = (), 0, None
+        self.source, self.ready, self.whole, self.earlier = (), 0, False, None
         return True
 
-    def offers(self, source: tuple[BlockTable, ...], ready: int, step: int) -> None:
-        """Tokens below `ready` are in these blocks when the forward of `step` is done."""
+    def offers(self, source: tuple[BlockTable, ...], ready: int, step: int, whole: bool = False) -> None:
+        """Tokens below `ready` are in these blocks when the forward of `step` is done; `whole` as in `WriteCommand`."""
         self.earlier = (self.source, self.ready, self.step) if self.ready else None
-        self.source, self.ready, self.step = source, ready, step
+        self.source, self.ready, self.step, self.whole = source, ready, step, whole
 
 
 class Registrations(dict[bytes, PushRegistration]):

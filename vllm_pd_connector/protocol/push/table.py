@@ -203,13 +203,15 @@ class PushTable:
         noted, self.given_up = self.given_up, set()
         return [prefill.request_id for prefill in self.running(noted) if prefill.given_up]
 
-    def progressed(self, request_id: str, source: Iterable[BlockTable], ready: int, step: int) -> None:
-        """Tokens below `ready` are in the blocks of `source` when the forward of `step` is done. They may be read from
-        now on: who asks for them in the midst of the step is written to in its course."""
+    def progressed(
+        self, request_id: str, source: Iterable[BlockTable], ready: int, step: int, whole: bool = False
+    ) -> None:
+        """Tokens below `ready` are in the blocks of `source` when the forward of `step` is done; `whole` as in
+        `WriteCommand`. They may be read from now on: who asks in the midst of the step is written to in its course."""
         prefill = self._rendezvous.get(request_id)
         if prefill is None or prefill.finished or prefill.failure or ready <= prefill.ready:
             return  # a preempted prefill computes again what was written, into other blocks
-        prefill.offers(tuple(source), ready, step)
+        prefill.offers(tuple(source), ready, step, whole)
         for registration in list(prefill.registrations.values()):
             self._command(registration, prefill)
 
@@ -322,7 +324,8 @@ class PushTable:
             if prefill.earlier is not None and not prefill.finished:
                 orders.append(pm.WriteCommand(attempt, *prefill.earlier, False))
                 registration.write_from(prefill.earlier[0])
-        orders.append(pm.WriteCommand(attempt, prefill.source, prefill.ready, prefill.step, prefill.finished))
+        offer = prefill.source, prefill.ready, prefill.step
+        orders.append(pm.WriteCommand(attempt, *offer, prefill.finished, prefill.whole))
         try:
             self.replies += self._commands.add(*orders)
         except ProtocolError as error:

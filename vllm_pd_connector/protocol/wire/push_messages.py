@@ -193,8 +193,9 @@ class BeginCommand(Message, frozen=True, tag="begin"):
 class WriteCommand(Message, frozen=True, tag="write"):
     """Command to a worker: write what is missing of tokens below `ready`, when its forward of `step` is done.
 
-    Block ids in `source` are the prefill side's. Only with `final` are the last partial block, windows and states
-    written; before, only blocks that are complete.
+    Block ids in `source` are the prefill side's. Only with `final` or `whole` are the last partial block, windows and
+    states written; before, only blocks that are complete. `whole`: the step computes the last of the prompt, `source`
+    has the tables of all groups, and no other step of the request follows.
     """
 
     attempt: Nonce
@@ -202,6 +203,7 @@ class WriteCommand(Message, frozen=True, tag="write"):
     ready: Tokens
     step: Annotated[int, Meta(ge=0)]
     final: bool
+    whole: bool = False
 
 
 class CancelCommand(Message, frozen=True, tag="give_up"):

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 @dataclass(eq=False, slots=True)
 class ActivePush:
     """What is written into where, its machine, and what is in flight. `cursor` is the token up to which groups of full
-    attention were bound, except some waves of layers that are `ahead` of it; `work` was bound and is to be begun,
-    `begun` says how many transfers were. `arrived` is how far they were when the deadline was set, `told` when the
+    attention were bound, except some waves of layers that are `ahead` of it, and `ended` that the rest was, too; `work`
+    was bound and is to be begun, `begun` says how many transfers were. `arrived` is how far they were when the deadline was set, `told` when the
     scheduler half was told last, and it is told again from `tell_at` on."""
 
     into: PushInto
@@ -33,6 +33,7 @@ class ActivePush:
     in_flight: InFlight = field(init=False)
     work: tuple[Slices | Iterator[Chunk], ...] = ()
     ahead: Ahead = NOTHING_AHEAD
+    ended: bool = False
     begun: int = 0
     arrived: int = 0
     told: int = 0

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import BindError, ProtocolError, TransferError, UnauthenticatedPeer
+from vllm_pd_connector.geometry.bind import latest
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.peer import PeerKey
@@ -312,12 +313,13 @@ class Pushes:
         link, into, cursor = push.link, push.into, push.cursor
         try:
             reach = link.reach(into, command.ready, cursor, command.final)
-            if reach == cursor and not command.final:
+            whole = (command.final or command.whole) and not push.ended
+            if reach == cursor and not whole:
                 return machines.Bound(0)
             if waves is not None:
-                part = link.bind_waves(into, command.source, cursor, reach, *waves)
+                part = link.bind_waves(into, command.source, cursor, reach, whole, *waves)
             else:
-                part = link.bind_push(into, command.source, cursor, reach, command.final, push.ahead)
+                part = link.bind_push(into, command.source, cursor, reach, whole, push.ahead)
                 # Where some did, one without is a single token's: such steps are whole graphs by vLLM's default.
                 if self._waves and not command.final and self._clock.ahead() == (0, 0):
                     say_that_a_step_announced_none()
@@ -328,11 +330,11 @@ class Pushes:
             logger.exception("push of prefill %s", into.prefill.name)
             return machines.GivenUp(f"{type(error).__name__}: {error}")
         if waves is not None:
-            push.ahead = Ahead(waves[1], reach)
+            push.ahead = Ahead(waves[1], reach, whole)
         else:
-            push.cursor, push.ahead = reach, NOTHING_AHEAD
+            push.cursor, push.ahead, push.ended = reach, NOTHING_AHEAD, push.ended or whole
         push.work = part.work
-        push.first_valid_tokens |= part.first_valid_tokens
+        push.first_valid_tokens = latest((push.first_valid_tokens, part.first_valid_tokens))
         return machines.Bound(len(part.work))
 
     def _start(self, push: ActivePush) -> None:

@@ -7,7 +7,8 @@ push is in `receive.push_link`.
 A push is bound in parts. Groups of full attention follow a cursor: only whole pages of both sides go out while tokens
 are missing, so that no byte is written twice and none of a page that is still being filled. Their layers come in waves
 (`push.waves`), which may be bound before the step has ended; the other layers are when it has. The rest (windows,
-recurrent states) is bound once, at the end. Where runs into the other side's pages would be short, a part goes by way
+recurrent states) is bound once, at the end; or with the step that computes the last of the prompt, and so in waves, where
+its order tells of them. Where runs into the other side's pages would be short, a part goes by way
 of this side's staging buffer, by the rule of reads (`geometry.staging.chunks`).
 """
 
@@ -37,20 +38,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Edges:
-    """What this rank gives to one rank of the decode instance: by cursor, each wave of layers and then all others, and
+    """What this rank gives to one rank of the decode instance, each wave of layers and then all others: by cursor, and
     at the end; each directly and by way of the staging buffer. `step` is in tokens."""
 
     growing: tuple[tuple[Edge, Edge], ...]
-    ending: tuple[Edge, Edge]
+    ending: tuple[tuple[Edge, Edge], ...]
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """So many waves of layers were bound up to the token `reach`, which is beyond the cursor of the others."""
+    """So many waves of layers were bound up to the token `reach`, which is beyond the cursor of the others; `whole`: with
+    what moves at the end."""
 
     waves: int = 0
     reach: int = 0
+    whole: bool = False
 
 
 NOTHING_AHEAD = Ahead()
@@ -102,7 +105,7 @@ class WriteLink(PeerLink):
             self.outgoing[rank] = _edges(edge, self.waves, chunk_bytes, self.run_cost) if edge is not None else None
         self.chunk_bytes = chunk_bytes
         converted = sum(
-            any(staged.pairings for _, staged in (*edges.growing, edges.ending))
+            any(staged.pairings for _, staged in (*edges.growing, *edges.ending))
             for edges in filter(None, self.outgoing.values())
         )
         return f"{check.status}, writes into {len(self.ranks)} of {len(remote)} ranks, converts for {converted}"
@@ -125,9 +128,9 @@ class WriteLink(PeerLink):
         return max(cursor, ready // edges.step * edges.step)
 
     def bind_push(
-        self, into: PushInto, source: BlockTables, cursor: int, reach: int, final: bool, ahead: Ahead = NOTHING_AHEAD
+        self, into: PushInto, source: BlockTables, cursor: int, reach: int, whole: bool, ahead: Ahead = NOTHING_AHEAD
     ) -> Part:
-        """What this rank must write of tokens [cursor, reach) that is not bound yet, and at the end of everything else.
+        """What this rank must write of tokens [cursor, reach) that is not bound yet, and, if `whole`, of everything else.
 
         Raises:
             BindError: the request's block ids do not fit the manifests, or that rank is not connected.
@@ -136,10 +139,14 @@ class WriteLink(PeerLink):
         if edges is None:
             return NOTHING
         begins = [ahead.reach if wave < ahead.waves else cursor for wave in range(len(edges.growing))]
-        return self._bind(into, source, edges, begins, reach, final)
+        ending = edges.ending[ahead.waves if ahead.whole else 0 :] if whole else ()
+        return self._bind(into, source, edges.growing, begins, ending, reach)
 
-    def bind_waves(self, into: PushInto, source: BlockTables, cursor: int, reach: int, first: int, stop: int) -> Part:
-        """What this rank must write of tokens [cursor, reach) in the waves [first, stop) of layers.
+    def bind_waves(
+        self, into: PushInto, source: BlockTables, cursor: int, reach: int, whole: bool, first: int, stop: int
+    ) -> Part:
+        """What this rank must write of tokens [cursor, reach) in the waves [first, stop) of layers, and, if `whole`, of
+        everything else in these.
 
         Raises:
             BindError: as `bind_push`.
@@ -147,22 +154,28 @@ class WriteLink(PeerLink):
         edges = self._edges_to(into)
         if edges is None:
             return NOTHING
-        begins = [cursor if first <= wave < stop else reach for wave in range(len(edges.growing))]
-        return self._bind(into, source, edges, begins, reach, False)
+        ending = edges.ending[first:stop] if whole else ()
+        return self._bind(into, source, edges.growing[first:stop], [cursor] * (stop - first), ending, reach)
 
     def _bind(
-        self, into: PushInto, source: BlockTables, edges: _Edges, begins: Sequence[int], reach: int, final: bool
+        self,
+        into: PushInto,
+        source: BlockTables,
+        growing: Sequence[tuple[Edge, Edge]],
+        begins: Sequence[int],
+        ending: Sequence[tuple[Edge, Edge]],
+        reach: int,
     ) -> Part:
-        """Tokens from where each part of the layers begins to `reach`."""
+        """Of the `growing` layers the tokens from where each begins to `reach`, and all that moves of the `ending`."""
         tables = source, into.blocks
         tail = Tail.PAGE if reach == into.stop else Tail.EXACT
         direct: list[tuple[PagePairing, Spans]] = []
         staged: list[tuple[PagePairing, Spans]] = []
-        for begin, both in zip(begins, edges.growing, strict=True):
+        for begin, both in zip(begins, growing, strict=True):
             for paired, edge in zip((direct, staged), both, strict=True):
                 paired += pair(edge, *tables, begin, reach, tail=tail, states=False)
-        if final:
-            for paired, edge in zip((direct, staged), edges.ending, strict=True):
+        for both in ending:
+            for paired, edge in zip((direct, staged), both, strict=True):
                 paired += pair(edge, *tables, into.start, into.stop, tail=tail, late=True)
         any_staged = any(len(spans.tokens) for _, spans in staged)
         return Part(
@@ -187,8 +200,11 @@ def _edges(edge: Edge, waves: Sequence[Sequence[str]], chunk_bytes: int, run_cos
     def both(edge: Edge) -> tuple[Edge, Edge]:
         return split(edge, chunk_bytes, writes=True, run_cost=run_cost)
 
-    by_cursor, at_end = (replace(edge, pairings=pairings) for pairings in (growing, ending))
     in_waves = frozenset(layer for wave in waves for layer in wave)
-    parts = [of_layers(by_cursor, frozenset(wave).__contains__) for wave in waves]
-    others = of_layers(by_cursor, lambda layer: layer not in in_waves)
-    return _Edges(tuple(both(part) for part in (*parts, others)), both(at_end), step)
+
+    def parts(pairings: tuple[PagePairing, ...]) -> tuple[tuple[Edge, Edge], ...]:
+        whole = replace(edge, pairings=pairings)
+        of_waves = [of_layers(whole, frozenset(wave).__contains__) for wave in waves]
+        return tuple(map(both, (*of_waves, of_layers(whole, lambda layer: layer not in in_waves))))
+
+    return _Edges(parts(growing), parts(ending), step)
