@@ -57,12 +57,16 @@ def existing() -> dict[str, frozenset[str]]:
     for family in (router.requests, router.legs, router.seconds, router.in_flight, router.usable):
         family.labels(*["x"] * len(family._labelnames))
     recorded = {rule["record"]: frozenset({"instance"}) for _, rule in rules() if "record" in rule}
-    return recorded | OF_VLLM | {
-        sample.name: frozenset(sample.labels)
-        for registry in (instance, router.registry)
-        for family in registry.collect()
-        for sample in family.samples
-    }
+    return (
+        recorded
+        | OF_VLLM
+        | {
+            sample.name: frozenset(sample.labels)
+            for registry in (instance, router.registry)
+            for family in registry.collect()
+            for sample in family.samples
+        }
+    )
 
 
 def rules() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -189,7 +189,9 @@ def test_servers_that_never_answer_are_few_at_a_time_and_displace_nobody_who_doe
         assert set(client._links) == {known, *dead[-2:]}
 
 
-def test_servers_that_are_asked_at_once_do_not_push_out_each_other_while_others_owe_nothing(puppet, client, monkeypatch):
+def test_servers_that_are_asked_at_once_do_not_push_out_each_other_while_others_owe_nothing(
+    puppet, client, monkeypatch
+):
     monkeypatch.setattr("vllm_pd_connector.sidechannel.client.MAX_SERVERS", 2)
     known = endpoint("127.0.0.1", puppet.port)
     client.send(known, m.Release(()), PATIENCE_S)

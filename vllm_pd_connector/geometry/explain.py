@@ -134,11 +134,9 @@ class Order(Enum):
     EVERY_OTHER = 2
 
 
-def blocks_for(
-    group: Group, tokens: int, *, filled: bool = False, order: Order = Order.ASCENDING
-) -> BlockTable:
-    """The blocks of a request of this many tokens, where only their number is known. Where they are `filled`, those that
-    a window has left behind are null."""
+def blocks_for(group: Group, tokens: int, *, filled: bool = False, order: Order = Order.ASCENDING) -> BlockTable:
+    """The blocks of a request of this many tokens, where only their number is known. Where they are `filled`, those
+    that a window has left behind are null."""
     blocks = min(max(1, -(-tokens // max(1, group.block_tokens))), max(1, group.num_blocks - 1))
     ids = np.arange(1, blocks + 1, dtype=np.int64)
     match order:

@@ -51,9 +51,7 @@ class PrefillProgress:
         tables_of: as `LeasedTables.of`, if the last step of a prompt is to be told of with all groups' blocks.
     """
 
-    def __init__(
-        self, enabled: bool, kv_cache_config: KVCacheConfig, tables_of: AllTablesOf | None = None
-    ) -> None:
+    def __init__(self, enabled: bool, kv_cache_config: KVCacheConfig, tables_of: AllTablesOf | None = None) -> None:
         self.number = 0
         self.tables: TablesOf | None = None
         self._full = [kind is GroupKind.FULL for kind in group_kinds(kv_cache_config)]

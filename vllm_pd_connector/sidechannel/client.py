@@ -192,8 +192,8 @@ class SideChannelClient:
 
     def _make_room(self) -> None:
         """Requests name servers, and unauthenticated peers may have made the requests: who has not answered for NEW_S
-        gives way to others, then who owes nothing and is only dialled anew, then who has just come; of each kind who was
-        asked least recently. Else several that come at once would push out each other."""
+        gives way to others, then who owes nothing and is only dialled anew, then who has just come; of each kind who
+        was asked least recently. Else several that come at once would push out each other."""
         if len(self._links) < MAX_SERVERS:
             return
         yielding = [link for link in self._links.values() if not (link.answered and link.pending)]

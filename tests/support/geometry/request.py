@@ -52,9 +52,7 @@ class Move:
         taps = TAPS + (self.source.drafts or 0)  # all that it has; the destination may have more
         for worker in instance(self.model, self.destination, "decode-1"):
             expected = worker.memory.copy()
-            write(
-                self.model, self.destination, worker, self.destination_tables, expected, first, self.stop, taps=taps
-            )
+            write(self.model, self.destination, worker, self.destination_tables, expected, first, self.stop, taps=taps)
             written = np.zeros(len(expected), dtype=np.int64)
             for edge in make_plan(worker.manifest, [s.manifest for s in sources]).edges:
                 origin = next(s for s in sources if s.manifest.parallel.rank == edge.source)

@@ -95,8 +95,8 @@ def pushed(
     move: Move, steps: list[int], staging: int, early: Container[int] = (), last: str = "waits"
 ) -> tuple[list[Worker], int]:
     """The decode instance's ranks after a push in steps that complete so many tokens, and how much was staged (edges,
-    each growing or ending). What the waves before the `early` ones hold goes out before the next wave is computed; so it
-    does in the `last` step, which "waits" for its end, "grows" or, with windows and states, is "whole"."""
+    each growing or ending). What the waves before the `early` ones hold goes out before the next wave is computed; so
+    it does in the `last` step, which "waits" for its end, "grows" or, with windows and states, is "whole"."""
     model, staged = move.model, 0
     sources, destinations = instance(model, move.source), instance(model, move.destination, "decode-1")
     manifests, transports = [], []

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 @dataclass(eq=False, slots=True)
 class ActivePush:
     """What is written into where, its machine, and what is in flight. `cursor` is the token up to which groups of full
-    attention were bound, except some waves of layers that are `ahead` of it, and `ended` that the rest was, too; `work`
-    was bound and is to be begun, `begun` says how many transfers were. `arrived` is how far they were when the deadline was set, `told` when the
-    scheduler half was told last, and it is told again from `tell_at` on."""
+    attention were bound, except some waves of layers that are `ahead` of it, and `ended` that the rest was, too;
+    `work` was bound and is to be begun, `begun` says how many transfers were. `arrived` is how far they were when the
+    deadline was set, `told` when the scheduler half was told last, and it is told again from `tell_at` on."""
 
     into: PushInto
     link: WriteLink

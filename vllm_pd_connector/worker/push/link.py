@@ -7,8 +7,8 @@ push is in `receive.push_link`.
 A push is bound in parts. Groups of full attention follow a cursor: only whole pages of both sides go out while tokens
 are missing, so that no byte is written twice and none of a page that is still being filled. Their layers come in waves
 (`push.waves`), which may be bound before the step has ended; the other layers are when it has. The rest (windows,
-recurrent states) is bound once, at the end; or with the step that computes the last of the prompt, and so in waves, where
-its order tells of them. Where runs into the other side's pages would be short, a part goes by way
+recurrent states) is bound once, at the end; or with the step that computes the last of the prompt, and so in waves,
+where its order tells of them. Where runs into the other side's pages would be short, a part goes by way
 of this side's staging buffer, by the rule of reads (`geometry.staging.chunks`).
 """
 
@@ -48,8 +48,8 @@ class _Edges:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """So many waves of layers were bound up to the token `reach`, which is beyond the cursor of the others; `whole`: with
-    what moves at the end."""
+    """So many waves of layers were bound up to the token `reach`, which is beyond the cursor of the others; `whole`:
+    with what moves at the end."""
 
     waves: int = 0
     reach: int = 0
@@ -130,7 +130,7 @@ class WriteLink(PeerLink):
     def bind_push(
         self, into: PushInto, source: BlockTables, cursor: int, reach: int, whole: bool, ahead: Ahead = NOTHING_AHEAD
     ) -> Part:
-        """What this rank must write of tokens [cursor, reach) that is not bound yet, and, if `whole`, of everything else.
+        """What this rank must write of tokens [cursor, reach) that is not bound yet, and, if `whole`, of all else.
 
         Raises:
             BindError: the request's block ids do not fit the manifests, or that rank is not connected.

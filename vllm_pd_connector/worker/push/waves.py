@@ -2,8 +2,8 @@
 
 vLLM calls `save_kv_layer` when a layer's forward has written its pages. Layers that follow each other make a wave,
 which goes out when all of it was written: fewer marks on a device, fewer and longer transfers, and what is left to move
-when the step ends is about one wave. Layers that vLLM does not call it for go when the step has ended, but for recurrent
-states: they were computed where a later layer was, and go with its wave (`with_earlier`).
+when the step ends is about one wave. Layers that vLLM does not call it for go when the step has ended, but for
+recurrent states: they were computed where a later layer was, and go with its wave (`with_earlier`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def waves_of(layers: Sequence[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def with_earlier(waves: Iterable[Sequence[str]], settled_by: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """The waves, each with the layers that are written where it is: `settled_by` names for each of those the layer whose
-    launch comes after its own."""
+    """The waves, each with the layers that are written where it is: `settled_by` names for each of those the layer
+    whose launch comes after its own."""
     return tuple((*wave, *(layer for layer, by in settled_by.items() if by in wave)) for wave in waves)
 
 
