@@ -75,7 +75,7 @@ class Binding:
         self.begin()
         loop._receives._bind = self._timed(loop._receives._bind, whole=True)  # type: ignore[method-assign]
         InFlight._next_slice = self._timed(InFlight._next_slice)  # type: ignore[method-assign]
-        loop._stager._next = self._timed(loop._stager._next)  # type: ignore[method-assign]
+        loop._stager._make = self._timed(loop._stager._make)  # type: ignore[method-assign]
 
     def begin(self) -> None:
         """Forget what was."""

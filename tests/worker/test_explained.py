@@ -34,10 +34,16 @@ STAGING = 1 << 20
 
 
 def received(
-    pair: str, ids: list[int], tokens: int, staging_bytes: int, make: Callable[[], Transport]
+    pair: str,
+    ids: list[int],
+    tokens: int,
+    staging_bytes: int,
+    make: Callable[[], Transport],
+    *,
+    neighbours: bool = True,
 ) -> tuple[int, int]:
     """Bytes and runs that a decode worker counts for a receive of this many tokens into these blocks of the pair, from
-    prefill blocks 1, 2, 3 ..."""
+    prefill blocks 1, 2, 3 ..., or every other one before the others."""
     model, ours, theirs = PAIRS[pair]
     [worker] = instance(model, theirs, "decode-1")
     if model.window:
@@ -45,7 +51,8 @@ def received(
     config = Config(transport="loopback", staging_bytes=staging_bytes)
     with contextlib.closing(PrefillInstance(make=make, workers=instance(model, ours))) as prefill:
         remote = prefill.hand_over("a")
-        held = BlockTable.of(0, range(1, -(-tokens // ours.block_tokens) + 1))
+        blocks = range(1, -(-tokens // ours.block_tokens) + 1)
+        held = BlockTable.of(0, blocks if neighbours else [*blocks[1::2], *blocks[::2]])
         source = ReadFrom(remote.peer, remote.remote_engine_id, remote.lease, (held,))
         decode = Decode(config, make, worker=worker)
         with contextlib.closing(decode.loop):
@@ -68,11 +75,12 @@ def test_a_receive_takes_what_was_explained(pair: str, tokens: int, staging_byte
     movements = explained(pair, tokens, staging_bytes).movements
     count = -(-tokens // PAIRS[pair][2].block_tokens)
     read = sum(movement.read_bytes for movement in movements)
-    for ids, runs in (
-        (list(range(count, 0, -1)), sum(movement.runs for movement in movements)),
-        (list(range(1, count + 1)), sum(movement.neighbouring_runs for movement in movements)),
+    for ids, runs, neighbours in (
+        (list(range(count, 0, -1)), sum(movement.runs for movement in movements), False),
+        (list(range(1, count + 1)), sum(movement.neighbouring_runs for movement in movements), True),
     ):
-        assert received(pair, ids, tokens, staging_bytes, LoopbackTransport) == (read, runs)
+        found = received(pair, ids, tokens, staging_bytes, LoopbackTransport, neighbours=neighbours)
+        assert found == (read, runs)
 
 
 @pytest.mark.libraries

@@ -142,8 +142,8 @@ class SideChannelServer:
             m.encode(0, message)
         except ProtocolError as error:
             raise ProtocolError(
-                f"the manifests of {len(manifests)} workers take {sum(map(len, manifests))} bytes, and peers take "
-                f"{MAX_REPLY_FRAME} in one reply: serve the model as several instances with fewer workers each"
+                f"the manifests of {len(manifests)} workers take {sum(map(len, manifests))} bytes, the limit of one "
+                f"reply is {MAX_REPLY_FRAME}: serve the model as several instances with fewer workers each"
             ) from error
         with self._lock:
             self._manifests, self._tokens = message, tuple(tokens)

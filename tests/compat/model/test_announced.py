@@ -20,7 +20,8 @@ def layer(kind: type, **attributes: object) -> Any:
 
 
 def config(modules: dict[str, object], **changes: object) -> Any:
-    settings = {"speculative_config": None, "parallel_config": SimpleNamespace(use_ubatching=False)} | changes
+    others = {"cache_config": SimpleNamespace(), "parallel_config": SimpleNamespace(use_ubatching=False)}
+    settings = {"speculative_config": None} | others | changes
     return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=modules), **settings)
 
 

@@ -264,6 +264,7 @@ def test_a_wave_is_marked_behind_its_last_layer_where_the_operator_asks_for_it(
     """The layers are called as vLLM's attention operators are."""
     names = tuple(f"model.layers.{i}.self_attn.attn" for i in range(20))
     monkeypatch.setattr(half_module, "announced_layers", lambda *_: (names, ""))
+    monkeypatch.setattr(half_module, "states_settled", lambda *_: {})
     options = {"mode": "push", "push_when": push_when}
     worker = make_worker(monkeypatch, drafts=False, last=True, beside=beside, **options)
 

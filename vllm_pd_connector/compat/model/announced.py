@@ -55,7 +55,8 @@ def states_settled(vllm_config: VllmConfig, cached: Container[str], announced: S
     layer behind it: when that was launched, so was all that the layer writes. None where the numbers in their names are
     not in the order of the forward.
 
-    Nor where tokens are drafted: vLLM then copies states when the forward has ended.
+    Nor where tokens are drafted: vLLM then copies states when the forward has ended; nor, by the same care, where a
+    later vLLM keeps what states are made of in rings of its own (`use_replayssm`).
 
     Args:
         cached: the layers with a cache on this worker.
@@ -66,7 +67,9 @@ def states_settled(vllm_config: VllmConfig, cached: Container[str], announced: S
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
     numbers = [_number(layer) for layer in announced]
-    if vllm_config.speculative_config is not None or -1 in numbers or numbers != sorted(numbers):
+    if not announced or -1 in numbers or numbers != sorted(numbers) or vllm_config.speculative_config is not None:
+        return {}
+    if getattr(vllm_config.cache_config, "use_replayssm", False):
         return {}
     modules: dict[str, Any] = vllm_config.compilation_config.static_forward_context
     states = (name for name, module in modules.items() if isinstance(module, MambaBase) and name in cached)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -88,7 +88,7 @@ def _progressions(places: NDArray[np.int64]) -> Iterator[tuple[int, int, tuple[i
     broken = (steps[1:] != steps[:-1]).any(axis=1)
     ends = [*(np.flatnonzero(broken) + 1).tolist(), len(steps)]  # steps up to here equal the ones before
     # Looked at one by one: lists, of which an element costs a tenth of an array's.
-    rises: list[bool] = (steps > 0).all(axis=1).tolist()
+    rises: Any = (steps > 0).all(axis=1).tolist()
     by: list[list[int]] = steps.tolist()
     first = next_end = 0
     while first < len(places):
