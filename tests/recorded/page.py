@@ -41,10 +41,6 @@ Three things are in no table, since the same options give other caches. vLLM 0.3
 indexers in another form on NVIDIA's 10.x than elsewhere, and than 0.32 does: such pairs are refused. MI300's fp8 is not
 that of other GPUs. Opaque pages whose form is not known at all, DeepSeek-V4.1's among them, move between equal kinds
 of device and equal releases of vLLM only.
-
-Draft tokens (`--speculative-config`) are in no table, either. State kinds gated_delta_net, kda, mamba2 and short_conv
-have room for them in their convolution states: such models pair where decode drafts as many tokens as prefill and, with
-vLLM 0.32, where it drafts more. For other models the numbers may differ in any way.
 """
 
 FIELDS = {

@@ -16,7 +16,6 @@ Source: vLLM 0.32 `vllm/v1/kv_cache_interface.py` (logical shape [L, B, H, N, C]
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 
 import msgspec
@@ -26,10 +25,6 @@ MANIFEST_VERSION = 2
 CONFIGURATION = ", configuration "
 """Begins what `software` tells of the model's configuration beside releases: a field of its own would be refused by
 the release before, which compares all of `ModelFacts`, and reads `software` to nobody."""
-
-DRAFT_TAPS = ", draft taps "
-"""Begins, before `CONFIGURATION` and for its reason, what `software` tells of convolution states: how many taps of each
-(the last ones) are for draft tokens."""
 
 
 class Role(StrEnum):
@@ -253,10 +248,3 @@ class Manifest(ManifestStruct, frozen=True):
         """What tells each file of the model's configuration from others; empty if this worker does not say."""
         told = self.software.partition(CONFIGURATION)[2].split()
         return {name: digest for name, _, digest in (one.partition("=") for one in told)}
-
-    @property
-    def draft_taps(self) -> int | None:
-        """How many taps of each convolution state, the last ones, are for draft tokens: a prefill leaves nothing there.
-        None if this worker does not say."""
-        told = self.software.partition(CONFIGURATION)[0].partition(DRAFT_TAPS)[2]
-        return int(told) if re.fullmatch(r"[0-9]{1,4}", told) else None

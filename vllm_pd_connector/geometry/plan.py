@@ -27,7 +27,6 @@ import numpy as np
 
 from vllm_pd_connector.errors import IncompatiblePeer
 from vllm_pd_connector.geometry.interleave import meet
-from vllm_pd_connector.geometry.layouts.taps import cut_taps
 from vllm_pd_connector.geometry.manifest import (
     WHOLE,
     Axis,
@@ -212,7 +211,7 @@ def make_plan(destination: Manifest, sources: Sequence[Manifest]) -> Plan:
     for i, source in enumerate(sources):
         for tensor in source.tensors:
             holders.setdefault((tensor.layer, tensor.role), []).append((i, tensor))
-    [destination] = cut_taps([destination], sources)
+
     alone = drafted_alone([destination], sources[0]) if sources else frozenset()
     known: dict[object, tuple[_Cut, ...]] = {}
     chosen: list[tuple[Tensor, _Cut, list[tuple[int, Tensor]], dict[str, int]]] = []

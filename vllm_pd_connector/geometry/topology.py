@@ -7,8 +7,7 @@ The check is made of two questions, each answered completely before the next is 
    logical tensor.
 2. Do the cached numbers mean the same? Model facts, dtypes, roles, extents, windows: compared by name.
 
-One side may draft alone: the caches of its drafter are then nobody's to give or to want (`drafted_alone`), and what its
-convolution states have for draft tokens is left out (`layouts.taps`; into fewer of these `make_plan` moves nothing).
+One side may draft alone: the caches of its drafter are then nobody's to give or to want (`drafted_alone`).
 
 Block sizes, layouts, tensor, pipeline and context parallel sizes, the interleaving of tokens and capacities may differ:
 the planner converts between them. A result that nobody computed denies.
@@ -26,7 +25,6 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.errors import Difference, IncompatiblePeer, InvalidManifest, InvalidTopology
-from vllm_pd_connector.geometry.layouts.taps import cut_taps
 from vllm_pd_connector.geometry.manifest import Axis, AxisName, Group, Manifest, ModelFacts, Tensor, TokenShare
 from vllm_pd_connector.geometry.sharding import Box, Interval, describe_rank, require_one_writer
 from vllm_pd_connector.geometry.validate import validate
@@ -84,7 +82,7 @@ def check_pd_topology(
         check_instance(remote, proven)
     except (InvalidManifest, InvalidTopology, IncompatiblePeer) as error:
         return TopologyCheck(TopologyStatus.INVALID_REMOTE, f"invalid remote topology: {error}")
-    if found := instance_differences(cut_taps(ours, remote), cut_taps(remote, ours)):
+    if found := instance_differences(ours, remote):
         return _deny(found)
     there = [_geometry(manifest) for manifest in remote]
     if all(_geometry(manifest) in there for manifest in ours):
@@ -223,8 +221,8 @@ _ADVICE = {
     "kv_cache_dtype": "start both with the same --kv-cache-dtype",
     "rope": "start both with the same --rope-scaling, --max-model-len, --hf-overrides and --override-generation-config",
     "speculative": (
-        "start both with the same method and model in --speculative-config, or one without; how many tokens they draft "
-        "may differ, but with convolution states prefill must draft no more than decode"
+        "start both with the same method and model in --speculative-config, however many tokens they draft, or one "
+        "without"
     ),
     "weights": "load the same weights on both sides; where these are the same, name them alike with weights_version",
     "quantization": "start both with the same --quantization, or set allow_mixed_quantization on both",
@@ -321,10 +319,6 @@ def _meaning(tensor: Tensor, group: Group) -> tuple[object, ...]:
 _SAME_DTYPES = (
     "start both with the same --dtype, --kv-cache-dtype and mamba dtypes, and weights with the same k_scale and v_scale"
 )
-_SAME_TAPS = (
-    f"{_SAME_REVISION}; where it is, draft equally many tokens, or fewer on prefill than on decode: the latter with "
-    "vLLM 0.32, on GPUs or (GDN in bfloat16) on CPUs, and with the same release of vllm_pd_connector on both sides"
-)
 
 
 def pair_differences(local: Tensor, local_group: Group, remote: Tensor, remote_group: Group) -> list[Difference]:
@@ -350,9 +344,9 @@ def pair_differences(local: Tensor, local_group: Group, remote: Tensor, remote_g
         options = "--decode-context-parallel-size and --cp-kv-cache-interleave-size"
         fields.append(("tokens", ours, theirs, advice.format(options)))
     else:
-        our_taps, their_taps = (dict(extents_of(axes)).get(AxisName.TAP) for axes in (local.axes, remote.axes))
-        advice = _SAME_REVISION if our_taps == their_taps else _SAME_TAPS
-        fields.append(("extents", _print(local.axes), _print(remote.axes), advice))
+        here_extents, there_extents = _print(local.axes), _print(remote.axes)
+        advice = "serve the same model, --revision and number of speculative tokens on both sides"
+        fields.append(("extents", here_extents, there_extents, advice))
     return [Difference(name, str(a), str(b), advice) for name, a, b, advice in fields if a != b]
 
 

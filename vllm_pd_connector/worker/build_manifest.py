@@ -71,18 +71,15 @@ def build_manifest(
         segment, index = _segment(segments, cache.tensor)
         view = _view(cache, segment, index, groups[cache.group], model, place)
         tensors.extend(_tensors(cache, view, model.dtype))
-    draft_taps: set[int | None] = set()
     for states in layer_states(vllm_config, kv_cache_config, kv_caches, place):
         segment, index = _segment(segments, states.tensor)
         page = _state_page(states, segment, index, groups[states.group])
         tensors.extend(state_tensors(page, states.convolution, states.recurrent))
-        if states.convolution is not None:
-            draft_taps.add(states.convolution.draft_taps)
     return Manifest(
         version=MANIFEST_VERSION,
         engine_id=facts.engine_id(vllm_config),
         incarnation=incarnation,
-        software=facts.software(vllm_config, config, draft_taps.pop() if len(draft_taps) == 1 else None),
+        software=facts.software(vllm_config, config),
         model=model,
         parallel=place,
         segments=tuple(segments.values()),

@@ -33,8 +33,6 @@ PAIRS = {
     "transposed K": (Model(3, 4, 2, 2), Side(layout="CPU", block_tokens=16), Side(layout="LHBNC")),
     "MLA": (MLA, Side(tp=2, block_tokens=6), Side(tp=4, block_tokens=4)),
     "hybrid": (HYBRID, Side(tp=2, layout="BLHNC", conv="SD"), Side(tp=1, block_tokens=6)),
-    "taps for drafts": (HYBRID, Side(tp=2, drafts=0), Side(conv="SD", block_tokens=6, drafts=2)),
-    "more taps for drafts": (HYBRID, Side(conv="SD", drafts=1), Side(tp=2, block_tokens=6, drafts=3)),
     "context parallel": (Model(2, 0, 8), Side(tp=2, dcp=2, block_tokens=8), Side(block_tokens=6)),
 }
 

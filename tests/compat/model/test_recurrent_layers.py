@@ -15,7 +15,6 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from vllm_pd_connector.compat.model import recurrent as module_of_states
 from vllm_pd_connector.compat.model.recurrent import StateGroup, state_block_tokens, states_of
 from vllm_pd_connector.errors import UnsupportedCache
 from vllm_pd_connector.geometry.layouts.recurrent import Convolution, Recurrent, StatePage, state_tensors
@@ -81,48 +80,9 @@ def test_gdn_may_have_fewer_key_heads_than_value_heads(dim_first, tp_size, tp_ra
     }
 
 
-def drafting(kind: str = "GDN_ATTN", num_spec: int = 2) -> MambaSpec:
-    """KDA with kernel 4, or another kind of layer in a form that has as many taps."""
-    shapes = MambaStateShapeCalculator.kda_state_shape(1, 4, 64, conv_kernel_size=4, num_spec=num_spec)
-    return spec(kind, shapes[:1] if kind == "SHORT_CONV" else shapes, num_speculative_blocks=num_spec)
-
-
-@pytest.fixture
-def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_of_states, "vllm_version", lambda: getattr(request, "param", "0.32.0"))
-
-
-@pytest.mark.parametrize("kind", ["GDN_ATTN", "SHORT_CONV"])
-def test_the_last_taps_of_a_convolution_state_are_for_drafts(dim_first, release, kind):
-    convolution, _ = states(drafting(kind))
-    assert (convolution.taps, convolution.draft_taps) == (5, 2)
-    convolution, _ = states(drafting(kind, num_spec=0))
-    assert (convolution.taps, convolution.draft_taps) == (3, 0)
-
-
-def test_mamba2_keeps_taps_for_drafts_and_mamba1_none(dim_first, release):
-    shapes = MambaStateShapeCalculator.mamba2_state_shape(1, 2048, 8, 32, 64, 128, 4, 2)
-    module = SimpleNamespace(norm=SimpleNamespace(n_groups=8))
-    convolution, _ = states(spec("MAMBA2", shapes, num_speculative_blocks=2), module=module)
-    assert (convolution.taps, convolution.draft_taps) == (5, 2)
-    shapes = MambaStateShapeCalculator.mamba1_state_shape(1, 512, 16, 4)
-    convolution, _ = states(spec("MAMBA1", shapes, num_speculative_blocks=2))
-    assert (convolution.taps, convolution.draft_taps) == (3, 0)
-
-
-def test_of_the_cpu_s_kernels_those_of_gdn_alone_know_taps_for_drafts(dim_first, release):
-    gdn = type("QwenGatedDeltaNetAttention", (), {})()
-    assert states(drafting(), module=gdn, device="cpu")[0].draft_taps == 2
-    gdn.model_config = SimpleNamespace(dtype=torch.float16)
-    assert states(drafting(), module=gdn, device="cpu")[0].draft_taps is None
-    assert states(drafting(), device="cpu")[0].draft_taps is None, "KDA: its kernel looks back on all five"
-    assert states(drafting(num_spec=0), device="cpu")[0].draft_taps == 0
-
-
-@pytest.mark.parametrize("release", ["0.33.0", "0.320.0"], indirect=True)
-def test_of_a_release_whose_kernels_were_not_read_nothing_is_told(dim_first, release):
-    assert states(drafting())[0].draft_taps is None
-    assert states(drafting(num_spec=0))[0].draft_taps == 0
+def test_speculative_tokens_are_rows_of_the_convolution_state(dim_first):
+    shapes = MambaStateShapeCalculator.kda_state_shape(1, 4, 64, conv_kernel_size=4, num_spec=2)
+    assert states(spec("GDN_ATTN", shapes))[0].taps == 5
 
 
 @pytest.mark.parametrize(

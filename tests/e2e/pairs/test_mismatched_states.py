@@ -47,7 +47,6 @@ CASES = [
     Case("state dtype", "float16 here", "float32 there", flags=("--mamba-cache-dtype", "float16")),
     Case("convolution width", "tap 2 here", "tap 3 there", sizes={"short_conv_kernel_size": 3}),
     Case("head count", "head 8", "head 4", sizes={"num_heads": 8}),
-    # Of KDA vLLM's CPU kernel looks back on all taps, those for drafts too: `test_drafting_states` has GDN.
     Case("speculative rows", "tap 5 here", "tap 3 there", flags=("--speculative-config", json.dumps(DRAFTS))),
 ]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.geometry.world import TAPS, Model, Side, Worker, instance, table, write
+from tests.support.geometry.world import Model, Side, Worker, instance, table, write
 from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, pair
 from vllm_pd_connector.geometry.blocks import BlockTable, BlockTables
 from vllm_pd_connector.geometry.plan import Edge, make_plan
@@ -49,10 +49,9 @@ class Move:
         for worker in sources:
             write(self.model, self.source, worker, self.source_tables, worker.memory, 0, self.stop)
         first = max(self.start, self.late_start)
-        taps = TAPS + (self.source.drafts or 0)  # all that it has; the destination may have more
         for worker in instance(self.model, self.destination, "decode-1"):
             expected = worker.memory.copy()
-            write(self.model, self.destination, worker, self.destination_tables, expected, first, self.stop, taps=taps)
+            write(self.model, self.destination, worker, self.destination_tables, expected, first, self.stop)
             written = np.zeros(len(expected), dtype=np.int64)
             for edge in make_plan(worker.manifest, [s.manifest for s in sources]).edges:
                 origin = next(s for s in sources if s.manifest.parallel.rank == edge.source)

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.layouts import attention
 from vllm_pd_connector.geometry.manifest import (
-    DRAFT_TAPS,
     MANIFEST_VERSION,
     WHOLE,
     Axis,
@@ -72,7 +71,6 @@ class Side:
     pcp: int = 1
     dcp: int = 1
     interleave: int = 1
-    drafts: int | None = None  # tokens for which convolution states have taps, and it is told; None: there are none
 
     @property
     def slots(self) -> int:
@@ -166,7 +164,7 @@ def make_worker(model: Model, side: Side, pp_rank: int, tp_rank: int, engine: st
         version=MANIFEST_VERSION,
         engine_id=engine,
         incarnation="0123456789abcdef" * 2,
-        software="test" if side.drafts is None else f"test{DRAFT_TAPS}{side.drafts}",
+        software="test",
         model=FACTS,
         parallel=Coordinates(
             tp_rank, side.tp, pp_rank, side.pp, 0, 1, side.dcp, side.pcp, context_rank, pcp_rank, side.interleave
@@ -228,8 +226,7 @@ def _states(
         return [], {}, Interval(0, 1)
     heads = shard(model.state_heads, side.tp, tp_rank)
     n, h = len(heads), model.state_heads
-    taps = TAPS + (side.drafts or 0)
-    conv, ssm = n * PER_HEAD * taps * ITEM, n * DK * DV * 4
+    conv, ssm = n * PER_HEAD * TAPS * ITEM, n * DK * DV * 4
     count = sum(i * side.pp // model.layers == pp_rank for i in range(model.layers))
     layers = [i for i in range(model.states) if i * side.pp // model.layers == pp_rank]
     page, between = strides["B"] * side.ratio, strides["L"]  # bytes from block to block, from layer to layer
@@ -244,14 +241,14 @@ def _states(
         conv_flat = flat[:, : 3 * conv]
         for j, role in enumerate(STATE_ROLES[:3]):
             if side.conv == "DS":
-                index = conv_flat.reshape(side.num_blocks, 3, n * PER_HEAD, taps, ITEM)[:, j]
-                offset, channel, tap = j * conv, taps * ITEM, ITEM
+                index = conv_flat.reshape(side.num_blocks, 3, n * PER_HEAD, TAPS, ITEM)[:, j]
+                offset, channel, tap = j * conv, TAPS * ITEM, ITEM
             else:
-                index = conv_flat.reshape(side.num_blocks, taps, 3, n * PER_HEAD, ITEM)[:, :, j].transpose(0, 2, 1, 3)
+                index = conv_flat.reshape(side.num_blocks, TAPS, 3, n * PER_HEAD, ITEM)[:, :, j].transpose(0, 2, 1, 3)
                 offset, channel, tap = j * n * PER_HEAD * ITEM, ITEM, 3 * n * PER_HEAD * ITEM
             axes: tuple[Axis, ...] = (
                 Axis(AxisName.CHANNEL, n * PER_HEAD, channel, heads.start * PER_HEAD, h * PER_HEAD),
-                Axis(AxisName.TAP, taps, tap, 0, taps),
+                Axis(AxisName.TAP, TAPS, tap, 0, TAPS),
             )
             tensors.append(_state(name, role, "bfloat16", ITEM, start + offset, side, page, axes))
             where[name, role] = index
@@ -271,7 +268,7 @@ def _state(
     return Tensor(layer, role, 1, dtype, item, 0, offset, side.num_blocks, page, 1, 0, axes)
 
 
-def numbers(model: Model, layer: str, role: Role, tokens: int, taps: int = TAPS) -> NDArray[np.uint8]:
+def numbers(model: Model, layer: str, role: Role, tokens: int) -> NDArray[np.uint8]:
     """A different number in every logical element: bytes of [token, head, channel] or of a whole state."""
     seed = [int(layer.split(".")[1]), list(Role).index(role), layer.endswith("state")]
     start = (seed[0] * len(Role) + seed[1]) * 2 + seed[2]
@@ -279,9 +276,8 @@ def numbers(model: Model, layer: str, role: Role, tokens: int, taps: int = TAPS)
         shape: tuple[int, ...] = (model.state_heads, DK, DV)
         values = np.arange(np.prod(shape), dtype="<u4") + np.uint32(start * 100003 + 7)
     elif role in STATE_ROLES:
-        shape = (model.state_heads * PER_HEAD, taps)
-        by_tap = (np.arange(np.prod(shape)) * 40503 + start * 977 + 1).astype("<u2").reshape(shape[::-1])
-        values = np.ascontiguousarray(by_tap.T)  # equal numbers in equal taps, however many there are
+        shape = (model.state_heads * PER_HEAD, TAPS)
+        values = (np.arange(np.prod(shape)) * 40503 + start * 977 + 1).astype("<u2")
     else:
         shape = (tokens, model.heads or 1, model.roles[role])
         values = (np.arange(np.prod(shape)) * 40503 + start * 977 + 1).astype("<u2")
@@ -307,19 +303,16 @@ def write(
     start: int,
     stop: int,
     layers: Container[str] | None = None,
-    taps: int | None = None,
 ) -> None:
     """Put the numbers of tokens [start, stop) and of all states where this rank's layout wants them; of all layers, or
-    of these. Of convolution states so many taps, or all."""
+    of these."""
     tokens, pages, slots = _places(side, worker, tables[0], start, stop)
     for (layer, role), index in worker.where.items():
         if layers is not None and layer not in layers:
             continue
-        first = slice(taps if role in STATE_ROLES[:3] else None)
-        known = len(range(*first.indices(index.shape[2])))
-        values = local_part(model, worker, role, numbers(model, layer, role, stop, known))
+        values = local_part(model, worker, role, numbers(model, layer, role, stop))
         if role in STATE_ROLES:
-            memory[index[tables[1].ids[-1]][:, first]] = values
+            memory[index[tables[1].ids[-1]]] = values
             continue
         memory[index[pages, slots]] = values[tokens]
 

@@ -25,7 +25,6 @@ from vllm_pd_connector.cli.trace.numbers import Caches, fill, put_beside, touche
 from vllm_pd_connector.geometry.bind import Tail, pair
 from vllm_pd_connector.geometry.blocks import BlockTables
 from vllm_pd_connector.geometry.explain import blocks_for
-from vllm_pd_connector.geometry.layouts.taps import cut_taps
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
 from vllm_pd_connector.geometry.plan import make_plan
 from vllm_pd_connector.geometry.runs import Runs
@@ -84,8 +83,7 @@ def replay(record: Record) -> Replayed:
         copier = CpuCopier()
         buffer = _memory(max(1, record.chunk_bytes))
         staging = _segment(buffer)
-        [filled] = cut_taps([record.destination], sources)  # what is behind these taps nobody fills
-        here = ending.enter_context(_worker(filled, staging))
+        here = ending.enter_context(_worker(record.destination, staging))
         there = [ending.enter_context(_worker(manifest, staging)) for manifest in sources]
         moves = _reads(record, here, there, tables) if record.way == "pull" else _writes(record, here, there, tables)
         works = list(moves)  # whatever is refused is refused before anything is touched

@@ -12,7 +12,7 @@ from vllm_pd_connector.compat.model.overrides import configuration_of, options_o
 from vllm_pd_connector.compat.model.weights import quantization_of, weights_of
 from vllm_pd_connector.config import Config, parse_config
 from vllm_pd_connector.errors import InvalidConfig
-from vllm_pd_connector.geometry.manifest import CONFIGURATION, DRAFT_TAPS, Coordinates, ModelFacts
+from vllm_pd_connector.geometry.manifest import CONFIGURATION, Coordinates, ModelFacts
 from vllm_pd_connector.instance_info import EngineInfo
 from vllm_pd_connector.protocol.weights import version_name
 
@@ -50,14 +50,12 @@ def model_facts(config: VllmConfig, own: Config) -> ModelFacts:
     )
 
 
-def software(config: VllmConfig, own: Config, draft_taps: int | None = None) -> str:
-    """Which releases this is; how many taps of convolution states are for draft tokens, if that is known; and what
-    tells the files of the model's configuration from others, nothing of these where nobody can, or where a name stands
-    for the weights and all that says how they are computed with."""
+def software(config: VllmConfig, own: Config) -> str:
+    """Which releases this is, and what tells the files of the model's configuration from others; nothing of these where
+    nobody can, or where a name stands for the weights and all that says how they are computed with."""
     releases = f"vllm {vllm_version()}, vllm_pd_connector {__version__}"
-    taps = "" if draft_taps is None else f"{DRAFT_TAPS}{draft_taps}"
     files = configuration_of(config.model_config) if own.weights_version is None else ""
-    return f"{releases}{taps}{CONFIGURATION}{files}" if files else f"{releases}{taps}"
+    return f"{releases}{CONFIGURATION}{files}" if files else releases
 
 
 # Methods that draft from the tokens alone: what is cached is the same without them.
@@ -74,7 +72,7 @@ def _speculative(config: VllmConfig, name: str, version: str | None) -> str:
     """The draft method and model, which decide what the draft layers' caches hold; empty if there are none.
 
     How many tokens are drafted is not among them: a drafter's pass over a prompt writes one entry per token, whatever
-    it drafts afterwards. It is also how many taps of a convolution state are for drafts, which `software` tells.
+    it drafts afterwards. Where the number changes what is cached, in states' taps, tensors are compared.
 
     Drafters that are part of the served model (MTP) have its path as the draft's: there the model's `name` stands,
     which `model_id` makes the same on both sides. Another draft model is told by its weights, too, which a weights

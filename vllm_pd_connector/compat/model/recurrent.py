@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec, UniformTypeKVCacheSpecs
 
-from vllm_pd_connector.compat.model.facts import vllm_version
 from vllm_pd_connector.errors import UnsupportedCache
 from vllm_pd_connector.geometry.layouts.recurrent import Convolution, Projection, Recurrent
 from vllm_pd_connector.geometry.manifest import AxisName, Coordinates, Role
@@ -107,7 +106,6 @@ def states_of(
         dim_first=dim_first,
         dtype=_name(spec.dtypes[0]),
         itemsize=spec.dtypes[0].itemsize,
-        draft_taps=_draft_taps(kind, spec, module, device),
     )
     if len(spec.shapes) == 1:
         return convolution, None
@@ -178,37 +176,12 @@ def _matrix(kind: str, inner: list[int], module: Any, device: torch.device) -> t
     if kind == "LINEAR":  # `layers/mamba/linear/`: one square matrix per head, K by V
         return ((AxisName.DK, inner[0]), (AxisName.DV, inner[1]))
     value, key = (AxisName.DV, inner[0]), (AxisName.DK, inner[1])
-    if _has_cpu_kernels(module, device):
-        # They store the transpose of what the spec declares (layers/mamba/ops/cpu/gdn_attention.py).
+    half = str(getattr(getattr(module, "model_config", None), "dtype", "")) == "torch.float16"
+    if device.type == "cpu" and type(module).__name__ == "QwenGatedDeltaNetAttention" and not half:
+        # The CPU kernels store the transpose of what the spec declares (layers/mamba/ops/cpu/gdn_attention.py); in
+        # float16 vLLM 0.33 takes those of GPUs.
         return ((AxisName.DK, inner[1]), (AxisName.DV, inner[0]))
     return (value, key)
-
-
-_READ = "0.32."
-"""Of vLLM, the release whose kernels were read for which taps they write and read."""
-
-
-def _draft_taps(kind: str, spec: MambaSpec, module: Any, device: torch.device) -> int | None:
-    """How many taps of a convolution state a prefill does not write, and the first step of a decode does not read; None
-    if nobody read that, or kernels do otherwise.
-
-    On GPUs each family's prefill writes the first taps, as many as the kernel looks back on, and a new request's first
-    step begins at tap 0, with drafts or without. Of the CPU's kernels those of GDN do so, too. The others are given the
-    whole state and look back on all of its taps: with drafts they compute what nobody can hand over.
-
-    Source: vLLM 0.32, `_causal_conv1d_fwd_kernel`, `_causal_conv1d_update_kernel`; on CPUs `causal_conv1d_update_cpu`
-    and `_spec_forward`. By line: docs/design/state-caches.md ("Taps").
-    """
-    if kind == "MAMBA1" or not spec.num_speculative_blocks:  # Mamba1 keeps no taps for drafts
-        return 0
-    known = device.type == "cuda" or _has_cpu_kernels(module, device)
-    return int(spec.num_speculative_blocks) if known and vllm_version().startswith(_READ) else None
-
-
-def _has_cpu_kernels(module: Any, device: torch.device) -> bool:
-    """Whether vLLM's GDN kernels for the CPU compute this layer; in float16 vLLM 0.33 takes those of GPUs."""
-    half = str(getattr(getattr(module, "model_config", None), "dtype", "")) == "torch.float16"
-    return device.type == "cpu" and type(module).__name__ == "QwenGatedDeltaNetAttention" and not half
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,5 +1,4 @@
-"""From a layer's page to logical tensors: one module per family of layouts; and what two sides have in common of states
-that are larger on one of them (`taps`).
+"""From a layer's page to logical tensors: one module per family of layouts.
 
 A new layout goes here, as strides. Never here: what vLLM calls it (that is `compat`), or how it is converted.
 """

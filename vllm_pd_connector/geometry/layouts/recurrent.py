@@ -48,15 +48,13 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """The convolution state: sub-projections in page order, `taps` per channel; `dim_first` is DS, otherwise SD. Of the
-    taps the last `draft_taps` are for draft tokens (`geometry.layouts.taps`); None if that is not known."""
+    """The convolution state: sub-projections in page order, `taps` per channel; `dim_first` is DS, otherwise SD."""
 
     projections: tuple[Projection, ...]
     taps: int
     dim_first: bool
     dtype: str
     itemsize: int
-    draft_taps: int | None = None
 
     @property
     def channels(self) -> int:

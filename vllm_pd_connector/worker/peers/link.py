@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError
-from vllm_pd_connector.geometry.layouts.taps import cut_taps
 from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Rank
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES
 from vllm_pd_connector.geometry.topology import TopologyCheck, check_pd_topology
@@ -40,8 +39,7 @@ class PeerLink(ABC):
     started, empty if nothing. `watches` has every rank of the peer, since it was connected first, None for one that
     cannot be watched. `same_weights`: that both sides have the same is known otherwise, or is for the prefill side to
     say; manifests tell those with which their instances began. `handshake`: when the latest one began and ended;
-    `met`: the manifests it was made with, kept where receives may be recorded. `filled`: this worker's manifest, with
-    as many taps of convolution states as the peer fills.
+    `met`: the manifests it was made with, kept where receives may be recorded.
     """
 
     machine: Peer
@@ -55,7 +53,6 @@ class PeerLink(ABC):
     same_weights: bool = False
     handshake: tuple[float, float] | None = None
     met: Sequence[bytes] = ()
-    filled: Manifest | None = None
     _liveness: dict[Rank, LivenessAddress | None] = field(default_factory=dict)
 
     @property
@@ -112,7 +109,6 @@ class PeerLink(ABC):
                 f"{cannot.format(here, self.engine_id)}: {check.status}: {reason}", check.differences
             )
         self._liveness = {m.parallel.rank: m.life for m in remote}
-        [self.filled] = cut_taps([local], remote)
         return remote, check
 
     def watch(self, processes: ProcessWatches, now: float) -> None:

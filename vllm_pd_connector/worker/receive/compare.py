@@ -45,12 +45,11 @@ class ChecksumComparison:
     def begin(self, active: ActiveReceive, calls: PendingCalls, drive: Drive, now: float) -> None:
         """Ask for the prefill side's checksums and make ours; what they say comes back to this thread."""
         request, lease = active.request, active.lease
-        filled = active.link.filled
-        assert lease is not None and active.plan is not None and filled is not None
+        assert lease is not None and active.plan is not None
         active.verified, unfilled = True, active.plan.unfilled
         starts = starts_of(request, self._manifest, active.first_valid_tokens)
         ours, theirs = common_starts(starts, active.plan, request.stop)
-        mine = self._summing.submit(self._sums, filled, request.blocks, ours, request.stop)
+        mine = self._summing.submit(self._sums, request.blocks, ours, request.stop)
 
         def compare(outcome: Outcome) -> str:
             match outcome:
@@ -78,13 +77,13 @@ class ChecksumComparison:
         except ProtocolError as error:
             drive(active, receives.Compared(str(error)), now, FailureKind.VERIFICATION)
 
-    def _sums(self, filled: Manifest, blocks: BlockTables, starts: Sequence[int], stop: int) -> list[Checksum]:
+    def _sums(self, blocks: BlockTables, starts: Sequence[int], stop: int) -> list[Checksum]:
         """In the pool's thread. In one of torch's device 0 each rank of a host would begin a context on that GPU, of
         hundreds of MiB."""
         if not self._current:
             make_device_current(self._manifest.segments)
             self._current = True
-        return checksums(filled, self._memory, blocks, starts, stop)
+        return checksums(self._manifest, self._memory, blocks, starts, stop)
 
     def turn(self, now: float) -> None:
         """Give the receives what was found since."""
