@@ -254,11 +254,9 @@ LAYER_ROWS: list[Row] = [
     Row("gqa", 2, 1, chunked=True, mode="push", transport="mooncake", by_layer=True),
     Row("mla", prefix_caching=False, mode="push", by_layer=True),
     Row("kimi", prefix_caching=MODELS["kimi"].prefix_caching, mode="push", by_layer=True),
-    Row("swa", 2, 1, chunked=True, mode="push", by_layer=True),
-    Row("qwen3next", prefix_caching=MODELS["qwen3next"].prefix_caching, mode="push", by_layer=True),
 ]
-"""Pushes of prompts that take one step, and of chunks between unequal sides; MLA's operator; windows and states, of the
-last step of a prompt with its layers."""
+"""Pushes of prompts that take one step, and of chunks between unequal sides; MLA's operator; states, of the last step
+of a prompt with the layers behind them."""
 
 
 def _push_rows() -> list[Row]:
