@@ -221,8 +221,8 @@ _ADVICE = {
     "kv_cache_dtype": "start both with the same --kv-cache-dtype",
     "rope": "start both with the same --rope-scaling, --max-model-len, --hf-overrides and --override-generation-config",
     "speculative": (
-        "start both with the same method and model in --speculative-config, however many tokens they draft, or one "
-        "without"
+        "start both with the same method and model in --speculative-config, or one without; how many tokens they draft "
+        "may differ, but of models with convolution states it may not"
     ),
     "weights": "load the same weights on both sides; where these are the same, name them alike with weights_version",
     "quantization": "start both with the same --quantization, or set allow_mixed_quantization on both",
