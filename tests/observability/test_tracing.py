@@ -57,6 +57,17 @@ def test_headers_that_are_none_make_a_span_without_a_parent(collector, told):
     assert not made.parent and not made.links
 
 
+def test_a_part_that_takes_no_time_ends_where_it_began(collector, monkeypatch):
+    """However far apart the clocks are when they are looked at again."""
+    looks = iter(range(10**18, 0, -1000))
+    monkeypatch.setattr(tracing, "wall_ns", lambda _: next(looks))
+    span = tracing.begin("pd.receive", HEADERS, 5.0)
+    span.child("pd.confirm", 5.0, 5.0)
+    span.end(5.0)
+    made = collector.wait_for({"pd.confirm"}, TRACE, LONG_S)["pd.confirm"]
+    assert made.began == made.ended
+
+
 def test_a_trace_that_is_not_sampled_is_named_to_nobody(collector):
     span = tracing.begin("pd.receive", {"traceparent": f"00-{TRACE}-{CLIENT}-00"}, 0.0)
     assert span is not None and span.traceparent == ""
