@@ -133,9 +133,21 @@ def test_a_turn_that_binding_has_taken_all_of_moves_nothing_and_the_next_one_doe
     assert decode.wait_for(*names) == [True] * len(names)
     turns = [one.split() for one in " ".join(did).split("turn")]
     assert all(turn.count("bind") <= 1 and not {"bind", "slice"} <= set(turn) for turn in turns), turns
-    between = [set(turn) for turn in turns if turn]
-    first = between.index({"bind"})
-    assert between[first : first + 5 : 2] == [{"bind"}] * 3 and {"bind"} not in between[first + 1 : first + 5 : 2]
+    bound = [number for number, turn in enumerate(turns) if "bind" in turn]
+    assert bound == [bound[0], bound[0] + 2, bound[0] + 4], "binding has every second turn"
+
+
+def test_binding_waits_a_turn_where_orders_have_taken_all_of_it(prefill, decode, monkeypatch):
+    """Both of a long prompt are a millisecond or more, and one turn with both was too long."""
+    linked(decode, prefill)
+    did: list[str] = []
+    bind, order, turn = decode.loop._receives._bind, decode.loop._begin, decode.loop._turn
+    monkeypatch.setattr(decode.loop._receives, "_bind", lambda *given: (did.append("bind"), bind(*given)))
+    monkeypatch.setattr(decode.loop, "_begin", lambda *given: (did.append("order"), order(*given)))
+    monkeypatch.setattr(decode.loop, "_turn", lambda now: (did.append("turn"), turn(now)))
+    assert decode.received(*(prefill.request(name) for name in "abc")) == [True] * 3
+    turns = [set(one.split()) for one in " ".join(did).split("turn")]
+    assert {"order"} in turns and {"bind"} in turns and {"order", "bind"} not in turns, turns
 
 
 def test_what_is_given_up_before_it_is_bound_is_not_kept_in_quarantine(prefill, decode):

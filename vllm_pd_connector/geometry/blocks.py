@@ -72,7 +72,10 @@ class BlockTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def begin(self) -> int:
         """The first logical block that is not absent; `end` if all are."""
-        present = self.narrow != NULL_BLOCK
+        ids = self.narrow
+        if len(ids) and ids.item(0) != NULL_BLOCK:  # mostly so, and a long prompt's table is long
+            return self.first_block
+        present = ids != NULL_BLOCK
         return self.first_block + int(np.argmax(present)) if present.any() else self.end
 
 

@@ -303,7 +303,7 @@ class InFlight:
             moments.append(now)
         elif self.transfers:
             rarely = min((now - self.moved_at) * _DRAINING_SHARE, POLL_DRAINING_S) if draining else 0.0
-            moments.append(now + max(rarely, pause(now - self.posted_at)))
+            moments.append(now + max(rarely, pause(now - self.posted_at, self.moved.bytes)))
         return moments
 
 

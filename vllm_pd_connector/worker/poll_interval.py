@@ -1,10 +1,14 @@
 """How long to sleep before looking at a running transfer again.
 
 Transports are polled. A fixed interval either wakes a core thousands of times for a long transfer or delays the end of
-a short one; an interval that grows with the transfer's age costs a fixed share of its time, whatever that is. It grows
-slowly, because some transports move bytes only while they are looked at: NIXL over TCP, whose poster has no thread,
-reads 128 MiB at 0.6 of the bare library's speed with a look every millisecond, at 0.8 with one every 0.25 ms, and at
-full speed with one every 0.1 ms (docs/design/transports.md). A look costs about 50 us.
+a short one; an interval that grows with the transfer's age costs a fixed share of its time, whatever that is.
+
+Some transports move bytes only while they are looked at: NIXL over TCP, whose poster has no thread, reads 128 MiB at
+0.6 of the bare library's speed with a look every millisecond, at 0.8 with one every 0.25 ms, and at full speed with one
+every 0.1 ms (docs/design/transports.md). A link that is slow by itself needs no such looks, and they would take a fifth
+of a core on each worker while a request waits. What was given to the transport and has not ended has moved at most so
+fast as all of it would have within its age; so the age is as many intervals as BYTES_PER_LOOK go into it. A look costs
+about 50 us.
 
 Most transfers of less than a millisecond would be over for half of such an interval before that is seen. So the first
 looks come after an eighth of a transfer's age, of which what the kernel adds to any sleep is a part.
@@ -20,12 +24,18 @@ WAKE_S = 0.00006
 SHORTEST_S = 0.0001
 """Of a transfer that is not young any more: what is left of an eighth of its age would be longer."""
 
-SHARE = 1 / 2000
+BYTES_PER_LOOK = 128 << 10
+"""At full speed, 0.1 ms bring more."""
+SHARE = 1 / 64
+"""Of a transfer's age, at most: its end is seen one to two hundredths late."""
 LONGEST_S = 0.001
-"""Of a transfer that is two seconds old: its peer is slow or has stopped, and looking at it often helps nobody."""
+"""Of a transfer whose peer is slow or has stopped: looking at it often helps nobody."""
+MANY_BYTES = 256 << 20
 
 
-def pause(elapsed: float) -> float:
-    """Seconds until the next look at a transfer that began `elapsed` seconds ago."""
+def pause(elapsed: float, moving: int = MANY_BYTES) -> float:
+    """Seconds until the next look at a transfer that began `elapsed` seconds ago, and to which so many bytes were given
+    since; many where they are not known."""
     young = max(FIRST_S, min(elapsed * YOUNG_SHARE - WAKE_S, SHORTEST_S))
-    return min(max(elapsed * SHARE, young), LONGEST_S)
+    share = min(BYTES_PER_LOOK / max(moving, 1), SHARE)
+    return min(max(elapsed * share, young), LONGEST_S)

@@ -84,16 +84,11 @@ class Receives:
         connected: Callable[[ReadLink], None] | None,
         received: Callable[[ReceiveRequest, str, Mapping[int, int]], None] | None,
     ) -> None:
-        self._config = config
-        self._manifest = manifest
-        self._transport = transport
-        self._stager = stager
-        self._calls = calls
-        self._comparison = comparison
-        self._outbox = outbox
+        self._config, self._manifest, self._transport = config, manifest, transport
+        self._stager, self._calls = stager, calls
+        self._comparison, self._outbox = comparison, outbox
         self._reader, self._readers = reader, readers
-        self._stats = outbox.counting
-        self._received = received
+        self._stats, self._received = outbox.counting, received
         silent = config.handshake_timeout + ANSWER_S
         self._limits = receives.PhaseLimits(
             config.handshake_timeout, config.transfer_timeout, config.confirm_timeout, silent
@@ -110,7 +105,7 @@ class Receives:
         )
         self._active: dict[str, ActiveReceive] = {}
         self._linked: dict[str, ActiveReceive] = {}  # their peers are ready, and they are to be bound
-        self._bound_long = False
+        self._bound_long = self._waited = False
 
     def begin(self, request: ReceiveRequest, now: float) -> None:
         """Begin a receive: its peer is wanted."""
@@ -151,13 +146,15 @@ class Receives:
     def poll(self, now: float, until: float) -> None:
         """Bind what is to be bound, look at transfers that run and at those that may still write, and begin more, until
         the monotonic clock says `until`; what is left then goes first the next time. Where binding has taken all of
-        the time, as that of a long prompt does, nothing is moved, and the next time nothing is bound."""
-        while self._linked and not self._bound_long:
+        the time, as that of a long prompt does, nothing is moved, and the next time nothing is bound; where something
+        else has, before, binding waits once."""
+        waits = bool(self._linked) and (self._bound_long or (not self._waited and time.monotonic() >= until))
+        self._bound_long, self._waited = False, waits
+        while self._linked and not waits:
             self._bind(self._linked.pop(next(iter(self._linked))), now)
             if time.monotonic() >= until:
                 self._bound_long = True
                 return
-        self._bound_long = False
         for name, active in list(self._active.items()):
             for end, error in active.in_flight.poll(now, until):
                 self._transfer_ended(active, end, error, now)

@@ -107,7 +107,7 @@ class Stager:
         if any(self._being_copied()):
             return POLL_DEVICE_S
         if self._streams:
-            return pause(time.monotonic() - self._posted_at)
+            return pause(time.monotonic() - self._posted_at, CHUNKS_UNDER_WAY * self.chunk_bytes)
         return POLL_DRAINING_S if self._orphans else LOOK_S if self._stuck or self._unheard else None
 
     def start(
