@@ -230,7 +230,8 @@ class TransferLoop:
                 if self._pushes is not None:
                     self._pushes.departed(endpoint, now)
             until = time.monotonic() + TURN_S
-            self._take_orders(now, until)
+            if not self._receives.waited:  # for orders: they take their turns
+                self._take_orders(now, until)
             self._comparison.turn(now)
             self._receives.poll(now, until)
             self._poll_staged(now)
