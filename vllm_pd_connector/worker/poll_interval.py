@@ -28,7 +28,7 @@ BYTES_PER_LOOK = 128 << 10
 """At full speed, 0.1 ms bring more."""
 SHARE = 1 / 64
 """Of a transfer's age, at most: its end is seen one to two hundredths late."""
-LONGEST_S = 0.001
+LONGEST_S = 0.002
 """Of a transfer whose peer is slow or has stopped: looking at it often helps nobody."""
 MANY_BYTES = 256 << 20
 
