@@ -226,7 +226,7 @@ class Pair:
         transfer = transport.read(peer, runs) if operation == "read" else transport.write(peer, runs)
         while (status := transport.poll(transfer)) is not TransferStatus.DONE:
             if status is not TransferStatus.POSTING:
-                time.sleep(pause(time.monotonic() - began))
+                time.sleep(pause(time.monotonic() - began, runs.total_bytes))
 
     def verify(self, message: int, length: int) -> None:
         """That a read brings the peer's bytes: its memory is the pattern that ours was before it was cleared."""
