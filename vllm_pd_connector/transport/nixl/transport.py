@@ -214,7 +214,7 @@ class NixlTransport:
             handle = agent.createXferReq(operation, local, remote, name, b"", [])
         except Exception:
             return None
-        began = window.begin() if cost > LEAST else None
+        began = window.begin() if cost > max(LEAST, window.size // 4) else None
         try:
             if agent.postXferReq(handle, b"") != nixl.NIXL_IN_PROG:
                 if began is not None:
