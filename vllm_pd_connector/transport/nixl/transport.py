@@ -148,13 +148,13 @@ class NixlTransport:
 
     def read(self, peer: TransportPeer, runs: Runs) -> Transfer:
         assert isinstance(peer, NixlPeer) and not peer.leaving
-        given = peer, True, runs, peer.ranges, self._ranges
-        return self._at_once(*given) or self._start(*given)
+        theirs, ours = peer.ranges, self._ranges
+        return self._at_once(peer, True, runs, theirs, ours) or self._start(peer, True, runs, theirs, ours)
 
     def write(self, peer: TransportPeer, runs: Runs) -> Transfer:
         assert isinstance(peer, NixlPeer) and not peer.leaving
-        given = peer, False, runs, self._ranges, peer.ranges
-        return self._at_once(*given) or self._start(*given)
+        ours, theirs = self._ranges, peer.ranges
+        return self._at_once(peer, False, runs, ours, theirs) or self._start(peer, False, runs, ours, theirs)
 
     def poll(self, transfer: Transfer) -> TransferStatus:
         if isinstance(transfer, Ended):
