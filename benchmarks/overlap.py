@@ -2,20 +2,22 @@
 
 A prompt of at least eight prefill steps goes twice through the same prefill instance, which keeps no prefixes, to two
 decode instances: one reads when the prefill has finished, one is written into while it computes. The link is slowed to
-where moving the whole prompt takes about as long as computing it, which the benchmark measures first. The time is from
+where moving the whole prompt takes about as long as computing it beside that, which is measured first. The time is from
 the end of the prefill (its answer) to the decode instance's first token. Both must give the same tokens, or the
-benchmark fails: bytes that arrived wrong, or too late, are no gain.
+benchmark fails: bytes that arrived wrong, or too late, are no gain. After what is timed, one prompt is pushed again and
+verified: the two sides compare sums of all that was written, and the benchmark fails unless they did.
 
-With `--one-step` the prompt takes a single step, of a model of 16 layers, and pushes are written layer by layer
-(`push_when`): what is exposed is the time from the end of the prefill to the first token, less that of a prompt of
-which the decode instance has all blocks and computes one token, as it does behind a push; as a part of what the whole
-transfer takes. What the decode leg needs to come there (its own server, its engine, the question) is exposed, too: the
-transfer takes as long as the step and cannot begin before.
+With `--one-step` the prompt takes a single step, and pushes are written layer by layer (`push_when`), of two models: 16
+layers of attention, and 40 layers of which ten are attention and the others have states. What is exposed is the time
+from the end of the prefill to the first token, less that of a prompt of one token, for which the decode instance
+computes one, as it does behind a push; as a part of what the whole transfer takes. What the decode leg needs to come
+there (its own server, its engine, the question) is exposed, too: the transfer takes as long as the step and cannot
+begin before.
 
 Everything runs in a network namespace of its own (`unshare --net`), whose only link is slowed by `tc` (a token bucket);
 NIXL is confined to TCP, so no bytes pass beside it. Needs root or the right to make namespaces.
 
-    python benchmarks/overlap.py [--one-step] [--requests 10] [--into out/bench/overlap.json]
+    python benchmarks/overlap.py [--one-step] [--requests N] [--into out/bench/overlap.json]
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 import uuid
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -43,24 +47,36 @@ from pull import OUTPUT_TOKENS, body, event_times, events  # noqa: E402
 
 from benchmarks.report import write  # noqa: E402
 from examples.launch import Server, Servers, post, vllm_spec  # noqa: E402
-from examples.make_models import DEEP, MODELS, make  # noqa: E402
+from examples.make_models import DEEP, DEEP_HYBRID, MODELS, make  # noqa: E402
+from vllm_pd_connector.worker.checksums import ONE_IN  # noqa: E402
 
 PROMPT_TOKENS = 1920
 STEP_TOKENS = 192
 GOAL = 0.4
 EXPOSED_GOAL = 0.15
 INSIDE = "PD_OVERLAP_INSIDE"
-KNOWN = {**MODELS, DEEP.name: DEEP}
+SENT_AHEAD = Path("/proc/sys/net/ipv4/tcp_limit_output_bytes")
+"""Of a network namespace: bytes that a connection may have in the link's queue. With the kernel's 4 MB the answer of a
+prefill waits there behind what is written, and the end of the prefill is seen as much too late."""
+AHEAD_S, AHEAD_BYTES = 0.01, 131072
+"""That many seconds of the link, but two of its packets at least: with less the link idles between them."""
+KNOWN = {**MODELS, DEEP.name: DEEP, DEEP_HYBRID.name: DEEP_HYBRID}
+COUNTED_S = 10.0
+"""Within which a server has counted what its last request moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Medians and worst values in milliseconds over `requests`; `ratio` is of the medians of push and pull. `local` is
-    the first token's of a prompt that the decode instance has, `exposed` what a push adds to it, as a part of the time
-    that the bytes take over the link."""
+    """Medians and worst values in milliseconds over `requests`; `ratio` is of the medians of push and pull. `prefill`
+    is that beside a push, `transfer` what the bytes take over the link. `local` is the first token's of a prompt of one
+    token, `exposed` what a push adds to it, as a part of `transfer`. `compared` is what was found equal: the tokens of
+    every request, the bytes of one push."""
 
+    model: str
+    compared: str
     requests: int
     prefill: float
+    transfer: float
     link_mbit: float
     prompt_bytes: int
     pull: float
@@ -74,10 +90,12 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of a decode instance: seconds from the end of the prefill to the first token, and all tokens."""
+    """Of a decode instance: seconds from the end of the prefill to the first token, all tokens, and the seconds of a
+    prefill beside which the caches were written."""
 
     seconds: float
     tokens: tuple[int, ...]
+    prefill: float = 0.0
 
 
 def enter_namespace() -> None:
@@ -103,24 +121,39 @@ def specs(model: str, step_tokens: int, push_when: str) -> list[Any]:
             "mode": mode,
             "transport_options": {"ucx": {"TLS": "tcp", "NET_DEVICES": "lo"}},
             "push_when": push_when,
+            "verify": "off" if mode == "pull" else "sample",
         }
         transfer = {"kv_connector": "PDConnector", "kv_role": role, "kv_connector_extra_config": extra}
-        flags = (*KNOWN[model].flags, *flags)
-        return vllm_spec(name, make(KNOWN[model]), flags=flags, transfer=transfer)
+        known = KNOWN[model]
+        flags = (*known.flags, "--no-enable-prefix-caching", *flags)
+        return vllm_spec(name, make(known), flags=flags, transfer=transfer, environment=known.environment)
 
-    none = "--no-enable-prefix-caching"
     return [
-        spec("overlap-prefill", "kv_producer", "push", "--max-num-batched-tokens", str(step_tokens), none),
-        spec("overlap-pull", "kv_consumer", "pull", none),
-        spec("overlap-push", "kv_consumer", "push", "--enable-prefix-caching"),
+        spec("overlap-prefill", "kv_producer", "push", "--max-num-batched-tokens", str(step_tokens)),
+        spec("overlap-pull", "kv_consumer", "pull"),
+        spec("overlap-push", "kv_consumer", "push"),
     ]
 
 
-def prompt_bytes(model: str) -> int:
-    """Bytes of a prompt's cache: K and V of every layer in float32."""
-    config = json.loads((make(KNOWN[model]) / "config.json").read_text())
-    heads, size = config["num_key_value_heads"], config["head_dim"]
-    return int(PROMPT_TOKENS * config["num_hidden_layers"] * 2 * heads * size * 4)
+def counted(server: Server, name: str) -> int:
+    """What a server has counted under this name, once it counted anything; 0 if it has not in COUNTED_S."""
+    until = time.monotonic() + COUNTED_S
+    while True:
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        found = sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
+        if found or time.monotonic() > until:
+            return int(found)
+        time.sleep(0.1)
+
+
+def named(verified: bool = False) -> str:
+    """A new name for a push that is written while its prefill runs, of which the decode instance compares sums or not:
+    with `verify` "sample" it goes by the name (`is_chosen`)."""
+    while True:
+        name = uuid.uuid4().hex
+        if (zlib.crc32(name.encode()) % ONE_IN == 0) == verified:
+            return name
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
@@ -165,9 +198,9 @@ class Pair:
     def pull(self, decode: Server, prompt: Sequence[int]) -> Answer:
         return self._decode(decode, prompt, self.prefill(prompt, uuid.uuid4().hex))
 
-    def push(self, decode: Server, prompt: Sequence[int]) -> Answer:
+    def push(self, decode: Server, prompt: Sequence[int], verified: bool = False) -> Answer:
         """Both legs are sent at the same time."""
-        name = uuid.uuid4().hex
+        name = named(verified)
         params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": name, **self._address}
         begun = time.perf_counter()
         answers: list[Answer] = []
@@ -176,11 +209,46 @@ class Pair:
         self.prefill(prompt, name)
         ended = time.perf_counter()
         thread.join()
-        return replace(answers[0], seconds=begun + answers[0].seconds - ended)
+        return replace(answers[0], seconds=begun + answers[0].seconds - ended, prefill=ended - begun)
 
 
 def side_port(server: Server) -> int:
     return int(server.spec.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"])
+
+
+def both_ways(pair: Pair, pull: Server, push: Server, prompt: Sequence[int]) -> tuple[Answer, Answer]:
+    """A prompt's answers, pulled and pushed.
+
+    Raises:
+        SystemExit: they differ.
+    """
+    pulled, pushed = pair.pull(pull, prompt), pair.push(push, prompt)
+    if wrong := difference(pulled, pushed):
+        sys.exit(wrong)
+    return pulled, pushed
+
+
+def compare_bytes(pair: Pair, push: Server, prompt: Sequence[int], pulled: Answer) -> None:
+    """Push a prompt once more, and have both sides compare sums.
+
+    Raises:
+        SystemExit: they did not, or did so of other pushes, too; or the answer is another than the one pulled.
+    """
+    if wrong := difference(pulled, pair.push(push, prompt, verified=True)):
+        sys.exit(wrong)
+    if (verified := counted(push, "vllm:pd_verified_receives_total")) != 1:
+        sys.exit(f"sums of {verified} pushes were compared, and not of the last one alone: see the servers' logs")
+
+
+def slow_down_to_prefill(pair: Pair, push: Server, size: int, prompts: Sequence[Sequence[int]]) -> float:
+    """Slow the link to where `size` bytes take as long as the prefill beside their push, and return these seconds. On
+    shared cores that prefill takes longer than others, the more so on a slow link, so a first guess is corrected."""
+    seconds = 0.0
+    for some in (prompts[:1], prompts[1:]):
+        seconds = float(np.median([pair.push(push, prompt).prefill for prompt in some]))
+        slow_down(8e-6 * size / seconds)
+        SENT_AHEAD.write_text(str(max(AHEAD_BYTES, round(AHEAD_S * size / seconds))))
+    return seconds
 
 
 def measure(model: str, requests: int, logs: Path, step_tokens: int = STEP_TOKENS, push_when: str = "steps") -> Result:
@@ -188,75 +256,67 @@ def measure(model: str, requests: int, logs: Path, step_tokens: int = STEP_TOKEN
         prefill, puller, pusher = servers.start(*specs(model, step_tokens, push_when))
         for server in (prefill, puller, pusher):
             event_times(server.url, body(model, [0] * 40))  # the first forward of a process is slow
-        [warm, *others] = prompts(requests + 4, seed=1)
+        [warm, *others] = prompts(requests + 5, seed=1)
         answer = Pair(model, prefill, side_port(prefill), "").prefill(warm, "warm")
         pair = Pair(model, prefill, side_port(prefill), answer["remote_engine_id"])
-        taken = []
-        for prompt in others[:3]:
-            began = time.perf_counter()
-            pair.prefill(prompt, uuid.uuid4().hex)
-            taken.append(time.perf_counter() - began)
-        seconds = float(np.median(taken))
-        for decode, way in ((puller, pair.pull), (pusher, pair.push)):
-            way(decode, warm)  # the handshake
-        mbit = prompt_bytes(model) * 8 / 1e6 / seconds
-        print(
-            f"prefill {1e3 * seconds:.0f} ms, {prompt_bytes(model)} bytes: link slowed to {mbit:.1f} Mbit/s", flush=True
-        )
-        slow_down(mbit)
-        pulls, pushes, locals_ = [], [], []
-        for prompt in others[3:]:  # in turns, so that whatever else happens on the machine meets both
-            pulled, pushed = pair.pull(puller, prompt), pair.push(pusher, prompt)
-            if wrong := difference(pulled, pushed):
-                sys.exit(f"request {len(pulls) + 1}: {wrong}")
-            pulls.append(pulled.seconds)
-            pushes.append(pushed.seconds)
-            # One more token: of a prompt of whole blocks vLLM computes the last block again.
-            locals_.append(event_times(pusher.url, body(model, [*prompt, 0]))[0])
-            told = ((name, 1e3 * times[-1]) for name, times in (("pull", pulls), ("push", pushes), ("alone", locals_)))
-            print("  " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in told), flush=True)
+        both_ways(pair, puller, pusher, warm)  # the handshakes
+        size = counted(puller, "vllm:pd_received_bytes_total")
+        seconds = slow_down_to_prefill(pair, pusher, size, others[:4])
+        print(f"{model}: {size} bytes, link slowed to {8e-6 * size / seconds:.1f} Mbit/s", flush=True)
+        rows = []
+        for prompt in others[4:]:  # in turns, so that whatever else happens on the machine meets both
+            pulled, pushed = both_ways(pair, puller, pusher, prompt)
+            alone = event_times(pusher.url, body(model, [0]))[0]
+            rows.append(1e3 * np.array([pulled.seconds, pushed.seconds, alone, pushed.prefill]))
+            print("  pull {:.0f} ms, push {:.0f} ms, alone {:.0f} ms, prefill {:.0f} ms".format(*rows[-1]), flush=True)
+        compare_bytes(pair, pusher, others[-1], pulled)
         slow_down(None)
-    pull, push, local = (1e3 * float(np.median(times)) for times in (pulls, pushes, locals_))
+    pull, push, local, prefilled = np.median(rows, axis=0).tolist()
+    pull_worst, push_worst, *_ = np.max(rows, axis=0).tolist()
     return Result(
-        requests,
-        round(1e3 * seconds, 1),
-        round(mbit, 1),
-        prompt_bytes(model),
-        round(pull, 1),
-        round(1e3 * max(pulls), 1),
-        round(push, 1),
-        round(1e3 * max(pushes), 1),
-        round(push / pull, 3),
-        round(local, 1),
-        round((push - local) / (1e3 * seconds), 3),
+        model=model,
+        compared="tokens, bytes",
+        requests=requests,
+        prefill=round(prefilled, 1),
+        transfer=round(1e3 * seconds, 1),
+        link_mbit=round(8e-6 * size / seconds, 1),
+        prompt_bytes=size,
+        pull=round(pull, 1),
+        pull_worst=round(pull_worst, 1),
+        push=round(push, 1),
+        push_worst=round(push_worst, 1),
+        ratio=round(push / pull, 3),
+        local=round(local, 1),
+        exposed=round((push - local) / (1e3 * seconds), 3),
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", choices=KNOWN, help="default: gqa, with --one-step deep")
+    parser.add_argument("--model", choices=KNOWN, help="default: gqa, with --one-step deep and deep-hybrid")
     parser.add_argument("--one-step", action="store_true", help="prompts of one prefill step, written layer by layer")
     parser.add_argument("--push-when", choices=("steps", "layers"), help="default: steps, with --one-step layers")
-    parser.add_argument("--requests", type=int, default=10, help="of each kind, in turns")
+    parser.add_argument("--requests", type=int, help="of each kind, in turns; default: 10, with --one-step 6")
     parser.add_argument("--into", type=Path, help="default: out/bench/overlap.json, or overlap-layers.json")
     options = parser.parse_args()
     if INSIDE not in os.environ:
         enter_namespace()
     one = options.one_step
-    model = options.model or ("deep" if one else "gqa")
+    requests = options.requests or (6 if one else 10)
+    models = [options.model] if options.model else [DEEP.name, DEEP_HYBRID.name] if one else ["gqa"]
     push_when = options.push_when or ("layers" if one else "steps")
     step_tokens = 2048 if one else STEP_TOKENS
     into = options.into or ROOT / "out" / "bench" / ("overlap-layers.json" if one else "overlap.json")
     into.parent.mkdir(parents=True, exist_ok=True)
-    result = measure(model, options.requests, into.parent / "logs", step_tokens, push_when)
-    facts: dict[str, Any] = {"model": model, "prompt_tokens": PROMPT_TOKENS, "step_tokens": step_tokens}
-    facts |= {"push_when": push_when, "unit": "ms", "rows": [asdict(result)]}
-    write(into, facts)
-    print(
-        f"\nfrom the end of the prefill to the first token: pull {result.pull} ms, push {result.push} ms, ratio "
-        f"{result.ratio}{'' if one else f' (goal {GOAL})'}; decode alone {result.local} ms, exposed of the transfer "
-        f"{result.exposed}{f' (goal {EXPOSED_GOAL})' if one else ''}"
-    )
+    results = [measure(model, requests, into.parent / "logs", step_tokens, push_when) for model in models]
+    facts: dict[str, Any] = {"prompt_tokens": PROMPT_TOKENS, "step_tokens": step_tokens, "push_when": push_when}
+    write(into, facts | {"unit": "ms", "rows": [asdict(result) for result in results]})
+    for result in results:
+        print(
+            f"\n{result.model}: from the end of the prefill to the first token: pull {result.pull} ms, push "
+            f"{result.push} ms, ratio {result.ratio}{'' if one else f' (goal {GOAL})'}; decode alone {result.local} "
+            f"ms, exposed of the transfer {result.exposed}{f' (goal {EXPOSED_GOAL})' if one else ''}"
+        )
 
 
 if __name__ == "__main__":
