@@ -10,9 +10,9 @@ verified: the two sides compare sums of all that was written, and the benchmark 
 With `--one-step` the prompt takes a single step, and pushes are written layer by layer (`push_when`), of two models: 16
 layers of attention, and 40 layers of which ten are attention and the others have states. What is exposed is the time
 from the end of the prefill to the first token, less that of a prompt of one token, for which the decode instance
-computes one, as it does behind a push; as a part of what the whole transfer takes. What the decode leg needs to come
-there (its own server, its engine, the question) is exposed, too: the transfer takes as long as the step and cannot
-begin before.
+computes one, as it does behind a push; as a part of the same time of a pull, which exposes the whole transfer. What the
+decode leg needs to come there (its own server, its engine, the question) is exposed, too: the transfer takes as long as
+the step and cannot begin before.
 
 Everything runs in a network namespace of its own (`unshare --net`), whose only link is slowed by `tc` (a token bucket);
 NIXL is confined to TCP, so no bytes pass beside it. Needs root or the right to make namespaces.
@@ -68,9 +68,9 @@ COUNTED_S = 10.0
 @dataclass(frozen=True, slots=True)
 class Result:
     """Medians and worst values in milliseconds over `requests`; `ratio` is of the medians of push and pull. `prefill`
-    is that beside a push, `transfer` what the bytes take over the link. `local` is the first token's of a prompt of one
-    token, `exposed` what a push adds to it, as a part of `transfer`. `compared` is what was found equal: the tokens of
-    every request, the bytes of one push."""
+    is that beside a push, `transfer` what the bytes take over the link at its rate. `local` is the first token's of a
+    prompt of one token, `exposed` what a push adds to it, as a part of what a pull adds: of the whole transfer, as it
+    is measured. `compared` is what was found equal: the tokens of every request, the bytes of one push."""
 
     model: str
     compared: str
@@ -287,7 +287,7 @@ def measure(model: str, requests: int, logs: Path, step_tokens: int = STEP_TOKEN
         push_worst=round(push_worst, 1),
         ratio=round(push / pull, 3),
         local=round(local, 1),
-        exposed=round((push - local) / (1e3 * seconds), 3),
+        exposed=round((push - local) / (pull - local), 3),
     )
 
 
