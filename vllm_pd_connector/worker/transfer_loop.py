@@ -234,7 +234,8 @@ class TransferLoop:
                 self._take_orders(now, until)
             self._comparison.turn(now)
             self._receives.poll(now, until)
-            self._poll_staged(now)
+            if not self._receives.bound_long:
+                self._poll_staged(now)
             self._auto_mode.turn()
             self._receives.tick(now)
             if self._pushes is not None:

@@ -67,7 +67,7 @@ class Receives:
         connected: called with every link to a prefill instance that is read from, before it is used, or None.
         received: called before a good receive is reported, or None; see `TransferLoop`.
 
-    `waited`: binding has left the last turn to other work.
+    `waited`: binding has left the last turn to other work; `bound_long`: it has taken all of that.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Receives:
         )
         self._active: dict[str, ActiveReceive] = {}
         self._linked: dict[str, ActiveReceive] = {}  # their peers are ready, and they are to be bound
-        self._bound_long = self.waited = False
+        self.bound_long = self.waited = False
 
     def begin(self, request: ReceiveRequest, now: float) -> None:
         """Begin a receive: its peer is wanted."""
@@ -150,12 +150,12 @@ class Receives:
         the monotonic clock says `until`; what is left then goes first the next time. Where binding has taken all of
         the time, as that of a long prompt does, nothing is moved, and the next time nothing is bound; where something
         else has, before, binding waits once."""
-        waits = bool(self._linked) and (self._bound_long or (not self.waited and time.monotonic() >= until))
-        self._bound_long, self.waited = False, waits
+        waits = bool(self._linked) and (self.bound_long or (not self.waited and time.monotonic() >= until))
+        self.bound_long, self.waited = False, waits
         while self._linked and not waits:
             self._bind(self._linked.pop(next(iter(self._linked))), now)
             if time.monotonic() >= until:
-                self._bound_long = True
+                self.bound_long = True
                 return
         for name, active in list(self._active.items()):
             for end, error in active.in_flight.poll(now, until):
