@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import struct
 
 import msgspec
 import numpy as np
@@ -53,5 +54,5 @@ def test_what_is_no_table_is_refused_when_it_is_decoded(changes: dict[str, objec
 def test_a_table_of_our_own_is_one_too() -> None:
     with pytest.raises(ValueError, match="first_block -1"):
         BlockTable.of(-1, [1])
-    with pytest.raises(OverflowError):
+    with pytest.raises(struct.error):
         BlockTable.of(0, [2**31])

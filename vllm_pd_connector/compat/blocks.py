@@ -92,17 +92,18 @@ def computes_itself(request: Request) -> bool:
     return bool(request.get_skip_reading_prefix_cache())
 
 
-def computed_after(output: SchedulerOutput, among: Collection[str]) -> Iterator[tuple[str, int]]:
-    """(request id, tokens whose cache is there after this step) of those requests that are scheduled in it."""
+def computed_after(output: SchedulerOutput, among: Collection[str]) -> dict[str, int]:
+    """By request id the tokens whose cache is there after this step, of those requests that are scheduled in it."""
     if not among:
-        return
+        return {}
+    now, cached, after = output.num_scheduled_tokens, output.scheduled_cached_reqs, {}
     for new in output.scheduled_new_reqs:
         if new.req_id in among:
-            yield new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
-    cached = output.scheduled_cached_reqs
+            after[new.req_id] = new.num_computed_tokens + now[new.req_id]
     for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
         if request_id in among:
-            yield request_id, computed + output.num_scheduled_tokens[request_id]
+            after[request_id] = computed + now[request_id]
+    return after
 
 
 def begun_in(output: SchedulerOutput) -> Iterator[tuple[str, bool]]:
@@ -344,7 +345,7 @@ class HeldBlocks:
     def hold(self, request_id: str, tables: BlockTables) -> None:
         """Reference these blocks, null blocks and those held for it already aside; the request still owns them."""
         held = self._blocks.setdefault(request_id, {})
-        ids = (i for table in tables for i in table.ids.tolist())
+        ids = (i for table in tables for i in table.narrow.tolist())
         blocks = {i: self._pool.blocks[i] for i in ids if i != NULL_BLOCK and i not in held}
         self._pool.touch(list(blocks.values()))
         self._holders.update(blocks.keys())

@@ -9,6 +9,7 @@ Source: vLLM 0.32 `v1/core/block_pool.py` (block 0 is the null block).
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -50,9 +51,9 @@ class BlockTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """A table of these ids.
 
         Raises:
-            OverflowError: an id of vLLM's list has more than 32 bits.
+            struct.error: an id of vLLM's list has more than 32 bits.
         """
-        return cls(first_block, np.asarray(ids, dtype=_ID).tobytes())
+        return cls(first_block, struct.pack(f"<{len(ids)}i", *ids))  # faster than by way of an array
 
     @property
     def ids(self) -> NDArray[np.int64]:

@@ -227,9 +227,10 @@ class SchedulerHalf:
         calm = self.hold.step(computes=computes, waiting=not computes and self._num_waiting() > 0)
         self.producer.drain()
         self.producer.make_room(len(output.num_scheduled_tokens) * self.producer.lending.groups)
+        step, ends_prefill = self.producer.advance(output)
         return StepMetadata(
-            step=self.producer.advance(output),
-            ends_prefill=self.producer.ends_prefill(output),
+            step=step,
+            ends_prefill=ends_prefill,
             calm=calm,
             bell=self.hold.bell if receives else "",
             receives=receives,

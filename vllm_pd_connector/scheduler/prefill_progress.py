@@ -12,11 +12,10 @@ before. What nobody has asked for is taken back where vLLM needs blocks, and off
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.compat.blocks import computed_after
 from vllm_pd_connector.compat.model.caches import group_kinds
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import BlockTable
@@ -25,7 +24,7 @@ from vllm_pd_connector.sidechannel.push_service import Offer
 
 if TYPE_CHECKING:
     from vllm_pd_connector.compat.blocks import HeldBlocks
-    from vllm_pd_connector.compat.types import KVCacheConfig, SchedulerOutput
+    from vllm_pd_connector.compat.types import KVCacheConfig
     from vllm_pd_connector.sidechannel.push_service import PushService
 
 TablesOf = Callable[[str], Sequence[list[int]]]
@@ -75,20 +74,20 @@ class PrefillProgress:
         running = self._running.get(request_id)
         return running.step if running is not None and running.step else self.number
 
-    def advance(self, output: SchedulerOutput, pushes: PushService, blocks: HeldBlocks) -> None:
-        """Begin the next step, and offer what it will complete."""
+    def advance(self, computed: Mapping[str, int], pushes: PushService, blocks: HeldBlocks) -> None:
+        """Begin the next step, and offer what it will complete; `computed` has the tokens of requests after it."""
         self.number += 1
-        if not self._running:
+        if not computed:
             return
-        computed = dict(computed_after(output, self._running))
-        for request_id in computed:
-            self._running[request_id].step = self.number
-        if not computed or not self._enabled or self.tables is None:
+        going = {name: self._running[name] for name in computed if name in self._running}
+        for running in going.values():
+            running.step = self.number
+        if not going or not self._enabled or self.tables is None:
             return
         offers = []
-        needed = pushes.needed(computed)
-        for request_id in filter(needed.__contains__, computed):
-            running = self._running[request_id]
+        needed = pushes.needed(going)
+        for request_id in filter(needed.__contains__, going):
+            running = going[request_id]
             tables, whole = self._tables(request_id, running, computed[request_id])
             if added := _added(tables, running.held):
                 blocks.hold(request_id, added)
@@ -107,7 +106,7 @@ class PrefillProgress:
                 return self._tables_of(request_id, ids, running.num_tokens), True
             except ProtocolError:  # no block holds a state: whoever ends the request says so
                 pass
-        return tuple(BlockTable.of(0, ids[i] if full else ()) for i, full in enumerate(self._full)), False
+        return tuple([BlockTable.of(0, ids[i] if full else ()) for i, full in enumerate(self._full)]), False
 
     def let_go(self, pushes: PushService, blocks: HeldBlocks) -> None:
         """Give back the blocks of running prefills whose push has failed: a preempted one may need them to go on."""

@@ -292,13 +292,6 @@ class Producer:
         self._tables.over(request_id)
         self._epochs.forget(request_id)
 
-    def ends_prefill(self, output: SchedulerOutput) -> bool:
-        """Whether a prefill for a decode instance is complete after this step."""
-        if not self._unfinished:
-            return False
-        computed = computed_after(output, self._unfinished)
-        return any(tokens >= self._unfinished[name].num_prompt_tokens for name, tokens in computed)
-
     def _drop_older_choice(self, request_id: str) -> None:
         """Of a request with `n` > 1 the router gets the parameters of the choice that ended last, and nobody else can
         name the others' leases, unless both legs were sent at once.
@@ -314,14 +307,19 @@ class Producer:
             self._server.drop(older)
         self._choices[parent] = request_id
 
-    def advance(self, output: SchedulerOutput) -> int:
-        """Begin an engine step: what it will complete goes to the workers as orders. Returns the step's number."""
+    def advance(self, output: SchedulerOutput) -> tuple[int, bool]:
+        """Begin an engine step: what it will complete goes to the workers as orders. Returns the step's number, and
+        whether a prefill for a decode instance is complete after it."""
         self._epochs.advance(output, self._unfinished, self._going)
+        computed = computed_after(output, self._unfinished)
         if self._server is not None and self._blocks is not None:
             if output.num_scheduled_tokens:  # else the engine only looks whether it can go on
                 self._server.pushes.stepped()
-            self._progress.advance(output, self._server.pushes, self._blocks)
-        return self._progress.number
+            self._progress.advance(computed, self._server.pushes, self._blocks)
+        if not computed:
+            return self._progress.number, False
+        ends = any(tokens >= self._unfinished[name].num_prompt_tokens for name, tokens in computed.items())
+        return self._progress.number, ends
 
     def loads_failed(self, block_ids: Collection[int]) -> None:
         """Another connector could not load these blocks, and a step that wrote from them had begun. vLLM computes their

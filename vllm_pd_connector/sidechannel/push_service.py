@@ -87,7 +87,9 @@ class PushService:
 
     def needed(self, request_ids: Iterable[str]) -> set[str]:
         """Those of these running prefills of which somebody waits for more, or may still ask."""
-        return self._such(request_ids, lambda prefill: prefill.needed)
+        with self._lock:
+            known = self._table.running(request_ids) if self._table is not None else ()
+            return {prefill.request_id for prefill in known if prefill.needed}
 
     def taken_back(self, request_ids: Iterable[str]) -> set[str]:
         """Those of which nobody was told to read what they have computed; nobody will be."""
@@ -107,8 +109,8 @@ class PushService:
         """See `PushTable.progressed`, for all prefills of a step."""
         with self._lock:
             assert self._table is not None
-            for offer in offers:
-                self._table.progressed(*offer[:3], step, *offer[3:])
+            for request_id, source, ready, *whole in offers:
+                self._table.progressed(request_id, source, ready, step, *whole)
             told = bool(self._table.replies or self._table.given_up)
         if told:
             self._wake()

@@ -41,13 +41,18 @@ class CommandQueue:
         Raises:
             ProtocolError: one is too large to be handed out; none is then.
         """
-        sizes = [body_size(command) for command in commands]
-        if (size := max(sizes)) > MAX_COMMANDS_BYTES:
-            raise ProtocolError(f"an order of {size} bytes, the limit is {MAX_COMMANDS_BYTES}: it has too many blocks")
-        for command, size in zip(commands, sizes, strict=True):
-            self._number += 1
-            for queue in self._commands:
-                queue.append(_Numbered(self._number, command, size))
+        added = []
+        for number, command in enumerate(commands, self._number + 1):
+            if (size := body_size(command)) > MAX_COMMANDS_BYTES:
+                raise ProtocolError(
+                    f"an order of {size} bytes, the limit is {MAX_COMMANDS_BYTES}: it has too many blocks"
+                )
+            added.append(_Numbered(number, command, size))
+        self._number += len(added)
+        for queue in self._commands:
+            queue += added
+        if not self._awaiting:
+            return []
         return [answer for worker in sorted(self._awaiting) for answer in self._hand_out(worker)]
 
     def await_commands(self, message: AwaitCommands, ticket: Ticket, now: float) -> list[tuple[Ticket, Reply]]:

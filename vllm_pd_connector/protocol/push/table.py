@@ -82,7 +82,7 @@ class PushTable:
         self.unneeded: Gathered[str] = Gathered()
         self.failed: Gathered[str] = Gathered()
         self.freed: Gathered[str] = Gathered()
-        self._workers = workers
+        self._everyone = frozenset(range(workers))
         self._step_s = step_s
         self._now = self._stepped = -inf  # the latest time that was told
         self._look_at = inf  # no ticket is due before
@@ -317,23 +317,22 @@ class PushTable:
         reached = (prefill.ready, prefill.finished)
         if reached == registration.last or prefill.ready == 0 or prefill.failure:
             return
-        attempt = registration.into.attempt
-        orders: list[pm.BeginCommand | pm.WriteCommand] = []
+        attempt, source = registration.into.attempt, prefill.source
+        begins: tuple[pm.BeginCommand | pm.WriteCommand, ...] = ()
         if registration.last == (0, False):
-            orders.append(pm.BeginCommand(registration.into))
+            begins = (pm.BeginCommand(registration.into),)
             if prefill.earlier is not None and not prefill.finished:
-                orders.append(pm.WriteCommand(attempt, *prefill.earlier, False))
+                begins += (pm.WriteCommand(attempt, *prefill.earlier, False),)
                 registration.write_from(prefill.earlier[0])
-        offer = prefill.source, prefill.ready, prefill.step
-        orders.append(pm.WriteCommand(attempt, *offer, prefill.finished, prefill.whole))
+        write = pm.WriteCommand(attempt, source, prefill.ready, prefill.step, prefill.finished, prefill.whole)
         try:
-            self.replies += self._commands.add(*orders)
+            self.replies += self._commands.add(*begins, write)
         except ProtocolError as error:
             self._fail_prefill(prefill, str(error))
             return
         registration.last, registration.state = reached, pm.PushState.WRITING
-        registration.write_from(prefill.source)
-        registration.ordered = set(range(self._workers))
+        registration.write_from(source)
+        registration.ordered.update(self._everyone)
 
     def _decline(self, ref: pm.PrefillRef, began: float, now: float) -> None:
         prefill = self._rendezvous.find(ref)
