@@ -96,13 +96,12 @@ def computed_after(output: SchedulerOutput, among: Collection[str]) -> dict[str,
     """By request id the tokens whose cache is there after this step, of those requests that are scheduled in it."""
     if not among:
         return {}
-    now, cached, after = output.num_scheduled_tokens, output.scheduled_cached_reqs, {}
+    now, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    before = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    after = {name: computed + now[name] for name, computed in before if name in among}
     for new in output.scheduled_new_reqs:
         if new.req_id in among:
             after[new.req_id] = new.num_computed_tokens + now[new.req_id]
-    for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        if request_id in among:
-            after[request_id] = computed + now[request_id]
     return after
 
 

@@ -8,7 +8,7 @@ Methods return the answers that have become due.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.wire.fields import MAX_REPLY_FRAME
@@ -21,7 +21,7 @@ IDLE_ANSWER_S = 30.0
 MAX_COMMANDS_BYTES = MAX_REPLY_FRAME // 2  # of one answer's commands, and so of each command
 
 
-class _Numbered(NamedTuple):
+class _Numbered(msgspec.Struct, frozen=True):
     number: int
     command: Command
     size: int

@@ -30,8 +30,8 @@ ALIKE = (
 class PushRegistration:
     """A decode worker's registration of its blocks.
 
-    `source` is that of the latest command; `mixed` says that parts were written from blocks that the prefill does not
-    have any more.
+    For a decode side that compares, `source` is that of the latest command; `mixed` says that parts were written from
+    blocks that the prefill does not have any more.
     """
 
     into: PushInto
@@ -51,7 +51,9 @@ class PushRegistration:
 
     def write_from(self, source: tuple[BlockTable, ...]) -> None:
         """The next command is from these blocks. Tables of full attention only grow, unless the request was preempted;
-        the others are empty before the end."""
+        the others are empty before the end. It only matters to a decode side that compares."""
+        if not self.into.compare_s:
+            return
         for old, now in zip(self.source, source, strict=False):
             self.mixed |= not now.packed.startswith(old.packed)
         self.source = source

@@ -50,7 +50,7 @@ from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef, Weights
 from vllm_pd_connector.protocol.wire.messages import ReadDone
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.wire.messages import Reply
@@ -194,9 +194,9 @@ class PushTable:
         """The engine begins a step, so it has not come to a standstill in an earlier one."""
         self._stepped = now
 
-    def running(self, request_ids: Iterable[str]) -> Iterator[Prefill]:
+    def running(self, request_ids: Iterable[str]) -> list[Prefill]:
         """Those of these prefills that are known. Blocks are held and `progressed` is called for what is `needed`."""
-        return (prefill for name in request_ids if (prefill := self._rendezvous.get(name)) is not None)
+        return [prefill for name in request_ids if (prefill := self._rendezvous.get(name)) is not None]
 
     def take_given_up(self) -> list[str]:
         """Request ids of running prefills that were given up since the last call."""
