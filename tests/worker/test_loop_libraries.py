@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.worker.decode_instance import PATIENCE_S, Decode, in_its_thread, request_of, until
+from tests.support.worker.decode_instance import PATIENCE_S, Decode, request_of, set_deadline, until
 from tests.support.worker.library_processes import VARIANTS, Instance, instances
 from tests.support.worker.prefill_instance import serve
 from vllm_pd_connector.config import Config
@@ -55,8 +55,9 @@ def test_a_stopped_instance_fails_its_request_at_the_deadline_and_delays_no_othe
     stuck.stop()
     decode.loop.submit([waiting], [])
     until(lambda: decode.reads("a"), "the read")
-    machine = decode.active("a").machine  # type: ignore[union-attr]
-    in_its_thread(decode.loop, lambda now: setattr(machine, "_deadline", now + DEADLINE_S))
+    active = decode.active("a")
+    assert active is not None
+    set_deadline(decode.loop, active, DEADLINE_S)
     names = [f"b{i}" for i in range(10)]
     assert all(decode.received(*(order(other, name) for name in names)))
     assert decode.wait_for("a") == [False]

@@ -285,6 +285,11 @@ class InFlight:
         return any(direct.rest is not None for direct in self.transfers.values())
 
     @property
+    def ended(self) -> bool:
+        """Whether nothing of it is left to be looked at."""
+        return not (self.transfers or self.staged or self.stuck)
+
+    @property
     def moves(self) -> bool:
         """Whether the transport still works on any of it."""
         return any(direct.running for direct in self.transfers.values()) or self.stager.holds(self.owner)

@@ -58,6 +58,16 @@ def in_its_thread(loop: TransferLoop, act: Callable[[float], Found]) -> Found:
     return done.result(PATIENCE_S)
 
 
+def set_deadline(loop: TransferLoop, active: ActiveReceive, later: float = 0.0) -> None:
+    """Let a receive's deadline come so many seconds from now."""
+
+    def act(now: float) -> None:
+        active.machine._deadline = now + later
+        loop._receives._due.lower(now + later)
+
+    in_its_thread(loop, act)
+
+
 def until_in(loop: TransferLoop, condition: Callable[[], bool], what: str) -> None:
     """`until` for what the loop owns."""
     until(lambda: in_its_thread(loop, lambda _: condition()), what)

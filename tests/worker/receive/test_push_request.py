@@ -14,6 +14,7 @@ from vllm_pd_connector.geometry.manifest import Group, GroupKind
 from vllm_pd_connector.protocol.receive import PushDone, PushFailed
 from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode
 from vllm_pd_connector.protocol.wire.push_messages import Pushed, PushInto, PushState
+from vllm_pd_connector.worker.peers.earliest import Earliest
 from vllm_pd_connector.worker.receive.push_request import RETRY_S, PushRequester
 
 
@@ -52,7 +53,9 @@ def test_a_question_in_vain_says_nothing_of_what_was_asked_before(writer, target
 )
 def test_whoever_answers_nonsense_at_once_is_not_asked_at_once_again(outcome, pause):
     active: Any = SimpleNamespace(links=SimpleNamespace(drive=lambda *_: None), link=None, retry_at=None)
-    push_requester = PushRequester(SimpleNamespace(), (0, 0, 0, 1), 1.0, 1.0, lambda *_: None, ())  # type: ignore[arg-type]
+    calls: Any = SimpleNamespace()
+    rank: Any = (0, 0, 0, 1)
+    push_requester = PushRequester(calls, rank, 1.0, 1.0, lambda *_: None, (), Earliest(), calls)
     for handler in (push_requester._asked, push_requester._withdrawn):
         handler(active, outcome, 100.0)
         assert active.retry_at == 100.0 + pause
@@ -65,7 +68,7 @@ def test_a_late_start_in_a_group_that_cannot_have_one_fails_the_request(group, f
     events = []
     calls: Any = SimpleNamespace()
     push_requester = PushRequester(
-        calls, (0, 0, 0, 1), 1.0, 1.0, lambda active, event, *_: events.append(event), groups
+        calls, (0, 0, 0, 1), 1.0, 1.0, lambda active, event, *_: events.append(event), groups, Earliest(), calls
     )
     active: Any = SimpleNamespace(request=SimpleNamespace(stop=100))
     push_requester._asked(active, Pushed(PushState.DONE, "", True, {group: 40}), 0.0)
@@ -84,7 +87,7 @@ def test_a_window_of_which_too_little_was_written_fails_the_request(late, fits):
     events = []
     calls: Any = SimpleNamespace()
     push_requester = PushRequester(
-        calls, (0, 0, 0, 1), 1.0, 1.0, lambda active, event, *_: events.append(event), groups
+        calls, (0, 0, 0, 1), 1.0, 1.0, lambda active, event, *_: events.append(event), groups, Earliest(), calls
     )
     active: Any = SimpleNamespace(request=SimpleNamespace(stop=100))
     push_requester._asked(active, Pushed(PushState.DONE, "", True, {0: late}), 0.0)

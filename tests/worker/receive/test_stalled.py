@@ -19,6 +19,7 @@ from tests.support.worker.decode_instance import (
     Decode,
     in_its_thread,
     lacking,
+    set_deadline,
     set_faults,
     until,
 )
@@ -121,6 +122,7 @@ def test_reads_that_were_given_up_and_have_ended_say_nothing_of_their_peer(prefi
     let_go(reader)
     [entry] = links._given_up
     links._given_up = [replace(entry, due=0.0)]
+    links._due.lower(0.0)
     assert reader.received(prefill.request("b")) == [True]
     assert not links._given_up and not link.stalled and prefill.server.counts()["GetManifests"] == 1
 
@@ -140,8 +142,7 @@ def test_what_stands_still_beside_it_fails_at_once(prefill, reader):
     object.__setattr__(reader.loop._receives._limits, "read_s", 600.0)
     reader.loop.submit([prefill.request("a"), prefill.request("b")], [])
     link = begin_reads(reader, "a", "b")
-    machine = reader.active("a").machine
-    in_its_thread(reader.loop, lambda now: setattr(machine, "_deadline", now))
+    set_deadline(reader.loop, reader.active("a"))
     assert reader.wait_for("a", "b") == [False, False]
     assert reader.failures == {"deadline": 1, "transfer_failed": 1} and link.ranks
     reader.transport.faults.stalled = 0

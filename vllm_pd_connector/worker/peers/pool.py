@@ -20,6 +20,7 @@ from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.peer import Peer, PeerKey, PeerState
 from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, GetManifests, Manifests, VersionMismatch
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
+from vllm_pd_connector.worker.peers.earliest import Earliest
 from vllm_pd_connector.worker.peers.link import PeerLink, over
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class Links(Generic[LinkKind]):
         self._connected = connected
         self._links: dict[tuple[PeerKey, str], LinkKind] = {}
         self._given_up: list[_GivenUp[LinkKind]] = []
+        self._due = Earliest()
 
     def get(self, key: PeerKey, engine_id: str, now: float, *, same_weights: bool = False) -> LinkKind:
         """The link to this incarnation of this engine, made if there is none, or if it was refused and need not be now
@@ -136,6 +138,7 @@ class Links(Generic[LinkKind]):
             address = endpoint(key.host, key.port, key.server_key)
             link = self._links[key, engine_id] = self._make(machine, engine_id, address, now)
             self._doubt_others_at(link, now)
+            self._due.lower(now + IDLE_LINK_S)
         link.used_at, link.same_weights = now, link.same_weights or same_weights
         return link
 
@@ -163,6 +166,7 @@ class Links(Generic[LinkKind]):
                         kind = FailureKind.INCOMPATIBLE_PEER if refused else FailureKind.PEER_UNREACHABLE
                         for request_id in request_ids:
                             self._user.refused(request_id, reason, kind, now)
+        self._due.lower(link.machine.next_deadline())
 
     def departed(self, endpoint: str, now: float) -> None:
         """The instance at this endpoint says that it ends: let go of its memory at once."""
@@ -184,10 +188,16 @@ class Links(Generic[LinkKind]):
     def give_up(self, link: LinkKind, over: Callable[[], bool], now: float) -> None:
         """A request was given up while transfers of its run on this link. If they are not `over` when they should be,
         they stand still; no request with a deadline is left that would notice."""
-        self._given_up.append(_GivenUp(link, now + self._config.transfer_timeout, over))
+        self._begin_waiting(_GivenUp(link, now + self._config.transfer_timeout, over))
+
+    def _begin_waiting(self, entry: _GivenUp[LinkKind]) -> None:
+        self._given_up.append(entry)
+        self._due.lower(entry.due)
 
     def tick(self, now: float) -> None:
         """What is due: retries, probes, the removal of links that nobody has used for long."""
+        if not self._due.over(now):
+            return
         for entry in [entry for entry in self._given_up if entry.due <= now]:
             self._given_up.remove(entry)
             if not entry.over():
@@ -197,13 +207,13 @@ class Links(Generic[LinkKind]):
             if (due := link.machine.next_deadline()) is not None and due <= now:
                 self.drive(link, peers.PeerTick(), now)
         self._drop_idle(now)
+        moments = [link.machine.next_deadline() for link in self._links.values()]
+        moments += [link.used_at + IDLE_LINK_S for link in self._links.values()]
+        self._due.renew([*moments, *(entry.due for entry in self._given_up)])
 
     def next_deadline(self) -> float | None:
         """When a `tick` is due, None if none is."""
-        moments = [due for link in self._links.values() if (due := link.machine.next_deadline()) is not None]
-        moments += [link.used_at + IDLE_LINK_S for link in self._links.values()]
-        moments += [entry.due for entry in self._given_up]
-        return min(moments, default=None)
+        return self._due.at
 
     def _doubt_others_at(self, newcomer: LinkKind, now: float) -> None:
         """Two incarnations of an engine at one address: one of them is over. The parameters of a request prove nothing,
@@ -273,7 +283,7 @@ class Links(Generic[LinkKind]):
                 self._transport.replace_endpoint(rank)
         except TransferError as error:
             if error.retryable:
-                self._given_up.append(_GivenUp(link, now + _REMAKE_S, lambda: False))
+                self._begin_waiting(_GivenUp(link, now + _REMAKE_S, lambda: False))
                 return answer
             logger.warning("%s; not possible: %s", reason, error)
             return answer

@@ -144,7 +144,8 @@ class ProcessWatches:
     def __init__(self, address: Address, wake: Callable[[], None]) -> None:
         self._address = address
         name = f"{SAYS}{secrets.token_hex(16)}"
-        self._hub = LivenessHub(str(address), name, lost=wake)
+        self._wake, self._lost = wake, False
+        self._hub = LivenessHub(str(address), name, lost=self._hear)
         self.own = LivenessAddress(str(address), self._hub.port, name)
         self._watches: dict[str, ProcessWatch] = {}
         self._ticked_at = -inf
@@ -157,6 +158,15 @@ class ProcessWatches:
             watch = self._watches[life.name] = ProcessWatch(life, self._dial)
         watch.look(now)
         return watch
+
+    def take_lost(self) -> bool:
+        """Whether a link was lost since this was called last: there may be something to see before LOOK_S are over."""
+        lost, self._lost = self._lost, False
+        return lost
+
+    def _hear(self) -> None:
+        self._lost = True
+        self._wake()
 
     def tick(self, now: float) -> None:
         """Forget whom nobody has looked at for long, until who holds the watch looks again."""

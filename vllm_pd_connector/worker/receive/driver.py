@@ -2,7 +2,7 @@
 
 Everything that decides is a state machine without I/O (`protocol.receive`); `Receives` brings it events and carries out
 its actions. What needs questions and answers of its own stands beside it: `push_request` (the prefill side is to
-write), `compare` (its sums are to equal ours).
+write), `compare` (its sums are to equal ours), `confirm` (it still vouches for what was read).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.errors import ProtocolError, TransferError
+from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.metadata import BadParameters, Either, PushFrom, ReadFrom
 from vllm_pd_connector.observability import tracing
 from vllm_pd_connector.observability.stats import FailureKind, Phase
@@ -21,13 +21,13 @@ from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.push.table import ANSWER_S
 from vllm_pd_connector.protocol.receive import Receive
 from vllm_pd_connector.protocol.transfers import TransferDone
-from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, ReadDone, ReadVerdict
 from vllm_pd_connector.worker.checksums import is_chosen
 from vllm_pd_connector.worker.in_flight import InFlight
+from vllm_pd_connector.worker.peers.earliest import Earliest
 from vllm_pd_connector.worker.peers.pool import FETCH_ATTEMPTS, Links
-from vllm_pd_connector.worker.peers.process_watch import LOOK_S
 from vllm_pd_connector.worker.receive import ending
 from vllm_pd_connector.worker.receive.active import ActiveReceive, bind_receive, enter
+from vllm_pd_connector.worker.receive.confirm import Confirmer
 from vllm_pd_connector.worker.receive.push_link import AskLink
 from vllm_pd_connector.worker.receive.push_request import PushRequester
 from vllm_pd_connector.worker.receive.read_link import ReadLink
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from vllm_pd_connector.geometry.manifest import Manifest
     from vllm_pd_connector.metadata import ReceiveRequest
     from vllm_pd_connector.protocol.transfers import TransferEnd
-    from vllm_pd_connector.sidechannel.client import Outcome
     from vllm_pd_connector.transport.base import Transport
     from vllm_pd_connector.worker.outbox import Outbox
     from vllm_pd_connector.worker.peers.event_queue import EventQueue
@@ -52,8 +51,6 @@ if TYPE_CHECKING:
     from vllm_pd_connector.worker.staging.stream import Stream
 
 logger = init_logger(__name__)
-
-CONFIRM_ATTEMPTS = 3
 
 
 class Receives:
@@ -102,10 +99,20 @@ class Receives:
         self._asked = Links(*shared, AskLink)
         per_question = ANSWER_S + config.handshake_timeout / FETCH_ATTEMPTS
         reader_rank = (*manifest.parallel.rank, reader, readers)
+        self._due = Earliest()
         self._push_requester = PushRequester(
-            calls, reader_rank, per_question, config.transfer_timeout, self._drive, manifest.groups
+            calls,
+            reader_rank,
+            per_question,
+            config.transfer_timeout,
+            self._drive,
+            manifest.groups,
+            self._due,
+            processes,
         )
+        self._confirmer = Confirmer(calls, config.confirm_timeout, reader, readers, self._drive)
         self._active: dict[str, ActiveReceive] = {}
+        self._moving: dict[ActiveReceive, None] = {}  # something of them was begun and is to be looked at
         self._linked: dict[str, ActiveReceive] = {}  # their peers are ready, and they are to be bound
         self.bound_long = self.waited = False
 
@@ -131,6 +138,7 @@ class Receives:
         active.span = tracing.begin("pd.receive", request.trace, arrived, request=name, rank=self._reader)
         active.in_flight = InFlight(active, links, link, self._transport, self._stager, writes=False)
         enter(active, self._active)
+        self._due.lower(machine.next_deadline())
         active.links.drive(link, peers.Wanted(request.request_id), now)
 
     def abort(self, request_id: str, now: float) -> None:
@@ -157,14 +165,16 @@ class Receives:
             if time.monotonic() >= until:
                 self.bound_long = True
                 return
-        for name, active in list(self._active.items()):
+        for active in list(self._moving):
+            del self._moving[active]  # who had no turn goes first the next time
+            self._moving[active] = None
             for end, error in active.in_flight.poll(now, until):
                 self._transfer_ended(active, end, error, now)
             if active.posting and not active.in_flight.posts:
                 active.posting = False
                 self._stats.observe_phase(Phase.POST, active.in_flight.posting_s)
-            if name in self._active:
-                self._active[name] = self._active.pop(name)
+            if active.in_flight.ended:
+                del self._moving[active]
             if time.monotonic() >= until:
                 break
 
@@ -174,37 +184,42 @@ class Receives:
 
     def tick(self, now: float) -> None:
         """What is due: deadlines, questions to be asked again, what the links have to do."""
-        for active in list(self._active.values()):
-            if (due := active.machine.next_deadline()) is not None and due <= now:
-                waited = active.machine.state is receives.ReceiveState.WAITING
-                if self._goes_on(active, now):
-                    continue
-                active.links.drive(active.link, peers.Unwanted(active.request.request_id), now)
-                if waited:
-                    reason = ending.in_vain(active, self._limits.wait_s)
-                    self._drive(active, receives.PeerFailed(reason), now, FailureKind.PEER_UNREACHABLE)
-                else:
-                    self._drive(active, receives.ReceiveTick(missing=ending.missing(active)), now, FailureKind.DEADLINE)
-                if active.in_flight.moves:  # else it waited for room or for our own copies, or did not read
-                    active.link.stalled = "a read took too long"
-                if not waited:
-                    active.links.drive(active.link, peers.Suspected("a receive exceeded its deadline"), now)
-            if active.retry_at is not None and active.retry_at <= now:
-                active.retry_at = None
-                self._push_requester.again(active, now)
-            self._push_requester.look(active, now)
+        if self._due.over(now):
+            for active in list(self._active.values()):
+                self._tick(active, now)
+            moments = ((active.machine.next_deadline(), active.retry_at) for active in self._active.values())
+            self._due.renew(moment for both in moments for moment in both)
+        self._push_requester.tick(now)
         self._links.tick(now)
         self._asked.tick(now)
+
+    def _tick(self, active: ActiveReceive, now: float) -> None:
+        if (due := active.machine.next_deadline()) is not None and due <= now:
+            waited = active.machine.state is receives.ReceiveState.WAITING
+            if self._goes_on(active, now):
+                return
+            active.links.drive(active.link, peers.Unwanted(active.request.request_id), now)
+            if waited:
+                reason = ending.in_vain(active, self._limits.wait_s)
+                self._drive(active, receives.PeerFailed(reason), now, FailureKind.PEER_UNREACHABLE)
+            else:
+                self._drive(active, receives.ReceiveTick(missing=ending.missing(active)), now, FailureKind.DEADLINE)
+            if active.in_flight.moves:  # else it waited for room or for our own copies, or did not read
+                active.link.stalled = "a read took too long"
+            if not waited:
+                active.links.drive(active.link, peers.Suspected("a receive exceeded its deadline"), now)
+        if active.retry_at is not None and active.retry_at <= now:
+            active.retry_at = None
+            self._push_requester.again(active, now)
 
     def next_deadline(self, now: float) -> float | None:
         """When a `poll` or a `tick` is due, None if none is."""
         moments = [now] if self._linked else []
-        moments += [m for active in self._active.values() if (m := active.machine.next_deadline()) is not None]
-        moments += [active.retry_at for active in self._active.values() if active.retry_at is not None]
-        moments += [m for links in (self._links, self._asked) if (m := links.next_deadline()) is not None]
-        for active in self._active.values():
+        links = self._links.next_deadline(), self._asked.next_deadline()
+        due = (self._due.at, self._push_requester.next_look(), *links)
+        moments += [moment for moment in due if moment is not None]
+        for active in self._moving:
             moments += active.in_flight.next_look(now, draining=active.reported)
-            moments += [now + LOOK_S] if active.question and active.reported else []
         return min(moments, default=None)
 
     def fail(self, request: ReceiveRequest, reason: str, now: float) -> None:
@@ -294,7 +309,7 @@ class Receives:
                 case receives.Compare():
                     self._compare(active, now)
                 case receives.Confirm():
-                    self._confirm(active, now)
+                    self._confirmer.ask(active, now)
                 case receives.AskPush():
                     self._push_requester.ask(active, now)
                 case receives.Withdraw():
@@ -303,6 +318,7 @@ class Receives:
                     self._report(active, ok, reason, quarantined, now)
                 case receives.Drained():
                     self._outbox.drained(active.request.request_id)
+        self._due.lower(active.machine.next_deadline())
         if active.reported and not active.machine.writing and self._active.get(active.key) is active:
             del self._active[active.key]
 
@@ -310,7 +326,7 @@ class Receives:
         for index, (peer, work) in enumerate(active.reads):
             active.in_flight.start(index, peer, work)
         active.arrived, active.posting = active.in_flight.arrived, True
-        active.reads = []
+        active.reads, self._moving[active] = [], None
 
     def _transfer_ended(self, active: ActiveReceive, end: TransferEnd, error: TransferError | None, now: float) -> None:
         if isinstance(end, TransferDone) and active.machine.writing == {end.index} and not active.reported:
@@ -325,32 +341,6 @@ class Receives:
             self._comparison.begin(active, self._calls, self._drive, now)
         except TransferError as error:
             self._drive(active, receives.Compared(str(error)), now, FailureKind.INTERNAL)
-
-    def _confirm(self, active: ActiveReceive, now: float) -> None:
-        assert active.lease is not None
-        request = active.request
-        message = ReadDone(active.lease, self._reader, self._readers, request.attempt, request.shared, active.taken)
-        try:
-            self._calls.ask(
-                active.link.endpoint,
-                message,
-                self._config.confirm_timeout / CONFIRM_ATTEMPTS,
-                lambda outcome, at: self._confirmed(active, outcome, at),
-            )
-        except ProtocolError as error:
-            self._drive(active, receives.Verdict(False, str(error)), now, FailureKind.INTERNAL)
-
-    def _confirmed(self, active: ActiveReceive, outcome: Outcome, now: float) -> None:
-        match outcome:
-            case ReadVerdict(held=held, reason=reason):
-                self._drive(active, receives.Verdict(held, reason), now, ending.kind_of(reason, FailureKind.LEASE_LOST))
-            case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY):
-                self._drive(active, receives.VerdictTimeout(), now)
-            case Failure(message=message):
-                self._drive(active, receives.Verdict(False, message), now, FailureKind.LEASE_LOST)
-            case _:
-                active.links.drive(active.link, peers.Suspected(str(outcome)), now)
-                self._drive(active, receives.VerdictTimeout(), now)
 
     def _report(self, active: ActiveReceive, ok: bool, reason: str, quarantined: bool, now: float) -> None:
         request = active.request

@@ -11,6 +11,7 @@ replaced or be out of reach while its workers write on.
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
@@ -22,6 +23,7 @@ from vllm_pd_connector.protocol import receive as receives
 from vllm_pd_connector.protocol.wire.fields import MAX_COMPARE_S
 from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode
 from vllm_pd_connector.protocol.wire.push_messages import Pushed, PushInto, PushState, WithdrawPush
+from vllm_pd_connector.worker.peers.process_watch import LOOK_S
 from vllm_pd_connector.worker.receive.ending import kind_of
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from vllm_pd_connector.geometry.manifest import Group
     from vllm_pd_connector.metadata import PushFrom
     from vllm_pd_connector.sidechannel.client import Outcome
+    from vllm_pd_connector.worker.peers.earliest import Earliest
+    from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
     from vllm_pd_connector.worker.receive.active import ActiveReceive, Drive
     from vllm_pd_connector.worker.rpc import PendingCalls
 
@@ -45,7 +49,8 @@ ReaderRank = tuple[int, int, int, int, int]
 
 class PushRequester:
     """See the module. `timeout_s` is for one message and its answer, `compare_s` for the comparison of what was written
-    with what the prefill side holds, in receives that are verified; `groups` are this side's."""
+    with what the prefill side holds, in receives that are verified; `groups` are this side's. `due` learns when
+    somebody is to be asked again."""
 
     def __init__(
         self,
@@ -55,6 +60,8 @@ class PushRequester:
         compare_s: float,
         drive: Drive,
         groups: Sequence[Group],
+        due: Earliest,
+        processes: ProcessWatches,
     ) -> None:
         self._calls = calls
         self._reader_rank = reader_rank
@@ -62,6 +69,10 @@ class PushRequester:
         self._compare_s = min(compare_s, MAX_COMPARE_S)
         self._drive = drive
         self._groups = groups
+        self._due = due
+        self._processes, self._looked_at = processes, -inf
+        self._asked_for: dict[ActiveReceive, None] = {}  # what somebody may write
+        self._drains = False
         self._windowed = frozenset(i for i, group in enumerate(groups) if group.window)
 
     def ask(self, active: ActiveReceive, now: float) -> None:
@@ -98,20 +109,34 @@ class PushRequester:
         if not active.question:
             self._drive(active, receives.PushFailed("it was not asked for", terminal=True), now)
             return
+        self._drains = True
         message = WithdrawPush(_terms(active).prefill, active.attempt, active.life)
         try:
             self._send(active, message, self._withdrawn)
         except ProtocolError:
-            active.retry_at = now + RETRY_S
+            self._again_at(active, now + RETRY_S)
 
     def again(self, active: ActiveReceive, now: float) -> None:
         """The pause after an answer that did not help is over."""
         self._drive(active, receives.PushSilent(), now)
 
-    def look(self, active: ActiveReceive, now: float) -> None:
-        """Fail or end a push by what is known of the processes that may write."""
-        if not active.question or not active.machine.writing:
+    def tick(self, now: float) -> None:
+        """Fail or end pushes by what is known of the processes that may write."""
+        if not self._asked_for or not (self._processes.take_lost() or now >= self._looked_at + LOOK_S):
             return
+        self._looked_at = now
+        for active in list(self._asked_for):
+            if active.machine.writing:
+                self._look(active, now)
+            else:
+                del self._asked_for[active]
+        self._drains = any(active.reported for active in self._asked_for)
+
+    def next_look(self) -> float | None:
+        """When a `tick` is due, if no process ends before: nobody else says when a quarantine is over."""
+        return self._looked_at + LOOK_S if self._drains else None
+
+    def _look(self, active: ActiveReceive, now: float) -> None:
         for watch in active.watches:
             watch.look(now)
         if all(watch.over for watch in active.watches):
@@ -150,12 +175,16 @@ class PushRequester:
         elif all(watch.here for watch in active.watches):
             return True
         else:
-            active.retry_at = now + OPENING_S
+            self._again_at(active, now + OPENING_S)
         return False
 
     def _unwatched(self, active: ActiveReceive, why: str, now: float) -> None:
         reason = f"the end of its writes could not be noticed, because a worker there cannot be watched: {why}"
         self._drive(active, receives.PushFailed(reason, terminal=True), now, FailureKind.PEER_UNREACHABLE)
+
+    def _again_at(self, active: ActiveReceive, moment: float) -> None:
+        active.retry_at = moment
+        self._due.lower(moment)
 
     def _send(
         self,
@@ -164,6 +193,7 @@ class PushRequester:
         handler: Callable[[ActiveReceive, Outcome, float], None],
     ) -> None:
         active.question += 1
+        self._asked_for[active] = None
         question, active.retry_at = active.question, None
 
         def answered(outcome: Outcome, now: float) -> None:
@@ -194,7 +224,7 @@ class PushRequester:
             case Pushed():
                 self._drive(active, receives.PushAlive(None), now)
             case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY):
-                active.retry_at = now + RETRY_S
+                self._again_at(active, now + RETRY_S)
             case Failure(code=FailureCode.FOREIGN_ENGINE, message=message):
                 # Whoever it is has not taken this in. Who did may still write: what was sent is sent again when a
                 # connection is lost, so also the first question may have reached another before.
@@ -221,14 +251,14 @@ class PushRequester:
             case Pushed(terminal=True, reason=reason):
                 self._drive(active, receives.PushFailed(reason, terminal=True), now)
             case Pushed() | Failure():  # also of a life that was not asked: it knows nothing of the one that was
-                active.retry_at = now + RETRY_S
+                self._again_at(active, now + RETRY_S)
             case _:
                 self._unheard(active, outcome, now)
 
     def _unheard(self, active: ActiveReceive, outcome: Outcome, now: float) -> None:
         active.links.drive(active.link, peers.Suspected(str(outcome)), now)
         # A timeout already cost its wait: retry now. A wrong answer may repeat at once: pause first.
-        active.retry_at = now if isinstance(outcome, DeadlineExceeded) else now + RETRY_S
+        self._again_at(active, now if isinstance(outcome, DeadlineExceeded) else now + RETRY_S)
 
 
 def _terms(active: ActiveReceive) -> PushFrom:
