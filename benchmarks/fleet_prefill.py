@@ -251,3 +251,6 @@ class Watches:
 
     def watch(self, life: Any, now: float) -> Watch:
         return Watch(life.name)
+
+    def take_lost(self) -> bool:
+        return False
