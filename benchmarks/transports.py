@@ -9,7 +9,9 @@ given the same descriptors (`bare`), and a plain copy of the same bytes inside o
 library's best round may be half as long as its median. Writes JSON, a table in Markdown and a plot.
 
 - bare NIXL: one request with all descriptors through the bindings, asked for its state every 0.1 ms.
-- bare Mooncake: its blocking batched calls, 1000 descriptors each, which wait without sleeping.
+- bare Mooncake: its blocking batched calls, 1000 descriptors each, which wait without sleeping. Beside it (`ones`) the
+  library alone as the port has to use it: in batches of one, whose state can be asked for, and looked at all the time.
+  What that is below the other is the bound that the library sets; the rest is what we sleep between looks.
 - bare loopback is the plain copy, here between the same places: both its ends are in this process.
 """
 
@@ -22,6 +24,7 @@ import importlib.metadata
 import multiprocessing
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -67,7 +70,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """GB/s (1e9 bytes) of one message, medians; `ratio` is connector / bare, `best` the same of their best rounds."""
+    """GB/s (1e9 bytes) of one message, medians; `ratio` is connector / bare, `best` the same of their best rounds,
+    `ones` the bare library's in batches of one / bare, None where that is no case."""
 
     transport: str
     operation: str
@@ -78,6 +82,7 @@ class Point:
     copy: float
     ratio: float
     best: float
+    ones: float | None
 
 
 class Memory:
@@ -141,7 +146,7 @@ class BareNixl:
 class BareMooncake:
     """An engine of its own."""
 
-    BATCH = 1000
+    BATCH, UNDER_WAY = 1000, 256
 
     def __init__(self, options: dict[str, Any], memory: Memory, serves: bool) -> None:
         self._engine = importlib.import_module("mooncake.engine").TransferEngine()
@@ -163,6 +168,23 @@ class BareMooncake:
             batch = slice(at, at + self.BATCH)
             status = call(self._peer, local[batch].tolist(), remote[batch].tolist(), runs.length[batch].tolist())
             assert status == 0, f"Mooncake: status {status}"
+
+    def one_by_one(self, operation: str, runs: Runs) -> None:
+        """The same in batches of one, as many under way as the port has, looked at without a pause."""
+        reads, opcodes = operation == "read", importlib.import_module("mooncake.engine").TransferOpcode
+        local, remote = (runs.destination, runs.source) if reads else (runs.source, runs.destination)
+        opcode, running = opcodes.Read if reads else opcodes.Write, deque[int]()
+        for ours, theirs, length in zip(local.tolist(), remote.tolist(), runs.length.tolist(), strict=True):
+            while len(running) >= self.UNDER_WAY:
+                self._end_some(running)
+            running.append(self._engine.batch_transfer_async(self._peer, [ours], [theirs], [length], opcode))
+        while running:
+            self._end_some(running)
+
+    def _end_some(self, running: deque[int]) -> None:
+        while running and (status := self._engine.transfer_check_status(running[0])):
+            assert status == 1, f"Mooncake: status {status}"
+            running.popleft()
 
 
 BARE: dict[str, Callable[[dict[str, Any], Memory, bool], Bare]] = {"nixl": BareNixl, "mooncake": BareMooncake}
@@ -290,11 +312,15 @@ def measure(pair: Pair, other: Memory, messages: Sequence[int], lengths: Sequenc
                 ]
                 if (bare := pair.bare.get(operation)) is not None:
                     actions.append(lambda: bare.move(operation, runs))  # noqa: B023
+                if isinstance(bare, BareMooncake):
+                    actions.append(lambda: bare.one_by_one(operation, runs))  # noqa: B023
                 took = seconds(rounds, actions)
                 middle, shortest = np.median(took, axis=0), took.min(axis=0)
-                connector, copy, alone = (round(message / s / 1e9, 3) for s in (*middle, middle[1])[:3])
-                ratio, best = (round(float(some[-1 if bare else 1] / some[0]), 2) for some in (middle, shortest))
-                points.append(Point(pair.name, operation, message, length, connector, alone, copy, ratio, best))
+                base = 2 if bare else 1
+                connector, copy, alone = (round(message / middle[i] / 1e9, 3) for i in (0, 1, base))
+                ratio, best = (round(float(some[base] / some[0]), 2) for some in (middle, shortest))
+                ones = round(float(middle[2] / middle[3]), 2) if len(middle) > 3 else None
+                points.append(Point(pair.name, operation, message, length, connector, alone, copy, ratio, best, ones))
                 print(points[-1], flush=True)
     return points
 
@@ -330,10 +356,16 @@ def summary(points: Sequence[Point]) -> list[dict[str, Any]]:
                 "lowest": lowest.ratio,
                 "its runs, KiB": lowest.run_bytes // KIB,
                 "of the best rounds": round(float(np.median([p.best for p in some])), 2),
+                "bare in batches of one": median_or_none([p.ones for p in some]),
                 "goal": GOAL if message >= GOAL_MESSAGE else SHORT_GOAL,
             }
         )
     return rows
+
+
+def median_or_none(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(float(np.median(known)), 2) if known else None
 
 
 def main() -> None:

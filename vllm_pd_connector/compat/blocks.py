@@ -94,8 +94,6 @@ def computes_itself(request: Request) -> bool:
 
 def computed_after(output: SchedulerOutput, among: Collection[str]) -> dict[str, int]:
     """By request id the tokens whose cache is there after this step, of those requests that are scheduled in it."""
-    if not among:
-        return {}
     now, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
     before = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
     after = {name: computed + now[name] for name, computed in before if name in among}

@@ -311,7 +311,7 @@ class Producer:
         """Begin an engine step: what it will complete goes to the workers as orders. Returns the step's number, and
         whether a prefill for a decode instance is complete after it."""
         self._epochs.advance(output, self._unfinished, self._going)
-        computed = computed_after(output, self._unfinished)
+        computed = computed_after(output, self._unfinished) if self._unfinished else {}
         if self._server is not None and self._blocks is not None:
             if output.num_scheduled_tokens:  # else the engine only looks whether it can go on
                 self._server.pushes.stepped()
