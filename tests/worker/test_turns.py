@@ -161,13 +161,13 @@ def test_a_turn_costs_nothing_for_those_that_only_wait(prefill, decode, monkeypa
     monkeypatch.setattr(transfer_loop, "TURN_S", 1.0)
     decode.loop.submit([prefill.request(name) for name in "abcdef"], [])
     receives = decode.loop._receives
-    until_in(decode.loop, lambda: len(receives._moving) == 6, "all reads")
+    until_in(decode.loop, lambda: len(receives._looks) == 6, "all reads")
     looked: list[str] = []
     monkeypatch.setattr(receives, "_tick", lambda active, now: looked.append(active.prefill))
     decode.transport.faults.held = False
     assert decode.wait_for(*"abcdef") == [True] * 6
     assert not looked
-    until_in(decode.loop, lambda: not receives._moving and not receives._active, "nothing to be left")
+    until_in(decode.loop, lambda: not receives._looks and not receives._active, "nothing to be left")
 
 
 def test_what_is_given_up_before_it_is_bound_is_not_kept_in_quarantine(prefill, decode):

@@ -309,6 +309,8 @@ class InFlight:
         elif self.transfers:
             rarely = min((now - self.moved_at) * _DRAINING_SHARE, POLL_DRAINING_S) if draining else 0.0
             moments.append(now + max(rarely, pause(now - self.posted_at, self.moved.bytes)))
+        if draining and self.staged:  # nobody says when the stager holds nothing of it any more
+            moments.append(now + POLL_DRAINING_S)
         return moments
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_pd_connector.worker.peers.earliest import Earliest
+from vllm_pd_connector.worker.peers.earliest import Agenda, Earliest
 
 moments = st.none() | st.floats(0, 100)
 
@@ -35,3 +35,21 @@ def test_what_was_taken_back_is_looked_for_once() -> None:
     assert earliest.at == 7.0
     earliest.renew([])
     assert earliest.at is None and not earliest.over(1e9)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 10), st.booleans())))
+def test_what_is_due_is_taken_in_its_order_and_once(steps: list[tuple[int, float, bool]]) -> None:
+    """Against a dict that is looked through; what became due at one moment is taken in the order of its setting."""
+    agenda, moments, now = Agenda[int](), dict[int, float](), 0.0
+    for item, moment, taken in steps:
+        if taken:
+            now = max(now, moment)
+            due = [one for one, at in moments.items() if at <= now]
+            first = min(due, key=moments.__getitem__, default=None)
+            assert agenda.take(now) == first
+            moments.pop(first, None)  # type: ignore[arg-type]
+        else:
+            moments.pop(item, None)
+            moments[item] = moment
+            agenda.set(item, moment)
+        assert len(agenda) == len(moments) and agenda.at == min(moments.values(), default=None)

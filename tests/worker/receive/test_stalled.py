@@ -204,7 +204,7 @@ def test_what_fails_on_the_old_link_says_nothing_of_the_new_one(prefill, reader,
 
     def fail_the_old_one(now: float) -> None:
         receives = reader.loop._receives
-        receives._active = {name: receives._active[name] for name in "ab"}  # a's turn comes first, and it takes it
+        receives._looks.set(receives._active["a"], 0.0)  # a's turn comes first, and it takes it
         reader.transport.faults.failures.append(failure)
 
     in_its_thread(reader.loop, fail_the_old_one)

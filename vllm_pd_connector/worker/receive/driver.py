@@ -23,7 +23,7 @@ from vllm_pd_connector.protocol.receive import Receive
 from vllm_pd_connector.protocol.transfers import TransferDone
 from vllm_pd_connector.worker.checksums import is_chosen
 from vllm_pd_connector.worker.in_flight import InFlight
-from vllm_pd_connector.worker.peers.earliest import Earliest
+from vllm_pd_connector.worker.peers.earliest import Agenda, Earliest
 from vllm_pd_connector.worker.peers.pool import FETCH_ATTEMPTS, Links
 from vllm_pd_connector.worker.receive import ending
 from vllm_pd_connector.worker.receive.active import ActiveReceive, bind_receive, enter
@@ -112,7 +112,7 @@ class Receives:
         )
         self._confirmer = Confirmer(calls, config.confirm_timeout, reader, readers, self._drive)
         self._active: dict[str, ActiveReceive] = {}
-        self._moving: dict[ActiveReceive, None] = {}  # something of them was begun and is to be looked at
+        self._looks: Agenda[ActiveReceive] = Agenda()  # at what was begun
         self._linked: dict[str, ActiveReceive] = {}  # their peers are ready, and they are to be bound
         self.bound_long = self.waited = False
 
@@ -165,18 +165,19 @@ class Receives:
             if time.monotonic() >= until:
                 self.bound_long = True
                 return
-        for active in list(self._moving):
-            del self._moving[active]  # who had no turn goes first the next time
-            self._moving[active] = None
+        looked = []
+        while (active := self._looks.take(now)) is not None:
+            looked.append(active)
             for end, error in active.in_flight.poll(now, until):
                 self._transfer_ended(active, end, error, now)
             if active.posting and not active.in_flight.posts:
                 active.posting = False
                 self._stats.observe_phase(Phase.POST, active.in_flight.posting_s)
-            if active.in_flight.ended:
-                del self._moving[active]
             if time.monotonic() >= until:
                 break
+        for active in looked:
+            if moments := active.in_flight.next_look(now, draining=active.reported):
+                self._looks.set(active, min(moments))
 
     def staged(self, active: ActiveReceive, stream: Stream, failure: TransferError | None, now: float) -> None:
         """A transfer by way of the staging buffer has ended."""
@@ -216,10 +217,8 @@ class Receives:
         """When a `poll` or a `tick` is due, None if none is."""
         moments = [now] if self._linked else []
         links = self._links.next_deadline(), self._asked.next_deadline()
-        due = (self._due.at, self._push_requester.next_look(), *links)
+        due = (self._due.at, self._looks.at, self._push_requester.next_look(), *links)
         moments += [moment for moment in due if moment is not None]
-        for active in self._moving:
-            moments += active.in_flight.next_look(now, draining=active.reported)
         return min(moments, default=None)
 
     def fail(self, request: ReceiveRequest, reason: str, now: float) -> None:
@@ -326,7 +325,8 @@ class Receives:
         for index, (peer, work) in enumerate(active.reads):
             active.in_flight.start(index, peer, work)
         active.arrived, active.posting = active.in_flight.arrived, True
-        active.reads, self._moving[active] = [], None
+        active.reads = []
+        self._looks.set(active, active.began)
 
     def _transfer_ended(self, active: ActiveReceive, end: TransferEnd, error: TransferError | None, now: float) -> None:
         if isinstance(end, TransferDone) and active.machine.writing == {end.index} and not active.reported:
@@ -348,6 +348,8 @@ class Receives:
         active.reads = []
         account = self._stager.account(active)
         active.in_flight.cancel()
+        if not active.in_flight.ended:
+            self._looks.set(active, now)
         if ok and (reason := ending.settle(active, self._stager.copier)):
             ok, active.kind = False, FailureKind.INTERNAL
         if ok:
