@@ -170,6 +170,29 @@ def test_a_turn_costs_nothing_for_those_that_only_wait(prefill, decode, monkeypa
     until_in(decode.loop, lambda: not receives._looks and not receives._active, "nothing to be left")
 
 
+def test_what_drains_is_looked_at_again_after_a_defect(prefill, decode, monkeypatch):
+    """It was taken out to be looked at; lost there, its blocks would stay in quarantine for good."""
+    linked(decode, prefill)
+    decode.transport.faults.held = True
+    decode.loop.submit([prefill.request("a")], [])
+    half_begun(decode, "a")
+    decode.loop.submit([], ["a"])
+    assert decode.wait_for("a") == [False] and decode.quarantined == {"a"}
+    met: list[InFlight] = []
+    poll = InFlight.poll
+
+    def defective(flight: InFlight, *given: Any) -> Any:
+        if not met:
+            met.append(flight)
+            raise KeyError("a defect")
+        return poll(flight, *given)
+
+    monkeypatch.setattr(InFlight, "poll", defective)
+    decode.until(lambda: bool(met), "the defect")
+    decode.transport.faults.held = False
+    decode.until(lambda: decode.drained == {"a"}, "the quarantine to end")
+
+
 def test_what_is_given_up_before_it_is_bound_is_not_kept_in_quarantine(prefill, decode):
     linked(decode, prefill)
     receives = decode.loop._receives

@@ -165,19 +165,24 @@ class Receives:
             if time.monotonic() >= until:
                 self.bound_long = True
                 return
-        looked = []
-        while (active := self._looks.take(now)) is not None:
-            looked.append(active)
-            for end, error in active.in_flight.poll(now, until):
-                self._transfer_ended(active, end, error, now)
-            if active.posting and not active.in_flight.posts:
-                active.posting = False
-                self._stats.observe_phase(Phase.POST, active.in_flight.posting_s)
-            if time.monotonic() >= until:
-                break
-        for active in looked:
-            if moments := active.in_flight.next_look(now, draining=active.reported):
-                self._looks.set(active, min(moments))
+        looked: list[ActiveReceive] = []
+        try:
+            while (active := self._looks.take(now)) is not None:
+                looked.append(active)
+                self._look(active, now, until)
+                if time.monotonic() >= until:
+                    break
+        finally:  # after a defect, too: what drains would stay in quarantine for good
+            for active in looked:
+                if moments := active.in_flight.next_look(now, draining=active.reported):
+                    self._looks.set(active, min(moments))
+
+    def _look(self, active: ActiveReceive, now: float, until: float) -> None:
+        for end, error in active.in_flight.poll(now, until):
+            self._transfer_ended(active, end, error, now)
+        if active.posting and not active.in_flight.posts:
+            active.posting = False
+            self._stats.observe_phase(Phase.POST, active.in_flight.posting_s)
 
     def staged(self, active: ActiveReceive, stream: Stream, failure: TransferError | None, now: float) -> None:
         """A transfer by way of the staging buffer has ended."""
