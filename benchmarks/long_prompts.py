@@ -13,8 +13,8 @@ before the first of these receives: the caches and the staging buffer were touch
 bytes and no faster is the ratio of the time for a byte to the shortest prompt's: of the thread, of `ms` and of the
 binding.
 
-`turns` has the first contact (the longest turn of the receive that makes the link), the call that binds, which is one
-piece, and the longest turn, in which nothing else is begun, ended or answered: the median of the receives and the
+`turns` has the first contact (the longest turn of the receive that makes the link), the longest piece of a binding, and
+the longest turn, in which nothing else is begun, ended or answered: the median of the receives and the
 longest of all. These are processor time; `wall` is time on the clock, in which the thread may wait for a core or for
 the interpreter. Meanwhile the process's first thread launches steps, a stand-in of a worker's that decodes other
 requests: OPERATORS small operators one after the other, every STEP_PAUSE_S. Of these the time alone and beside the

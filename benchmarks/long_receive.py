@@ -68,8 +68,8 @@ class Turns:
 
 
 class Binding:
-    """Times what makes runs of a request, in processor seconds: the call that binds it, which is one piece, and with it
-    all that makes runs of what is bound, some thousands at a time."""
+    """Times what makes runs of a request, in processor seconds: the longest piece of its binding, and all of it with
+    what makes the runs of what is bound, some thousands at a time."""
 
     def __init__(self, loop: TransferLoop) -> None:
         self.begin()

@@ -18,6 +18,7 @@ from tests.support.geometry.request import Move, make_move
 from tests.support.geometry.world import Model, Side, Worker, instance, write
 from tests.support.worker.library_processes import VARIANTS
 from tests.support.worker.prefill_instance import real
+from vllm_pd_connector.geometry.bind import at_once
 from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.metadata import ReadFrom, ReceiveRequest
 from vllm_pd_connector.protocol.peer import Peer, PeerKey
@@ -109,7 +110,8 @@ def test_every_rank_gets_its_tokens_read_and_written(variant: str, pair: str) ->
     for worker, one in zip(workers, transports, strict=True):
         link = ReadLink(Peer(PeerKey("h", 1, ""), lambda: 0.5), "p-0", "", 0.0, theirs)
         link.connect(real(worker), one)
-        for peer, slices in link.bind(request).reads:
+        bound = at_once(link.binding(request.read.blocks, request.blocks, request.start, request.stop))
+        for peer, slices in bound.reads:
             assert isinstance(slices, Slices)
             for runs in slices:
                 finish(one, one.read(peer, runs))

@@ -15,6 +15,9 @@ looks at. Such a block may start late (`first_valid_tokens`), and must then neve
 Which tokens a side holds at all, and at which of its own positions, is `geometry.interleave`: a span holds tokens of
 both.
 
+Half a million tokens take milliseconds to be paired. So `pairing` yields between its passes over all of them, where
+whoever has other work does it; who has none calls `pair`.
+
 Source: vLLM 0.32 `v1/core/single_type_kv_cache_manager.py` (get_num_skipped_tokens).
 """
 
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 from enum import Enum
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -33,12 +36,15 @@ from vllm_pd_connector.geometry.manifest import Group, GroupKind
 from vllm_pd_connector.geometry.spans import Spans
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from vllm_pd_connector.geometry.plan import Edge, PagePairing, Paging
     from vllm_pd_connector.geometry.runs import Addresses
+
+
+Result = TypeVar("Result")
 
 
 class Tail(Enum):
@@ -115,6 +121,16 @@ def prefix_behind(kind: GroupKind | None, window: int, first_token: int) -> int:
             return 0
 
 
+def at_once(steps: Generator[None, None, Result]) -> Result:
+    """What steps come to, with nothing done in between. Raises what they raise."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
 def pair(
     edge: Edge,
     source: BlockTables,
@@ -126,6 +142,21 @@ def pair(
     states: bool = True,
     late: bool = False,
 ) -> list[tuple[PagePairing, Spans]]:
+    """`pairing`, with nothing done in between."""
+    return at_once(pairing(edge, source, destination, start, stop, tail=tail, states=states, late=late))
+
+
+def pairing(
+    edge: Edge,
+    source: BlockTables,
+    destination: BlockTables,
+    start: int,
+    stop: int,
+    *,
+    tail: Tail = Tail.EXACT,
+    states: bool = True,
+    late: bool = False,
+) -> Generator[None, None, list[tuple[PagePairing, Spans]]]:
     """The spans of every pairing that moves, for tokens [start, stop), in absolute positions, along one edge.
 
     States have no token positions: the last block of each side's table moves, once, whatever the range; without
@@ -149,21 +180,22 @@ def pair(
             raise BindError(f"{side}: {len(tables)} block tables for {len(groups)} groups; give one per group")
         for group in used:
             _check_ids(f"{side} group {group}", tables[group], groups[group], unique=side == "destination")
+            yield
     paired = []
     known: dict[object, Spans] = {}
-    for pairing in moving:
-        theirs, ours = source[pairing.source.group], destination[pairing.destination.group]
-        if pairing.kind is GroupKind.STATE:
-            found = _state_spans(pairing, theirs, ours)
+    for some in moving:
+        theirs, ours = source[some.source.group], destination[some.destination.group]
+        if some.kind is GroupKind.STATE:
+            found = _state_spans(some, theirs, ours)
         else:
-            stop_ = range_end(pairing, stop, tail)
+            stop_ = range_end(some, stop, tail)
             # Families of the same groups mostly have equal pages (K, V and their scales): pair those once.
-            key = pairing.kind, *_cuts(pairing.source), *_cuts(pairing.destination), stop_
+            key = some.kind, *_cuts(some.source), *_cuts(some.destination), stop_
             if (cached := known.get(key)) is None:
-                needed = window_start(edge.destination_groups[pairing.destination.group], stop) if late else 0
-                cached = known[key] = _token_spans(pairing, theirs, ours, start, stop_, needed)
+                needed = window_start(edge.destination_groups[some.destination.group], stop) if late else 0
+                cached = known[key] = yield from _token_spans(some, theirs, ours, start, stop_, needed)
             found = cached
-        paired.append((pairing, found))
+        paired.append((some, found))
     return paired
 
 
@@ -173,11 +205,14 @@ def _cuts(paging: Paging) -> tuple[object, ...]:
 
 def _check_ids(name: str, table: BlockTable, group: Group, *, unique: bool) -> None:
     ids = table.narrow
-    if len(ids) and (ids.min() < NULL_BLOCK or ids.max() >= group.num_blocks):
+    if not len(ids):
+        return
+    ordered = np.sort(ids) if unique else None
+    least, most = (ids.min(), ids.max()) if ordered is None else (ordered[0], ordered[-1])
+    if least < NULL_BLOCK or most >= group.num_blocks:
         wrong = ids[(ids < NULL_BLOCK) | (ids >= group.num_blocks)][0]
         raise BindError(f"{name}: block id {wrong} is outside [1, {group.num_blocks}) of this side's cache")
-    if unique:
-        ordered = np.sort(ids)
+    if ordered is not None:
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         if len(twice := twice[twice != NULL_BLOCK]):
             raise BindError(f"{name}: block id {twice[0]} is given twice; two positions would write the same bytes")
@@ -207,7 +242,7 @@ def _state_spans(pairing: PagePairing, theirs: BlockTable, ours: BlockTable) -> 
 
 def _token_spans(
     pairing: PagePairing, theirs: BlockTable, ours: BlockTable, start: int, stop: int, needed: int
-) -> Spans:
+) -> Generator[None, None, Spans]:
     a, b = pairing.source, pairing.destination
     # Before anything is laid out token by token: the range is a peer's word, and the tables are what came with it.
     _refuse_beyond("destination", b, ours, start, stop)
@@ -221,10 +256,13 @@ def _token_spans(
     first, tokens = cut(start, stop, (a.share, a.page_tokens), (b.share, b.page_tokens))
     small, large = sorted((a.page_tokens, b.page_tokens))
     step = small if a.share == b.share and large % small == 0 else 0
+    yield
     source, from_, source_absent = _places(a, theirs, first, step)
+    yield
     destination, to, destination_absent = _places(b, ours, first, step)
     if pairing.kind is GroupKind.FULL:  # a windowed table may begin late or with null blocks
         _refuse_any("destination", b, ours, first, destination_absent)
+    yield
     spans = Spans(source, destination, from_, to, tokens)
     if not (source_absent | destination_absent).any():
         return spans

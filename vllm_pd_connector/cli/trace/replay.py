@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from vllm_pd_connector.cli.output import CommandError
 from vllm_pd_connector.cli.trace.numbers import Caches, fill, put_beside, touched_beside, wrong
-from vllm_pd_connector.geometry.bind import Tail, pair
+from vllm_pd_connector.geometry.bind import Tail, at_once, pair
 from vllm_pd_connector.geometry.blocks import BlockTables
 from vllm_pd_connector.geometry.explain import blocks_for
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
@@ -170,7 +170,7 @@ def _reads(record: Record, here: _Worker, there: list[_Worker], tables: BlockTab
     link = ReadLink(Peer(PeerKey("recorded", 1, ""), lambda: 0.5), there[0].manifest.engine_id, "", 0.0, manifests)
     link.connect(here.manifest, here.transport, record.chunk_bytes)
     link.use_run_cost(record.run_cost)
-    for peer, work in link.bind_tables(tables, record.blocks, record.start, record.stop).reads:
+    for peer, work in at_once(link.binding(tables, record.blocks, record.start, record.stop)).reads:
         yield here, peer, work, False
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import BindError
@@ -17,7 +18,7 @@ from vllm_pd_connector.protocol.wire.push_messages import Moved, Taken
 from vllm_pd_connector.worker.receive.read_link import ReadLink
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from vllm_pd_connector.geometry.manifest import Group
     from vllm_pd_connector.geometry.plan import Plan
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+Outcome: TypeAlias = "tuple[receives.Event, FailureKind | None]"
+
 
 @dataclass(eq=False, slots=True)
 class ActiveReceive:
@@ -41,13 +44,14 @@ class ActiveReceive:
 
     `plan` is the link's when it was ready; it tells what is written here, also by the prefill side. `prefill` names the
     request there; a push learns its id in the end, and in `compared` the lease of the blocks with which what was
-    written is compared, if it is to be and can be, and what was moved. `engine_id` is our own engine's. `in_flight` are
-    its reads, `arrived` is how far they were when their deadline was set, `posting` whether the transport has not yet
-    got all of them. `watches` are those of all workers that may write. `question` numbers what a prefill side that
-    writes was asked, `life` is whom, `retry_at` is when it is asked again, `tell_at` when a long quarantine is told.
-    `written` is whether the prefill side is to write, once it is bound; of what is read `run_cost` is the link's then.
-    `span` is its span, None if it is not traced; `phases` are those that are over, with the moments at which they began
-    and ended. `key` is that of `enter`.
+    written is compared, if it is to be and can be, and what was moved. `engine_id` is our own engine's. `binding` is
+    what is left of its binding, once that has begun and until it is over. `in_flight` are its reads, `arrived` is how
+    far they were when their deadline was set, `posting` whether the transport has not yet got all of them. `watches`
+    are those of all workers that may write. `question` numbers what a prefill side that writes was asked, `life` is
+    whom, `retry_at` is when it is asked again, `tell_at` when a long quarantine is told. `written` is whether the
+    prefill side is to write, once it is bound; of what is read `run_cost` is the link's then. `span` is its span, None
+    if it is not traced; `phases` are those that are over, with the moments at which they began and ended. `key` is that
+    of `enter`.
     """
 
     request: ReceiveRequest
@@ -60,6 +64,7 @@ class ActiveReceive:
     began: float
     phase_began: float
     plan: Plan | None = None
+    binding: Iterator[Outcome | None] | None = None
     reads: list[tuple[TransportPeer, Slices | Iterator[Chunk]]] = field(default_factory=list)
     first_valid_tokens: dict[int, int] = field(default_factory=dict)
     in_flight: InFlight = field(init=False)
@@ -121,26 +126,43 @@ def enter(active: ActiveReceive, among: dict[str, ActiveReceive]) -> None:
     among[name] = active
 
 
-def bind_receive(active: ActiveReceive, groups: Sequence[Group]) -> tuple[receives.Event, FailureKind | None]:
-    """Bind it, its `reads` among others; what its machine is to be told, and of what kind a failure is. `groups` are
-    this worker's."""
+def bind_receive(active: ActiveReceive, groups: Sequence[Group], until: float) -> Outcome | None:
+    """Bind it, its `reads` among others, or go on with that, in a worker with these `groups`. What its machine is to be
+    told, and of what kind a failure is; None if there is more to be done when the monotonic clock says `until`."""
+    if active.binding is None or active.plan is not active.link.plan:
+        active.binding = _binding(active, groups)
+    while (outcome := next(active.binding)) is None:
+        if time.monotonic() >= until:
+            return None
+    active.binding = None
+    return outcome
+
+
+def _binding(active: ActiveReceive, groups: Sequence[Group]) -> Iterator[Outcome | None]:
+    """Yields None where other things may be done, and the outcome at last."""
+    try:
+        event = yield from _bind(active, groups)
+    except BindError as error:
+        yield receives.PeerFailed(str(error)), FailureKind.BAD_PARAMETERS
+    except Exception as error:  # a defect of ours that one request met must not reach the others
+        logger.exception("request %s: binding failed", active.request.request_id)
+        yield receives.PeerFailed(f"{type(error).__name__}: {error}"), FailureKind.INTERNAL
+    else:
+        yield event, None
+
+
+def _bind(active: ActiveReceive, groups: Sequence[Group]) -> Generator[None, None, receives.Event]:
     request, link = active.request, active.link
     active.plan, active.written = link.plan, active.asks
-    try:
-        require_filled(groups, request.blocks, request.start)
-        bound = None
-        if isinstance(link, ReadLink) and not active.written:
-            active.run_cost, bound = link.run_cost, link.bind(request)
-    except BindError as error:
-        return receives.PeerFailed(str(error)), FailureKind.BAD_PARAMETERS
-    except Exception as error:  # a defect of ours that one request met must not reach the others
-        logger.exception("request %s: binding failed", request.request_id)
-        return receives.PeerFailed(f"{type(error).__name__}: {error}"), FailureKind.INTERNAL
-    if bound is None:
-        return receives.PushReady(), None
+    require_filled(groups, request.blocks, request.start)
+    if not isinstance(link, ReadLink) or active.written:
+        return receives.PushReady()
+    assert request.read is not None
+    active.run_cost = link.run_cost
+    bound = yield from link.binding(request.read.blocks, request.blocks, request.start, request.stop)
     active.reads, active.first_valid_tokens = bound.reads, bound.first_valid_tokens
     staged = frozenset(i for i, (_, work) in enumerate(active.reads) if not isinstance(work, Slices))
-    return receives.PeerReady(len(active.reads), staged), None
+    return receives.PeerReady(len(active.reads), staged)
 
 
 class Drive(Protocol):

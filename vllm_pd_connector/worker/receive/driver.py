@@ -161,7 +161,7 @@ class Receives:
         waits = bool(self._linked) and (self.bound_long or (not self.waited and time.monotonic() >= until))
         self.bound_long, self.waited = False, waits
         while self._linked and not waits:
-            self._bind(self._linked.pop(next(iter(self._linked))), now)
+            self._bind(self._linked.pop(next(iter(self._linked))), now, until)
             if time.monotonic() >= until:
                 self.bound_long = True
                 return
@@ -255,14 +255,18 @@ class Receives:
         if (active := self._active.get(request_id)) is not None and not active.reported:  # else it has failed since
             self._linked[request_id] = active
 
-    def _bind(self, active: ActiveReceive, now: float) -> None:
+    def _bind(self, active: ActiveReceive, now: float, until: float) -> None:
         """Bind a request whose peer is ready and start its reads, or ask for it to be written."""
         if active.reported:  # it has failed since
             return
         if active.link.machine.state is not peers.PeerState.READY:  # its peer has been in doubt since
+            active.binding = None
             active.links.drive(active.link, peers.Wanted(active.request.request_id), now)
             return
-        event, kind = bind_receive(active, self._manifest.groups)
+        if (outcome := bind_receive(active, self._manifest.groups, until)) is None:  # it goes on first
+            self._linked = {active.request.request_id: active, **self._linked}
+            return
+        event, kind = outcome
         if kind is None:
             self._phase(active, Phase.QUEUE, time.monotonic())
         self._drive(active, event, now, kind)
@@ -350,7 +354,7 @@ class Receives:
     def _report(self, active: ActiveReceive, ok: bool, reason: str, quarantined: bool, now: float) -> None:
         request = active.request
         active.reported = True
-        active.reads = []
+        active.binding, active.reads = None, []
         account = self._stager.account(active)
         active.in_flight.cancel()
         if not active.in_flight.ended:

@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pair
+from vllm_pd_connector.geometry.bind import Tail, first_valid_tokens, latest, pairing
 from vllm_pd_connector.geometry.plan import Edge, Plan, make_plan
 from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chunks, split
 from vllm_pd_connector.worker.peers.link import PeerLink, run_cost_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from vllm_pd_connector.geometry.blocks import BlockTables
     from vllm_pd_connector.geometry.manifest import Manifest, Segment
-    from vllm_pd_connector.metadata import ReceiveRequest
     from vllm_pd_connector.transport.base import Transport, TransportPeer
     from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth
 
@@ -72,27 +71,29 @@ class ReadLink(PeerLink):
         PeerLink.disconnect(self, transport)
         self.plan, self.scratch, self.edges = None, None, ()
 
-    def bind(self, request: ReceiveRequest) -> Bound:
-        """What must be read for a request; no reads when nothing is missing.
+    def binding(
+        self, source: BlockTables, destination: BlockTables, start: int, stop: int
+    ) -> Generator[None, None, Bound]:
+        """What must be read of a range of tokens; no reads when nothing is missing. It yields where other things may be
+        done; bound with is what the link has when it begins.
 
         Raises:
-            BindError: the request's block ids do not fit the manifests.
+            BindError: the block ids do not fit the manifests.
         """
-        assert request.read is not None
-        return self.bind_tables(request.read.blocks, request.blocks, request.start, request.stop)
-
-    def bind_tables(self, source: BlockTables, destination: BlockTables, start: int, stop: int) -> Bound:
-        """The same of tables and a range of tokens."""
         assert self.plan is not None
         reads: list[tuple[TransportPeer, Slices | Iterator[Chunk]]] = []
-        late = []
-        for edges in self.edges:
-            peer = self.ranks[edges[0].source]
-            # Slots after the last prompt token hold nothing yet, so a whole page may take the place of its tail.
-            direct, staged = (pair(edge, source, destination, start, stop, tail=Tail.PAGE, late=True) for edge in edges)
+        late, run_cost = [], self.run_cost
+        ranks = [(self.ranks[direct.source], direct, staged) for direct, staged in self.edges]
+        for peer, *edges in ranks:
+            both = []
+            for edge in edges:
+                # Slots after the last prompt token hold nothing yet, so a whole page may take the place of its tail.
+                both.append((yield from pairing(edge, source, destination, start, stop, tail=Tail.PAGE, late=True)))
+            direct, staged = both
             if slices := Slices.of(direct):
                 reads.append((peer, slices))
             if any(len(spans.tokens) for _, spans in staged):
-                reads.append((peer, chunks(staged, self.chunk_bytes, run_cost=self.run_cost)))
+                reads.append((peer, chunks(staged, self.chunk_bytes, run_cost=run_cost)))
             late.append(first_valid_tokens([*direct, *staged]))
+            yield
         return Bound(reads, latest(late))
