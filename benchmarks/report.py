@@ -11,7 +11,9 @@ import json
 import math
 import os
 import platform
+import statistics
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SIZES = frozenset({"tp", "message", "message_bytes", "run", "run_bytes", "layers", "tokens"})
 KEYS = SIZES | {"routers", "rate", "requests", "in_flight", "peers", "decoders", "ranks", "simulated_s"}
 """Numbers by which a record is known."""
+LOOPS, LOOP_TURNS = 21, 500_000
 
 Row = Mapping[str, Any]
 
@@ -32,7 +35,20 @@ def machine() -> dict[str, Any]:
         "processor": model.partition(": ")[2],
         "python": platform.python_version(),
         "load": round(os.getloadavg()[0], 1),
+        "loop_ns": loop_ns(),
     }
+
+
+def loop_ns() -> float:
+    """Nanoseconds of one turn of an empty loop, the median of LOOPS: how fast a core of this machine is now, which on
+    shared machines is not the same from day to day. Times of one document are held against those of another by it."""
+    took = []
+    for _ in range(LOOPS):
+        began = time.perf_counter()
+        for _ in range(LOOP_TURNS):
+            pass
+        took.append(time.perf_counter() - began)
+    return round(1e9 * statistics.median(took) / LOOP_TURNS, 1)
 
 
 def commit() -> str:

@@ -49,7 +49,7 @@ def block(file: str, table: str, results: Path) -> str:
         raise PageError(f"{path} has the tables {', '.join(found) or 'none'}, and no {table}")
     facts = document if isinstance(document, dict) else {}
     machine = facts.get("machine", {})
-    ran = ", ".join(f"{key} {machine[key]}" for key in ("cores", "processor", "load") if key in machine)
+    ran = ", ".join(f"{key} {machine[key]}" for key in ("cores", "processor", "load", "loop_ns") if key in machine)
     note = "; ".join(filter(None, (f"commit {facts['commit']}" if facts.get("commit") else "", ran)))
     text = markdown(found[table]) + (f"\n\n*{note}*" if note else "")
     return f"<!-- {file}.json {table} -->\n{text}\n<!-- end -->"
