@@ -18,9 +18,9 @@ from tests.support.geometry.request import Move, make_move
 from tests.support.geometry.world import Model, Side, Worker, instance, write
 from tests.support.worker.library_processes import VARIANTS
 from tests.support.worker.prefill_instance import real
-from vllm_pd_connector.geometry.bind import at_once
 from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.metadata import ReadFrom, ReceiveRequest
+from vllm_pd_connector.pieces import at_once
 from vllm_pd_connector.protocol.peer import Peer, PeerKey
 from vllm_pd_connector.protocol.wire.messages import LeaseRef
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef, PushInto
@@ -58,7 +58,7 @@ def prefill(pipe: Connection, move: Move, transport: str, options: Mapping[str, 
     told = pipe.recv()
     for worker, one in zip(workers, transports, strict=True):
         link = WriteLink(Peer(PeerKey("h", 1, ""), lambda: 0.5), "decode-1", "", 0.0, told, own=own)
-        link.connect(real(worker), one)
+        at_once(link.connecting(real(worker), one))
         for manifest in map(msgspec.msgpack.Decoder(type(real(worker))).decode, told):
             into = PushInto(
                 PrefillRef("a", None), InstanceAddress("decode-1", "0" * 32, "h", 1), *manifest.parallel.rank, 0, 1,
@@ -109,7 +109,7 @@ def test_every_rank_gets_its_tokens_read_and_written(variant: str, pair: str) ->
     )  # fmt: skip
     for worker, one in zip(workers, transports, strict=True):
         link = ReadLink(Peer(PeerKey("h", 1, ""), lambda: 0.5), "p-0", "", 0.0, theirs)
-        link.connect(real(worker), one)
+        at_once(link.connecting(real(worker), one))
         bound = at_once(link.binding(request.read.blocks, request.blocks, request.start, request.stop))
         for peer, slices in bound.reads:
             assert isinstance(slices, Slices)

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from enum import Enum
 from math import lcm
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,17 +34,16 @@ from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable, BlockTable
 from vllm_pd_connector.geometry.interleave import cut, held_before, local_position, token_at
 from vllm_pd_connector.geometry.manifest import Group, GroupKind
 from vllm_pd_connector.geometry.spans import Spans
+from vllm_pd_connector.pieces import at_once
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from vllm_pd_connector.geometry.plan import Edge, PagePairing, Paging
     from vllm_pd_connector.geometry.runs import Addresses
-
-
-Result = TypeVar("Result")
+    from vllm_pd_connector.pieces import Pieces
 
 
 class Tail(Enum):
@@ -121,16 +120,6 @@ def prefix_behind(kind: GroupKind | None, window: int, first_token: int) -> int:
             return 0
 
 
-def at_once(steps: Generator[None, None, Result]) -> Result:
-    """What steps come to, with nothing done in between. Raises what they raise."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: Result = end.value
-            return result
-
-
 def pair(
     edge: Edge,
     source: BlockTables,
@@ -156,7 +145,7 @@ def pairing(
     tail: Tail = Tail.EXACT,
     states: bool = True,
     late: bool = False,
-) -> Generator[None, None, list[tuple[PagePairing, Spans]]]:
+) -> Pieces[list[tuple[PagePairing, Spans]]]:
     """The spans of every pairing that moves, for tokens [start, stop), in absolute positions, along one edge.
 
     States have no token positions: the last block of each side's table moves, once, whatever the range; without
@@ -242,7 +231,7 @@ def _state_spans(pairing: PagePairing, theirs: BlockTable, ours: BlockTable) -> 
 
 def _token_spans(
     pairing: PagePairing, theirs: BlockTable, ours: BlockTable, start: int, stop: int, needed: int
-) -> Generator[None, None, Spans]:
+) -> Pieces[Spans]:
     a, b = pairing.source, pairing.destination
     # Before anything is laid out token by token: the range is a peer's word, and the tables are what came with it.
     _refuse_beyond("destination", b, ours, start, stop)

@@ -28,6 +28,7 @@ from vllm_pd_connector.errors import Difference, IncompatiblePeer, InvalidManife
 from vllm_pd_connector.geometry.manifest import Axis, AxisName, Group, Manifest, ModelFacts, Tensor, TokenShare
 from vllm_pd_connector.geometry.sharding import Box, Interval, describe_rank, require_one_writer
 from vllm_pd_connector.geometry.validate import validate
+from vllm_pd_connector.pieces import Pieces, at_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -64,6 +65,14 @@ def check_pd_topology(
     local: Manifest | Sequence[Manifest],
     remote: Sequence[Manifest],
 ) -> TopologyCheck:
+    """`checking`, with nothing done in between."""
+    return at_once(checking(local, remote))
+
+
+def checking(
+    local: Manifest | Sequence[Manifest],
+    remote: Sequence[Manifest],
+) -> Pieces[TopologyCheck]:
     """Compare this worker (one manifest) or this instance (all of them) with a whole remote instance.
 
     Never raises for what a manifest contains. All differences are collected, not only the first.
@@ -75,15 +84,21 @@ def check_pd_topology(
         return _deny([Difference("manifest version", str(ours[0].version), str(versions[0]), advice)])
     proven: set[object] = set()
     try:
-        check_instance(ours, proven) if not isinstance(local, Manifest) else validate(local, proven)
+        if isinstance(local, Manifest):
+            validate(local, proven)
+        else:
+            yield from _checking_instance(ours, proven)
     except (InvalidManifest, InvalidTopology, IncompatiblePeer) as error:
         return TopologyCheck(TopologyStatus.INVALID_LOCAL, f"invalid local topology: {error}")
     try:
-        check_instance(remote, proven)
+        yield
+        yield from _checking_instance(remote, proven)
     except (InvalidManifest, InvalidTopology, IncompatiblePeer) as error:
         return TopologyCheck(TopologyStatus.INVALID_REMOTE, f"invalid remote topology: {error}")
+    yield
     if found := instance_differences(ours, remote):
         return _deny(found)
+    yield
     there = [_geometry(manifest) for manifest in remote]
     if all(_geometry(manifest) in there for manifest in ours):
         return TopologyCheck(TopologyStatus.ALLOW_HOMOGENEOUS, "")
@@ -96,19 +111,23 @@ def _deny(differences: Sequence[Difference]) -> TopologyCheck:
     return TopologyCheck(TopologyStatus.DENY, reason + more, tuple(differences))
 
 
-def check_instance(manifests: Sequence[Manifest], proven: set[object] | None = None) -> None:
-    """Are these manifests exactly the workers of one instance? For `proven` see `validate`.
+def check_instance(manifests: Sequence[Manifest]) -> None:
+    """Are these manifests exactly the workers of one instance?
 
     Raises:
         InvalidManifest: one of them contradicts itself.
         InvalidTopology: none, some rank missing or twice, or ranks that disagree about a common fact.
         IncompatiblePeer: the ranks' shards of a tensor do not tile it.
     """
+    at_once(_checking_instance(manifests, set()))
+
+
+def _checking_instance(manifests: Sequence[Manifest], proven: set[object]) -> Pieces[None]:
     if not manifests:
         raise InvalidTopology("no worker manifests; every rank of an instance must publish one")
-    proven = set() if proven is None else proven
     for manifest in manifests:
         validate(manifest, proven)
+        yield
     for name, values in _common_facts(manifests).items():
         if len(set(values)) > 1:
             a, b = sorted(set(values))[:2]

@@ -261,6 +261,12 @@ class Peer:
         refused REFUSAL_S ago and may have been replaced by one that fits."""
         return self.over or (self._state is PeerState.REFUSED and now >= self._refused_at + REFUSAL_S)
 
+    def connects(self, arrived: ManifestsArrived) -> bool:
+        """Whether these manifests would be answered by `Connect`. Whoever executes the actions may do that before it
+        hands the manifests on, for it takes long."""
+        alike = self._any_life or arrived.incarnation == self.key.incarnation
+        return alike and self._is_current(arrived.attempt) and self._state is PeerState.CONNECTING
+
     def next_deadline(self) -> float | None:
         """When a `PeerTick` is due, None if none is."""
         return self._retry_at if self._wants_fetch() else None

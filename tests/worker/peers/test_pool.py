@@ -16,6 +16,7 @@ from tests.support.worker.decode_instance import Decode, Prefill, in_its_thread,
 from tests.support.worker.writer import CONFIG, Writer, freed, pushed
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
+from vllm_pd_connector.pieces import Pieces
 from vllm_pd_connector.protocol.peer import REFUSAL_S, PeerKey, PeerState
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.transport.loopback import LoopbackTransport
@@ -128,15 +129,15 @@ def test_an_order_that_cannot_begin_costs_no_other(prefill, decode, monkeypatch)
 
 @pytest.mark.parametrize("decode", [{"handshake_timeout": 5.0}], indirect=True)
 def test_a_peer_that_meets_a_defect_when_it_is_linked_costs_no_other(prefill, decode, monkeypatch):
-    connect = ReadLink.connect
+    connect = ReadLink.connecting
 
-    def broken(link: ReadLink, *args: Any) -> str:
-        verdict = connect(link, *args)
+    def broken(link: ReadLink, *args: Any) -> Pieces[str]:
+        verdict = yield from connect(link, *args)
         if link.engine_id == "p-1":
             raise RuntimeError("a defect")
         return verdict
 
-    monkeypatch.setattr(ReadLink, "connect", broken)
+    monkeypatch.setattr(ReadLink, "connecting", broken)
     with contextlib.closing(Prefill("p-1")) as other:
         assert decode.received(other.request("a", remote_engine_id="p-1"), prefill.request("b")) == [False, True]
         assert decode.failures == {"peer_unreachable": 1}
@@ -146,15 +147,15 @@ def test_a_peer_that_meets_a_defect_when_it_is_linked_costs_no_other(prefill, de
 
 def test_a_peer_whose_transport_cannot_let_go_of_it_is_linked_again(prefill, decode, monkeypatch):
     """The transport's defect must not be in the way of the link's next state, nor of an idle link's end."""
-    connect, once = ReadLink.connect, iter([True])
+    connect, once = ReadLink.connecting, iter([True])
 
-    def broken(link: ReadLink, *args: Any) -> str:
-        verdict = connect(link, *args)
+    def broken(link: ReadLink, *args: Any) -> Pieces[str]:
+        verdict = yield from connect(link, *args)
         if next(once, False):
             raise RuntimeError("a defect")
         return verdict
 
-    monkeypatch.setattr(ReadLink, "connect", broken)
+    monkeypatch.setattr(ReadLink, "connecting", broken)
     monkeypatch.setattr(LoopbackTransport, "disconnect", lambda *_: 1 // 0)
     assert decode.received(prefill.request("a"), prefill.request("b")) == [True, True]
     links = decode.loop._receives._links

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.worker.prefill_instance import MODEL, Side, instance, real
 from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.pieces import at_once
 from vllm_pd_connector.protocol.peer import Peer, PeerKey
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef, PushInto
 from vllm_pd_connector.transport.loopback import LoopbackTransport
@@ -31,7 +32,7 @@ def reached(source: Side, destination: Side, start: int, steps: list[int], stop:
     encoded = [msgspec.msgpack.encode(real(reader, there.describe()))]
     own = [msgspec.msgpack.encode(real(writer))]
     link = WriteLink(Peer(PeerKey("h", 1, ""), lambda: 0.5), "decode-1", "", 0.0, encoded, own=own)
-    link.connect(real(writer), here)
+    at_once(link.connecting(real(writer), here))
     into = PushInto(PrefillRef("a", None), HOME, 0, 0, 0, 0, 1, b"a" * 16, (BlockTable(0, b""),), start, stop, "0" * 16)
     cursors = [start]
     for ready in steps:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from vllm_pd_connector.cli.output import CommandError
 from vllm_pd_connector.cli.trace.numbers import Caches, fill, put_beside, touched_beside, wrong
-from vllm_pd_connector.geometry.bind import Tail, at_once, pair
+from vllm_pd_connector.geometry.bind import Tail, pair
 from vllm_pd_connector.geometry.blocks import BlockTables
 from vllm_pd_connector.geometry.explain import blocks_for
 from vllm_pd_connector.geometry.manifest import Manifest, Segment
@@ -33,6 +33,7 @@ from vllm_pd_connector.geometry.staging.chunks import Chunk, chunks, split
 from vllm_pd_connector.geometry.topology import check_pd_topology
 from vllm_pd_connector.geometry.validate import validate
 from vllm_pd_connector.observability.record import Moved, Record
+from vllm_pd_connector.pieces import at_once
 from vllm_pd_connector.protocol.peer import Peer, PeerKey
 from vllm_pd_connector.transport.base import TransferStatus, TransportPeer
 from vllm_pd_connector.transport.loopback import LoopbackTransport
@@ -168,7 +169,7 @@ def _reads(record: Record, here: _Worker, there: list[_Worker], tables: BlockTab
     """As a decode worker binds what it reads."""
     manifests = [msgspec.msgpack.encode(one.manifest) for one in there]
     link = ReadLink(Peer(PeerKey("recorded", 1, ""), lambda: 0.5), there[0].manifest.engine_id, "", 0.0, manifests)
-    link.connect(here.manifest, here.transport, record.chunk_bytes)
+    at_once(link.connecting(here.manifest, here.transport, record.chunk_bytes))
     link.use_run_cost(record.run_cost)
     for peer, work in at_once(link.binding(tables, record.blocks, record.start, record.stop)).reads:
         yield here, peer, work, False

@@ -17,11 +17,12 @@ import msgspec
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError
 from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Rank
 from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES
-from vllm_pd_connector.geometry.topology import TopologyCheck, check_pd_topology
+from vllm_pd_connector.geometry.topology import TopologyCheck, checking
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm_pd_connector.pieces import Pieces
     from vllm_pd_connector.protocol.peer import Peer
     from vllm_pd_connector.transport.base import Transport, TransportPeer
     from vllm_pd_connector.worker.peers.process_watch import ProcessWatch, ProcessWatches
@@ -61,8 +62,8 @@ class PeerLink(ABC):
         return self.ranks
 
     @abstractmethod
-    def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
-        """Check, plan, connect. Returns the verdict for the log.
+    def connecting(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> Pieces[str]:
+        """Check, plan, connect. What comes of it is the verdict for the log.
 
         Args:
             chunk_bytes: what a staged transfer may take of the staging buffer at a time; 0 if there is no staging
@@ -72,7 +73,7 @@ class PeerLink(ABC):
             IncompatiblePeer: this pair can never work.
             TransferError: the transport did not connect.
 
-        Whatever is raised, ranks may be connected: `disconnect` then.
+        Whatever is raised, and where it is not gone on with, ranks may be connected: `disconnect` then.
         """
 
     def disconnect(self, transport: Transport) -> None:
@@ -86,13 +87,16 @@ class PeerLink(ABC):
 
     def _accept(
         self, local: Manifest, ours: Manifest | Sequence[Manifest], cannot: str
-    ) -> tuple[list[Manifest], TopologyCheck]:
+    ) -> Pieces[tuple[list[Manifest], TopologyCheck]]:
         """The peer's manifests, if the pair is possible; no side effect.
 
         Raises:
             IncompatiblePeer: it is not; the text begins with `cannot`, filled with both engines.
         """
-        remote = [decode(encoded) for encoded in self.manifests]
+        remote = []
+        for encoded in self.manifests:
+            remote.append(decode(encoded))
+            yield
         for manifest in remote:
             if manifest.engine_id != self.engine_id:
                 raise IncompatiblePeer(
@@ -101,7 +105,7 @@ class PeerLink(ABC):
                 )
         if self.same_weights:
             remote = [with_weights(manifest, local.model.weights) for manifest in remote]
-        check = check_pd_topology(ours, remote)
+        check = yield from checking(ours, remote)
         if not check.allowed:
             here = f"{local.engine_id} rank {local.parallel.number}"
             reason = check.reason if not check.differences else ""
@@ -109,6 +113,7 @@ class PeerLink(ABC):
                 f"{cannot.format(here, self.engine_id)}: {check.status}: {reason}", check.differences
             )
         self._liveness = {m.parallel.rank: m.life for m in remote}
+        yield
         return remote, check
 
     def watch(self, processes: ProcessWatches, now: float) -> None:
@@ -144,7 +149,7 @@ def with_weights(manifest: Manifest, name: str) -> Manifest:
 
 
 def decode(encoded: bytes) -> Manifest:
-    """A peer's manifest; its content is checked by `check_pd_topology`.
+    """A peer's manifest; its content is checked by `checking`.
 
     Raises:
         IncompatiblePeer: not a manifest of this version.

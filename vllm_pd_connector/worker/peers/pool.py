@@ -11,17 +11,20 @@ import random
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Generic, Protocol
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, PeerLost, ProtocolError, TransferError
 from vllm_pd_connector.observability.stats import FailureKind, Phase
+from vllm_pd_connector.pieces import Pieces, at_once
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.peer import Peer, PeerKey, PeerState
 from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, GetManifests, Manifests, VersionMismatch
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
+from vllm_pd_connector.worker.peers.connecting import Connecting, LinkKind
 from vllm_pd_connector.worker.peers.earliest import Earliest
-from vllm_pd_connector.worker.peers.link import PeerLink, over
+from vllm_pd_connector.worker.peers.link import over
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from vllm_pd_connector.sidechannel.client import Outcome
     from vllm_pd_connector.transport.base import Transport
     from vllm_pd_connector.worker.peers.event_queue import EventQueue
+    from vllm_pd_connector.worker.peers.link import PeerLink
     from vllm_pd_connector.worker.peers.process_watch import ProcessWatches
     from vllm_pd_connector.worker.rpc import PendingCalls
 
@@ -42,8 +46,6 @@ MAX_LINKS = 1024
 
 # An endpoint of the library that is being made is asked for again after this time.
 _REMAKE_S = 0.5
-
-LinkKind = TypeVar("LinkKind", bound=PeerLink)
 
 
 class User(Protocol):
@@ -118,6 +120,7 @@ class Links(Generic[LinkKind]):
         self._noun = noun
         self._connected = connected
         self._links: dict[tuple[PeerKey, str], LinkKind] = {}
+        self._connecting = Connecting(transport, self._pieces)
         self._given_up: list[_GivenUp[LinkKind]] = []
         self._due = Earliest()
 
@@ -146,8 +149,9 @@ class Links(Generic[LinkKind]):
         """Give a peer's machine an event, in its turn."""
         self._events.put(lambda: self._handle(link, event, now))
 
-    def _handle(self, link: LinkKind, event: peers.Event, now: float) -> None:
-        """Carry out what a peer's machine asks for."""
+    def _handle(self, link: LinkKind, event: peers.Event, now: float, connected: peers.Event | None = None) -> None:
+        """Carry out what a peer's machine asks for; `connected` is what came of connecting to the peer, if that has
+        been done."""
         events: deque[peers.Event] = deque([event])
         while events:
             for action in link.machine.handle(events.popleft(), now):
@@ -155,7 +159,8 @@ class Links(Generic[LinkKind]):
                     case peers.FetchManifests(attempt):
                         self._fetch(link, attempt, now)
                     case peers.Connect():
-                        events.append(self._connect(link))
+                        assert connected is not None, "manifests were handed on before the peer was connected"
+                        events.append(connected)
                     case peers.Disconnect(reason):
                         self._disconnect(link, reason, now)
                     case peers.StartRequests(request_ids):
@@ -195,7 +200,9 @@ class Links(Generic[LinkKind]):
         self._due.lower(entry.due)
 
     def tick(self, now: float) -> None:
-        """What is due: retries, probes, the removal of links that nobody has used for long."""
+        """What is due: peers to be connected, retries, probes, the removal of links that nobody has used for long."""
+        for link, arrived, result in self._connecting.go_on():
+            self._events.put(partial(self._tried, link, arrived, result, now))
         if not self._due.over(now):
             return
         for entry in [entry for entry in self._given_up if entry.due <= now]:
@@ -213,7 +220,7 @@ class Links(Generic[LinkKind]):
 
     def next_deadline(self) -> float | None:
         """When a `tick` is due, None if none is."""
-        return self._due.at
+        return 0.0 if self._connecting else self._due.at
 
     def _doubt_others_at(self, newcomer: LinkKind, now: float) -> None:
         """Two incarnations of an engine at one address: one of them is over. The parameters of a request prove nothing,
@@ -245,11 +252,14 @@ class Links(Generic[LinkKind]):
         event: peers.Event
         match outcome:
             case Manifests(engine_id=_, incarnation=incarnation, manifests=manifests):
-                link.manifests = manifests
                 self._end_others_at(link, incarnation, now)
                 event = arrived = peers.ManifestsArrived(attempt, incarnation)
+                if link.machine.connects(arrived):
+                    self._connecting.begin(link, arrived, manifests)
+                    return
                 doubted = link.machine.state is peers.PeerState.SUSPECT  # else it is not connected and will be
                 if doubted and link.stalled and incarnation == link.machine.key.incarnation:
+                    link.manifests = manifests
                     event = self._relink(link, arrived, now)
             case Failure(code=FailureCode.FOREIGN_ENGINE, message=message):
                 event = peers.Replaced(message)
@@ -291,7 +301,7 @@ class Links(Generic[LinkKind]):
             self._user.stalled(link, reason, now)
         link.disconnect(self._transport)
         self._forget_given_up(link)
-        match self._connect(link):
+        match at_once(self._pieces(link)):
             case peers.Connected():
                 return answer
             case peers.ConnectFailed(text):
@@ -300,10 +310,17 @@ class Links(Generic[LinkKind]):
             case refusal:
                 return refusal
 
-    def _connect(self, link: LinkKind) -> peers.Event:
+    def _tried(self, link: LinkKind, arrived: peers.ManifestsArrived, result: peers.Event, now: float) -> None:
+        if link.machine.connects(arrived):
+            self._handle(link, arrived, now, result)
+        else:  # it has come to an end in the same moment
+            link.disconnect(self._transport)
+
+    def _pieces(self, link: LinkKind) -> Pieces[peers.Event]:
         began = time.monotonic()
         try:
-            verdict = link.connect(self._manifest, self._transport, self._chunk_bytes)
+            verdict = yield from link.connecting(self._manifest, self._transport, self._chunk_bytes)
+            yield
             link.watch(self._processes, began)
             if self._connected is not None:
                 self._connected(link)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vllm_pd_connector.geometry.blocks import BlockTables
     from vllm_pd_connector.geometry.plan import PagePairing
     from vllm_pd_connector.geometry.spans import Spans
+    from vllm_pd_connector.pieces import Pieces
     from vllm_pd_connector.protocol.wire.push_messages import PushInto
     from vllm_pd_connector.transport.base import Transport
 
@@ -91,18 +92,24 @@ class WriteLink(PeerLink):
     run_cost: int = RUN_COST_BYTES
     same_weights: bool = True  # compared when the push was asked for
 
-    def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
+    def connecting(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> Pieces[str]:
         """Check, plan for all ranks there, connect to those that this rank writes into. Raises as
-        `PeerLink.connect`."""
-        ours = [decode(encoded) for encoded in self.own]
-        remote, check = self._accept(local, ours, "prefill engine {} cannot write into decode engine {}")
+        `PeerLink.connecting`."""
+        ours = []
+        for encoded in self.own:
+            ours.append(decode(encoded))
+            yield
+        remote, check = yield from self._accept(local, ours, "prefill engine {} cannot write into decode engine {}")
         self.run_cost = run_cost_of(transport)
         for destination in remote:
             edge = make_plan(destination, ours).edge(local.parallel.rank)
+            yield
             rank = destination.parallel.rank
             if edge is not None:
                 self.ranks[rank] = transport.connect(destination.endpoint, destination.segments)
+                yield
             self.outgoing[rank] = _edges(edge, self.waves, chunk_bytes, self.run_cost) if edge is not None else None
+            yield
         self.chunk_bytes = chunk_bytes
         converted = sum(
             any(staged.pairings for _, staged in (*edges.growing, *edges.ending))

@@ -18,13 +18,14 @@ from vllm_pd_connector.protocol.wire.push_messages import Moved, Taken
 from vllm_pd_connector.worker.receive.read_link import ReadLink
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from vllm_pd_connector.geometry.manifest import Group
     from vllm_pd_connector.geometry.plan import Plan
     from vllm_pd_connector.geometry.staging.chunks import Chunk
     from vllm_pd_connector.metadata import ReceiveRequest
     from vllm_pd_connector.observability.tracing import Span
+    from vllm_pd_connector.pieces import Pieces
     from vllm_pd_connector.protocol.receive import Receive
     from vllm_pd_connector.protocol.wire.fields import LeaseRef
     from vllm_pd_connector.transport.base import TransportPeer
@@ -151,7 +152,7 @@ def _binding(active: ActiveReceive, groups: Sequence[Group]) -> Iterator[Outcome
         yield event, None
 
 
-def _bind(active: ActiveReceive, groups: Sequence[Group]) -> Generator[None, None, receives.Event]:
+def _bind(active: ActiveReceive, groups: Sequence[Group]) -> Pieces[receives.Event]:
     request, link = active.request, active.link
     active.plan, active.written = link.plan, active.asks
     require_filled(groups, request.blocks, request.start)

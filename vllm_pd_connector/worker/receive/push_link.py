@@ -13,6 +13,7 @@ from vllm_pd_connector.worker.peers.link import PeerLink
 
 if TYPE_CHECKING:
     from vllm_pd_connector.geometry.manifest import Manifest
+    from vllm_pd_connector.pieces import Pieces
     from vllm_pd_connector.transport.base import Transport
 
 
@@ -23,13 +24,14 @@ class AskLink(PeerLink):
     plan: Plan | None = None
     same_weights: bool = True  # the prefill side compares them with each question
 
-    def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
+    def connecting(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> Pieces[str]:
         """Check the pair, and plan.
 
         Raises:
             IncompatiblePeer: this pair can never work.
         """
-        remote, check = self._accept(local, local, "decode engine {} cannot be written into by prefill engine {}")
+        cannot = "decode engine {} cannot be written into by prefill engine {}"
+        remote, check = yield from self._accept(local, local, cannot)
         self.plan = make_plan(local, remote)  # as each rank there makes it: it tells what is written here
         return f"{check.status}, writes here"
 

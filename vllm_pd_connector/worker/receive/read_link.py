@@ -12,10 +12,11 @@ from vllm_pd_connector.geometry.staging.chunks import RUN_COST_BYTES, Chunk, chu
 from vllm_pd_connector.worker.peers.link import PeerLink, run_cost_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Iterator
 
     from vllm_pd_connector.geometry.blocks import BlockTables
     from vllm_pd_connector.geometry.manifest import Manifest, Segment
+    from vllm_pd_connector.pieces import Pieces
     from vllm_pd_connector.transport.base import Transport, TransportPeer
     from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth
 
@@ -45,18 +46,23 @@ class ReadLink(PeerLink):
     bandwidth: Bandwidth | None = None
     run_cost: int = RUN_COST_BYTES
 
-    def connect(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> str:
-        """Check, plan, connect to the ranks that are read from. Raises as `PeerLink.connect`."""
-        remote, check = self._accept(local, local, "decode engine {} cannot read from prefill engine {}")
+    def connecting(self, local: Manifest, transport: Transport, chunk_bytes: int = 0) -> Pieces[str]:
+        """Check, plan, connect to the ranks that are read from. Raises as `PeerLink.connecting`."""
+        remote, check = yield from self._accept(local, local, "decode engine {} cannot read from prefill engine {}")
         plan = make_plan(local, remote)
+        yield
         by_rank = {m.parallel.rank: m for m in remote}
         for edge in plan.edges:
             source = by_rank[edge.source]
             scratch = (source.scratch,) if source.scratch is not None else ()
             peer = self.ranks[edge.source] = transport.connect(source.endpoint, (*source.segments, *scratch))
             self.scratch = self.scratch or ((peer, *scratch) if scratch else None)
-        self.plan, self.chunk_bytes = plan, chunk_bytes
-        self.use_run_cost(run_cost_of(transport))
+            yield
+        self.run_cost, edges = run_cost_of(transport), []
+        for edge in plan.edges:
+            edges.append(split(edge, chunk_bytes, run_cost=self.run_cost))
+            yield
+        self.plan, self.chunk_bytes, self.edges = plan, chunk_bytes, tuple(edges)
         converted = sum(bool(staged.pairings) for _, staged in self.edges)
         return f"{check.status}, reads from {len(plan.edges)} of {len(remote)} ranks, converts from {converted}"
 
@@ -71,11 +77,9 @@ class ReadLink(PeerLink):
         PeerLink.disconnect(self, transport)
         self.plan, self.scratch, self.edges = None, None, ()
 
-    def binding(
-        self, source: BlockTables, destination: BlockTables, start: int, stop: int
-    ) -> Generator[None, None, Bound]:
-        """What must be read of a range of tokens; no reads when nothing is missing. It yields where other things may be
-        done; bound with is what the link has when it begins.
+    def binding(self, source: BlockTables, destination: BlockTables, start: int, stop: int) -> Pieces[Bound]:
+        """What must be read of a range of tokens; no reads when nothing is missing. The link's connections count
+        that it has when this begins.
 
         Raises:
             BindError: the block ids do not fit the manifests.
