@@ -175,6 +175,8 @@ def linked_peer_bytes() -> int:
         key, engine = keys[number]
         source = ReadFrom(key, engine, LeaseRef("r", bytes(16)), (BlockTable.of(0, [1]),))
         receives.begin(ReceiveRequest("r", source, source.blocks, 0, 16), now := time.monotonic())
+        while receives._links._connecting:
+            receives.tick(now)
         receives.abort("r", now)  # the link stays
         receives._linked.clear()
         assert receives._links._links[key, engine].ranks, "it is not linked"

@@ -30,6 +30,7 @@ from tests.fuzz.records import OF_RECORDS
 from tests.support.geometry.world import Model, Side, instance
 from tests.support.handed_over import NAMED, NAMED_WITH_KEY, answer_of, kept, use_turn
 from tests.support.proxy.caches import CLEARED, FULL, batch, removed, stored
+from vllm_pd_connector.bounded import at_once
 from vllm_pd_connector.cli import instances
 from vllm_pd_connector.cli.output import NotReadable
 from vllm_pd_connector.errors import (
@@ -161,7 +162,7 @@ class Ground:
 def write_link(manifest: bytes) -> WriteLink:
     """Of the prefill's first rank to a decode instance whose only manifest this is."""
     link = WriteLink(Peer(PeerKey("h", 1, ""), lambda: 0.5), "decode-0", "", 0.0, (manifest,), own=OWN)
-    link.connect(REMOTE[0], Ground(), 1 << 20)  # type: ignore[arg-type]
+    at_once(link.connecting(REMOTE[0], Ground(), 1 << 20))  # type: ignore[arg-type]
     return link
 
 

@@ -37,7 +37,7 @@ LEVELS: tuple[set[str], ...] = (
 """The package's modules and folders. Each imports from levels above its own alone."""
 
 NARROWER = {
-    "geometry": {"errors"},
+    "geometry": {"errors", "bounded"},
     "protocol": {"errors", "bounded", "geometry"},
     "transport": {"errors", "geometry", "wake"},
     "routing": {"errors", "instance_info"},

@@ -18,9 +18,9 @@ from tests.support.geometry.request import Move, make_move
 from tests.support.geometry.world import Model, Side, Worker, instance, write
 from tests.support.worker.library_processes import VARIANTS
 from tests.support.worker.prefill_instance import real
+from vllm_pd_connector.bounded import at_once
 from vllm_pd_connector.geometry.spans import Slices
 from vllm_pd_connector.metadata import ReadFrom, ReceiveRequest
-from vllm_pd_connector.pieces import at_once
 from vllm_pd_connector.protocol.peer import Peer, PeerKey
 from vllm_pd_connector.protocol.wire.messages import LeaseRef
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef, PushInto

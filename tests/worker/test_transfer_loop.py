@@ -30,6 +30,7 @@ from tests.support.worker.decode_instance import (
     until_in,
 )
 from tests.support.worker.prefill_instance import MODEL, instance, real
+from vllm_pd_connector.bounded import Pieces
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.staging.strided_copy import Copy
@@ -308,14 +309,13 @@ def test_a_restarted_peer_at_the_same_address_works(prefill, decode):
 
 
 def test_an_unexpected_error_fails_requests_and_not_the_thread(prefill, decode, monkeypatch):
-    bind = ReadLink.bind
+    binding, defects = ReadLink.binding, iter([False, True, False])
 
-    def broken(link: ReadLink, request: ReceiveRequest) -> Bound:
-        if request.request_id == "a":
-            raise RuntimeError("a defect")
-        return bind(link, request)
+    def broken(link: ReadLink, *given: Any) -> Pieces[Bound]:
+        assert not next(defects), "a defect"
+        return (yield from binding(link, *given))
 
-    monkeypatch.setattr(ReadLink, "bind", broken)
+    monkeypatch.setattr(ReadLink, "binding", broken)
     assert decode.received(prefill.request("before"), prefill.request("a"), prefill.request("b")) == [True, False, True]
     assert decode.failures == {"internal": 1}
 

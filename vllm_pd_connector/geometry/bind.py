@@ -29,21 +29,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_pd_connector.bounded import at_once
 from vllm_pd_connector.errors import BindError
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable, BlockTables
 from vllm_pd_connector.geometry.interleave import cut, held_before, local_position, token_at
 from vllm_pd_connector.geometry.manifest import Group, GroupKind
 from vllm_pd_connector.geometry.spans import Spans
-from vllm_pd_connector.pieces import at_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from vllm_pd_connector.bounded import Pieces
     from vllm_pd_connector.geometry.plan import Edge, PagePairing, Paging
     from vllm_pd_connector.geometry.runs import Addresses
-    from vllm_pd_connector.pieces import Pieces
 
 
 class Tail(Enum):

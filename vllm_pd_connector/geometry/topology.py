@@ -24,11 +24,11 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING
 
+from vllm_pd_connector.bounded import Pieces, at_once
 from vllm_pd_connector.errors import Difference, IncompatiblePeer, InvalidManifest, InvalidTopology
 from vllm_pd_connector.geometry.manifest import Axis, AxisName, Group, Manifest, ModelFacts, Tensor, TokenShare
 from vllm_pd_connector.geometry.sharding import Box, Interval, describe_rank, require_one_writer
 from vllm_pd_connector.geometry.validate import validate
-from vllm_pd_connector.pieces import Pieces, at_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -7,10 +7,10 @@
         +--> REFUSED (for ever)    every state --replaced--> DEAD    +--too many failed fetches--> DEAD
 
 A peer is one incarnation of one engine, named by address and incarnation: another incarnation at the same address is
-another peer, and a machine that sees one declares its own peer dead for ever. Only READY and SUSPECT have a transport
-connection. The manifests are both the handshake and the probe. Nothing is fetched from a peer that nobody wants, except
-to settle a suspicion. Failed attempts back off with jitter; after `max_failures` in a row the waiting requests fail,
-and later ones fail at once until the back-off has passed. A refusal is remembered, with its text.
+another peer, and a machine that sees one declares its own peer dead for ever. Only in READY and SUSPECT the transport
+is used. The manifests are both the handshake and the probe. Nothing is fetched from a peer that nobody wants, except to
+settle a suspicion. Failed attempts back off with jitter; after `max_failures` in a row the waiting requests fail, and
+later ones fail at once until the back-off has passed. A refusal is remembered, with its text.
 
 See docs/design/protocol.md.
 """

@@ -83,7 +83,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "a defect that one request meets does not reach the others",
-        "bind_receive", "    except Exception as error:  # a defect of ours that one request met", "    except ZeroDivisionError as error:  # a defect",
+        "_binding", "    except Exception as error:  # a defect of ours that one request met", "    except ZeroDivisionError as error:  # a defect",
         "test_an_unexpected_error_fails_requests_and_not_the_thread",
     ),
 ]

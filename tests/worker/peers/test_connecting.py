@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.worker.decode_instance import Decode, Prefill, in_its_thread, until_in
-from vllm_pd_connector.pieces import Pieces
+from vllm_pd_connector.bounded import Pieces
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.peer import PeerState
 from vllm_pd_connector.worker.peers import connecting

@@ -14,9 +14,9 @@ import pytest
 from tests.support.ports import free_port
 from tests.support.worker.decode_instance import Decode, Prefill, in_its_thread, until_in
 from tests.support.worker.writer import CONFIG, Writer, freed, pushed
+from vllm_pd_connector.bounded import Pieces
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import PeerLost, TransferError
-from vllm_pd_connector.pieces import Pieces
 from vllm_pd_connector.protocol.peer import REFUSAL_S, PeerKey, PeerState
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.transport.loopback import LoopbackTransport

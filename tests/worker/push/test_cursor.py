@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from tests.support.worker.prefill_instance import MODEL, Side, instance, real
+from vllm_pd_connector.bounded import at_once
 from vllm_pd_connector.geometry.blocks import BlockTable
-from vllm_pd_connector.pieces import at_once
 from vllm_pd_connector.protocol.peer import Peer, PeerKey
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef, PushInto
 from vllm_pd_connector.transport.loopback import LoopbackTransport

@@ -23,6 +23,7 @@ from tests.support.geometry.world import Worker, instance, write
 from tests.support.worker.decode_instance import in_its_thread, lacking, set_faults, until
 from tests.support.worker.prefill_instance import TOKENS, real
 from tests.support.worker.writer import CONFIG, TINY, Target, Writer, ask_early, freed, whole
+from vllm_pd_connector.bounded import at_once
 from vllm_pd_connector.config import Config
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.runs import Runs, concatenate
@@ -118,7 +119,7 @@ def pushed(
         waves = waves_of(list(dict.fromkeys(tensor.layer for tensor in worker.manifest.tensors)) if early else [])
         peer = Peer(PeerKey("h", 1, ""), lambda: 0.5)
         link = WriteLink(peer, "decode-1", "", 0.0, manifests, own=own, waves=waves)
-        link.connect(real(worker), transport, stager.chunk_bytes)
+        at_once(link.connecting(real(worker), transport, stager.chunk_bytes))
         pushes, done = [Pushing(link, stager, transport, move, into) for into in requests], 0
         for ready in [*steps, move.stop]:
             for number, wave in enumerate(waves, 1):

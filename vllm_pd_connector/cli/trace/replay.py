@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_pd_connector.bounded import at_once
 from vllm_pd_connector.cli.output import CommandError
 from vllm_pd_connector.cli.trace.numbers import Caches, fill, put_beside, touched_beside, wrong
 from vllm_pd_connector.geometry.bind import Tail, pair
@@ -33,7 +34,6 @@ from vllm_pd_connector.geometry.staging.chunks import Chunk, chunks, split
 from vllm_pd_connector.geometry.topology import check_pd_topology
 from vllm_pd_connector.geometry.validate import validate
 from vllm_pd_connector.observability.record import Moved, Record
-from vllm_pd_connector.pieces import at_once
 from vllm_pd_connector.protocol.peer import Peer, PeerKey
 from vllm_pd_connector.transport.base import TransferStatus, TransportPeer
 from vllm_pd_connector.transport.loopback import LoopbackTransport

@@ -66,28 +66,11 @@ class Library:
         self._unended: list[Callable[[], None]] = []
 
     def start(self, *, threaded: bool) -> Agent:
-        """An agent with no memory. `threaded`: it has a progress thread, which options may give to all, and posts
-        nothing.
+        """An agent with no memory. `threaded`: it has a progress thread, which options may give to all.
 
         Raises:
             TransferError: NIXL cannot start its backend.
         """
-        agent = self._start(threaded=threaded)
-        if not threaded:
-            self._warm_up(agent)
-        return agent
-
-    def _warm_up(self, agent: Agent) -> None:
-        """Let it meet another agent, which goes again: over its first peer UCX takes 10 to 20 ms, in which nothing else
-        of a transfer thread would go on, and over those that come later 1 ms."""
-        passing = self._start(threaded=False)
-        try:
-            agent.library.loadRemoteMD(passing.library.getLocalMD())
-            agent.library.invalidateRemoteMD(passing.name)
-        except self.errors as error:
-            logger.debug("NIXL agent %s has met no other before its first peer: %s", agent.name, error)
-
-    def _start(self, *, threaded: bool) -> Agent:
         name = f"pd-{uuid.uuid4().hex}"
         config = self.nixl.nixlAgentConfig()
         config.useProgThread = threaded or self.options.progress_thread

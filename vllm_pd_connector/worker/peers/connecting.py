@@ -16,7 +16,7 @@ from vllm_pd_connector.worker.peers.link import PeerLink
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from vllm_pd_connector.pieces import Pieces
+    from vllm_pd_connector.bounded import Pieces
     from vllm_pd_connector.protocol.peer import Event, ManifestsArrived
     from vllm_pd_connector.transport.base import Transport
 

@@ -22,7 +22,7 @@ from vllm_pd_connector.geometry.topology import TopologyCheck, checking
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_pd_connector.pieces import Pieces
+    from vllm_pd_connector.bounded import Pieces
     from vllm_pd_connector.protocol.peer import Peer
     from vllm_pd_connector.transport.base import Transport, TransportPeer
     from vllm_pd_connector.worker.peers.process_watch import ProcessWatch, ProcessWatches

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol
 
+from vllm_pd_connector.bounded import Pieces, at_once
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import IncompatiblePeer, PDConnectorError, PeerLost, ProtocolError, TransferError
 from vllm_pd_connector.observability.stats import FailureKind, Phase
-from vllm_pd_connector.pieces import Pieces, at_once
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.peer import Peer, PeerKey, PeerState
 from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, GetManifests, Manifests, VersionMismatch

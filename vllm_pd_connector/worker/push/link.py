@@ -29,10 +29,10 @@ from vllm_pd_connector.worker.peers.link import PeerLink, decode, run_cost_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from vllm_pd_connector.bounded import Pieces
     from vllm_pd_connector.geometry.blocks import BlockTables
     from vllm_pd_connector.geometry.plan import PagePairing
     from vllm_pd_connector.geometry.spans import Spans
-    from vllm_pd_connector.pieces import Pieces
     from vllm_pd_connector.protocol.wire.push_messages import PushInto
     from vllm_pd_connector.transport.base import Transport
 

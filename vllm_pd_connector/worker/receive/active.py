@@ -20,12 +20,12 @@ from vllm_pd_connector.worker.receive.read_link import ReadLink
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from vllm_pd_connector.bounded import Pieces
     from vllm_pd_connector.geometry.manifest import Group
     from vllm_pd_connector.geometry.plan import Plan
     from vllm_pd_connector.geometry.staging.chunks import Chunk
     from vllm_pd_connector.metadata import ReceiveRequest
     from vllm_pd_connector.observability.tracing import Span
-    from vllm_pd_connector.pieces import Pieces
     from vllm_pd_connector.protocol.receive import Receive
     from vllm_pd_connector.protocol.wire.fields import LeaseRef
     from vllm_pd_connector.transport.base import TransportPeer

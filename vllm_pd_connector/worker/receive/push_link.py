@@ -12,8 +12,8 @@ from vllm_pd_connector.geometry.plan import Plan, make_plan
 from vllm_pd_connector.worker.peers.link import PeerLink
 
 if TYPE_CHECKING:
+    from vllm_pd_connector.bounded import Pieces
     from vllm_pd_connector.geometry.manifest import Manifest
-    from vllm_pd_connector.pieces import Pieces
     from vllm_pd_connector.transport.base import Transport
 
 

@@ -14,9 +14,9 @@ from vllm_pd_connector.worker.peers.link import PeerLink, run_cost_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from vllm_pd_connector.bounded import Pieces
     from vllm_pd_connector.geometry.blocks import BlockTables
     from vllm_pd_connector.geometry.manifest import Manifest, Segment
-    from vllm_pd_connector.pieces import Pieces
     from vllm_pd_connector.transport.base import Transport, TransportPeer
     from vllm_pd_connector.worker.peers.bandwidth_test import Bandwidth
 
