@@ -17,7 +17,6 @@ from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.receive import ReceiveState
 from vllm_pd_connector.worker import in_flight, transfer_loop
 from vllm_pd_connector.worker.in_flight import InFlight
-from vllm_pd_connector.worker.receive.read_link import ReadLink
 from vllm_pd_connector.worker.transfer_loop import TransferLoop
 
 STRAIGHT = msgspec.structs.replace(CONFIG, staging_bytes=0)
@@ -299,65 +298,6 @@ def test_a_half_posted_push_that_is_withdrawn_is_over_when_what_was_posted_is(wr
     set_faults(writer.transports, held=False)
     target.until(lambda: target.drained == {"d"}, "the prefill side to say that nothing is written")
     assert (target.worker.memory != target.written()).any(), "all of it was written"
-
-
-def half_bound(receives: Any, request: Any, now: float) -> Any:
-    """A receive of which the first piece is bound, and others are not; `receives` is used in its thread."""
-    receives.begin(request, now)
-    [active] = receives._linked.values()
-    while active.binding is None:
-        receives.poll(now, 0.0)
-    assert receives._linked and not active.reads
-    return active
-
-
-def test_what_is_bound_in_part_fails_with_its_link(prefill, decode):
-    linked(decode, prefill)
-    receives = decode.loop._receives
-
-    def lose(now: float) -> Any:
-        active = half_bound(receives, prefill.request("a"), now)
-        receives._links._disconnect(active.link, "gone", now)
-        assert not receives._linked
-        return active
-
-    active = in_its_thread(decode.loop, lose)
-    assert decode.wait_for("a") == [False] and not decode.quarantined
-    assert active.binding is None and not active.reads
-
-
-def test_what_is_given_up_while_it_is_bound_goes_no_further(prefill, decode):
-    linked(decode, prefill)
-    receives = decode.loop._receives
-
-    def give_up(now: float) -> Any:
-        active = half_bound(receives, prefill.request("a"), now)
-        receives.abort("a", now)
-        return active
-
-    active = in_its_thread(decode.loop, give_up)
-    assert decode.wait_for("a") == [False] and not decode.quarantined
-    until_in(decode.loop, lambda: not receives._linked, "it to be taken out")
-    assert active.binding is None and not active.reads and decode.failures == {"aborted": 1}
-
-
-def test_what_is_bound_in_part_while_its_peer_is_in_doubt_is_bound_anew(prefill, decode, monkeypatch):
-    """The link may have another plan and other peers when it is ready again."""
-    linked(decode, prefill)
-    receives = decode.loop._receives
-    begun, binding = [], ReadLink.binding
-    monkeypatch.setattr(ReadLink, "binding", lambda *given: (begun.append(given), binding(*given))[1])
-
-    def doubt(now: float) -> None:
-        active = half_bound(receives, prefill.request("a"), now)
-        receives._links.drive(active.link, peers.Suspected("a test"), now)
-        while receives._linked:
-            receives.poll(now, 0.0)
-        assert active.binding is None
-
-    in_its_thread(decode.loop, doubt)
-    assert decode.wait_for("a") == [True] and (decode.worker.memory == decode.expected()).all()
-    assert len(begun) == 2
 
 
 def test_a_thread_that_could_not_wait_goes_on(prefill, decode, monkeypatch, caplog):

@@ -155,27 +155,29 @@ class Receives:
 
     def poll(self, now: float, until: float) -> None:
         """Bind what is to be bound, look at transfers that run and at those that may still write, and begin more, until
-        the monotonic clock says `until`; what is left then goes first the next time. Where binding has taken all of
-        the time, as that of a long prompt does, nothing is moved, and the next time nothing is bound; where something
-        else has, before, binding waits once."""
+        the monotonic clock says `until`; what is left then goes first the next time. After a long prompt's binding, or
+        a piece of it, nothing is moved, and the next time nothing is bound; where other things have taken all of the
+        time before, binding waits once."""
         waits = bool(self._linked) and (self.bound_long or (not self.waited and time.monotonic() >= until))
         self.bound_long, self.waited = False, waits
         while self._linked and not waits:
-            self._bind(self._linked.pop(next(iter(self._linked))), now, until)
-            if time.monotonic() >= until:
+            active = self._linked.pop(next(iter(self._linked)))
+            resumed = active.binding is not None
+            self._bind(active, now, until)
+            if resumed or time.monotonic() >= until:
                 self.bound_long = True
                 return
         looked: list[ActiveReceive] = []
         try:
-            while (active := self._looks.take(now)) is not None:
-                looked.append(active)
-                self._look(active, now, until)
+            while (one := self._looks.take(now)) is not None:
+                looked.append(one)
+                self._look(one, now, until)
                 if time.monotonic() >= until:
                     break
         finally:  # after a defect, too: what drains would stay in quarantine for good
-            for active in looked:
-                if moments := active.in_flight.next_look(now, draining=active.reported):
-                    self._looks.set(active, min(moments))
+            for one in looked:
+                if moments := one.in_flight.next_look(now, draining=one.reported):
+                    self._looks.set(one, min(moments))
 
     def _look(self, active: ActiveReceive, now: float, until: float) -> None:
         for end, error in active.in_flight.poll(now, until):
@@ -220,11 +222,9 @@ class Receives:
 
     def next_deadline(self, now: float) -> float | None:
         """When a `poll` or a `tick` is due, None if none is."""
-        moments = [now] if self._linked else []
         links = self._links.next_deadline(), self._asked.next_deadline()
-        due = (self._due.at, self._looks.at, self._push_requester.next_look(), *links)
-        moments += [moment for moment in due if moment is not None]
-        return min(moments, default=None)
+        own = now if self._linked else None, self._due.at, self._looks.at, self._push_requester.next_look()
+        return min((moment for moment in (*own, *links) if moment is not None), default=None)
 
     def fail(self, request: ReceiveRequest, reason: str, now: float) -> None:
         """End a receive that could not begin."""

@@ -1,0 +1,100 @@
+"""A binding that takes several turns: what becomes of it when its peer, its link or its request ends meanwhile. Each
+piece takes a turn here."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.support.worker.decode_instance import in_its_thread, until_in
+from vllm_pd_connector.protocol import peer as peers
+from vllm_pd_connector.worker import transfer_loop
+from vllm_pd_connector.worker.in_flight import InFlight
+from vllm_pd_connector.worker.receive.read_link import ReadLink
+
+
+@pytest.fixture(autouse=True)
+def one_piece_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_loop, "TURN_S", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def linked(prefill, decode) -> None:
+    assert decode.received(prefill.request("warm")) == [True]
+    decode.collect()
+
+
+def half_bound(receives: Any, request: Any, now: float) -> Any:
+    """A receive of which the first piece is bound, and others are not; `receives` is used in its thread."""
+    receives.begin(request, now)
+    [active] = receives._linked.values()
+    while active.binding is None:
+        receives.poll(now, 0.0)
+    assert receives._linked and not active.reads
+    return active
+
+
+def test_the_end_of_a_binding_in_pieces_and_the_first_slice_are_not_one_turn(prefill, decode, monkeypatch):
+    """Each of both may be some milliseconds of a long prompt."""
+    receives, far = decode.loop._receives, time.monotonic() + 1000.0
+    begun, begin = [], InFlight._begin_slice
+    monkeypatch.setattr(InFlight, "_begin_slice", lambda *given: (begun.append(1), begin(*given))[1])
+
+    def bind_the_rest(now: float) -> None:
+        active = half_bound(receives, prefill.request("a"), now)
+        while receives._linked:
+            receives.poll(now, far)
+        assert active.posting and not begun
+        receives.poll(now, far)
+        assert begun
+
+    in_its_thread(decode.loop, bind_the_rest)
+    assert decode.wait_for("a") == [True]
+
+
+def test_what_is_bound_in_part_fails_with_its_link(prefill, decode):
+    receives = decode.loop._receives
+
+    def lose(now: float) -> Any:
+        active = half_bound(receives, prefill.request("a"), now)
+        receives._links._disconnect(active.link, "gone", now)
+        assert not receives._linked
+        return active
+
+    active = in_its_thread(decode.loop, lose)
+    assert decode.wait_for("a") == [False] and not decode.quarantined
+    assert active.binding is None and not active.reads
+
+
+def test_what_is_given_up_while_it_is_bound_goes_no_further(prefill, decode):
+    receives = decode.loop._receives
+
+    def give_up(now: float) -> Any:
+        active = half_bound(receives, prefill.request("a"), now)
+        receives.abort("a", now)
+        return active
+
+    active = in_its_thread(decode.loop, give_up)
+    assert decode.wait_for("a") == [False] and not decode.quarantined
+    until_in(decode.loop, lambda: not receives._linked, "it to be taken out")
+    assert active.binding is None and not active.reads and decode.failures == {"aborted": 1}
+
+
+def test_what_is_bound_in_part_while_its_peer_is_in_doubt_is_bound_anew(prefill, decode, monkeypatch):
+    """The link may have another plan and other peers when it is ready again."""
+    receives = decode.loop._receives
+    begun, binding = [], ReadLink.binding
+    monkeypatch.setattr(ReadLink, "binding", lambda *given: (begun.append(given), binding(*given))[1])
+
+    def doubt(now: float) -> None:
+        active = half_bound(receives, prefill.request("a"), now)
+        receives._links.drive(active.link, peers.Suspected("a test"), now)
+        while receives._linked:
+            receives.poll(now, 0.0)
+        assert active.binding is None
+
+    in_its_thread(decode.loop, doubt)
+    assert decode.wait_for("a") == [True] and (decode.worker.memory == decode.expected()).all()
+    assert len(begun) == 2
