@@ -34,7 +34,7 @@ def test_an_end_of_a_young_transfer_is_seen_within_an_eighth_of_its_time(seconds
     at = 0.0
     while at < seconds:
         at += pause(at, moving) + WAKE_S
-    assert at - seconds <= max(seconds * YOUNG_SHARE, FIRST_S + WAKE_S)
+    assert at - seconds <= max(seconds * YOUNG_SHARE, max(FIRST_S, seconds * SHARE) + WAKE_S)
 
 
 @given(st.floats(0.001, 600), st.integers(1, 1 << 40))
