@@ -40,7 +40,9 @@ def test_another_life_at_its_address_says_nothing_of_the_workers_of_the_last(pre
     decode.hear_the_end_of(SimpleNamespace(close=prefill.server.close))
     with contextlib.closing(Prefill(port=port)) as again:
         assert decode.received(again.request("b")) == [True]
-        assert decode.active("a").in_flight.watches[0].here
+        active = decode.active("a")
+        assert active.in_flight.watches[0].here
+        in_its_thread(decode.loop, lambda now: decode.loop._receives._look(active, now, now))
         decode.collect()
         assert not decode.drained, "nothing proved that the worker ended"
         prefill.end_workers()
