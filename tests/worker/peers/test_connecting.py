@@ -27,10 +27,11 @@ class Held:
     """Connecting to engine p-1 stops before its last piece until `free` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.free, self.link, self.pieces = False, None, 0
+        self.free, self.link, self.pieces, self.begun = False, None, 0, 0
         real = ReadLink.connecting
 
         def held(link: ReadLink, *given: Any) -> Pieces[str]:
+            self.begun += link.engine_id == "p-1"
             verdict = yield from real(link, *given)
             while link.engine_id == "p-1" and not self.free:
                 self.link, self.pieces = link, self.pieces + 1
@@ -95,6 +96,21 @@ def test_a_peer_that_ends_in_the_moment_in_which_it_is_connected_is_let_go_of(pr
     assert decode.wait_for("a") == [False]
     until_in(decode.loop, lambda: not links._connecting, "nothing to be left")
     assert not link.ranks and link.machine.state is PeerState.DEAD
+
+
+def test_a_peer_that_is_known_to_have_the_same_weights_meanwhile_is_checked_anew(prefill, decode, other, held):
+    """Else it would be refused for ever for weights that need not be compared."""
+    link = begun(decode, other, held)
+    links = decode.loop._receives._links
+
+    def known(now: float) -> None:
+        assert links.get(link.machine.key, "p-1", now, same_weights=True) is link
+        assert not link.ranks and link.manifests
+
+    in_its_thread(decode.loop, known)
+    held.free = True
+    assert decode.wait_for("a") == [True]
+    assert held.begun == 2 and link.same_weights and not link.manifests
 
 
 def test_a_request_that_gives_up_while_its_peer_is_connected_costs_the_link_nothing(prefill, decode, other, held):

@@ -142,7 +142,10 @@ class Links(Generic[LinkKind]):
             link = self._links[key, engine_id] = self._make(machine, engine_id, address, now)
             self._doubt_others_at(link, now)
             self._due.lower(now + IDLE_LINK_S)
-        link.used_at, link.same_weights = now, link.same_weights or same_weights
+        if same_weights > link.same_weights:
+            link.same_weights = True
+            self._connecting.again(link)  # its weights may have been compared already
+        link.used_at = now
         return link
 
     def drive(self, link: LinkKind, event: peers.Event, now: float) -> None:
