@@ -99,6 +99,12 @@ class Prefill(PrefillInstance):
         return request_of(request_id, self.hand_over(request_id, **changes))
 
 
+def under_way(active: ActiveReceive) -> bool:
+    in_flight = active.in_flight
+    begun = in_flight.moves and all(direct.running for direct in in_flight.transfers.values())
+    return begun or bool(active.question)
+
+
 class Decode:
     """One decode worker's loop, its memory, and everything that came out of it."""
 
@@ -163,11 +169,12 @@ class Decode:
         return in_its_thread(self.loop, lambda _: self.loop._receives._active.get(request_id))
 
     def reads(self, *request_ids: str) -> bool:
-        """Whether all of these receives have begun to read, or are being written."""
+        """Whether the transport reads for all of these receives, from each rank of theirs, or they are being written:
+        a read that is only ordered has nothing under way that could stand still."""
 
         def look(_: float) -> bool:
             found = map(self.loop._receives._active.get, request_ids)
-            return all(active is not None and active.machine.writing for active in found)
+            return all(active is not None and (active.machine.writing and under_way(active)) for active in found)
 
         return in_its_thread(self.loop, look)
 
