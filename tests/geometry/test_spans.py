@@ -21,10 +21,11 @@ BLOCKS = 24
 
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
-@given(moves(), st.integers(1, 9))
-def test_exactly_the_asked_bytes_arrive_in_slices_of_any_size(move: Move, size: int) -> None:
+@given(moves(), st.integers(1, 9), st.integers(1, 9))
+def test_exactly_the_asked_bytes_arrive_in_slices_of_any_size(move: Move, size: int, window: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spans, "SLICE_RUNS", size)
+        patch.setattr(spans, "WINDOW", window)
         move.run()
 
 
@@ -60,6 +61,19 @@ def test_consecutive_pages_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [table(*range(1, BLOCKS + 1))]
     [runs] = Slices.of(pair(alike, blocks, blocks, 0, 4 * BLOCKS))
     assert len(runs) == LAYERS
+
+
+def test_no_more_spans_are_looked_through_at_a_time_than_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of half a million tokens has tens of thousands of them, and each look at all is a long turn's."""
+    monkeypatch.setattr(spans, "SLICE_RUNS", 4)
+    monkeypatch.setattr(spans, "WINDOW", 5)
+    looked: list[int] = []
+    look = spans._broken
+    monkeypatch.setattr(spans, "_broken", lambda *pages: (looked.append(len(pages[0])), look(*pages))[1])
+    alike = edge(MODEL, *[{"num_blocks": BLOCKS + 1, "block_tokens": 4}] * 2)
+    blocks = [table(*range(1, BLOCKS + 1))]
+    made = list(Slices.of(pair(alike, blocks, blocks, 0, 4 * BLOCKS)))
+    assert max(looked) == 5 and sum(map(len, made)) == LAYERS * -(-BLOCKS // 5)
 
 
 def test_a_short_request_is_one_slice_and_nothing_is_none() -> None:

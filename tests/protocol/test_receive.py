@@ -184,17 +184,24 @@ def test_each_phase_has_its_deadline(events, phase):
     assert phase in report.reason and report.quarantined == bool(events)
 
 
-def test_a_read_of_which_something_has_moved_gets_more_time_and_no_other_phase_does():
+@pytest.mark.parametrize(("events", "more"), [((), LIMITS.wait_s), ((r.PeerReady(0),), LIMITS.confirm_s)])
+def test_what_goes_on_gets_more_time(events, more):
+    machine, _ = drive(*events)
+    deadline = machine.next_deadline()
+    assert machine.handle(r.ReceiveTick(moved=True), deadline - 1.0) == [] and machine.next_deadline() == deadline
+    assert machine.handle(r.ReceiveTick(moved=True), deadline) == []
+    assert machine.next_deadline() == deadline + more
+    (report,) = machine.handle(r.ReceiveTick(), deadline + more)
+    assert not report.ok
+
+
+def test_a_read_of_which_something_has_moved_gets_more_time():
     machine, _ = drive(r.PeerReady(2))
     deadline = machine.next_deadline()
     assert machine.handle(r.ReceiveTick(moved=True), deadline) == []
     assert machine.next_deadline() == deadline + LIMITS.read_s
     (report,) = machine.handle(r.ReceiveTick(missing="2 transfers have not ended"), deadline + LIMITS.read_s)
     assert report.reason == "deadline: reading took longer than 20 s: 2 transfers have not ended"
-    for events in ((), (r.PeerReady(0),)):
-        machine, _ = drive(*events)
-        (report,) = machine.handle(r.ReceiveTick(moved=True), machine.next_deadline())
-        assert not report.ok
 
 
 @pytest.mark.parametrize("arrived", [None, 7])

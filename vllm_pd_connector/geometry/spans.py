@@ -35,6 +35,9 @@ MAX_RUNS = 1 << 25
 SLICE_RUNS = 8192
 """About so many runs are made at a time: one to two milliseconds, with what a transport needs to look through them."""
 
+WINDOW = 2 * SLICE_RUNS
+"""So many spans are looked through at a time for where a slice ends: of more that would take longer than a slice."""
+
 
 @dataclass(frozen=True, slots=True)
 class Spans:
@@ -149,15 +152,18 @@ def _most_runs(pairing: PagePairing, kind: tuple[int, int, int], spans: int) -> 
 
 
 def _portions(pairing: PagePairing, spans: Spans) -> Iterator[Spans]:
-    """The spans in portions of about SLICE_RUNS runs; consecutive pages that make long runs stay together."""
+    """The spans in portions of about SLICE_RUNS runs; consecutive pages that make long runs stay together, as far as
+    they lie within the same WINDOW of spans."""
     rows = pattern(pairing, *_fullest(pairing, spans))
     again = len(rows) - int(np.count_nonzero(_fills_pages(pairing, rows)))  # runs of a page that follows another
-    begins = np.insert(_broken(spans.source_page, spans.destination_page), 0, True)
-    count = np.cumsum(np.where(begins, len(rows), again))
-    cuts = count.searchsorted(np.arange(SLICE_RUNS, int(count[-1]), SLICE_RUNS), "right")
-    bounds = np.unique(np.concatenate(([0], cuts, [len(count)]))).tolist()
-    for first, stop in pairwise(bounds):
-        yield spans.part(first, stop)
+    for first in range(0, len(spans.tokens), WINDOW):
+        some = spans if len(spans.tokens) <= WINDOW else spans.part(first, first + WINDOW)
+        begins = np.insert(_broken(some.source_page, some.destination_page), 0, True)
+        count = np.cumsum(np.where(begins, len(rows), again))
+        cuts = count.searchsorted(np.arange(SLICE_RUNS, int(count[-1]), SLICE_RUNS), "right")
+        bounds = np.unique(np.concatenate(([0], cuts, [len(count)]))).tolist()
+        for begin, end in pairwise(bounds):
+            yield some.part(begin, end)
 
 
 def _runs(pairing: PagePairing, spans: Spans) -> Runs:

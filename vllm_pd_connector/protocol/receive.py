@@ -135,8 +135,8 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveTick:
-    """Time has passed; see `next_deadline`. `moved`: bytes of this receive have moved since the deadline was set;
-    `missing`: what has not come, in words."""
+    """Time has passed; see `next_deadline`. `moved`: bytes of this receive have moved since the deadline was set, or
+    what it waits for is this process's own work, which goes on; `missing`: what has not come, in words."""
 
     moved: bool = False
     missing: str = ""
@@ -362,9 +362,6 @@ class Receive:
     def _tick(self, moved: bool, missing: str, now: float) -> list[Action]:
         if self._deadline is None or now < self._deadline:
             return []
-        if moved and self._state is ReceiveState.READING:
-            self._deadline = now + self._limits.read_s
-            return []
         limit = {
             ReceiveState.WAITING: self._limits.wait_s,
             ReceiveState.READING: self._limits.read_s,
@@ -372,6 +369,9 @@ class Receive:
             ReceiveState.VERIFYING: self._limits.read_s,
             ReceiveState.CONFIRMING: self._limits.confirm_s,
         }[self._state]
+        if moved:
+            self._deadline = now + limit
+            return []
         return self._fail(f"deadline: {self._state.value} took longer than {limit:g} s" + (missing and f": {missing}"))
 
     def _fail(self, reason: str) -> list[Action]:

@@ -305,7 +305,7 @@ class SideChannelClient:
         if not link.reached:
             return DeadlineExceeded(f"no connection {late}: nobody takes or refuses it, or {link.host} is not resolved")
         also = ", and does it know this side's key" if link.server_key else ""
-        return DeadlineExceeded(f"no reply {late}; is the prefill instance alive{also}?")
+        return DeadlineExceeded(f"no reply {late}; is the instance there alive{also}?")
 
     def _close_link(self, link: _Link) -> None:
         _end_dial(link)

@@ -271,7 +271,7 @@ class InFlight:
     def give_up(self, now: float) -> None:
         """Whoever waited for this waits no longer: the link is told if it never ends."""
         if self.moves:
-            self.links.give_up(self.link, lambda: not self.moves, now)
+            self.links.give_up(self.link, lambda: self.arrived if self.moves else None, now)
 
     @property
     def may_write(self) -> frozenset[int]:

@@ -45,6 +45,7 @@ class Seen:
     begun: int = 0
     bound: frozenset[int] = frozenset()  # steps
     waves: int = 0  # of the first step
+    partly: int = 0  # the step of whose command a piece was bound
     failed: bool = False
     stopped: bool = False
     told: bool = False
@@ -64,6 +65,9 @@ def before(seen: Seen, event: p.Event) -> Seen:
             return replace(seen, failed=seen.failed or index in seen.running)
         case p.Stopped(over):
             return replace(seen, running=seen.running - over)
+        case p.Bound(_, more=True):
+            step = max(seen.bound)
+            return replace(seen, bound=seen.bound - {step}, partly=step)
     return seen
 
 
@@ -81,6 +85,7 @@ def after(seen: Seen, event: p.Event, action: p.Action) -> Seen:
             assert isinstance(event, p.WavesDone) and command.step == event.step and event.waves == stop
             assert command == FIRST and not seen.bound, "of the end, or of a step that was bound"
             assert first == seen.waves < stop, "bound twice, or left out"
+            assert not seen.partly, "of a step that is done"
             return replace(seen, waves=stop)
         case p.StartWrites():
             assert isinstance(event, p.Bound) and event.transfers and not seen.stopped
@@ -100,17 +105,31 @@ def after(seen: Seen, event: p.Event, action: p.Action) -> Seen:
             return replace(seen, told=seen.told or not terminal, ended=action if terminal else None)
 
 
+def looked_at(push: p.Push, event: p.Event) -> bool | None:
+    """Whether it is said of the push that this event, of a step, changes something."""
+    match event:
+        case p.StepsDone(step):
+            return push.goes_on(step, 0, 0)
+        case p.WavesDone(step, waves):
+            return push.goes_on(0, step, waves)
+    return None
+
+
 def handled(push: p.Push, seen: Seen, event: p.Event, now: float) -> list[tuple[p.Push, Seen]]:
     """What may come of an event, by what the actions that need an answer are answered."""
     push = deepcopy(push)
-    seen = before(seen, event)
+    seen, known = before(seen, event), (push.next_step, push.waves)
+    goes_on = looked_at(push, event)
     actions = push.handle(event, now)
+    assert goes_on is None or goes_on == (bool(actions) or known != (push.next_step, push.waves))
     for action in actions:
         seen = after(seen, event, action)
     answers: list[p.Event] = []
     match actions:
         case [p.Bind()] | [p.BindWaves()]:
             answers = [p.Bound(0), p.Bound(1), p.Bound(2), p.GivenUp("does not bind")]
+            if not seen.partly and isinstance(actions[0], p.Bind):
+                answers.append(p.Bound(1, more=True))
         case [p.Stop()]:
             answers = [p.Stopped(frozenset()), p.Stopped(frozenset(i for i in seen.running if i % 2 == 0))]
     if not answers:

@@ -71,6 +71,20 @@ def test_others_are_served_while_a_peer_is_connected_and_then_it_is(prefill, dec
     assert held.link.machine.state is PeerState.READY and not held.link.manifests
 
 
+def test_a_request_does_not_fail_by_its_deadline_while_its_peer_is_connected(decode, other, held):
+    begun(decode, other, held)
+    receives = decode.loop._receives
+
+    def wait(now: float) -> None:
+        late = now + 2 * receives._limits.wait_s
+        receives._tick(receives._active["a"], late)
+        assert receives._active["a"].machine.next_deadline() == late + receives._limits.wait_s
+
+    in_its_thread(decode.loop, wait)
+    held.free = True
+    assert decode.wait_for("a") == [True] and not decode.failures
+
+
 def test_a_peer_that_ends_while_it_is_connected_is_let_go_of(prefill, decode, other, held):
     link = begun(decode, other, held)
     links = decode.loop._receives._links

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -33,6 +35,7 @@ from vllm_pd_connector.protocol.wire.push_messages import DeclinePush, PrefillRe
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.worker.push.completion import RETRY_S
+from vllm_pd_connector.worker.push.link import Part, WriteLink
 
 
 @pytest.fixture(params=[0, TINY], ids=["direct", "by way of the slab"])
@@ -52,6 +55,26 @@ def test_a_prefill_that_finished_before_anybody_asked_is_written(writer, target,
     assert whole(target.worker.memory, target.expected())
     assert not target.failures and not target.quarantined
     freed(writer, "a")
+
+
+def test_what_was_asked_for_late_is_bound_in_pieces(writer, target, monkeypatch):
+    """All of half a million tokens at once would keep the transfer thread from everything else for milliseconds."""
+    bound, bind = [], WriteLink.bind_push
+
+    def noted(link: WriteLink, into: PushInto, source: object, *piece: Any) -> Part:
+        bound.append((link, *piece[:3]))  # from, up to, and whether with all else
+        return bind(link, into, source, *piece)
+
+    monkeypatch.setattr(WriteLink, "bind_push", noted)
+    monkeypatch.setattr("vllm_pd_connector.worker.push.active.PIECE_TOKENS", P_SIDE.block_tokens)
+    writer.whole()
+    assert target.received(target.request(writer)) == [True]
+    assert whole(target.worker.memory, target.expected()) and not target.failures
+    freed(writer, "a")
+    for one in {link for link, *_ in bound}:
+        pieces = [piece for link, *piece in bound if link is one]
+        assert len(pieces) > 1 and [last for *_, last in pieces] == [False] * (len(pieces) - 1) + [True]
+        assert all(one[1] == then[0] for one, then in itertools.pairwise(pieces)) and pieces[-1][1] == TOKENS
 
 
 def test_a_decode_instance_that_asks_first_is_served_when_the_prefill_comes(writer, target):

@@ -98,3 +98,18 @@ def test_what_is_bound_in_part_while_its_peer_is_in_doubt_is_bound_anew(prefill,
     in_its_thread(decode.loop, doubt)
     assert decode.wait_for("a") == [True] and (decode.worker.memory == decode.expected()).all()
     assert len(begun) == 2
+
+
+def test_a_request_whose_peer_has_answered_and_that_waits_for_this_thread_does_not_fail_by_its_deadline(
+    prefill, decode
+):
+    """Long prompts before it, or a starved processor: nothing of it is the peer's fault."""
+    receives, waited = decode.loop._receives, 2 * decode.loop._receives._limits.wait_s
+
+    def wait(now: float) -> None:
+        active = half_bound(receives, prefill.request("a"), now)
+        receives.tick(now + waited)
+        assert not active.reported and active.machine.next_deadline() == now + waited + receives._limits.wait_s
+
+    in_its_thread(decode.loop, wait)
+    assert decode.wait_for("a") == [True] and not decode.failures

@@ -109,6 +109,34 @@ def test_a_peer_whose_reads_are_all_given_up_before_their_deadline_is_linked_ane
     assert not reader.loop._receives._links._given_up and reader.relinked == 1
 
 
+@pytest.mark.parametrize("reader", [0], ids=["straight"], indirect=True)
+def test_reads_that_were_given_up_and_move_are_given_more_time(prefill, reader, monkeypatch):
+    """A slow link's, say: its peer is well, and others' reads from it go on."""
+    links, ended = reader.loop._receives._links, itertools.count()
+    object.__setattr__(reader.loop._receives._limits, "read_s", 600.0)
+    links._config = msgspec.structs.replace(links._config, transfer_timeout=0.05)
+    moves = monkeypatch.context()
+    with moves as patch:
+        patch.setattr(loopback._Transfer, "left", property(lambda transfer: -next(ended)))
+        reader.transport.faults.stalled = 1
+        reader.loop.submit([prefill.request("a")], [])
+        begin_reads(reader, "a")
+        reader.loop.submit([], ["a"])
+        assert reader.wait_for("a") == [False]
+
+        def due(_: float) -> float:
+            [entry] = links._given_up
+            return entry.due
+
+        first = in_its_thread(reader.loop, due)
+        until(lambda: in_its_thread(reader.loop, due) > first + 0.2, "several times to be looked at")
+        reader.collect()
+        assert reader.relinked == 0 and prefill.server.counts()["GetManifests"] == 1
+    reader.until(lambda: reader.relinked == 1, "the new link, now that nothing of it moves")
+    reader.transport.faults.stalled = 0
+    let_go(reader)
+
+
 def test_reads_that_were_given_up_and_have_ended_say_nothing_of_their_peer(prefill, reader):
     links = reader.loop._receives._links
     links._config = msgspec.structs.replace(links._config, transfer_timeout=600.0)

@@ -7,7 +7,8 @@
     LINKING, WRITING, ENDING -- a transfer failed, lost, cancelled, deadline --> DRAINING --none may write--> FAILED
 
 A command names a step of the engine; what it lets go is bound when that step is done and the decode instance is linked.
-Commands whose steps ended together are one, the latest. Of a step that is being computed, waves of layers may be bound
+Commands whose steps ended together are one, the latest; a long one may be bound piece by piece, a piece for each time
+that its step is said to be done. Of a step that is being computed, waves of layers may be bound
 before it is done, except of the last command's: that one tells of the end of the prefill. The scheduler half keeps the
 blocks that are written from, and the decode instance those that are written into, until a report is `terminal`: exactly
 one is, and only when no transfer may write any more. A failure is reported at once besides, while one may.
@@ -26,6 +27,10 @@ from vllm_pd_connector.protocol.transfers import TransferDone, TransferFailed
 
 if TYPE_CHECKING:
     from vllm_pd_connector.protocol.wire.push_messages import WriteCommand
+
+
+_ALL = 1 << 31
+"""Waves of a step that is done."""
 
 
 class PushPhase(Enum):
@@ -84,9 +89,10 @@ class WavesDone:
 @dataclass(frozen=True, slots=True)
 class Bound:
     """Answers `Bind` and `BindWaves`: it takes so many transfers, numbered on from those before; none if nothing of it
-    can go yet."""
+    can go yet. `more`: of a `Bind`, that it is not all and the rest is to be asked for again."""
 
     transfers: int
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +196,7 @@ class Push:
         self._commands: deque[WriteCommand] = deque()
         self._answers: tuple[type[Event], ...] = ()  # one of these must come next
         self._waves = 0  # of the next command's step, that were bound
-        self._final = False  # the command that is being bound ends the push
+        self._binding: WriteCommand | None = None
         self._bound = 0
         self._writing: set[int] = set()
         self._reason = ""
@@ -224,6 +230,11 @@ class Push:
         """How many waves of layers of `next_step` were bound."""
         return self._waves
 
+    def goes_on(self, step: int, ahead: int, waves: int) -> bool:
+        """Whether `StepsDone` of that step changes something, or `WavesDone` of the step `ahead`."""
+        waiting = self.next_step
+        return waiting is not None and (waiting <= step or (waiting == ahead and waves > self._waves))
+
     def next_deadline(self) -> float | None:
         """When a `PushTick` is due, None if none is."""
         return self._deadline
@@ -239,8 +250,8 @@ class Push:
                 return self._go_on(step)
             case WavesDone(step, waves):
                 return self._go_ahead(step, waves)
-            case Bound(transfers):
-                return self._begin(transfers)
+            case Bound(transfers, more):
+                return self._begin(transfers, more)
             case TransferDone(index):
                 return self._ended(index, None, terminal=True)
             case TransferFailed(index, reason, terminal):
@@ -283,7 +294,7 @@ class Push:
         if command is None:
             return []
         self._waves = 0
-        self._final = command.final
+        self._binding = command
         self._answers = (Bound, GivenUp)
         return [Bind(command)]
 
@@ -293,13 +304,17 @@ class Push:
         first, self._waves = self._waves, waves
         if self._commands[0].final:
             return []  # known to be there, so that nobody asks again before the step's end
+        self._binding = None
         self._answers = (Bound, GivenUp)
         return [BindWaves(self._commands[0], first, waves)]
 
-    def _begin(self, transfers: int) -> list[Action]:
+    def _begin(self, transfers: int, more: bool) -> list[Action]:
         self._writing |= set(range(self._bound, self._bound + transfers))
         self._bound += transfers
-        if self._final:
+        if self._binding is not None and more:
+            self._commands.appendleft(self._binding)
+            self._waves = _ALL
+        elif self._binding is not None and self._binding.final:
             self._phase = PushPhase.ENDING
         return [StartWrites()] if transfers else self._settle()
 

@@ -44,6 +44,7 @@ ASK_TIMEOUT_S = 2.0
 """How long a request waits to hear whether a lease is held that it can do without."""
 AGAIN_S = 0.5
 REMEMBER = 1024
+_NAMED = 3  # leases in a warning
 CANNOT_BEGIN = "lease renewal cannot begin yet: what requests came for may expire before it is read"
 
 
@@ -183,7 +184,9 @@ class LeaseRenewer:
             self._gone.update(dict.fromkeys(gone))
             logger.warning("the prefill side no longer holds %s", ", ".join(gone))
         elif isinstance(outcome, Exception):
-            logger.warning("lease renewal at %s: %s", address, outcome)
+            kept = sorted(reading.request_id for reading in self._leases.get(address, ()))
+            names = [*kept[:_NAMED], *([f"{len(kept) - _NAMED} more"] if len(kept) > _NAMED else [])]
+            logger.warning("lease renewal at %s: %s; kept there: %s", address, outcome, ", ".join(names) or "none")
 
     def _add(
         self, address: str, reading: Reading, lease_seconds: float, answered: Callable[[object], None] | None = None

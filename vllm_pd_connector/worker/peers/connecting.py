@@ -47,6 +47,9 @@ class Connecting(Generic[LinkKind]):
     def __bool__(self) -> bool:
         return bool(self._begun)
 
+    def __contains__(self, link: object) -> bool:
+        return link in self._begun
+
     def begin(self, link: LinkKind, arrived: ManifestsArrived, manifests: Sequence[bytes]) -> None:
         """Begin to connect to a peer whose manifests have come; what was begun with others of it is abandoned."""
         self.abandon(link)

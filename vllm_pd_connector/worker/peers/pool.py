@@ -71,11 +71,13 @@ class User(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _GivenUp(Generic[LinkKind]):
-    """Something that was begun on a link and then given up, and when it should have ended."""
+    """Something that was begun on a link and then given up, and when it should have ended. `left`: None once it has,
+    else how far it is, which grows as long as it moves; `seen` is what it said last."""
 
     link: LinkKind
     due: float
-    over: Callable[[], bool]
+    left: Callable[[], int | None]
+    seen: int | None = None
 
 
 class Links(Generic[LinkKind]):
@@ -193,10 +195,10 @@ class Links(Generic[LinkKind]):
             link.stalled = what
         self.drive(link, (peers.Lost if isinstance(error, PeerLost) else peers.Suspected)(str(error)), now)
 
-    def give_up(self, link: LinkKind, over: Callable[[], bool], now: float) -> None:
-        """A request was given up while transfers of its run on this link. If they are not `over` when they should be,
-        they stand still; no request with a deadline is left that would notice."""
-        self._begin_waiting(_GivenUp(link, now + self._config.transfer_timeout, over))
+    def give_up(self, link: LinkKind, left: Callable[[], int | None], now: float) -> None:
+        """A request was given up while transfers of its run on this link (see `_GivenUp`). If nothing of what is `left`
+        ends within the time that a transfer may stand still, no request with a deadline is there that would notice."""
+        self._begin_waiting(_GivenUp(link, now + self._config.transfer_timeout, left, left()))
 
     def _begin_waiting(self, entry: _GivenUp[LinkKind]) -> None:
         self._given_up.append(entry)
@@ -210,9 +212,13 @@ class Links(Generic[LinkKind]):
             return
         for entry in [entry for entry in self._given_up if entry.due <= now]:
             self._given_up.remove(entry)
-            if not entry.over():
-                entry.link.stalled = "transfers of a request that was given up do not end"
-                self.drive(entry.link, peers.Suspected(entry.link.stalled), now)
+            if (left := entry.left()) is None:
+                continue
+            if left != entry.seen:
+                self.give_up(entry.link, entry.left, now)
+                continue
+            entry.link.stalled = "transfers of a request that was given up do not end"
+            self.drive(entry.link, peers.Suspected(entry.link.stalled), now)
         for link in list(self._links.values()):
             if (due := link.machine.next_deadline()) is not None and due <= now:
                 self.drive(link, peers.PeerTick(), now)
@@ -224,6 +230,10 @@ class Links(Generic[LinkKind]):
     def next_deadline(self) -> float | None:
         """When a `tick` is due, None if none is."""
         return 0.0 if self._connecting else self._due.at
+
+    def connects(self, link: LinkKind) -> bool:
+        """Whether the peer of this link has answered and is being connected."""
+        return link in self._connecting
 
     def _doubt_others_at(self, newcomer: LinkKind, now: float) -> None:
         """Two incarnations of an engine at one address: one of them is over. The parameters of a request prove nothing,
@@ -296,7 +306,7 @@ class Links(Generic[LinkKind]):
                 self._transport.replace_endpoint(rank)
         except TransferError as error:
             if error.retryable:
-                self._begin_waiting(_GivenUp(link, now + _REMAKE_S, lambda: False))
+                self._begin_waiting(_GivenUp(link, now + _REMAKE_S, lambda: 0, 0))
                 return answer
             logger.warning("%s; not possible: %s", reason, error)
             return answer

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.errors import BindError
+from vllm_pd_connector.geometry.bind import latest
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol.push import push as machines
 from vllm_pd_connector.worker.push.link import NOTHING_AHEAD, Ahead
@@ -14,9 +17,15 @@ if TYPE_CHECKING:
 
     from vllm_pd_connector.geometry.spans import Slices
     from vllm_pd_connector.geometry.staging.chunks import Chunk
-    from vllm_pd_connector.protocol.wire.push_messages import PushInto
+    from vllm_pd_connector.protocol.wire.push_messages import PushInto, WriteCommand
     from vllm_pd_connector.worker.in_flight import InFlight
     from vllm_pd_connector.worker.push.link import WriteLink
+
+logger = init_logger(__name__)
+
+PIECE_TOKENS = 1 << 16
+"""So many tokens are bound at a time, where no layers are ahead: with more at once, as of a long prompt whose decode
+instance came late, nothing else of the transfer thread goes on for milliseconds."""
 
 
 @dataclass(eq=False, slots=True)
@@ -57,8 +66,46 @@ class ActivePush:
         return FailureKind.TRANSFER_FAILED
 
     @property
+    def rests(self) -> bool:
+        """Whether there is nothing of it to be looked at: it waits for a step, as most do while prefills run."""
+        return self.in_flight.ended and self.machine.next_deadline() is None
+
+    @property
     def missing(self) -> str:
         """What it waits for, for whoever reads that it took too long."""
         if not self.machine.writing:
             return self.machine.phase.value
         return f"{len(self.machine.writing)} transfers have not ended, and no part of one has since"
+
+
+def bind_push(push: ActivePush, command: WriteCommand, waves: tuple[int, int] | None) -> machines.Event:
+    """Bind what a command lets go, or a piece of it, or of it some waves of layers; what the machine is to be told."""
+    try:
+        return _bind(push, command, waves)
+    except BindError as error:
+        push.given_up = FailureKind.TRANSFER_FAILED
+        return machines.GivenUp(str(error))
+    except Exception as error:  # a defect of ours that one push met must not reach the others
+        logger.exception("push of prefill %s", push.into.prefill.name)
+        return machines.GivenUp(f"{type(error).__name__}: {error}")
+
+
+def _bind(push: ActivePush, command: WriteCommand, waves: tuple[int, int] | None) -> machines.Bound:
+    link, into, cursor = push.link, push.into, push.cursor
+    reach, more = link.reach(into, command.ready, cursor, command.final), False
+    if waves is None and not push.ahead.waves and reach - cursor > PIECE_TOKENS:
+        piece = link.reach(into, cursor + PIECE_TOKENS, cursor, final=False)
+        if more := cursor < piece < reach:
+            reach = piece
+    whole = (command.final or command.whole) and not (push.ended or more)
+    if reach == cursor and not whole:
+        return machines.Bound(0)
+    if waves is not None:
+        part = link.bind_waves(into, command.source, cursor, reach, whole, *waves)
+        push.ahead = Ahead(waves[1], reach, whole)
+    else:
+        part = link.bind_push(into, command.source, cursor, reach, whole, push.ahead)
+        push.cursor, push.ahead, push.ended = reach, NOTHING_AHEAD, push.ended or whole
+    push.work = part.work
+    push.first_valid_tokens = latest((push.first_valid_tokens, part.first_valid_tokens))
+    return machines.Bound(len(part.work), more)

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.errors import BindError, ProtocolError, TransferError, UnauthenticatedPeer
-from vllm_pd_connector.geometry.bind import latest
+from vllm_pd_connector.errors import ProtocolError, TransferError, UnauthenticatedPeer
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.peer import PeerKey
@@ -43,9 +42,9 @@ from vllm_pd_connector.protocol.wire.push_messages import (
 from vllm_pd_connector.sidechannel.net.keys import keys_of, require_known_server
 from vllm_pd_connector.worker.in_flight import InFlight
 from vllm_pd_connector.worker.peers.pool import Links
-from vllm_pd_connector.worker.push.active import ActivePush
+from vllm_pd_connector.worker.push.active import ActivePush, bind_push
 from vllm_pd_connector.worker.push.completion import HOME_TIMEOUT_S, RETRY_S, CompletionReports
-from vllm_pd_connector.worker.push.link import NOTHING_AHEAD, Ahead, WriteLink
+from vllm_pd_connector.worker.push.link import WriteLink
 from vllm_pd_connector.worker.push.waves import say_that_a_step_announced_none
 
 if TYPE_CHECKING:
@@ -136,8 +135,11 @@ class Pushes:
         self._reports.turn(now)
         step, ahead = self._clock.done(), self._clock.ahead()
         for key, push in list(self._pushes.items()):
-            self._drive(push, machines.StepsDone(step), now)
-            self._drive(push, machines.WavesDone(*ahead), now)
+            if push.machine.goes_on(step, *ahead):
+                self._drive(push, machines.StepsDone(step), now)
+                self._drive(push, machines.WavesDone(*ahead), now)
+            if push.rests:
+                continue
             self._look(push, now, until)
             if key in self._pushes:
                 self._pushes[key] = self._pushes.pop(key)
@@ -309,33 +311,12 @@ class Pushes:
                         self._report(push, ok, reason, terminal)
 
     def _bind(self, push: ActivePush, command: WriteCommand, waves: tuple[int, int] | None = None) -> machines.Event:
-        """What a command lets go, or of it some waves of layers."""
-        link, into, cursor = push.link, push.into, push.cursor
-        try:
-            reach = link.reach(into, command.ready, cursor, command.final)
-            whole = (command.final or command.whole) and not push.ended
-            if reach == cursor and not whole:
-                return machines.Bound(0)
-            if waves is not None:
-                part = link.bind_waves(into, command.source, cursor, reach, whole, *waves)
-            else:
-                part = link.bind_push(into, command.source, cursor, reach, whole, push.ahead)
-                # Where some did, one without is a single token's: such steps are whole graphs by vLLM's default.
-                if self._waves and not command.final and self._clock.ahead() == (0, 0):
-                    say_that_a_step_announced_none()
-        except BindError as error:
-            push.given_up = FailureKind.TRANSFER_FAILED
-            return machines.GivenUp(str(error))
-        except Exception as error:  # a defect of ours that one push met must not reach the others
-            logger.exception("push of prefill %s", into.prefill.name)
-            return machines.GivenUp(f"{type(error).__name__}: {error}")
-        if waves is not None:
-            push.ahead = Ahead(waves[1], reach, whole)
-        else:
-            push.cursor, push.ahead, push.ended = reach, NOTHING_AHEAD, push.ended or whole
-        push.work = part.work
-        push.first_valid_tokens = latest((push.first_valid_tokens, part.first_valid_tokens))
-        return machines.Bound(len(part.work))
+        bound = bind_push(push, command, waves)
+        follows_steps = waves is None and not command.final and isinstance(bound, machines.Bound)
+        # Where some did, one without is a single token's: such steps are whole graphs by vLLM's default.
+        if follows_steps and self._waves and self._clock.ahead() == (0, 0):
+            say_that_a_step_announced_none()
+        return bound
 
     def _start(self, push: ActivePush) -> None:
         peer = push.link.ranks[push.into.rank]

@@ -93,6 +93,11 @@ class ActiveReceive:
         self.phases.append((phase, began, now))
         return now - began
 
+    def moved_since(self) -> bool:
+        """Whether a part of its reads has ended since this was asked last, or they began."""
+        before, self.arrived = self.arrived, self.in_flight.arrived
+        return self.arrived != before
+
     @property
     def taken(self) -> Taken:
         """What the prefill side is told of what came."""

@@ -364,7 +364,7 @@ class Receives:
         if ok:
             self._phase(active, Phase.CONFIRM, now)
             ending.count_good(active, self._stats, now)
-            self._trace(active)
+            ending.trace(active, self._received)
         else:
             ending.count_failed(active, self._stats)
             ending.read_from_now_on(active, self._stats)
@@ -380,21 +380,19 @@ class Receives:
             name, ok=ok, quarantined=quarantined, unshareable=late, spare=request.spare, attempt=attempt
         )
 
-    def _trace(self, active: ActiveReceive) -> None:
-        try:
-            if self._received is not None:
-                self._received(active.request, active.prefill, active.first_valid_tokens)
-        except Exception:  # a full disk, say: a request must be reported in any case
-            logger.exception("request %s: the trace of its receive", active.request.request_id)
-
     def _goes_on(self, active: ActiveReceive, now: float) -> bool:
-        """Give a receive whose reading takes long more time, if part of it has ended since it got the last."""
-        arrived = active.in_flight.arrived
-        if active.machine.state is not receives.ReceiveState.READING or arrived == active.arrived:
-            return False
-        active.arrived = arrived
-        self._drive(active, receives.ReceiveTick(moved=True), now)
-        return True
+        """Give a receive more time whose reading takes long, if part of it has ended since it got the last; or whose
+        peer has answered, and that waits for this thread."""
+        match active.machine.state:
+            case receives.ReceiveState.READING:
+                goes_on = active.moved_since()
+            case receives.ReceiveState.WAITING:
+                goes_on = self._linked.get(active.request.request_id) is active or active.links.connects(active.link)
+            case _:
+                return False
+        if goes_on:
+            self._drive(active, receives.ReceiveTick(moved=True), now)
+        return goes_on
 
     def _phase(self, active: ActiveReceive, phase: Phase, now: float) -> None:
         self._stats.observe_phase(phase, active.passed(phase, now))

@@ -4,7 +4,7 @@ end its span, say what failed."""
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.errors import ProtocolError
@@ -19,12 +19,17 @@ from vllm_pd_connector.protocol.wire.push_messages import DeclinePush
 from vllm_pd_connector.worker.receive.read_link import ReadLink
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vllm_pd_connector.metadata import ReceiveRequest
     from vllm_pd_connector.observability.stats import PDStats
     from vllm_pd_connector.worker.receive.active import ActiveReceive
     from vllm_pd_connector.worker.rpc import PendingCalls
     from vllm_pd_connector.worker.staging.base import Copier
 
 logger = init_logger(__name__)
+
+Received: TypeAlias = "Callable[[ReceiveRequest, str, Mapping[int, int]], None]"
 
 RELEASE_TIMEOUT_S = 5.0
 
@@ -121,6 +126,15 @@ def count_failed(active: ActiveReceive, stats: PDStats) -> None:
     stats.of_peer("peer_failures", active.link.engine_id)
 
 
+def trace(active: ActiveReceive, received: Received | None) -> None:
+    """Call what is called before a good receive is reported, if anything is."""
+    try:
+        if received is not None:
+            received(active.request, active.prefill, active.first_valid_tokens)
+    except Exception:  # a full disk, say: a request must be reported in any case
+        logger.exception("request %s: the trace of its receive", active.request.request_id)
+
+
 def end_span(active: ActiveReceive, now: float, error: str) -> None:
     """It is reported: its phases are spans below it, and so is the handshake if it waited for one."""
     if (span := active.span) is None:
@@ -147,7 +161,7 @@ def missing(active: ActiveReceive) -> str:
         case ReceiveState.PUSHING:
             return "it did not answer"
         case ReceiveState.VERIFYING:
-            return "the prefill side's sums did not come"
+            return "the prefill side's sums did not come, or were not compared with ours"
         case ReceiveState.CONFIRMING:
             return "the prefill side did not say whether it held the blocks"
     return ""
