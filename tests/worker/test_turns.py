@@ -179,18 +179,40 @@ def test_what_drains_is_looked_at_again_after_a_defect(prefill, decode, monkeypa
     half_begun(decode, "a")
     decode.loop.submit([], ["a"])
     assert decode.wait_for("a") == [False] and decode.quarantined == {"a"}
-    met: list[InFlight] = []
-    poll = InFlight.poll
+    broken = decode.active("a").in_flight
+    met, mended, poll = [], [], InFlight.poll
 
     def defective(flight: InFlight, *given: Any) -> Any:
-        if not met:
+        if flight is broken and not mended:
             met.append(flight)
             raise KeyError("a defect")
         return poll(flight, *given)
 
     monkeypatch.setattr(InFlight, "poll", defective)
-    decode.until(lambda: bool(met), "the defect")
+    decode.until(lambda: len(met) > 1, "the defect, again and again")
     decode.transport.faults.held = False
+    assert decode.received(prefill.request("b")) == [True], "others are not concerned"
+    mended.append(True)
+    decode.until(lambda: decode.drained == {"a"}, "the quarantine to end")
+
+
+def test_a_receive_whose_transfers_cannot_be_looked_at_fails_alone(prefill, decode, monkeypatch):
+    linked(decode, prefill)
+    decode.transport.faults.held = True
+    decode.loop.submit([prefill.request("a"), prefill.request("b")], [])
+    half_begun(decode, "a")
+    half_begun(decode, "b")
+    broken, poll = decode.active("a").in_flight, InFlight.poll
+
+    def defective(flight: InFlight, *given: Any) -> Any:
+        if flight is broken and "a" not in decode.finished:
+            raise KeyError("a defect")
+        return poll(flight, *given)
+
+    monkeypatch.setattr(InFlight, "poll", defective)
+    assert decode.wait_for("a") == [False] and decode.quarantined == {"a"}
+    decode.transport.faults.held = False
+    assert decode.wait_for("b") == [True] and decode.failures == {"internal": 1}
     decode.until(lambda: decode.drained == {"a"}, "the quarantine to end")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tests.support.worker.decode_instance import Decode, Prefill, in_its_thread, until_in
 from vllm_pd_connector.bounded import Pieces
 from vllm_pd_connector.protocol import peer as peers
-from vllm_pd_connector.protocol.peer import PeerState
+from vllm_pd_connector.protocol.peer import PeerKey, PeerState
 from vllm_pd_connector.worker.peers import connecting
 from vllm_pd_connector.worker.receive.read_link import ReadLink
 
@@ -134,3 +135,24 @@ def test_a_request_that_gives_up_while_its_peer_is_connected_costs_the_link_noth
     held.free = True
     until_in(decode.loop, lambda: link.machine.state is PeerState.READY, "the link")
     assert decode.received(other.request("c", remote_engine_id="p-1")) == [True]
+
+
+@pytest.mark.parametrize("answers", ["the life that runs", "a life before"])
+def test_of_a_peer_that_is_being_connected_the_life_counts_that_has_answered(decode, other, held, answers):
+    """A link that means whoever is at the address: another link's answer tells which life runs there."""
+    links = decode.loop._receives._links
+    link = begun(decode, other, held)
+    running = link.machine.key.incarnation
+    other_life = "f" * 32
+
+    def another_link_is_answered(now: float) -> None:
+        began = links._connecting._begun[link]
+        known = "e" * 32 if answers == "the life that runs" else ""  # of a life that was linked before, or of none
+        link.machine.key, link.machine._any_life = replace(link.machine.key, incarnation=known), True
+        named = links._make(peers.Peer(PeerKey("h", 1, ""), lambda: 0.5), "p-1", link.endpoint, now)
+        assert began.arrived.incarnation == running
+        links._end_others_at(named, running if answers == "the life that runs" else other_life, now)
+
+    in_its_thread(decode.loop, another_link_is_answered)
+    held.free = True
+    assert decode.wait_for("a") == [answers == "the life that runs"]

@@ -12,6 +12,7 @@ from tests.support.worker.decode_instance import in_its_thread, until_in
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.worker import transfer_loop
 from vllm_pd_connector.worker.in_flight import InFlight
+from vllm_pd_connector.worker.receive import read_link
 from vllm_pd_connector.worker.receive.read_link import ReadLink
 
 
@@ -113,3 +114,40 @@ def test_a_request_whose_peer_has_answered_and_that_waits_for_this_thread_does_n
 
     in_its_thread(decode.loop, wait)
     assert decode.wait_for("a") == [True] and not decode.failures
+
+
+def test_what_is_left_of_a_turn_after_a_binding_in_pieces_binds_others(prefill, decode, monkeypatch):
+    """Of many short requests one is always cut by the end of a turn: the next one is not its alone."""
+    receives, far = decode.loop._receives, time.monotonic() + 1000.0
+    begun, begin = [], InFlight._begin_slice
+    monkeypatch.setattr(InFlight, "_begin_slice", lambda *given: (begun.append(1), begin(*given))[1])
+
+    def bind_all(now: float) -> None:
+        half_bound(receives, prefill.request("a"), now)
+        receives.begin(prefill.request("b"), now)
+        receives.begin(prefill.request("c"), now)
+        receives.waited, receives.bound_long = True, False
+        receives.poll(now, far)
+        assert not receives._linked and not begun
+        assert all(receives._active[name].posting for name in "abc")
+
+    in_its_thread(decode.loop, bind_all)
+    assert decode.wait_for("a", "b", "c") == [True] * 3
+
+
+def test_an_end_of_an_old_self_test_changes_nothing_of_a_link_that_is_being_connected(prefill, decode, monkeypatch):
+    """What is read directly and what is converted are split by one cost of a run, the same for all ranks."""
+    split, costs = read_link.split, []
+
+    def noted(*given: Any, run_cost: int, **more: Any) -> Any:
+        costs.append(run_cost)
+        if link.plan is None:
+            link.use_run_cost(run_cost + len(costs))
+        return split(*given, run_cost=run_cost, **more)
+
+    [link] = decode.loop._receives._links._links.values()
+    monkeypatch.setattr(read_link, "split", noted)
+    in_its_thread(decode.loop, lambda now: decode.loop._receives._links._disconnect(link, "gone", now))
+    in_its_thread(decode.loop, lambda now: decode.loop._receives._links.drive(link, peers.Lost("gone"), now))
+    assert decode.received(prefill.request("a")) == [True]
+    assert len(costs) > 1 and set(costs) == {link.run_cost}

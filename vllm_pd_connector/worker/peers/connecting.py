@@ -50,6 +50,12 @@ class Connecting(Generic[LinkKind]):
     def __contains__(self, link: object) -> bool:
         return link in self._begun
 
+    def incarnation(self, link: LinkKind) -> str:
+        """Which life of a peer that is being connected has answered; empty if it is not. Its machine hears of it in the
+        end."""
+        begun = self._begun.get(link)
+        return begun.arrived.incarnation if begun is not None else ""
+
     def begin(self, link: LinkKind, arrived: ManifestsArrived, manifests: Sequence[bytes]) -> None:
         """Begin to connect to a peer whose manifests have come; what was begun with others of it is abandoned."""
         self.abandon(link)

@@ -245,7 +245,7 @@ class Links(Generic[LinkKind]):
     def _end_others_at(self, link: LinkKind, incarnation: str, now: float) -> None:
         """Every other incarnation at this address has ended: the one that runs there has answered."""
         for other in list(self._links.values()):
-            known = other.machine.key.incarnation
+            known = self._connecting.incarnation(other) or other.machine.key.incarnation
             if other is not link and other.endpoint == link.endpoint and known not in ("", incarnation):
                 self.drive(other, peers.Replaced(f"incarnation {incarnation[:8]} answers at its address"), now)
 

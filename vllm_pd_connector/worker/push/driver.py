@@ -312,7 +312,7 @@ class Pushes:
 
     def _bind(self, push: ActivePush, command: WriteCommand, waves: tuple[int, int] | None = None) -> machines.Event:
         bound = bind_push(push, command, waves)
-        follows_steps = waves is None and not command.final and isinstance(bound, machines.Bound)
+        follows_steps = waves is None and not command.final and isinstance(bound, machines.Bound) and bound.transfers
         # Where some did, one without is a single token's: such steps are whole graphs by vLLM's default.
         if follows_steps and self._waves and self._clock.ahead() == (0, 0):
             say_that_a_step_announced_none()

@@ -25,6 +25,7 @@ from vllm_pd_connector.worker.checksums import is_chosen
 from vllm_pd_connector.worker.in_flight import InFlight
 from vllm_pd_connector.worker.peers.earliest import Agenda, Earliest
 from vllm_pd_connector.worker.peers.pool import FETCH_ATTEMPTS, Links
+from vllm_pd_connector.worker.peers.process_watch import LOOK_S
 from vllm_pd_connector.worker.receive import ending
 from vllm_pd_connector.worker.receive.active import ActiveReceive, bind_receive, enter
 from vllm_pd_connector.worker.receive.confirm import Confirmer
@@ -34,7 +35,7 @@ from vllm_pd_connector.worker.receive.read_link import ReadLink
 from vllm_pd_connector.worker.receive.recorded import record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from vllm_pd_connector.config import Config
     from vllm_pd_connector.geometry.manifest import Manifest
@@ -81,7 +82,7 @@ class Receives:
         reader: int,
         readers: int,
         connected: Callable[[ReadLink], None] | None,
-        received: Callable[[ReceiveRequest, str, Mapping[int, int]], None] | None,
+        received: ending.Received | None,
     ) -> None:
         self._config, self._manifest, self._transport = config, manifest, transport
         self._stager, self._calls = stager, calls
@@ -100,16 +101,8 @@ class Receives:
         per_question = ANSWER_S + config.handshake_timeout / FETCH_ATTEMPTS
         reader_rank = (*manifest.parallel.rank, reader, readers)
         self._due = Earliest()
-        self._push_requester = PushRequester(
-            calls,
-            reader_rank,
-            per_question,
-            config.transfer_timeout,
-            self._drive,
-            manifest.groups,
-            self._due,
-            processes,
-        )
+        asking = calls, reader_rank, per_question, config.transfer_timeout, self._drive
+        self._push_requester = PushRequester(*asking, manifest.groups, self._due, processes)
         self._confirmer = Confirmer(calls, config.confirm_timeout, reader, readers, self._drive)
         self._active: dict[str, ActiveReceive] = {}
         self._looks: Agenda[ActiveReceive] = Agenda()  # at what was begun
@@ -162,29 +155,36 @@ class Receives:
         self.bound_long, self.waited = False, waits
         while self._linked and not waits:
             active = self._linked.pop(next(iter(self._linked)))
-            resumed = active.binding is not None
+            self.bound_long |= active.binding is not None
             self._bind(active, now, until)
-            if resumed or time.monotonic() >= until:
+            if time.monotonic() >= until:
                 self.bound_long = True
-                return
-        looked: list[ActiveReceive] = []
-        try:
-            while (one := self._looks.take(now)) is not None:
-                looked.append(one)
-                self._look(one, now, until)
-                if time.monotonic() >= until:
-                    break
-        finally:  # after a defect, too: what drains would stay in quarantine for good
-            for one in looked:
-                if moments := one.in_flight.next_look(now, draining=one.reported):
-                    self._looks.set(one, min(moments))
+                break
+        if self.bound_long:
+            return
+        later: list[tuple[ActiveReceive, float]] = []
+        while (one := self._looks.take(now)) is not None:
+            later += [(one, moment) for moment in self._look(one, now, until)]
+            if time.monotonic() >= until:
+                break
+        for one, moment in later:
+            self._looks.set(one, moment)
 
-    def _look(self, active: ActiveReceive, now: float, until: float) -> None:
-        for end, error in active.in_flight.poll(now, until):
-            self._transfer_ended(active, end, error, now)
+    def _look(self, active: ActiveReceive, now: float, until: float) -> list[float]:
+        """Look at what a receive has begun; when that is due again. A defect is this receive's alone, and what drains
+        is looked at after it, too: else its blocks would stay in quarantine for good."""
+        try:
+            for end, error in active.in_flight.poll(now, until):
+                self._transfer_ended(active, end, error, now)
+            moments = active.in_flight.next_look(now, draining=active.reported)
+        except Exception as error:
+            logger.exception("request %s: its transfers cannot be looked at", active.request.request_id)
+            self._drive(active, receives.PeerFailed(f"{type(error).__name__}: {error}"), now, FailureKind.INTERNAL)
+            return [now + LOOK_S]
         if active.posting and not active.in_flight.posts:
             active.posting = False
             self._stats.observe_phase(Phase.POST, active.in_flight.posting_s)
+        return [min(moments)] if moments else []
 
     def staged(self, active: ActiveReceive, stream: Stream, failure: TransferError | None, now: float) -> None:
         """A transfer by way of the staging buffer has ended."""

@@ -58,18 +58,19 @@ class ReadLink(PeerLink):
             peer = self.ranks[edge.source] = transport.connect(source.endpoint, (*source.segments, *scratch))
             self.scratch = self.scratch or ((peer, *scratch) if scratch else None)
             yield
-        self.run_cost, edges = run_cost_of(transport), []
+        run_cost, edges = run_cost_of(transport), []
         for edge in plan.edges:
-            edges.append(split(edge, chunk_bytes, run_cost=self.run_cost))
+            edges.append(split(edge, chunk_bytes, run_cost=run_cost))
             yield
-        self.plan, self.chunk_bytes, self.edges = plan, chunk_bytes, tuple(edges)
+        # Together: a self-test of the connection before this one may still end and bring a cost of its own.
+        self.plan, self.chunk_bytes, self.edges, self.run_cost = plan, chunk_bytes, tuple(edges), run_cost
         converted = sum(bool(staged.pairings) for _, staged in self.edges)
         return f"{check.status}, reads from {len(plan.edges)} of {len(remote)} ranks, converts from {converted}"
 
     def use_run_cost(self, run_cost: int) -> None:
-        """Choose anew what is read directly; requests that were bound go on as they began."""
-        self.run_cost = run_cost
+        """Choose anew what is read directly, while connected; requests that were bound go on as they began."""
         if self.plan is not None:
+            self.run_cost = run_cost
             self.edges = tuple(split(edge, self.chunk_bytes, run_cost=run_cost) for edge in self.plan.edges)
 
     def disconnect(self, transport: Transport) -> None:
