@@ -5,27 +5,32 @@
 The model is 80 layers of 8 KV heads of 128 channels in bfloat16, with 128 tokens per block: the size of a 70B
 Llama. Context parallelism is that of an MLA model of 61 layers, with blocks of 64 slots a rank, and counts all peers of
 one decode rank. Addresses are made up and no byte moves, but for the blanks: of 28 layers, what 37 tokens leave of a
-block is zeroed. Times are milliseconds of one thread; run it on an idle core.
+block is zeroed. Times are milliseconds of one thread, beside what a memcpy of the bytes that would move takes it; run
+it on an idle core.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
+import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from vllm_pd_connector.geometry.bind import Tail, pair
-from vllm_pd_connector.geometry.blocks import BlockTable, BlockTables
-from vllm_pd_connector.geometry.checksums.digest import digests
-from vllm_pd_connector.geometry.layouts.attention import PageView, cpu_attention, key_value, latent
-from vllm_pd_connector.geometry.manifest import (
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from benchmarks.report import write  # noqa: E402
+from vllm_pd_connector.geometry.bind import Tail, pair  # noqa: E402
+from vllm_pd_connector.geometry.blocks import BlockTable, BlockTables  # noqa: E402
+from vllm_pd_connector.geometry.checksums.digest import digests  # noqa: E402
+from vllm_pd_connector.geometry.layouts.attention import PageView, cpu_attention, key_value, latent  # noqa: E402
+from vllm_pd_connector.geometry.manifest import (  # noqa: E402
     MANIFEST_VERSION,
     Coordinates,
     Group,
@@ -35,14 +40,14 @@ from vllm_pd_connector.geometry.manifest import (
     Segment,
     Tensor,
 )
-from vllm_pd_connector.geometry.plan import Edge, Plan, make_plan
-from vllm_pd_connector.geometry.runs import Runs
-from vllm_pd_connector.geometry.sharding import Interval, shard
-from vllm_pd_connector.geometry.spans import runs_of
-from vllm_pd_connector.geometry.staging.blanks import blanks
-from vllm_pd_connector.geometry.topology import check_pd_topology
-from vllm_pd_connector.geometry.validate import validate
-from vllm_pd_connector.worker.staging.copiers import CpuCopier
+from vllm_pd_connector.geometry.plan import Edge, Plan, make_plan  # noqa: E402
+from vllm_pd_connector.geometry.runs import Runs  # noqa: E402
+from vllm_pd_connector.geometry.sharding import Interval, shard  # noqa: E402
+from vllm_pd_connector.geometry.spans import runs_of  # noqa: E402
+from vllm_pd_connector.geometry.staging.blanks import blanks  # noqa: E402
+from vllm_pd_connector.geometry.topology import check_pd_topology  # noqa: E402
+from vllm_pd_connector.geometry.validate import validate  # noqa: E402
+from vllm_pd_connector.worker.staging.copiers import CpuCopier  # noqa: E402
 
 HEADS, CHANNELS, ITEM, LATENT = 8, 128, 2, 576
 FACTS = ModelFacts(
@@ -124,6 +129,18 @@ def measure(name: str, action: Callable[[], object], reps: int, **more: object) 
     return {"case": name, "median_ms": p50, "p95_ms": p95, "p99_ms": p99, "min_ms": min(times), "reps": reps, **more}
 
 
+@cache
+def copied_ms_per_byte() -> float:
+    """What one memcpy of 64 MiB takes, the median of nine, by its bytes: a bare copy beside what is measured."""
+    source, into = np.ones(64 << 20, dtype=np.uint8), np.zeros(64 << 20, dtype=np.uint8)
+    took = []
+    for _ in range(9):
+        began = time.perf_counter()
+        np.copyto(into, source)
+        took.append(time.perf_counter() - began)
+    return 1e3 * float(np.median(took)) / source.nbytes
+
+
 def bind_cases(reps: int) -> list[dict[str, object]]:
     rows = []
 
@@ -133,8 +150,10 @@ def bind_cases(reps: int) -> list[dict[str, object]]:
         tokens = destination.groups[0].block_tokens
         needed = -(-stop // tokens)
         ours = scattered(needed, 2) if random else contiguous(needed)
-        runs = len(bind(edge, theirs, ours, 0, stop, tail=tail))
-        rows.append(measure(name, lambda: bind(edge, theirs, ours, 0, stop, tail=tail), reps, runs=runs))
+        runs = bind(edge, theirs, ours, 0, stop, tail=tail)
+        copied = {"megabytes": runs.total_bytes / 1e6, "memcpy_ms": runs.total_bytes * copied_ms_per_byte()}
+        action = partial(bind, edge, theirs, ours, 0, stop, tail=tail)
+        rows.append(measure(name, action, reps, runs=len(runs), **copied))
 
     full, part = 1024 * 128, 1023 * 128 + 37
     nhd, hnd, cpu = (make_worker(0, 1, layout) for layout in ("LBNHC", "LBHNC", "CPU"))
@@ -226,7 +245,8 @@ def blank_cases(reps: int) -> list[dict[str, object]]:
 
         zero()
         zeroed = float(memory.size - np.count_nonzero(memory)) / 1e6
-        rows.append(measure(f"blanks, {name}", zero, reps, megabytes=zeroed))
+        memset = zeroed * 1e6 * copied_ms_per_byte()
+        rows.append(measure(f"blanks, {name}", zero, reps, megabytes=zeroed, memcpy_ms=memset))
     return rows
 
 
@@ -235,7 +255,8 @@ def digest_cases(reps: int) -> list[dict[str, object]]:
     memory = [np.random.default_rng(0).integers(0, 256, worker.segments[0].length, dtype=np.uint8)]
     tables = (BlockTable.of(0, range(1, 17)),)
     size = 16 * 128 * HEADS * 2 * CHANNELS * ITEM * 2
-    return [measure("digest, 2 layers", lambda: digests(worker, memory, tables, 0, 2048), reps, megabytes=size / 1e6)]
+    copied = {"megabytes": size / 1e6, "memcpy_ms": size * copied_ms_per_byte()}
+    return [measure("digest, 2 layers", lambda: digests(worker, memory, tables, 0, 2048), reps, **copied)]
 
 
 def main() -> None:
@@ -247,12 +268,10 @@ def main() -> None:
     rows += [*context_cases(max(10, options.reps // 10)), *blank_cases(50), *digest_cases(50)]
     print(f"{'case':<52} {'median':>8} {'p95':>8} {'p99':>8}   ms")
     for row in rows:
-        extra = ", ".join(f"{row[key]:g} {key}" for key in ("runs", "edges", "megabytes") if key in row)
+        extra = ", ".join(f"{row[key]:g} {key}" for key in ("runs", "edges", "megabytes", "memcpy_ms") if key in row)
         print(f"{row['case']:<52} {row['median_ms']:8.3f} {row['p95_ms']:8.3f} {row['p99_ms']:8.3f}   {extra}")
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        machine = {"python": platform.python_version(), "numpy": np.__version__, "machine": platform.machine()}
-        options.json.write_text(json.dumps({"environment": machine, "results": rows}, indent=2) + "\n")
+        write(options.json, {"numpy": np.__version__, "results": rows})
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def compare(old: Any, new: Any) -> tuple[list[Compared], list[str]]:
 
 
 def pairs(old: Path, new: Path) -> Iterator[tuple[str, Path, Path]]:
-    """Documents with one name on both sides.
+    """Documents with one name on both sides; those that only one side has are named.
 
     Raises:
         SystemExit: there are none, or a folder stands against a file.
@@ -76,10 +76,13 @@ def pairs(old: Path, new: Path) -> Iterator[tuple[str, Path, Path]]:
     if not old.is_dir():
         yield new.stem, old, new
         return
-    names = sorted({path.name for path in old.glob("*.json")} & {path.name for path in new.glob("*.json")})
-    if not names:
+    before, after = ({path.name for path in side.glob("*.json")} for side in (old, new))
+    if not before & after:
         sys.exit(f"{old} and {new} have no document of one name")
-    for name in names:
+    for side, names in ((old, before - after), (new, after - before)):
+        if names:
+            print(f"only in {side}: {', '.join(sorted(names))}")
+    for name in sorted(before & after):
         yield name.removesuffix(".json"), old / name, new / name
 
 

@@ -20,9 +20,9 @@ two cores is, must not give its best moment to one of the two.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -34,19 +34,22 @@ import bind as bench_bind
 import msgspec
 import numpy as np
 
-from vllm_pd_connector.geometry.bind import pair
-from vllm_pd_connector.geometry.blocks import BlockTable
-from vllm_pd_connector.geometry.manifest import Manifest, Segment
-from vllm_pd_connector.geometry.plan import Edge, make_plan
-from vllm_pd_connector.geometry.spans import runs_of
-from vllm_pd_connector.geometry.staging import chunks as chunking
-from vllm_pd_connector.transport.base import TransferStatus, Transport, TransportPeer
-from vllm_pd_connector.transport.nixl.bindings import NixlOptions
-from vllm_pd_connector.transport.nixl.transport import NixlTransport
-from vllm_pd_connector.worker.hugepages import collapse_in_background
-from vllm_pd_connector.worker.staging.stager import Stager
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from benchmarks.report import write  # noqa: E402
+from vllm_pd_connector.geometry.bind import pair  # noqa: E402
+from vllm_pd_connector.geometry.blocks import BlockTable  # noqa: E402
+from vllm_pd_connector.geometry.manifest import Manifest, Segment  # noqa: E402
+from vllm_pd_connector.geometry.plan import Edge, make_plan  # noqa: E402
+from vllm_pd_connector.geometry.spans import runs_of  # noqa: E402
+from vllm_pd_connector.geometry.staging import chunks as chunking  # noqa: E402
+from vllm_pd_connector.transport.base import TransferStatus, Transport, TransportPeer  # noqa: E402
+from vllm_pd_connector.transport.nixl.bindings import NixlOptions  # noqa: E402
+from vllm_pd_connector.transport.nixl.transport import NixlTransport  # noqa: E402
+from vllm_pd_connector.worker.hugepages import collapse_in_background  # noqa: E402
+from vllm_pd_connector.worker.staging.stager import Stager  # noqa: E402
+
 LAYERS, TOKENS = 28, 4096
 TOKEN_BYTES = 8 * 2 * 128 * 2
 SLAB_BYTES = 64 << 20
@@ -327,10 +330,9 @@ def main() -> None:
     for part, rows in results.items():
         print(f"\n{part}\n\n{table(rows)}")
     facts = {"layers": LAYERS, "tokens": TOKENS, "bytes": TOKENS * LAYERS * TOKEN_BYTES, "cores": os.cpu_count()}
-    options.into.parent.mkdir(parents=True, exist_ok=True)
     content = facts | {"load_before_and_after": load} | {k: [asdict(row) for row in v] for k, v in results.items()}
-    options.into.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"\nload {load[0]:.1f} to {load[1]:.1f}; wrote {options.into}")
+    print(f"\nload {load[0]:.1f} to {load[1]:.1f}")
+    write(options.into, content)
 
 
 if __name__ == "__main__":

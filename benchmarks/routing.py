@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import platform
 import random
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -34,8 +33,12 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from vllm_pd_connector.proxy.choice import Candidate, Chooser, prompt_prefix
-from vllm_pd_connector.proxy.kv_events.known_prefixes import KnownPrefixes
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from benchmarks.report import write  # noqa: E402
+from vllm_pd_connector.proxy.choice import Candidate, Chooser, prompt_prefix  # noqa: E402
+from vllm_pd_connector.proxy.kv_events.known_prefixes import KnownPrefixes  # noqa: E402
 
 BLOCK_TOKENS = 16
 INSTANCES, BLOCKS_EACH = 4, 1500
@@ -182,9 +185,7 @@ def main() -> None:
             f"{row['batch_us']:9.0f}"
         )
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        machine = {"python": platform.python_version(), "machine": platform.machine()}
-        options.json.write_text(json.dumps({"environment": machine, "results": rows}, indent=2) + "\n")
+        write(options.json, {"results": rows})
 
 
 if __name__ == "__main__":

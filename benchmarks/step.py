@@ -5,7 +5,7 @@ thread that launches forwards takes the metadata and asks for results. This call
 pool, in vLLM's order, and times each side. No transfer thread runs; while nothing moves it sleeps, so it would not take
 the interpreter from the threads that are measured. The cases:
 
-- idle steps, also with leases that nobody reads;
+- idle steps, also with leases that nobody reads, and of a connector that does nothing;
 - IN_FLIGHT requests wait for their caches, in steps that compute nothing and in steps of as many that decode;
 - IN_FLIGHT prefills are computed for decode instances (in mode push), with nobody who wants them yet, and with a want
   of each, where the steps of AT_ONCE become orders; a process in a worker's place takes them;
@@ -13,7 +13,7 @@ the interpreter from the threads that are measured. The cases:
   transfer thread sleeps again before the next wave wakes it where what was written of the waves before has arrived; it
   looks by itself while others are written, and where a device computes them behind their launch.
 
-Times are of the median and of the least step: where other processes want the processor, the least says what it costs.
+Where other processes want the processor, the least step says what it costs.
 
     python benchmarks/step.py [--reps 5000] [--json results.json]
 """
@@ -47,6 +47,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 from benchmarks.report import write  # noqa: E402
+from benchmarks.step_nothing import nothing  # noqa: E402
 from vllm_pd_connector.compat.base import KVConnectorRole  # noqa: E402
 from vllm_pd_connector.compat.blocks import prompt_digest  # noqa: E402
 from vllm_pd_connector.compat.memory import marker  # noqa: E402
@@ -69,8 +70,7 @@ AT_ONCE = 8  # prefills in one step's budget of tokens
 PROMPT = list(range(BLOCKS * BLOCK_TOKENS))
 LAYERS = (16, 32, 80)
 GOALS = {"idle": {"scheduler": 10.0, "forward": 10.0}, "in flight": {"scheduler": 100.0, "forward": 20.0}}
-LAYER_GOAL = 5.0
-LAYER_S = 2e-5
+LAYER_GOAL, LAYER_S = 5.0, 2e-5
 CALM, WRITTEN, COMPUTED = (
     "while nothing is under way",
     "while others are written",
@@ -314,7 +314,7 @@ def row(name: str, thread: str, times: list[float], goal: float) -> dict[str, An
     }
 
 
-def measure(name: str, engine: Engine, steps: Callable[[int], Any], reps: int) -> list[dict[str, Any]]:
+def measure(name: str, engine: Any, steps: Callable[[int], Any], reps: int) -> list[dict[str, Any]]:
     """Microseconds per step of the scheduler's thread and of the thread that launches forwards."""
     times: dict[str, list[float]] = {"scheduler": [], "forward": []}
     scheduler, worker = engine.scheduler, engine.worker
@@ -351,7 +351,7 @@ def measure(name: str, engine: Engine, steps: Callable[[int], Any], reps: int) -
 
 def cases(reps: int) -> list[dict[str, Any]]:
     gc.freeze()  # as vLLM's engine core does when it has started
-    rows = []
+    rows = measure("idle, a connector that does nothing", nothing(), lambda _: IDLE, reps)
     holder = Engine("kv_producer")
     rows += measure("idle, prefill instance", holder, lambda _: IDLE, reps)
     answers = hold_leases(holder, IN_FLIGHT)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare import Compared, compare
+from benchmarks.compare import Compared, compare, pairs
 from benchmarks.report import figures, markdown, tables, write
 from tools.performance_page import BLOCK, PAGES, RESULTS, PageError, render, take, with_sections
 
@@ -62,6 +62,16 @@ def test_two_documents_compare_case_by_case() -> None:
     assert both == [Compared("results: a, 9", "us", 2.0, 3.0)] and both[0].ratio == 1.5
     assert alone == ["- results: gone", "+ results: new"]
     assert both[0].differs(1.4) and not both[0].differs(1.6)
+
+
+def test_a_document_that_only_one_side_has_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for side, names in ((old, "ab"), (new, "bc")):
+        side.mkdir()
+        for name in names:
+            (side / f"{name}.json").write_text("[]")
+    assert [name for name, *_ in pairs(old, new)] == ["b"]
+    assert capsys.readouterr().out.splitlines() == [f"only in {old}: a.json", f"only in {new}: c.json"]
 
 
 def test_a_message_s_size_says_what_was_measured_and_a_figure_that_was_not_had_does_not() -> None:

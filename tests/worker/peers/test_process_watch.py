@@ -14,7 +14,7 @@ from contextlib import closing
 import pytest
 
 from tests.support.transport.line_proxy import Proxy
-from tests.support.worker.decode_instance import until
+from tests.support.worker.decode_instance import in_its_thread, until
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import LivenessAddress
 from vllm_pd_connector.transport.liveness import LivenessHub
@@ -227,3 +227,25 @@ def test_a_worker_is_seen_at_the_address_of_its_side_channel():
 def test_nothing_can_listen_at_an_address_of_another_machine():
     with pytest.raises(TransferError, match="cannot listen"):
         ProcessWatches(ipaddress.ip_address("198.51.100.1"), lambda: None)
+
+
+def test_a_read_on_a_link_that_is_old_is_known_to_end_with_its_prefill_instance(prefill, decode):
+    """Nobody looks at the lines of a link whose reads end well; when one may still write, its process may be gone."""
+    assert decode.received(prefill.request("warm")) == [True]
+    processes = decode.loop._processes
+
+    def an_hour_passes(now: float) -> None:
+        known = list(processes._watches.values())
+        processes.tick(now + process_watch.IDLE_S + 1)
+        for watch in known:
+            assert watch.lost
+            watch._dialled_at -= process_watch.IDLE_S
+
+    in_its_thread(decode.loop, an_hour_passes)
+    decode.transport.faults.held = True
+    decode.loop.submit([prefill.request("a")], [])
+    until(lambda: decode.reads("a"), "it to read")
+    watches = list(decode.active("a").in_flight.watches.values())
+    until(lambda: all(watch.here for watch in watches), "a line to each worker that is read from")
+    decode.transport.faults.held = False
+    assert decode.wait_for("a") == [True]

@@ -32,7 +32,6 @@ from vllm_pd_connector.protocol.peer import Peer, PeerKey, PeerState
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef, PushInto
 from vllm_pd_connector.transport import loopback
 from vllm_pd_connector.transport.loopback import LoopbackTransport
-from vllm_pd_connector.worker.peers import process_watch
 from vllm_pd_connector.worker.push.link import WriteLink
 
 
@@ -396,25 +395,3 @@ def test_a_decode_instance_whose_writes_stand_still_though_it_answers_is_linked_
     assert target.quarantined == {"d"} and not target.drained
     set_faults(writer.transports, stalled=0)
     target.until(lambda: target.drained == {"d"}, "the old writes to end")
-
-
-def test_a_read_on_a_link_that_is_old_is_known_to_end_with_its_prefill_instance(prefill, decode):
-    """Nobody looks at the lines of a link whose reads end well; when one may still write, its process may be gone."""
-    assert decode.received(prefill.request("warm")) == [True]
-    processes = decode.loop._processes
-
-    def an_hour_passes(now: float) -> None:
-        known = list(processes._watches.values())
-        processes.tick(now + process_watch.IDLE_S + 1)
-        for watch in known:
-            assert watch.lost
-            watch._dialled_at -= process_watch.IDLE_S
-
-    in_its_thread(decode.loop, an_hour_passes)
-    decode.transport.faults.held = True
-    decode.loop.submit([prefill.request("a")], [])
-    until(lambda: decode.reads("a"), "it to read")
-    watches = list(decode.active("a").in_flight.watches.values())
-    until(lambda: all(watch.here for watch in watches), "a line to each worker that is read from")
-    decode.transport.faults.held = False
-    assert decode.wait_for("a") == [True]
