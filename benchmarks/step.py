@@ -149,6 +149,7 @@ def request(number: int, params: dict[str, Any], **changes: Any) -> Any:
         "prompt_token_ids": PROMPT,
         "num_prompt_tokens": len(PROMPT),
         "num_computed_tokens": len(PROMPT),
+        "num_in_flight_tokens": 0,
         "status": RequestStatus.FINISHED_LENGTH_CAPPED,
         "prompt_embeds": None,
         "prompt_is_token_ids": None,

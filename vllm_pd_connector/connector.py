@@ -26,7 +26,7 @@ from vllm_pd_connector.compat.base import (
     SupportsHMA,
     init_logger,
 )
-from vllm_pd_connector.compat.logs import adopt_vllm_logging
+from vllm_pd_connector.compat.factory import adopt_vllm_logging
 from vllm_pd_connector.compat.model import facts, layouts
 from vllm_pd_connector.compat.model.caches import align_interleave, require_causal
 from vllm_pd_connector.config import parse_config
@@ -118,8 +118,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
         """A receive brings the recurrent state along and fills each group from what it lacks on, so a hit of the full
-        attention can be used that is deeper than those of other groups."""
-        return True
+        attention can be used that is deeper than those of other groups; but where vLLM itself would fail over it."""
+        return self._scheduler is None or self._scheduler.fills_unequal_hits
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)

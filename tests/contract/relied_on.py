@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+LMCACHE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector"
 MIXIN = "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin"
 
 
@@ -50,8 +51,8 @@ MEMBERS = (
     _members(
         "vllm.v1.request:Request",
         "request_id num_prompt_tokens prompt_token_ids prompt_embeds prompt_is_token_ids _all_token_ids max_tokens "
-        "status kv_transfer_params num_computed_tokens mm_features lora_request get_skip_reading_prefix_cache "
-        "trace_headers resumable last_sched_seq",
+        "status kv_transfer_params num_computed_tokens num_in_flight_tokens mm_features lora_request "
+        "get_skip_reading_prefix_cache trace_headers resumable last_sched_seq sampling_params",
     ),
     _members(
         "vllm.v1.request:RequestStatus",
@@ -93,8 +94,17 @@ MEMBERS = (
     _members("vllm.v1.core.kv_cache_utils:KVCacheBlock", "block_id is_null ref_cnt"),
     _members("vllm.v1.core.kv_cache_manager:KVCacheBlocks", "blocks get_block_ids"),
     _members("vllm.v1.engine.async_llm:AsyncLLM", "add_request errored notify_kv_transfer_request_rejected"),
-    _members("vllm.v1.core.kv_cache_manager:KVCacheManager", "coordinator get_block_ids evict_blocks free"),
-    _members("vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator", "single_type_managers reset_prefix_cache"),
+    _members(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager", "coordinator get_block_ids evict_blocks free kv_cache_config"
+    ),
+    _members(
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator",
+        "single_type_managers reset_prefix_cache enable_partial_hash_hits",
+    ),
+    _members("vllm.v1.kv_cache_interface:KVCacheSpec", "prefix_cacheable"),
+    _members(f"{LMCACHE}:LMCacheMPConnectorUpstream", "request_trackers"),
+    _members(f"{LMCACHE}:LMCacheMPRequestTracker", "state allocated_block_ids"),
+    _members(f"{LMCACHE}:LMCacheMPRequestState", "PREFETCHING"),
     _members("vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager", "num_cached_block cache_blocks"),
     _members("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector", "sub_connectors"),
     _members(

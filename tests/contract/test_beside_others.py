@@ -16,7 +16,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from tests.support.scheduler.beside import PROMPT, among_others, beside, offloading, prefilled_beside, run_to_its_end
+from tests.support.scheduler.beside import (
+    PROMPT,
+    among_others,
+    beside,
+    offloading,
+    prefilled_beside,
+    run_to_its_end,
+    until_true,
+)
 from tests.support.scheduler.cores import Core
 from tests.support.scheduler.engines import (
     BLOCK,
@@ -177,6 +185,28 @@ def test_a_window_that_came_in_part_is_kept_by_no_store(engine: Any) -> None:
     stores = [output.kv_connector_metadata.metadata[1].store_jobs for output in told]
     assert not any(stores[:computed]) and any(stores[computed:])
     assert decode.ended("d-1").finish_reason is FinishReason.LENGTH
+    decode.check_empty()
+
+
+@pytest.mark.parametrize("unused", ["failed", "of other weights", "before it is scheduled"])
+def test_who_notes_a_request_s_blocks_forgets_those_of_a_load_that_is_not_used(engine: Any, unused: str) -> None:
+    """LMCache keeps what is in the blocks that it knows under the request's prompt, for all its engines."""
+    prefill = engine("kv_producer")
+    config = beside("kv_consumer", "LMCacheMPConnectorTracking", "tracking")
+    decode = engine(config, policy="recompute", wrap=among_others)
+    ours, theirs = decode.connector.sub_connectors
+    request = loading(decode, "d-1", PROMPT, prefilled(prefill, "p-1", PROMPT))
+    first = [block.block_id for block in decode.blocks_of("d-1")]
+    assert theirs.request_trackers["d-1"].allocated_block_ids == first
+    if unused == "of other weights":
+        ours.scheduler.operations.weights_changing("a test")
+    decode.step(**{"failed" if unused == "failed" else "received": {"d-1"}})
+    if unused == "before it is scheduled":
+        ours.scheduler.operations.resetting(forced=True)
+    until_true(decode, lambda: request.num_computed_tokens >= len(PROMPT))
+    now = [block.block_id for block in decode.blocks_of("d-1")]
+    assert theirs.request_trackers["d-1"].allocated_block_ids == now != first
+    run_to_its_end(decode)
     decode.check_empty()
 
 

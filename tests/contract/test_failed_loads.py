@@ -13,8 +13,9 @@ import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from tests.support.scheduler.engines import BLOCK, FULL, STATES, WINDOWED, given_back, loading, prefilled, read
+from tests.support.scheduler.engines import BLOCK, FULL, KEEP, STATES, WINDOWED, given_back, loading, prefilled, read
 from vllm_pd_connector.metadata import BadParameters, WorkerReport
+from vllm_pd_connector.protocol.lease import End
 
 PROMPT = list(range(40))
 GROUPS = pytest.mark.parametrize(
@@ -149,7 +150,8 @@ def test_a_read_after_the_lease_has_ended_is_told_so(engine: Any) -> None:
 def test_parameters_that_are_no_object_fail_their_request_alone(engine: Any, role: str, params: Any) -> None:
     """A client's `vllm_xargs` can have them; vLLM asks them for a key when its connector has heard of the request."""
     one = engine(role)
-    one.add("bad", PROMPT, params)
+    bad = one.add("bad", PROMPT, params)
+    assert not bad.sampling_params.extra_args, "another connector would look for them there"
     one.add("plain", PROMPT[::-1])
     one.step()
     source = one.receive_of("bad").source
@@ -159,3 +161,20 @@ def test_parameters_that_are_no_object_fail_their_request_alone(engine: Any, rol
     assert one.ended("bad").finish_reason is FinishReason.ERROR
     assert one.ended("plain").finish_reason is FinishReason.LENGTH
     one.check_empty()
+
+
+def test_a_prefill_that_ends_while_a_part_of_it_is_computed_again_is_not_handed_over(engine: Any) -> None:
+    """Another connector failed to load for a step while the last one was under way, whose token ends the request: vLLM
+    computes that part again in blocks that nobody waits for."""
+    prefill = engine("kv_producer", policy="recompute", step_tokens=BLOCK)
+    prompt = list(range(2 * BLOCK))
+    prefill.add("p-1", prompt, KEEP, max_tokens=1)
+    if prefill.overlapping:
+        prefill.step()
+    prefill.step(invalid={prefill.blocks_of("p-1")[0].block_id} if prefill.overlapping else {1})
+    prefill.run("p-1")
+    params = prefill.ended("p-1").kv_transfer_params
+    assert (params is None) == prefill.overlapping, "without overlapping steps all of it was computed again before"
+    if params is not None:
+        prefill.connector.scheduler.producer.end_leases(End.DROPPED)
+    prefill.check_empty()

@@ -7,6 +7,7 @@ not. `tests/scheduler/test_unequal_hits.py` has every case of a hit; here vLLM s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,4 +106,21 @@ def test_blocks_that_came_in_part_are_found_by_nobody(engine: Any, last: int) ->
     received(decode, "d-1", PROMPT, params, WorkerReport(unshareable={"d-1": {0: last}}))
     assert decode.shared([*PROMPT, 0]) == 0, "a prefix begins with its first block"
     assert sum(block.block_hash is not None for block in decode.pool.blocks) == len(PROMPT) // BLOCK - last - 1
+    decode.check_empty()
+
+
+@pytest.mark.parametrize("length", [85, 90, 100])
+def test_a_prompt_that_came_before_comes_again_where_hits_end_inside_of_blocks(engine: Any, length: int) -> None:
+    """States in larger blocks have vLLM look for hits in units of the smallest one; it then cuts a hit that is deeper
+    in one group than in another, and failed where a window had let go of what is left."""
+    groups = (replace(FULL, block_size=32), WINDOWED, replace(STATES, block_size=32))
+    sizes = {"groups": groups, "block": 32, "hash_block": BLOCK}
+    prefill, decode = engine("kv_producer", **sizes), engine("kv_consumer", **sizes)
+    assert decode.scheduler.kv_cache_manager.coordinator.enable_partial_hash_hits
+    prompt = list(range(length))
+    for name in ("d-1", "d-2"):
+        loading(decode, name, prompt, prefilled(prefill, f"p-{name}", prompt))
+        assert read(decode.receive_of(name))
+        decode.step(received={name})
+        decode.run(name)
     decode.check_empty()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.multimodal.hasher import MultiModalHasher
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import RequestStatus
 
-from vllm_pd_connector.compat.engine import caller
 from vllm_pd_connector.compat.model.adapters import by_files
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK
@@ -71,12 +70,44 @@ def transfer_params(request: Request) -> Any:
 
 def drop_other_params(request: Request) -> None:
     """Have vLLM not look into parameters that are no object: it does when its connector has heard of the request, and
-    the engine core ends with the error. Clients send them as `vllm_xargs`, whose values may be of other types.
+    the engine core ends with the error. Clients send them as `vllm_xargs`, whose values may be of other types. Others
+    look for them where they came from.
 
-    Source: vLLM 0.32 and 0.33, `Scheduler.add_request`.
+    Source: vLLM 0.32 and 0.33, `Scheduler.add_request`; `lmcache_integration/vllm_v1_adapter.py`.
     """
     if not isinstance(request.kv_transfer_params, dict):
         request.kv_transfer_params = None
+        arguments = request.sampling_params.extra_args if request.sampling_params is not None else None
+        if arguments is not None:
+            arguments.pop("kv_transfer_params", None)
+
+
+def computed_again(request: Request) -> str:
+    """Why a request that has ended is not whole: a part is still to be computed, or is by a step in flight, since a
+    load of another connector had failed when the step was under way that ended it. Empty if it is whole.
+
+    Source: vLLM 0.32, `Scheduler._update_requests_with_invalid_blocks`, `update_from_output`.
+    """
+    settled = request.num_computed_tokens - request.num_in_flight_tokens
+    if settled >= request.num_prompt_tokens:
+        return ""
+    return (
+        f"{settled} of its {request.num_prompt_tokens} tokens are computed: another connector failed to load a part "
+        "while the step that ended it ran, and vLLM computes that again; send the request again"
+    )
+
+
+def fails_over_unequal_hits(manager: KVCacheManager) -> bool:
+    """Whether vLLM's cache manager may end the engine over a prefix hit that is deeper in one group than in another: it
+    cuts such a hit at the end of a whole block where hits end inside of one, as beside states of larger blocks, and
+    takes every group but those with states to have all that is left.
+
+    Source: vLLM 0.32, `KVCacheManager.truncate_computed_blocks`, `HybridKVCacheCoordinator.enable_partial_hash_hits`.
+    """
+    coordinator = manager.coordinator
+    specs = (group.kv_cache_spec for group in manager.kv_cache_config.kv_cache_groups)
+    others = [spec for spec in specs if spec.prefix_cacheable and not isinstance(spec, MambaSpec)]
+    return coordinator.enable_partial_hash_hits and len(others) > 1
 
 
 def trace_headers(request: Request) -> dict[str, str] | None:
@@ -258,40 +289,6 @@ def compute_here(scheduler: Any, request_id: str, *, at_once: bool) -> bool:
     if at_once:
         manager.free(request)
     return True
-
-
-class Beside:
-    """The other connectors in a MultiConnector, which keep what is computed and received here.
-
-    vLLM's OffloadingConnector copies blocks that vLLM has given back. It has its workers end a copy before its block is
-    written for another request. But it knows of what is computed and of what it loads itself, not of what another
-    connector loads; it would be kept as the former request's, and found by its prompt.
-
-    Source: vLLM 0.32, `OffloadingConnectorScheduler` (update_state_after_alloc, build_connector_meta,
-    _build_store_jobs), `OffloadingConnectorWorker.handle_preemptions`; its issue 46951. 0.33 sees to it itself.
-    """
-
-    def __init__(self) -> None:
-        self._multi = caller("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiConnector")
-        self._stores: list[Any] = []
-
-    @property
-    def any(self) -> bool:
-        """Whether there are others. What they keep is no prefix cache's of vLLM: a block that must not be shared there
-        (`keep_unshared`) they share."""
-        return self._multi is not None and len(self._multi.sub_connectors) > 1
-
-    def begin(self) -> None:
-        """All connectors are made."""
-        store = sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector")
-        if self._multi is not None and store is not None:
-            beside = (one for one in self._multi.sub_connectors if isinstance(one, store.OffloadingConnector))
-            self._stores = [one.connector_scheduler for one in beside]
-
-    def end_before(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Before a load into these blocks that the step begins which vLLM is scheduling."""
-        for store in self._stores:
-            store._current_batch_allocated_block_ids.update(block.block_id for block in blocks)
 
 
 class HeldBlocks:

@@ -20,7 +20,7 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from vllm_pd_connector.compat.logs import adopt_vllm_logging
+from vllm_pd_connector.compat.factory import adopt_vllm_logging
 from vllm_pd_connector.compat.refused import tell_of_refused_streams
 from vllm_pd_connector.errors import InvalidConfig
 

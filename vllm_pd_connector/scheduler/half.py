@@ -13,12 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.compat.beside import Beside
 from vllm_pd_connector.compat.blocks import (
-    Beside,
     Quarantine,
     around_reset,
     computes_itself,
     drop_other_params,
+    fails_over_unequal_hits,
     finished_normally,
     keep_unshared,
     owned_blocks,
@@ -80,11 +81,13 @@ class SchedulerHalf:
         self.producer = Producer(config, vllm_config, kv_cache_config, self.epochs, ended=self.hold.ask_soon)
         self.consumer = Consumer(config, vllm_config, kv_cache_config, self.epochs, self.hold.ask)
         loads = config.conversations or self.consumer.sources.loads
-        self.operations = Operations(self.epochs, self.producer, self.consumer, lambda: self._quarantine, loads=loads)
+        watched = self.epochs, self.producer, self.consumer, self.beside
+        self.operations = Operations(*watched, lambda: self._quarantine, loads=loads)
         dcp_size = vllm_config.parallel_config.decode_context_parallel_size
         self.share = LeaseShare(config.kv_lease_share, partial(leased_blocks, kv_cache_config, dcp_size))
         self._quarantine: Quarantine | None = None
         self._manager: KVCacheManager | None = None
+        self.fills_unequal_hits = True  # and vLLM can take a hit that is deeper in one group than in another
         self._without_blocks: set[str] = set()  # who found none, where conversations could give some
         self._held_back: set[str] = set()
         self._told: set[str] = set()  # received, as vLLM was told before the workers' reports
@@ -119,6 +122,7 @@ class SchedulerHalf:
 
     def bind_cache_manager(self, manager: KVCacheManager) -> None:
         self._manager = manager
+        self.fills_unequal_hits = not fails_over_unequal_hits(manager)
         if self.producer.lending.enabled:
             note_without_blocks(manager, self._without_blocks)
 
@@ -293,7 +297,10 @@ class SchedulerHalf:
         for request_id in output.finished_recving or ():
             if why := self._spared.pop(request_id, ""):
                 self.consumer.lost(request_id, why)
-            self.operations.received(request_id, failed=request_id in (output.failed_recving or ()))
+            failed = request_id in (output.failed_recving or ())
+            self.operations.received(request_id, failed=failed)
+            if failed or why:
+                self.beside.forget_blocks(request_id)
             self.hold.forget(request_id)
 
     def stats(self) -> PDStats | None:

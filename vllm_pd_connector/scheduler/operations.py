@@ -35,6 +35,7 @@ from vllm_pd_connector.protocol.weights import HOW_TO_NAME
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm_pd_connector.compat.beside import Beside
     from vllm_pd_connector.compat.blocks import Quarantine
     from vllm_pd_connector.compat.types import LoRARequest, Request
     from vllm_pd_connector.scheduler.consumer import Consumer
@@ -57,6 +58,7 @@ class Operations:
         epochs: Epochs,
         producer: Producer,
         consumer: Consumer,
+        beside: Beside,
         quarantine: Callable[[], Quarantine | None],
         *,
         loads: bool,
@@ -64,6 +66,7 @@ class Operations:
         self._epochs = epochs
         self._producer = producer
         self._consumer = consumer
+        self._beside = beside
         self._quarantine = quarantine
         self._pause = ""  # the mode of a pause that clears caches
         self._tell_at = 0.0
@@ -179,5 +182,6 @@ class Operations:
     def _compute_here(self, request_ids: set[str], *, at_once: bool) -> None:
         for request_id in request_ids:
             if compute_here(self._scheduler, request_id, at_once=at_once):
+                self._beside.forget_blocks(request_id)
                 logger.warning("request %s: the caches that have come for it are not used, it is computed here",
                                request_id)  # fmt: skip

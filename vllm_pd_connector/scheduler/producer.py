@@ -15,7 +15,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import HeldBlocks, computed_after, transfer_params
+from vllm_pd_connector.compat.blocks import HeldBlocks, computed_after, computed_again, transfer_params
 from vllm_pd_connector.compat.conversations import known_tokens
 from vllm_pd_connector.compat.model import facts
 from vllm_pd_connector.compat.model.caches import prefill_backoff, stop_short, takes_media_whole
@@ -215,6 +215,8 @@ class Producer:
             return None
         if reason := self._epochs.mixed(request):
             raise OtherWeights(reason)
+        if reason := computed_again(request):
+            raise ProtocolError(reason)
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         tables = self._tables.of(request.request_id, block_ids, num_tokens)
         answer = self._answers.prefill(request, tables, num_tokens, self._incarnation, self._epochs.own.now)

@@ -75,6 +75,21 @@ GUARANTEES = [
         "test_what_a_store_copies_of_an_ended_request_is_copied_before_it_is_loaded_over",
     ),
     Guarantee(
+        "who notes a request's blocks forgets those of a load that is not used",
+        "Beside", "                del trackers[request_id]\n", "                pass\n",
+        "test_who_notes_a_request_s_blocks_forgets_those_of_a_load_that_is_not_used",
+    ),
+    Guarantee(
+        "a prefill that is still computed in part is not handed over",
+        "Producer", "if reason := computed_again(request):", "if False:",
+        "test_a_prefill_that_ends_while_a_part_of_it_is_computed_again_is_not_handed_over",
+    ),
+    Guarantee(
+        "where vLLM would fail over unequal hits they are not taken",
+        "SchedulerHalf", "self.fills_unequal_hits = not fails_over_unequal_hits(manager)", "pass",
+        "test_a_prompt_that_came_before_comes_again_where_hits_end_inside_of_blocks",
+    ),
+    Guarantee(
         "a part of a window is kept by no other connector as whole",
         "SchedulerHalf", "if self.beside.any:", "if False:",
         "test_a_window_that_came_in_part_is_kept_by_no_store",

@@ -128,8 +128,23 @@ GUARANTEES = [
     ),
     Guarantee(
         "no deadline ends a read of which parts still arrive",
-        "Receive", "if moved and self._state is ReceiveState.READING:", "if False:",
-        "test_a_read_of_which_something_has_moved_gets_more_time_and_no_other_phase_does",
+        "Receive", "        if moved:\n", "        if False:\n",
+        "test_a_read_of_which_something_has_moved_gets_more_time",
+    ),
+    Guarantee(
+        "no deadline ends a receive that waits for this worker's own thread alone",
+        "Receives", "active.links.connects(active.link)", "False",
+        "test_a_request_does_not_fail_by_its_deadline_while_its_peer_is_connected",
+    ),
+    Guarantee(
+        "what was given up and still moves is no reason to link its peer anew",
+        "Links", "if left != entry.seen:", "if False:",
+        "test_reads_that_were_given_up_and_move_are_given_more_time",
+    ),
+    Guarantee(
+        "of a peer that is being connected the life counts that has answered",
+        "Links", "self._connecting.incarnation(other) or other.machine.key.incarnation", "other.machine.key.incarnation",
+        "test_of_a_peer_that_is_being_connected_the_life_counts_that_has_answered",
     ),
 ]
 # fmt: on

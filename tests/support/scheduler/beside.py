@@ -15,8 +15,8 @@ PROMPT = list(range(40))
 STEPS = 1000  # of which no request takes as many
 
 
-def beside(role: str, **extra_config: Any) -> dict[str, Any]:
-    other = {"kv_connector": "KeepingConnector", "kv_role": role, "kv_connector_module_path": "pd_test_plugins.keeping"}
+def beside(role: str, name: str = "KeepingConnector", module: str = "keeping", **extra_config: Any) -> dict[str, Any]:
+    other = {"kv_connector": name, "kv_role": role, "kv_connector_module_path": f"pd_test_plugins.{module}"}
     extra = {"connectors": [transfer(role, **extra_config), other]}
     return {"kv_connector": "MultiConnector", "kv_role": role, "kv_connector_extra_config": extra}
 

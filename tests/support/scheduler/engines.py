@@ -69,7 +69,7 @@ def transfer(role: str, **extra: Any) -> dict[str, Any]:
 class Engine:
     """One engine; `groups` are the specs of its KV-cache groups, `config` what `--kv-transfer-config` says, `wrap` what
     another connector that has this one in it makes of its workers' report, `worker` what its one worker says of itself
-    at the start, `block` the tokens of a block, which the specs must have too."""
+    at the start, `block` the tokens of a block, which the specs must have too, or multiples of `hash_block`."""
 
     def __init__(
         self,
@@ -86,10 +86,11 @@ class Engine:
         wrap: Callable[[WorkerReport], Any] = lambda report: report,
         worker: EncodedManifest = STAND_IN,
         block: int = BLOCK,
+        hash_block: int | None = None,
     ):
         self.role = config["kv_role"]
         self.policy = policy
-        self.block = block
+        self.hashed = hash_block or block
         plugin.register()
         init_none_hash(sha256)
         vllm_config = VllmConfig(
@@ -118,6 +119,7 @@ class Engine:
             kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=specs),
             structured_output_manager=StructuredOutputManager(vllm_config),
             block_size=block,
+            hash_block_size=self.hashed,
             log_stats=True,
         )
         self.pool = self.scheduler.kv_cache_manager.block_pool
@@ -172,8 +174,10 @@ class Engine:
         failed: Collection[str] = (),
         sent: Collection[str] = (),
         report: WorkerReport | None = None,
+        invalid: Collection[int] = (),
     ) -> SchedulerOutput:
-        """One step of the engine core; what the workers report comes with the results that it looks at."""
+        """One step of the engine core; what the workers report comes with the results that it looks at. Another
+        connector could not load the `invalid` blocks."""
         output = self.scheduler.schedule()
         self.scheduled.append(dict(output.num_scheduled_tokens))
         # vLLM counts the tokens of a step as computed when it is scheduled; who has all of its tokens then samples one.
@@ -188,6 +192,7 @@ class Engine:
             finished_recving={*received, *failed} or None,
             failed_recving=set(failed),
             kv_connector_worker_meta=self._wrap(report) if report is not None else None,
+            invalid_block_ids=set(invalid),
         )
         if len(self._launched) > self._lag:
             self.look(*_results(*self._launched.popleft(), told))
@@ -244,7 +249,7 @@ class Engine:
         return int(self.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
 
     def _hasher(self) -> Any:
-        return get_request_block_hasher(self.block, sha256)
+        return get_request_block_hasher(self.hashed, sha256)
 
     @property
     def in_flight(self) -> list[SchedulerOutput]:

@@ -119,6 +119,7 @@ def make_request(request_id: str, params: Any, prompt: list[int] = PROMPT, **cha
         "prompt_is_token_ids": None,
         "num_prompt_tokens": len(prompt),
         "num_computed_tokens": len(prompt),
+        "num_in_flight_tokens": 0,
         "status": RequestStatus.FINISHED_LENGTH_CAPPED,
         "mm_features": [],
         "lora_request": None,

@@ -109,7 +109,10 @@ class Prefill(PushPeer):
         half, self.pool = make_half("kv_producer", mode="push", spec=spec, **changes)
         half.serve([b"manifest"], [TOKEN])
         self.tables: dict[str, list[list[int]]] = {}
-        half.bind_cache_manager(SimpleNamespace(get_block_ids=lambda request_id: self.tables[request_id]))
+        unaligned = SimpleNamespace(enable_partial_hash_hits=False)
+        config = SimpleNamespace(kv_cache_groups=())
+        manager = SimpleNamespace(coordinator=unaligned, kv_cache_config=config, get_block_ids=self.tables.__getitem__)
+        half.bind_cache_manager(manager)
         self.free = self.pool.get_num_free_blocks()
         super().__init__(half)
 
