@@ -79,6 +79,7 @@ test: lint
 
 test-full: lint
 	PD_TEST_EFFORT=full $(PYTEST) $(PARALLEL)
+	PD_TEST_STARVED=1 $(PYTEST) $(PARALLEL) tests/worker
 	$(PYTEST) -m ray tests/integrations
 	$(PYTEST) -m guarantees tests/guarantees
 	$(PYTEST) -m e2e

@@ -33,6 +33,7 @@ from vllm_pd_connector.geometry.manifest import LivenessAddress, Manifest, Segme
 from vllm_pd_connector.geometry.plan import make_plan  # noqa: E402
 from vllm_pd_connector.geometry.topology import check_pd_topology  # noqa: E402
 from vllm_pd_connector.metadata import ReadFrom, ReceiveRequest  # noqa: E402
+from vllm_pd_connector.observability.stats import PDStats  # noqa: E402
 from vllm_pd_connector.protocol.lease import LeaseTable  # noqa: E402
 from vllm_pd_connector.protocol.peer import PeerKey  # noqa: E402
 from vllm_pd_connector.protocol.push.table import PushTable  # noqa: E402
@@ -43,12 +44,15 @@ from vllm_pd_connector.protocol.wire.push_messages import (  # noqa: E402
     InstanceAddress,
     PrefillRef,
     PushInto,
+    WriteCommand,
 )
 from vllm_pd_connector.sidechannel.client import SideChannelClient  # noqa: E402
 from vllm_pd_connector.transport.loopback import LoopbackTransport  # noqa: E402
 from vllm_pd_connector.worker.outbox import Outbox  # noqa: E402
 from vllm_pd_connector.worker.peers.event_queue import EventQueue  # noqa: E402
 from vllm_pd_connector.worker.peers.process_watch import ProcessWatches  # noqa: E402
+from vllm_pd_connector.worker.push.driver import Pushes, PushSetup  # noqa: E402
+from vllm_pd_connector.worker.push.step_clock import StepClock  # noqa: E402
 from vllm_pd_connector.worker.receive.driver import Receives  # noqa: E402
 from vllm_pd_connector.worker.staging.stager import Stager  # noqa: E402
 
@@ -91,7 +95,35 @@ def order_cost(in_flight: int, reps: int = 200) -> dict[str, Any]:
         "in_flight": in_flight,
         "order_us": round(1e6 * median(orders.times), 1),
         "round_us": round(1e6 * median(rounds.times), 1),
+        "turn_us": round(1e6 * waiting_turn_s(in_flight), 1),
     }
+
+
+def waiting_turn_s(in_flight: int, reps: int = 200) -> float:
+    """Seconds of a turn of a prefill worker's transfer thread, and of asking when the next is due, with so many pushes
+    that wait for a step."""
+    ours, transport, memory = small(0, 1, "p", "a" * 32)
+    theirs = [small(rank, 2, "d", "d" * 32) for rank in range(2)]
+    encoded = tuple(msgspec.msgpack.encode(described) for described, *_ in theirs)
+    calls: Any = Answering({"tcp://127.0.0.1:1": m.encode(1, m.Manifests("d", "d" * 32, encoded))})
+    watches: Any = Watches()
+    config = Config(transport="loopback", staging_bytes=0, mode="push")
+    setup, stager = PushSetup("home", bytes(16), StepClock()), Stager(transport, ours.segments, 0)
+    pushes = Pushes(config, ours, transport, stager, calls, watches, EventQueue(), setup, 0, PDStats())
+    pushes._own = (msgspec.msgpack.encode(ours),)
+    home, tables = InstanceAddress("d", "d" * 32, "127.0.0.1", 1), (BlockTable.of(0, (1, 2, 3)),)
+    for number in range(in_flight):
+        name, attempt = PrefillRef(f"t-{number}", None), secrets.token_bytes(16)
+        pushes._begin(PushInto(name, home, 0, 0, 0, 0, 2, attempt, tables, 0, 48, "0" * 16), time.monotonic())
+        pushes._obey(WriteCommand(attempt, tables, 16, 1, final=False), time.monotonic())
+    turns, far = Meter(), time.monotonic() + 1000.0
+    while any(push.machine.next_step is None for push in pushes._pushes.values()):
+        pushes.turn(time.monotonic(), far)
+    for _ in range(reps):
+        turns(lambda: (pushes.turn(now := time.monotonic(), far), pushes.next_deadline(now)))
+    assert len(pushes._pushes) == in_flight and pushes.waiting, "they do not wait"
+    del memory, theirs
+    return median(turns.times)
 
 
 def bytes_of(make: Callable[[], object]) -> int:
@@ -147,7 +179,7 @@ class Answering:
 
     def ask(self, endpoint: str, request: m.Request, timeout_s: float, handler: Any = None) -> None:
         if isinstance(request, m.GetManifests):
-            handler(m.decode_reply(self._answers[endpoint])[1], time.monotonic())
+            handler(m.decode_reply(self._answers[endpoint])[1], time.monotonic())  # and is silent to all else
 
 
 def linked_peer_bytes() -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -12,7 +14,10 @@ from tests.support.worker.decode_instance import Prefill, decode, prefill
 from tests.support.worker.library_processes import VARIANTS
 from tests.support.worker.writer import CONFIG, Target, Writer
 from vllm_pd_connector.config import Config
+from vllm_pd_connector.worker import transfer_loop
 from vllm_pd_connector.worker.peers import process_watch
+from vllm_pd_connector.worker.push.driver import Pushes
+from vllm_pd_connector.worker.receive.driver import Receives
 
 __all__ = ["decode", "prefill"]
 
@@ -23,6 +28,37 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_watch, "SETTLE_S", 0.1)
     monkeypatch.setattr(process_watch, "AGAIN_S", 0.05)
     monkeypatch.setattr(process_watch, "LOOK_S", 0.02)
+
+
+@pytest.fixture(autouse=True)
+def starved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PD_TEST_STARVED set: transfer threads whose turns have no time, and that get a processor after a while only.
+    What takes two turns mostly happens in one where nothing else runs."""
+    if not os.environ.get("PD_TEST_STARVED"):
+        return
+    tick = Receives.tick
+
+    def late(receives: Receives, now: float) -> None:
+        tick(receives, now)
+        time.sleep(0.01)
+
+    monkeypatch.setattr(transfer_loop, "TURN_S", -0.001)
+    monkeypatch.setattr(Receives, "tick", late)
+
+
+@pytest.fixture(autouse=True)
+def filed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each turn every push stands where the next one finds it, and nothing else does."""
+    turn = Pushes.turn
+
+    def checked(pushes: Pushes, now: float, until: float) -> None:
+        turn(pushes, now, until)
+        going = pushes._pushes
+        waits = {key: push.machine.next_step for key, push in going.items() if push.machine.next_step is not None}
+        assert {key: step for step, some in pushes._waiting_for.items() for key in some} == waits
+        assert pushes._awake == {key: push for key, push in going.items() if not push.rests}
+
+    monkeypatch.setattr(Pushes, "turn", checked)
 
 
 @pytest.fixture

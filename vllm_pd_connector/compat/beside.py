@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from vllm_pd_connector.compat.base import init_logger
 from vllm_pd_connector.compat.engine import caller
 
 if TYPE_CHECKING:
@@ -12,8 +13,15 @@ if TYPE_CHECKING:
 
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+logger = init_logger(__name__)
+
 _LMCACHE = "LMCacheMPConnector"
 """How the classes are named that vLLM brings and that the package `lmcache` puts in their place."""
+
+_LOST = (
+    "after a load of PDConnector that failed under kv_load_failure_policy recompute it may keep others' caches; "
+    "set the policy to fail, or use a release of LMCache whose connector is like vLLM's own"
+)
 
 _FRESH = "PREFETCHING"
 """The state of a request that has no blocks yet."""
@@ -49,7 +57,13 @@ class Beside:
     def begin(self) -> None:
         """All connectors are made."""
         others = self._multi.sub_connectors if self._multi is not None else ()
-        self._trackers = [one.request_trackers for one in others if type(one).__name__.startswith(_LMCACHE)]
+        for one in others:
+            if not type(one).__name__.startswith(_LMCACHE):
+                continue
+            if isinstance(trackers := getattr(one, "request_trackers", None), dict):
+                self._trackers.append(trackers)
+            else:  # another release of the package
+                logger.warning("%s notes blocks of requests, and it is not known where: %s", type(one).__name__, _LOST)
         if (store := sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector")) is not None:
             beside = (one for one in others if isinstance(one, store.OffloadingConnector))
             self._stores = [one.connector_scheduler for one in beside]
@@ -64,5 +78,5 @@ class Beside:
         others. What is asked about just now has no blocks that could be noted."""
         for trackers in self._trackers:
             tracker = trackers.get(request_id)
-            if tracker is not None and tracker.state.name != _FRESH:
+            if tracker is not None and getattr(getattr(tracker, "state", None), "name", "") != _FRESH:
                 del trackers[request_id]

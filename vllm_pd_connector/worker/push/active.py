@@ -33,7 +33,8 @@ class ActivePush:
     """What is written into where, its machine, and what is in flight. `cursor` is the token up to which groups of full
     attention were bound, except some waves of layers that are `ahead` of it, and `ended` that the rest was, too;
     `work` was bound and is to be begun, `begun` says how many transfers were. `arrived` is how far they were when the
-    deadline was set, `told` when the scheduler half was told last, and it is told again from `tell_at` on."""
+    deadline was set, `told` when the scheduler half was told last, and it is told again from `tell_at` on. By the step
+    that it `waits_for` it is filed."""
 
     into: PushInto
     link: WriteLink
@@ -43,6 +44,7 @@ class ActivePush:
     work: tuple[Slices | Iterator[Chunk], ...] = ()
     ahead: Ahead = NOTHING_AHEAD
     ended: bool = False
+    waits_for: int | None = None
     begun: int = 0
     arrived: int = 0
     told: int = 0

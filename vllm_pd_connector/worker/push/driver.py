@@ -117,12 +117,12 @@ class Pushes:
         shared = (config, manifest, transport, stager.chunk_bytes, calls, processes, events, self, observe)
         self._links = Links(*shared, self._make_link, "decode instance")
         self._pushes: dict[str, ActivePush] = {}
-        # Whether a push waits for a step and none has anything under way, which would be looked at soon: other threads,
-        # which launch steps, are held up by waking this one.
+        self._awake: dict[str, ActivePush] = {}  # of which something is to be looked at
+        self._waiting_for: dict[int, dict[str, ActivePush]] = {}  # by step
+        # Whether a push waits for a step and none has anything under way, which would be looked at soon: to wake this
+        # thread holds up those that launch steps.
         self.waiting = False
-        self._seen = 0
-        self._asking = False
-        self._ask_at = 0.0
+        self._seen, self._asking, self._ask_at = 0, False, 0.0
 
     def _make_link(self, machine: peers.Peer, engine_id: str, endpoint: str, now: float) -> WriteLink:
         return WriteLink(machine, engine_id, endpoint, now, own=self._own, waves=self._waves)
@@ -134,34 +134,51 @@ class Pushes:
             self._await_commands(now)
         self._reports.turn(now)
         step, ahead = self._clock.done(), self._clock.ahead()
-        for key, push in list(self._pushes.items()):
-            if push.machine.goes_on(step, *ahead):
+        for number in [number for number in self._waiting_for if number <= step or number == ahead[0]]:
+            for push in [push for push in self._waiting_for[number].values() if push.machine.goes_on(step, *ahead)]:
                 self._drive(push, machines.StepsDone(step), now)
                 self._drive(push, machines.WavesDone(*ahead), now)
-            if push.rests:
-                continue
+                if time.monotonic() >= until:
+                    break
+        for key, push in list(self._awake.items()):
             self._look(push, now, until)
-            if key in self._pushes:
-                self._pushes[key] = self._pushes.pop(key)
+            if key in self._awake:
+                self._awake[key] = self._awake.pop(key)
             if time.monotonic() >= until:
                 break
         self._links.tick(now)
-        pushes = self._pushes.values()
-        looks_soon = any(push.in_flight.moves and not push.machine.failed for push in pushes)
-        self.waiting = not looks_soon and any(push.machine.next_step is not None for push in pushes)
+        looks_soon = any(push.in_flight.moves and not push.machine.failed for push in self._awake.values())
+        self.waiting = not looks_soon and bool(self._waiting_for)
 
     def next_deadline(self, now: float) -> float | None:
         """When a turn is due at the latest."""
         moments = [] if self._asking else [self._ask_at]
         moments += [due for due in (self._links.next_deadline(), self._reports.next_deadline()) if due is not None]
-        for push in self._pushes.values():
+        for push in self._awake.values():
             moments += push.in_flight.next_look(now, draining=push.machine.failed)
             if (deadline := push.machine.next_deadline()) is not None:
                 moments.append(deadline)
-            if (step := push.machine.next_step) is not None:
-                until_look = self._clock.pause(step, push.machine.waves)
-                moments += [now + until_look] if until_look is not None else []
+        for step, pushes in self._waiting_for.items():
+            until_look = self._clock.pause(step, min(push.machine.waves for push in pushes.values()))
+            moments += [now + until_look] if until_look is not None else []
         return min(moments, default=None)
+
+    def _file(self, push: ActivePush) -> None:
+        """A push has changed: put it where a turn finds it. A turn looks at none that only waits for a step."""
+        goes_on = self._pushes.get(push.key) is push
+        step = push.machine.next_step if goes_on else None
+        if step != push.waits_for:
+            if push.waits_for is not None:
+                del (others := self._waiting_for[push.waits_for])[push.key]
+                if not others:
+                    del self._waiting_for[push.waits_for]
+            if step is not None:
+                self._waiting_for.setdefault(step, {})[push.key] = push
+            push.waits_for = step
+        if goes_on and not push.rests:
+            self._awake[push.key] = push
+        elif self._awake.get(push.key) is push:
+            del self._awake[push.key]
 
     def fail_all(self, reason: str, now: float) -> None:
         """End every push: what became of its parts may have been lost. Raises nothing: it is called where an error is
@@ -291,6 +308,12 @@ class Pushes:
 
     def _handle(self, push: ActivePush, event: machines.Event, now: float) -> None:
         """Carry out what a push's machine asks for."""
+        try:
+            self._carry_out(push, event, now)
+        finally:
+            self._file(push)
+
+    def _carry_out(self, push: ActivePush, event: machines.Event, now: float) -> None:
         events: deque[machines.Event] = deque([event])
         while events:
             event = events.popleft()
