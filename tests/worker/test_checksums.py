@@ -25,6 +25,7 @@ from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums, difference
 from vllm_pd_connector.metadata import PushFrom, ReceiveRequest
 from vllm_pd_connector.protocol.peer import PeerKey
+from vllm_pd_connector.protocol.receive import ReceiveState
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.push_messages import InstanceAddress, PrefillRef
 from vllm_pd_connector.sidechannel.client import SideChannelClient
@@ -103,6 +104,26 @@ def test_what_is_compared_is_visible_before(decode, monkeypatch):
         assert decode.received(prefill.held("a")) == [True]
         late.refuses = True
         assert decode.received(prefill.held("b")) == [False] and decode.failures == {"internal": 1}
+
+
+def test_no_deadline_ends_a_receive_whose_sums_this_worker_still_makes(decode, monkeypatch):
+    """One thread makes them for all receives, and of long prompts they take seconds."""
+    go_on = threading.Event()
+    monkeypatch.setattr(compare, "checksums", lambda *given: (go_on.wait(60.0), checksums(*given))[1])
+    object.__setattr__(decode.loop._receives._limits, "read_s", 0.05)
+    with contextlib.closing(Verifying()) as prefill:
+        decode.loop.submit([prefill.held("a")], [])
+
+        def late() -> bool:
+            active = decode.active("a")
+            return (
+                active.machine.state is ReceiveState.VERIFYING and (active.machine.next_deadline() or 0.0) > begun + 0.5
+            )
+
+        begun = time.monotonic()
+        decode.until(lambda: decode.active("a") is not None and late(), "several deadlines to pass")
+        go_on.set()
+        assert decode.wait_for("a") == [True] and not decode.failures
 
 
 def test_a_difference_fails_the_receive_and_gives_the_lease_back(decode):

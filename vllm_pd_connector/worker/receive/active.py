@@ -19,6 +19,7 @@ from vllm_pd_connector.worker.receive.read_link import ReadLink
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from concurrent.futures import Future
 
     from vllm_pd_connector.bounded import Pieces
     from vllm_pd_connector.geometry.manifest import Group
@@ -45,14 +46,14 @@ class ActiveReceive:
 
     `plan` is the link's when it was ready; it tells what is written here, also by the prefill side. `prefill` names the
     request there; a push learns its id in the end, and in `compared` the lease of the blocks with which what was
-    written is compared, if it is to be and can be, and what was moved. `engine_id` is our own engine's. `binding` is
-    what is left of its binding, once that has begun and until it is over. `in_flight` are its reads, `arrived` is how
-    far they were when their deadline was set, `posting` whether the transport has not yet got all of them. `watches`
-    are those of all workers that may write. `question` numbers what a prefill side that writes was asked, `life` is
-    whom, `retry_at` is when it is asked again, `tell_at` when a long quarantine is told. `written` is whether the
-    prefill side is to write, once it is bound; of what is read `run_cost` is the link's then. `span` is its span, None
-    if it is not traced; `phases` are those that are over, with the moments at which they began and ended. `key` is that
-    of `enter`.
+    written is compared, if it is to be and can be, and what was moved; `comparing` is what this worker does of that.
+    `engine_id` is our own engine's. `binding` is what is left of its binding, once that has begun and until it is over.
+    `in_flight` are its reads, `arrived` is how far they were when their deadline was set, `posting` whether the
+    transport has not yet got all of them. `watches` are those of all workers that may write. `question` numbers what a
+    prefill side that writes was asked, `life` is whom, `retry_at` is when it is asked again, `tell_at` when a long
+    quarantine is told. `written` is whether the prefill side is to write, once it is bound; of what is read `run_cost`
+    is the link's then. `span` is its span, None if it is not traced; `phases` are those that are over, with the moments
+    at which they began and ended. `key` is that of `enter`.
     """
 
     request: ReceiveRequest
@@ -76,6 +77,7 @@ class ActiveReceive:
     reported: bool = False
     verified: bool = False
     compared: LeaseRef | None = None
+    comparing: Future[Any] | None = None
     question: int = 0
     written: bool | None = None
     run_cost: int = RUN_COST_BYTES

@@ -382,12 +382,14 @@ class Receives:
 
     def _goes_on(self, active: ActiveReceive, now: float) -> bool:
         """Give a receive more time whose reading takes long, if part of it has ended since it got the last; or whose
-        peer has answered, and that waits for this thread."""
+        peer has answered, and that waits for this worker."""
         match active.machine.state:
             case receives.ReceiveState.READING:
                 goes_on = active.moved_since()
             case receives.ReceiveState.WAITING:
                 goes_on = self._linked.get(active.request.request_id) is active or active.links.connects(active.link)
+            case receives.ReceiveState.VERIFYING:
+                goes_on = active.comparing is not None and not active.comparing.done()
             case _:
                 return False
         if goes_on:
