@@ -110,7 +110,7 @@ def waiting_turn_s(in_flight: int, reps: int = 200) -> float:
     config = Config(transport="loopback", staging_bytes=0, mode="push")
     setup, stager = PushSetup("home", bytes(16), StepClock()), Stager(transport, ours.segments, 0)
     pushes = Pushes(config, ours, transport, stager, calls, watches, EventQueue(), setup, 0, PDStats())
-    pushes._own = (msgspec.msgpack.encode(ours),)
+    pushes._orders.own = (msgspec.msgpack.encode(ours),)
     home, tables = InstanceAddress("d", "d" * 32, "127.0.0.1", 1), (BlockTable.of(0, (1, 2, 3)),)
     for number in range(in_flight):
         name, attempt = PrefillRef(f"t-{number}", None), secrets.token_bytes(16)

@@ -7,6 +7,7 @@ and reports failures per request, as it must where caches have several groups.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from tests.support.scheduler.engines import BLOCK, FULL, KEEP, STATES, WINDOWED, given_back, loading, prefilled, read
+from vllm_pd_connector.compat.blocks import drop_other_params
 from vllm_pd_connector.metadata import BadParameters, WorkerReport
 from vllm_pd_connector.protocol.lease import End
 
@@ -152,6 +154,11 @@ def test_parameters_that_are_no_object_fail_their_request_alone(engine: Any, rol
     one = engine(role)
     bad = one.add("bad", PROMPT, params)
     assert not bad.sampling_params.extra_args, "another connector would look for them there"
+    again = one.add("again", PROMPT, params)  # as another choice of it, whose parameters are the same object
+    again.sampling_params.extra_args = shared = {"kv_transfer_params": params}
+    drop_other_params(SimpleNamespace(kv_transfer_params=params, sampling_params=again.sampling_params))
+    assert shared == {"kv_transfer_params": params} == again.sampling_params.extra_args
+    one.scheduler.finish_requests("again", RequestStatus.FINISHED_ABORTED)
     one.add("plain", PROMPT[::-1])
     one.step()
     source = one.receive_of("bad").source

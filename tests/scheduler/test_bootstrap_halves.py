@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 import urllib.request
@@ -18,6 +19,7 @@ from vllm_pd_connector.metadata import PushFrom
 from vllm_pd_connector.protocol.params.bootstrap import EngineRegistry, HostPort, encode_answer
 from vllm_pd_connector.protocol.wire.push_messages import PrefillRef
 from vllm_pd_connector.scheduler.half import SchedulerHalf
+from vllm_pd_connector.sidechannel import bootstrap_http
 from vllm_pd_connector.sidechannel.bootstrap_http import BootstrapServer
 
 
@@ -97,6 +99,33 @@ def test_while_the_answer_is_awaited_nothing_is_allocated_and_a_refusal_fails_th
     allocate(half, pool, request)
     [receive] = step(half).receives
     assert "is not at bootstrap" in receive.source.reason and "has kv_producer-0" in receive.source.reason
+
+
+def test_a_name_that_is_looked_up_for_ever_fails_the_request_when_its_time_is_over(monkeypatch):
+    """The resolver's own limit is minutes in a cluster, and nobody can end the thread that waits for it."""
+    half, pool = serving_half("kv_consumer", mode="push", handshake_timeout=0.2, allow_unauthenticated_peers=True)
+    monkeypatch.setattr("vllm_pd_connector.scheduler.bootstrap.SLACK_S", 0.1)
+    monkeypatch.setattr(bootstrap_http, "MAX_QUESTIONS", 1)
+    resolves, asked, connect = threading.Event(), [], http.client.HTTPConnection.connect
+
+    def stands_still(connection: http.client.HTTPConnection) -> None:
+        asked.append(connection.host)
+        assert resolves.wait(60.0)
+        connect(connection)
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", stands_still)
+    request = make_request("d-1", bootstrapped(free_port()))
+    half.on_new_request(request)
+    assert half.num_matched_tokens(request, 0) == (None, False)
+    until(lambda: half.num_matched_tokens(request, 0) != (None, False), "its time to be over")
+    allocate(half, pool, request)
+    [receive] = step(half).receives
+    assert "no answer within 0.2 s" in receive.source.reason and asked == ["127.0.0.1"]
+    again = make_request("d-2", bootstrapped(free_port()))
+    half.on_new_request(again)
+    until(lambda: half.num_matched_tokens(again, 0) != (None, False), "the refusal: its thread is still there")
+    assert len(asked) == 1
+    resolves.set()
 
 
 def test_a_request_that_is_aborted_while_the_answer_is_awaited_is_forgotten(consumer):

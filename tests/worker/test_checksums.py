@@ -126,6 +126,24 @@ def test_no_deadline_ends_a_receive_whose_sums_this_worker_still_makes(decode, m
         assert decode.wait_for("a") == [True] and not decode.failures
 
 
+def test_what_was_compared_and_not_yet_said_is_waited_for(decode, monkeypatch):
+    """The thread that compares may end between what was found is handed over and deadlines are looked after."""
+    comparison, late = decode.loop._comparison, []
+    turn = comparison.turn
+
+    def a_deadline_before(now: float) -> None:
+        if comparison._results and (active := decode.loop._receives._active.get("a")) is not None:
+            assert active.machine.state is ReceiveState.VERIFYING and active.summing.done()
+            decode.loop._receives._tick(active, now + 100.0)
+            late.append(active.reported)
+        turn(now)
+
+    monkeypatch.setattr(comparison, "turn", a_deadline_before)
+    with contextlib.closing(Verifying()) as prefill:
+        assert decode.received(prefill.held("a")) == [True] and not decode.failures
+    assert late == [False]
+
+
 def test_a_difference_fails_the_receive_and_gives_the_lease_back(decode):
     with contextlib.closing(Verifying(corrupt=True)) as prefill:
         assert decode.received(prefill.held("a")) == [False]

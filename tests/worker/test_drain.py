@@ -54,6 +54,21 @@ def test_a_worker_waits_for_readers_only_for_so_long(server):
     assert 0.35 < time.monotonic() - began < 10.0
 
 
+def test_a_worker_waits_for_readers_of_a_side_channel_that_stands_still(server, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.worker.drain._REPLY_S", 0.1)
+    server.hold("a", NONCE, 60.0)
+
+    def stand_still() -> None:
+        with server._lock:
+            time.sleep(0.6)
+        server.drop("a")
+
+    still = threading.Thread(target=stand_still)
+    still.start()
+    assert wait_for_readers(endpoint("127.0.0.1", server.port), None, 30.0)
+    still.join()
+
+
 def test_a_worker_whose_side_channel_is_gone_does_not_wait(server):
     server.close()
     began = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -77,9 +78,10 @@ def drop_other_params(request: Request) -> None:
     """
     if not isinstance(request.kv_transfer_params, dict):
         request.kv_transfer_params = None
-        arguments = request.sampling_params.extra_args if request.sampling_params is not None else None
-        if arguments is not None:
-            arguments.pop("kv_transfer_params", None)
+        if (sampling := request.sampling_params) is not None and sampling.extra_args:
+            others = {name: value for name, value in sampling.extra_args.items() if name != "kv_transfer_params"}
+            request.sampling_params = copy(sampling)  # several choices of a request share theirs
+            request.sampling_params.extra_args = others
 
 
 def computed_again(request: Request) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from concurrent.futures import InvalidStateError
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.compat.base import init_logger
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
     from vllm_pd_connector.scheduler.sources import Sources
 
 logger = init_logger(__name__)
+
+SLACK_S = 1.0
+"""For a question's last attempt, and its thread's end."""
 
 
 def answer_proxies(
@@ -65,6 +71,7 @@ class Searches:
     """Where prefill instances are that requests name by a bootstrap address. `wake` tells that one may be known."""
 
     def __init__(self, timeout_s: float, sources: Sources, renewer: LeaseRenewer, wake: Callable[[], None]):
+        self._timeout_s = timeout_s
         self._directory = EngineDirectory(timeout_s)
         self._sources = sources
         self._renewer = renewer
@@ -81,6 +88,19 @@ class Searches:
         found = self._directory.find(bootstrap, remote.remote_engine_id)
         found.add_done_callback(lambda _: self._wake())
         return found
+
+    def answered(self, found: Future[HostPort], began: float) -> bool:
+        """Whether it is known where an instance is, or that it is nowhere, which a request asked that `began` then. A
+        name may be looked up for minutes, in a thread that nobody can end: who asked does not wait for it."""
+        if not found.done() and time.monotonic() > began + self._timeout_s + SLACK_S:
+            with contextlib.suppress(InvalidStateError):  # it was found in this moment
+                found.set_exception(
+                    ProtocolError(
+                        f"bootstrap: no answer within {self._timeout_s:g} s: its name is looked up, or it is being "
+                        "connected to; check the name server and that the prefill instance runs"
+                    )
+                )
+        return found.done()
 
     def address(self, found: Future[HostPort]) -> str | None:
         """Of a prefill instance that was looked up: None if it is not known yet, nowhere, or an unauthenticated peer,

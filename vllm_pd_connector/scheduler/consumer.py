@@ -218,7 +218,7 @@ class Consumer:
         """Whether it is known where the request's prefill instance is, or that it is nowhere."""
         if receive.found is None:
             return True
-        if not receive.found.done():
+        if not self._searches.answered(receive.found, receive.began):
             return False
         found, receive.found = receive.found, None
         try:

@@ -18,7 +18,7 @@ import math
 import socket
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
@@ -205,6 +205,7 @@ class EngineDirectory:
         self._wait_timeout = wait_timeout
         self._closed = threading.Event()
         self._asked: dict[tuple[HostPort, str], tuple[float, Future[HostPort]]] = {}
+        self._asking: list[threading.Thread] = []
 
     def find(self, bootstrap: HostPort, engine_id: str) -> Future[HostPort]:
         """The side channel of an engine; asks one question at a time, for up to `wait_timeout` seconds.
@@ -220,7 +221,8 @@ class EngineDirectory:
         key = (bootstrap, engine_id)
         if key not in self._asked:
             answer: Future[HostPort] = Future()
-            if sum(not asked.done() for _, asked in self._asked.values()) >= MAX_QUESTIONS:
+            self._asking = [thread for thread in self._asking if thread.is_alive()]  # also where nobody waits any more
+            if len(self._asking) >= MAX_QUESTIONS:
                 where = f"bootstrap {bootstrap.host}:{bootstrap.port}"
                 answer.set_exception(ProtocolError(f"{where}: {MAX_QUESTIONS} others do not answer either; ask later"))
                 return answer
@@ -230,6 +232,7 @@ class EngineDirectory:
             except RuntimeError as error:  # no thread is left: a scheduler asks, whose engine is not to end with it
                 answer.set_exception(ProtocolError(f"bootstrap {bootstrap.host}:{bootstrap.port}: {error}"))
                 return answer
+            self._asking.append(asks)
             self._asked[key] = (now, answer)
         return self._asked[key][1]
 
@@ -240,6 +243,8 @@ class EngineDirectory:
     def _ask(self, bootstrap: HostPort, engine_id: str, answer: Future[HostPort]) -> None:
         try:
             self._answer(bootstrap, engine_id, answer)
+        except InvalidStateError:
+            logger.debug("bootstrap %s:%d: nobody waits for its answer any more", bootstrap.host, bootstrap.port)
         except Exception as error:  # a request waits for this future: whatever happens, it must end
             answer.set_exception(ProtocolError(f"bootstrap {bootstrap.host}:{bootstrap.port}: {error!r}"))
 

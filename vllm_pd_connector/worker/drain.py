@@ -13,7 +13,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
 from vllm_pd_connector.protocol.wire.messages import GetLeaseCount, LeaseCount
 from vllm_pd_connector.sidechannel.client import SideChannelClient
 from vllm_pd_connector.sidechannel.waiting import ask, wait
@@ -37,7 +37,7 @@ def wait_for_readers(endpoint: str, keys: Keys | None, seconds: float) -> bool:
             outcome = ask(client, wake, endpoint, GetLeaseCount(), min(_REPLY_S, left))
             if outcome == LeaseCount(0):
                 return True
-            if not isinstance(outcome, LeaseCount):
+            if not isinstance(outcome, LeaseCount | DeadlineExceeded):  # else it may be busy, and readers still read
                 break  # the side channel has ended already: nobody can be waiting for it
             wait(client, wake, min(until, time.monotonic() + _ASK_EVERY_S))
     logger.warning("shutting down although decode instances may still read from this worker")

@@ -271,7 +271,11 @@ class InFlight:
     def give_up(self, now: float) -> None:
         """Whoever waited for this waits no longer: the link is told if it never ends."""
         if self.moves:
-            self.links.give_up(self.link, lambda: self.arrived if self.moves else None, now)
+            self.links.give_up(self.link, self._progress, now)
+
+    def _progress(self) -> int | None:
+        """What grows as long as anything of it moves, also once it was given up; None when nothing is left to."""
+        return self.arrived - self.stager.outstanding(self.owner) if self.moves else None
 
     @property
     def may_write(self) -> frozenset[int]:

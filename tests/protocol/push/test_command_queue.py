@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_pd_connector.geometry.blocks import MAX_TABLE_BYTES, BlockTable
-from vllm_pd_connector.protocol.push.command_queue import MAX_COMMANDS_BYTES, CommandQueue
+from vllm_pd_connector.protocol.push.command_queue import IDLE_ANSWER_S, MAX_COMMANDS_BYTES, MAX_TICKETS, CommandQueue
 from vllm_pd_connector.protocol.push.table import PushTable
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire import push_messages as pm
@@ -86,3 +86,34 @@ def test_what_a_client_wrote_into_the_reason_of_a_failure_can_be_sent() -> None:
     assert {type(reply) for reply in replies.values()} == {pm.Pushed, pm.Commands}
     for reply in replies.values():
         assert m.decode_reply(m.encode(1, reply))[1] == reply
+
+
+def test_a_copy_of_a_question_over_a_connection_that_has_ended_keeps_no_order_from_its_worker() -> None:
+    """It is read behind the one over the new connection where the server's thread had stood still."""
+    book, old, new = CommandQueue(1), (b"old", 8), (b"new", 8)
+    for ticket in (new, old):
+        assert book.await_commands(pm.AwaitCommands(b"t" * 16, 0, 0), ticket, 0.0) == []
+    order = pm.WriteCommand(into().attempt, LONG, 16, 1, final=False)
+    answers = book.add(order)
+    assert dict(answers) == dict.fromkeys((new, old), pm.Commands(1, (order,)))
+    assert book.add(order) == [] and book.moments() == []
+
+
+def test_of_one_worker_s_questions_the_latest_wait_each_for_its_own_time() -> None:
+    book = CommandQueue(1)
+    for number in range(MAX_TICKETS + 3):
+        book.await_commands(pm.AwaitCommands(b"t" * 16, 0, 0), (b"w", number), float(number))
+    assert len(book.moments()) == MAX_TICKETS
+    assert book.tick(IDLE_ANSWER_S + 3.5) == [((b"w", 3), pm.Commands(0, ()))]
+    assert len(book.moments()) == MAX_TICKETS - 1
+    rest = book.tick(IDLE_ANSWER_S + 100.0)
+    assert [ticket for ticket, _ in rest] == [(b"w", number) for number in (4, 5, 6)] and not book.moments()
+
+
+def test_a_copy_of_a_want_over_a_connection_that_has_ended_keeps_no_answer_from_who_wants() -> None:
+    table = PushTable(1, 30.0)
+    assert table.started("p-1", "t-1", STOP, DIGEST, 0.0)
+    for ticket in ((b"new", 3), (b"old", 3)):
+        table.register(into(), ticket, 0.0)
+    table.close("p-1", "it was aborted", 0.0)
+    assert {ticket for ticket, _ in table.replies.take()} == {(b"new", 3), (b"old", 3)}

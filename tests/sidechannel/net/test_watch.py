@@ -13,6 +13,7 @@ import pytest
 from tests.support.forked import PROCESSES
 from tests.support.sidechannel.endless import attack_client, attack_server, memory_of
 from tests.support.sidechannel.ends import ENGINE, INCARNATION, PATIENCE_S, collect
+from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.fields import LeaseRef
 from vllm_pd_connector.sidechannel.client import SideChannelClient
@@ -131,3 +132,21 @@ def test_whoever_ends_each_message_may_send_any_number(ends):
     assert not server._watch._cut and not client._watch._cut
     assert [one for one in server._watch._connections.values() if one.got > one.allowed]
     assert [one for one in client._watch._connections.values() if one.got > one.allowed]
+
+
+def test_without_a_thread_for_a_moment_who_asks_fails_and_the_next_is_watched(monkeypatch):
+    """A watch that had failed to start once stayed dead: nobody heard of lost connections, and it could not end."""
+    start, refused = threading.Thread.start, []
+
+    def starts(thread: threading.Thread) -> None:
+        if thread.name == "pd-watch" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starts)
+    with contextlib.closing(SideChannelClient()) as client:
+        with pytest.raises(ProtocolError, match="no thread is left"):
+            client.send(endpoint("127.0.0.1", 9), m.GetManifests(ENGINE), PATIENCE_S)
+        client.send(endpoint("127.0.0.1", 9), m.GetManifests(ENGINE), PATIENCE_S)
+        assert client._watch._thread is not None and client._watch._thread.is_alive()

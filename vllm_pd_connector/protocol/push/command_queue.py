@@ -1,12 +1,16 @@
 """Commands to the workers of a prefill instance: each is kept until the worker has asked for the ones after it.
 
 A worker's question is answered when there is something to do, and otherwise after a while with nothing, so that it is
-known to be alive. An answer holds the oldest commands up to a limit in bytes; the worker's next question brings those
-after them. No clock or socket in here; a `ticket` is a client's identity and sequence number, and never looked into.
-Methods return the answers that have become due.
+known to be alive. After a broken connection it asks again over another one, and what it had sent over the first may be
+read behind that, where nobody hears an answer any more: so its latest questions are all answered. An answer holds the
+oldest commands up to a limit in bytes; the worker's next question brings those after them. No clock or socket in here;
+a `ticket` is a client's identity and sequence number, and never looked into. Methods return the answers that have
+become due.
 """
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import msgspec
 
@@ -16,8 +20,11 @@ from vllm_pd_connector.protocol.wire.messages import Reply, body_size
 from vllm_pd_connector.protocol.wire.push_messages import AwaitCommands, Command, Commands
 
 Ticket = tuple[bytes, int]
+Waits = TypeVar("Waits")
 
 IDLE_ANSWER_S = 30.0
+MAX_TICKETS = 4
+"""So many of the latest questions of one worker, or for one registration, wait for an answer."""
 MAX_COMMANDS_BYTES = MAX_REPLY_FRAME // 2  # of one answer's commands, and so of each command
 
 
@@ -33,7 +40,7 @@ class CommandQueue:
     def __init__(self, workers: int) -> None:
         self._commands: list[list[_Numbered]] = [[] for _ in range(workers)]
         self._number = 0
-        self._awaiting: dict[int, tuple[Ticket, int, float]] = {}
+        self._awaiting: dict[int, dict[Ticket, tuple[int, float]]] = {}
 
     def add(self, *commands: Command) -> list[tuple[Ticket, Reply]]:
         """New commands, in their order.
@@ -59,29 +66,40 @@ class CommandQueue:
         """A worker is ready for commands after number `seen`."""
         worker = message.worker
         self._commands[worker] = [numbered for numbered in self._commands[worker] if numbered.number > message.seen]
-        self._awaiting[worker] = (ticket, message.seen, now + IDLE_ANSWER_S)
+        among_latest(self._awaiting.setdefault(worker, {}), ticket, (message.seen, now + IDLE_ANSWER_S))
         return self._hand_out(worker)
 
     def tick(self, now: float) -> list[tuple[Ticket, Reply]]:
         """Tell who has waited long enough that there is nothing."""
-        late = {worker: (ticket, seen) for worker, (ticket, seen, due) in self._awaiting.items() if due <= now}
-        for worker in late:
-            del self._awaiting[worker]
-        return [(ticket, Commands(seen, ())) for ticket, seen in late.values()]
+        late: list[tuple[Ticket, Reply]] = []
+        for worker, waiting in list(self._awaiting.items()):
+            late += [(ticket, Commands(seen, ())) for ticket, (seen, due) in waiting.items() if due <= now]
+            left = {ticket: (seen, due) for ticket, (seen, due) in waiting.items() if due > now}
+            if left:
+                self._awaiting[worker] = left
+            else:
+                del self._awaiting[worker]
+        return late
 
     def moments(self) -> list[float]:
         """When a `tick` is due for each worker that waits."""
-        return [due for _, _, due in self._awaiting.values()]
+        return [due for waiting in self._awaiting.values() for _, due in waiting.values()]
 
     def _hand_out(self, worker: int) -> list[tuple[Ticket, Reply]]:
         commands = self._commands[worker]
         if not commands or worker not in self._awaiting:
             return []
-        ticket, _, _ = self._awaiting.pop(worker)
         given, size = 0, 0
         while given < len(commands) and size + commands[given].size <= MAX_COMMANDS_BYTES:
             size += commands[given].size
             given += 1
-        return [
-            (ticket, Commands(commands[given - 1].number, tuple(numbered.command for numbered in commands[:given])))
-        ]
+        answer = Commands(commands[given - 1].number, tuple(numbered.command for numbered in commands[:given]))
+        return [(ticket, answer) for ticket in self._awaiting.pop(worker)]
+
+
+def among_latest(waiting: dict[Ticket, Waits], ticket: Ticket, waits: Waits) -> None:
+    """Have a question wait among the latest ones; the oldest does no longer, where they are too many."""
+    waiting.pop(ticket, None)
+    waiting[ticket] = waits
+    if len(waiting) > MAX_TICKETS:
+        del waiting[next(iter(waiting))]

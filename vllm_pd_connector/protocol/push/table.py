@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.bind import latest
-from vllm_pd_connector.protocol.push.command_queue import CommandQueue, Ticket
+from vllm_pd_connector.protocol.push.command_queue import CommandQueue, Ticket, among_latest
 from vllm_pd_connector.protocol.push.registrations import (
     Prefill,
     PushRegistration,
@@ -117,7 +117,7 @@ class PushTable:
         elif registration.state is pm.PushState.FAILED:
             self.replies.append((ticket, pm.Pushed(registration.state, registration.reason, False)))
         else:
-            registration.tickets = {ticket: now + ANSWER_S}
+            among_latest(registration.tickets, ticket, now + ANSWER_S)
         return registration.prefill.lease if registration.prefill is not None else None
 
     def withdraw(self, message: pm.WithdrawPush, ticket: Ticket, now: float) -> None:

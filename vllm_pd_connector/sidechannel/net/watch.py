@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.wake import Wake
 
 if TYPE_CHECKING:
@@ -102,17 +103,27 @@ class Watch:
 
         Raises:
             ZMQError: no socket is left.
+            ProtocolError: no thread is left.
         """
+        self._begin_to_run()
         name = f"inproc://pd-watch-{next(_names)}"
         watched.monitor(name, _EVENTS)
         monitor = self._context.socket(zmq.PAIR)
         monitor.connect(name)
         self._new.append((monitor, name, allowed))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="pd-watch", daemon=True)
-            self._thread.start()
         self._wake.set()
         return name
+
+    def _begin_to_run(self) -> None:
+        """Start the thread with the first socket, so that a process that has none has no thread."""
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=self._run, name="pd-watch", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # and the next socket's may start
+            raise ProtocolError(f"side channel: no thread is left: {error}; raise the limit of threads") from error
+        self._thread = thread
 
     def took(self, part: zmq.Frame) -> None:
         """A whole message has been taken, of which this is a part."""

@@ -34,7 +34,7 @@ class ActivePush:
     attention were bound, except some waves of layers that are `ahead` of it, and `ended` that the rest was, too;
     `work` was bound and is to be begun, `begun` says how many transfers were. `arrived` is how far they were when the
     deadline was set, `told` when the scheduler half was told last, and it is told again from `tell_at` on. By the step
-    that it `waits_for` it is filed."""
+    that it `waits_for` it is filed; it is not looked at before `look_at`."""
 
     into: PushInto
     link: WriteLink
@@ -45,6 +45,7 @@ class ActivePush:
     ahead: Ahead = NOTHING_AHEAD
     ended: bool = False
     waits_for: int | None = None
+    look_at: float = 0.0
     begun: int = 0
     arrived: int = 0
     told: int = 0

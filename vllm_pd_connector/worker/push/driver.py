@@ -22,19 +22,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.errors import ProtocolError, TransferError, UnauthenticatedPeer
+from vllm_pd_connector.errors import TransferError, UnauthenticatedPeer
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol.peer import PeerKey
 from vllm_pd_connector.protocol.push import push as machines
-from vllm_pd_connector.protocol.push.command_queue import IDLE_ANSWER_S
 from vllm_pd_connector.protocol.wire.fields import MAX_TEXT
-from vllm_pd_connector.protocol.wire.messages import Describe, Manifests
 from vllm_pd_connector.protocol.wire.push_messages import (
-    AwaitCommands,
     BeginCommand,
     CancelCommand,
-    Commands,
     Moved,
     PushEnded,
     WriteCommand,
@@ -42,9 +38,11 @@ from vllm_pd_connector.protocol.wire.push_messages import (
 from vllm_pd_connector.sidechannel.net.keys import keys_of, require_known_server
 from vllm_pd_connector.worker.in_flight import InFlight
 from vllm_pd_connector.worker.peers.pool import Links
+from vllm_pd_connector.worker.peers.process_watch import LOOK_S
 from vllm_pd_connector.worker.push.active import ActivePush, bind_push
-from vllm_pd_connector.worker.push.completion import HOME_TIMEOUT_S, RETRY_S, CompletionReports
+from vllm_pd_connector.worker.push.completion import CompletionReports
 from vllm_pd_connector.worker.push.link import WriteLink
+from vllm_pd_connector.worker.push.orders import Orders
 from vllm_pd_connector.worker.push.waves import say_that_a_step_announced_none
 
 if TYPE_CHECKING:
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
     from vllm_pd_connector.observability.stats import PDStats
     from vllm_pd_connector.protocol.transfers import TransferEnd
     from vllm_pd_connector.protocol.wire.push_messages import Command, PushInto
-    from vllm_pd_connector.sidechannel.client import Outcome
     from vllm_pd_connector.transport.base import Transport
     from vllm_pd_connector.worker.peers.event_queue import EventQueue
     from vllm_pd_connector.worker.peers.link import PeerLink
@@ -105,12 +102,12 @@ class Pushes:
         self._transport = transport
         self._stager = stager
         self._calls = calls
-        self._home, self._token, self._clock = setup.home, setup.token, setup.clock
+        self._token, self._clock = setup.token, setup.clock
         self._waves = setup.waves
-        self._reports = CompletionReports(calls, self._home)
+        self._orders = Orders(calls, setup.home, worker, setup.token, self._try)
+        self._reports = CompletionReports(calls, setup.home)
         self._worker = worker
         self._keys = keys_of(config)
-        self._own: tuple[bytes, ...] = ()
         self._stats = stats
         self._events = events
         observe = stats.observe_phase
@@ -122,28 +119,26 @@ class Pushes:
         # Whether a push waits for a step and none has anything under way, which would be looked at soon: to wake this
         # thread holds up those that launch steps.
         self.waiting = False
-        self._seen, self._asking, self._ask_at = 0, False, 0.0
 
     def _make_link(self, machine: peers.Peer, engine_id: str, endpoint: str, now: float) -> WriteLink:
-        return WriteLink(machine, engine_id, endpoint, now, own=self._own, waves=self._waves)
+        return WriteLink(machine, engine_id, endpoint, now, own=self._orders.own, waves=self._waves)
 
     def turn(self, now: float, until: float) -> None:
         """One round: ask for commands, write what may be written, look at transfers and deadlines, until the monotonic
         clock says `until`; what is left then goes first the next time."""
-        if not self._asking and self._ask_at <= now:
-            self._await_commands(now)
+        self._orders.turn(now)
         self._reports.turn(now)
         step, ahead = self._clock.done(), self._clock.ahead()
-        for number in [number for number in self._waiting_for if number <= step or number == ahead[0]]:
-            for push in [push for push in self._waiting_for[number].values() if push.machine.goes_on(step, *ahead)]:
-                self._drive(push, machines.StepsDone(step), now)
-                self._drive(push, machines.WavesDone(*ahead), now)
-                if time.monotonic() >= until:
-                    break
-        for key, push in list(self._awake.items()):
+        due = [some for number, some in self._waiting_for.items() if number <= step or number == ahead[0]]
+        for push in [push for some in due for push in some.values() if push.machine.goes_on(step, *ahead)]:
+            self._drive(push, machines.StepsDone(step), now)
+            self._drive(push, machines.WavesDone(*ahead), now)
+            if time.monotonic() >= until:
+                break
+        for push in [push for push in self._awake.values() if push.look_at <= now]:
             self._look(push, now, until)
-            if key in self._awake:
-                self._awake[key] = self._awake.pop(key)
+            if push.key in self._awake:
+                self._awake[push.key] = self._awake.pop(push.key)
             if time.monotonic() >= until:
                 break
         self._links.tick(now)
@@ -152,29 +147,29 @@ class Pushes:
 
     def next_deadline(self, now: float) -> float | None:
         """When a turn is due at the latest."""
-        moments = [] if self._asking else [self._ask_at]
-        moments += [due for due in (self._links.next_deadline(), self._reports.next_deadline()) if due is not None]
+        others = self._orders, self._links, self._reports
+        moments = [due for due in (other.next_deadline() for other in others) if due is not None]
         for push in self._awake.values():
-            moments += push.in_flight.next_look(now, draining=push.machine.failed)
-            if (deadline := push.machine.next_deadline()) is not None:
-                moments.append(deadline)
+            looks = push.in_flight.next_look(now, draining=push.machine.failed)
+            looks += [due for due in (push.machine.next_deadline(),) if due is not None]
+            moments += [max(look, push.look_at) for look in looks]
         for step, pushes in self._waiting_for.items():
             until_look = self._clock.pause(step, min(push.machine.waves for push in pushes.values()))
             moments += [now + until_look] if until_look is not None else []
         return min(moments, default=None)
 
     def _file(self, push: ActivePush) -> None:
-        """A push has changed: put it where a turn finds it. A turn looks at none that only waits for a step."""
+        """A push has changed: put it where a turn finds it, behind others that wait. A turn looks at none that only
+        waits for a step."""
         goes_on = self._pushes.get(push.key) is push
         step = push.machine.next_step if goes_on else None
-        if step != push.waits_for:
-            if push.waits_for is not None:
-                del (others := self._waiting_for[push.waits_for])[push.key]
-                if not others:
-                    del self._waiting_for[push.waits_for]
-            if step is not None:
-                self._waiting_for.setdefault(step, {})[push.key] = push
-            push.waits_for = step
+        if push.waits_for is not None:
+            del (others := self._waiting_for.pop(push.waits_for))[push.key]
+            if others:
+                self._waiting_for[push.waits_for] = others
+        if step is not None:
+            self._waiting_for.setdefault(step, {})[push.key] = push
+        push.waits_for = step
         if goes_on and not push.rests:
             self._awake[push.key] = push
         elif self._awake.get(push.key) is push:
@@ -194,45 +189,6 @@ class Pushes:
         self._links.departed(endpoint, now)
 
     # Orders
-
-    def _await_commands(self, now: float) -> None:
-        message = AwaitCommands(self._token, self._worker, self._seen)
-        try:
-            self._calls.ask(self._home, message, IDLE_ANSWER_S + HOME_TIMEOUT_S, self._ordered)
-            self._asking = True
-        except ProtocolError as error:
-            logger.error("orders of the scheduler half: %s", error)
-            self._ask_at = now + RETRY_S
-
-    def _ordered(self, outcome: Outcome, now: float) -> None:
-        self._asking = False
-        match outcome:
-            case Commands(last=last, orders=commands):
-                if commands and not self._own:
-                    self._learn_own(now)
-                    return
-                self._seen = max(self._seen, last)
-                for command in commands:
-                    self._try(command, now)
-            case _:
-                logger.debug("orders of the scheduler half: %s", outcome)
-                self._ask_at = now + RETRY_S
-
-    def _learn_own(self, now: float) -> None:
-        """Fetch the manifests of this instance's ranks; the commands are handed out again afterwards."""
-        self._asking = True
-        try:
-            self._calls.ask(self._home, Describe(), HOME_TIMEOUT_S, self._learned)
-        except ProtocolError as error:
-            self._learned(error, now)
-
-    def _learned(self, outcome: Outcome, now: float) -> None:
-        self._asking = False
-        if isinstance(outcome, Manifests):
-            self._own = outcome.manifests
-        else:
-            logger.warning("manifests of this instance: %s", outcome)
-            self._ask_at = now + RETRY_S
 
     def _obey(self, command: Command, now: float) -> None:
         match command:
@@ -366,6 +322,15 @@ class Pushes:
             push.in_flight.blame(error, now)
 
     def _look(self, push: ActivePush, now: float, until: float) -> None:
+        """Look at one push. A defect in that is its alone, and what drains is looked at again."""
+        try:
+            self._look_at(push, now, until)
+        except Exception as error:
+            logger.exception("push of prefill %s: its transfers cannot be looked at", push.into.prefill.name)
+            push.look_at = now + LOOK_S
+            self._drive(push, machines.GivenUp(f"{type(error).__name__}: {error}"), now)
+
+    def _look_at(self, push: ActivePush, now: float, until: float) -> None:
         for end, error in push.in_flight.poll(now, until):
             self._ended(push, end, error, now)
         if (due := push.machine.next_deadline()) is None:

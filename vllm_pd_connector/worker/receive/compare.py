@@ -49,7 +49,7 @@ class ChecksumComparison:
         active.verified, unfilled = True, active.plan.unfilled
         starts = starts_of(request, self._manifest, active.first_valid_tokens)
         ours, theirs = common_starts(starts, active.plan, request.stop)
-        mine = active.comparing = self._summing.submit(self._sums, request.blocks, ours, request.stop)
+        mine = active.summing = self._summing.submit(self._sums, request.blocks, ours, request.stop)
 
         def compare(outcome: Outcome) -> str:
             match outcome:
@@ -69,8 +69,8 @@ class ChecksumComparison:
             self._wake.set()
 
         def answered(outcome: Outcome, _: float) -> None:
-            active.comparing = found = self._summing.submit(compare, outcome)
-            found.add_done_callback(compared)
+            active.comparing = True
+            self._summing.submit(compare, outcome).add_done_callback(compared)
 
         try:
             message = GetChecksums(lease, tuple(theirs), request.stop)

@@ -85,10 +85,8 @@ class Receives:
         received: ending.Received | None,
     ) -> None:
         self._config, self._manifest, self._transport = config, manifest, transport
-        self._stager, self._calls = stager, calls
-        self._comparison, self._outbox = comparison, outbox
-        self._reader, self._readers = reader, readers
-        self._stats, self._received = outbox.counting, received
+        self._stager, self._calls, self._comparison, self._outbox = stager, calls, comparison, outbox
+        self._reader, self._readers, self._stats, self._received = reader, readers, outbox.counting, received
         silent = config.handshake_timeout + ANSWER_S
         self._limits = receives.PhaseLimits(
             config.handshake_timeout, config.transfer_timeout, config.confirm_timeout, silent
@@ -163,28 +161,30 @@ class Receives:
         if self.bound_long:
             return
         later: list[tuple[ActiveReceive, float]] = []
-        while (one := self._looks.take(now)) is not None:
-            later += [(one, moment) for moment in self._look(one, now, until)]
-            if time.monotonic() >= until:
-                break
-        for one, moment in later:
-            self._looks.set(one, moment)
+        try:
+            while (one := self._looks.take(now)) is not None:
+                self._look(one, now, until, later)
+                if time.monotonic() >= until:
+                    break
+        finally:  # after a defect, too: what drains would stay in quarantine for good
+            for one, moment in later:
+                self._looks.set(one, moment)
 
-    def _look(self, active: ActiveReceive, now: float, until: float) -> list[float]:
-        """Look at what a receive has begun; when that is due again. A defect is this receive's alone, and what drains
-        is looked at after it, too: else its blocks would stay in quarantine for good."""
+    def _look(self, active: ActiveReceive, now: float, until: float, later: list[tuple[ActiveReceive, float]]) -> None:
+        """Look at what a receive has begun; `later` learns when that is due again. A defect in that is its alone."""
         try:
             for end, error in active.in_flight.poll(now, until):
                 self._transfer_ended(active, end, error, now)
             moments = active.in_flight.next_look(now, draining=active.reported)
         except Exception as error:
             logger.exception("request %s: its transfers cannot be looked at", active.request.request_id)
+            later.append((active, now + LOOK_S))
             self._drive(active, receives.PeerFailed(f"{type(error).__name__}: {error}"), now, FailureKind.INTERNAL)
-            return [now + LOOK_S]
+            return
+        later += [(active, min(moments))] if moments else []
         if active.posting and not active.in_flight.posts:
             active.posting = False
             self._stats.observe_phase(Phase.POST, active.in_flight.posting_s)
-        return [min(moments)] if moments else []
 
     def staged(self, active: ActiveReceive, stream: Stream, failure: TransferError | None, now: float) -> None:
         """A transfer by way of the staging buffer has ended."""
@@ -389,7 +389,7 @@ class Receives:
             case receives.ReceiveState.WAITING:
                 goes_on = self._linked.get(active.request.request_id) is active or active.links.connects(active.link)
             case receives.ReceiveState.VERIFYING:
-                goes_on = active.comparing is not None and not active.comparing.done()
+                goes_on = active.comparing or (active.summing is not None and not active.summing.done())
             case _:
                 return False
         if goes_on:

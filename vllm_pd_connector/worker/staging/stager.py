@@ -182,6 +182,11 @@ class Stager:
         """Chunks that have arrived of the streams of `owner` that run."""
         return sum(stream.landed for stream in self._streams if stream.owner == owner)
 
+    def outstanding(self, owner: object) -> int:
+        """Parts that the transport still works on of streams of `owner` that were given up."""
+        transfers = [flight.transfer for flight in self._orphans if flight.stream.owner == owner]
+        return sum(transfer.left + 1 for transfer in transfers if transfer is not None)
+
     def account(self, owner: object) -> str:
         """How far the streams of `owner` are, in words for a log; empty if there are none."""
         streams = [stream for stream in self._streams if stream.owner == owner]
