@@ -60,12 +60,20 @@ def test_a_worker_may_ask_before_the_instance_is_complete() -> None:
     assert [to for to, _ in machine.ask("r", verify(), TABLES)] == ["w"]
 
 
-def test_jobs_are_bounded() -> None:
+def test_jobs_are_bounded_and_each_that_was_taken_is_answered() -> None:
+    """Who comes when there are too many hears it at once: forgotten ones would wait for their deadline, all of them
+    where the oldest is always the one that is being made."""
     machine: Verification[str] = Verification(1)
-    for lease in range(MAX_JOBS + 1):
-        machine.ask("r", verify(lease), TABLES)
+    for lease in range(MAX_JOBS):
+        assert machine.ask(f"r{lease}", verify(lease), TABLES) == []
+    [(to, refused)] = machine.ask("late", verify(MAX_JOBS), TABLES)
+    assert to == "late" and isinstance(refused, m.Failure) and refused.code is m.FailureCode.BUSY
     [(_, oldest)] = machine.next_job("w", 0)
-    assert isinstance(oldest, m.ChecksumJob) and oldest.job == 2
+    assert isinstance(oldest, m.ChecksumJob) and oldest.job == 1
+    made = m.JobChecksums(TOKEN, oldest.job, 0, (), True)
+    assert [to for to, _ in machine.add("w", made)] == ["w", "r0"]
+    assert machine.ask("again", verify(MAX_JOBS), TABLES) == [], "one that is over makes room"
+    assert machine.ask("r0", verify(0), TABLES)[0][1] == refused
 
 
 def test_sums_without_end_are_not_kept_and_fail_who_waits_for_them() -> None:

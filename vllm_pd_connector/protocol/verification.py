@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.fields import MAX_REPLY_FRAME, LeaseRef
 
@@ -61,7 +60,7 @@ class Verification(Generic[B]):
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
-        self._work: Bounded[tuple[LeaseRef, tuple[int, ...], int], _Work[B]] = Bounded(MAX_JOBS)
+        self._work: dict[tuple[LeaseRef, tuple[int, ...], int] | None, _Work[B]] = {}  # at most MAX_JOBS, oldest first
         self._idle: dict[int, B] = {}
         self._number = 0
 
@@ -69,8 +68,10 @@ class Verification(Generic[B]):
         """A reader of a held lease wants its checksums. Readers with the same range share a job."""
         key = (request.lease, request.starts, request.stop)
         if (work := self._work.get(key)) is None:
+            over = (of for of, work in self._work.items() if len(work.done) == self.workers)
+            if len(self._work) >= MAX_JOBS and self._work.pop(next(over, None), None) is None:
+                return [(back, m.Failure(m.FailureCode.BUSY, f"{MAX_JOBS} other requests are being compared here"))]
             self._number += 1
-            # Of a job that is forgotten for this one, the readers' deadline ends them.
             work = self._work[key] = _Work(m.ChecksumJob(self._number, tuple(tables), request.starts, request.stop))
         if len(work.done) == self.workers:
             return [(back, _verified(work))]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.push.table_world import TABLES, World, into
 from vllm_pd_connector.protocol.push import registrations
-from vllm_pd_connector.protocol.push.table import ANSWER_S
+from vllm_pd_connector.protocol.push.table import ANSWER_S, REMEMBER
 from vllm_pd_connector.protocol.wire import push_messages as pm
 from vllm_pd_connector.protocol.wire.fields import Weights
 from vllm_pd_connector.protocol.wire.push_messages import PushState
@@ -61,3 +61,17 @@ def test_who_withdraws_hears_that_it_goes_on_before_it_takes_the_connection_to_b
     world.table.withdraw(pm.WithdrawPush(into(0).prefill, attempt), world.ticket(attempt), world.now)
     world.work()
     assert world.answers[attempt][-1].terminal
+
+
+def test_whatever_strangers_withdraw_nothing_that_was_said_is_forgotten() -> None:
+    """Each may say it of any attempt, and there is no end of them."""
+    world = World()
+    for event in ("start", "finish", "register 0", "register 1"):
+        world.do(event)
+    done, message = world.answers[into(0).attempt][-1], into(0)
+    assert done.state is PushState.DONE
+    for number in range(REMEMBER + 2):
+        world.table.withdraw(pm.WithdrawPush(message.prefill, number.to_bytes(16, "big")), (b"flood", number), 0.0)
+    world.table.replies.take()
+    world.do("register 0")
+    assert world.answers[into(0).attempt][-1] == done

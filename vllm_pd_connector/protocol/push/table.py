@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from vllm_pd_connector.geometry.blocks import BlockTable
     from vllm_pd_connector.protocol.wire.messages import Reply
 
-REMEMBER = 4096
+REMEMBER = 1 << 14
 ANSWER_S = 5.0
 
 
@@ -89,6 +89,7 @@ class PushTable:
         self._rendezvous = Rendezvous(wait_timeout_s)
         self._registrations = Registrations()
         self._answers: Bounded[bytes, pm.Pushed] = Bounded(REMEMBER)
+        self._withdrawn: Bounded[bytes, pm.Pushed] = Bounded(REMEMBER)  # unknown then, which anybody can say of any
         self._commands = CommandQueue(workers)
         self._weights = Weights()
         self.given_up: set[str] = set()
@@ -98,7 +99,8 @@ class PushTable:
     def register(self, into: pm.PushInto, ticket: Ticket, now: float) -> LeaseRef | None:
         """A decode worker wants a push, or asks again how far it is. Returns the lease that is to be renewed."""
         self._now, self._look_at = now, min(self._look_at, now + ANSWER_S)
-        if (answer := self._answers.get(into.attempt) or self._registrations.refused.get(into.attempt)) is not None:
+        known = self._answers, self._withdrawn, self._registrations.refused
+        if answer := next((some[into.attempt] for some in known if into.attempt in some), None):
             self.replies.append((ticket, answer))
             return None
         registration = self._registrations.get(into.attempt)
@@ -135,8 +137,8 @@ class PushTable:
             return
         registration = self._registrations.get(message.attempt)
         if registration is None:  # it was never registered, and what is still on its way is refused
-            self._answers[message.attempt] = failed("withdrawn by the decode side")
-            self.replies.append((ticket, self._answers[message.attempt]))
+            self._withdrawn[message.attempt] = failed("withdrawn by the decode side")
+            self.replies.append((ticket, self._withdrawn[message.attempt]))
             self._decline(message.prefill, -inf, now)
             return
         # Whoever waits here wants to know when it is over, not how far it is.
