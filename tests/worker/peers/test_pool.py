@@ -42,7 +42,7 @@ def test_another_life_at_its_address_says_nothing_of_the_workers_of_the_last(pre
         assert decode.received(again.request("b")) == [True]
         active = decode.active("a")
         assert active.in_flight.watches[0].here
-        in_its_thread(decode.loop, lambda now: decode.loop._receives._look(active, now, now))
+        in_its_thread(decode.loop, lambda now: decode.loop._receives._look(active, now, now, []))
         decode.collect()
         assert not decode.drained, "nothing proved that the worker ended"
         prefill.end_workers()
