@@ -64,8 +64,7 @@ from vllm_pd_connector.worker.push.waves import MAX_WAVES, WaveCount, waves_of  
 from vllm_pd_connector.worker.transfer_loop import TransferLoop  # noqa: E402
 
 BLOCK_TOKENS = 16
-IN_FLIGHT = 256
-BLOCKS = 16  # of a request
+IN_FLIGHT, BLOCKS = 256, 16  # requests, and blocks of each
 AT_ONCE = 8  # prefills in one step's budget of tokens
 PROMPT = list(range(BLOCKS * BLOCK_TOKENS))
 LAYERS = (16, 32, 80)

@@ -243,10 +243,9 @@ class EngineDirectory:
     def _ask(self, bootstrap: HostPort, engine_id: str, answer: Future[HostPort]) -> None:
         try:
             self._answer(bootstrap, engine_id, answer)
-        except InvalidStateError:
-            logger.debug("bootstrap %s:%d: nobody waits for its answer any more", bootstrap.host, bootstrap.port)
         except Exception as error:  # a request waits for this future: whatever happens, it must end
-            answer.set_exception(ProtocolError(f"bootstrap {bootstrap.host}:{bootstrap.port}: {error!r}"))
+            with contextlib.suppress(InvalidStateError):  # it waits no longer, see `scheduler.bootstrap.Searches`
+                answer.set_exception(ProtocolError(f"bootstrap {bootstrap.host}:{bootstrap.port}: {error!r}"))
 
     def _answer(self, bootstrap: HostPort, engine_id: str, answer: Future[HostPort]) -> None:
         until = time.monotonic() + self._wait_timeout

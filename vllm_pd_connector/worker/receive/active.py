@@ -47,8 +47,8 @@ class ActiveReceive:
     `plan` is the link's when it was ready; it tells what is written here, also by the prefill side. `prefill` names the
     request there; a push learns its id in the end, and in `compared` the lease of the blocks with which what was
     written is compared, if it is to be and can be, and what was moved; `summing` are this worker's sums for that,
-    `comparing`: theirs have come, too, and nothing was said yet.
-    `engine_id` is our own engine's. `binding` is what is left of its binding, once that has begun and until it is over.
+    `comparing`: theirs have come, too, and nothing was said yet. `engine_id` is our own engine's.
+    `binding` is what is left of its binding, once that has begun and until it is over.
     `in_flight` are its reads, `arrived` is how far they were when their deadline was set, `posting` whether the
     transport has not yet got all of them. `watches` are those of all workers that may write. `question` numbers what a
     prefill side that writes was asked, `life` is whom, `retry_at` is when it is asked again, `tell_at` when a long
