@@ -182,9 +182,12 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM ships no 
     held: list[HeldRequest] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[type[StepMetadata], tuple[object, ...]]:
-        """Pickled in each step: without the names of its fields that takes two thirds of the time."""
-        values = self.step, self.ends_prefill, self.calm, self.bell, self.receives, self.aborts, self.held
-        return StepMetadata, values
+        """Pickled in each step: without the names of its fields that takes two thirds of the time, and without what is
+        empty, as in most steps, less again."""
+        calm = self.step, self.ends_prefill, self.calm
+        if not (self.receives or self.aborts or self.held or self.bell):
+            return StepMetadata, calm
+        return StepMetadata, (*calm, self.bell, self.receives, self.aborts, self.held)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from vllm_pd_connector.protocol.transfers import TransferDone, TransferFailed
 from vllm_pd_connector.protocol.wire.push_messages import WriteCommand
 from vllm_pd_connector.transport.base import TransferStatus
 from vllm_pd_connector.worker.in_flight import POLL_DRAINING_S, SLICES_UNDER_WAY, InFlight
-from vllm_pd_connector.worker.poll_interval import FIRST_S, LONGEST_S
+from vllm_pd_connector.worker.poll_interval import FIRST_S, LONGEST_OF_OLD_S
 
 NOTHING: Any = SimpleNamespace()
 IDLE: Any = SimpleNamespace(holds=lambda owner: False, cancel=lambda owner: None, landed=lambda owner: 0)
@@ -333,8 +333,8 @@ def test_what_drains_is_looked_at_as_often_as_anything_while_it_moves(flight, tr
     flight.cancel()
     assert until_next(10.0) == pytest.approx(POLL_DRAINING_S)
     transport.given[0].left = 1
-    assert until_next(10.0) == until_next(10.0, draining=False) == pytest.approx(LONGEST_S)
-    assert LONGEST_S < until_next(10.1) < until_next(10.5) < until_next(12.0) == pytest.approx(POLL_DRAINING_S)
+    assert until_next(10.0) == until_next(10.0, draining=False) == pytest.approx(LONGEST_OF_OLD_S)
+    assert LONGEST_OF_OLD_S < until_next(10.3) < until_next(10.5) < until_next(12.0) == pytest.approx(POLL_DRAINING_S)
 
 
 def test_what_the_staging_buffer_holds_no_more_without_having_said_so_has_failed() -> None:

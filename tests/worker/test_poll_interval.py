@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from vllm_pd_connector.worker.poll_interval import (
     BYTES_PER_LOOK,
     FIRST_S,
+    LONGEST_OF_OLD_S,
     LONGEST_S,
     MANY_BYTES,
+    OLD_SHARE,
     SHARE,
     SHORTEST_S,
     WAKE_S,
@@ -49,4 +51,6 @@ def test_a_slow_link_is_looked_at_rarely_from_the_beginning() -> None:
 
 
 def test_a_transfer_that_stands_still_is_looked_at_rarely() -> None:
-    assert pause(1.0) < LONGEST_S == pause(4.2) == pause(60.0) and pause(1.0) == pause(1.0, MANY_BYTES)
+    assert pause(1.0) < LONGEST_S == pause(4.096) and pause(1.0) == pause(1.0, MANY_BYTES)
+    assert pause(2.0, 16 << 20) == 2.0 * OLD_SHARE > LONGEST_S
+    assert pause(60.0, 1 << 20) == pause(600.0, 0) == LONGEST_OF_OLD_S

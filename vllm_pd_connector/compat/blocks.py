@@ -371,7 +371,7 @@ class Quarantine:
 
     @property
     def num_blocks(self) -> int:
-        return sum(map(len, self._blocks.values()))
+        return sum(map(len, self._blocks.values())) if self._blocks else 0
 
     @property
     def num_free_blocks(self) -> int:

@@ -78,9 +78,8 @@ class Consumer:
         self._arrived: set[str] = set()  # received, and not scheduled since
         self._pushes = config.pushes
         self._groups = tuple(kv_cache_config.transfer_group_ids)
-        self._block_tokens = group_block_tokens(
-            kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size
-        )
+        dcp_size = vllm_config.parallel_config.decode_context_parallel_size
+        self._block_tokens = group_block_tokens(kv_cache_config, dcp_size)
         self._receives: dict[str, Receive] = {}
         self._orders: list[ReceiveRequest] = []
         self._aborts: list[str] = []
@@ -151,10 +150,8 @@ class Consumer:
             self._renewer.drop(address, reading, release=True)
             raise
         source = self.sources.finished(remote, shared=reading.shared)
-        ours = remote.pd_connector
-        self._receives[request.request_id] = Receive(
-            source, remote.remote_num_tokens, address, reading, weights=ours.weights
-        )
+        ours, count = remote.pd_connector, remote.remote_num_tokens
+        self._receives[request.request_id] = Receive(source, count, address, reading, weights=ours.weights)
         self._renewer.keep(address, reading, ours.lease_seconds)
 
     def turn(self, request: Request) -> None:
@@ -378,6 +375,8 @@ class Consumer:
 
     def take(self, but: Collection[str] = ()) -> tuple[list[ReceiveRequest], list[str]]:
         """What the workers must begin and what they must give up; what is of these names comes later."""
+        if not (self._orders or self._aborts):  # as in most steps
+            return [], []
         orders, aborts = self._orders, self._aborts
         self._orders = [order for order in orders if order.request_id in but]
         self._aborts = [name for name in aborts if name in but]

@@ -230,7 +230,8 @@ class SchedulerHalf:
         self._held_back = self.share.step()
         calm = self.hold.step(computes=computes, waiting=not computes and self._num_waiting() > 0)
         self.producer.drain()
-        self.producer.make_room(len(output.num_scheduled_tokens) * self.producer.lending.groups)
+        if computes:
+            self.producer.make_room(len(output.num_scheduled_tokens) * self.producer.lending.groups)
         step, ends_prefill = self.producer.advance(output)
         return StepMetadata(
             step=step,
@@ -244,7 +245,8 @@ class SchedulerHalf:
 
     def _num_waiting(self) -> int:
         # A turn that is held back may wait for an answer, too.
-        return len(self.consumer.waiting | self._held_back) or int(self.operations.busy)
+        held_back, waiting = self._held_back, self.consumer.waiting
+        return len(waiting | held_back if held_back else waiting) or int(self.operations.busy)
 
     def _received(self, request_ids: set[str]) -> None:
         """These receives went well on all workers, which will report them with the next step."""
@@ -273,7 +275,7 @@ class SchedulerHalf:
             output.finished_recving -= again
             self._told -= again
         report = output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport):
+        if report is not None and isinstance(report, WorkerReport):  # there is none in most steps
             assert self._quarantine is not None
             for request_id, ranks in report.quarantined.items():
                 self._quarantine.add(request_id, self.consumer.blocks_of(request_id), ranks)
@@ -313,7 +315,7 @@ class SchedulerHalf:
             *((quarantine.num_blocks, quarantine.num_free_blocks) if quarantine is not None else ()),
         )
         counters = producer.counted, producer.lending.counted, self.consumer.turns.counted
-        if gauges == self._gauges and not any((*counters, self._not_held, producer.given)):
+        if gauges == self._gauges and not (self._not_held or producer.given or any(counters)):
             return None
         self._gauges = gauges
         stats = PDStats()

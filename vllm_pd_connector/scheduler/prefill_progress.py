@@ -74,9 +74,14 @@ class PrefillProgress:
         running = self._running.get(request_id)
         return running.step if running is not None and running.step else self.number
 
+    def next_step(self) -> int:
+        """A step begins, in which nothing may be computed; returns its number."""
+        self.number += 1
+        return self.number
+
     def advance(self, computed: Mapping[str, int], pushes: PushService, blocks: HeldBlocks) -> None:
         """Begin the next step, and offer what it will complete; `computed` has the tokens of requests after it."""
-        self.number += 1
+        self.next_step()
         if not computed:
             return
         going = {name: self._running[name] for name in computed if name in self._running}

@@ -312,14 +312,13 @@ class Producer:
     def advance(self, output: SchedulerOutput) -> tuple[int, bool]:
         """Begin an engine step: what it will complete goes to the workers as orders. Returns the step's number, and
         whether a prefill for a decode instance is complete after it."""
+        if not output.num_scheduled_tokens:  # the engine only looks whether it can go on: nothing begins
+            return self._progress.next_step(), False
         self._epochs.advance(output, self._unfinished, self._going)
         computed = computed_after(output, self._unfinished) if self._unfinished else {}
         if self._server is not None and self._blocks is not None:
-            if output.num_scheduled_tokens:  # else the engine only looks whether it can go on
-                self._server.pushes.stepped()
+            self._server.pushes.stepped()
             self._progress.advance(computed, self._server.pushes, self._blocks)
-        if not computed:
-            return self._progress.number, False
         ends = any(tokens >= self._unfinished[name].num_prompt_tokens for name, tokens in computed.items())
         return self._progress.number, ends
 

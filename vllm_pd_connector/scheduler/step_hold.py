@@ -118,10 +118,12 @@ class StepHold:
             computes: tokens are scheduled in it.
             waiting: there are requests that wait for their caches, or for leases to end.
         """
-        with self._changed:
-            # What was put off is given back in this step, too late for a request that was looked at before.
-            ended, self._asked = self._asked or self._gathers_until > 0, False
-            self._waits, self._gathers_until = waiting, 0.0
+        ended = False
+        if waiting or self._waits or self._asked or self._gathers_until:  # else nothing is told to other threads
+            with self._changed:
+                # What was put off is given back in this step, too late for a request that was looked at before.
+                ended, self._asked = self._asked or self._gathers_until > 0, False
+                self._waits, self._gathers_until = waiting, 0.0
         if self._loop is None:
             return False
         busy = computes or self._loop.computes()

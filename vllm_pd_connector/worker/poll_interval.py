@@ -30,6 +30,8 @@ SHARE = 1 / 64
 """Of a transfer's age, at most: its end is seen one to two hundredths late."""
 LONGEST_S = 0.002
 """Of a transfer whose peer is slow or has stopped: looking at it often helps nobody."""
+OLD_SHARE, LONGEST_OF_OLD_S = 1 / 256, 0.01
+"""Of an old one, if that is longer: then its end is seen four thousandths late."""
 MANY_BYTES = 256 << 20
 
 
@@ -38,4 +40,5 @@ def pause(elapsed: float, moving: int = MANY_BYTES) -> float:
     since; many where they are not known."""
     young = max(FIRST_S, min(elapsed * YOUNG_SHARE - WAKE_S, SHORTEST_S))
     share = min(BYTES_PER_LOOK / max(moving, 1), SHARE)
-    return min(max(elapsed * share, young), LONGEST_S)
+    longest = max(LONGEST_S, min(elapsed * OLD_SHARE, LONGEST_OF_OLD_S))
+    return min(max(elapsed * share, young), longest)
