@@ -212,6 +212,18 @@ def test_a_line_knows_whether_its_peer_ended_or_fell_silent(error: int, ended: b
     assert line.state is LivenessState.LOST and line.ended is ended and os.strerror(error) in line.reason
 
 
+def test_a_reset_right_behind_the_answer_is_a_loss() -> None:
+    """What was queued is read before the reset shows, and a socket that was reset has no peer any more."""
+
+    def none() -> None:
+        raise OSError(errno.ENOTCONN, "not connected")
+
+    reset: Any = SimpleNamespace(recv=lambda size: framed(b"peer"), getsockname=lambda: (HOST, 1), getpeername=none)
+    line = LivenessLink("peer", 0.0, lambda: None, reset)
+    line.readable()
+    assert line.state is LivenessState.LOST and "not connected" in line.reason
+
+
 def test_a_link_that_is_hung_up_ends_on_both_sides(exchange: Callable[..., LivenessHub]) -> None:
     here, there = exchange("here"), exchange("there")
     opened(here, there, "there").hang_up()

@@ -151,6 +151,28 @@ def test_a_difference_fails_the_receive_and_gives_the_lease_back(decode):
         decode.until(lambda: len(prefill.server.take_freed()) == 1, "the lease to come back")
 
 
+def test_a_prefill_instance_with_too_much_to_sum_is_asked_again(decode, monkeypatch):
+    """What was read is right, as far as anybody knows."""
+    monkeypatch.setattr("vllm_pd_connector.protocol.verification.MAX_JOBS", 1)
+    monkeypatch.setattr(compare, "RETRY_S", 0.02)
+    go_on = threading.Event()
+    monkeypatch.setattr(checksum_server, "checksums", lambda *given: (go_on.wait(60.0), checksums(*given))[1])
+    with contextlib.closing(Verifying()) as prefill:
+        decode.loop.submit([prefill.held("a"), prefill.held("b")], [])
+        decode.until(lambda: prefill.server.counts().get("failure:busy", 0) >= 3, "one to be refused, again and again")
+        go_on.set()
+        assert decode.wait_for("a", "b") == [True, True] and not decode.failures
+
+
+def test_who_has_failed_since_asks_for_no_sums(decode, monkeypatch):
+    monkeypatch.setattr("vllm_pd_connector.protocol.verification.MAX_JOBS", 0)
+    monkeypatch.setattr(compare, "RETRY_S", 0.02)
+    object.__setattr__(decode.loop._receives._limits, "read_s", 0.2)
+    with contextlib.closing(Verifying()) as prefill:
+        assert decode.received(prefill.held("a")) == [False] and decode.failures == {"deadline": 1}
+        decode.until(lambda: not decode.loop._comparison._again, "nobody to ask")
+
+
 def test_a_prefill_instance_that_offers_no_sums_fails_the_receive(decode):
     with contextlib.closing(Verifying(offers=False)) as prefill:
         assert decode.received(prefill.held("a")) == [False]

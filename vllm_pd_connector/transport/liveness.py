@@ -138,7 +138,11 @@ class LivenessLink:
         except ProtocolError:
             return self.lose(f"{self.peer} is gone: another process listens in its place", ended=True)
         if seen is not None:
-            if (own := self.socket.getsockname()) == self.socket.getpeername():  # a port of ours where nobody listens
+            try:
+                own, there = self.socket.getsockname(), self.socket.getpeername()
+            except OSError as error:  # a reset came right behind the answer
+                return self.lose(f"{self.peer} cannot be reached any more: {error.strerror or error}")
+            if own == there:  # a port of ours where nobody listens
                 return self.lose(f"{self.peer} cannot be reached: the connection leads to this process itself")
             self.direct = seen == place_of(own) if self.asks else None
             self.state = LivenessState.OPEN
@@ -282,10 +286,14 @@ class LivenessHub:
 
     @staticmethod
     def _serve(link: LivenessLink, ready: int) -> None:
-        if ready & selectors.EVENT_READ:
-            link.readable()
-        if ready & selectors.EVENT_WRITE:
-            link.writable()
+        try:
+            if ready & selectors.EVENT_READ:
+                link.readable()
+            if ready & selectors.EVENT_WRITE:
+                link.writable()
+        except Exception as error:  # a defect that one link met must not end the others
+            logger.exception("a liveness link")
+            link.lose(f"{link.peer} is not watched any more: {type(error).__name__}: {error}")
 
     def _look_after(self, link: LivenessLink, now: float) -> None:
         """Keep the selector's interest in a link up to date, and end what is over."""

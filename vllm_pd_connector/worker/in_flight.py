@@ -296,7 +296,7 @@ class InFlight:
     @property
     def moves(self) -> bool:
         """Whether the transport still works on any of it."""
-        return any(direct.running for direct in self.transfers.values()) or self.stager.holds(self.owner)
+        return any(direct.running for direct in self.transfers.values()) or self.stager.moves(self.owner)
 
     @property
     def arrived(self) -> int:

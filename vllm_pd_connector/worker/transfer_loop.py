@@ -276,7 +276,7 @@ class TransferLoop:
 
     def _next_deadline(self) -> float | None:
         now = time.monotonic()
-        due = [now if self._inbox else None, self._receives.next_deadline(now)]
+        due = [now if self._inbox else None, self._receives.next_deadline(now), self._comparison.next_deadline()]
         due += [now + pause for pause in (self._stager.pause(), self._auto_mode.pause()) if pause is not None]
         due += [self._pushes.next_deadline(now)] if self._pushes is not None else []
         return min((moment for moment in due if moment is not None), default=None)

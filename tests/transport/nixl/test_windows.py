@@ -147,3 +147,21 @@ def test_what_stands_still_does_not_keep_the_peers_others_from_being_posted(monk
     assert clocks.window.room(clocks.clock) == 2 * MIB
     clocks.window.forget(5 * MIB)
     assert clocks.window.running == 0 and clocks.window.room(clocks.clock) == 4 * MIB
+
+
+def test_while_nothing_ends_less_and_less_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a slow link has under way nothing ends before nearly all has come, and its receives would have no more
+    time; a quick one's would come in one look when it goes on."""
+    clocks = Clocks(monkeypatch)
+    window = clocks.window
+    clocks.post(0.0, 5 * MIB, runs=True)
+    for still in (0.1, 0.2, 0.4):
+        clocks.clock += still * 0.9
+        assert window.room(clocks.clock) == 0
+        clocks.clock += still * 0.2
+        assert window.room(clocks.clock) == 2 * MIB
+        clocks.post(0.0, 2 * MIB, runs=True)
+    window.forget(MIB)
+    assert window.room(clocks.clock) == 0
+    clocks.clock += 0.11
+    assert window.room(clocks.clock) == 2 * MIB, "it moves"

@@ -17,7 +17,7 @@ from tests.support.transport.line_proxy import Proxy
 from tests.support.worker.decode_instance import in_its_thread, until
 from vllm_pd_connector.errors import TransferError
 from vllm_pd_connector.geometry.manifest import LivenessAddress
-from vllm_pd_connector.transport.liveness import LivenessHub
+from vllm_pd_connector.transport.liveness import LivenessHub, LivenessLink
 from vllm_pd_connector.worker.peers import process_watch
 from vllm_pd_connector.worker.peers.process_watch import ProcessWatch, ProcessWatches, address_towards
 
@@ -190,6 +190,24 @@ def test_one_line_serves_all_who_watch_a_worker(mine, worker):
         assert mine.watch(worker.life, time.monotonic()) is watch
 
 
+def test_a_defect_that_one_line_meets_ends_no_other(mine, worker, monkeypatch):
+    with closing(made()) as other:
+        well = mine.watch(other.own, time.monotonic())
+        until(lambda: looked(well).here, "the line")
+        readable = LivenessLink.readable
+
+        def broken(link: LivenessLink) -> None:
+            if link.peer == worker.life.name:
+                raise RuntimeError("a defect")
+            readable(link)
+
+        monkeypatch.setattr(LivenessLink, "readable", broken)
+        watch = mine.watch(worker.life, time.monotonic())
+        with worker.take(watch):
+            until(lambda: looked(watch).lost, "the loss")
+        assert "a defect" in str(watch) and looked(well).here
+
+
 def test_a_lost_line_wakes_who_waits(worker):
     woken = []
     with closing(ProcessWatches(LOOPBACK, lambda: woken.append(True))) as mine:
@@ -209,14 +227,27 @@ def test_watches_are_bounded(mine, monkeypatch):
     monkeypatch.setattr(process_watch, "MAX_WATCHES", 2)
     for i in range(4):
         mine.watch(LivenessAddress("127.0.0.1", 1, f"worker {i}"), float(i))
-    assert set(mine._watches) == {"worker 2", "worker 3"}
+    assert {life.name for life in mine._watches} == {"worker 2", "worker 3"}
+
+
+def test_who_says_the_name_of_another_takes_no_watch_of_it_and_is_one_more(mine, worker, monkeypatch):
+    """Any instance's manifest may name any worker, at ports of its own."""
+    watch, line = watched(mine, worker)
+    with line, closing(Worker()) as posing:
+        other, also = watched(mine, posing)
+        with also:
+            assert other is not watch and mine.watch(worker.life, time.monotonic()) is watch and watch.here
+            monkeypatch.setattr(process_watch, "IDLE_S", 0.0)
+            in_time = time.monotonic() + process_watch.TICK_S
+            mine.tick(in_time)
+            until(lambda: not mine._hub._lines, "both lines to be let go of")
 
 
 def test_a_watch_that_gave_way_takes_the_place_of_another_when_its_holder_looks_again(mine, monkeypatch):
     monkeypatch.setattr(process_watch, "MAX_WATCHES", 2)
     held = [mine.watch(LivenessAddress("127.0.0.1", 1, f"worker {i}"), float(i)) for i in range(3)]
     held[0].look(100.0)
-    assert set(mine._watches) == {"worker 0", "worker 2"}
+    assert {life.name for life in mine._watches} == {"worker 0", "worker 2"}
 
 
 def test_a_worker_is_seen_at_the_address_of_its_side_channel():

@@ -15,6 +15,7 @@ from vllm_pd_connector.protocol.receive import PushDone, PushFailed
 from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode
 from vllm_pd_connector.protocol.wire.push_messages import Pushed, PushInto, PushState
 from vllm_pd_connector.worker.peers.earliest import Earliest
+from vllm_pd_connector.worker.receive.confirm import Confirmer
 from vllm_pd_connector.worker.receive.push_request import RETRY_S, PushRequester
 
 
@@ -55,10 +56,13 @@ def test_whoever_answers_nonsense_at_once_is_not_asked_at_once_again(outcome, pa
     active: Any = SimpleNamespace(links=SimpleNamespace(drive=lambda *_: None), link=None, retry_at=None)
     calls: Any = SimpleNamespace()
     rank: Any = (0, 0, 0, 1)
-    push_requester = PushRequester(calls, rank, 1.0, 1.0, lambda *_: None, (), Earliest(), calls)
-    for handler in (push_requester._asked, push_requester._withdrawn):
+    due = Earliest()
+    push_requester = PushRequester(calls, rank, 1.0, 1.0, lambda *_: None, (), due, calls)
+    confirmer = Confirmer(calls, 1.0, 0, 1, lambda *_: None, due)
+    for handler in (push_requester._asked, push_requester._withdrawn, confirmer._answered):
         handler(active, outcome, 100.0)
-        assert active.retry_at == 100.0 + pause
+        assert active.retry_at == due.at == 100.0 + pause
+        active.retry_at = None
 
 
 @pytest.mark.parametrize(("group", "fits"), [(1, True), (0, False), (2, False), (3, False)])

@@ -211,7 +211,14 @@ def test_a_slot_that_may_still_be_written_keeps_its_link_however_long_nobody_use
     assert decode.received(prefill.request("a")) == [False]
     until(lambda: free(decode) == TINY - 64, "all slots but one to come back")
     decode.see_workers()
-    in_its_thread(decode.loop, lambda now: decode.loop._receives._links.tick(now + IDLE_LINK_S + 1))
+    links = decode.loop._receives._links
+
+    def later(now: float) -> list[str]:
+        for times in (1, 2):
+            links.tick(now + times * (IDLE_LINK_S + 1))
+        return [link.stalled for link in links._links.values()]
+
+    assert in_its_thread(decode.loop, later) == [""], "what nothing is heard of is nothing that stands still"
     decode.hear_the_end_of(prefill)
     with contextlib.closing(Prefill(port=prefill.server.port)) as again:
         assert decode.received(again.request("b")) == [True]

@@ -29,6 +29,8 @@ _SLOW_S, _TIMED = 0.002, 64
 """So many calls after one that seemed slow are timed by the thread's processor time, too."""
 
 _STILL_S = 0.1
+"""When nothing of a peer has ended for so long, half a window more is posted; and again twice as long after that, since a
+slow link would get all there is, of which nothing ends before nearly all has come."""
 
 Began = tuple[float, float | None]
 """When a call began: by the clock, and by the thread's processor time where that is asked for."""
@@ -39,7 +41,8 @@ class Window:
     """Of one peer. `size` is in bytes, as `Batches` counts them. `running` is the cost of what was posted and has not
     ended, `ended` of what has, which took `spent` seconds. `inline`: what was posted last ended in that call, so that
     nothing runs that another one copies. So many calls are `timed` by this thread's processor time. `moved_at`: when
-    something of the peer last ended, by the monotonic clock in seconds. `longest`: bytes of a descriptor at most."""
+    something of the peer last ended, or was posted though nothing had, by the monotonic clock in seconds; that was done
+    `unmoved` times since. `longest`: bytes of a descriptor at most."""
 
     size: int = FIRST
     ended: float = FIRST
@@ -48,6 +51,7 @@ class Window:
     inline: bool = False
     timed: int = 0
     moved_at: float = 0.0
+    unmoved: int = 0
     longest: int = DESCRIPTOR
 
     def room(self, now: float) -> int:
@@ -56,15 +60,17 @@ class Window:
         half = self.size // 2
         if self.running <= half:
             return self.size - self.running
-        return half if now - self.moved_at > _STILL_S else 0
+        return half if now - self.moved_at > _STILL_S * 2**self.unmoved else 0
 
     def posted(self, cost: int, began: Began | None, *, runs: bool) -> None:
         """A batch was given to the library, in a call that began so (None: that is not known); it ended in that call if
         it does not run on."""
         self.inline = not runs
         if runs:
-            if not self.running:
+            stands = self.running > self.size // 2
+            if stands or not self.running:
                 self.moved_at = time.monotonic()
+                self.unmoved += stands
             self.running += cost
         if began is not None:
             self._fit(began, 0 if runs else cost)
@@ -80,7 +86,7 @@ class Window:
         """So much runs no more, or is waited for no more."""
         self.running -= cost
         if cost:
-            self.moved_at = time.monotonic()
+            self.moved_at, self.unmoved = time.monotonic(), 0
 
     def begin(self) -> Began:
         """Call before a call of the library that may copy. To ask the kernel for a thread's processor time between two

@@ -147,15 +147,15 @@ class ProcessWatches:
         self._wake, self._lost = wake, False
         self._hub = LivenessHub(str(address), name, lost=self._hear)
         self.own = LivenessAddress(str(address), self._hub.port, name)
-        self._watches: dict[str, ProcessWatch] = {}
+        self._watches: dict[LivenessAddress, ProcessWatch] = {}  # a name alone is what any instance may say
         self._ticked_at = -inf
 
     def watch(self, life: LivenessAddress, now: float) -> ProcessWatch:
         """The watch of a worker, begun if there is none."""
-        watch = self._watches.get(life.name)
-        if watch is None or watch.life != life:
+        watch = self._watches.get(life)
+        if watch is None:
             self._make_room()
-            watch = self._watches[life.name] = ProcessWatch(life, self._dial)
+            watch = self._watches[life] = ProcessWatch(life, self._dial)
         watch.look(now)
         return watch
 
@@ -173,10 +173,10 @@ class ProcessWatches:
         if now < self._ticked_at + TICK_S:  # called in every turn, and there may be thousands
             return
         self._ticked_at = now
-        for name, watch in list(self._watches.items()):
+        for life, watch in list(self._watches.items()):
             if watch.used_at + IDLE_S <= now:
                 watch.let_go()
-                del self._watches[name]
+                del self._watches[life]
 
     def close(self) -> None:
         """End all links: who watches this worker takes it for ended."""
@@ -186,13 +186,13 @@ class ProcessWatches:
         if len(self._watches) >= MAX_WATCHES:
             oldest = min(self._watches.values(), key=lambda w: w.used_at)
             oldest.let_go()
-            del self._watches[oldest.life.name]
+            del self._watches[oldest.life]
 
     def _dial(self, watch: ProcessWatch) -> LivenessLink:
         life = watch.life
-        if life.name not in self._watches:  # it had given way, and whoever holds it looks again
+        if life not in self._watches:  # it had given way, and whoever holds it looks again
             self._make_room()
-            self._watches[life.name] = watch
+            self._watches[life] = watch
         try:
             address = ipaddress.ip_address(life.address)
         except ValueError:

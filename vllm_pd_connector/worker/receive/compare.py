@@ -15,7 +15,7 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.checksums.sums import Checksum, checksums, common_starts, difference
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import receive as receives
-from vllm_pd_connector.protocol.wire.messages import Failure, GetChecksums, LeaseChecksums
+from vllm_pd_connector.protocol.wire.messages import Failure, FailureCode, GetChecksums, LeaseChecksums
 from vllm_pd_connector.worker.checksums import memory_of, of_pieces, starts_of
 
 if TYPE_CHECKING:
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from vllm_pd_connector.worker.rpc import PendingCalls
 
 
+RETRY_S = 0.5
+"""After this the prefill side is asked again that had too much to do."""
+
+
 class ChecksumComparison:
     """See the module. Lives in the transfer thread, but for `close`; `wake` ends that thread's sleep."""
 
@@ -41,6 +45,7 @@ class ChecksumComparison:
         self._summing = ThreadPoolExecutor(1, "pd-sums")
         self._current = False
         self._results: deque[Callable[[float], None]] = deque()
+        self._again: deque[tuple[float, Callable[[float], None]]] = deque()  # when and how to ask, the next one first
 
     def begin(self, active: ActiveReceive, calls: PendingCalls, drive: Drive, now: float) -> None:
         """Ask for the prefill side's checksums and make ours; what they say comes back to this thread."""
@@ -68,15 +73,22 @@ class ChecksumComparison:
             self._results.append(lambda at: drive(active, receives.Compared(text), at, FailureKind.VERIFICATION))
             self._wake.set()
 
-        def answered(outcome: Outcome, _: float) -> None:
+        def answered(outcome: Outcome, at: float) -> None:
+            if isinstance(outcome, Failure) and outcome.code in (FailureCode.BUSY, FailureCode.NOT_READY):
+                return self._again.append((at + RETRY_S, ask))
             active.comparing = True
             self._summing.submit(compare, outcome).add_done_callback(compared)
 
-        try:
-            message = GetChecksums(lease, tuple(theirs), request.stop)
-            calls.ask(active.link.endpoint, message, self._timeout_s, answered)
-        except ProtocolError as error:
-            drive(active, receives.Compared(str(error)), now, FailureKind.VERIFICATION)
+        def ask(at: float) -> None:
+            if active.reported:  # it has failed since
+                return
+            try:
+                message = GetChecksums(lease, tuple(theirs), request.stop)
+                calls.ask(active.link.endpoint, message, self._timeout_s, answered)
+            except ProtocolError as error:
+                drive(active, receives.Compared(str(error)), at, FailureKind.VERIFICATION)
+
+        ask(now)
 
     def _sums(self, blocks: BlockTables, starts: Sequence[int], stop: int) -> list[Checksum]:
         """In the pool's thread. In one of torch's device 0 each rank of a host would begin a context on that GPU, of
@@ -87,9 +99,16 @@ class ChecksumComparison:
         return checksums(self._manifest, self._memory, blocks, starts, stop)
 
     def turn(self, now: float) -> None:
-        """Give the receives what was found since."""
+        """Give the receives what was found since, and ask again whom there was no time for."""
         while self._results:
             self._results.popleft()(now)
+        while self._again and self._again[0][0] <= now:
+            _, ask = self._again.popleft()
+            ask(now)
+
+    def next_deadline(self) -> float | None:
+        """When a `turn` is due by itself, None if none is."""
+        return self._again[0][0] if self._again else None
 
     def close(self) -> None:
         """End: what waits to be summed is not summed any more."""

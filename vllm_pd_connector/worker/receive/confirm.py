@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.errors import DeadlineExceeded, ProtocolError
 from vllm_pd_connector.observability.stats import FailureKind
 from vllm_pd_connector.protocol import peer as peers
 from vllm_pd_connector.protocol import receive as receives
@@ -16,20 +16,27 @@ from vllm_pd_connector.worker.receive.ending import kind_of
 
 if TYPE_CHECKING:
     from vllm_pd_connector.sidechannel.client import Outcome
+    from vllm_pd_connector.worker.peers.earliest import Earliest
     from vllm_pd_connector.worker.receive.active import ActiveReceive, Drive
     from vllm_pd_connector.worker.rpc import PendingCalls
 
 ATTEMPTS = 3
+RETRY_S = 0.5
+"""Behind an answer that did not help: it may come at once each time."""
 
 
 class Confirmer:
-    """See the module. `timeout_s` is for all attempts together; this is worker `reader` of the `readers` that read."""
+    """See the module. `timeout_s` is for all attempts together; this is worker `reader` of the `readers` that read.
+    `due` learns when somebody is to be asked again."""
 
-    def __init__(self, calls: PendingCalls, timeout_s: float, reader: int, readers: int, drive: Drive) -> None:
+    def __init__(
+        self, calls: PendingCalls, timeout_s: float, reader: int, readers: int, drive: Drive, due: Earliest
+    ) -> None:
         self._calls = calls
         self._timeout_s = timeout_s
         self._reader, self._readers = reader, readers
         self._drive = drive
+        self._due = due
 
     def ask(self, active: ActiveReceive, now: float) -> None:
         """Ask for the verdict; it comes as an event."""
@@ -51,9 +58,14 @@ class Confirmer:
             case ReadVerdict(held=held, reason=reason):
                 self._drive(active, receives.Verdict(held, reason), now, kind_of(reason, FailureKind.LEASE_LOST))
             case Failure(code=FailureCode.BUSY | FailureCode.NOT_READY):
-                self._drive(active, receives.VerdictTimeout(), now)
+                self._again_at(active, now + RETRY_S)
             case Failure(message=message):
                 self._drive(active, receives.Verdict(False, message), now, FailureKind.LEASE_LOST)
             case _:
                 active.links.drive(active.link, peers.Suspected(str(outcome)), now)
-                self._drive(active, receives.VerdictTimeout(), now)
+                # A timeout already cost its wait.
+                self._again_at(active, now if isinstance(outcome, DeadlineExceeded) else now + RETRY_S)
+
+    def _again_at(self, active: ActiveReceive, moment: float) -> None:
+        active.retry_at = moment
+        self._due.lower(moment)

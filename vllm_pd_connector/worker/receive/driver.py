@@ -101,7 +101,7 @@ class Receives:
         self._due = Earliest()
         asking = calls, reader_rank, per_question, config.transfer_timeout, self._drive
         self._push_requester = PushRequester(*asking, manifest.groups, self._due, processes)
-        self._confirmer = Confirmer(calls, config.confirm_timeout, reader, readers, self._drive)
+        self._confirmer = Confirmer(calls, config.confirm_timeout, reader, readers, self._drive, self._due)
         self._active: dict[str, ActiveReceive] = {}
         self._looks: Agenda[ActiveReceive] = Agenda()  # at what was begun
         self._linked: dict[str, ActiveReceive] = {}  # their peers are ready, and they are to be bound
@@ -217,8 +217,8 @@ class Receives:
             if not waited:
                 active.links.drive(active.link, peers.Suspected("a receive exceeded its deadline"), now)
         if active.retry_at is not None and active.retry_at <= now:
-            active.retry_at = None
-            self._push_requester.again(active, now)
+            active.retry_at, confirms = None, active.machine.state is receives.ReceiveState.CONFIRMING
+            self._drive(active, receives.VerdictTimeout() if confirms else receives.PushSilent(), now)
 
     def next_deadline(self, now: float) -> float | None:
         """When a `poll` or a `tick` is due, None if none is."""

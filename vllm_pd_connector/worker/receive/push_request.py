@@ -116,10 +116,6 @@ class PushRequester:
         except ProtocolError:
             self._again_at(active, now + RETRY_S)
 
-    def again(self, active: ActiveReceive, now: float) -> None:
-        """The pause after an answer that did not help is over."""
-        self._drive(active, receives.PushSilent(), now)
-
     def tick(self, now: float) -> None:
         """Fail or end pushes by what is known of the processes that may write."""
         if not self._asked_for or not (self._processes.take_lost() or now >= self._looked_at + LOOK_S):

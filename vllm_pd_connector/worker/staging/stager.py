@@ -171,6 +171,11 @@ class Stager:
         """Whether `owner` has streams, or some that the transport may still work on."""
         return any(stream.owner == owner for stream in (*self._streams, *self._lost()))
 
+    def moves(self, owner: object) -> bool:
+        """Whether the transport still tells of something of `owner`; of the rest of what it `holds` only the end of a
+        worker's process will."""
+        return any(stream.owner == owner for stream in (*self._streams, *(f.stream for f in self._orphans)))
+
     def involves(self, instance: object) -> bool:
         """Whether streams for this instance are lost: only by it is known when they have ended."""
         return any(stream.instance is instance for stream in self._lost())
