@@ -67,8 +67,8 @@ MEMBERS = (
     _members("vllm.v1.core.sched.output:CachedRequestData", "req_ids num_computed_tokens resumed_req_ids"),
     _members(
         "vllm.v1.engine.core:EngineCore",
-        "collective_rpc set_weight_version pause_scheduler resume_scheduler add_lora remove_lora model_executor "
-        "scheduler",
+        "collective_rpc set_weight_version pause_scheduler resume_scheduler _finish_pause is_scheduler_paused add_lora "
+        "remove_lora model_executor scheduler",
     ),
     _members(
         "vllm.v1.engine.core:EngineCoreProc",
@@ -278,6 +278,7 @@ TAKES = (
     Takes("vllm.v1.engine.core:EngineCore.add_lora", ("self", "lora_request")),
     Takes("vllm.v1.engine.core:EngineCore.remove_lora", ("self", "lora_id")),
     Takes("vllm.v1.engine.core:EngineCoreProc.pause_scheduler", ("self", "mode", "clear_cache")),
+    Takes("vllm.v1.engine.core:EngineCore._finish_pause", ("self", "clear_cache")),
     Takes("vllm.v1.executor.abstract:Executor.sleep", ("self", "level")),
     Takes("vllm.v1.executor.abstract:Executor.discard", ("self", "tags")),
     Takes("vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids", ("self", "request_id")),

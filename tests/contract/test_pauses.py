@@ -83,6 +83,21 @@ def test_a_pause_that_waits_has_leases_read_or_run_out(cores, read_before):
     assert prefill.engine.held() == 0 and prefill.engine.shared(PROMPT) == 0
 
 
+def test_a_pause_that_was_taken_back_before_it_came_about_ends_nothing(cores):
+    """vLLM finishes it when the engine is idle, and would clear caches by force."""
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    loading(decode.engine, "d-1", PROMPT, held(prefill))
+    paused = prefill.pause_scheduler("wait")
+    prefill.engine.step()
+    assert not paused.done()
+    prefill.resume_scheduler()
+    prefill.engine.rest()
+    prefill._notify_idle_state_callbacks()
+    assert paused.done() and prefill.engine.held() == 3
+    assert read(decode.engine.receive_of("d-1"))
+    given_back(prefill.engine)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pause_that_keeps_caches_keeps_leases(cores, mode):
     prefill, decode = cores("kv_producer"), cores("kv_consumer")
@@ -106,6 +121,22 @@ def test_a_kept_request_that_loads_is_computed_after_a_pause_that_clears(cores):
     assert decode.engine.held() == 0
     decode.resume_scheduler()
     assert decode.engine.step().num_scheduled_tokens == {"d-1": len(PROMPT)}
+    decode.engine.run("d-1")
+    assert decode.engine.ended("d-1").finish_reason is FinishReason.LENGTH
+    decode.engine.check_empty()
+
+
+def test_a_load_of_no_use_that_ends_in_a_pause_is_in_nobodys_way(cores):
+    """It is computed here, and vLLM looks at it only when the pause is over."""
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    loading(decode.engine, "d-1", PROMPT, held(prefill))
+    paused = decode.pause_scheduler("keep")
+    decode.engine.step()
+    decode.engine.connector.scheduler.consumer.outdate("others", {"d-1"})
+    decode.engine.step(received={"d-1"})
+    decode.wait(paused)
+    assert decode.engine.held() == 0
+    decode.resume_scheduler()
     decode.engine.run("d-1")
     assert decode.engine.ended("d-1").finish_reason is FinishReason.LENGTH
     decode.engine.check_empty()

@@ -9,7 +9,7 @@ extension cannot be told from harmless ones by their names: their trainer names 
 while the engine is paused.
 
 Source: vLLM 0.32 and 0.33, `v1/engine/core.py` (`collective_rpc`, `set_weight_version`, `pause_scheduler`,
-`resume_scheduler`, `add_lora`, `remove_lora`), `v1/core/sched/scheduler.py` (`reset_prefix_cache`,
+`resume_scheduler`, `_finish_pause`, `add_lora`, `remove_lora`), `v1/core/sched/scheduler.py` (`reset_prefix_cache`,
 `defer_block_free`), `v1/executor/abstract.py` (`sleep`, `discard`), `v1/worker/gpu_worker.py`,
 `entrypoints/rl/online/api_router.py`.
 """
@@ -176,6 +176,10 @@ def _watch_core(core: Any, operator: Operator) -> None:
         operator.resumed()
         return result
 
+    def finish_pause(call: Callable[..., Any], clear_cache: bool) -> Any:
+        # vLLM goes on to wait for a pause that was taken back before it came about, and would clear what runs then.
+        return call(clear_cache and core.is_scheduler_paused())
+
     def sleep(call: Callable[..., Any], level: int = 1) -> Any:
         operator.losing_caches()
         if level >= LOSES_WEIGHTS:
@@ -193,6 +197,7 @@ def _watch_core(core: Any, operator: Operator) -> None:
     ]
     for instead in calls:
         _wrap(core, instead.__name__, instead)
+    _wrap(core, "_finish_pause", finish_pause)
     calls = [sleep, discard]
     for instead in calls:
         _wrap(core.model_executor, instead.__name__, instead)

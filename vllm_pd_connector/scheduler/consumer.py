@@ -333,8 +333,7 @@ class Consumer:
         self._aborts = [name for name in self._aborts if name != request_id]  # the name may be another's by then
         if receive is None or receive.ended:
             return True
-        if not receive.outdated:
-            self._arrived.add(request_id)
+        self._arrived.add(request_id)  # also of no use: its blocks are given back when vLLM looks at it
         return not receive.outdated
 
     def outdate(self, reason: str, among: Collection[str] | None = None) -> set[str]:
