@@ -95,7 +95,8 @@ MEMBERS = (
     _members("vllm.v1.core.kv_cache_manager:KVCacheBlocks", "blocks get_block_ids"),
     _members("vllm.v1.engine.async_llm:AsyncLLM", "add_request errored notify_kv_transfer_request_rejected"),
     _members(
-        "vllm.v1.core.kv_cache_manager:KVCacheManager", "coordinator get_block_ids evict_blocks free kv_cache_config"
+        "vllm.v1.core.kv_cache_manager:KVCacheManager",
+        "coordinator get_block_ids evict_blocks free kv_cache_config prefix_cache_lookup_enabled",
     ),
     _members(
         "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator",

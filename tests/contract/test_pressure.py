@@ -78,6 +78,27 @@ def test_a_prefill_that_was_held_back_begins_when_a_lease_has_ended(engine: Any)
     decode.run("d-0")
 
 
+def test_no_prefix_is_looked_up_behind_a_prefill_that_is_held_back(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would look for each that queues, in each step."""
+    prefill, looked = engine("kv_producer", blocks=TINY), []
+    leased(prefill, 5)
+    for number in range(5, 9):
+        prefill.add(f"p-{number}", [100, *PROMPT[1:]], KEEP, max_tokens=1)
+    coordinator = prefill.scheduler.kv_cache_manager.coordinator
+    find = coordinator.find_longest_cache_hit
+
+    def counted(*given: Any) -> Any:
+        looked.append(given)
+        return find(*given)
+
+    monkeypatch.setattr(coordinator, "find_longest_cache_hit", counted)
+    prefill.step()
+    assert len(looked) == 1 and prefill.connector.scheduler.share.num_held_back == 4
+    prefill.add("plain", PROMPT)
+    prefill.run("plain")
+    assert len(looked) > 1, "others look"
+
+
 def test_a_prefill_with_log_probabilities_of_its_prompt_begins_and_counts(engine: Any) -> None:
     """vLLM computes it whatever is answered."""
     prefill = engine("kv_producer", blocks=TINY)

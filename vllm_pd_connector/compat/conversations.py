@@ -1,4 +1,5 @@
-"""What a finished request leaves behind for the next turn of its conversation, and who wants its blocks.
+"""What a finished request leaves behind for the next turn of its conversation, who wants its blocks, and who need not
+look for what is cached.
 
 Source: vLLM 0.32, `v1/request.py`, `v1/core/sched/scheduler.py` (`update_from_output`).
 """
@@ -77,3 +78,18 @@ def note_without_blocks(manager: KVCacheManager, without: set[str]) -> None:
         return found
 
     manager.allocate_slots = allocate_slots
+
+
+def spare_lookups(manager: KVCacheManager, held_back: Callable[[str], bool]) -> None:
+    """Have no cached prefix looked up of requests that are held back in any case: vLLM does that before it asks whether
+    one may begin, in each step and for all that queue.
+
+    Source: vLLM 0.32 and 0.33, `Scheduler.schedule`, `KVCacheManager.get_computed_blocks`.
+    """
+    enabled = manager.prefix_cache_lookup_enabled
+
+    @wraps(enabled)
+    def prefix_cache_lookup_enabled(request: Request) -> bool:
+        return not held_back(request.request_id) and bool(enabled(request))
+
+    manager.prefix_cache_lookup_enabled = prefix_cache_lookup_enabled

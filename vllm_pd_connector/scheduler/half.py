@@ -26,7 +26,7 @@ from vllm_pd_connector.compat.blocks import (
     transfer_params,
     was_aborted,
 )
-from vllm_pd_connector.compat.conversations import note_without_blocks
+from vllm_pd_connector.compat.conversations import note_without_blocks, spare_lookups
 from vllm_pd_connector.compat.engine import calling_loop
 from vllm_pd_connector.compat.model.caches import leased_blocks
 from vllm_pd_connector.errors import OtherWeights, ProtocolError
@@ -123,6 +123,7 @@ class SchedulerHalf:
     def bind_cache_manager(self, manager: KVCacheManager) -> None:
         self._manager = manager
         self.fills_unequal_hits = not fails_over_unequal_hits(manager)
+        spare_lookups(manager, self.share.holds_back)
         if self.producer.lending.enabled:
             note_without_blocks(manager, self._without_blocks)
 

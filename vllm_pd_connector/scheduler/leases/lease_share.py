@@ -67,6 +67,10 @@ class LeaseShare:
         self._held_back.add(request_id)
         return False
 
+    def holds_back(self, request_id: str) -> bool:
+        """Whether a request is behind one that was held back in this step, so that `admits` says no."""
+        return bool(self._held_back) and request_id in self._needs and request_id not in self._begun
+
     def _fits(self, need: int, blocks: HeldBlocks) -> bool:
         # Of a prefill that is written out while it runs, blocks are held already.
         taken = blocks.num_blocks + sum(max(self._needs[name] - blocks.num_held_for(name), 0) for name in self._begun)
