@@ -23,7 +23,9 @@ from vllm_pd_connector.worker.in_flight import POLL_DRAINING_S, SLICES_UNDER_WAY
 from vllm_pd_connector.worker.poll_interval import FIRST_S, LONGEST_OF_OLD_S
 
 NOTHING: Any = SimpleNamespace()
-IDLE: Any = SimpleNamespace(holds=lambda owner: False, cancel=lambda owner: None, landed=lambda owner: 0)
+IDLE: Any = SimpleNamespace(
+    holds=lambda owner: False, moves=lambda owner: False, cancel=lambda owner: None, landed=lambda owner: 0
+)
 STATUS = TransferStatus
 
 
