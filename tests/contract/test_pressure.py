@@ -78,7 +78,7 @@ def test_a_prefill_that_was_held_back_begins_when_a_lease_has_ended(engine: Any)
     decode.run("d-0")
 
 
-def test_no_prefix_is_looked_up_behind_a_prefill_that_is_held_back(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_prefix_is_looked_up_behind_what_is_held_back(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM would look for each that queues, in each step."""
     prefill, looked = engine("kv_producer", blocks=TINY), []
     leased(prefill, 5)

@@ -29,8 +29,8 @@ _SLOW_S, _TIMED = 0.002, 64
 """So many calls after one that seemed slow are timed by the thread's processor time, too."""
 
 _STILL_S = 0.1
-"""When nothing of a peer has ended for so long, half a window more is posted; and again twice as long after that, since a
-slow link would get all there is, of which nothing ends before nearly all has come."""
+"""When nothing of a peer has ended for so long, half a window more is posted; and again twice as long after that, since
+a slow link would get all there is, of which nothing ends before nearly all has come."""
 
 Began = tuple[float, float | None]
 """When a call began: by the clock, and by the thread's processor time where that is asked for."""
