@@ -106,7 +106,8 @@ def watch(operator: Operator, *, loads: bool) -> Any:
         _watch_scheduler(scheduler, operator)
         scheduler.defer_block_free |= loads and scheduler.vllm_config.max_concurrent_batches > 1
     if core is not None:
-        _watch_core(core, operator)
+        _watch_weights(core, operator)
+        _watch_pauses(core, operator)
     return scheduler
 
 
@@ -139,7 +140,7 @@ def _writes_on(scheduler: Any) -> bool:
     )
 
 
-def _watch_core(core: Any, operator: Operator) -> None:
+def _watch_weights(core: Any, operator: Operator) -> None:
     def collective_rpc(call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
         name = method if isinstance(method, str) else getattr(method, "__name__", "")
         if name in CHANGE_WEIGHTS:
@@ -163,6 +164,12 @@ def _watch_core(core: Any, operator: Operator) -> None:
         operator.adapter_removed(lora_id)
         return call(lora_id)
 
+    calls: list[Callable[..., Any]] = [collective_rpc, set_weight_version, add_lora, remove_lora]
+    for instead in calls:
+        _wrap(core, instead.__name__, instead)
+
+
+def _watch_pauses(core: Any, operator: Operator) -> None:
     def pause_scheduler(call: Callable[..., Any], mode: str = "abort", clear_cache: bool = True) -> Any:
         take_back = operator.pausing(mode, clears=clear_cache)
         try:
@@ -191,16 +198,11 @@ def _watch_core(core: Any, operator: Operator) -> None:
             operator.losing_caches()
         return call(tags)
 
-    calls: list[Callable[..., Any]] = [
-        *(collective_rpc, set_weight_version, pause_scheduler, resume_scheduler),
-        *(add_lora, remove_lora),
-    ]
-    for instead in calls:
-        _wrap(core, instead.__name__, instead)
+    _wrap(core, "pause_scheduler", pause_scheduler)
+    _wrap(core, "resume_scheduler", resume_scheduler)
     _wrap(core, "_finish_pause", finish_pause)
-    calls = [sleep, discard]
-    for instead in calls:
-        _wrap(core.model_executor, instead.__name__, instead)
+    _wrap(core.model_executor, "sleep", sleep)
+    _wrap(core.model_executor, "discard", discard)
 
 
 def _wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
