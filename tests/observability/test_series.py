@@ -121,6 +121,15 @@ def test_the_version_and_the_mode_are_on_the_page():
     assert (engine.version, engine.mode) == (__version__, "auto")
 
 
+def test_engines_that_came_while_it_was_scaled_up_are_told_apart():
+    """vLLM makes the series anew before its configuration says how many there are."""
+    registry = CollectorRegistry()
+    PDPromMetrics(config(side_channel_port=7000), kinds(registry), ["engine"], {0: ["0"], 1: ["1"]})
+    found = parse(generate_latest(registry).decode())
+    told = [(found[rank].engine_id, found[rank].side_channel_port) for rank in (0, 1)]
+    assert told == [("e_dp0", 7000), ("e_dp1", 7001)]
+
+
 def test_the_log_line_has_throughput_and_the_ninetieth_percentile():
     stats = PDStats()
     for tenths in range(1, 11):

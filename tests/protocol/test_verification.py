@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pd_connector.geometry.blocks import BlockTable
+from vllm_pd_connector.geometry.blocks import MAX_TABLE_BYTES, BlockTable
 from vllm_pd_connector.protocol.verification import MAX_JOB_BYTES, MAX_JOBS, Verification
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.fields import MAX_PIECE_BYTES, MAX_REPLY_FRAME, LeaseRef
@@ -51,6 +51,15 @@ def test_sums_that_nobody_waits_for_are_taken_and_change_nothing() -> None:
         assert machine.add("w", found) == [("w", m.Accepted())]
     assert machine.next_job("w", 7) != []  # an unauthenticated peer may ask, and changes nothing
     assert ("r", m.LeaseChecksums(())) in machine.add("w", m.JobChecksums(TOKEN, 1, 0, (), True))
+
+
+def test_a_job_that_no_worker_could_decode_is_none() -> None:
+    """Each worker would be given it again and again, and nothing behind it ever."""
+    machine: Verification[str] = Verification(1)
+    [(to, refusal)] = machine.ask("r", verify(), (BlockTable(0, bytes(MAX_TABLE_BYTES + 4)),))
+    assert to == "r" and isinstance(refusal, m.Failure) and refusal.code is m.FailureCode.NOT_OFFERED
+    machine.ask("r", verify(1), TABLES)
+    assert machine.next_job("w", 0) == [("w", m.ChecksumJob(1, TABLES, (0,), 10))]
 
 
 def test_a_worker_may_ask_before_the_instance_is_complete() -> None:

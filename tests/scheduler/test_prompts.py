@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm.config import LoRAConfig, MultiModalConfig
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models import ModelRegistry
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
@@ -26,7 +27,7 @@ from tests.support.scheduler.push_halves import ASK
 from vllm_pd_connector.compat.blocks import media_names, prompt_digest
 from vllm_pd_connector.compat.conversations import prefix_digests
 from vllm_pd_connector.compat.model.adapters import Adapters
-from vllm_pd_connector.compat.model.caches import stop_short, takes_media_whole
+from vllm_pd_connector.compat.model.caches import _POSITIONS_BY_RANGE, stop_short, takes_media_whole
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import BlockTable
 
@@ -106,13 +107,27 @@ def test_a_prompt_that_comes_in_parts_is_refused_and_not_cut(tokens):
     assert request.prompt_token_ids == list(request.all_token_ids) == list(range(TOKENS)) and request.max_tokens == 9
 
 
-@pytest.mark.parametrize(("told", "both_ways"), [(False, False), (True, False), (False, True)])
-def test_vllms_configuration_says_whether_media_are_computed_in_one_piece(told, both_ways):
+@pytest.mark.parametrize(
+    ("told", "both_ways", "positions", "model", "whole"),
+    [
+        (False, False, False, "Any", False),
+        (True, False, False, "Any", True),
+        (False, True, False, "Any", True),
+        (False, False, True, "Qwen3_5ForConditionalGeneration", False),
+        (False, False, True, "MiniCPMV4_7ForConditionalGeneration", True),
+        (False, False, True, "TransformersMultiModalForCausalLM", True),
+    ],
+)
+def test_vllms_configuration_says_whether_media_are_computed_in_one_piece(told, both_ways, positions, model, whole):
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_chunked_mm_input=told),
-        model_config=SimpleNamespace(is_mm_prefix_lm=both_ways),
+        model_config=SimpleNamespace(is_mm_prefix_lm=both_ways, uses_mrope=positions, architecture=model),
     )
-    assert takes_media_whole(config) is (told or both_ways)
+    assert takes_media_whole(config) is whole
+
+
+def test_models_that_make_positions_by_what_is_there_are_known_by_vllms_names():
+    assert set(ModelRegistry.get_supported_archs()) >= _POSITIONS_BY_RANGE
 
 
 def with_adapter(path: Path, name: str = "sql", number: int = 1, *, in_place: bool = False) -> Any:

@@ -43,9 +43,9 @@ def test_each_step_orders_what_it_completes_and_holds_it_first(prefill):
     assert receive.source == (BlockTable.of(0, (5, 6)),)
     prefill.tables["p-1"] = [[5, 6, 7]]
     assert step(prefill.half, p_1=(20, 20)).step == 2
-    _, params = prefill.half.request_finished(request, ([5, 6, 7],))
-    assert params["transfer_mode"] == "push"
-    assert [(o.ready, o.step, o.final) for o in prefill.commands()] == [(40, 2, False), (40, 2, True)]
+    orders = prefill.commands()
+    assert prefill.half.request_finished(request, ([5, 6, 7],))[1]["transfer_mode"] == "push"
+    assert [(o.ready, o.step, o.final) for o in orders + prefill.commands()] == [(40, 2, False), (40, 2, True)]
     assert prefill.held() == 3
     prefill.ended()
     assert answer() == pm.Pushed(pm.PushState.DONE, "", True, request_id="p-1")
@@ -163,9 +163,10 @@ def test_the_end_of_a_prefill_waits_for_its_own_last_step_and_not_for_others_(pr
     request, _ = prefill.arrive_asked_for()
     prefill.tables["p-1"] = [[5, 6, 7]]
     step(prefill.half, p_1=(0, 40))
+    orders = prefill.commands()
     step(prefill.half, other=(0, 100))
     prefill.half.request_finished(request, ([5, 6, 7],))
-    assert [(order.step, order.final) for order in prefill.commands()] == [(1, False), (1, True)]
+    assert [(one.step, one.final) for one in orders + prefill.commands()] == [(1, False), (1, True)]
 
 
 @pytest.mark.parametrize("declined", [True, False])
@@ -185,6 +186,7 @@ def test_an_abort_in_mid_prefill_reaches_the_decode_side_and_gives_the_blocks_ba
     request, answer = prefill.arrive_asked_for()
     prefill.tables["p-1"] = [[5, 6]]
     step(prefill.half, p_1=(0, 20))
+    assert len(prefill.commands()) == 1
     request.status = RequestStatus.FINISHED_ABORTED
     assert prefill.half.request_finished(request, ([5, 6],)) == (False, None)
     told = answer()
@@ -200,7 +202,7 @@ def test_a_running_prefill_whose_push_has_failed_gets_its_blocks_back_though_its
     """Preempted, it may not be able to go on without them."""
     request, _ = prefill.arrive_asked_for()
     prefill.tables["p-1"] = [[5, 6]]
-    step(prefill.half, p_1=(0, 20))
+    assert step(prefill.half, p_1=(0, 20)) and len(prefill.commands()) == 1
     prefill.ended(ok=False, reason="a link dropped", terminal=False)
     step(prefill.half)
     assert prefill.held() == 0
@@ -219,13 +221,13 @@ def test_a_request_that_finds_no_block_waits_for_those_of_a_push_that_has_failed
     prefill.arrive_asked_for()
     prefill.tables["p-1"] = [[5, 6]]
     step(prefill.half, p_1=(0, 20))
-    assert not prefill.half.frees_blocks()
+    assert not prefill.half.frees_blocks() and len(prefill.commands()) == 1
     prefill.ended(ok=False, reason="a link dropped")
     assert prefill.half.frees_blocks()
     assert not prefill.half.frees_blocks() and prefill.held() == 0
 
 
-def test_a_running_prefill_whose_orders_cannot_be_told_gets_its_blocks_back_in_the_next_step(prefill, monkeypatch):
+def test_a_running_prefill_whose_orders_cannot_be_told_gets_its_blocks_back(prefill, monkeypatch):
     now, server = [0.0], prefill.half.producer._server
     server._clock = server.pushes._clock = lambda: now[0]
     _, answer = prefill.arrive_asked_for()
@@ -236,8 +238,7 @@ def test_a_running_prefill_whose_orders_cannot_be_told_gets_its_blocks_back_in_t
     monkeypatch.setattr(command_queue, "MAX_COMMANDS_BYTES", 1)
     prefill.tables["p-1"] = [[5, 6]]
     step(prefill.half, p_1=(0, 20))
-    step(prefill.half)
-    assert prefill.pool.get_num_free_blocks() == prefill.free
+    until(lambda: step(prefill.half) and prefill.pool.get_num_free_blocks() == prefill.free, "the blocks")
 
 
 def test_a_prefill_that_ends_by_a_stop_token_is_handed_over_like_any_other(prefill):
@@ -387,3 +388,13 @@ def test_parameters_of_another_shape_are_refused(consumer):
     half, pool = consumer
     receive = receive_of(half, pool, make_request("d-1", concurrent(remote_port=0)))
     assert "remote_port" in receive.source.reason
+
+
+def test_a_prefill_whose_id_was_used_before_is_not_ended_by_the_older_ones_lease(prefill):
+    request, _ = prefill.arrive_asked_for()
+    prefill.tables["p-1"] = [[5, 6, 7]]
+    step(prefill.half, p_1=(0, 40))
+    prefill.half.request_finished(request, ([5, 6, 7],))
+    prefill.arrive()
+    runs = prefill.half.producer._server.pushes._such(["p-1"], lambda known: not known.finished)
+    assert runs == {"p-1"} and prefill.held() == 0

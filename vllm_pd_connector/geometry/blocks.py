@@ -24,6 +24,7 @@ NULL_BLOCK: Final = 0
 """vLLM's placeholder block: its bytes belong to nobody (BlockPool.null_block is the first block)."""
 MAX_TABLE_BYTES: Final = 512 * 1024
 _ID: Final = np.dtype("<i4")
+_ID_BYTES: Final = 4
 
 
 class BlockTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,10 +41,10 @@ class BlockTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     packed: Annotated[bytes, Meta(max_length=MAX_TABLE_BYTES)] = msgspec.field(name="ids")
 
     def __post_init__(self) -> None:
-        if self.first_block < 0 or len(self.packed) % _ID.itemsize:
+        if self.first_block < 0 or len(self.packed) % _ID_BYTES:
             raise ValueError(
                 f"first_block {self.first_block} and {len(self.packed)} bytes of ids: expected a block from 0 on, and "
-                f"{_ID.itemsize} bytes for each id"
+                f"{_ID_BYTES} bytes for each id"
             )
 
     @classmethod
@@ -65,10 +66,14 @@ class BlockTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The same as `ids`, in the width in which they are packed and without a copy; not to be calculated with."""
         return np.frombuffer(self.packed, dtype=_ID)
 
+    def ids_behind(self, known: bytes) -> tuple[int, ...]:
+        """The ids behind these packed ones, with which it begins; the cheapest way to a few."""
+        return struct.unpack_from(f"<{(len(self.packed) - len(known)) // _ID_BYTES}i", self.packed, len(known))
+
     @property
     def end(self) -> int:
         """The logical block behind the last entry."""
-        return self.first_block + len(self.packed) // _ID.itemsize
+        return self.first_block + len(self.packed) // _ID_BYTES
 
     @property
     def begin(self) -> int:
@@ -82,3 +87,14 @@ class BlockTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 BlockTables = Sequence[BlockTable]
 """One table per KV-cache group of a side, in the order of its manifest's groups."""
+
+
+def unsendable(tables: BlockTables) -> str:
+    """Why no message may hold these tables: whoever got one could not decode it. Empty if it may. A table is not asked
+    for this where it is made: `kv_transfer_params` have longer ones."""
+    for table in tables:
+        if (size := len(table.packed)) > MAX_TABLE_BYTES:
+            return (
+                f"a table of {size // _ID_BYTES} blocks, the limit is {MAX_TABLE_BYTES // _ID_BYTES}: use larger blocks"
+            )
+    return ""

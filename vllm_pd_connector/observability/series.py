@@ -153,7 +153,7 @@ class PDPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM ships
         public = keys.public if keys is not None else ""
         info = gauge(name=INFO_SERIES, documentation=INFO_TEXT, labelnames=[*labelnames, *LABELS])
         for index, values in per_engine_labelvalues.items():
-            own = replace(engine_info(vllm_config, index), server_key=public)
+            own = replace(engine_info(vllm_config, index, len(per_engine_labelvalues)), server_key=public)
             self._transports[index] = own.transport
             labels = own.labels()
             info.labels(*map(str, values), *(labels[name] for name in LABELS)).set(1)

@@ -75,6 +75,10 @@ OTHER = "other"
 MAX_SAMPLES = 4096
 
 
+_NO_COUNTS = dict.fromkeys(COUNTS, 0)
+_TABLES = (*LABELLED, "phases", "sizes", "gauges", "protocols")
+
+
 def peer_row(table: Mapping[str, object], peer: str) -> str:
     """Under which name a peer is counted in a table that has these."""
     return peer if peer in table or len(table) < MAX_PEERS else OTHER
@@ -89,9 +93,7 @@ class PDStats(KVConnectorStats):  # type: ignore[misc]  # vLLM ships no types
             self.reset()
 
     def reset(self) -> None:
-        empty: dict[str, Any] = dict.fromkeys(COUNTS, 0)
-        tables: dict[str, Any] = {name: {} for name in (*LABELLED, "phases", "sizes", "gauges", "protocols")}
-        self.data: dict[str, Any] = empty | tables
+        self.data: dict[str, Any] = {**_NO_COUNTS, **{name: {} for name in _TABLES}}
 
     def count(self, name: str, amount: int = 1) -> None:
         self.data[name] += amount

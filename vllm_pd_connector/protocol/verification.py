@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from vllm_pd_connector.geometry.blocks import unsendable
 from vllm_pd_connector.protocol.wire import messages as m
 from vllm_pd_connector.protocol.wire.fields import MAX_REPLY_FRAME, LeaseRef
 
@@ -66,6 +67,8 @@ class Verification(Generic[B]):
 
     def ask(self, back: B, request: m.GetChecksums, tables: Sequence[BlockTable]) -> list[tuple[B, m.Reply]]:
         """A reader of a held lease wants its checksums. Readers with the same range share a job."""
+        if reason := unsendable(tables):
+            return [(back, m.Failure(m.FailureCode.NOT_OFFERED, reason))]
         key = (request.lease, request.starts, request.stop)
         if (work := self._work.get(key)) is None:
             over = (of for of, work in self._work.items() if len(work.done) == self.workers)

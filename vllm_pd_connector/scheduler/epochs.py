@@ -91,7 +91,8 @@ class Epochs:
         if begun == NO_EPOCH:
             return (
                 "weights: changed in place, and it began with a prefix that may be of the former ones: "
-                "have the prefix cache reset when weights change (POST /pause does it, or POST /reset_prefix_cache)"
+                "have the prefix cache reset when weights change (POST /pause does it, or POST /reset_prefix_cache); "
+                "beside a connector that cannot be reset, start again with its store empty"
             )
         if begun != self._epoch:
             return f"weights: changed in place while it was computed (epoch {begun} then, {self._epoch} now)"

@@ -89,6 +89,7 @@ class SchedulerHalf:
         self._manager: KVCacheManager | None = None
         self.fills_unequal_hits = True  # and vLLM can take a hit that is deeper in one group than in another
         self._without_blocks: set[str] = set()  # who found none, where conversations could give some
+        self._loaded_without: set[str] = set()  # the same in this step, of who is not asked about any more
         self._held_back: set[str] = set()
         self._told: set[str] = set()  # received, as vLLM was told before the workers' reports
         self._spared: dict[str, str] = {}  # requests that go on without what they came for, and why
@@ -125,7 +126,7 @@ class SchedulerHalf:
         self.fills_unequal_hits = not fails_over_unequal_hits(manager)
         spare_lookups(manager, self.share.holds_back)
         if self.producer.lending.enabled:
-            note_without_blocks(manager, self._without_blocks)
+            note_without_blocks(manager, self._without_blocks, self._loaded_without)
 
         def tables(request_id: str) -> list[list[int]]:
             ids = manager.get_block_ids(request_id)
@@ -231,6 +232,9 @@ class SchedulerHalf:
         self._held_back = self.share.step()
         calm = self.hold.step(computes=computes, waiting=not computes and self._num_waiting() > 0)
         self.producer.drain()
+        if self._loaded_without:  # nobody behind it is scheduled either
+            self._loaded_without.clear()
+            self.producer.give_up_oldest()
         if computes:
             self.producer.make_room(len(output.num_scheduled_tokens) * self.producer.lending.groups)
         step, ends_prefill = self.producer.advance(output)

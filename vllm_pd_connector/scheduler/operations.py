@@ -27,8 +27,7 @@ import time
 from typing import TYPE_CHECKING
 
 from vllm_pd_connector.compat.base import init_logger
-from vllm_pd_connector.compat.blocks import compute_here, with_adapter
-from vllm_pd_connector.compat.operations import watch
+from vllm_pd_connector.compat.operations import compute_here, watch, with_adapter
 from vllm_pd_connector.protocol.lease import End
 from vllm_pd_connector.protocol.weights import HOW_TO_NAME
 
@@ -124,7 +123,8 @@ class Operations:
         def take_back() -> None:
             self._pause = before
 
-        self._pause, self._tell_at = mode if clears else "", time.monotonic() + _TELL_EVERY_S
+        # One that clears nothing, behind another that waits, does not take from it what it waits for.
+        self._pause, self._tell_at = mode if clears else before, time.monotonic() + _TELL_EVERY_S
         return take_back
 
     def resumed(self) -> None:
@@ -156,7 +156,14 @@ class Operations:
         self._compute_here(self._consumer.take_arrived(), at_once=True)
 
     def all_reset(self) -> None:
-        self._epochs.was_reset()
+        if not (keeping := self._beside.keeping):
+            return self._epochs.was_reset()
+        logger.warning(
+            "the caches were reset but for those of %s, which cannot be: when weights change now, prefills that begin "
+            "with a hit are not handed over, since it may be of former ones. Empty that store by its own means, and "
+            "start this instance again",
+            ", ".join(keeping),
+        )
 
     def not_reset(self) -> None:
         logger.error(

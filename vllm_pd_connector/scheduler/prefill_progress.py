@@ -20,15 +20,17 @@ from vllm_pd_connector.compat.model.caches import group_kinds
 from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import BlockTable
 from vllm_pd_connector.geometry.manifest import GroupKind
-from vllm_pd_connector.sidechannel.push_service import Offer
 
 if TYPE_CHECKING:
     from vllm_pd_connector.compat.blocks import HeldBlocks
     from vllm_pd_connector.compat.types import KVCacheConfig
-    from vllm_pd_connector.sidechannel.push_service import PushService
+    from vllm_pd_connector.sidechannel.push_service import Offer, PushService
 
 TablesOf = Callable[[str], Sequence[list[int]]]
 AllTablesOf = Callable[[str, Sequence[list[int]], int], tuple[BlockTable, ...]]
+
+
+_NONE = BlockTable.of(0, ())
 
 
 @dataclass(slots=True)
@@ -89,16 +91,16 @@ class PrefillProgress:
             running.step = self.number
         if not going or not self._enabled or self.tables is None:
             return
-        offers = []
+        offers: list[Offer] = []
         needed = pushes.needed(going)
         for request_id in filter(needed.__contains__, going):
             running = going[request_id]
             tables, whole = self._tables(request_id, running, computed[request_id])
-            if added := _added(tables, running.held):
-                blocks.hold(request_id, added)
+            if (added := _added(tables, running.held)) or not running.held:
+                blocks.hold_ids(request_id, added)
             running.held = tables
-            self._offered.add(request_id)
-            offers.append(Offer(request_id, tables, min(computed[request_id], running.num_tokens), whole))
+            offers.append((request_id, tables, min(computed[request_id], running.num_tokens), whole))
+        self._offered |= needed
         if offers:
             pushes.progressed(offers, self.number)
 
@@ -111,7 +113,7 @@ class PrefillProgress:
                 return self._tables_of(request_id, ids, running.num_tokens), True
             except ProtocolError:  # no block holds a state: whoever ends the request says so
                 pass
-        return tuple([BlockTable.of(0, ids[i] if full else ()) for i, full in enumerate(self._full)]), False
+        return tuple([BlockTable.of(0, ids[i]) if full else _NONE for i, full in enumerate(self._full)]), False
 
     def let_go(self, pushes: PushService, blocks: HeldBlocks) -> None:
         """Give back the blocks of running prefills whose push has failed: a preempted one may need them to go on."""
@@ -138,14 +140,13 @@ class PrefillProgress:
             blocks.release(request_id)
 
 
-def _added(tables: tuple[BlockTable, ...], before: tuple[BlockTable, ...]) -> tuple[BlockTable, ...]:
-    """What tables have more than before; all of them if they do not go on where those end, as after a preemption."""
-    if not before:
-        return tables
-    added = []
-    for now, old in zip(tables, before, strict=True):
-        if not now.packed.startswith(old.packed):
-            return tables
-        if len(now.packed) > len(old.packed):
-            added.append(BlockTable(old.end, now.packed[len(old.packed) :]))
-    return tuple(added)
+def _added(tables: tuple[BlockTable, ...], before: tuple[BlockTable, ...]) -> list[int]:
+    """The blocks of which tables have more than before; all if they do not go on where those end, as after a
+    preemption."""
+    added: list[int] = []
+    for now, old in zip(tables, before or (_NONE,) * len(tables), strict=True):
+        known = old.packed
+        if not now.packed.startswith(known):
+            return _added(tables, ())
+        added += now.ids_behind(known)
+    return added

@@ -68,9 +68,7 @@ class Producer:
         ended: Callable[[], float] = lambda: 0.0,
     ):
         parallel = vllm_config.parallel_config
-        self._config = config
-        self._epochs = epochs
-        self._ended = ended
+        self._config, self._epochs, self._ended = config, epochs, ended
         self._keeps = vllm_config.kv_transfer_config.is_kv_producer
         # A consumer that is written into is asked for its manifests, too.
         self.lending = Lending(config, vllm_config, kv_cache_config, epochs.adapters)
@@ -84,8 +82,7 @@ class Producer:
             require_private_address(self._host, self._keys, config.allow_unauthenticated_peers)
         self._parallel = parallel
         self._answers = Answers(config, vllm_config, self._engine_id, (self._host, self._port), self._keys, epochs)
-        self._first_engine = facts.first_engine(vllm_config)
-        self._rank = facts.rank_for_routers(vllm_config)
+        self._first_engine, self._rank = facts.first_engine(vllm_config), facts.rank_for_routers(vllm_config)
         self._tables = LeasedTables(kv_cache_config, parallel.decode_context_parallel_size)
         self._cut = prefill_backoff(vllm_config, kv_cache_config), takes_media_whole(vllm_config)
         self._server: SideChannelServer | None = None
@@ -180,6 +177,8 @@ class Producer:
         num_tokens = request.num_prompt_tokens
         name = pairing_name(transfer_params(request), request.request_id)
         digest = self._answers.digest(request, num_tokens)
+        if self._config.pushes and request.request_id in self._leased:  # pushes and leases are known by this id alone
+            self._give_up(request.request_id)
         if self._server is not None and self._server.pushes.started(request.request_id, name, num_tokens, digest):
             self._progress.add(request.request_id, num_tokens, ends=request.max_tokens == 1)
 
@@ -247,18 +246,15 @@ class Producer:
 
     def make_room(self, needed: int = sys.maxsize) -> None:
         """Give back the oldest conversations until `needed` blocks are free, or none is left."""
-        if self._blocks is None or not self.lending.num_held:
-            return
-        while self.lending.crowded(*self._blocks.pool_sizes, needed) and self.give_up_oldest():
-            pass
+        if self._blocks is not None and self.lending.num_held:
+            while self.lending.crowded(*self._blocks.pool_sizes, needed) and self.give_up_oldest():
+                pass
 
     def give_up_oldest(self) -> bool:
         """Give back the oldest conversation; False if there is none, or it is read from: then its blocks come later."""
-        if self._server is None or (oldest := self.lending.oldest) is None:
-            return False
-        self._server.drop(oldest)
-        self.drain()
-        return not self.lending.holds(oldest)
+        if (oldest := self.lending.oldest) is not None:
+            self._give_up(oldest)
+        return oldest is not None and not self.lending.holds(oldest)
 
     def _lease(self, request: Request, answer: RemotePrefill, tables: tuple[BlockTable, ...]) -> dict[str, Any]:
         """Hold these blocks under a lease; returns the answer for the router."""
@@ -267,8 +263,7 @@ class Producer:
         if isinstance(answer, Conversation):
             named = pairing_name(transfer_params(request), request.request_id), json.dumps(params).encode()
         if request.request_id in self._leased:  # a client that uses a request id again gives up the older lease
-            self._server.drop(request.request_id)
-            self.drain()
+            self._give_up(request.request_id)
             if request.request_id in self._leased:
                 raise ProtocolError("its request id is that of an older prefill whose blocks are still being written")
         self._drop_older_choice(request.request_id)
@@ -285,6 +280,11 @@ class Producer:
         if self._config.digest_dir is not None:
             self._held.append(HeldRequest(request.request_id, tables, answer.remote_num_tokens))
         return params
+
+    def _give_up(self, request_id: str) -> None:
+        if self._server is not None:
+            self._server.drop(request_id)
+            self.drain()
 
     def ended(self, request_id: str) -> None:
         """A request ended, however."""
@@ -304,8 +304,7 @@ class Producer:
         if not choice or self._config.pushes:
             return
         assert self._server is not None
-        parent = request_id.removeprefix(choice)
-        if (older := self._choices.get(parent)) is not None:
+        if (older := self._choices.get(parent := request_id.removeprefix(choice))) is not None:
             self._server.drop(older)
         self._choices[parent] = request_id
 
@@ -324,10 +323,13 @@ class Producer:
 
     def loads_failed(self, block_ids: Collection[int]) -> None:
         """Another connector could not load these blocks, and a step that wrote from them had begun. vLLM computes their
-        tokens again, but what was written of them stays written."""
-        if self._server is not None and self._blocks is not None:
-            reason = "another connector of the prefill instance failed to load blocks that went out already"
+        tokens again, but what was written of them stays written, and what the step in flight computes from them."""
+        if self._server is not None and self._blocks is not None and self._progress.tables is not None:
+            reason = "another connector of the prefill instance failed to load blocks that were written or read already"
             self._progress.fail(self._server.pushes, self._blocks, reason, block_ids)
+            for name, one in [(n, r) for n, r in (self._unfinished | self._going).items() if r.num_in_flight_tokens]:
+                if self._tables.missed(name, self._progress.tables(name), one.num_computed_tokens, block_ids):
+                    self._server.pushes.failed(name, reason)
 
     def take_back(self) -> None:
         """vLLM needs blocks: hold none of running prefills that nobody has asked for."""
@@ -393,7 +395,6 @@ class Producer:
             self._server, self._incarnation = None, secrets.token_hex(16)
 
     def close(self) -> None:
-        if self._bootstrap is not None:
-            self._bootstrap.close()
-        if self._server is not None:
-            self._server.close()
+        for server in (self._bootstrap, self._server):
+            if server is not None:
+                server.close()

@@ -98,7 +98,8 @@ class Sources:
                 f"remote_num_tokens: {remote.remote_num_tokens} there, at most {most} here: this model's decode "
                 f"computes the last {self._backoff} prompt token(s); run the same release on the prefill instance, "
                 "with the same hybrid KV cache manager setting (another connector beside this one may have turned it "
-                "off there), and, where several draft modules look ahead, with as many num_speculative_tokens"
+                "off there), where several draft modules look ahead with as many num_speculative_tokens, and have both "
+                "sides draft where the drafter has windows and the model has none"
             )
         digest = prompt_digest(request, remote.remote_num_tokens, *self._names)
         if remote.remote_num_tokens > request.num_prompt_tokens or digest != remote.pd_connector.prompt_digest:

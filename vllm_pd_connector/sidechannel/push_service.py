@@ -7,7 +7,7 @@ the other, so that blocks are given back when both are done with them.
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vllm_pd_connector.protocol.lease import End, Freed, LeaseTable
 from vllm_pd_connector.protocol.push.table import ANSWER_S, PushTable
@@ -25,13 +25,9 @@ if TYPE_CHECKING:
     from vllm_pd_connector.protocol.wire.fields import Weights
 
 
-class Offer(NamedTuple):
-    """What a step completes of a prefill, by request id; see `PushTable.progressed`."""
-
-    request_id: str
-    source: tuple[BlockTable, ...]
-    ready: int
-    whole: bool = False
+Offer = tuple[str, "tuple[BlockTable, ...]", int, bool]
+"""What a step completes of a prefill: its request id, then `source`, `ready` and `whole` of `PushTable.progressed`. No
+class of its own: to make one takes ten times as long, and a step may have many."""
 
 
 class PushService:
@@ -109,10 +105,9 @@ class PushService:
         """See `PushTable.progressed`, for all prefills of a step."""
         with self._lock:
             assert self._table is not None
-            for request_id, source, ready, *whole in offers:
-                self._table.progressed(request_id, source, ready, step, *whole)
-            told = bool(self._table.replies or self._table.given_up)
-        if told:
+            progressed = self._table.progressed
+            wanted = [progressed(request_id, source, ready, step, *rest) for request_id, source, ready, *rest in offers]
+        if any(wanted):
             self._wake()
 
     def finished(self, request_id: str, nonce: bytes, source: Sequence[BlockTable], step: int) -> bool:
@@ -150,7 +145,8 @@ class PushService:
         return self._serve_push(request, ticket, now)
 
     def tick(self, now: float) -> None:
-        """Answer who has waited long enough; it looks at every registration, so it is the server's thread that does."""
+        """Order what was computed, and answer who has waited long enough; it looks at every registration, so it is the
+        server's thread that does."""
         if self._table is not None:
             self._table.tick(now)
 

@@ -17,21 +17,24 @@ if TYPE_CHECKING:
     from vllm_pd_connector.wake import Wake
 
 
-def wait(client: SideChannelClient, wake: Wake, deadline: float | None) -> None:
-    """Return when the client has input, `wake` was set, or time.monotonic() reaches `deadline` (None: never)."""
-    moments = [moment for moment in (deadline, client.next_deadline()) if moment is not None]
+def wait(client: SideChannelClient, wake: Wake, deadline: float | None) -> bool:
+    """Return when the client has input, `wake` was set, or time.monotonic() reaches `deadline` (None: never); whether
+    the client is to `receive`, since there is input or its deadline is over. A transfer is looked at behind each such
+    sleep, hundreds of times a second, so one costs little: no poller is made, no event taken that was not seen."""
+    due = client.next_deadline()
+    moments = [moment for moment in (deadline, due) if moment is not None]
     seconds = max(0.0, min(moments) - time.monotonic()) if moments else None
-    poller = zmq.Poller()
-    poller.register(wake.fileno(), zmq.POLLIN)
-    for socket in client.sockets():
-        poller.register(socket, zmq.POLLIN)
+    sockets = [(socket, zmq.POLLIN) for socket in (wake.fileno(), *client.sockets())]
     if seconds is not None and seconds < 0.001:
         # zmq counts in milliseconds: input that comes during so short a sleep is seen after it.
-        if not poller.poll(0):
+        if not (ready := zmq.zmq_poll(sockets, 0)):
             time.sleep(seconds)
     else:
-        poller.poll(None if seconds is None else math.ceil(seconds * 1000))
-    wake.clear()
+        ready = zmq.zmq_poll(sockets, -1 if seconds is None else math.ceil(seconds * 1000))
+    awoken = any(socket == wake.fileno() for socket, _ in ready)
+    if awoken:
+        wake.clear()
+    return len(ready) > awoken or (due is not None and due <= time.monotonic())
 
 
 def ask(client: SideChannelClient, wake: Wake, endpoint: str, request: Request, timeout_s: float) -> Outcome:

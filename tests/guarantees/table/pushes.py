@@ -14,7 +14,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "blocks of a running prefill are referenced before anybody may write from them",
-        "PrefillProgress", "                blocks.hold(request_id, added)\n", "                pass\n",
+        "PrefillProgress", "                blocks.hold_ids(request_id, added)\n", "                blocks.hold_ids(request_id, ())\n",
         "test_a_prefill_that_is_preempted_is_written_from_blocks_that_nobody_else_has",
     ),
     Guarantee(

@@ -79,7 +79,7 @@ GUARANTEES = [
     ),
     Guarantee(
         "bytes that are no block ids are refused where they are decoded",
-        "BlockTable", "if self.first_block < 0 or len(self.packed) % _ID.itemsize:", "if False:",
+        "BlockTable", "if self.first_block < 0 or len(self.packed) % _ID_BYTES:", "if False:",
         "test_what_is_no_table_is_refused_when_it_is_decoded",
     ),
     # Blocks that are whole

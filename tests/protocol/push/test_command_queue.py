@@ -22,20 +22,23 @@ def into(reader: int = 0, readers: int = 1, name: str = "t-1") -> pm.PushInto:
 def taken(book: CommandQueue) -> list[list[pm.Command]]:
     """What a worker without any order gets, answer by answer."""
     seen, answers = 0, []
-    while replies := book.await_commands(pm.AwaitCommands(b"t" * 16, 0, seen), WORKER, 0.0):
+    while True:
+        book.await_commands(pm.AwaitCommands(b"t" * 16, 0, seen), WORKER, 0.0)
+        if not (replies := book.hand_out()):
+            return answers
         [(_, reply)] = replies
         assert isinstance(reply, pm.Commands)
         assert m.decode_reply(m.encode(1, reply)) == (1, reply)
         seen = reply.last
         answers.append(list(reply.orders))
-    return answers
 
 
 def test_orders_that_do_not_fit_one_answer_come_in_several() -> None:
     book = CommandQueue(1)
     added = [pm.WriteCommand(into(reader).attempt, LONG, STOP, 1, final=True) for reader in range(40)]
     for command in added:
-        assert book.add(command) == []
+        book.add(command)
+    assert book.hand_out() == []
     answers = taken(book)
     assert [command for answer in answers for command in answer] == added
     assert 1 < len(answers) < len(added)
@@ -50,6 +53,7 @@ def test_an_order_that_no_answer_could_hold_fails_its_prefill_and_stands_in_nobo
     table.register(into(2, 3, "t-2"), (b"d", 2), 0.0)
     table.progressed("p-1", LONG * (MAX_COMMANDS_BYTES // MAX_TABLE_BYTES), 16, 1)
     table.progressed("p-2", LONG, 16, 1)
+    table.tick(0.0)
     for reader, (ticket, reply) in enumerate(table.replies.take()):
         assert isinstance(reply, pm.Pushed) and ticket == (b"d", reader)
         assert reply.state is pm.PushState.FAILED and reply.terminal and "too many blocks" in reply.reason
@@ -59,13 +63,33 @@ def test_an_order_that_no_answer_could_hold_fails_its_prefill_and_stands_in_nobo
     assert table.replies.take() == [(WORKER, pm.Commands(2, (pm.BeginCommand(begun), write)))]
 
 
+def test_an_order_that_no_worker_could_decode_fails_its_prefill_and_stands_in_nobody_s_way() -> None:
+    """It would be handed out again and again, and nothing behind it ever."""
+    table, longer = PushTable(1, 30.0), (BlockTable(0, bytes(MAX_TABLE_BYTES + 4)),)
+    for request_id, name in (("p-1", "t-1"), ("p-2", "t-2")):
+        assert table.started(request_id, name, STOP, DIGEST, 0.0)
+        table.register(into(int(name == "t-2"), 2, name), (b"d", 0), 0.0)
+    table.progressed("p-1", longer, 16, 1)
+    table.progressed("p-2", LONG, 16, 1)
+    table.tick(0.0)
+    [(_, refusal)] = table.replies.take()
+    assert isinstance(refusal, pm.Pushed) and refusal.state is pm.PushState.FAILED and refusal.terminal
+    assert "a table of 131073 blocks, the limit is 131072" in refusal.reason
+    table.await_commands(pm.AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
+    [(_, reply)] = table.replies.take()
+    assert isinstance(reply, pm.Commands) and len(reply.orders) == 2
+    assert m.decode_reply(m.encode(1, reply)) == (1, reply)
+
+
 def test_the_blocks_that_are_written_into_are_told_once() -> None:
     table = PushTable(1, 30.0)
     table.started("p-1", "t-1", STOP, DIGEST, 0.0)
     table.register(into(), (b"d", 0), 0.0)
     for ready in (16, 32, 48):
-        table.progressed("p-1", (), ready, ready)
+        assert table.progressed("p-1", (), ready, ready), "it is to be ordered"
+        table.tick(0.0)
     table.finished("p-1", b"n" * 16, (), 64)
+    table.tick(0.0)
     table.await_commands(pm.AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
     [(_, reply)] = table.replies.take()
     assert isinstance(reply, pm.Commands)
@@ -80,6 +104,7 @@ def test_what_a_client_wrote_into_the_reason_of_a_failure_can_be_sent() -> None:
     table.started("p-1", "t-1", STOP, DIGEST, 0.0)
     table.register(into(), (b"d", 0), 0.0)
     table.progressed("p-1", LONG, 16, 1)
+    table.tick(0.0)
     table.close("p-1", "unknown field `\ud800`", 0.0)
     table.await_commands(pm.AwaitCommands(b"t" * 16, 0, 0), WORKER, 0.0)
     replies = dict(table.replies.take())
@@ -92,11 +117,13 @@ def test_a_copy_of_a_question_over_a_connection_that_has_ended_keeps_no_order_fr
     """It is read behind the one over the new connection where the server's thread had stood still."""
     book, old, new = CommandQueue(1), (b"old", 8), (b"new", 8)
     for ticket in (new, old):
-        assert book.await_commands(pm.AwaitCommands(b"t" * 16, 0, 0), ticket, 0.0) == []
+        book.await_commands(pm.AwaitCommands(b"t" * 16, 0, 0), ticket, 0.0)
+    assert book.hand_out() == []
     order = pm.WriteCommand(into().attempt, LONG, 16, 1, final=False)
-    answers = book.add(order)
-    assert dict(answers) == dict.fromkeys((new, old), pm.Commands(1, (order,)))
-    assert book.add(order) == [] and book.moments() == []
+    book.add(order)
+    assert dict(book.hand_out()) == dict.fromkeys((new, old), pm.Commands(1, (order,)))
+    book.add(order)
+    assert book.hand_out() == [] and book.moments() == []
 
 
 def test_of_one_worker_s_questions_the_latest_wait_each_for_its_own_time() -> None:

@@ -18,14 +18,15 @@ NORMAL = ("register 0", "register 1", "start", "progress", "finish")
 FAILURES = ("close", "withdraw", "drop")
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["a quick thread", "a late thread"])
 @pytest.mark.parametrize("quick", [True, False], ids=["quick workers", "slow workers"])
-def test_every_order_of_events_ends_with_every_answer_given_and_every_block_free(quick: bool) -> None:
+def test_every_order_of_events_ends_with_every_answer_given_and_every_block_free(quick: bool, late: bool) -> None:
     """Both sides of this, in which a prefill can end in more ways, are in `tooling/test_push_world.py`."""
     results = set()
     # Slow workers end their writes after everything else: what fails then hides what else would.
     failures = [FAILURES] if quick else [(), *((failure,) for failure in FAILURES)]
     for command in chain.from_iterable(permutations(NORMAL + some) for some in failures):
-        world = World(quick)
+        world = World(quick, late)
         # An event without effect where it stands is left out, so that shorter histories are among these, too.
         for event in command:
             world.do(event)

@@ -32,12 +32,15 @@ class World:
     """See the module; `settle` checks what must hold.
 
     Attributes:
+        quick: workers end their writes after each event.
+        late: the server's thread does not look before the next event after one of the scheduler's.
         begun: worker and attempt of every push that a worker was told the blocks of.
         owed: for every attempt, the workers that were ordered to write and have not reported the end.
         asked: tickets that wait for an answer; a withdrawal takes the place of its registration.
     """
 
     quick: bool = True
+    late: bool = False
     table: PushTable = field(default_factory=lambda: PushTable(WORKERS, PATIENCE))
     now: float = 0.0
     seen: list[int] = field(default_factory=lambda: [0] * WORKERS)
@@ -169,6 +172,8 @@ class World:
                 self.withdraw()
             case "drop":
                 self.drop_link()
+        if self.late and event in ("start", "progress", "finish", "close"):
+            return
         self.settle()
         if self.quick:
             self.work()

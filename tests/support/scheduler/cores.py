@@ -56,7 +56,7 @@ class Core(EngineCoreProc):  # type: ignore[misc]  # vLLM ships no types
         self.engines_running, self.mm_receiver_cache = False, None
         self.shutdown_state = EngineShutdownState.RUNNING
         self.engine = make()
-        self.scheduler = self.engine.scheduler
+        self.scheduler, self.vllm_config = self.engine.scheduler, self.engine.scheduler.vllm_config
         self.step_fn = self.engine.step
 
     @property

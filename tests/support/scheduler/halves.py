@@ -86,7 +86,7 @@ def make_half(
             lora_config=None,
             num_prefill_lookahead_tokens=lookahead,
             scheduler_config=SimpleNamespace(disable_chunked_mm_input=False),
-            model_config=SimpleNamespace(is_mm_prefix_lm=False, multimodal_config=media),
+            model_config=SimpleNamespace(is_mm_prefix_lm=False, uses_mrope=False, multimodal_config=media),
             cache_config=SimpleNamespace(enable_prefix_caching=False),
             ec_transfer_config=None,
             speculative_config=None,

@@ -4,8 +4,8 @@ A worker's question is answered when there is something to do, and otherwise aft
 known to be alive. After a broken connection it asks again over another one, and what it had sent over the first may be
 read behind that, where nobody hears an answer any more: so its latest questions are all answered. An answer holds the
 oldest commands up to a limit in bytes; the worker's next question brings those after them. No clock or socket in here;
-a `ticket` is a client's identity and sequence number, and never looked into. Methods return the answers that have
-become due.
+a `ticket` is a client's identity and sequence number, and never looked into. `hand_out` and `tick` return the answers
+that have become due.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import TypeVar
 import msgspec
 
 from vllm_pd_connector.errors import ProtocolError
+from vllm_pd_connector.geometry.blocks import unsendable
 from vllm_pd_connector.protocol.wire.fields import MAX_REPLY_FRAME
 from vllm_pd_connector.protocol.wire.messages import Reply, body_size
-from vllm_pd_connector.protocol.wire.push_messages import AwaitCommands, Command, Commands
+from vllm_pd_connector.protocol.wire.push_messages import AwaitCommands, Command, Commands, WriteCommand
 
 Ticket = tuple[bytes, int]
 Waits = TypeVar("Waits")
@@ -42,11 +43,11 @@ class CommandQueue:
         self._number = 0
         self._awaiting: dict[int, dict[Ticket, tuple[int, float]]] = {}
 
-    def add(self, *commands: Command) -> list[tuple[Ticket, Reply]]:
-        """New commands, in their order.
+    def add(self, *commands: Command) -> None:
+        """New commands, in their order; `hand_out` answers with them.
 
         Raises:
-            ProtocolError: one is too large to be handed out; none is then.
+            ProtocolError: one is too large to be handed out, or to be decoded; none is then.
         """
         added = []
         for number, command in enumerate(commands, self._number + 1):
@@ -54,20 +55,24 @@ class CommandQueue:
                 raise ProtocolError(
                     f"an order of {size} bytes, the limit is {MAX_COMMANDS_BYTES}: it has too many blocks"
                 )
+            if isinstance(command, WriteCommand) and (reason := unsendable(command.source)):
+                raise ProtocolError(reason)
             added.append(_Numbered(number, command, size))
         self._number += len(added)
         for queue in self._commands:
             queue += added
+
+    def hand_out(self) -> list[tuple[Ticket, Reply]]:
+        """The answers to all workers that wait and have commands."""
         if not self._awaiting:
             return []
-        return [answer for worker in sorted(self._awaiting) for answer in self._hand_out(worker)]
+        return [answer for worker in sorted(self._awaiting) for answer in self._hand_out_to(worker)]
 
-    def await_commands(self, message: AwaitCommands, ticket: Ticket, now: float) -> list[tuple[Ticket, Reply]]:
+    def await_commands(self, message: AwaitCommands, ticket: Ticket, now: float) -> None:
         """A worker is ready for commands after number `seen`."""
         worker = message.worker
         self._commands[worker] = [numbered for numbered in self._commands[worker] if numbered.number > message.seen]
         among_latest(self._awaiting.setdefault(worker, {}), ticket, (message.seen, now + IDLE_ANSWER_S))
-        return self._hand_out(worker)
 
     def tick(self, now: float) -> list[tuple[Ticket, Reply]]:
         """Tell who has waited long enough that there is nothing."""
@@ -85,9 +90,9 @@ class CommandQueue:
         """When a `tick` is due for each worker that waits."""
         return [due for waiting in self._awaiting.values() for _, due in waiting.values()]
 
-    def _hand_out(self, worker: int) -> list[tuple[Ticket, Reply]]:
+    def _hand_out_to(self, worker: int) -> list[tuple[Ticket, Reply]]:
         commands = self._commands[worker]
-        if not commands or worker not in self._awaiting:
+        if not commands:
             return []
         given, size = 0, 0
         while given < len(commands) and size + commands[given].size <= MAX_COMMANDS_BYTES:

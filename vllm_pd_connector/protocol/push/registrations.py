@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 from vllm_pd_connector.bounded import Bounded
 from vllm_pd_connector.protocol.wire.fields import MAX_TEXT, LeaseRef
-from vllm_pd_connector.protocol.wire.push_messages import Moved, Pushed, PushInto, PushState
+from vllm_pd_connector.protocol.wire.push_messages import (
+    BeginCommand,
+    Command,
+    Moved,
+    Pushed,
+    PushInto,
+    PushState,
+    WriteCommand,
+)
 
 if TYPE_CHECKING:
     from vllm_pd_connector.geometry.blocks import BlockTable
@@ -105,6 +113,7 @@ class Prefill:
     failed_at: float = inf
     follows_at: float = -inf  # when the one before it under its name ended
     registrations: dict[bytes, PushRegistration] = field(default_factory=dict)
+    readings: set[bytes] = field(default_factory=set)  # of all that have registered: `PushInto.reading`
     served: set[int] = field(default_factory=set)  # readers that have all their bytes
     closed: bool = False  # its scheduler half wants the blocks back
 
@@ -112,6 +121,13 @@ class Prefill:
     def lease(self) -> LeaseRef | None:
         """What its blocks are held under, once it has finished."""
         return LeaseRef(self.request_id, self.nonce) if self.nonce else None
+
+    def attach(self, registration: PushRegistration) -> None:
+        """It is wanted by one more."""
+        into = registration.into
+        self.registrations[into.attempt] = registration
+        if any(into.reading):  # none: an older release, of which all would be alike
+            self.readings.add(into.reading)
 
     @property
     def needed(self) -> bool:
@@ -174,6 +190,19 @@ class Registrations(dict[bytes, PushRegistration]):
                 f"with this one block tables of pushes under way take {size} bytes, {MAX_WAITING_BYTES} are the limit"
             )
         return ""
+
+
+def orders_of(registration: PushRegistration, prefill: Prefill) -> list[Command]:
+    """What the workers are to write for it, of what has been computed since the latest order. What a step before the
+    running one has completed comes apart, if it is not ordered yet: it can be written at once."""
+    into, earlier = registration.into, prefill.earlier
+    orders: list[Command] = [] if registration.last[0] else [BeginCommand(into)]
+    if earlier is not None and earlier[1] > registration.last[0] and not prefill.finished:
+        orders.append(WriteCommand(into.attempt, *earlier, False))
+        registration.write_from(earlier[0])
+    now = prefill.source, prefill.ready, prefill.step, prefill.finished, prefill.whole
+    registration.write_from(prefill.source)
+    return [*orders, WriteCommand(into.attempt, *now)]
 
 
 def _size(into: PushInto) -> int:

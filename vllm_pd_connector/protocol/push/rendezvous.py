@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_pd_connector.bounded import Bounded
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from vllm_pd_connector.protocol.push.registrations import Prefill, PushRegistration
     from vllm_pd_connector.protocol.wire.push_messages import PrefillRef
 
@@ -31,6 +33,7 @@ class _Over(NamedTuple):
     reason: str
     at: float
     until: float
+    readings: Collection[bytes]
 
 
 class Rendezvous:
@@ -56,11 +59,14 @@ class Rendezvous:
         """The prefill with this request id, if it is here."""
         return self._prefills.get(request_id)
 
-    def find(self, ref: PrefillRef, began: float = -inf) -> Prefill | None:
+    def find(self, ref: PrefillRef, began: float = -inf, reading: bytes = b"") -> Prefill | None:
         """The prefill that a decode instance names for a request that `began` there then, if it is here. One that had
-        failed by then is not meant."""
+        failed by then is not meant, unless another rank has asked for it with the same `reading`: its ranks learn of a
+        request one after the other."""
         if ref.nonce is None:
             prefill = self._names.get(ref.name)
+            if prefill is not None and reading in prefill.readings:
+                return prefill
             return prefill if prefill is not None and began < prefill.failed_at else None
         prefill = self._prefills.get(ref.name)
         return prefill if prefill is not None and prefill.nonce == ref.nonce else None
@@ -89,7 +95,7 @@ class Rendezvous:
             return (
                 f"prefill {ref.name} is not held here: {over.reason if over else 'no lease with that nonce is known'}"
             )
-        if over is not None and registration.began < over.at:
+        if over is not None and (registration.began < over.at or registration.into.reading in over.readings):
             return f"prefill {ref.name}: {over.reason}"
         registration.deadline = now + self._wait_timeout_s
         self._declined.pop(ref.name, None)  # a router's second attempt, on another decode instance
@@ -121,7 +127,8 @@ class Rendezvous:
         for key in (prefill.name, prefill.request_id):
             if key == prefill.name and self._names.get(key, prefill) is not prefill:
                 continue  # the next attempt is here already
-            self._over[key] = _Over(prefill.failure, min(prefill.failed_at, now), now + self._wait_timeout_s)
+            until = now + self._wait_timeout_s
+            self._over[key] = _Over(prefill.failure, min(prefill.failed_at, now), until, prefill.readings)
 
     def tick(self, now: float) -> list[tuple[PushRegistration, str]]:
         """Forget what was remembered long enough; returns registrations that have waited long enough, and what to tell

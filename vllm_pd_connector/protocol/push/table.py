@@ -40,6 +40,7 @@ from vllm_pd_connector.protocol.push.registrations import (
     Registrations,
     contradiction,
     failed,
+    orders_of,
     standstill,
 )
 from vllm_pd_connector.protocol.push.rendezvous import Rendezvous
@@ -76,14 +77,13 @@ class PushTable:
     """
 
     def __init__(self, workers: int, wait_timeout_s: float, step_s: float = inf) -> None:
-        self.replies: Gathered[tuple[Ticket, Reply]] = Gathered()
+        self._replies: Gathered[tuple[Ticket, Reply]] = Gathered()
         self.served: Gathered[ReadDone] = Gathered()
         self.kept: Gathered[tuple[LeaseRef, float]] = Gathered()
         self.unneeded: Gathered[str] = Gathered()
         self.failed: Gathered[str] = Gathered()
         self.freed: Gathered[str] = Gathered()
-        self._everyone = frozenset(range(workers))
-        self._step_s = step_s
+        self._everyone, self._step_s = frozenset(range(workers)), step_s
         self._now = self._stepped = -inf  # the latest time that was told
         self._look_at = inf  # no ticket is due before
         self._rendezvous = Rendezvous(wait_timeout_s)
@@ -92,7 +92,14 @@ class PushTable:
         self._withdrawn: Bounded[bytes, pm.Pushed] = Bounded(REMEMBER)  # unknown then, which anybody can say of any
         self._commands = CommandQueue(workers)
         self._weights = Weights()
+        self._ahead: Gathered[Prefill] = Gathered()  # that have got further than was ordered
         self.given_up: set[str] = set()
+
+    @property
+    def replies(self) -> Gathered[tuple[Ticket, Reply]]:
+        """Answers that are due; to each worker that waits one, with all that is ordered of it by now."""
+        self._replies += self._commands.hand_out()
+        return self._replies
 
     # From decode instances
 
@@ -101,23 +108,23 @@ class PushTable:
         self._now, self._look_at = now, min(self._look_at, now + ANSWER_S)
         known = self._answers, self._withdrawn, self._registrations.refused
         if answer := next((some[into.attempt] for some in known if into.attempt in some), None):
-            self.replies.append((ticket, answer))
+            self._replies.append((ticket, answer))
             return None
         registration = self._registrations.get(into.attempt)
         if registration is None and (
             refusal := self._registrations.no_room(into) or unlike(self._weights, into.weights)
         ):
-            self.replies.append((ticket, self._registrations.refuse(into, refusal)))
+            self._replies.append((ticket, self._registrations.refuse(into, refusal)))
             return None
         if registration is None:
             registration = self._registrations[into.attempt] = PushRegistration(into, now - into.waited_s)
             registration.tickets[ticket] = now + ANSWER_S
-            if (prefill := self._rendezvous.find(into.prefill, registration.began)) is not None:
+            if (prefill := self._rendezvous.find(into.prefill, registration.began, into.reading)) is not None:
                 self._attach(registration, prefill)
             elif reason := self._rendezvous.await_prefill(registration, now):
                 self._fail(registration, reason)
         elif registration.state is pm.PushState.FAILED:
-            self.replies.append((ticket, pm.Pushed(registration.state, registration.reason, False)))
+            self._replies.append((ticket, pm.Pushed(registration.state, registration.reason, False)))
         else:
             among_latest(registration.tickets, ticket, now + ANSWER_S)
         return registration.prefill.lease if registration.prefill is not None else None
@@ -133,12 +140,12 @@ class PushTable:
             prefill = self._rendezvous.find(pm.PrefillRef(held.request_id, held.nonce)) if held is not None else None
             if prefill is not None:  # it will not be compared
                 self._fail_prefill(prefill, "withdrawn by the decode side")
-            self.replies.append((ticket, answer))
+            self._replies.append((ticket, answer))
             return
         registration = self._registrations.get(message.attempt)
         if registration is None:  # it was never registered, and what is still on its way is refused
             self._withdrawn[message.attempt] = failed("withdrawn by the decode side")
-            self.replies.append((ticket, self._withdrawn[message.attempt]))
+            self._replies.append((ticket, self._withdrawn[message.attempt]))
             self._decline(message.prefill, -inf, now)
             return
         # Whoever waits here wants to know when it is over, not how far it is.
@@ -149,7 +156,7 @@ class PushTable:
             self._fail(registration, "withdrawn by the decode side")
             self._rendezvous.decline(registration.into.prefill.name, registration.began, now)
         if (answer := self._answers.get(message.attempt)) is not None:
-            self.replies.append((ticket, answer))
+            self._replies.append((ticket, answer))
         else:
             # Told that it goes on it asks again; without a word it would take the connection to have broken.
             registration.tickets[ticket] = now + ANSWER_S
@@ -207,15 +214,16 @@ class PushTable:
 
     def progressed(
         self, request_id: str, source: Iterable[BlockTable], ready: int, step: int, whole: bool = False
-    ) -> None:
+    ) -> bool:
         """Tokens below `ready` are in the blocks of `source` when the forward of `step` is done; `whole` as in
-        `WriteCommand`. They may be read from now on: who asks in the midst of the step is written to in its course."""
+        `WriteCommand`. They may be read from now on: who asks in the midst of the step is written to in its course.
+        Returns whether `tick` must order it."""
         prefill = self._rendezvous.get(request_id)
         if prefill is None or prefill.finished or prefill.failure or ready <= prefill.ready:
-            return  # a preempted prefill computes again what was written, into other blocks
+            return False  # a preempted prefill computes again what was written, into other blocks
         prefill.offers(tuple(source), ready, step, whole)
-        for registration in list(prefill.registrations.values()):
-            self._command(registration, prefill)
+        self._ahead += [prefill] if prefill.registrations else []
+        return bool(prefill.registrations)
 
     def finished(self, request_id: str, nonce: bytes, source: Iterable[BlockTable], step: int) -> bool:
         """The whole prompt is in `source`, under a lease with `nonce`. Returns whether the lease has a use."""
@@ -226,8 +234,7 @@ class PushTable:
             return False
         prefill.nonce, prefill.finished = nonce, True
         prefill.offers(tuple(source), prefill.num_tokens, step)
-        for registration in list(prefill.registrations.values()):
-            self._command(registration, prefill)
+        self._ahead.append(prefill)
         return True
 
     def fail(self, request_id: str, reason: str) -> None:
@@ -250,7 +257,7 @@ class PushTable:
 
     def await_commands(self, message: pm.AwaitCommands, ticket: Ticket, now: float) -> None:
         """A worker is ready for commands after number `seen`."""
-        self.replies += self._commands.await_commands(message, ticket, now)
+        self._commands.await_commands(message, ticket, now)
 
     def ended(self, message: pm.PushEnded) -> None:
         """A worker's part of a push is written, has failed, or goes on."""
@@ -275,11 +282,13 @@ class PushTable:
     # Time and results
 
     def tick(self, now: float) -> None:
-        """Answer who has waited long enough, and fail registrations whose prefill did not come or does not go on."""
+        """Order what was computed, answer who has waited long enough, fail whose prefill does not come or go on."""
         self._now = now
+        for registration, ahead in [(r, p) for p in self._ahead.take() for r in p.registrations.values()]:
+            self._command(registration, ahead)
         for registration, reason in self._rendezvous.tick(now):
             self._fail(registration, reason)
-        self.replies += self._commands.tick(now)
+        self.replies.extend(self._commands.tick(now))  # who may be given something is not told that there is nothing
         if now < self._look_at:
             return
         for registration in list(self._registrations.values()):
@@ -290,13 +299,13 @@ class PushTable:
                 continue
             for ticket in late:
                 del registration.tickets[ticket]
-                self.replies.append((ticket, registration.answer()))
+                self._replies.append((ticket, registration.answer()))
         self._look_at = min((due for r in self._registrations.values() for due in r.tickets.values()), default=inf)
 
     def next_deadline(self) -> float | None:
         """When `tick` is due, None if nothing waits."""
-        waits = [self._look_at] if self._registrations else []
-        moments = self._rendezvous.moments() + self._commands.moments() + waits
+        look_at = self._look_at if self._registrations else inf
+        moments = (*self._rendezvous.moments(), *self._commands.moments(), look_at)
         return min((moment for moment in moments if moment < inf), default=None)
 
     # Inside
@@ -304,7 +313,7 @@ class PushTable:
     def _attach(self, registration: PushRegistration, prefill: Prefill) -> None:
         into = registration.into
         registration.prefill, registration.deadline, registration.state = prefill, inf, pm.PushState.COMPUTING
-        prefill.registrations[into.attempt] = registration
+        prefill.attach(registration)
         if prefill.failure:
             self._fail(registration, prefill.failure)
             return
@@ -319,21 +328,12 @@ class PushTable:
         reached = (prefill.ready, prefill.finished)
         if reached == registration.last or prefill.ready == 0 or prefill.failure:
             return
-        attempt, source = registration.into.attempt, prefill.source
-        begins: tuple[pm.BeginCommand | pm.WriteCommand, ...] = ()
-        if registration.last == (0, False):
-            begins = (pm.BeginCommand(registration.into),)
-            if prefill.earlier is not None and not prefill.finished:
-                begins += (pm.WriteCommand(attempt, *prefill.earlier, False),)
-                registration.write_from(prefill.earlier[0])
-        write = pm.WriteCommand(attempt, source, prefill.ready, prefill.step, prefill.finished, prefill.whole)
         try:
-            self.replies += self._commands.add(*begins, write)
-        except ProtocolError as error:
-            self._fail_prefill(prefill, str(error))
-            return
+            self._commands.add(*orders_of(registration, prefill))
+        except Exception as error:  # also a defect that one meets: the others of its step get their orders
+            known = isinstance(error, ProtocolError)
+            return self._fail_prefill(prefill, str(error) if known else f"unexpected {type(error).__name__}: {error}")
         registration.last, registration.state = reached, pm.PushState.WRITING
-        registration.write_from(source)
         registration.ordered.update(self._everyone)
 
     def _decline(self, ref: pm.PrefillRef, began: float, now: float) -> None:
@@ -365,7 +365,7 @@ class PushTable:
         registration.reason = reason.encode(errors="replace").decode()[:MAX_TEXT]
         registration.state = pm.PushState.FAILED
         if registration.ordered:
-            self.replies += self._commands.add(pm.CancelCommand(registration.into.attempt, registration.reason))
+            self._commands.add(pm.CancelCommand(registration.into.attempt, registration.reason))
             self._answer(registration, pm.Pushed(registration.state, registration.reason, False))
         else:
             self._settle(registration)
@@ -396,5 +396,5 @@ class PushTable:
                 self.served.append(ReadDone(prefill.lease, into.reader, into.readers, into.reading, taken=taken))
 
     def _answer(self, registration: PushRegistration, answer: pm.Pushed) -> None:
-        self.replies += [(ticket, answer) for ticket in registration.tickets]
+        self._replies += [(ticket, answer) for ticket in registration.tickets]
         registration.tickets.clear()

@@ -17,7 +17,7 @@ from vllm_pd_connector.geometry.bind import latest, prefix_behind
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK, BlockTable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from vllm_pd_connector.compat.types import KVCacheConfig
 
@@ -31,13 +31,24 @@ class LeasedTables:
         self._windows = group_windows(kv_cache_config)
         self._block_tokens = group_block_tokens(kv_cache_config, dcp_size)
         self._in_part: dict[str, Mapping[int, int]] = {}  # the last such block of each group
+        self._spoilt: set[str] = set()
 
     def follow(self, request_id: str) -> None:
         """A request arrived, or is computed anew, of which something may be handed over."""
         self._in_part[request_id] = {}
+        self._spoilt.discard(request_id)
 
     def over(self, request_id: str) -> None:
         self._in_part.pop(request_id, None)
+        self._spoilt.discard(request_id)
+
+    def missed(self, request_id: str, ids: Sequence[list[int]], num_tokens: int, failed: Collection[int]) -> bool:
+        """Another connector could not load the `failed` blocks. Returns whether a request has such a one below
+        `num_tokens`, and has computed what is behind it from what lay there: nothing of it is handed over."""
+        computed = (table[: -(-num_tokens // tokens)] for table, tokens in zip(ids, self._block_tokens, strict=True))
+        missed = any(block in failed for table in computed for block in table)
+        self._spoilt |= {request_id} if missed else set()
+        return missed
 
     def came_in_part(self, request_id: str, blocks: Mapping[int, int]) -> int:
         """The blocks of these groups up to these numbers came in part. Returns the shortest prefix of the request, in
@@ -55,8 +66,13 @@ class LeasedTables:
         """The tables of the first `num_tokens` tokens, of vLLM's ids in each group.
 
         Raises:
-            ProtocolError: no block holds a recurrent state.
+            ProtocolError: no block holds a recurrent state; another connector did not load what it was computed from.
         """
+        if request_id in self._spoilt:
+            raise ProtocolError(
+                "another connector failed to load blocks from which a step in flight computed a part of it; send the "
+                "request again"
+            )
         in_part = self._in_part.get(request_id, {})
         return tuple(
             self._table(group, ids, num_tokens, in_part.get(group, -1) + 1) for group, ids in enumerate(block_ids)

@@ -94,9 +94,10 @@ def load_keys(directory: Path) -> Keys:
             "directory and the keys in it; `vllm-pd keygen` makes them"
         ) from error
     if len(pairs) != 1:
+        advice = "keep the others elsewhere" if pairs else f"make one with `vllm-pd keygen {directory}`"
         raise InvalidConfig(
             f"side_channel_keys: {directory} has {len(pairs)} files *.key_secret, exactly 1 is needed (this "
-            f"instance's own); make one with `vllm-pd keygen {directory}`"
+            f"instance's own); {advice}"
         )
     status = pairs[0].stat()
     if not is_private(status.st_mode, status.st_uid):
