@@ -264,7 +264,7 @@ def test_who_does_not_know_the_name_is_hung_up_on_unanswered(
 @pytest.mark.parametrize("more", [b"\xff", b"\xff\xff\xff\xff", frame(b"hello")])
 @pytest.mark.parametrize("apart", [False, True])
 def test_who_sends_more_than_the_name_is_hung_up_on_and_others_stay(
-    exchange: Callable[..., LivenessHub], more: bytes, apart: bool
+    exchange: Callable[..., LivenessHub], more: bytes, apart: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     here, there = exchange("here"), exchange("there")
     line = opened(here, there, "there")
@@ -275,6 +275,7 @@ def test_who_sends_more_than_the_name_is_hung_up_on_and_others_stay(
             assert stranger.recv(100) == frame(b"there")
         stranger.sendall(more)
         assert until_hung_up_on(stranger) in (b"", frame(b"there"))
+    assert "more than a name" in caplog.text  # not that it was late, nor a defect that it caused here
     assert line.state is LivenessState.OPEN and len(there._arriving) == 1
 
 

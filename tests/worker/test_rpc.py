@@ -7,8 +7,11 @@ import time
 
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.worker.decode_instance import PATIENCE_S
-from vllm_pd_connector.protocol.wire.messages import LeaseCount
+from vllm_pd_connector.errors import Unreachable
+from vllm_pd_connector.protocol.wire.messages import GetManifests, LeaseCount
+from vllm_pd_connector.sidechannel.net.sockets import endpoint
 from vllm_pd_connector.wake import Wake
 from vllm_pd_connector.worker.rpc import PendingCalls
 
@@ -30,3 +33,29 @@ def test_a_handler_that_raises_costs_the_others_nothing(monkeypatch):
         assert time.monotonic() < late, "it slept while an answer waited"
         calls.deliver(0.0)
         assert heard == [LeaseCount(2)]
+
+
+def test_the_client_is_read_where_something_came_or_is_due_and_else_not(monkeypatch):
+    """A transfer over a slow link is looked at hundreds of times a second, and mostly nothing else is to be done."""
+    heard: list[object] = []
+    reads: list[float] = []
+    with contextlib.closing(PendingCalls(None)) as calls, contextlib.closing(Wake()) as wake:
+        receive = calls._client.receive
+        monkeypatch.setattr(calls._client, "receive", lambda: reads.append(time.monotonic()) or receive())
+        for _ in range(3):
+            calls.wait(wake, time.monotonic())
+            assert calls.deliver(0.0) == []
+        assert not reads
+        calls.ask(
+            endpoint("127.0.0.1", free_port()), GetManifests("p"), 60.0, lambda outcome, now: heard.append(outcome)
+        )
+        late = time.monotonic() + PATIENCE_S
+        while not heard and time.monotonic() < late:
+            calls.wait(wake, late)
+            calls.deliver(0.0)
+        assert isinstance(heard[0], Unreachable)
+        reads.clear()
+        monkeypatch.setattr(calls._client, "next_deadline", time.monotonic)
+        calls.wait(wake, late)
+        calls.deliver(0.0)
+        assert len(reads) == 1

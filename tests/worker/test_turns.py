@@ -358,3 +358,20 @@ def test_a_lost_peer_fails_no_request_that_waits_for_another_whose_name_one_had_
     assert in_its_thread(decode.loop, again_and_lost) is ReceiveState.WAITING
     decode.loop.submit([], ["a"])
     until_in(decode.loop, lambda: not receives._active, "its end")
+
+
+def test_an_error_that_every_turn_meets_does_not_keep_a_core_busy(prefill, decode, monkeypatch):
+    """As of a device that has failed while its worker's first thread stands in a collective."""
+    linked(decode, prefill)
+    met: list[float] = []
+
+    def broken(*_: object) -> None:
+        met.append(time.monotonic())
+        raise RuntimeError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer_loop.ProcessWatches, "tick", broken)
+        in_its_thread(decode.loop, lambda _: None)
+        until(lambda: len(met) >= 6, "turns that fail")
+    assert met[5] - met[1] >= 4 * transfer_loop.PAUSE_S * 0.9
+    assert decode.received(prefill.request("later")) == [True]

@@ -77,6 +77,8 @@ class Outbox:
 
     def flush(self) -> None:
         """Hand over what was counted since the last report; for the transfer thread."""
+        if self.counting.is_empty():
+            return
         with self._lock:
             self._hand_over()
 

@@ -8,7 +8,7 @@ Some transports move bytes only while they are looked at: NIXL over TCP, whose p
 every 0.1 ms (docs/design/transports.md). A link that is slow by itself needs no such looks, and they would take a fifth
 of a core on each worker while a request waits. What was given to the transport and has not ended has moved at most so
 fast as all of it would have within its age; so the age is as many intervals as BYTES_PER_LOOK go into it. A look costs
-about 50 us.
+50 us of a core, and a few times as much where nothing of it is in a cache any more.
 
 Most transfers of less than a millisecond would be over for half of such an interval before that is seen. So the first
 looks come after an eighth of a transfer's age, of which what the kernel adds to any sleep is a part.
@@ -30,8 +30,8 @@ SHARE = 1 / 64
 """Of a transfer's age, at most: its end is seen one to two hundredths late."""
 LONGEST_S = 0.002
 """Of a transfer whose peer is slow or has stopped: looking at it often helps nobody."""
-OLD_SHARE, LONGEST_OF_OLD_S = 1 / 256, 0.01
-"""Of an old one, if that is longer: then its end is seen four thousandths late."""
+OLD_SHARE, LONGEST_OF_OLD_S = 1 / 128, 0.016
+"""Of an old one, if that is longer: then its end is seen four thousandths late, in the mean."""
 MANY_BYTES = 256 << 20
 
 

@@ -26,6 +26,7 @@ class PendingCalls:
         self._client = SideChannelClient(keys=keys)
         self._handlers: dict[int, Handler] = {}
         self._due: deque[tuple[Handler, Outcome]] = deque()  # queued, so one failing handler loses no other outcome
+        self._receives = True  # else the last `wait` saw that nothing had come
 
     def ask(self, endpoint: str, request: Request, timeout_s: float, handler: Handler | None = None) -> None:
         """Send a request; `handler` gets the outcome in a later `deliver`. Without one nobody waits for it.
@@ -39,11 +40,12 @@ class PendingCalls:
 
     def wait(self, wake: Wake, deadline: float | None) -> None:
         """Sleep until there is input, `wake` is set or the time is `deadline`; not if `deliver` was cut short."""
-        wait(self._client, wake, time.monotonic() if self._due else deadline)
+        self._receives = True
+        self._receives = wait(self._client, wake, time.monotonic() if self._due else deadline)
 
     def deliver(self, now: float) -> list[str]:
         """Hand every outcome that has come to its handler; returns the endpoints that have said that they end."""
-        for token, outcome in self._client.receive():
+        for token, outcome in self._client.receive() if self._receives else ():
             if (handler := self._handlers.pop(token, None)) is not None:
                 self._due.append((handler, outcome))
         while self._due:

@@ -100,7 +100,7 @@ class TransferLoop:
         self._inbox: deque[ReceiveRequest | str] = deque()  # to begin, and names of those to give up
         self._wake = Wake()
         self._comparison = ChecksumComparison(config, manifest, self._wake)
-        self._stop = False
+        self._stop = self._failed = False
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
         self._started: Future[bytes] = Future()
 
@@ -246,6 +246,11 @@ class TransferLoop:
             logger.exception("the transfer thread met an unexpected error")
             self._fail_all(f"unexpected {type(error).__name__}: {error}", now)
             self._wake.set()
+            if self._failed:  # as each turn may, and nothing is left that a pause would hold up
+                time.sleep(PAUSE_S)
+            self._failed = True
+        else:
+            self._failed = False
         self._outbox.flush()
 
     def _take_orders(self, now: float, until: float) -> None:

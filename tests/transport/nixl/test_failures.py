@@ -38,7 +38,7 @@ def test_16_mib_in_runs_of_256_kib_are_one_post() -> None:
     memory = Ranges.of([Segment(1 << 30, 64 * MIB, "cpu", 0)], "a worker")
     scattered = runs([((1 << 30) + (i << 19), (1 << 30) + (i << 19), 1 << 18) for i in range(64)])
     [waiting] = batches(scattered, memory, memory, nixl_transport._DESCRIPTOR_COST_BYTES)
-    waiting.take(NixlOptions().batch_bytes, nixl_transport._MOST_DESCRIPTORS)
+    waiting.take(NixlOptions().batch_bytes, nixl_transport._MOST_DESCRIPTORS[1])
     assert not waiting.left
 
 
@@ -120,19 +120,32 @@ def test_what_is_one_post_within_the_window_teaches_it(ends: tuple[End, End], mo
     assert (end.memory == other.memory).all()
 
 
-def test_many_short_runs_are_posted_some_at_a_time(ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over TCP each costs the call that posts them some microseconds."""
+def test_of_the_batches_that_run_only_the_oldest_is_looked_at(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library polls once for each descriptor of a batch that it is asked about."""
     end, other = ends
     monkeypatch.setattr(end.transport, "_options", NixlOptions())
+    monkeypatch.setattr(nixl_transport, "_CALL_S", 60.0)  # all are posted in the call that begins
     peer = end.transport.connect(other.endpoint, other.segments)
     peer.window.size = 256 * MIB
     monkeypatch.setattr(Window, "_fit", lambda window, began, ended: None)  # whatever else the processor does meanwhile
-    posted: list[int] = []
-    create = end.transport._posting().library.createXferReq
-    instead(end, createXferReq=lambda *given: (posted.append(given[1].descCount()), create(*given))[1])
-    short = runs([(other.address + at, end.address + at, 64) for at in range(0, 64000, 64)])
-    end.finish(end.transport.read(peer, short))
-    assert posted == [256, 256, 256, 232]
+    running = importlib.import_module("nixl")._bindings.NIXL_IN_PROG
+    post, asked = end.transport._posting().library.postXferReq, []
+    agent = instead(
+        end,
+        postXferReq=lambda *given: (post(*given), running)[1],  # as over TCP: it ends in a look
+        getXferStatus=lambda handle: (asked.append(handle), running)[1],
+    )
+    transfer = end.transport.read(
+        peer, runs([(other.address + at, end.address + at, 64) for at in range(0, 64000, 64)])
+    )
+    assert len(transfer.posted) == 8
+    for _ in range(3):
+        assert end.transport.poll(transfer) is TransferStatus.RUNNING
+    assert asked == [next(iter(transfer.posted))] * 3
+    agent._calls.clear()
+    end.finish(transfer)
     assert (end.memory[:64000] == other.memory[:64000]).all()
 
 

@@ -194,7 +194,12 @@ def make_worker(
     config: Any = SimpleNamespace(
         kv_transfer_config=transfer,
         model_config=SimpleNamespace(enable_sleep_mode=False, enable_cumem_allocator=False, is_diffusion=False),
-        parallel_config=SimpleNamespace(data_parallel_index=0, decode_context_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            data_parallel_index=0,
+            data_parallel_backend="mp",
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
     )
     connector = PDConnector(config, KVConnectorRole.WORKER, None)
     connector.register_kv_caches({})
@@ -298,3 +303,13 @@ def test_a_step_that_vllm_never_finished_is_done_with_the_next() -> None:
     assert clock.pause(STEP) is None
     clock.launched(STEP + 1, lambda: True)
     assert clock.done() >= STEP
+
+
+def test_a_step_that_a_device_computes_is_looked_at_by_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing moves before it has ended, and each look takes the interpreter from the thread that launches the next."""
+    clock, now = StepClock(), [10.0]
+    monkeypatch.setattr("vllm_pd_connector.worker.push.step_clock.time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock.launched(STEP, lambda: False)
+    for age, least in ((0.02, 0.0003), (0.1, 0.0015), (1.0, 0.002)):
+        now[0] = 10.0 + age
+        assert least <= (clock.pause(STEP) or 0.0) <= 0.01

@@ -86,6 +86,16 @@ def test_who_comes_when_nothing_is_staged_begins_a_round(decode, monkeypatch):
     )
 
 
+def test_a_round_whose_streams_were_given_up_in_its_midst_keeps_nobody_awake(decode):
+    def left(now: float) -> float | None:
+        stager = decode.loop._stager
+        stager._work, stager._posted = stager_module._Work.MAKE, True
+        assert stager.poll() == []
+        return stager.pause()
+
+    assert in_its_thread(decode.loop, left) is None
+
+
 def test_a_turn_that_one_kind_of_work_has_taken_all_of_leaves_the_next_kind_to_the_next_turn(
     prefill, decode, monkeypatch
 ):

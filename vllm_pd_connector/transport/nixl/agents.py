@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_pd_connector.errors import InvalidConfig, PeerLost, TransferError
+from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, backend_parameters, bindings, translate
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Library:
     starts (a thread that registers device memory makes its device current).
 
     Raises:
-        InvalidConfig: NIXL is not installed, or an option is out of range.
+        InvalidConfig: NIXL is not installed.
     """
 
     def __init__(self, options: NixlOptions, prepare_thread: Callable[[], None] = lambda: None) -> None:
@@ -59,8 +59,6 @@ class Library:
             for kind in vars(self.nixl).values()
             if isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception
         )
-        if options.progress_interval_us < 1 or options.batch_bytes < 1:
-            raise InvalidConfig("progress_interval_us and batch_bytes must be at least 1")
         self._prepare_thread = prepare_thread
         self._ending: list[threading.Thread] = []
         self._unended: list[Callable[[], None]] = []
@@ -209,3 +207,9 @@ def may_arrive(lost: TransferError) -> PeerLost:
     Whether TCP was among the ways UCX does not say."""
     reason = f"{lost}; what was written may still arrive there until one of the two processes ends"
     return PeerLost(reason, terminal=False)
+
+
+def unexpected(error: Exception, name: str) -> TransferError:
+    """What is no failure of the library's, out of a call that may have begun something."""
+    logger.error("a transfer with agent %s", name, exc_info=error)
+    return TransferError(f"unexpected {type(error).__name__}: {error}", terminal=False)

@@ -74,10 +74,17 @@ def backend_parameters(options: NixlOptions, environment: Mapping[str, str]) -> 
     """Parameters for createBackend: `backend_options`, with `ucx` and the TCP segment size as UCX's engine_config.
 
     Raises:
-        InvalidConfig: `ucx` given for another backend, or twice, or with a list, of which NIXL would take the first
-            member alone: it cuts engine_config at every comma.
+        InvalidConfig: an option is out of range; `ucx` given for another backend, or twice, or with UCX's prefix, which
+            UCX would take no notice of, or with a list, of which NIXL would take the first member alone: it cuts
+            engine_config at every comma.
     """
+    for name in ("progress_interval_us", "batch_bytes"):
+        if (number := getattr(options, name)) < 1:
+            raise InvalidConfig(f"transport_options.{name} is {number}: it must be at least 1")
     settings = dict(options.ucx)
+    if prefixed := [key for key in settings if key.upper().startswith("UCX_")]:
+        named = prefixed[0]
+        raise InvalidConfig(f"ucx: {named} would have no effect; give it without the prefix, as {named[4:]}")
     if options.backend != "UCX":
         if settings:
             raise InvalidConfig(f"ucx: {settings} given, but backend is {options.backend}; use backend_options")

@@ -32,10 +32,10 @@ class NixlPeer:
 @dataclass(eq=False, slots=True)
 class NixlTransfer:
     """`waiting` is not posted yet, `posted` has the handles of batches that run, what each costs and of how many
-    descriptors it is. `few`: untimed, so that the window learns nothing of it. `posting`:
-    some of it was posted in the last call, and there is more. `outcome` is set at the end. `settled_at`: when nothing
-    is read any more, or sent by UCX, of a transfer whose peer is lost, if it is polled `settling` times until then; 0.0
-    while it is not.
+    descriptors it is. `few`: untimed, so that the window learns nothing of it. `posting`: some of it was posted in the
+    last call, and there is more, or a post is `owed`, to be done before another look. `outcome` is set at the end.
+    `settled_at`: when nothing is read any more, or sent by UCX, of a transfer whose peer is lost, if it is polled
+    `settling` times until then; 0.0 while it is not.
     """
 
     peer: NixlPeer
@@ -45,6 +45,7 @@ class NixlTransfer:
     few: bool = False
     posted: dict[int, tuple[int, int]] = field(default_factory=dict)
     posting: bool = False
+    owed: bool = False
     failure: TransferError | None = None
     settled_at: float = 0.0
     settling: int = SETTLE_POLLS

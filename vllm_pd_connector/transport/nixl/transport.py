@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 from vllm_pd_connector.errors import PeerLost, TransferError
 from vllm_pd_connector.transport.base import Transfer, TransferStatus, TransportPeer, Use, follow, options_of
 from vllm_pd_connector.transport.endpoint import seal, unseal
-from vllm_pd_connector.transport.nixl.agents import Agent, Library, Preparation, may_arrive, ours
+from vllm_pd_connector.transport.nixl.agents import Agent, Library, Preparation, may_arrive, ours, unexpected
 from vllm_pd_connector.transport.nixl.bindings import NixlOptions, check, described  # noqa: F401  # see `registry.check`
 from vllm_pd_connector.transport.nixl.transfer import Ended, NixlPeer, NixlTransfer
 from vllm_pd_connector.transport.nixl.ways import ways  # noqa: F401  # see `registry.ways`
@@ -60,7 +60,7 @@ NAME = "nixl"
 _DESCRIPTOR_COST_BYTES = 32 << 10
 
 _CALL_S = 0.001  # a call of ours does nothing more when it took this long
-_MOST_DESCRIPTORS = 256  # in a call that posts: over TCP each takes 4 us of it
+_MOST_DESCRIPTORS = 256, 128  # in a call that posts and copies, and over TCP, where each takes 4 to 20 us of it
 
 # After a disconnect UCX ends the endpoint's other lanes while it is polled (see `NixlTransfer`); what they had begun
 # lands before that.
@@ -199,7 +199,7 @@ class NixlTransport:
         nothing. None if nothing was posted: it is longer, or fails, which `_start` says. One function and no object:
         each costs a microsecond of the hundred that the library takes for 1 MiB where no code is in a cache."""
         window = peer.window
-        if window.running or runs.length.size > _MOST_DESCRIPTORS:
+        if window.running or runs.length.size > _MOST_DESCRIPTORS[not window.inline]:
             return None
         limit = min(self._options.batch_bytes, window.size)
         if (short := few(runs, source, destination, window.longest, limit, _DESCRIPTOR_COST_BYTES)) is None:
@@ -224,7 +224,7 @@ class NixlTransport:
         except self._errors as error:
             failure = ours(error, f"posting a transfer with agent {name}", started=True)
         except Exception as error:
-            failure = _unexpected(error, name)
+            failure = unexpected(error, name)
         transfer = NixlTransfer(peer, reads, [], rows.shape[1], few=began is None)
         peer.running += 1
         window.posted(cost, began, runs=True)
@@ -242,26 +242,30 @@ class NixlTransport:
         try:
             self._advance(transfer)
         except Exception as error:
-            self._failed(transfer, _unexpected(error, peer.name))
+            self._failed(transfer, unexpected(error, peer.name))
         return transfer
 
     def _advance(self, transfer: NixlTransfer) -> None:
-        """Look at what was posted and post more for a short while."""
+        """Look at what was posted and post more for a short while; a look that took as long leaves that to the next
+        turn, which then does not begin with a look."""
         peer = transfer.peer
         if transfer.settled_at:
             return self._settle(transfer)
         now = time.monotonic()
         until = now + _CALL_S
         transfer.posting = False
-        if transfer.posted:
+        owed, transfer.owed, posted = transfer.owed, False, False
+        if transfer.posted and not owed:
             self._look(transfer, until)
         if transfer.waiting and peer.leaving and transfer.failure is None:
             transfer.failure = TransferError(f"agent {peer.name} was disconnected before the whole transfer was posted")
         while transfer.waiting and transfer.failure is None and (room := peer.window.room(now)):
-            self._post(transfer, room)
             transfer.posting = True
-            if (now := time.monotonic()) >= until:
+            if (now := time.monotonic()) >= until and (posted or not owed):
+                transfer.owed = not posted
                 break
+            self._post(transfer, room)
+            posted = True
         transfer.posting &= bool(transfer.waiting)
         self._conclude(transfer)
 
@@ -303,11 +307,11 @@ class NixlTransport:
             self._end(transfer, transfer.failure if transfer.reads else may_arrive(transfer.failure))
 
     def _look(self, transfer: NixlTransfer, until: float) -> None:
-        """Take out the batches that have ended, as far as there is time: they end in about the order of their posts."""
+        """Take out the batches that have ended, as far as there is time: they end in about the order of their posts, so
+        none is looked at behind one that runs on, for each of whose descriptors the library polls."""
         ended, began = 0, transfer.peer.window.begin()
-        for handle in list(transfer.posted):
-            if not self._runs_on(transfer, handle):
-                ended += transfer.posted.pop(handle)[0]
+        while (handle := next(iter(transfer.posted), None)) is not None and not self._runs_on(transfer, handle):
+            ended += transfer.posted.pop(handle)[0]
             if time.monotonic() >= until:
                 break
         if transfer.few:
@@ -332,7 +336,8 @@ class NixlTransport:
     def _post(self, transfer: NixlTransfer, room: int) -> None:
         """Post the next batch, which costs so much at most."""
         waiting = transfer.waiting[0]
-        rows, cost = waiting.take(min(self._options.batch_bytes, room), _MOST_DESCRIPTORS)
+        most = _MOST_DESCRIPTORS[not transfer.peer.window.inline]
+        rows, cost = waiting.take(min(self._options.batch_bytes, room), most)
         if not waiting.rest:
             del transfer.waiting[0]
         peer, nixl = transfer.peer, self._nixl
@@ -388,11 +393,6 @@ class NixlTransport:
         if agent in self._older and not agent.peers:
             self._older.remove(agent)
             self._library.end_in_background(agent)
-
-
-def _unexpected(error: Exception, name: str) -> TransferError:
-    logger.error("a transfer with agent %s", name, exc_info=error)
-    return TransferError(f"unexpected {type(error).__name__}: {error}", terminal=False)
 
 
 def create(options: Mapping[str, object], use: Use) -> NixlTransport:

@@ -82,7 +82,7 @@ class StepClock:
             running = (self._running[i] for i in range(len(self._running)))  # others may be appended meanwhile
             launched_at = next((at for number, _, _, at in running if number >= step), None)
             if launched_at is not None:
-                return pause(now - launched_at)
+                return pause(now - launched_at, 0)  # nothing moves before it is computed
             latest, at, wave_s = self._latest
             if step != latest:
                 return None

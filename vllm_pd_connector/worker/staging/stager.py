@@ -129,6 +129,9 @@ class Stager:
         The destinations of reads are not written to any more, so their errors are `terminal`, whatever the transport
         said. Of a stream that writes, every error is told, also after its end.
         """
+        if not (self._streams or self._orphans or self._stuck or self._unheard):
+            self._work, self._posted = _Work.CONVERT, False  # what was given up may have left a round
+            return []
         ended: list[tuple[Stream, TransferError | None]] = list(self._poll_orphans())
         self._bury(time.monotonic())
         failed: dict[Stream, TransferError] = {}

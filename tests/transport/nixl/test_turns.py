@@ -1,0 +1,102 @@
+"""How long one call of the NIXL transport is: what is looked at and posted in it."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any
+
+import pytest
+
+from tests.support.transport.agents import instead
+from tests.support.transport.ends import End, runs
+from vllm_pd_connector.geometry.runs import Runs
+from vllm_pd_connector.transport.base import TransferStatus
+from vllm_pd_connector.transport.nixl import transport as nixl_transport
+from vllm_pd_connector.transport.nixl.bindings import NixlOptions
+from vllm_pd_connector.transport.nixl.window import Window
+
+pytestmark = pytest.mark.libraries
+
+SHORT, BYTES = 1000, 64
+
+
+@pytest.fixture
+def peer(ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A peer whose window is as wide as it may be, whatever else the processor does meanwhile."""
+    end, other = ends
+    monkeypatch.setattr(end.transport, "_options", NixlOptions())
+    monkeypatch.setattr(Window, "_fit", lambda window, began, ended: None)
+    connected = end.transport.connect(other.endpoint, other.segments)
+    connected.window.size = 256 << 20
+    return connected
+
+
+def scattered(end: End, other: End, count: int = SHORT) -> Runs:
+    return runs([(other.address + 2 * at, end.address + 2 * at, BYTES) for at in range(0, count * BYTES, BYTES)])
+
+
+def test_a_post_has_fewer_descriptors_where_it_takes_longer_for_each(
+    ends: tuple[End, End], peer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over TCP each is sent in it; where it copies, half as many would cost as many calls again."""
+    end, other = ends
+    monkeypatch.setattr(nixl_transport, "_CALL_S", 60.0)
+    library, posted = importlib.import_module("nixl")._bindings, []
+    post, create = (getattr(end.transport._posting().library, name) for name in ("postXferReq", "createXferReq"))
+    for ends_in_call, most in ((False, 128), (True, 256)):
+        peer.window.inline = ends_in_call
+        answer = library.NIXL_SUCCESS if ends_in_call else library.NIXL_IN_PROG
+        agent = instead(
+            end,
+            createXferReq=lambda *given: (posted.append(given[1].descCount()), create(*given))[1],
+            postXferReq=lambda *given, answer=answer: (post(*given), answer)[1],
+        )
+        posted.clear()
+        transfer = end.transport.read(peer, scattered(end, other))
+        assert posted == [most] * (SHORT // most) + [SHORT % most]
+        agent._calls.clear()
+        end.finish(transfer)
+    peer.window.inline = False
+    agent = instead(end, createXferReq=lambda *given: (posted.append(given[1].descCount()), create(*given))[1])
+    posted.clear()
+    end.finish(end.transport.read(peer, scattered(end, other, 200)))
+    assert posted == [128, 72], "also of a transfer that is one post"
+
+
+def test_what_follows_a_long_look_is_posted_in_the_next_call_and_comes_before_another_look(
+    ends: tuple[End, End], peer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either takes as long as a turn may; a peer that sends without pause must not keep posts from being made."""
+    end, other = ends
+    running = importlib.import_module("nixl")._bindings.NIXL_IN_PROG
+    post, done = end.transport._posting().library.postXferReq, []
+
+    def look(handle: int) -> Any:
+        done.append("look")
+        time.sleep(2 * nixl_transport._CALL_S)
+        return running
+
+    def posts(*given: Any) -> Any:
+        done.append("post")
+        post(*given)
+        time.sleep(2 * nixl_transport._CALL_S)
+        return running
+
+    agent = instead(end, getXferStatus=look, postXferReq=posts)
+    transfer = end.transport.read(peer, scattered(end, other))
+    assert done == ["post"]
+    for call in range(10):
+        done.clear()
+        assert end.transport.poll(transfer) is TransferStatus.POSTING
+        assert done == [("look", "post")[call % 2]]
+    peer.window.size = 2 * transfer.runs - 2  # no room
+    for _ in range(3):
+        done.clear()
+        assert end.transport.poll(transfer) is TransferStatus.RUNNING
+        assert done == ["look"], "nothing is owed where nothing may be posted"
+    agent._calls.clear()
+    peer.window.size = 256 << 20
+    end.finish(transfer)
+    length = 2 * SHORT * BYTES
+    assert (end.memory[:length].reshape(-1, 2, BYTES)[:, 0] == other.memory[:length].reshape(-1, 2, BYTES)[:, 0]).all()
