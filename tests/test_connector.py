@@ -24,7 +24,9 @@ def engine(**model: Any) -> Any:
     return SimpleNamespace(
         kv_transfer_config=transfer,
         model_config=SimpleNamespace(**{"is_diffusion": False, "enable_cumem_allocator": False} | model),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1, data_parallel_backend="mp"
+        ),
     )
 
 

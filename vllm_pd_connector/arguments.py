@@ -20,7 +20,9 @@ def base_url(text: str) -> str:
     except ValueError:  # also a port that is no number, half an IPv6 address, a name with an empty or an endless label
         usable = False
     if not usable or parts.query or parts.fragment or parts.username:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a base URL; give http://host:port")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a base URL; give http://host:port, with an IPv6 address in brackets"
+        )
     return text.rstrip("/")
 
 

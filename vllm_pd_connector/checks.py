@@ -44,6 +44,12 @@ def document_problems(document: object, environ: Mapping[str, str] = os.environ)
         return [f"the configuration is {document!r:.60}: it must be an object with kv_connector and kv_role"]
     problems = [_unknown(str(key)) for key in document if key not in _KEYS]
     problems += _choice("kv_role", document.get("kv_role"), ROLES)
+    if "engine_id" in document and not isinstance(document["engine_id"], str):
+        problems.append(f"engine_id is {document['engine_id']!r:.60}: it must be a string")
+    if "kv_connector_extra_config" in document and not isinstance(document["kv_connector_extra_config"], Mapping):
+        problems.append(
+            f"kv_connector_extra_config is {document['kv_connector_extra_config']!r:.60}: it must be an object"
+        )
     if "kv_load_failure_policy" in document:
         problems += _choice("kv_load_failure_policy", document["kv_load_failure_policy"], _POLICIES)
     ours = list(entries_of(document))
@@ -52,6 +58,7 @@ def document_problems(document: object, environ: Mapping[str, str] = os.environ)
         known = isinstance(named, str) and named in in_tree.CONNECTORS
         more = "; `vllm-pd migrate` says it in PDConnector's" if known else ""
         problems.append(f"kv_connector is {named!r:.60}: {CONNECTOR_NAME} is not there{more}")
+    problems += _order_problems(document)
     for role, extra in ours:
         found = setting_problems(role, extra, environ)
         problems += found or port_problems(role, extra, range(1), environ)
@@ -69,12 +76,35 @@ def early_port_problems(document: Mapping[str, Any], engines: Iterable[int]) -> 
     return [problem for role, extra in entries_of(document) for problem in port_problems(role, extra, known)]
 
 
+def is_ours(document: Mapping[str, Any]) -> bool:
+    """Whether an entry is PDConnector's, by its name or, as Dynamo's, by where its class comes from."""
+    module = document.get("kv_connector_module_path")
+    packaged = isinstance(module, str) and module.partition(".")[0] == __name__.partition(".")[0]
+    return document.get("kv_connector") == CONNECTOR_NAME or packaged
+
+
+def _order_problems(document: Mapping[str, Any]) -> list[str]:
+    """Whether PDConnector stands in a MultiConnector as it must: first, and once (docs/multi-connector.md)."""
+    extra = document.get("kv_connector_extra_config")
+    listed = extra.get("connectors") if document.get("kv_connector") == _MULTI and isinstance(extra, Mapping) else ()
+    places = [i for i, one in enumerate(listed if isinstance(listed, list | tuple) else ()) if _holds_ours(one)]
+    if places[1:]:
+        return [f"connectors: PDConnector is there {len(places)} times; name it once, with what all requests need"]
+    if places and places[0]:
+        return [f"connectors: PDConnector is number {places[0] + 1}; name it first (docs/multi-connector.md)"]
+    return []
+
+
+def _holds_ours(entry: object) -> bool:
+    return isinstance(entry, Mapping) and is_ours(entry)
+
+
 def entries_of(document: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     """`kv_role` and `kv_connector_extra_config` of each PDConnector in a configuration, also beside others in a
     MultiConnector, which gives each connector those of its own entry."""
     extra = document.get("kv_connector_extra_config")
     extra = {} if extra is None else extra
-    if document.get("kv_connector") == CONNECTOR_NAME:
+    if is_ours(document):
         yield document.get("kv_role"), extra
     elif document.get("kv_connector") == _MULTI and isinstance(extra, Mapping):
         connectors = extra.get("connectors")

@@ -215,8 +215,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def own_directory(key: str, name: str, *, make: bool = False) -> Path:
-    """The directory that a key names, into which nobody else may write. One that is not there is right, unless it is
-    to be made and cannot be.
+    """The directory that a key names, into which nobody else may write. One that is not there is right, unless it
+    cannot be made.
 
     Raises:
         InvalidConfig: there is something else than a directory that only its owner, who is this user, can write into,
@@ -230,6 +230,12 @@ def own_directory(key: str, name: str, *, make: bool = False) -> Path:
     except FileExistsError:
         raise InvalidConfig(f"{key}: {directory} is no directory; name one, or one that can be made") from None
     except FileNotFoundError:
+        above = next(one for one in directory.absolute().parents if one.exists())
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise InvalidConfig(
+                f"{key}: {directory} cannot be made: user {os.geteuid()} may not write into {above}; make it for this "
+                "user beforehand, or name another"
+            ) from None
         return directory
     except (OSError, ValueError) as error:
         raise InvalidConfig(f"{key}: {directory}: {error}") from error

@@ -26,9 +26,10 @@ from vllm_pd_connector.compat.base import (
     SupportsHMA,
     init_logger,
 )
+from vllm_pd_connector.compat.early import take_ray_s_address
 from vllm_pd_connector.compat.factory import adopt_vllm_logging
 from vllm_pd_connector.compat.model import facts, layouts
-from vllm_pd_connector.compat.model.caches import align_interleave, require_causal
+from vllm_pd_connector.compat.model.caches import require_causal
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.errors import InvalidConfig, PDConnectorError
 from vllm_pd_connector.metadata import StepMetadata
@@ -95,7 +96,9 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
             )
             self._scheduler = SchedulerHalf(config, vllm_config, kv_cache_config)
         else:
-            align_interleave(vllm_config, kv_cache_config)
+            facts.share_engine_id(vllm_config)
+            take_ray_s_address(vllm_config, os.environ)
+            layouts.align_interleave(vllm_config, kv_cache_config)
             self._worker = WorkerHalf(config, vllm_config, kv_cache_config)
 
     @property
@@ -249,6 +252,10 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLL
         self.worker.step_launched()
 
     # Either role, and the API server.
+
+    def reset_cache(self) -> bool:
+        """Nothing more: what is held of finished requests went with vLLM's own prefix cache (`around_reset`)."""
+        return True
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._scheduler.stats() if self._scheduler is not None else self.worker.take_stats()

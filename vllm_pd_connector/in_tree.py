@@ -9,6 +9,7 @@ Source: vLLM 0.32 and 0.33, `kv_connector/v1/nixl` (`base_worker.py`, `base_sche
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -27,6 +28,7 @@ CONNECTORS: Final[dict[str, dict[str, Any]]] = {
 
 _NIXL, _MOONCAKE = "NixlConnector", "MooncakeConnector"
 _BOOTSTRAP_PORT = 8998
+_BOOTSTRAP_VARIABLE = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
 
 LEASE_LIMIT_S: Final = 600.0
 """The default of `kv_lease_limit`, which no lease may exceed."""
@@ -85,13 +87,15 @@ class Migration:
     notes: tuple[str, ...]
 
 
-def migrate(transfer: Mapping[str, Any]) -> Migration:
+def migrate(transfer: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Migration:
     """Our configuration for one of an in-tree connector.
 
     Raises:
         InvalidConfig: another connector, or a value that theirs would not take either.
     """
-    name = transfer.get("kv_connector")
+    name, module = transfer.get("kv_connector"), transfer.get("kv_connector_module_path")
+    if isinstance(module, str) and module.partition(".")[0] == __name__.partition(".")[0]:
+        raise InvalidConfig(f"kv_connector_module_path is {module}: this is PDConnector already")
     if not isinstance(name, str) or name not in CONNECTORS:
         raise InvalidConfig(f"kv_connector: {name!r} cannot be migrated; one of {', '.join(CONNECTORS)} can")
     given = transfer.get("kv_connector_extra_config", {})
@@ -99,7 +103,8 @@ def migrate(transfer: Mapping[str, Any]) -> Migration:
         raise InvalidConfig(f"kv_connector_extra_config is {given!r}: it must be an object")
     dropped: list[tuple[str, str]] = []
     extra = dict(CONNECTORS[name])
-    if name == _MOONCAKE and transfer.get("kv_role") != "kv_consumer":
+    serves = name == _MOONCAKE and transfer.get("kv_role") != "kv_consumer"
+    if serves and not environ.get(_BOOTSTRAP_VARIABLE):
         extra["bootstrap_port"] = _BOOTSTRAP_PORT
     for key, value in given.items():
         if key in _LEASES:  # two times of theirs are one of ours, which must cover both
@@ -176,6 +181,11 @@ def _notes(name: str, transfer: Mapping[str, Any], extra: Mapping[str, Any]) -> 
         notes.append(
             "Mooncake serves peers of other hosts only with allow_unauthenticated_peers: its library knows no keys"
         )
+        if "bootstrap_server_address" in transfer.get("kv_connector_extra_config", {}):
+            notes.append("bootstrap_server_address: its host has no counterpart, each prefill instance answers its "
+                         "router itself, at side_channel_host")  # fmt: skip
+        if "bootstrap_port" in extra:
+            notes.append(f"bootstrap_port comes before {_BOOTSTRAP_VARIABLE}; leave it out where that is set")
         notes.append("VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT is kv_lease_duration here, and counts from the last word of "
                      "a reader; VLLM_MOONCAKE_CONNECTOR_TIMEOUT is transfer_timeout")  # fmt: skip
     else:

@@ -7,11 +7,12 @@ a router needs nothing but the instance's URL. There is one row per data-paralle
 are those that the engine itself uses: the API server builds the series from the same configuration object.
 
 Both ends are here so that they cannot disagree: `labels` for the instance, `parse` for the router. Neither vLLM nor
-an HTTP library is imported.
+an HTTP library is imported, but for `opened`, by which the commands ask instances.
 """
 
 from __future__ import annotations
 
+import urllib.request
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,9 @@ INFO_SERIES = "vllm:pd_instance_info"
 INFO_TEXT = "What routers need to know of this instance; always 1."
 MAX_PAGE_BYTES = 8 << 20
 """More than any instance has to say on `/metrics`; who asks reads no more."""
+opened = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+"""As `urllib.request.urlopen`, without a proxy of the environment's: of a cluster that knows nothing, and an instance's
+key is not for it."""
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 HANDOFFS = ("serial", "concurrent")
 

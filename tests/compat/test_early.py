@@ -6,6 +6,7 @@ import argparse
 import gc
 import pickle
 import socket
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,8 @@ from vllm.config import CacheConfig, ECTransferConfig, KVTransferConfig, MultiMo
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: E402
 
-from vllm_pd_connector.compat.early import RefusedStart, _engines  # noqa: E402
+from vllm_pd_connector.compat.early import RefusedStart, _engines, take_ray_s_address  # noqa: E402
+from vllm_pd_connector.config import Config  # noqa: E402
 from vllm_pd_connector.errors import InvalidConfig  # noqa: E402
 from vllm_pd_connector.plugin import register  # noqa: E402
 
@@ -182,6 +184,22 @@ def test_ray_s_workers_are_told_where_their_instance_listens(
     extra = parsed.kv_connector_extra_config
     extras = [one["kv_connector_extra_config"] for one in extra["connectors"]] if multi else [extra]
     assert [one.get("side_channel_host") for one in extras] == (["10.0.0.7" if told else None, "::1"][: len(extras)])
+
+
+@pytest.mark.parametrize("backend", ["ray", "mp"])
+def test_workers_of_an_engine_that_ray_places_take_its_address_for_the_side_channel(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's executor withholds the variable from them, in which vLLM's engine has it."""
+    node = SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7"))
+    monkeypatch.setitem(sys.modules, "ray", node)
+    made: Any = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_backend=backend))
+    none: dict[str, str] = {}
+    own = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.9.0.1"}
+    for environ in (none, own):
+        take_ray_s_address(made, environ)
+    assert Config().side_channel(0, none)[0] == ("10.0.0.7" if backend == "ray" else "127.0.0.1")
+    assert own == {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.9.0.1"}
 
 
 def test_a_key_that_is_no_text_is_refused_as_one() -> None:

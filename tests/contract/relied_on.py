@@ -52,12 +52,14 @@ MEMBERS = (
         "vllm.v1.request:Request",
         "request_id num_prompt_tokens prompt_token_ids prompt_embeds prompt_is_token_ids _all_token_ids max_tokens "
         "status kv_transfer_params num_computed_tokens num_in_flight_tokens mm_features lora_request "
-        "get_skip_reading_prefix_cache trace_headers resumable last_sched_seq sampling_params",
+        "get_skip_reading_prefix_cache trace_headers resumable last_sched_seq sampling_params prefill_stats "
+        "num_preemptions",
     ),
+    _members("vllm.v1.metrics.stats:PrefillStats", "num_local_cached_tokens"),
     _members(
         "vllm.v1.request:RequestStatus",
         "FINISHED_LENGTH_CAPPED FINISHED_STOPPED FINISHED_REPETITION FINISHED_ABORTED WAITING_FOR_REMOTE_KVS WAITING "
-        "PREEMPTED",
+        "PREEMPTED RUNNING",
     ),
     _members(
         "vllm.v1.core.sched.output:SchedulerOutput",
@@ -68,7 +70,7 @@ MEMBERS = (
     _members(
         "vllm.v1.engine.core:EngineCore",
         "collective_rpc set_weight_version pause_scheduler resume_scheduler _finish_pause is_scheduler_paused add_lora "
-        "remove_lora model_executor scheduler",
+        "remove_lora model_executor scheduler sleep vllm_config",
     ),
     _members(
         "vllm.v1.engine.core:EngineCoreProc",
@@ -106,7 +108,9 @@ MEMBERS = (
     _members(f"{LMCACHE}:LMCacheMPConnectorUpstream", "request_trackers"),
     _members(f"{LMCACHE}:LMCacheMPRequestTracker", "state allocated_block_ids"),
     _members(f"{LMCACHE}:LMCacheMPRequestState", "PREFETCHING"),
-    _members("vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager", "num_cached_block cache_blocks"),
+    _members(
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager", "num_cached_block cache_blocks block_size"
+    ),
     _members("vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector", "sub_connectors"),
     _members(
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector", "connector_scheduler"

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.support.scheduler.engines import BLOCK, Engine, given_back, prefilled, transfer
+from tests.support.scheduler.engines import (
+    BLOCK,
+    FULL,
+    WINDOWED,
+    Engine,
+    given_back,
+    prefilled,
+    read,
+    transfer,
+)
 from tests.support.scheduler.talks import ON, PROMPT, decoded, first_turn
 
 CHUNK = 2
@@ -48,6 +57,31 @@ def test_a_new_request_gets_what_vllm_keeps_back_for_others_too(engine: Any) -> 
     assert new.status is RequestStatus.RUNNING
     assert not decode.connector.scheduler.producer.lending.num_held
     decode.run("runs", "new")
+
+
+@pytest.mark.parametrize("answer", [20, 41, 44])
+def test_a_load_that_has_come_and_needs_one_more_block_gets_a_conversation_s(engine: Any, answer: int) -> None:
+    """vLLM asks nobody about it any more, and who stands behind it waits, too."""
+    groups = (FULL, WINDOWED)
+    prefill = engine(transfer("kv_producer", **ON), groups=groups, blocks=200)
+    decode = engine(transfer("kv_consumer", **ON), groups=groups, blocks=15)
+    kept, prompt = list(range(2 * BLOCK + 1)), list(range(1000, 1000 + 4 * BLOCK + 1))
+    talks = decode.add("talks", kept, prefilled(prefill, "p-1", kept), max_tokens=answer)
+    decode.step()
+    read(decode.receive_of("talks"))
+    decode.step(received={"talks"})
+    decode.step()
+    waits = decode.add("waits", prompt, prefilled(prefill, "p-2", prompt), max_tokens=3)
+    decode.step()
+    assert waits.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    for _ in range(answer + 3):
+        decode.step()
+    assert talks.is_finished() and decode.connector.scheduler.producer.lending.num_held == 1
+    read(decode.receive_of("waits"))
+    decode.step(received={"waits"})
+    decode.add("behind", [1, 2, 3], max_tokens=1)
+    decode.run("waits", "behind")
+    assert not decode.connector.scheduler.producer.lending.holds("talks")
 
 
 def test_what_conversations_have_in_common_counts_once(engine: Any) -> None:

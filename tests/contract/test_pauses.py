@@ -94,8 +94,46 @@ def test_a_pause_that_was_taken_back_before_it_came_about_ends_nothing(cores):
     prefill.engine.rest()
     prefill._notify_idle_state_callbacks()
     assert paused.done() and prefill.engine.held() == 3
+    with pytest.raises(RuntimeError, match="taken back"):  # who paused may change weights next
+        paused.result()
     assert read(decode.engine.receive_of("d-1"))
     given_back(prefill.engine)
+
+
+def test_a_sleep_whose_pause_was_taken_back_does_not_come(cores):
+    """The hashes of caches that went would stay."""
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    loading(decode.engine, "d-1", PROMPT, held(prefill))
+    asleep = prefill.sleep(1, "wait")
+    prefill.resume_scheduler()
+    prefill.engine.rest()
+    prefill._notify_idle_state_callbacks()
+    with pytest.raises(RuntimeError, match="taken back"):
+        asleep.result(0)
+    assert not prefill.model_executor.is_sleeping and prefill.engine.held() == 3
+
+
+def test_a_pause_that_clears_nothing_behind_one_taken_back_clears_nothing(cores):
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    loading(decode.engine, "d-1", PROMPT, held(prefill))
+    first = prefill.pause_scheduler("wait")
+    prefill.resume_scheduler()
+    second = prefill.pause_scheduler("keep", clear_cache=False)
+    prefill.engine.rest()
+    prefill._notify_idle_state_callbacks()
+    assert isinstance(first.exception(0), RuntimeError) and (second is None or second.result(0) is None)
+    assert prefill.engine.held() == 3
+
+
+def test_a_pause_that_clears_nothing_takes_from_another_nothing_that_it_waits_for(cores):
+    prefill, decode = cores("kv_producer"), cores("kv_consumer")
+    loading(decode.engine, "d-1", PROMPT, held(prefill))
+    first = prefill.pause_scheduler("wait")
+    prefill.pause_scheduler("keep", clear_cache=False)
+    for _ in range(5):
+        prefill.engine.step()
+    assert prefill.has_work() and prefill.engine.held() == 3 and read(decode.engine.receive_of("d-1"))
+    prefill.wait(first)
 
 
 @pytest.mark.parametrize("mode", MODES)

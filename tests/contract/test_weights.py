@@ -12,6 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.support.scheduler.cores import Core
 from tests.support.scheduler.engines import BLOCK, KEEP, given_back, loading, passed_over, prefilled, read
+from vllm_pd_connector.compat.base import FOLLOWS_SLEEP
 from vllm_pd_connector.compat.operations import CHANGE_WEIGHTS
 from vllm_pd_connector.metadata import BadParameters, Refusal
 
@@ -59,6 +60,20 @@ def clear(*cores: Core) -> None:
     for core in cores:
         core.wait(core.pause_scheduler("abort"))
         core.resume_scheduler()
+
+
+@pytest.mark.skipif(FOLLOWS_SLEEP, reason="this vLLM tells connectors when the caches' memory goes")
+def test_memory_that_transports_have_registered_is_not_given_away(cores, monkeypatch):
+    """vLLM asks nobody whether sleep mode is enabled: caches of its other allocator go all the same."""
+    prefill = cores("kv_producer")
+    monkeypatch.setattr(prefill.vllm_config.model_config, "enable_cumem_allocator", True)
+    before = prefilled(prefill.engine, "p-1", PROMPT)
+    with pytest.raises(RuntimeError, match="transports have it registered; nothing was done"):
+        prefill.sleep(1)
+    with pytest.raises(RuntimeError, match="transports have it registered"):
+        prefill.model_executor.discard(("kv_cache",))
+    assert not prefill.is_scheduler_paused() and prefill.engine.held() > 0 and before is not None
+    assert prefilled(prefill.engine, "p-2", [*PROMPT, 1]) is not None
 
 
 def test_a_cache_of_new_weights_is_refused_where_the_old_ones_are(cores):

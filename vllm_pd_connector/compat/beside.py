@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from vllm_pd_connector.compat.base import init_logger
+from vllm_pd_connector.compat.base import KVConnectorBase_V1, init_logger
 from vllm_pd_connector.compat.engine import caller
 
 if TYPE_CHECKING:
@@ -53,6 +53,16 @@ class Beside:
         """Whether there are others. What they keep is no prefix cache's of vLLM: a block that must not be shared there
         (`keep_unshared`) they share."""
         return self._multi is not None and len(self._multi.sub_connectors) > 1
+
+    @property
+    def keeping(self) -> list[str]:
+        """Those that keep what they hold when vLLM has all caches reset: they have no reset of their own, and what vLLM
+        has in its place does nothing and is taken for good.
+
+        Source: vLLM 0.32 and 0.33, `KVConnectorBase_V1.reset_cache`, `MultiConnector.reset_cache`.
+        """
+        kinds = {type(one) for one in self._multi.sub_connectors} if self._multi is not None else ()
+        return sorted(kind.__name__ for kind in kinds if kind.reset_cache is KVConnectorBase_V1.reset_cache)
 
     def begin(self) -> None:
         """All connectors are made."""

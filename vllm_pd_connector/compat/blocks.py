@@ -23,7 +23,7 @@ from vllm_pd_connector.errors import ProtocolError
 from vllm_pd_connector.geometry.blocks import NULL_BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from vllm.config import VllmConfig
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -113,10 +113,7 @@ def fails_over_unequal_hits(manager: KVCacheManager) -> bool:
 
 
 def trace_headers(request: Request) -> dict[str, str] | None:
-    """The headers of the client's trace; None where there are none, or vLLM exports no traces.
-
-    Source: vLLM 0.32, `AsyncLLM.add_request`.
-    """
+    """Headers of the client's trace; None where there are none, or vLLM exports none (0.32, `AsyncLLM.add_request`)."""
     return dict(request.trace_headers) if request.trace_headers else None
 
 
@@ -261,38 +258,6 @@ def is_empty(pool: BlockPool) -> bool:
     return unused and all(block.block_hash is None for block in pool.blocks)
 
 
-def with_adapter(scheduler: Any, number: int) -> set[str]:
-    """The requests that a scheduler has with the adapter of this number."""
-    lora = ((name, request.lora_request) for name, request in scheduler.requests.items())
-    return {name for name, found in lora if found is not None and found.lora_int_id == number}
-
-
-def compute_here(scheduler: Any, request_id: str, *, at_once: bool) -> bool:
-    """Have vLLM compute a request itself whose load has just ended, or ended and was not scheduled since; `at_once`:
-    its blocks are given back now. Returns whether there is such a request.
-
-    It takes the way of a failed load under `recompute`, whatever the policy is: nothing of it has failed. vLLM may have
-    put it among those that wait already, with its blocks, and have passed over it (no place for its adapter, no block
-    for its next token). Then its caches are in the prefix cache, too, where they would be found again.
-
-    Source: vLLM 0.32 and 0.33, `Scheduler._handle_failed_recving`, `_update_waiting_for_remote_kv`, `_holds_kv_blocks`.
-    """
-    request, manager = scheduler.requests.get(request_id), scheduler.kv_cache_manager
-    if request is None:
-        return False
-    if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-        scheduler.failed_recving_kv_req_ids.add(request_id)
-    elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) and request.num_computed_tokens:
-        at_once = True
-        manager.evict_blocks({block for group in manager.get_block_ids(request_id) for block in group})
-    else:
-        return False
-    request.num_computed_tokens = 0
-    if at_once:
-        manager.free(request)
-    return True
-
-
 class HeldBlocks:
     """Extra references on the blocks of finished prefills, while a lease keeps them for a reader.
 
@@ -340,12 +305,17 @@ class HeldBlocks:
 
     def hold(self, request_id: str, tables: BlockTables) -> None:
         """Reference these blocks, null blocks and those held for it already aside; the request still owns them."""
-        held = self._blocks.setdefault(request_id, {})
-        ids = (i for table in tables for i in table.narrow.tolist())
-        blocks = {i: self._pool.blocks[i] for i in ids if i != NULL_BLOCK and i not in held}
-        self._pool.touch(list(blocks.values()))
-        self._holders.update(blocks.keys())
-        held |= blocks
+        self.hold_ids(request_id, [i for table in tables for i in table.narrow.tolist()])
+
+    def hold_ids(self, request_id: str, ids: Iterable[int]) -> None:
+        """The same of a few."""
+        held, holders, blocks, more = self._blocks.setdefault(request_id, {}), self._holders, self._pool.blocks, []
+        for i in ids:  # mostly one or two
+            if i != NULL_BLOCK and i not in held:
+                holders[i] = holders.get(i, 0) + 1
+                held[i] = blocks[i]
+                more.append(held[i])
+        self._pool.touch(more)
 
     def release(self, request_id: str) -> None:
         """Give the references back, the tail of the prompt first (vLLM evicts in this order)."""

@@ -11,6 +11,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vllm.v1.request import RequestStatus
 
 from vllm_pd_connector.compat.blocks import medium_name
 from vllm_pd_connector.compat.model.adapters import by_files
@@ -64,8 +65,9 @@ def prefix_digests(
     return digests
 
 
-def note_without_blocks(manager: KVCacheManager, without: set[str]) -> None:
-    """Have the names of requests that find no blocks added to `without` from now on.
+def note_without_blocks(manager: KVCacheManager, without: set[str], loaded: set[str]) -> None:
+    """Have the names of requests that find no blocks added to `without` from now on, and to `loaded` those of requests
+    that wait with what was loaded for them: vLLM asks for more blocks before they run, and not about them any more.
 
     Source: vLLM 0.32, `KVCacheManager.allocate_slots`, of which the scheduler alone learns it.
     """
@@ -74,7 +76,8 @@ def note_without_blocks(manager: KVCacheManager, without: set[str]) -> None:
     @wraps(allocate)
     def allocate_slots(request: Request, *args: Any, **more: Any) -> KVCacheBlocks | None:
         if (found := allocate(request, *args, **more)) is None:
-            without.add(request.request_id)
+            waits = request.status is not RequestStatus.RUNNING and request.num_computed_tokens
+            (loaded if waits else without).add(request.request_id)
         return found
 
     manager.allocate_slots = allocate_slots

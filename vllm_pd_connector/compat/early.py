@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,14 @@ from vllm_pd_connector.compat.refused import tell_of_refused_streams
 from vllm_pd_connector.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, MutableMapping
+
+    from vllm_pd_connector.compat.types import VllmConfig
 
     Document = Mapping[str, Any]
+
+
+_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 
 
 class RefusedStart(InvalidConfig, argparse.ArgumentTypeError, SystemExit):
@@ -87,7 +93,8 @@ def check_early(
 
 
 def _document(transfer: Any) -> Document:
-    return {key: getattr(transfer, key) for key in ("kv_connector", "kv_role", "kv_connector_extra_config")}
+    keys = ("kv_connector", "kv_role", "kv_connector_module_path", "kv_connector_extra_config")
+    return {key: getattr(transfer, key) for key in keys}
 
 
 def _replaced(said: Document, connector: str) -> list[str]:
@@ -101,6 +108,18 @@ def _replaced(said: Document, connector: str) -> list[str]:
     return [f"{taken}: leave it out, and put {connector} behind PDConnector in a MultiConnector"]
 
 
+def take_ray_s_address(config: VllmConfig, environ: MutableMapping[str, str]) -> None:
+    """For a worker of an engine that Ray places: take the node's address for the side channel's, as that engine does.
+    It is in a variable that Ray's executor withholds from workers. With workers on several nodes (`span`) it is right
+    for those on the engine's own.
+
+    Source: vLLM 0.32, `EngineCoreActorMixin._set_nixl_side_channel_host`, `v1/executor/ray_utils.py`.
+    """
+    ray = sys.modules.get("ray")  # whose actor this process is
+    if config.parallel_config.data_parallel_backend == "ray" and ray is not None:
+        environ.setdefault(_HOST, ray.util.get_node_ip_address())
+
+
 def _tell_ray_s_workers(extras: list[Any], made: Any, environ: Mapping[str, str]) -> None:
     """Write into the configuration at which address this instance's side channel listens. Ray's executor copies the
     environment to its workers without that variable, and they would take their own for it. Engines that Ray places
@@ -108,7 +127,7 @@ def _tell_ray_s_workers(extras: list[Any], made: Any, environ: Mapping[str, str]
 
     Source: vLLM 0.32, `v1/executor/ray_utils.py` (`WORKER_SPECIFIC_ENV_VARS`).
     """
-    host = environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST")
+    host = environ.get(_HOST)
     if not host:
         return
     parallel = made.parallel_config

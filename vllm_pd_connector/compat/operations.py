@@ -19,13 +19,16 @@ from __future__ import annotations
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from vllm.v1.request import RequestStatus
+
+from vllm_pd_connector.compat.base import FOLLOWS_SLEEP
 from vllm_pd_connector.compat.engine import caller
 from vllm_pd_connector.errors import InvalidConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-    from vllm.lora.request import LoRARequest
+    from vllm_pd_connector.compat.types import KVCacheManager, LoRARequest, Request
 
 CHANGE_WEIGHTS: Final = frozenset(
     {
@@ -169,23 +172,54 @@ def _watch_weights(core: Any, operator: Operator) -> None:
         _wrap(core, instead.__name__, instead)
 
 
+def _require_lasting_caches(core: Any) -> None:
+    """Refuse to give away memory that a transport has registered and is not told of, as where sleep mode is enabled
+    (`facts.require_lasting_memory`): vLLM asks nobody whether it is, and the allocator alone is enough.
+
+    Raises:
+        RuntimeError: this vLLM tells connectors nothing, and the caches' memory would go.
+
+    Source: vLLM 0.32, `EngineCore.sleep`, `GPUWorker.initialize_from_config`.
+    """
+    if not FOLLOWS_SLEEP and core.vllm_config.model_config.enable_cumem_allocator:
+        raise RuntimeError(
+            "the caches' memory cannot be given away: this vLLM tells no connector, and transports have it registered; "
+            "nothing was done. Serve without --enable-cumem-allocator, or with vLLM 0.33 or later"
+        )
+
+
 def _watch_pauses(core: Any, operator: Operator) -> None:
+    number = 2  # of the pauses until the next resume, never `True`: vLLM carries it as `clear_cache`
+
     def pause_scheduler(call: Callable[..., Any], mode: str = "abort", clear_cache: bool = True) -> Any:
         take_back = operator.pausing(mode, clears=clear_cache)
         try:
-            return call(mode, clear_cache)
+            return call(mode, number if clear_cache else 0)
         except ValueError:  # no such mode, or not in this kind of engine
             take_back()
             raise
 
     def resume_scheduler(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal number
         result = call(*args, **kwargs)
         operator.resumed()
+        number += not core.is_scheduler_paused()
         return result
 
-    def finish_pause(call: Callable[..., Any], clear_cache: bool) -> Any:
-        # vLLM goes on to wait for a pause that was taken back before it came about, and would clear what runs then.
-        return call(clear_cache and core.is_scheduler_paused())
+    def finish_pause(call: Callable[..., Any], clear_cache: int) -> Any:
+        # vLLM goes on to wait for a pause that was taken back before it came about, and would clear what runs then, or
+        # sleep. Who asked for it is not to be told that it did: it may change weights next.
+        if clear_cache and clear_cache != number:
+            raise RuntimeError(
+                "the pause was taken back (POST /resume or /wake_up) before it came about: nothing was cleared and the "
+                "engine goes on; pause again"
+            )
+        return call(bool(clear_cache))
+
+    def fall_asleep(call: Callable[..., Any], level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        if level > 0:  # before leases are ended for it
+            _require_lasting_caches(core)
+        return call(level, *args, **kwargs)
 
     def sleep(call: Callable[..., Any], level: int = 1) -> Any:
         operator.losing_caches()
@@ -195,12 +229,14 @@ def _watch_pauses(core: Any, operator: Operator) -> None:
 
     def discard(call: Callable[..., Any], tags: tuple[str, ...]) -> Any:
         if "kv_cache" in tags:
+            _require_lasting_caches(core)
             operator.losing_caches()
         return call(tags)
 
     _wrap(core, "pause_scheduler", pause_scheduler)
     _wrap(core, "resume_scheduler", resume_scheduler)
     _wrap(core, "_finish_pause", finish_pause)
+    _wrap(core, "sleep", fall_asleep)
     _wrap(core.model_executor, "sleep", sleep)
     _wrap(core.model_executor, "discard", discard)
 
@@ -214,3 +250,45 @@ def _wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
         return instead(call, *args, **kwargs)
 
     setattr(owner, name, wrapped)
+
+
+def with_adapter(scheduler: Any, number: int) -> set[str]:
+    """The requests that a scheduler has with the adapter of this number."""
+    lora = ((name, request.lora_request) for name, request in scheduler.requests.items())
+    return {name for name, found in lora if found is not None and found.lora_int_id == number}
+
+
+def compute_here(scheduler: Any, request_id: str, *, at_once: bool) -> bool:
+    """Have vLLM compute a request itself whose load has just ended, or ended and was not scheduled since; `at_once`:
+    its blocks are given back now. Returns whether there is such a request.
+
+    It takes the way of a failed load under `recompute`, whatever the policy is: nothing of it has failed. vLLM may have
+    put it among those that wait already, with its blocks, and have passed over it (no place for its adapter, no block
+    for its next token). Then its caches are in the prefix cache, too, where they would be found again.
+
+    Source: vLLM 0.32 and 0.33, `Scheduler._handle_failed_recving`, `_update_waiting_for_remote_kv`, `_holds_kv_blocks`.
+    """
+    request, manager = scheduler.requests.get(request_id), scheduler.kv_cache_manager
+    if request is None:
+        return False
+    if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+        scheduler.failed_recving_kv_req_ids.add(request_id)
+    elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) and request.num_computed_tokens:
+        at_once = True
+        manager.evict_blocks(set(_received(request, manager)))
+    else:
+        return False
+    request.num_computed_tokens = 0
+    if at_once:
+        manager.free(request)
+    return True
+
+
+def _received(request: Request, manager: KVCacheManager) -> Iterator[int]:
+    """The blocks behind those that vLLM's prefix cache had of a request when it began to load; all, if it does not say
+    (`Scheduler.schedule` notes it of requests that were not preempted)."""
+    stats = request.prefill_stats
+    local = stats.num_local_cached_tokens if stats is not None and not request.num_preemptions else 0
+    groups = zip(manager.get_block_ids(request.request_id), manager.coordinator.single_type_managers, strict=True)
+    for ids, group in groups:
+        yield from ids[local // group.block_size :]

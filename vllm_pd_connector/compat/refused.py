@@ -14,6 +14,7 @@ Source: vLLM 0.32 and 0.33, `entrypoints/generate/base/serving.py` (`_with_kv_tr
 from __future__ import annotations
 
 import functools
+import secrets
 from typing import Any
 
 
@@ -42,7 +43,8 @@ async def _tell(engine: Any, request_id: str, params: Any, data_parallel_rank: i
     if not isinstance(asked, dict) or not asked.get("do_remote_prefill"):
         return
     try:
-        await engine.notify_kv_transfer_request_rejected(request_id, asked, data_parallel_rank=data_parallel_rank)
+        name = f"{request_id}-{secrets.token_hex(4)}"  # as vLLM makes an engine's of a client's, which may come twice
+        await engine.notify_kv_transfer_request_rejected(name, asked, data_parallel_rank=data_parallel_rank)
     except Exception:  # the client is to hear why its request was refused
         from vllm_pd_connector.compat.base import init_logger
 

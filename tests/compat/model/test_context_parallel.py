@@ -17,9 +17,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_pd_connector.compat.model import caches
-from vllm_pd_connector.compat.model.caches import align_interleave, group_block_tokens, transfer_groups
+from vllm_pd_connector.compat.model import layouts
+from vllm_pd_connector.compat.model.caches import group_block_tokens, transfer_groups
+from vllm_pd_connector.compat.model.facts import share_engine_id
 from vllm_pd_connector.compat.model.layers import LayerFacts
+from vllm_pd_connector.compat.model.layouts import align_interleave
 from vllm_pd_connector.config import parse_config
 from vllm_pd_connector.connector import EncodedManifest, PDConnector
 from vllm_pd_connector.errors import InvalidConfig
@@ -79,14 +81,17 @@ def parallel(dcp: int = 4, *, told: bool = False, former: int = 1) -> SimpleName
 def test_ranks_hold_whole_blocks_in_turn_unless_the_operator_has_said_otherwise(
     given: SimpleNamespace, drafts: str | None, interleave: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(caches, "layer_facts", lambda _: {"layer": LayerFacts("FLASH_ATTN_MLA", 1)})
+    monkeypatch.setattr(layouts, "layer_facts", lambda _: {"layer": LayerFacts("FLASH_ATTN_MLA", 1)})
     config: Any = SimpleNamespace(parallel_config=given, speculative_config=drafts)
     align_interleave(config, config_of(FULL, LATENT, STATE))
     assert given.cp_kv_cache_interleave_size == interleave
 
 
-def test_a_backend_that_takes_turns_with_every_token_keeps_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caches, "layer_facts", lambda _: {"layer": LayerFacts("FLASHINFER_MLA", 1)})
+@pytest.mark.parametrize("backend", ["FLASHINFER_MLA", "DEEPSEEK_V32_INDEXER"])
+def test_a_backend_that_takes_turns_with_every_token_keeps_that(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """And an indexer, of which the interleave is a constant where its model was compiled before."""
+    facts = {"layer": LayerFacts("FLASH_ATTN_MLA", 1), "other": LayerFacts(backend, 1)}
+    monkeypatch.setattr(layouts, "layer_facts", lambda _: facts)
     given = parallel()
     config: Any = SimpleNamespace(parallel_config=given, speculative_config=None)
     align_interleave(config, config_of(LATENT))
@@ -112,3 +117,18 @@ def test_ranks_that_vllm_cannot_tell_apart_are_all_served_in_their_order() -> No
     connector._scheduler = SimpleNamespace(serve=lambda manifests, tokens, weights: served.append(manifests))
     connector.set_xfer_handshake_metadata_pp_aware(kept)
     assert served == [[bytes(place) for place in ranks]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_prefill_context_ranks_of_another_node_take_the_first_one_s_engine_id(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each `vllm serve` draws one, and the workers of an instance must name one."""
+    group = SimpleNamespace(broadcast_object=lambda own, src: f"of rank {src}, not {own}")
+    monkeypatch.setattr("vllm.distributed.parallel_state.get_pcp_group", lambda: group)
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=ranks),
+        kv_transfer_config=SimpleNamespace(engine_id="own"),
+    )
+    share_engine_id(config)
+    assert config.kv_transfer_config.engine_id == ("own" if ranks == 1 else "of rank 0, not own")

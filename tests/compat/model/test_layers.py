@@ -80,3 +80,15 @@ def test_a_model_whose_blocks_differ_in_heads_has_those_of_each_block(number: in
     arch = Arch(total_num_hidden_layers=3, total_num_kv_heads=first)
     model = SimpleNamespace(model_arch_config=arch, hf_text_config=text)
     assert layers._stated_heads(model, f"model.layers.{number}.self_attn.attn", SimpleNamespace()) == heads
+
+
+def test_heads_of_one_kind_of_layers_are_that_kinds() -> None:
+    """Where a rank has one head of them it would be taken for a copy of its neighbour's."""
+    other = {"attention_type": "sliding_attention", "num_attention_groups": 8}
+    kinds = ["full_attention", "sliding_attention"]
+    model = SimpleNamespace(
+        model_arch_config=SimpleNamespace(total_num_hidden_layers=0, total_num_kv_heads=4),
+        hf_text_config=SimpleNamespace(attention_other_setting=other, layer_types=kinds),
+    )
+    heads = [layers._stated_heads(model, f"model.layers.{i}.self_attn.attn", SimpleNamespace()) for i in range(3)]
+    assert heads == [4, 8, 4]

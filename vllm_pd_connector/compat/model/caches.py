@@ -10,7 +10,6 @@ Source: vLLM 0.32, `vllm/v1/kv_cache_interface.py`, `vllm/v1/worker/utils.py` (a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 from typing import TYPE_CHECKING
 
 import torch
@@ -118,12 +117,14 @@ def transfer_groups(config: KVCacheConfig, share: TokenShare = WHOLE) -> tuple[G
     for group in config.transfer_groups:
         spec = representative(group.kv_cache_spec)
         kind = _GROUP_KINDS.get(type(spec).__name__)
-        if kind is None or group.host_resident:
+        each = layer_specs(group.kv_cache_spec, group.layer_names).values()
+        other = next((type(one).__name__ for one in each if type(one).__name__ not in _GROUP_KINDS), None)
+        if kind is None or other is not None or group.host_resident:
             raise UnsupportedCache(
-                f"KV-cache groups of kind {type(spec).__name__} (layers {', '.join(group.layer_names[:3])}…) are not "
-                f"supported; supported kinds: {', '.join(_GROUP_KINDS)}. Serve this model without PDConnector"
+                f"KV-cache groups of kind {other or type(spec).__name__} (layers {', '.join(group.layer_names[:3])}…) "
+                f"are not supported; supported kinds: {', '.join(_GROUP_KINDS)}. Serve this model without PDConnector"
             )
-        if getattr(spec, "bounded_replay", False):
+        if any(getattr(one, "bounded_replay", False) for one in (spec, *each)):
             raise UnsupportedCache(
                 f"layers {', '.join(group.layer_names[:3])}… compute the window before a hit again instead of keeping "
                 "it (bounded replay), which this version does not know. Serve with --no-swa-bounded-replay"
@@ -163,32 +164,6 @@ def leased_blocks(config: KVCacheConfig, dcp_size: int, num_tokens: int) -> int:
         # A window of w tokens lies in up to ceil((w - 1) / block) + 1 blocks.
         total += min(-(-num_tokens // tokens), -(-(window - 1) // tokens) + 1 if window else num_tokens)
     return total
-
-
-ONE_TOKEN_IN_TURN = "FLASHINFER_MLA"
-"""The attention backend whose decode-context parallel ranks take turns with every token."""
-
-
-def align_interleave(vllm_config: VllmConfig, config: KVCacheConfig) -> None:
-    """Have decode-context parallel ranks hold whole blocks in turn, where the operator has not said how many tokens:
-    with less, a pair of unequal sizes moves every few tokens by themselves. vLLM does so for its own connector alone,
-    and at this point, too: call it where the worker's connector is made.
-
-    Not where vLLM speculates, for which some backends need an interleave of 1, nor with a backend that knows no other.
-
-    Source: vLLM 0.32, `VllmConfig.adjust_dcp_kv_cache_interleave_size`, `check_attention_cp_compatibility`,
-    `v1/attention/backends/mla/flashinfer_mla.py`.
-    """
-    parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size == 1 or vllm_config.speculative_config is not None:
-        return
-    if not parallel._allow_auto_resolve_cp_interleave_size or parallel.dcp_kv_cache_interleave_size > 1:
-        return
-    if any(facts.backend == ONE_TOKEN_IN_TURN for facts in layer_facts(vllm_config).values()):
-        return
-    specs = (representative(group.kv_cache_spec) for group in config.kv_cache_groups)
-    if size := gcd(*(spec.block_size for spec in specs if spec.dcp_sharded)):
-        parallel.cp_kv_cache_interleave_size = size
 
 
 def require_causal(config: KVCacheConfig) -> None:
@@ -235,13 +210,26 @@ def prefill_backoff(vllm_config: VllmConfig, config: KVCacheConfig) -> int:
     return max(0 if kinds <= {GroupKind.FULL} else 1, int(vllm_config.num_prefill_lookahead_tokens) - 1)
 
 
-def takes_media_whole(vllm_config: VllmConfig) -> bool:
-    """Whether the tokens of an image or another medium are computed in one step: they look at each other in both
-    directions, or vLLM was told so. A part of one would have other numbers then, and vLLM 0.33 never schedules a part.
+_POSITIONS_BY_RANGE = frozenset({
+    "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration", "BailingMoeV3VLForConditionalGeneration",
+    "CohereCompassForConditionalGeneration",
+})  # fmt: skip
+"""Models that make the positions of an image from where it begins, whether or not all of it is there."""
 
-    Source: vLLM 0.32 and 0.33, `Scheduler._try_schedule_encoder_inputs`, `compute_mm_prefix_ranges`.
+
+def takes_media_whole(vllm_config: VllmConfig) -> bool:
+    """Whether an image or another medium must not be cut: its tokens are computed in one step, because they look at
+    each other in both directions or vLLM was told so, and vLLM 0.33 never schedules a part. Or the model looks for its
+    last token when it makes positions, and without it gives all of the prompt others, or ends its worker.
+
+    Source: vLLM 0.32 and 0.33, `Scheduler._try_schedule_encoder_inputs`, `compute_mm_prefix_ranges`; `minicpmv4_7.py`
+    (`build_image_bounds`), `transformers/multimodal.py` (`get_mrope_input_positions`).
     """
-    return bool(vllm_config.scheduler_config.disable_chunked_mm_input or vllm_config.model_config.is_mm_prefix_lm)
+    model = vllm_config.model_config
+    if vllm_config.scheduler_config.disable_chunked_mm_input or model.is_mm_prefix_lm:
+        return True
+    return bool(model.uses_mrope and model.architecture not in _POSITIONS_BY_RANGE)
 
 
 def stop_short(request: Request, tokens: int, media_whole: bool) -> None:

@@ -177,8 +177,21 @@ def of_replicas(config: VllmConfig, own: T) -> tuple[T, ...]:
     return tuple(given)
 
 
+def share_engine_id(config: VllmConfig) -> None:
+    """Have all prefill-context ranks take the first one's id: those of another node have drawn one of their own, and
+    vLLM broadcasts it among tensor and pipeline ranks alone. Every worker must call it.
+
+    Source: vLLM 0.32, `ensure_kv_transfer_initialized`.
+    """
+    if config.parallel_config.prefill_context_parallel_size > 1:
+        from vllm.distributed.parallel_state import get_pcp_group
+
+        assert config.kv_transfer_config is not None
+        config.kv_transfer_config.engine_id = get_pcp_group().broadcast_object(engine_id(config), src=0)
+
+
 def engine_id(config: VllmConfig) -> str:
-    """The instance's id; vLLM broadcasts one to all workers before it builds them."""
+    """The instance's id; vLLM broadcasts one to workers before it builds them (`share_engine_id`)."""
     assert config.kv_transfer_config is not None
     return str(config.kv_transfer_config.engine_id)
 
@@ -195,8 +208,9 @@ def rank_for_routers(config: VllmConfig) -> int:
     return int(parallel.data_parallel_index)
 
 
-def engine_info(config: VllmConfig, index: int) -> EngineInfo:
-    """What engine `index` behind this API server tells routers.
+def engine_info(config: VllmConfig, index: int, engines: int = 1) -> EngineInfo:
+    """What engine `index` behind this API server, one of so many, tells routers. vLLM has more than its configuration
+    says when it scales up (`AsyncLLM.scale_elastic_ep`).
 
     Call it in the API server. Its configuration is what the engine core got, but an engine core of several
     data-parallel ones then adds its rank to the engine id and to the side channel's port.
@@ -206,7 +220,7 @@ def engine_info(config: VllmConfig, index: int) -> EngineInfo:
     assert config.kv_transfer_config is not None
     own = parse_config(config.kv_transfer_config.kv_connector_extra_config)
     parallel = config.parallel_config
-    several = parallel.data_parallel_size > 1
+    several = max(parallel.data_parallel_size, engines) > 1
     host, port = own.side_channel(index if several else 0)
     events, replay = event_endpoints(config, index if several else 0)
     return EngineInfo(

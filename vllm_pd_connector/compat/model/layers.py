@@ -161,9 +161,13 @@ def _scales(layer: Any) -> tuple[float, float]:
 def _stated_heads(model: Any, name: str, layer: Any) -> int:
     """By the configuration of the model or of the drafter whose layer it is.
 
-    Source: vLLM 0.32, `nemotron_nas.py` (`n_heads_in_group`): what vLLM states is the count of the first block.
+    Source: vLLM 0.32, `nemotron_nas.py` (`n_heads_in_group`): what vLLM states is the count of the first block;
+    `step3p5.py` (`attention_other_setting`).
     """
-    stated = model.model_arch_config
+    stated, other = model.model_arch_config, getattr(model.hf_text_config, "attention_other_setting", None)
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    if other and 0 <= (number := _number(name)) < len(kinds) and kinds[number] == other["attention_type"]:
+        return int(other["num_attention_groups"])
     of_windows = getattr(model.hf_text_config, "swa_num_key_value_heads", None)
     if of_windows is not None and getattr(layer, "sliding_window", None) is not None:
         return int(of_windows)
