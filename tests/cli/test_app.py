@@ -25,13 +25,16 @@ def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"vllm-pd {__version__}\n"
 
 
+V6 = "with an IPv6 address in brackets"
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         (["exlain"], "vllm-pd exlain: No such command 'exlain'. Did you mean 'explain', 'plan'?"),
         ([], "vllm-pd: Missing command."),
         (["announce", "router", "http://x"], f"{ANNOUNCE} 'router': 'router' is not an address; give host:port"),
-        (["announce", "router:1", "x"], f"{ANNOUNCE} 'URL...': 'x' is not a base URL; give http://host:port"),
+        (["announce", "router:1", "x"], f"{ANNOUNCE} 'URL...': 'x' is not a base URL; give http://host:port, {V6}"),
     ],
 )  # fmt: skip
 def test_wrong_words_are_one_line(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,6 +49,18 @@ def test_nothing_is_left_behind_when_the_second_key_cannot_be_written(
     assert "No space left" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
+def test_a_secret_is_made_alone_where_keys_are_there_already(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["keygen", str(tmp_path / "keys")]) == Exit.OK and capsys.readouterr().out
+    assert main(["keygen", "--params-secret", str(tmp_path / "secret"), "--json"]) == Exit.OK
+    told = json.loads(capsys.readouterr().out)
+    assert (told["public"], told["secret"], told["params_secret"]) == (None, None, str(tmp_path / "secret"))
+    assert len((tmp_path / "secret").read_text().strip()) == 64 and len(list((tmp_path / "keys").iterdir())) == 2
+    assert main(["keygen"]) == Exit.REFUSED
+    assert "nothing to make" in capsys.readouterr().err
+
+
 def test_json_says_where_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keygen", str(tmp_path), "--name", "p", "--json"]) == Exit.OK
     found = json.loads(capsys.readouterr().out)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vllm_pd_connector.checks import early_problems
 from vllm_pd_connector.cli import main
 from vllm_pd_connector.cli.output import Exit
 from vllm_pd_connector.config import parse_config
@@ -67,6 +69,13 @@ def test_a_decode_instance_over_mooncake_may_keep_conversations(mode: str, capsy
         (transfer(transport="nixel"), "'nixel' is unknown, choose one of mooncake, nixl"),
         (transfer(transport_options={"ucx": {"NET_DEVICES": "a,b"}}), "of which NIXL would take 'a' alone"),
         (transfer(transport_options={"ucs": {}}), "unknown field `ucs`"),
+        (transfer(transport_options={"ucx": {"UCX_NET_DEVICES": "x"}}), "without the prefix, as NET_DEVICES"),
+        (transfer(transport_options={"batch_bytes": 0}), "transport_options.batch_bytes is 0: it must be at least 1"),
+        (transfer(transport_options={"progress_interval_us": -1}), "progress_interval_us is -1: it must be at least 1"),
+        (transfer() | {"engine_id": 5}, "engine_id is 5: it must be a string"),
+        (transfer() | {"kv_connector_extra_config": None}, "kv_connector_extra_config is None: it must be an object"),
+        (several({"kv_connector": "OffloadingConnector"}, transfer()), "PDConnector is number 2; name it first"),
+        (several(transfer(), transfer()), "PDConnector is there 2 times"),
         (transfer(transport="mooncake", transport_options={"address": "203.0.113.9"}), "no address of this machine"),
         (transfer(backends=["UCX"]), "backends is a key of NixlConnector"),
         (transfer() | {"kv_role": "producer"}, "kv_role is 'producer': it must be one of kv_producer, kv_consumer"),
@@ -117,6 +126,28 @@ def test_one_beside_other_connectors_has_its_own_role(transport: str, capsys: py
         alone["kv_connector_extra_config"]["transport_options"] = {"address": "127.0.0.1"}
     assert checked(alone, capsys) == checked(several(alone), capsys) == []
     assert checked(several(alone | {"kv_role": "kv_both"}), capsys) != []
+
+
+DYNAMO = {"kv_connector": "NixlConnector", "kv_connector_module_path": "vllm_pd_connector.integrations.dynamo"}
+
+
+def test_one_under_dynamo_s_name_is_checked_like_any_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(transfer() | DYNAMO, capsys) == []
+    [problem] = checked(transfer(side_chanel_host="x") | DYNAMO, capsys)
+    assert "did you mean side_channel_host?" in problem
+    [problem] = early_problems(transfer(side_chanel_host="x") | DYNAMO)
+    assert "did you mean side_channel_host?" in problem
+    assert main(["migrate", json.dumps(transfer() | DYNAMO)]) == Exit.REFUSED
+    assert "this is PDConnector already" in capsys.readouterr().err
+
+
+def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Tests may run as a user who may write anywhere."""
+    wanted = transfer(trace_dir=str(tmp_path / "new" / "trace"))
+    assert checked(wanted, capsys) == []
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    [problem] = checked(wanted, capsys)
+    assert "trace cannot be made" in problem and f"may not write into {tmp_path}" in problem
 
 
 def test_a_consumer_that_keeps_conversations_listens(capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,6 +218,11 @@ def test_what_a_key_becomes() -> None:
         "transport_options": {"protocol": "tcp", "device": "mlx5_0"},
     }  # fmt: skip
     assert extra("MooncakeConnector", bootstrap_server_address="[::1]:9000")["bootstrap_port"] == 9000
+    theirs = {"kv_connector": "MooncakeConnector", "kv_role": "kv_producer"}
+    set_there = migrate(theirs, {"VLLM_MOONCAKE_BOOTSTRAP_PORT": "9000"}).config["kv_connector_extra_config"]
+    assert "bootstrap_port" not in set_there, "it would come before the variable"
+    notes = migrate(theirs | {"kv_connector_extra_config": {"bootstrap_server_address": "10.0.0.7:9000"}}).notes
+    assert [note for note in notes if "its host has no counterpart" in note]
     assert extra("NixlConnector", bidirectional_kv_xfer=True, decoder_kv_blocks_ttl=480) == {
         "transport": "nixl", "mode": "pull", "conversations": True, "conversation_lease": 480
     }  # fmt: skip

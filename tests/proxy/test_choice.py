@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,3 +121,18 @@ def test_among_those_that_hold_as_much_it_is_who_was_sent_it_and_then_who_is_lea
     assert chooser.choose(candidates(a=2, b=1, c=0), keys, held) == ("a", True)
     chooser.took("c", keys)
     assert chooser.choose(candidates(a=2, b=1, c=0), keys, held) == ("b", True)
+
+
+def test_of_a_long_chat_only_the_beginning_is_read() -> None:
+    """The rest may be images of megabytes."""
+
+    class Image(dict[str, str]):
+        def items(self) -> Any:
+            raise AssertionError("it was read")
+
+    said = [{"role": "user", "content": "x" * 100 * i} for i in range(30)]
+    before = prefix_keys({"messages": said})
+    assert len(before) == MAX_PIECES
+    assert prefix_keys({"messages": [*said, Image(type="image_url")]}) == before
+    whole = json.dumps(said[:5], separators=(",", ":"))
+    assert prefix_keys({"messages": said[:5]}) == prefix_keys({"prompt": whole})

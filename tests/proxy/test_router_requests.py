@@ -67,6 +67,26 @@ async def test_a_body_that_is_too_large_is_413(bench: Bench, monkeypatch: pytest
     assert 'vllm_pd_proxy_requests_total{status="413"} 1.0' in text
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v1/responses", 404),
+        ("GET", "/nowhere", 404),
+        ("GET", "/v1/completions", 405),
+        ("PUT", "/health", 405),
+    ],
+)
+@over_bench
+async def test_what_is_not_handed_over_is_told_in_the_form_of_an_error(
+    bench: Bench, method: str, path: str, status: int
+) -> None:
+    await bench.route()
+    where = bench.url.replace("/v1/completions", path)
+    async with bench.client.request(method, where, json={"input": "x"}) as response:
+        assert response.status == status
+        assert "are handed over" in (await response.json())["error"]["message"]
+
+
 @over_bench
 async def test_a_defect_of_the_router_is_counted_as_one(bench: Bench) -> None:
     await bench.route()

@@ -77,6 +77,10 @@ def test_what_is_no_port_or_no_time_is_refused_by_name(words: tuple[str, str], c
         ((), "no instance is given, and none can be added: give --prefill and --decode, --instance, or --admin-port"),
         (("--slack", "-1"), "vllm-pd proxy: argument --slack: '-1' is not a number from 0 on"),
         (("--prefix",), "vllm-pd proxy: unrecognized arguments: --prefix"),
+        (
+            ("--decode", "http://h", "--prefill", "http://h/"),
+            "http://h is given as --decode and as --prefill; what does both: --instance",
+        ),
     ],
 )
 def test_a_router_that_could_never_route_ends_with_one_line(words: tuple[str, ...], line: str) -> None:

@@ -70,7 +70,7 @@ def _software() -> Iterator[Finding]:
             continue
         try:
             registry.check(name, use=Use(serves=False))  # whom it serves is for its configuration to say
-            yield Finding(f"transport {name}", "good", "can be used")
+            yield Finding(f"transport {name}", "good", "is installed; its library is loaded when an instance starts")
         except InvalidConfig as error:
             yield Finding(f"transport {name}", "note", " ".join(str(error).split()))
 

@@ -12,7 +12,6 @@ import http.client
 import json as json_
 import time
 import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,7 +25,7 @@ from vllm_pd_connector.arguments import base_url, seconds
 from vllm_pd_connector.cli.options import Json, taken
 from vllm_pd_connector.cli.output import Exit, NotReached, emit, emit_json, printable, table
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.instance_info import MAX_PAGE_BYTES
+from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, opened
 from vllm_pd_connector.routing.overview import (
     INSTANCE_HEADS,
     LINK_HEADS,
@@ -111,7 +110,7 @@ def _behind(router: str) -> list[str]:
 def _get(where: str) -> bytes:
     """Raises: OSError, HTTPException, ProtocolError (another status, or more than may be)."""
     try:
-        with urllib.request.urlopen(where, timeout=REPLY_S) as answer:
+        with opened(where, timeout=REPLY_S) as answer:
             content: bytes = answer.read(MAX_PAGE_BYTES + 1)
     except urllib.error.HTTPError as error:
         with error:

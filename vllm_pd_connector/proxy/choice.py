@@ -34,6 +34,7 @@ PIECE_CHARACTERS = 256
 MAX_PIECES = 64
 """A prompt's later pieces decide nothing: who knows this many knows where the prompt's cache is."""
 
+_JSON = json.JSONEncoder(separators=(",", ":"))
 NOTHING_HELD: Mapping[str, int] = MappingProxyType({})
 
 
@@ -66,7 +67,7 @@ def prefix_keys(body: Mapping[str, Any], most: int = MAX_PIECES) -> list[bytes]:
         full = range(PIECE_TOKENS, len(prompt) + 1, PIECE_TOKENS)
         pieces = (repr(prompt[end - PIECE_TOKENS : end]).encode() for end in full)
     else:
-        text = prompt if isinstance(prompt, str) else json.dumps(body.get("messages"), separators=(",", ":"))
+        text = prompt if isinstance(prompt, str) else _beginning(body.get("messages"), most * PIECE_CHARACTERS)
         full = range(PIECE_CHARACTERS, len(text) + 1, PIECE_CHARACTERS)
         pieces = (text[end - PIECE_CHARACTERS : end].encode(errors="surrogatepass") for end in full)
     digest = hashlib.blake2b(str(body.get("model")).encode(errors="surrogatepass"), digest_size=16)
@@ -75,6 +76,16 @@ def prefix_keys(body: Mapping[str, Any], most: int = MAX_PIECES) -> list[bytes]:
         digest.update(piece)
         keys.append(digest.digest())
     return keys
+
+
+def _beginning(messages: Any, length: int) -> str:
+    """How the JSON of a chat begins, in at least so many characters: the rest may be images of megabytes."""
+    parts, so_far = [], 0
+    for part in _JSON.iterencode(messages):
+        parts.append(part)
+        if (so_far := so_far + len(part)) >= length:
+            break
+    return "".join(parts)
 
 
 class Chooser:

@@ -79,15 +79,29 @@ async def read_exchange(request: web.Request, request_id: str, started: float, t
     """
     if not REQUEST_ID.fullmatch(request_id):
         raise ProtocolError(f"X-Request-Id: {request_id!r:.80}; use up to 200 letters, digits, '.', '_', ':' and '-'")
-    try:
-        text = await request.text()
-    # The second is for a charset that nobody knows, the third for content that is not compressed as its header says.
-    except (UnicodeError, LookupError, web.RequestPayloadError) as error:
-        raise ProtocolError(f"the request body is not JSON: {error}") from error
-    body, prefix = read_body(text)
+    body, prefix = read_body(await _text(request))
     passed = {name: ",".join(request.headers.getall(name)) for name in PASSED_ON if name in request.headers}
     headers = {"X-Request-Id": request_id, **credentials(request), **passed}
     return Exchange(request, request_id, body, prefix, headers, started, trace)
+
+
+async def _text(request: web.Request) -> str:
+    """The body; unlike aiohttp's `text`, the request does not keep it until it has been answered.
+
+    Raises:
+        ProtocolError: it is none.
+        HTTPRequestEntityTooLarge: as aiohttp's.
+    """
+    content, most = bytearray(), request.client_max_size
+    try:
+        async for chunk in request.content.iter_any():
+            content += chunk
+            if len(content) > most:
+                raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(content))
+        return content.decode(request.charset or "utf-8")
+    # The second is for a charset that nobody knows, the third for content that is not compressed as its header says.
+    except (UnicodeError, LookupError, web.RequestPayloadError) as error:
+        raise ProtocolError(f"the request body is not JSON: {error}") from error
 
 
 def credentials(request: web.Request) -> Headers:
@@ -265,6 +279,14 @@ async def to_client(request: web.Request, silence: float) -> AsyncIterator[None]
         raise asyncio.CancelledError from error
     except ConnectionError as error:
         raise asyncio.CancelledError from error
+
+
+async def not_here(request: web.Request) -> web.Response:
+    """The answer to a path that is not handed over, or to a method that its path does not have."""
+    names = {resource.canonical for resource in request.app.router.resources()}
+    status = 405 if request.path in names else 404
+    said = "POST /v1/completions and /v1/chat/completions are handed over; anything else an instance is asked itself"
+    return error_response(status, f"{request.method} {request.path:.200}: {said}")
 
 
 def told_if_it_failed(task: asyncio.Task[Any]) -> None:

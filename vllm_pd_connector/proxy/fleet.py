@@ -25,7 +25,15 @@ import aiohttp
 from vllm_pd_connector.errors import InvalidConfig, ProtocolError
 from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, parse
 from vllm_pd_connector.proxy.choice import Candidate, Chooser, PromptPrefix
-from vllm_pd_connector.proxy.instance import Answers, Instance, InstanceRole, InstanceState, Wait, contradiction
+from vllm_pd_connector.proxy.instance import (
+    Answers,
+    Instance,
+    InstanceRole,
+    InstanceState,
+    Wait,
+    contradiction,
+    is_our_own,
+)
 from vllm_pd_connector.proxy.kv_events.known_prefixes import KnownPrefixes
 from vllm_pd_connector.proxy.kv_events.subscriber import Subscriptions, source_of
 
@@ -229,6 +237,9 @@ class Fleet:
         except (aiohttp.ClientError, TimeoutError, ProtocolError) as error:
             if instance not in self._instances.values():
                 return
+            if is_our_own(error):
+                logger.warning("%s is not checked: %s; see ulimit -n", instance.url, error)
+                return
             instance.failures += 1
             instance.deaf = instance.deaf + 1 if _nobody_listens(error) else 0
             if instance.deaf == FAILURES or instance.failures == GONE_FAILURES:
@@ -346,8 +357,8 @@ class Fleet:
 
 def _nobody_listens(error: Exception) -> bool:
     """Whether the machine there said so, at one of its name's addresses and none took the connection (errors that
-    differ come as one of text). That a name is not known, or that this process has no file or port left for a
-    connection, says nothing of who is there."""
+    differ come as one of text). That a name is not known, or that this machine has no port left,
+    says nothing of who is there."""
     if not isinstance(error, aiohttp.ClientConnectorError):
         return False
     why = error.os_error

@@ -13,12 +13,15 @@ An instance that was removed stays until its requests have ended, and one that i
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
+
+import aiohttp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +36,13 @@ ASKED_LAST_S, FAILS = 30.0, 3
 so many answers of it in a row that say so."""
 DATA_PARALLEL_RANK = "X-data-parallel-rank"
 """Header by which vLLM 0.32's API server gives a request to one of its engines."""
+
+
+def is_our_own(error: Exception) -> bool:
+    """Whether a connection failed because this process or machine has no file left for it, which says nothing of who is
+    there."""
+    why = error.os_error.errno if isinstance(error, aiohttp.ClientConnectorError) else None
+    return why in (errno.EMFILE, errno.ENFILE)
 
 
 class InstanceRole(StrEnum):

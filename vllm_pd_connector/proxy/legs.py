@@ -25,6 +25,7 @@ Source: vLLM 0.32, `entrypoints/generate/base/serving.py` (`_with_kv_transfer_re
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import socket
@@ -36,7 +37,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import aiohttp
 
-from vllm_pd_connector.proxy.instance import ASKED_LAST_S, DATA_PARALLEL_RANK, FAILS, Instance, InstanceRole, Wait
+from vllm_pd_connector.proxy.instance import (
+    ASKED_LAST_S,
+    DATA_PARALLEL_RANK,
+    FAILS,
+    Instance,
+    InstanceRole,
+    Wait,
+    is_our_own,
+)
 from vllm_pd_connector.routing.handoff import Body
 
 if TYPE_CHECKING:
@@ -166,15 +175,19 @@ class Legs:
                         wait = await stack.enter_async_context(self._fleet.answering(instance))
                         posted = self._session.post(
                             instance.url + request.path,
-                            data=content, headers=headers, trace_request_ctx=sent, allow_redirects=False,
+                            data=io.BytesIO(content),  # in pieces: of bytes aiohttp writes megabytes at once
+                            headers=headers, trace_request_ctx=sent, allow_redirects=False,
                         )  # fmt: skip
                         response = await stack.enter_async_context(posted)
+                        del body, content  # nobody is asked after this one, and a stream may last for minutes
                         require_here(role, instance, response)
                         yield response, wait
                         if not request.told:
                             _note_answer(role, instance)
                         return
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                if is_our_own(error):  # each instance would be taken for one that refuses, until none is left
+                    raise LegError(503, f"the router has no connection left to give: {error}; see ulimit -n") from error
                 refused[instance.url] = str(error)
                 self._fleet.refused(instance, str(error))
                 self._metrics.retries.labels(role).inc()

@@ -42,6 +42,18 @@ class Options:
     kv_events: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     otlp_traces_endpoint: str | None = None
 
+    def twice(self) -> str:
+        """Why one of them cannot be routed to: it is given more than one role; empty if none is."""
+        asked: dict[str, set[str]] = {}
+        for url, role in self.given():
+            asked.setdefault(url, set()).add(role or "instance")
+        said = (
+            f"{url} is given as --{' and as --'.join(sorted(roles))}; what does both: --instance"
+            for url, roles in asked.items()
+            if len(roles) > 1
+        )
+        return next(said, "")
+
     def given(self) -> Iterator[tuple[str, InstanceRole | None]]:
         """The instances, each with the role that it is to have; None for the one that it says."""
         by_role = (InstanceRole.PREFILL, self.prefill), (InstanceRole.DECODE, self.decode), (None, self.instances)

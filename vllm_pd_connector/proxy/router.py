@@ -37,6 +37,7 @@ from vllm_pd_connector.proxy.exchange import (
     for_client,
     is_end,
     named,
+    not_here,
     passed_on,
     read_exchange,
     refuse,
@@ -107,6 +108,7 @@ class Router:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics_page)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_route("*", "/{path:.*}", not_here)
         return app
 
     async def _run(self, _app: web.Application) -> AsyncIterator[None]:
@@ -130,8 +132,6 @@ class Router:
                     await end(task)
                 await fleet.close()
                 await asyncio.to_thread(self._tracer.close)
-
-    # -- a completion -------------------------------------------------------------------------------------------------
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         status, started = CLIENT_LEFT, time.monotonic()

@@ -18,6 +18,7 @@ import asyncio
 import ipaddress
 import json
 import logging
+import resource
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FILES, WAITING = 65535, 2048
+"""Open files, and connections that wait to be taken: as vLLM's server has them."""
+IDLE_CLIENT_S = 75.0
+"""For so long a client's connection without a request is kept."""
 TWICE_S = 1.0
 """For which a second signal is the first one again: wrappers pass on what the terminal has sent to all."""
 
@@ -183,10 +188,26 @@ def run(arguments: argparse.Namespace) -> int:
         logger.error("no instance is given, and none can be added: give --prefill and --decode, --instance, or "
                      "--admin-port")  # fmt: skip
         return 2
+    if twice := options_of(arguments).twice():
+        logger.error("%s", twice)
+        return 2
+    _allow_files()
     try:
         return asyncio.run(_serve(arguments))
     except KeyboardInterrupt:
         return 130
+
+
+def _allow_files() -> None:
+    """As many files as `vllm serve` allows itself: each request takes two, and shells allow 1024."""
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if most == resource.RLIM_INFINITY else min(FILES, most)
+    if files != resource.RLIM_INFINITY and files < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    if wanted < FILES:
+        logger.warning(
+            "the hard limit of open files is %d (ulimit -Hn), enough for %d requests at once", most, most // 3
+        )
 
 
 def admin_application(router: Router) -> web.Application:
@@ -268,6 +289,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
     limit = arguments.shutdown_timeout / 2  # aiohttp waits for handlers twice as long before it cancels them
     # Without handler_cancellation aiohttp runs a handler to its end after the client has gone.
     settings: dict[str, Any] = {"handler_cancellation": True, "access_log": None, "shutdown_timeout": limit}
+    settings["keepalive_timeout"] = IDLE_CLIENT_S
     runners = [web.AppRunner(app, **settings) for app, _, _ in places]
     servers: list[asyncio.Server] = []
     listening = asyncio.create_task(_listen(runners, [place[1:] for place in places], servers))
@@ -306,7 +328,7 @@ async def _listen(
         assert runner.server is not None
         try:
             loop = asyncio.get_running_loop()
-            servers.append(await loop.create_server(runner.server, host, port, backlog=128, start_serving=False))
+            servers.append(await loop.create_server(runner.server, host, port, backlog=WAITING, start_serving=False))
             await servers[-1].start_serving()
         except OSError as error:
             logger.error("cannot listen on %s:%d: %s", host, port, error.strerror)

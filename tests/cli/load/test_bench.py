@@ -6,15 +6,19 @@ import contextlib
 import http.server
 import itertools
 import json
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import proxy_bypass_environment
 
 import pytest
 
 from examples.make_models import MODELS, make
 from tests.support.ports import free_port
+from tests.support.worker.decode_instance import until
 from vllm_pd_connector.cli import main
 from vllm_pd_connector.cli.load.bench import Measured
 from vllm_pd_connector.cli.output import Exit
@@ -29,6 +33,13 @@ if {act!r} == "ends":
     sys.exit("Traceback\\n\\nValueError: no tokenizer \\x1b[2J\\n")
 if {act!r} == "hangs":
     time.sleep(60)
+if {act!r} == "goes on":
+    with open({seen!r}[:-4] + "pid", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(600)
+if {act!r} == "tells its proxies":
+    with open({seen!r}[:-4] + "proxies", "w") as file:
+        json.dump({{name: os.environ.get(name) for name in ("http_proxy", "no_proxy", "NO_PROXY")}}, file)
 if {act!r} == "tells its key":
     with open({seen!r}[:-4] + "key", "w") as file:
         file.write(os.environ["OPENAI_API_KEY"])
@@ -147,6 +158,31 @@ def test_servers_with_a_key_get_it(
     given = dict(itertools.pairwise(words))
     assert given["--served-model-name"] == "gqa" and Path(given["--model"]).is_dir()
     assert (stand.path.parent / "key").read_text() == "sesame" and "sesame" not in words
+
+
+DIRECT = "example.org,127.0.0.1"
+
+
+def test_a_load_goes_straight_to_the_set_up(stand: Stand, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's command asks the environment for a proxy, of which the figures would be."""
+    monkeypatch.setenv("http_proxy", "http://203.0.113.9:3128")  # by way of which a tokenizer may come
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    assert main(["bench", url, "--command", stand.does("tells its proxies")]) == Exit.OK
+    seen = json.loads((stand.path.parent / "proxies").read_text())
+    assert seen == {"http_proxy": "http://203.0.113.9:3128", **dict.fromkeys(("no_proxy", "NO_PROXY"), DIRECT)}
+    assert proxy_bypass_environment("127.0.0.1", {"no": DIRECT}), "as the command's HTTP client asks"
+
+
+def test_what_sends_the_load_ends_with_the_command(stand: Stand, url: str) -> None:
+    words = ["-m", "vllm_pd_connector.cli", "bench", url, "--command", stand.does("goes on")]
+    command = subprocess.Popen([sys.executable, *words], cwd=Path(__file__).parents[3])
+    pid = stand.path.parent / "pid"
+    until(lambda: pid.exists() and bool(pid.read_text()), "the load")
+    sends = int(pid.read_text())
+    command.terminate()
+    assert command.wait(60) == 128 + signal.SIGTERM
+    until(lambda: not Path(f"/proc/{sends}").exists(), "its end")
 
 
 def test_a_server_without_a_model_is_told(stand: Stand, capsys: pytest.CaptureFixture[str]) -> None:

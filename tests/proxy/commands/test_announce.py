@@ -34,6 +34,22 @@ def address_of(registry: zmq.Socket[bytes]) -> str:
     return endpoint.rstrip(b"\0").decode().removeprefix("tcp://")
 
 
+def test_a_router_with_an_ipv6_address_hears_of_them() -> None:
+    async def main(taking: zmq.Socket[bytes]) -> None:
+        instance = Instance(answers({}), info())
+        await instance.server.start_server()
+        await asyncio.to_thread(announce, address_of(taking), [instance.url], 1)
+        assert taking.poll(10_000)
+        await instance.server.close()
+
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context.socket(zmq.ROUTER) as taking:
+        taking.setsockopt(zmq.IPV6, 1)
+        taking.bind("tcp://[::1]:*")
+        asyncio.run(main(taking))
+    context.term()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -101,6 +117,32 @@ def test_an_instance_that_does_not_answer_holds_up_no_other(
                 one.close()  # those who wait for an answer are reset
             await announcing
             await well.server.close()
+
+    asyncio.run(main())
+
+
+def test_who_has_no_time_to_answer_stays_for_a_while_and_who_refuses_does_not(
+    registry: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy API server answers late, and its load would fall on the rest."""
+    monkeypatch.setattr(module, "ASK_TIMEOUT", 0.2)
+    known, sent = module.Registration(), []
+
+    async def main() -> None:
+        busy = Instance(answers({}), info())
+        await busy.server.start_server()
+        assert await asyncio.to_thread(module._register, busy.url, sent.append, known) == "registered as kv_producer"
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            assert await asyncio.to_thread(module._register, url, sent.append, known) == "registered as kv_producer"
+            assert len(sent) == 2 and sent[0] == sent[1]
+            known.good_at -= module.PATIENCE
+            assert "timed out" in await asyncio.to_thread(module._register, url, sent.append, known)
+            assert "timed out" in await asyncio.to_thread(module._register, url, sent.append, module.Registration())
+        known.good_at += module.PATIENCE
+        assert "refused" in await asyncio.to_thread(module._register, url, sent.append, known)
+        assert len(sent) == 2
+        await busy.server.close()
 
     asyncio.run(main())
 

@@ -9,17 +9,21 @@ Source: vLLM 0.32 and 0.33, `benchmarks/serve.py` (the words, and the keys of th
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
+from urllib.parse import urlsplit
 
 import msgspec
 import typer
@@ -37,6 +41,7 @@ from vllm_pd_connector.cli.output import (
     printable,
     table,
 )
+from vllm_pd_connector.instance_info import opened
 
 REPLY_S: Final = 5.0
 MAX_RESULT_BYTES: Final = 64 << 20
@@ -147,16 +152,31 @@ def bench(
         *(("--max-concurrency", str(at_once)) if at_once is not None else ()),
         *(("--tokenizer", tokenizer) if tokenizer is not None else ()),
     ]  # fmt: skip
-    found = [
-        (name, url, measure(url, [*words, "--model", model.root, "--served-model-name", model.id], requests, timeout))
-        for (name, url), model in zip(named, models, strict=True)
-    ]
+    with _sigterm_raises():
+        found = [
+            (name, url, measure(url, [*words, "--model", one.root, "--served-model-name", one.id], requests, timeout))
+            for (name, url), one in zip(named, models, strict=True)
+        ]
     if json:
         rows = [{"name": name, "url": url, **msgspec.structs.asdict(one)} for name, url, one in found]
         emit_json("bench", {"load": load, "setups": rows})
     else:
         emit("\n".join(table(lines({name: one for name, _, one in found}))))
     return Exit.OK
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Have SIGTERM leave by an exception, as SIGINT does: what was started is ended by it, and sends no more."""
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def measure(url: str, words: list[str], requests: int, timeout: float) -> Measured:
@@ -177,7 +197,7 @@ def measure(url: str, words: list[str], requests: int, timeout: float) -> Measur
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=_environment(),
+                    env=_environment(url),
                     timeout=timeout,
                 )
             except subprocess.TimeoutExpired as error:
@@ -238,10 +258,12 @@ def _program(command: str) -> str:
     return found
 
 
-def _environment() -> dict[str, str]:
-    """The command's: it takes a key from another variable than vLLM's servers do."""
-    key = os.environ.get("VLLM_API_KEY")
-    return {**os.environ, **({"OPENAI_API_KEY": key} if key else {})}
+def _environment(url: str) -> dict[str, str]:
+    """The command's: it takes a key from another variable than vLLM's servers do, and would send its load by way of a
+    proxy that this environment has for the internet. A tokenizer may come by way of that."""
+    key, direct = os.environ.get("VLLM_API_KEY"), os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    direct = ",".join(filter(None, (direct, urlsplit(url).hostname)))
+    return {**os.environ, "no_proxy": direct, "NO_PROXY": direct, **({"OPENAI_API_KEY": key} if key else {})}
 
 
 def _model(url: str) -> Model:
@@ -253,7 +275,7 @@ def _model(url: str) -> Model:
     where, key = f"{url}/v1/models", os.environ.get("VLLM_API_KEY")
     question = urllib.request.Request(where, headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(question, timeout=REPLY_S) as answer:
+        with opened(question, timeout=REPLY_S) as answer:
             return msgspec.json.decode(answer.read(MAX_RESULT_BYTES), type=_Models).data[0]
     except (msgspec.MsgspecError, UnicodeDecodeError, IndexError) as error:
         raise NotReached(f"{where}: no model is named there: {error}") from error

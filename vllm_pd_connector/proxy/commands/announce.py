@@ -3,8 +3,9 @@
 vLLM's router (`vllm-router --vllm-discovery-address HOST:PORT`) learns of instances from messages that instances send
 it, and forgets one whose last message is five seconds old. Instances with PDConnector do not know of routers, so this
 command sends the messages for them: for each URL it asks `/health` and `/metrics`, and registers what is healthy under
-the role that it says. One that is not healthy any more is not registered again, and so leaves the router. Each is asked
-in a thread of its own, so that those that do not answer cannot hold the messages of the others up.
+the role that it says. One that is not healthy any more is not registered again, and so leaves the router; one that has
+no time to answer, as a busy API server, stays for `PATIENCE` seconds. Each is asked in a thread of its own, so that
+those that do not answer cannot hold the messages of the others up.
 
 A message is msgpack of {"type": "P" or "D", "http_address": "host:port", "zmq_address": "host:port"}, sent from a
 DEALER socket. The router only puts the last field into request ids.
@@ -16,11 +17,11 @@ from __future__ import annotations
 
 import http.client
 import logging
+import math
 import threading
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -28,7 +29,7 @@ import msgspec
 import zmq
 
 from vllm_pd_connector.errors import ProtocolError
-from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, EngineInfo, parse
+from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, EngineInfo, opened, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,6 +40,21 @@ INTERVAL = 2.0
 """Seconds between two messages; the router forgets after five."""
 LETTERS = {"kv_producer": "P", "kv_consumer": "D"}
 ASK_TIMEOUT = 2.0
+"""Seconds for each of two questions: with both the router has its message in time."""
+PATIENCE = 10.0
+
+
+class NoAnswer(ProtocolError):
+    """It has said nothing in time, and nobody has said that it is gone."""
+
+
+@dataclass(slots=True)
+class Registration:
+    """The latest message of an instance, what came of it, and when it was last known to be healthy (monotonic)."""
+
+    message: bytes = b""
+    of: str = ""
+    good_at: float = -math.inf
 
 
 def registration(url: str, engine: EngineInfo) -> bytes:
@@ -63,17 +79,19 @@ def ask_instance(url: str) -> EngineInfo:
     """What a healthy instance says of itself; of several data-parallel engines the first.
 
     Raises:
-        ProtocolError: it is not healthy, or says nothing.
+        NoAnswer: there was none in time.
+        ProtocolError: it is not healthy, or says nothing of itself.
     """
     try:
         for path in ("/health", "/metrics"):
-            with urllib.request.urlopen(url + path, timeout=ASK_TIMEOUT) as answer:
+            with opened(url + path, timeout=ASK_TIMEOUT) as answer:
                 content = answer.read(MAX_PAGE_BYTES)
                 if answer.length:  # there is more, or it broke off
                     raise http.client.IncompleteRead(content, answer.length)
     # Errors that HTTP tells and time-outs are OSErrors too; an answer that broke off is not.
     except (OSError, http.client.HTTPException) as error:
-        raise ProtocolError(f"{url}: {error}") from error
+        late = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
+        raise (NoAnswer if late else ProtocolError)(f"{url}: {error}") from error
     engines = parse(content.decode(errors="replace"))
     if not engines:
         raise ProtocolError(f"{url}: it does not say its role; run PDConnector there, with metrics on")
@@ -88,6 +106,7 @@ def announce(router: str, urls: Sequence[str], rounds: int | None = None) -> Non
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
+    socket.setsockopt(zmq.IPV6, 1)  # beside IPv4
     # Messages that nobody takes are worthless after the next round.
     socket.sndhwm = 2 * len(urls)
     socket.connect(f"tcp://{router}")
@@ -111,10 +130,10 @@ def announce(router: str, urls: Sequence[str], rounds: int | None = None) -> Non
 
 def _keep_registered(url: str, send: Callable[[bytes], None], ended: threading.Event, rounds: int | None) -> None:
     """Register one instance every INTERVAL seconds, `rounds` times or until `ended`; log when something changes."""
-    said = ""
+    said, known = "", Registration()
     while not ended.is_set() and (rounds is None or rounds > 0):
         started = time.monotonic()
-        news = _register(url, send)
+        news = _register(url, send, known)
         if news != said:
             logger.info("%s %s", url, news)
             said = news
@@ -122,12 +141,18 @@ def _keep_registered(url: str, send: Callable[[bytes], None], ended: threading.E
         ended.wait(max(0.0, INTERVAL - (time.monotonic() - started)))
 
 
-def _register(url: str, send: Callable[[bytes], None]) -> str:
-    """Send one instance's message if there is one to send; what came of it."""
+def _register(url: str, send: Callable[[bytes], None], known: Registration) -> str:
+    """Send one instance's message if there is one to send, and keep it in `known`; what came of it."""
     try:
-        engine = ask_instance(url)
-        send(registration(url, engine))
-        return f"registered as {engine.role}"
+        try:
+            engine = ask_instance(url)
+            known.message, known.of = registration(url, engine), f"registered as {engine.role}"
+            known.good_at = time.monotonic()
+        except NoAnswer:
+            if time.monotonic() - known.good_at > PATIENCE:
+                raise
+        send(known.message)
+        return known.of
     except ProtocolError as error:
         return f"not registered: {error}"
     except zmq.Again:

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd_connector.errors import PDConnectorError, ProtocolError
-from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, parse, samples
+from vllm_pd_connector.instance_info import MAX_PAGE_BYTES, opened, parse, samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -204,7 +204,7 @@ def _places(url: str) -> set[tuple[str, int]]:
 def _ask(where: str, method: str = "GET") -> tuple[int, bytes]:
     """Status and content of an answer of bounded size."""
     try:
-        with urllib.request.urlopen(urllib.request.Request(where, method=method), timeout=REPLY_S) as answer:
+        with opened(urllib.request.Request(where, method=method), timeout=REPLY_S) as answer:
             content = answer.read(MAX_PAGE_BYTES + 1)
             if len(content) > MAX_PAGE_BYTES:
                 raise CannotTell(f"{where}: more than {MAX_PAGE_BYTES} bytes")
